@@ -259,7 +259,7 @@ class StreamMethods(JobsServiceBase):
         goes_on = after > 0
         while True:
             runner = await self._settled(uid)
-            log = runner.chronicle.events if runner is not None else await self._history(uid)
+            log = runner.telemetry.events if runner is not None else await self._history(uid)
             if newest and len(known := log.after(after, goes_on=goes_on)) > newest:
                 after = known[-newest - 1].sequence
             newest = 0

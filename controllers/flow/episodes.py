@@ -85,7 +85,7 @@ class EpisodeRunner(ABC):
 
     async def side_by_side(
         self,
-        what: EpisodeRequest,
+        request: EpisodeRequest,
         seeds: Sequence[int],
         rid: str,
         ended: Callable[[int, Sample], None] | None = None,
@@ -96,7 +96,7 @@ class EpisodeRunner(ABC):
         """
 
         async def one(number: int, seed: int) -> Sample:
-            sample = await self._respond(what, seed, f"{rid}/{number}")
+            sample = await self._respond(request, seed, f"{rid}/{number}")
             if ended is not None:
                 ended(number, sample)
             return sample
@@ -106,32 +106,32 @@ class EpisodeRunner(ABC):
     async def each(self, conversations: Sequence[EpisodeRequest], seeds: Sequence[int], rid: str) -> list[EvalAnswer]:
         """A response for each; or, in its place, that its environment failed. Raises EngineError."""
 
-        async def one(number: int, what: EpisodeRequest, seed: int) -> EvalAnswer:
+        async def one(number: int, request: EpisodeRequest, seed: int) -> EvalAnswer:
             try:
-                return await self._respond(what, seed, f"{rid}/{number}")
+                return await self._respond(request, seed, f"{rid}/{number}")
             except RewardError as error:
                 return error
 
         pairs = zip(conversations, seeds, strict=True)
-        return await gather_or_cancel(one(number, what, seed) for number, (what, seed) in enumerate(pairs))
+        return await gather_or_cancel(one(number, request, seed) for number, (request, seed) in enumerate(pairs))
 
-    async def _respond(self, what: EpisodeRequest, seed: int, rid: str) -> Sample:
+    async def _respond(self, request: EpisodeRequest, seed: int, rid: str) -> Sample:
         tries = TRIES if self._again else 1
         for number in range(tries):
             try:
-                made = await self._played(what, derive_seed(seed, number), f"{rid}.{number}" if number else rid)
+                made = await self._played(request, derive_seed(seed, number), f"{rid}.{number}" if number else rid)
             except EnvironmentFault as error:
                 if number + 1 == tries:
                     raise RewardError(error.what, where=error.where, fix=error.fix, trace=error.trace) from error
                 self._told(str(error), error.trace)
                 continue
             if made.finish_reason == "abort":
-                raise EngineError(f"the engine gave up on prompt {what.prompt.ref}", fix="It is issued again")
+                raise EngineError(f"the engine gave up on prompt {request.prompt.ref}", fix="It is issued again")
             return made
         raise AssertionError("the last try raises")
 
     @abstractmethod
-    async def _played(self, what: EpisodeRequest, seed: int, rid: str) -> Sample:
+    async def _played(self, request: EpisodeRequest, seed: int, rid: str) -> Sample:
         """One response. Raises EnvironmentFault, EngineError."""
 
 
@@ -148,10 +148,10 @@ class EnvironmentEpisodes(EpisodeRunner):
         self._tools = tools
         self._clock = clock
 
-    async def _played(self, what: EpisodeRequest, seed: int, rid: str) -> Sample:
-        spec, params, renderer = self._spec, what.params, what.renderer
+    async def _played(self, request: EpisodeRequest, seed: int, rid: str) -> Sample:
+        spec, params, renderer = self._spec, request.params, request.renderer
         hold = Pausable(self._clock)
-        setting = Setting(spec.options, what.prompt.fields, seed, self._tools.within(hold.held), renderer.chat)
+        setting = Setting(spec.options, request.prompt.fields, seed, self._tools.within(hold.held), renderer.chat)
         environment = CheckedEnvironment(spec.name, self._maker, setting)
         stop = tuple(dict.fromkeys((*params.stop, *environment.stop)))
         seat, made = Affinity(), 0
@@ -160,12 +160,12 @@ class EnvironmentEpisodes(EpisodeRunner):
             nonlocal made
             least = min(max(params.min_new_tokens - made, 0), most)
             (sample,) = await self._engines.generate(
-                what.version,
-                [what.prompt.token_ids + before],
+                request.version,
+                [request.prompt.token_ids + before],
                 replace(params, max_new_tokens=most, min_new_tokens=least, stop=stop),
                 (derive_seed(seed, len(before)),) if params.temperature else (0,),
                 f"{rid}/{turn}",
-                what.follow,
+                request.follow,
                 renderer.decode,
                 seat=seat,
             )
@@ -174,8 +174,8 @@ class EnvironmentEpisodes(EpisodeRunner):
 
         longest = params.max_new_tokens
         limits = EpisodeLimits(spec.max_turns, longest, spec.room(longest), spec.step_timeout_s)
-        scene = EpisodeSetting(what.prompt.token_ids, what.prompt.fields, renderer, limits, self._clock, hold)
-        return await play_episode(environment, say, scene)
+        episode = EpisodeSetting(request.prompt.token_ids, request.prompt.fields, renderer, limits, self._clock, hold)
+        return await play_episode(environment, say, episode)
 
 
 class AgentEndpoint:
@@ -206,35 +206,35 @@ def new_episode_pool(spec: JobSpec, clock: Clock, told: Told, group: str = "") -
 
 
 def new_episode_runner(
-    spec: JobSpec, engines: EnginePool, worlds: EpisodePool | None, clock: Clock, told: Told
+    spec: JobSpec, engines: EnginePool, pool: EpisodePool | None, clock: Clock, told: Told
 ) -> EpisodeRunner | None:
     """Who makes the job's responses, if they have several turns. Raises PluginFault."""
-    if isinstance(worlds, AgentEndpoint):
-        return AgentEpisodes(spec, engines, worlds, clock, told)
-    return None if worlds is None else EnvironmentEpisodes(spec, engines, worlds, clock, told)
+    if isinstance(pool, AgentEndpoint):
+        return AgentEpisodes(spec, engines, pool, clock, told)
+    return None if pool is None else EnvironmentEpisodes(spec, engines, pool, clock, told)
 
 
 class AgentEpisodes(EpisodeRunner):
     """Responses that foreign agent programs make."""
 
-    def __init__(self, spec: JobSpec, engines: EnginePool, stage: AgentEndpoint, clock: Clock, told: Told) -> None:
+    def __init__(self, spec: JobSpec, engines: EnginePool, agents: AgentEndpoint, clock: Clock, told: Told) -> None:
         assert spec.agent is not None
         super().__init__(told, again=spec.agent.on_error == "retry")
         self._spec = spec.agent
         self._context = spec.model.max_length
         self._usual = spec.rollout
         self._engines = engines
-        self._stage = stage
+        self._agents = agents
         self._clock = clock
 
-    async def _played(self, what: EpisodeRequest, seed: int, rid: str) -> Sample:
+    async def _played(self, request: EpisodeRequest, seed: int, rid: str) -> Sample:
         """Raises AgentFault, EngineError."""
-        spec, params, endpoint = self._spec, what.params, self._stage.endpoint
+        spec, params, endpoint = self._spec, request.params, self._agents.endpoint
         longest = params.max_new_tokens
-        context = self._context or what.renderer.max_length
+        context = self._context or request.renderer.max_length
         served = AgentSession(
-            what.renderer,
-            self._saying(what, seed, rid),
+            request.renderer,
+            self._saying(request, seed, rid),
             self._rules(params),
             DialogueLimits(spec.max_turns, longest, spec.room(longest), context, spec.time_limit_s),
             self._clock,
@@ -245,21 +245,21 @@ class AgentEpisodes(EpisodeRunner):
         )
         token = await endpoint.begin(served)
         try:
-            return await self._acted(what, seed, served, token)
+            return await self._acted(request, seed, served, token)
         finally:
             await endpoint.end(token)
 
-    async def _acted(self, what: EpisodeRequest, seed: int, served: AgentSession, token: str) -> Sample:
+    async def _acted(self, request: EpisodeRequest, seed: int, served: AgentSession, token: str) -> Sample:
         call = {
-            "base_url": self._stage.endpoint.base_url(token),
+            "base_url": self._agents.endpoint.base_url(token),
             "api_key": token,
-            "fields": what.prompt.fields,
+            "fields": request.prompt.fields,
             "options": self._spec.options,
             "seed": seed,
         }
         reward: float | None = None
         try:
-            reward = await self._stage.pool.run(call, served.start, served.watch)
+            reward = await self._agents.pool.run(call, served.start, served.watch)
         except AgentFault as error:
             if served.failed is None and not served.cut:
                 said = f"agent {self._spec.name!r} {error.what}"
@@ -286,25 +286,25 @@ class AgentEpisodes(EpisodeRunner):
             frozenset(self._spec.ignore),
         )
 
-    def _saying(self, what: EpisodeRequest, seed: int, rid: str) -> Say:
-        seat, params, turn = Affinity(), what.params, 0
+    def _saying(self, request: EpisodeRequest, seed: int, rid: str) -> Say:
+        seat, params, turn = Affinity(), request.params, 0
 
         async def say(tokens: tuple[int, ...], most: int, stop: tuple[str, ...], made: int) -> Sample:
             nonlocal turn
             turn += 1
             least = min(max(params.min_new_tokens - made, 0), most)
             (sample,) = await self._engines.generate(
-                what.version,
+                request.version,
                 [tokens],
                 replace(params, max_new_tokens=most, min_new_tokens=least, stop=stop),
                 (derive_seed(seed, made),) if params.temperature else (0,),
                 f"{rid}/{turn}",
-                what.follow,
-                what.renderer.decode,
+                request.follow,
+                request.renderer.decode,
                 seat=seat,
             )
             if sample.finish_reason == "abort":
-                raise EngineError(f"the engine gave up on prompt {what.prompt.ref}", fix="It is issued again")
+                raise EngineError(f"the engine gave up on prompt {request.prompt.ref}", fix="It is issued again")
             return sample
 
         return say

@@ -30,8 +30,7 @@ from controllers.rules.view import TURN_SECONDS, JobView
 from gcore.config.data import EvalSampling
 from gcore.data.stream import EvalPromptSource
 from gcore.errors import EngineError, EngineUnreachable
-from gcore.ledger import evaluation as rules
-from gcore.ledger.evaluation import PartPlan, compose_evaluation, plan_parts
+from gcore.ledger.evaluation import PartPlan, compose_evaluation, plan_parts, record_evaluation, record_part
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import EvalPart, EvalSample, Evaluation
 from gcore.ledger.transactions import TransactionExecutor, TxnOutcome
@@ -64,7 +63,7 @@ class AnswerScore:
 
 
 async def score_answers(
-    practice: SourcePipeline, threshold: float, prompt: Prompt, answered: Sequence[EvalAnswer], version: Version
+    pipeline: SourcePipeline, threshold: float, prompt: Prompt, answered: Sequence[EvalAnswer], version: Version
 ) -> list[AnswerScore]:
     """The evaluation responses to one prompt, scored; one whose environment failed cannot be. Raises EngineError if other weights
     had a part in one, or a judge could not be asked."""
@@ -73,9 +72,9 @@ async def score_answers(
         if sample.oldest != version or sample.finish_reason == "abort":
             made_by = f"an evaluation answer was made by {sample.oldest}, not {version}"
             raise EngineError(made_by, fix="It is made again")
-    marks = []
-    labels = {part.shown_as for part in practice.source.reward.parts}
-    scored = iter(await practice.each_scored(prompt, samples))
+    scores = []
+    labels = {part.shown_as for part in pipeline.source.reward.parts}
+    scored = iter(await pipeline.each_scored(prompt, samples))
     for one in answered:
         text, result = (
             (mark_observed(one.text, one.observed_text), next(scored)) if isinstance(one, Sample) else ("", one)
@@ -87,22 +86,22 @@ async def score_answers(
         shown = EvalSample(
             prompt=clip_for_record(prompt.text),
             response=clip_for_record(text),
-            answer=clip_for_record(str(prompt.fields.get(practice.source.reward.answer, ""))),
+            answer=clip_for_record(str(prompt.fields.get(pipeline.source.reward.answer, ""))),
             reward=reward,
-            source=practice.source.name,
+            source=pipeline.source.name,
             correct=not why and meets_threshold(reward, threshold),
             unscored=clip_for_record(why),
         )
         parts = {} if isinstance(result, RewardError) else {k: v for k, v in result.parts if k in labels}
-        marks.append(AnswerScore(prompt.ref.seq, shown, parts))
-    return marks
+        scores.append(AnswerScore(prompt.ref.seq, shown, parts))
+    return scores
 
 
-def part_total(label: str, marks: Sequence[AnswerScore]) -> float:
+def part_total(label: str, scores: Sequence[AnswerScore]) -> float:
     """What a part of the reward gives to all responses that were scored. Those that it says nothing of, for a judge that is only
     shown could not judge them, count as what the others have on the average."""
-    having = [one.parts[label] for one in marks if label in one.parts]
-    scored = sum(1 for one in marks if not one.shown.unscored)
+    having = [one.parts[label] for one in scores if label in one.parts]
+    scored = sum(1 for one in scores if not one.shown.unscored)
     return math.fsum(having) * (scored / len(having)) if having else 0.0
 
 
@@ -157,32 +156,34 @@ class Evaluator:
 
     def __init__(
         self,
-        material: JobData,
+        data: JobData,
         look: Callable[[], JobView],
         changes: ChangeSignal,
         engines: EnginePool,
-        book: LedgerEvaluations,
+        ledger: LedgerEvaluations,
         clock: Clock,
-        conversing: EpisodeRunner | None = None,
+        episodes: EpisodeRunner | None = None,
     ) -> None:
-        self.material = material
+        self.data = data
         self.look = look
         self.changes = changes
         self._engines = engines
-        self._book = book
+        self._ledger = ledger
         self._clock = clock
-        self._conversing = conversing
-        self._sets: dict[str, EvalPromptSource] = {one.source.name: one for one in material.evaluation}
-        self._draws: Mapping[str, EvalSampling] = material.spec.eval.drawn
-        sizes = [(n, min(len(one), self._draws[n].limit), self._draws[n].samples) for n, one in self._sets.items()]
+        self._episodes = episodes
+        self._sets: dict[str, EvalPromptSource] = {one.source.name: one for one in data.evaluation}
+        self._sampling: Mapping[str, EvalSampling] = data.spec.eval.drawn
+        sizes = [
+            (n, min(len(one), self._sampling[n].limit), self._sampling[n].samples) for n, one in self._sets.items()
+        ]
         self.plans = plan_parts(sizes)
 
     async def evaluate(self) -> None:
         """Until the version that is due, if any, is evaluated. Raises what a prompt that cannot be shown raises."""
-        while (version := self._missing()) is not None:
+        while (version := self._due_version()) is not None:
             await self._take_part(_Round(version, self._clock.monotonic()))
 
-    def _missing(self) -> Version | None:
+    def _due_version(self) -> Version | None:
         """Head's version, if it is to be evaluated and is not yet."""
         view = self.look()
         mirror = view.mirror
@@ -195,20 +196,20 @@ class Evaluator:
     async def _take_part(self, work: _Round) -> None:
         """Until the version is evaluated, or is head's no more."""
         try:
-            while self._missing() == work.version:
+            while self._due_version() == work.version:
                 now = self._clock.monotonic()
                 parts = self.look().mirror.eval_parts_of(work.version)
                 work.note(parts.values(), now)
-                self._gather(work, parts, now)
+                self._collect_ended(work, parts, now)
                 if len(parts) == len(self.plans):
-                    await self._conclude(work, parts, now)
+                    await self._compose_in_turn(work, parts, now)
                 elif self._engines.serves(work.version):
-                    self._begin(work, parts, now)
+                    self._start_parts(work, parts, now)
                 await self.changes.wait(timeout=1.0)
         finally:
             await cancel_all(work.running.values())
 
-    def _begin(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
+    def _start_parts(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
         """Start as many parts as the engines have room for. One at least, however large."""
         view = self.look()
         away = parts.keys() | work.delivered | work.running.keys()
@@ -228,13 +229,13 @@ class Evaluator:
 
     def _room(self) -> int:
         """Responses asked for at once: what my engines decode, and as many in their queues."""
-        return 2 * self.material.spec.rollout.batch_slots * max(1, len(self.look().engines))
+        return 2 * self.data.spec.rollout.batch_slots * max(1, len(self.look().engines))
 
     def _responses(self, number: int) -> int:
         plan = self.plans[number]
-        return len(plan.prompts) * self._draws[plan.source].samples
+        return len(plan.prompts) * self._sampling[plan.source].samples
 
-    def _gather(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
+    def _collect_ended(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
         """Take note of what has ended. Raises what is neither an engine's nor a reward's failure."""
         for number, task in list(work.running.items()):
             if number in parts:
@@ -258,53 +259,53 @@ class Evaluator:
                 tries = work.tries[number] = work.tries.get(number, 0) + 1
                 work.not_before[number] = now + retry_delay(tries)
 
-    async def _conclude(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
+    async def _compose_in_turn(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
         """Compose the evaluation, one peer after the other: all would write the same."""
         view = self.look()
         members = evaluation_order(work.version, view.mirror.members)
         place = members.index(view.me) if view.me in members else len(members)
         work.complete_since = now if work.complete_since is None else work.complete_since
         if now - work.complete_since >= place * TURN_SECONDS:
-            evaluation = compose_evaluation(work.version, self.plans, parts, self._draws, self.material.spec.eval.show)
-            if not self.material.spec.evaluates_after(work.version.step, last=view.is_over):
+            evaluation = compose_evaluation(work.version, self.plans, parts, self._sampling, self.data.spec.eval.show)
+            if not self.data.spec.evaluates_after(work.version.step, last=view.is_over):
                 evaluation = evaluation.model_copy(update={"asked": True})
-            await self._book.conclude(evaluation)
+            await self._ledger.write_evaluation(evaluation)
 
     async def _deliver(self, version: Version, plan: PartPlan) -> bool:
         """Answer a part and write it down; whether it stands. Raises EngineError, DataError."""
-        return await self._book.add_part(await self._answer(version, plan))
+        return await self._ledger.write_part(await self._answer_part(version, plan))
 
-    async def _answer(self, version: Version, plan: PartPlan) -> EvalPart:
-        draws, practice = self._draws[plan.source], self.material.evaluated[plan.source]
-        tries = [(index, number) for index in plan.prompts for number in range(draws.samples)]
+    async def _answer_part(self, version: Version, plan: PartPlan) -> EvalPart:
+        sampling, pipeline = self._sampling[plan.source], self.data.evaluated[plan.source]
+        tries = [(index, number) for index in plan.prompts for number in range(sampling.samples)]
         batches = [tries[first : first + EVAL_BATCH] for first in range(0, len(tries), EVAL_BATCH)]
         turns = asyncio.Semaphore(max(1, self._room() // EVAL_BATCH))
-        answered = await gather_or_cancel(self._batch(turns, version, practice, batch) for batch in batches)
-        marks = list(itertools.chain.from_iterable(answered))
-        unscored = [one for one in marks if one.shown.unscored]
+        answered = await gather_or_cancel(self._answer_batch(turns, version, pipeline, batch) for batch in batches)
+        scores = list(itertools.chain.from_iterable(answered))
+        unscored = [one for one in scores if one.shown.unscored]
         if unscored:
             log.warning(
                 "evaluation of %s, set %s: %d of %d responses could not be scored; the first, to prompt %d: %s",
                 version,
                 plan.source,
                 len(unscored),
-                len(marks),
+                len(scores),
                 unscored[0].index,
                 unscored[0].shown.unscored,
             )
-        firsts = [one.shown for one in marks[:: draws.samples] if one.index < self.material.spec.eval.show]
-        by_prompt = [marks[at : at + draws.samples] for at in range(0, len(marks), draws.samples)]
+        firsts = [one.shown for one in scores[:: sampling.samples] if one.index < self.data.spec.eval.show]
+        by_prompt = [scores[at : at + sampling.samples] for at in range(0, len(scores), sampling.samples)]
         return EvalPart(
             version=version,
             number=plan.number,
             parts=plan.parts,
             source=plan.source,
             first=plan.first,
-            samples=draws.samples,
-            correct=tuple(sum(bool(one.shown.correct) for one in its) for its in by_prompt),
-            reward=math.fsum(one.shown.reward for one in marks if not one.shown.unscored),
+            samples=sampling.samples,
+            correct=tuple(sum(bool(one.shown.correct) for one in answers) for answers in by_prompt),
+            reward=math.fsum(one.shown.reward for one in scores if not one.shown.unscored),
             rewards={
-                label: part_total(label, marks) for label in sorted({label for one in marks for label in one.parts})
+                label: part_total(label, scores) for label in sorted({label for one in scores for label in one.parts})
             },
             unscored=len(unscored),
             why_unscored=unscored[0].shown.unscored if unscored else "",
@@ -312,39 +313,40 @@ class Evaluator:
             by=self.look().me,
         )
 
-    async def _batch(
+    async def _answer_batch(
         self,
         turns: asyncio.Semaphore,
         version: Version,
-        practice: SourcePipeline,
+        pipeline: SourcePipeline,
         tries: Sequence[tuple[int, int]],
     ) -> list[AnswerScore]:
         """The answers to some tries (prompt, number of the response) of one set, scored. Raises EngineError, DataError."""
-        name, draws = practice.source.name, self._draws[practice.source.name]
+        name, sampling = pipeline.source.name, self._sampling[pipeline.source.name]
         (first, number), me = tries[0], self.look().me
-        rid = f"{self.material.uid}/eval/{version}/{name}/{first}.{number}/{me}"
-        seeds = [eval_seed(self.material, version, name, *one) if draws.temperature else 0 for one in tries]
+        rid = f"{self.data.uid}/eval/{version}/{name}/{first}.{number}/{me}"
+        seeds = [eval_seed(self.data, version, name, *one) if sampling.temperature else 0 for one in tries]
         async with turns:  # a request that waits in an engine's queue would run into its time limit there
             prompts = {index: self._sets[name].prompt(index) for index in dict.fromkeys(index for index, _ in tries)}
             token_ids = [prompts[index].token_ids for index, _ in tries]
             samples: Sequence[EvalAnswer]
-            if self._conversing is None:
-                samples = await self._engines.generate(version, token_ids, practice.params, seeds, rid)
+            if self._episodes is None:
+                samples = await self._engines.generate(version, token_ids, pipeline.params, seeds, rid)
             else:
                 renderer = self._sets[name].opened.renderer
-                scenes = [EpisodeRequest(version, prompts[index], renderer, practice.params) for index, _ in tries]
-                samples = await self._conversing.each(scenes, seeds, rid)
+                requests = [EpisodeRequest(version, prompts[index], renderer, pipeline.params) for index, _ in tries]
+                samples = await self._episodes.each(requests, seeds, rid)
         of_prompt: dict[int, list[EvalAnswer]] = {}
         for (index, _), sample in zip(tries, samples, strict=True):
             of_prompt.setdefault(index, []).append(sample)
         judgements = (
-            score_answers(practice, draws.threshold, prompts[index], its, version) for index, its in of_prompt.items()
+            score_answers(pipeline, sampling.threshold, prompts[index], answers, version)
+            for index, answers in of_prompt.items()
         )
         try:
             return list(itertools.chain.from_iterable(await gather_or_cancel(judgements)))
         finally:
             for prompt in prompts.values():
-                practice.forget(prompt)
+                pipeline.forget(prompt)
 
 
 # -------------------- eval_book
@@ -358,13 +360,13 @@ class LedgerEvaluations:
         self._ledger = ledger
         self._mirror = mirror
 
-    async def add_part(self, part: EvalPart) -> bool:
+    async def write_part(self, part: EvalPart) -> bool:
         """Whether the part stands now, or needs not stand any more; False if that is not known."""
-        report = await self._ledger.run(rules.record_part(self._mirror().keys, part))
+        report = await self._ledger.run(record_part(self._mirror().keys, part))
         return report.outcome is not TxnOutcome.UNKNOWN
 
-    async def conclude(self, evaluation: Evaluation) -> None:
+    async def write_evaluation(self, evaluation: Evaluation) -> None:
         """Write it down, if head still is what was evaluated."""
         mirror = self._mirror()
         if mirror.head is not None and mirror.head.record.version == evaluation.version:
-            await self._ledger.run(rules.record_evaluation(mirror.keys, mirror.head, evaluation))
+            await self._ledger.run(record_evaluation(mirror.keys, mirror.head, evaluation))

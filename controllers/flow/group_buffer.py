@@ -84,7 +84,7 @@ class InFlightPrompts:
             self._seen = None
             flight.made_with = version
 
-    def end(self, ref: PromptRef) -> bool:
+    def remove(self, ref: PromptRef) -> bool:
         """It is not in flight any more; whether it was given up as stale."""
         self._seen = None
         flight = self._flights.pop(ref, None)
@@ -181,7 +181,7 @@ class GroupBuffer:
         lengths = sum(sample.own_tokens for sample in group.samples)
         self._scores[group.ref] = (math.fsum(sample.reward for sample in group.samples) / count, lengths / count)
 
-    def keep(self, group: Group) -> None:
+    def add_group(self, group: Group) -> None:
         """A finished group."""
         self._seen = None
         self._scores.pop(group.ref, None)
@@ -200,7 +200,7 @@ class GroupBuffer:
             observed=_observed(group),
         )
 
-    def end(self, ref: PromptRef, outcome: Outcome, holder: str, version: Version, source: str) -> None:
+    def record_outcome(self, ref: PromptRef, outcome: Outcome, holder: str, version: Version, source: str) -> None:
         """A ref of `source` that ended without a group."""
         self._seen = None
         reward, length = self._scores.pop(ref, (None, None))
@@ -215,7 +215,7 @@ class GroupBuffer:
             length=length,
         )
 
-    def lose(self, ref: PromptRef) -> int:
+    def count_reissue(self, ref: PromptRef) -> int:
         """`ref` was issued in vain; how often so far."""
         self.reissues[ref] = self.reissues.get(ref, 0) + 1
         self.went_stale.discard(ref)
@@ -232,7 +232,7 @@ class GroupBuffer:
             if gone or not is_acceptable(head, head.step + 1, offered.versions, rules.staleness):
                 del self._groups[ref], self._offers[ref]
                 if rules.staleness and not gone and all(is_ancestor(head, version) for version in offered.versions):
-                    self.lose(ref)
+                    self.count_reissue(ref)
                     self.went_stale.add(ref)
         for ref, ended in list(self._outcomes.items()):
             gone = head.cursors.is_terminal(rules.shape, ref)

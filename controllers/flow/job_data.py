@@ -111,7 +111,7 @@ class JobData:
     @property
     def is_held_back(self) -> bool:
         """Whether no prompt should be begun, because a judge has all the questions that it may have."""
-        return any(practice.rewards.is_full for practice in self.sources.values())
+        return any(pipeline.rewards.is_full for pipeline in self.sources.values())
 
 
 def make_job_data(
@@ -170,20 +170,20 @@ def sampling_of(spec: JobSpec, source: ResolvedSource) -> SamplingParams:
     )
 
 
-def sample_seed(material: JobData, ref: PromptRef, index: int, reissue: int) -> int:
+def sample_seed(data: JobData, ref: PromptRef, index: int, reissue: int) -> int:
     """A sample's seed: a hash of (job's name and seed, prompt ref, sample index, re-issue), 63 bits.
 
     The name and the seed, not the uid: the same spec started anew draws the same samples.
     """
-    return _seed(f"{material.spec.name}|{material.spec.seed}|{ref}|{index}|{reissue}")
+    return _seed(f"{data.spec.name}|{data.spec.seed}|{ref}|{index}|{reissue}")
 
 
-def eval_seed(material: JobData, version: Version, name: str, index: int, number: int) -> int:
+def eval_seed(data: JobData, version: Version, name: str, index: int, number: int) -> int:
     """The seed of response `number` to prompt `index` of a set: a hash of these, the job's name and seed and the version.
 
     63 bits. Not of the uid, nor of who asks: the same spec started anew draws the same, as long as its weights are the same.
     """
-    return _seed(f"{material.spec.name}|{material.spec.seed}|eval|{version}|{name}|{index}|{number}")
+    return _seed(f"{data.spec.name}|{data.spec.seed}|eval|{version}|{name}|{index}|{number}")
 
 
 def _seed(text: str) -> int:

@@ -171,11 +171,11 @@ class JobPeer:
 
     def __init__(
         self,
-        material: JobData,
+        data: JobData,
         look: Callable[[], JobView],
         changes: ChangeSignal,
         engines: EnginePool,
-        holdings: GroupBuffer,
+        buffer: GroupBuffer,
         evaluations: LedgerEvaluations,
         clock: Clock,
         stopwatch: StepTimer,
@@ -183,31 +183,31 @@ class JobPeer:
         filters: tuple[CheckedFilter, ...],
         collectives: Collectives,
         faults: PluginErrorLog,
-        conversing: EpisodeRunner | None = None,
+        episodes: EpisodeRunner | None = None,
     ) -> None:
-        """`conversing`: of a job with an environment, or an agent."""
-        self.material = material
+        """`episodes`: of a job with an environment, or an agent."""
+        self.data = data
         self.look = look
         self.changes = changes
-        self.holdings = holdings
+        self.buffer = buffer
         self._engines = engines
-        self._conversing = conversing
-        self._evaluator = Evaluator(material, look, changes, engines, evaluations, clock, conversing)
+        self._episodes = episodes
+        self._evaluator = Evaluator(data, look, changes, engines, evaluations, clock, episodes)
         self.clock = clock
         self._stopwatch = stopwatch
         self._orders = orders
         self._filters = filters
-        self._filtered: set[PromptRef] = set()
+        self._passed_filters: set[PromptRef] = set()
         """Prompts whose group has passed the filters, and is not held yet."""
         self.collectives = collectives
-        self.context = StepContext(look, changes, holdings, clock, material, collectives, faults, self.check_filtered)
+        self.context = StepContext(look, changes, buffer, clock, data, collectives, faults, self.check_filtered)
         self._early: set[asyncio.Task[None]] = set()
         """Responses that are judged before their groups are finished."""
-        rollout = material.spec.rollout
+        rollout = data.spec.rollout
         self._longest_first = rollout.order == "longest_first"
         self._weighs_tokens = rollout.balance == "tokens"
-        expects = self._longest_first or self._weighs_tokens or material.spec.placement.lends
-        self._expecting = LengthEstimates(self._entry) if expects else None
+        expects = self._longest_first or self._weighs_tokens or data.spec.placement.lends
+        self._lengths = LengthEstimates(self._prompt_entry) if expects else None
 
     async def steps(self) -> AsyncIterator[Step]:
         """A step for each look at which the next batch is not sealed yet, or is on its way; none of an ended job.
@@ -221,13 +221,13 @@ class JobPeer:
             head = mirror.head.record
             self.collectives.begin(head.version)
             if self.look().is_over or mirror.has_ended:
-                await self.holdings.in_flight.give_up_all()
+                await self.buffer.in_flight.give_up_all()
                 return
             yield JobStep(self.context, head.version)
 
     async def close(self) -> None:
         """Nothing is in flight any more when this returns."""
-        await self.holdings.in_flight.give_up_all()
+        await self.buffer.in_flight.give_up_all()
         await cancel_all(self._early)
 
     async def prompts(self, step: Step) -> AsyncIterator[Prompt]:
@@ -235,17 +235,17 @@ class JobPeer:
         assert isinstance(step, JobStep)
         while step.takes_prompts():
             seen, began = self.changes.count, self.clock.monotonic()
-            room = max(self.material.spec.rollout.concurrency - len(self.holdings.in_flight), 0)
-            due = [] if self.material.is_held_back else self._due()[:room]
+            room = max(self.data.spec.rollout.concurrency - len(self.buffer.in_flight), 0)
+            due = [] if self.data.is_held_back else self._due_refs()[:room]
             rest = rest_s(self.clock.monotonic() - began)
             for ref in due:
-                prompt = self._issued_too_often(ref) or self._shown(ref)
+                prompt = self._exhausted_outcome(ref) or self._render_prompt(ref)
                 if isinstance(prompt, Prompt):
                     step.hand_out(prompt)
                     self._stopwatch.produced(self.clock.monotonic())
                     yield prompt
                 else:
-                    step.end(ref, prompt, self.material.stream.found(ref)[0].name)
+                    step.record_outcome(ref, prompt, self.data.stream.found(ref)[0].name)
                     self.changes.notify()
                 # Lets what was started begin, and the driver keep up, while there is more to hand out.
                 await self.clock.sleep(0)
@@ -262,17 +262,17 @@ class JobPeer:
                     await self.clock.sleep(rest)
             step.raise_defect()
 
-    def _issued_too_often(self, ref: PromptRef) -> Outcome | None:
+    def _exhausted_outcome(self, ref: PromptRef) -> Outcome | None:
         """What becomes of a prompt that was issued in vain so often, and whose last group became too old."""
-        tries = self.holdings.reissues.get(ref, 0)
-        if ref not in self.holdings.went_stale or tries <= self.material.spec.flow.max_reissues:
+        tries = self.buffer.reissues.get(ref, 0)
+        if ref not in self.buffer.went_stale or tries <= self.data.spec.flow.max_reissues:
             return None
         return Outcome("failed", f"stale: issued {tries} times, the last group was too old before a step could take it")
 
-    def _shown(self, ref: PromptRef) -> Prompt | Outcome:
+    def _render_prompt(self, ref: PromptRef) -> Prompt | Outcome:
         """The prompt, or how it ends because there is nothing to show to an engine. Raises DataChanged."""
         try:
-            return self.material.stream.prompt(ref)
+            return self.data.stream.prompt(ref)
         except PromptFiltered as filtered:
             return Outcome("filtered", filtered.what)
         except DataChanged:
@@ -284,29 +284,29 @@ class JobPeer:
         """Responses of head's version, drawn as the prompt's source says, or greedy; of several turns if the job has an
         environment. Raises EngineError, and RewardError for an environment that failed."""
         view = self.look()
-        count = self.material.spec.flow.samples_per_prompt if samples is None else samples
-        reissue = self.holdings.reissues.get(prompt.ref, 0)
-        seeds = tuple(sample_seed(self.material, prompt.ref, index, reissue) for index in range(count))
-        rid = f"{self.material.uid}/{prompt.ref}/{reissue}/{view.me}{'/greedy' if greedy else ''}"
+        count = self.data.spec.flow.samples_per_prompt if samples is None else samples
+        reissue = self.buffer.reissues.get(prompt.ref, 0)
+        seeds = tuple(sample_seed(self.data, prompt.ref, index, reissue) for index in range(count))
+        rid = f"{self.data.uid}/{prompt.ref}/{reissue}/{view.me}{'/greedy' if greedy else ''}"
         version = view.head.version
-        params = self.material.sources[prompt.source].params
+        params = self.data.sources[prompt.source].params
         if greedy:
             params = replace(params, temperature=0.0, top_p=1.0, top_k=None, min_p=0.0)
-        if self._conversing is not None:
-            return await self._conversed(prompt, version, params, seeds, rid, greedy=greedy)
+        if self._episodes is not None:
+            return await self._play_episodes(prompt, version, params, seeds, rid, greedy=greedy)
         prompts = [prompt.token_ids] * count
-        decode = self.material.stream.found(prompt.ref)[0].renderer.tokenizer.decode
-        follow = self._following(prompt.ref) if self.material.spec.rollout.staleness else None
-        ended = None if greedy else self._judging_early(prompt)
-        expect = None if self._expecting is None else self._expecting.of(prompt.ref, weighs=self._weighs_tokens)
+        decode = self.data.stream.found(prompt.ref)[0].renderer.tokenizer.decode
+        follow = self._follow_head(prompt.ref) if self.data.spec.rollout.staleness else None
+        ended = None if greedy else self._early_judge(prompt)
+        expect = None if self._lengths is None else self._lengths.of(prompt.ref, weighs=self._weighs_tokens)
         made = await self._engines.generate(version, prompts, params, seeds, rid, follow, decode, ended, expect)
         if any(sample.finish_reason == "abort" for sample in made):
             raise EngineError(f"the engine gave up on prompt {prompt.ref}", fix="It is issued again")
-        if self._expecting is not None and not greedy:
-            self._expecting.note(prompt.ref, [len(sample.token_ids) for sample in made])
+        if self._lengths is not None and not greedy:
+            self._lengths.note(prompt.ref, [len(sample.token_ids) for sample in made])
         return made
 
-    async def _conversed(
+    async def _play_episodes(
         self,
         prompt: Prompt,
         version: Version,
@@ -317,56 +317,56 @@ class JobPeer:
         greedy: bool,
     ) -> tuple[Sample, ...]:
         """Responses of several turns, side by side. Raises EngineError, and RewardError for an environment that failed."""
-        assert self._conversing is not None
-        scene = EpisodeRequest(
+        assert self._episodes is not None
+        request = EpisodeRequest(
             version,
             prompt,
-            self.material.stream.found(prompt.ref)[0].renderer,
+            self.data.stream.found(prompt.ref)[0].renderer,
             params,
-            self._following(prompt.ref) if self.material.spec.rollout.staleness else None,
+            self._follow_head(prompt.ref) if self.data.spec.rollout.staleness else None,
         )
-        made = await self._conversing.side_by_side(scene, seeds, rid, None if greedy else self._judging_early(prompt))
-        if self._expecting is not None and not greedy:
-            self._expecting.note(prompt.ref, [sample.own_tokens for sample in made])
+        made = await self._episodes.side_by_side(request, seeds, rid, None if greedy else self._early_judge(prompt))
+        if self._lengths is not None and not greedy:
+            self._lengths.note(prompt.ref, [sample.own_tokens for sample in made])
         return made
 
-    def _judging_early(self, prompt: Prompt) -> Callable[[int, Sample], None] | None:
+    def _early_judge(self, prompt: Prompt) -> Callable[[int, Sample], None] | None:
         """Hands each response to the source's judges as soon as it is finished; None if there are none.
 
         What is still being judged when the prompt's production ends, however it ends, is given up with it.
         """
-        practice, production = self.material.sources[prompt.source], self._production(prompt)
-        if not practice.has_judges or production is None:
+        pipeline, production = self.data.sources[prompt.source], self._production_task(prompt)
+        if not pipeline.has_judges or production is None:
             return None
-        self._remember_until_it_ends(prompt)
+        self._forget_verdicts_at_end(prompt)
 
         def judge(place: int, sample: Sample) -> None:
             if sample.finish_reason == "abort" or production.done():
                 return
-            task = asyncio.create_task(practice.judge_early(prompt, sample), name=f"judge {prompt.ref} {place}")
+            task = asyncio.create_task(pipeline.judge_early(prompt, sample), name=f"judge {prompt.ref} {place}")
             self._early.add(task)
-            task.add_done_callback(self._judged_early)
+            task.add_done_callback(self._finish_early_judgement)
             production.add_done_callback(lambda _: task.cancel())
 
         return judge
 
-    def _production(self, prompt: Prompt) -> asyncio.Task[Any] | None:
+    def _production_task(self, prompt: Prompt) -> asyncio.Task[Any] | None:
         """What makes the prompt's group: not always the task that this runs in, for a flow may have several rollouts side by side."""
-        return self.holdings.in_flight.task_of(prompt.ref) or asyncio.current_task()
+        return self.buffer.in_flight.task_of(prompt.ref) or asyncio.current_task()
 
-    def _remember_until_it_ends(self, prompt: Prompt) -> None:
+    def _forget_verdicts_at_end(self, prompt: Prompt) -> None:
         """What judges cannot judge of the prompt is asked again when it is issued again, and not before."""
-        practice, production = self.material.sources[prompt.source], self._production(prompt)
-        if practice.has_judges and production is not None:
-            production.add_done_callback(lambda _: practice.forget(prompt))
+        pipeline, production = self.data.sources[prompt.source], self._production_task(prompt)
+        if pipeline.has_judges and production is not None:
+            production.add_done_callback(lambda _: pipeline.forget(prompt))
 
-    def _judged_early(self, task: asyncio.Task[None]) -> None:
+    def _finish_early_judgement(self, task: asyncio.Task[None]) -> None:
         self._early.discard(task)
         if not task.cancelled() and (defect := task.exception()) is not None:
-            self.holdings.in_flight.defect = self.holdings.in_flight.defect or defect
+            self.buffer.in_flight.defect = self.buffer.in_flight.defect or defect
             self.changes.notify()
 
-    def _following(self, ref: PromptRef) -> VersionFollower:
+    def _follow_head(self, ref: PromptRef) -> VersionFollower:
         """The answers to `ref` begin with head's weights, whichever they are by then, and go on with newer ones."""
 
         def wanted() -> Version:
@@ -374,25 +374,25 @@ class JobPeer:
             assert head is not None
             return head.record.version
 
-        return VersionFollower(wanted, lambda version: self.holdings.in_flight.note_version(ref, version))
+        return VersionFollower(wanted, lambda version: self.buffer.in_flight.note_version(ref, version))
 
     async def demonstrate(self, prompt: Prompt) -> Group | Outcome:
         """The answer of the prompt's entry, in the name of head's version."""
         view = self.look()
-        opened, _ = self.material.stream.found(prompt.ref)
-        longest = self.material.sources[prompt.source].params.max_new_tokens
+        opened, _ = self.data.stream.found(prompt.ref)
+        longest = self.data.sources[prompt.source].params.max_new_tokens
         return make_demonstration(prompt, opened, view.head.version, longest)
 
     async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group | Outcome:
         """The source's rule reward, and what the spec says of cut-off responses. Raises RewardError."""
-        rollout, practice = self.material.spec.rollout, self.material.sources[prompt.source]
+        rollout, pipeline = self.data.spec.rollout, self.data.sources[prompt.source]
         outcome = drop_truncated(samples, rollout.truncated)
         if outcome is not None:
             return outcome
-        self._remember_until_it_ends(prompt)
-        results = await practice.scored(prompt, samples)
-        group = make_scored_group(prompt, samples, results, rollout, practice.source.sampling)
-        self.holdings.note_scores(group)
+        self._forget_verdicts_at_end(prompt)
+        results = await pipeline.scored(prompt, samples)
+        group = make_scored_group(prompt, samples, results, rollout, pipeline.source.sampling)
+        self.buffer.note_scores(group)
         return group
 
     async def filter(self, prompt: Prompt, group: Group | Outcome) -> Group | Outcome:
@@ -401,35 +401,35 @@ class JobPeer:
             return group
         result = apply_filters(self._filters, group, prompt.fields)
         if isinstance(result, Group):
-            self._filtered.add(prompt.ref)
+            self._passed_filters.add(prompt.ref)
         return result
 
     def check_filtered(self, group: Group) -> None:
         """Raises SpecError for a group that the spec's filters have not seen: its flow does not ask them."""
-        if self._filters and group.ref not in self._filtered:
+        if self._filters and group.ref not in self._passed_filters:
             raise SpecError(
-                f"flow {self.material.spec.flow.name!r} trains a group that flow.filters has not seen",
+                f"flow {self.data.spec.flow.name!r} trains a group that flow.filters has not seen",
                 where="flow.filters",
                 fix="Let the flow ask peer.filter for every group, or take the filters out of the spec",
             )
-        self._filtered.discard(group.ref)
+        self._passed_filters.discard(group.ref)
 
     async def evaluate(self) -> None:
         """Held-out prompts are answered, once for a version that is due, by all peers together."""
         await self._evaluator.evaluate()
 
-    def _due(self) -> list[PromptRef]:
+    def _due_refs(self) -> list[PromptRef]:
         view = self.look()
         if view.mirror.assign is None or view.leaving:
             return []
         mine = set(view.mirror.assign.record.shards_of(view.me))
         due = [ref for ref in view.due if ref.shard in mine]
-        ready = self._orders.ready(due, view.epochs, mine, self.holdings.refs())
-        fresh = [ref for ref in ready if not self.holdings.knows(ref)]
-        if self._expecting is None or not self._longest_first:
+        ready = self._orders.ready(due, view.epochs, mine, self.buffer.refs())
+        fresh = [ref for ref in ready if not self.buffer.knows(ref)]
+        if self._lengths is None or not self._longest_first:
             return fresh
-        return self._expecting.in_turn(fresh, view.head.version)
+        return self._lengths.in_turn(fresh, view.head.version)
 
-    def _entry(self, ref: PromptRef) -> PromptEntry:
-        opened, number = self.material.stream.found(ref)
-        return PromptEntry(opened.name, number, self.material.sources[opened.name].params.max_new_tokens)
+    def _prompt_entry(self, ref: PromptRef) -> PromptEntry:
+        opened, number = self.data.stream.found(ref)
+        return PromptEntry(opened.name, number, self.data.sources[opened.name].params.max_new_tokens)

@@ -173,9 +173,9 @@ class StepContext:
 
     look: Callable[[], JobView]
     changes: ChangeSignal
-    holdings: GroupBuffer
+    buffer: GroupBuffer
     clock: Clock
-    material: JobData
+    data: JobData
     collectives: Collectives
     faults: PluginErrorLog
     check_filtered: Callable[[Group], None]
@@ -185,8 +185,8 @@ class StepContext:
 class JobStep:
     """Implements `gcore.flows.Step`: the step after `version`, in its lineage."""
 
-    def __init__(self, peer: StepContext, version: Version) -> None:
-        self._peer = peer
+    def __init__(self, context: StepContext, version: Version) -> None:
+        self._context = context
         self.version = version
         self._handed_out: Prompt | None = None
         self._told: set[str] = set()
@@ -199,26 +199,26 @@ class JobStep:
 
     def is_current(self) -> bool:
         """Whether head still is where this step begins."""
-        head = self._peer.look().mirror.head
+        head = self._context.look().mirror.head
         return head is not None and head.record.version == self.version and not self._ended()
 
     def is_open(self) -> bool:
         """Whether its batch still wants groups."""
-        seal = self._peer.look().seal
+        seal = self._context.look().seal
         return self.is_current() and (seal is None or seal.collects)
 
     def takes_prompts(self) -> bool:
         """Whether prompts may be begun: for its own batch, and for later ones where some staleness is allowed, until it is committed."""
-        return self.is_open() or (self.is_current() and self._peer.material.spec.rollout.staleness > 0)
+        return self.is_open() or (self.is_current() and self._context.data.spec.rollout.staleness > 0)
 
     def _ended(self) -> bool:
-        return self._peer.look().mirror.has_ended
+        return self._context.look().mirror.has_ended
 
     def hand_out(self, prompt: Prompt) -> None:
         """`prompt` is the flow's now; the next `start` is for it."""
         self.put_back()
         self._handed_out = prompt
-        self._peer.holdings.in_flight.begin(prompt.ref, self.version, self._peer.clock.monotonic())
+        self._context.buffer.in_flight.begin(prompt.ref, self.version, self._context.clock.monotonic())
 
     def take(self) -> Prompt:
         """The prompt handed out last, once. Raises RuntimeError if there is none."""
@@ -230,10 +230,10 @@ class JobStep:
     def put_back(self) -> None:
         """A prompt that the flow did not start is not in flight."""
         if self._handed_out is not None:
-            self._peer.holdings.in_flight.end(self._handed_out.ref)
+            self._context.buffer.in_flight.remove(self._handed_out.ref)
             self._handed_out = None
 
-    def keep(self, group: Group) -> None:
+    def keep_group(self, group: Group) -> None:
         """Hold a finished group, unless it can no longer be trained.
 
         What is held is not issued again, so nothing may be held that no seal would take; nor what was issued in a lineage
@@ -241,12 +241,12 @@ class JobStep:
         Raises EngineError if head is where it was and other weights had a part in the group, and where some staleness is
         allowed also if the group has become too old: it was issued in vain, and counts.
         """
-        view = self._peer.look()
+        view = self._context.look()
         head = view.head
         if not is_ancestor(head, self.version):
             return
         if is_acceptable(head, head.step + 1, group.versions, view.rules.staleness):
-            self._peer.holdings.keep(group)
+            self._context.buffer.add_group(group)
             return
         made_by = ", ".join(map(str, group.versions))
         if view.rules.staleness and all(is_ancestor(head, version) for version in group.versions):
@@ -255,27 +255,27 @@ class JobStep:
         if not view.rules.staleness and self.is_current():
             raise EngineError(f"prompt {group.ref} was made by {made_by}, not {self.version}", fix="It is issued again")
 
-    def end(self, ref: PromptRef, outcome: Outcome, source: str, trace: str = "") -> None:
+    def record_outcome(self, ref: PromptRef, outcome: Outcome, source: str, trace: str = "") -> None:
         """Hold an outcome, unless it belongs to a lineage that was cut off meanwhile: then `ref` is issued again.
 
         Why a prompt failed is an event too, once for each reason, with the plug-in's own `trace`: a count alone would say
         nothing to whoever follows the job.
         """
         if outcome.kind == "failed":
-            self._peer.faults.note(outcome.reason, trace)
-        view = self._peer.look()
+            self._context.faults.note(outcome.reason, trace)
+        view = self._context.look()
         if is_ancestor(view.head, self.version):
-            self._peer.holdings.end(ref, outcome, view.me, self.version, source)
+            self._context.buffer.record_outcome(ref, outcome, view.me, self.version, source)
 
     def fail(self, defect: BaseException) -> None:
         """A production raised what is not an outcome: the flow or a plug-in is wrong."""
-        flights = self._peer.holdings.in_flight
+        flights = self._context.buffer.in_flight
         flights.defect = flights.defect or defect
 
     def raise_defect(self) -> None:
         """Raise what a production raised, rather than issue its prompt for ever."""
-        if self._peer.holdings.in_flight.defect is not None:
-            raise self._peer.holdings.in_flight.defect
+        if self._context.buffer.in_flight.defect is not None:
+            raise self._context.buffer.in_flight.defect
 
     @asynccontextmanager
     async def collect(self) -> AsyncIterator[JobBatch]:
@@ -284,37 +284,37 @@ class JobStep:
         Where some staleness is allowed it leaves when the step is committed, or is not to come, for until then prompts of later
         steps are begun; what is in flight goes on.
         """
-        batch = JobBatch(self._peer, self)
+        batch = JobBatch(self._context, self)
         try:
             yield batch
         finally:
             self.put_back()
-            if not self._peer.material.spec.rollout.staleness:
+            if not self._context.data.spec.rollout.staleness:
                 await batch.give_up()
 
     async def train(self) -> None:
         """Until head moved, or the batch is open again."""
-        await self._peer.changes.until(lambda: not self.is_current() or self.is_open())
+        await self._context.changes.until(lambda: not self.is_current() or self.is_open())
 
     async def publish(self) -> None:
         """Until one of my engines serves head's version, or there is nothing to wait for."""
 
         def served() -> bool:
-            view = self._peer.look()
+            view = self._context.look()
             version = view.head.version
             return self._ended() or not view.engines or any(e.version == version for e in view.engines.values())
 
-        await self._peer.changes.until(served)
+        await self._context.changes.until(served)
 
     async def gather(self, name: str, value: Any) -> tuple[Any, ...]:
         """What all peers give under `name`. Raises ValueError."""
         self._use(name)
-        return await self._peer.collectives.gather(self.version, name, value)
+        return await self._context.collectives.gather(self.version, name, value)
 
     async def sum(self, name: str, value: float) -> float:
         """The sum of what all peers give under `name`. Raises ValueError."""
         self._use(name)
-        return await self._peer.collectives.sum(self.version, name, value)
+        return await self._context.collectives.sum(self.version, name, value)
 
     def _use(self, name: str) -> None:
         # The second value would be passed over, for what is given is never changed.
@@ -326,8 +326,8 @@ class JobStep:
 class JobBatch:
     """Implements `gcore.flows.Batch`: productions under way, one task each."""
 
-    def __init__(self, peer: StepContext, step: JobStep) -> None:
-        self._peer = peer
+    def __init__(self, context: StepContext, step: JobStep) -> None:
+        self._context = context
         self._step = step
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -340,7 +340,7 @@ class JobBatch:
             raise
         task = asyncio.create_task(self._produce(prompt, produce), name=f"prompt {prompt.ref}")
         self._tasks.add(task)
-        self._peer.holdings.in_flight.launch(prompt.ref, task)
+        self._context.buffer.in_flight.launch(prompt.ref, task)
         task.add_done_callback(self._done)
 
     async def give_up(self) -> None:
@@ -353,49 +353,51 @@ class JobBatch:
         self._tasks.discard(task)
         if not task.cancelled() and (defect := task.exception()) is not None:
             self._step.fail(defect)
-            self._peer.changes.notify()
+            self._context.changes.notify()
 
     async def _produce(self, prompt: Prompt, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
-        holdings, ref = self._peer.holdings, prompt.ref
+        buffer, ref = self._context.buffer, prompt.ref
         try:
             result = check_production(await produce, ref)
             if isinstance(result, Group):
-                if (why := untrainable_reason(result, self._peer.material.spec.train)) is not None:
+                if (why := untrainable_reason(result, self._context.data.spec.train)) is not None:
                     raise RewardError(why, fix="Correct the flow, or choose another for this estimator")
-                self._peer.check_filtered(result)
+                self._context.check_filtered(result)
                 # A flow that makes its groups itself need not know of sources.
-                self._step.keep(result if result.source else replace(result, source=prompt.source))
+                self._step.keep_group(result if result.source else replace(result, source=prompt.source))
             else:
-                self._step.end(ref, result, prompt.source)
+                self._step.record_outcome(ref, result, prompt.source)
         except (RewardError, FilterError) as error:
-            self._step.end(ref, Outcome("failed", str(error)), prompt.source, plugin_trace(error))
+            self._step.record_outcome(ref, Outcome("failed", str(error)), prompt.source, plugin_trace(error))
         except EngineError as error:
-            tries = self._in_vain(prompt, error.what)  # not its "It is issued again"
-            if isinstance(error, EngineUnreachable) and tries <= self._peer.material.spec.flow.max_reissues:
-                await self._peer.clock.sleep(retry_delay(tries))  # still in flight, so not issued meanwhile
+            tries = self._reissue_failed(prompt, error.what)  # not its "It is issued again"
+            if isinstance(error, EngineUnreachable) and tries <= self._context.data.spec.flow.max_reissues:
+                await self._context.clock.sleep(retry_delay(tries))  # still in flight, so not issued meanwhile
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
-            self._in_vain(prompt, "a task that it waited for was cancelled")  # else for ever, without a word
+            self._reissue_failed(prompt, "a task that it waited for was cancelled")  # else for ever, without a word
         except SystemExit as error:  # let through, it would end this process
             self._step.fail(error)
         finally:
-            if holdings.in_flight.end(ref):
-                self._lost(prompt)
-            self._peer.changes.notify()
+            if buffer.in_flight.remove(ref):
+                self._reissue_stale(prompt)
+            self._context.changes.notify()
 
-    def _in_vain(self, prompt: Prompt, why: str) -> int:
+    def _reissue_failed(self, prompt: Prompt, why: str) -> int:
         """It came to nothing, and is issued again; once too often, and it has failed. How many tries there were."""
-        tries = self._peer.holdings.lose(prompt.ref)
+        tries = self._context.buffer.count_reissue(prompt.ref)
         log.info("prompt %s, try %d: %s", prompt.ref, tries, why)
-        if tries > self._peer.material.spec.flow.max_reissues:
-            self._step.end(prompt.ref, Outcome("failed", f"issued {tries} times, the last: {why}"), prompt.source)
+        if tries > self._context.data.spec.flow.max_reissues:
+            self._step.record_outcome(
+                prompt.ref, Outcome("failed", f"issued {tries} times, the last: {why}"), prompt.source
+            )
         return tries
 
-    def _lost(self, prompt: Prompt) -> None:
+    def _reissue_stale(self, prompt: Prompt) -> None:
         """It took so long that its weights became too old; once too often, and it has failed."""
-        tries = self._peer.holdings.lose(prompt.ref)
+        tries = self._context.buffer.count_reissue(prompt.ref)
         log.info("prompt %s, try %d: given up, for its weights became too old", prompt.ref, tries)
-        if tries > self._peer.material.spec.flow.max_reissues:
+        if tries > self._context.data.spec.flow.max_reissues:
             reason = f"stale: issued {tries} times, the last one took more than rollout.staleness allows"
-            self._step.end(prompt.ref, Outcome("failed", reason), prompt.source)
+            self._step.record_outcome(prompt.ref, Outcome("failed", reason), prompt.source)

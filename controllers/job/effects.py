@@ -55,7 +55,7 @@ class Effects:
     ranks: RankConnections
     pools: Mapping[str, EnginePool]
     """The engines, by judge; the policy's have no name."""
-    holdings: GroupBuffer
+    buffer: GroupBuffer
     clock: Clock
     stats: Callable[[JobView], dict[str, float]]
     """Numbers for the log entry of the step that is committed."""

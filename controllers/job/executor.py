@@ -81,7 +81,7 @@ async def apply_action(action: Action, view: JobView, hands: Effects) -> ActionR
         case Wake():
             return await _wake(action, hands)
         case GiveUp():
-            hands.holdings.in_flight.give_up(action.ref, stale=action.stale)
+            hands.buffer.in_flight.give_up(action.ref, stale=action.stale)
             return ActionResult(TxnOutcome.WON, f"prompt {action.ref} is given up: {action.reason}")
         case StartJob():
             return await start_job(view, hands)
@@ -195,7 +195,7 @@ async def _feed(action: Feed, view: JobView, hands: Effects) -> ActionResult:
     seal = view.seal
     assert seal is not None
     missing = sorted(view.missing(seal, action.rank).items())
-    found = [(hands.holdings.group(digest), frozenset(samples)) for digest, samples in missing]
+    found = [(hands.buffer.group(digest), frozenset(samples)) for digest, samples in missing]
     parts = [(group, samples) for group, samples in found if group is not None]
     sentence = f"feed {len(parts)} groups of {action.token} to rank {action.rank}"
 

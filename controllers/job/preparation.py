@@ -171,7 +171,7 @@ class Preparation:
     """Told why the node cannot work on the job yet; nothing when it can."""
     judges: Callable[[JobSpec], Mapping[str, Judge]] = lambda spec: {}
 
-    async def material(self, spec: JobSpec, job: JobRecord) -> JobData | None:
+    async def prepare(self, spec: JobSpec, job: JobRecord) -> JobData | None:
         """What the job is made of, its spec naming the model's folder on this node; None if the job ended before.
 
         Raises GcoreError.
@@ -179,7 +179,7 @@ class Preparation:
         said = ""
         while not self._ended():
             try:
-                material = await self._prepared(spec, job)
+                data = await self._prepared(spec, job)
             except GcoreError as error:
                 waits = isinstance(error, DataChanged | StoreUnavailable | LeaseLost) or self._has_progress()
                 if self._is_counted_on() and not waits:
@@ -191,21 +191,21 @@ class Preparation:
                 await self._pause(DATA_AGAIN_S if waits else LATE_AGAIN_S)
             else:
                 self.lacks("")
-                return material
+                return data
         return None
 
     async def _prepared(self, spec: JobSpec, job: JobRecord) -> JobData | None:
-        """The material, with the rewards loaded meanwhile; None if the job ended before. Raises GcoreError."""
+        """The data, with the rewards loaded meanwhile; None if the job ended before. Raises GcoreError."""
         warming = asyncio.create_task(self.scorer.warm(), name=f"rewards {job.uid}")
         try:
             await StorageProof(
                 self.store, self.keys, self.identity, Path(job.run_dir), self._pause, has_own_folder(job)
             ).run()
             here = await self._with_models(spec, job)
-            material = None if here is None else await asyncio.to_thread(self._open, here, job)
-            if material is not None:
+            data = None if here is None else await asyncio.to_thread(self._open, here, job)
+            if data is not None:
                 await warming
-            return material
+            return data
         finally:
             warming.cancel()
             await asyncio.wait({warming})

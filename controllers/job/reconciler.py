@@ -155,7 +155,7 @@ class Reconciler:
     def __init__(
         self,
         job: LiveJob,
-        holdings: GroupBuffer,
+        buffer: GroupBuffer,
         note_scoring: Callable[[], None],
         note_engines: Callable[[], None],
         cluster: ClusterMirror,
@@ -168,7 +168,7 @@ class Reconciler:
     ) -> None:
         """`note_scoring`: sees what rewards and judges are at, of which no change tells; `note_engines`: sees which engines have nothing to do."""
         self._job = job
-        self._holdings = holdings
+        self._buffer = buffer
         self._note_scoring = note_scoring
         self._note_engines = note_engines
         self._cluster = cluster
@@ -239,7 +239,7 @@ class Reconciler:
 
     def _show_in_flight(self, view: JobView, now: float) -> None:
         if view.mirror.head is not None:
-            buffer, head = self._holdings, view.head
+            buffer, head = self._buffer, view.head
             versions = buffer.in_flight.versions(head).values()
             show_in_flight(self._metrics, view.mirror, versions, len(buffer.offers), buffer.in_flight.oldest_s(now))
 

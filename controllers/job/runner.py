@@ -126,7 +126,7 @@ class JobDependencies:
     group_of_job: Callable[[], str]
     """The control group of the job's processes, or nothing. Blocks."""
     timers: Timers = field(default_factory=lambda: Timers({}))
-    prepare: Callable[[Preparation, JobSpec, JobRecord], Awaitable[JobData | None]] = Preparation.material
+    prepare: Callable[[Preparation, JobSpec, JobRecord], Awaitable[JobData | None]] = Preparation.prepare
     find_flow: Callable[[str], Flow] = find_flow
     new_staged_weights: Callable[..., StagedWeightsMonitor] = StagedWeightsMonitor
 
@@ -227,8 +227,8 @@ class JobRunner:
         self.node = identity.node
         self.changes = changes
         self.mirror = JobMirror(self.keys)
-        self.holdings = GroupBuffer()
-        self.chronicle = needs.telemetry
+        self.buffer = GroupBuffer()
+        self.telemetry = needs.telemetry
         self.closed = False
         """Whether nothing more will be heard here."""
         self.leaving = False
@@ -276,8 +276,8 @@ class JobRunner:
     def leave(self) -> None:
         """Hand over: this controller is about to end."""
         self.leaving = True
-        for ref in list(self.holdings.in_flight):
-            self.holdings.in_flight.give_up(ref, stale=False)
+        for ref in list(self.buffer.in_flight):
+            self.buffer.in_flight.give_up(ref, stale=False)
         self.changes.notify()
 
     async def withdraw(self) -> None:
@@ -290,7 +290,7 @@ class JobRunner:
 
     async def run(self) -> None:
         """Until the job has ended."""
-        logs.set_log_context(lambda: self.chronicle.about)
+        logs.set_log_context(lambda: self.telemetry.about)
         watching = asyncio.create_task(self._watch(), name=f"watch {self.uid}")
         try:
             while self.mirror.job is None or self.mirror.status is None:
@@ -303,7 +303,7 @@ class JobRunner:
         finally:
             session, self._session = self._session, None
             self.closed = True
-            self.chronicle.close()
+            self.telemetry.close()
             self.changes.notify()
             watching.cancel()
             if session is not None:
@@ -342,14 +342,14 @@ class JobRunner:
         for one in split_by_revision(batch):
             so_far = self.mirror
             self.mirror = localize_mirror(so_far.fold(one), self._needs.run_root)
-            self.chronicle.events.note(so_far, one, self.mirror, wall)
+            self.telemetry.events.note(so_far, one, self.mirror, wall)
         for key in self.mirror.unreadable.keys() - before.unreadable.keys():
             sentence = f"{self.mirror.unreadable[key].why}; it is as if it were not there"
             self._needs.warnings.note(f"record-{self.node}", sentence)
-        self._recorder.note(self.mirror, self.holdings.group)
+        self._recorder.note(self.mirror, self.buffer.group)
         if self._session is not None:
             self._session.prune(before)
-        self.chronicle.note(before, batch, self.mirror)
+        self.telemetry.note(before, batch, self.mirror)
         if self._session is not None:
             self._session.work.note(before, self.mirror)
 
@@ -390,7 +390,7 @@ class JobSession(LiveJob):
             needs.warnings,
             needs.timers,
         )
-        self.holdings = runner.holdings
+        self.buffer = runner.buffer
         self.needs = needs
         self.run_dir = Path(job.run_dir)
         self.spec, self.rules = spec, rules_of(job)
@@ -477,7 +477,7 @@ class JobSession(LiveJob):
             address=self.identity.address,
             ranks=needs.ranks,
             pools=self.pools,
-            holdings=self.holdings,
+            buffer=self.buffer,
             clock=needs.clock,
             stats=needs.telemetry.stats,
             tell=self.troubles.hold,
@@ -510,7 +510,7 @@ class JobSession(LiveJob):
         """Drop groups that a new head has made terminal, cut off or too old."""
         mirror = self.mirror
         if mirror.job is not None and mirror.head is not None and mirror.head != before.head:
-            self.holdings.prune(self._current_rules(mirror.job.record), mirror.head.record)
+            self.buffer.prune(self._current_rules(mirror.job.record), mirror.head.record)
 
     async def loads(self) -> LoadsReply:
         """The load of the engines that this controller is responsible for."""
@@ -613,10 +613,10 @@ class JobSession(LiveJob):
             ranks=needs.ranks.views,
             engines=self.engines.views,
             judges={name: view for judge in self.judges.values() for name, view in judge.views.items()},
-            holdings=self.holdings.offers,
-            outcomes=self.holdings.outcomes,
-            in_flight=self.holdings.in_flight.versions(head.record) if head is not None else {},
-            busy=bool(self.holdings.in_flight),
+            holdings=self.buffer.offers,
+            outcomes=self.buffer.outcomes,
+            in_flight=self.buffer.in_flight.versions(head.record) if head is not None else {},
+            busy=bool(self.buffer.in_flight),
             under_way=self.actions.under_way(),
             saved=needs.ranks.saved,
             staged=self.staged.versions,
@@ -650,7 +650,7 @@ class JobWork:
             session.look,
             session.changes,
             session.engines,
-            session.holdings,
+            session.buffer,
             LedgerEvaluations(needs.ledger, lambda: session.mirror),
             clock,
             needs.telemetry.stopwatch,
@@ -662,7 +662,7 @@ class JobWork:
         )
         self._reconciler = Reconciler(
             session,
-            session.holdings,
+            session.buffer,
             session.note_scoring,
             session.note_engines,
             session.cluster,

@@ -342,7 +342,7 @@ class PageContent:
     async def _events(self, uid: str, after: int) -> list[Event]:
         runner = self._runner(uid)
         if runner is not None:
-            return runner.chronicle.events.after(after)
+            return runner.telemetry.events.after(after)
         keys = JobKeys(uid)
         batch = await self._jobs.batch(uid)
         history = EventLog(keys)

@@ -117,7 +117,7 @@ class Crew:
         )
         held_out = eval_sets(self.spec)
         params = SamplingParams(temperature=0.0, max_new_tokens=8)
-        self.material: Any = SimpleNamespace(
+        self.data: Any = SimpleNamespace(
             spec=self.spec,
             uid="u",
             evaluation=tuple(HeldOut(one, sizes[one.source.name]) for one in held_out),
@@ -172,7 +172,7 @@ class Crew:
             return JobView(self.spec, rules, self.mirror, name, f"node-{name}", {}, {})
 
         book = LedgerEvaluations(TransactionExecutor(self.stores[name], KEYS), lambda: self.mirror)
-        return Evaluator(self.material, look, self.changes, self.engines[name], book, self.clock)  # type: ignore[arg-type]
+        return Evaluator(self.data, look, self.changes, self.engines[name], book, self.clock)  # type: ignore[arg-type]
 
     def start(self, *names: str) -> None:
         for name in names or tuple(self.engines):

@@ -192,8 +192,8 @@ LEDGER = ("gcore.ledger.transactions",)
 ELSEWHERE = {
     "sweep": ("gcore.ledger.retention",),
     "forget_evaluations": ("gcore.ledger.retention",),
-    "record_part": ("gcore.ledger.evaluation",),
-    "record_evaluation": ("gcore.ledger.evaluation",),
+    "record_part": ("gcore.ledger.evaluation", "controllers.flow.evaluation"),
+    "record_evaluation": ("gcore.ledger.evaluation", "controllers.flow.evaluation"),
     "give": ("gcore.ledger.collectives", "controllers.flow.step"),
     "spend": ("gcore.ledger.usage", "controllers.inference.judges"),
     "agree": ("gcore.ledger.collectives", "controllers.flow.step"),
@@ -536,7 +536,7 @@ def _mutations() -> list[Mutation]:
         Mutation(
             "5 what was issued once is never issued again",
             "5",
-            (("controllers.flow.peer:JobPeer._due", _in_flight_known_for_ever),),
+            (("controllers.flow.peer:JobPeer._due_refs", _in_flight_known_for_ever),),
             caught_by="tests/unit/controllers/flow/test_peer.py",
         ),
         Mutation(
@@ -560,7 +560,7 @@ def _mutations() -> list[Mutation]:
         Mutation(
             "9 each peer brings its share of the quota",
             "9",
-            (("controllers.flow.peer:JobPeer._due", _static_shares),),
+            (("controllers.flow.peer:JobPeer._due_refs", _static_shares),),
             caught_by="tests/unit/controllers/flow/test_peer.py",
         ),
         Mutation("10 a rollback leaves the slots", "10", ((f"{ledger}:rollback", _without_range),), caught_by=RULES),
@@ -658,7 +658,7 @@ def _mutations() -> list[Mutation]:
         Mutation(
             "17 a prompt is issued for ever",
             "17",
-            (("controllers.flow.peer:JobPeer._issued_too_often", _always(None)),),
+            (("controllers.flow.peer:JobPeer._exhausted_outcome", _always(None)),),
             caught_by="tests/unit/controllers/flow/test_peer_sources.py",
         ),
         Mutation(

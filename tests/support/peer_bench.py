@@ -87,25 +87,25 @@ class RealBench:
         tree |= {"model": {"path": str(model)}, "data": {"path": str(data), "shards": 1}}
         self.spec = new_spec(tree)
         self.script, self.asked = script, list[Asked]()
-        self.clock, self.changes, self.holdings = SystemClock(), ChangeSignal(), GroupBuffer()
+        self.clock, self.changes, self.buffer = SystemClock(), ChangeSignal(), GroupBuffer()
         self.store_side = MemoryCluster(self.clock)
         self.store = MemoryStore(self.store_side, network=PerfectNetwork(self.clock))
         self.keys = JobKeys("u")
         self._write_records()
         prompts = open_prompts(self.spec, folder, model)
         self.stream = prompts.stream
-        material = make_job_data(self.spec, "u", prompts, DirectScorer())
+        job_data = make_job_data(self.spec, "u", prompts, DirectScorer())
         self.faults = PluginErrorLog(self.store, self.keys, "n")
         self.peer: Peer = JobPeer(
-            material,
+            job_data,
             self.look,
             self.changes,
             self,  # type: ignore[arg-type]
-            self.holdings,
+            self.buffer,
             LedgerEvaluations(TransactionExecutor(self.store, self.keys), self.mirror),
             self.clock,
             StepTimer(),
-            CurriculumOrders(self.spec, material.stream, self.changes.notify),
+            CurriculumOrders(self.spec, job_data.stream, self.changes.notify),
             find_filters(self.spec.flow.filters),
             Collectives(self.store, self.mirror, "me", self.lease, self.changes, self.clock),
             self.faults,
@@ -150,8 +150,8 @@ class RealBench:
 
     def kept(self) -> Mapping[PromptRef, int]:
         """What the peer holds."""
-        return {ref: len(offered.response_tokens) for ref, offered in self.holdings.offers.items()}
+        return {ref: len(offered.response_tokens) for ref, offered in self.buffer.offers.items()}
 
     def ended(self) -> Mapping[PromptRef, Outcome]:
         """What the peer ended."""
-        return {ref: Outcome(one.kind, one.reason) for ref, one in self.holdings.outcomes.items()}
+        return {ref: Outcome(one.kind, one.reason) for ref, one in self.buffer.outcomes.items()}

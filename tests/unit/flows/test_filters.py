@@ -174,10 +174,10 @@ class Job:
         self.cluster = MemoryCluster(self.clock)
         self.store = MemoryStore(self.cluster)
         self.head = chain.base_entry(2, "w", ChainWriter("a", "n")).head
-        self.holdings, self.changes = GroupBuffer(), ChangeSignal()
+        self.buffer, self.changes = GroupBuffer(), ChangeSignal()
         self.faults = PluginErrorLog(self.store, KEYS, "n")
-        self._filters, self._filtered = filters, set[PromptRef]()
-        self.material = SimpleNamespace(spec=make_spec())
+        self._filters, self._passed_filters = filters, set[PromptRef]()
+        self.data = SimpleNamespace(spec=make_spec())
         self.step = JobStep(self, Version(0, 0))  # type: ignore[arg-type]
 
     def look(self) -> Any:
@@ -210,7 +210,7 @@ class Job:
         batch = JobBatch(self, self.step)  # type: ignore[arg-type]
         self.step.hand_out(prompt)
         batch.start(production)
-        await self.changes.until(lambda: prompt.ref not in self.holdings.in_flight)
+        await self.changes.until(lambda: prompt.ref not in self.buffer.in_flight)
         await asyncio.sleep(0)
 
     async def events(self) -> list[Any]:
@@ -226,11 +226,11 @@ class Job:
 async def test_what_a_filter_refuses_is_filtered_with_its_reason_and_the_rest_is_held() -> None:
     job = Job(CheckedFilter("signal", signal, {}))
     await job.produce(group_of((1.0, 1.0)))
-    (outcome,) = job.holdings.outcomes.values()
+    (outcome,) = job.buffer.outcomes.values()
     assert (outcome.kind, outcome.reason) == ("filtered", "all its rewards are the same")
     other = Job(CheckedFilter("signal", signal, {}))
     await other.produce(group_of((1.0, 0.0)))
-    assert len(other.holdings.offers) == 1
+    assert len(other.buffer.offers) == 1
     assert not other._filtered
 
 
@@ -238,7 +238,7 @@ async def test_a_filter_that_raises_fails_the_prompt_and_its_traceback_is_an_eve
     install("filt_b", "broken = filt_b:broken", "def broken(group, fields, options):\n    return 1 / 0\n")
     job = Job(*find_filters([FilterSpec(name="broken")]))
     await job.produce(group_of((1.0, 0.0)))
-    (outcome,) = job.holdings.outcomes.values()
+    (outcome,) = job.buffer.outcomes.values()
     assert outcome.kind == "failed"
     assert outcome.reason.startswith("filter 'broken' raised ZeroDivisionError: division by zero")
     (event,) = await job.events()
@@ -250,7 +250,7 @@ async def test_why_prompts_fail_is_an_event_once_for_each_reason_also_without_a_
     job = Job()
     for position, reason in enumerate(("it gave nan", "it gave nan", "it has no answer")):
         await job.fail(PromptRef(0, 0, position), reason)
-    assert len(job.holdings.outcomes) == 3
+    assert len(job.buffer.outcomes) == 3
     assert [(event.kind, event.message) for event in await job.events()] == [
         ("fault", "it gave nan"),
         ("fault", "it has no answer"),

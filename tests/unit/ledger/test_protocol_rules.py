@@ -719,28 +719,28 @@ def test_a_holder_keeps_what_may_still_be_trained_and_drops_the_rest_when_head_c
     head = chain_with((1, 3), step=5)
     refs = list(refs_in_order(rules, head, ()))[:5]
     versions = [Version(1, 5), Version(1, 4), Version(1, 3), Version(0, 4), Version(1, 5)]
-    holdings = GroupBuffer()
+    buffer = GroupBuffer()
     for ref, version in zip(refs, versions, strict=True):
-        holdings.keep(group_of(ref, version))
+        buffer.add_group(group_of(ref, version))
     after = head.model_copy(update={"cursors": head.cursors.union(rules.shape, refs[4:])})
-    holdings.prune(rules, after)
-    assert set(holdings.offers) == set(refs[:2])
-    assert holdings.went_stale == {refs[2]}  # it counts as issued in vain; of a lineage that was cut off nothing counts
+    buffer.prune(rules, after)
+    assert set(buffer.offers) == set(refs[:2])
+    assert buffer.went_stale == {refs[2]}  # it counts as issued in vain; of a lineage that was cut off nothing counts
 
 
 async def test_what_is_sealed_is_held_until_head_has_it(job: StoredJob) -> None:
     seal: Seal = job.mirror.seals[2].record
-    holdings = GroupBuffer()
+    buffer = GroupBuffer()
     for one in seal.groups:
-        holdings.keep(group_of(one.ref, head_of(job).version))
-    holdings.prune(RULES, head_of(job))
-    assert set(holdings.offers) == {one.ref for one in seal.groups}
+        buffer.add_group(group_of(one.ref, head_of(job).version))
+    buffer.prune(RULES, head_of(job))
+    assert set(buffer.offers) == {one.ref for one in seal.groups}
     await readied(job)
-    holdings.prune(RULES, head_of(job))
-    assert len(holdings.offers) == len(seal.groups)
+    buffer.prune(RULES, head_of(job))
+    assert len(buffer.offers) == len(seal.groups)
     await job.won(job.committing())
-    holdings.prune(RULES, head_of(job))
-    assert not holdings.offers
+    buffer.prune(RULES, head_of(job))
+    assert not buffer.offers
 
 
 # Bounds

@@ -69,7 +69,7 @@ class Court:
         shown = [Response(text, 1) for text in responses]
         return await self.clock.run(self.rewards.score(self.spec.reward, PROMPT, shown))
 
-    def practice(self) -> SourcePipeline:
+    def pipeline(self) -> SourcePipeline:
         (source,) = training_sources(self.spec)
         return SourcePipeline(source, sampling_of(self.spec, source), self.rewards)
 
@@ -106,9 +106,9 @@ async def test_a_response_that_cannot_be_judged_is_never_worth_nothing(on_error:
     assert isinstance(odd, ResponseNotJudged)
     assert (odd.again, odd.away) == (again, False)
     assert odd.what.startswith("judge 'tutor': the answer cannot be read")
-    practice = court.practice()
+    pipeline = court.pipeline()
     with pytest.raises(EngineError if again else RewardError, match="judge 'tutor'"):
-        await court.clock.run(practice.scored(PROMPT, [sample("42"), sample("what")]))
+        await court.clock.run(pipeline.scored(PROMPT, [sample("42"), sample("what")]))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ async def test_a_prompt_fails_at_once_where_no_other_response_to_it_could_be_jud
         monkeypatch.setattr("gcore.reward.judges.judge.find_parser", lambda name, where: own)
     court = Court(job({"judge": "tutor"}, judge))
     with pytest.raises(RewardError, match=why) as raised:
-        await court.clock.run(court.practice().scored(PROMPT, [sample("42")]))
+        await court.clock.run(court.pipeline().scored(PROMPT, [sample("42")]))
     assert ("ZeroDivisionError: yes" in plugin_trace(raised.value)) == (judge["verdict"]["parser"] == "odd"), (
         "for the event"
     )
@@ -148,11 +148,11 @@ async def test_another_reward_scores_in_place_of_a_judge_where_the_spec_names_on
 
 async def test_a_judge_that_cannot_be_asked_says_nothing_of_an_evaluated_answer() -> None:
     spec = job({"judge": "tutor"}, judge_tree(on_error="fail_group"))
-    practice = Court(spec, failures=[JudgeAway("no engine")]).practice()
+    pipeline = Court(spec, failures=[JudgeAway("no engine")]).pipeline()
     court = Court(spec)
     with pytest.raises(EngineUnreachable, match="no engine"):
-        await FakeClock().run(score_answers(practice, 1.0, PROMPT, [sample("42")], HEAD))
-    (mark,) = await court.clock.run(score_answers(court.practice(), 1.0, PROMPT, [sample("what")], HEAD))
+        await FakeClock().run(score_answers(pipeline, 1.0, PROMPT, [sample("42")], HEAD))
+    (mark,) = await court.clock.run(score_answers(court.pipeline(), 1.0, PROMPT, [sample("what")], HEAD))
     assert not mark.shown.correct
     assert mark.shown.unscored.startswith("judge 'tutor': the answer cannot be read")
 
@@ -163,15 +163,15 @@ async def test_a_judge_that_is_only_shown_makes_no_right_answer_wrong(on_error: 
     court = Court(
         job({"parts": parts}, judge_tree(on_error=on_error)), [JudgeAway("no engine"), JudgeError("too long")]
     )
-    practice, samples = court.practice(), [sample("42"), sample("7"), sample("43")]
-    marks = await court.clock.run(score_answers(practice, 1.0, PROMPT, samples, HEAD))
+    pipeline, samples = court.pipeline(), [sample("42"), sample("7"), sample("43")]
+    marks = await court.clock.run(score_answers(pipeline, 1.0, PROMPT, samples, HEAD))
     assert [(one.shown.correct, one.shown.unscored) for one in marks] == [(True, ""), (False, ""), (False, "")]
     assert marks[2].parts == {"right": 0.0, "judged": 1.0}
     if on_error == "retry":
         assert [dict(one.parts) for one in marks[:2]] == [{"right": 1.0}, {"right": 0.0}]
         assert part_total("judged", marks) == 3.0
         assert part_total("right", marks) == 1.0
-    assert [one.value for one in await court.clock.run(practice.scored(PROMPT, samples))] == [1.0, 0.0, 0.0]
+    assert [one.value for one in await court.clock.run(pipeline.scored(PROMPT, samples))] == [1.0, 0.0, 0.0]
 
 
 async def test_with_min_a_judge_of_no_weight_decides_and_so_must_judge() -> None:
@@ -190,24 +190,24 @@ async def test_an_error_of_one_part_is_the_responses_and_says_which_part() -> No
 async def test_what_is_judged_early_is_not_asked_again() -> None:
     parts = [{"name": "exact"}, {"judge": "tutor"}]
     court = Court(job({"parts": parts}, judge_tree()))
-    practice = court.practice()
-    assert practice.has_judges
-    await court.clock.run(practice.judge_early(PROMPT, sample("42")))
+    pipeline = court.pipeline()
+    assert pipeline.has_judges
+    await court.clock.run(pipeline.judge_early(PROMPT, sample("42")))
     assert [one.question for one in court.fake.asked] == ["6*7= 42"]
-    await court.clock.run(practice.scored(PROMPT, [sample("42"), sample("7")]))
+    await court.clock.run(pipeline.scored(PROMPT, [sample("42"), sample("7")]))
     assert [one.question for one in court.fake.asked] == ["6*7= 42", "6*7= 7"]
-    await court.clock.run(practice.judge_early(PROMPT, sample("what")))  # its error is told when the group is scored
+    await court.clock.run(pipeline.judge_early(PROMPT, sample("what")))  # its error is told when the group is scored
 
 
 async def test_what_could_not_be_judged_early_is_asked_again_only_when_its_prompt_is_issued_again() -> None:
     court = Court(job({"judge": "tutor"}, judge_tree()))
-    practice, odd = court.practice(), [sample("what"), sample("what")]
-    await court.clock.run(practice.judge_early(PROMPT, sample("what")))
+    pipeline, odd = court.pipeline(), [sample("what"), sample("what")]
+    await court.clock.run(pipeline.judge_early(PROMPT, sample("what")))
     for times in (1, 2):
         with pytest.raises(EngineError, match="the answer cannot be read"):
-            await court.clock.run(practice.scored(PROMPT, odd))
+            await court.clock.run(pipeline.scored(PROMPT, odd))
         assert len(court.fake.asked) == times
-        practice.forget(PROMPT)
+        pipeline.forget(PROMPT)
 
 
 async def test_a_judge_that_fails_early_leaves_the_others_to_finish() -> None:
@@ -215,30 +215,30 @@ async def test_a_judge_that_fails_early_leaves_the_others_to_finish() -> None:
     court = Court(spec, [JudgeError("too long"), None])
     waits = iter((1.0, 5.0))
     court.fake.delay_s = lambda question: next(waits)
-    await court.clock.run(court.practice().judge_early(PROMPT, sample("42")))
+    await court.clock.run(court.pipeline().judge_early(PROMPT, sample("42")))
     assert await court.clock.run(court.rewards.judges["other"].values(PROMPT, ["42"])) == (Judgement(1.0, 1, 0),)
     assert len(court.fake.asked) == 2
 
 
 async def test_a_question_that_could_not_be_put_early_is_put_again() -> None:
     court = Court(job({"judge": "tutor"}, judge_tree()), [JudgeAway("no engine")])
-    practice = court.practice()
-    await court.clock.run(practice.judge_early(PROMPT, sample("42")))
-    assert [one.value for one in await court.clock.run(practice.scored(PROMPT, [sample("42")]))] == [1.0]
+    pipeline = court.pipeline()
+    await court.clock.run(pipeline.judge_early(PROMPT, sample("42")))
+    assert [one.value for one in await court.clock.run(pipeline.scored(PROMPT, [sample("42")]))] == [1.0]
 
 
 async def test_no_prompt_is_begun_while_a_judge_has_all_the_questions_that_it_may_have() -> None:
     court = Court(job({"judge": "tutor"}, judge_tree(queue=1)))
     court.fake.delay_s = lambda question: 5.0
-    practice = court.practice()
-    material = JobData(court.spec, "u", cast(PromptStream, None), {"data": practice}, evaluation=(), evaluated={})
-    assert not material.is_held_back
-    judging = asyncio.create_task(practice.judge_early(PROMPT, sample("42")))
+    pipeline = court.pipeline()
+    data = JobData(court.spec, "u", cast(PromptStream, None), {"data": pipeline}, evaluation=(), evaluated={})
+    assert not data.is_held_back
+    judging = asyncio.create_task(pipeline.judge_early(PROMPT, sample("42")))
     await court.clock.advance(1.0)
-    assert material.is_held_back
+    assert data.is_held_back
     await court.clock.advance(10.0)
     await judging
-    assert not material.is_held_back
+    assert not data.is_held_back
 
 
 def test_the_functions_of_a_reward_are_its_parts_and_what_scores_instead_of_judges() -> None:

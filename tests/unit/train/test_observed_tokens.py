@@ -109,9 +109,9 @@ def test_a_response_of_which_the_policy_made_nothing_is_not_trained() -> None:
 def test_an_offer_tells_how_much_was_observed_and_only_if_something_was() -> None:
     offered = []
     for group in (told_group(), group_of([1.0, 0.0])):
-        holdings = GroupBuffer()
-        holdings.keep(group)
-        offered += holdings.offers.values()
+        buffer = GroupBuffer()
+        buffer.add_group(group)
+        offered += buffer.offers.values()
     length = len(group_of([1.0]).samples[0].token_ids)
     assert [one.observed for one in offered] == [(2, 0), ()]
     assert [one.own_tokens for one in offered] == [(length - 2, length), (length, length)]

@@ -35,7 +35,7 @@ class Runner:
         self.closed = False
         self.mirror = JobMirror(JobKeys("u"))
         log = SimpleNamespace(after=lambda after, **_: [e for e in self.known if e.sequence > after])
-        self.chronicle = SimpleNamespace(events=log)
+        self.telemetry = SimpleNamespace(events=log)
         self.known = [event(1)]
 
     def end(self) -> None:

@@ -101,9 +101,7 @@ class Moody:
         pass
 
 
-def conversing(
-    engines: Engines, told: list[str] | None = None, maker: Any = None, **section: Any
-) -> EnvironmentEpisodes:
+def episodes(engines: Engines, told: list[str] | None = None, maker: Any = None, **section: Any) -> EnvironmentEpisodes:
     section = {"name": "tools", "tools": {"names": ["calculator"]}, "options": {"form": "tags"}} | section
     spec = parse_spec(
         {
@@ -129,7 +127,7 @@ def conversation(params: SamplingParams = PARAMS) -> EpisodeRequest:
 
 async def test_each_response_goes_on_where_it_was_with_all_that_is_before_it() -> None:
     engines, ended = Engines(), list[tuple[int, str]]()
-    made = await conversing(engines).side_by_side(
+    made = await episodes(engines).side_by_side(
         conversation(), (5, 6, 7), "r", lambda number, sample: ended.append((number, sample.text))
     )
     assert all(sample.text.startswith("<<6*7>>42, by ") for sample in made)
@@ -152,40 +150,40 @@ async def test_each_response_goes_on_where_it_was_with_all_that_is_before_it() -
 
 async def test_the_same_seeds_make_the_same_responses_and_greedy_ones_have_none() -> None:
     one, again = Engines(), Engines()
-    assert await conversing(one).side_by_side(conversation(), (5,), "r") == await conversing(again).side_by_side(
+    assert await episodes(one).side_by_side(conversation(), (5,), "r") == await episodes(again).side_by_side(
         conversation(), (5,), "other"
     )
     greedy = Engines()
-    await conversing(greedy).side_by_side(conversation(SamplingParams(0.0, 40)), (5,), "r")
+    await episodes(greedy).side_by_side(conversation(SamplingParams(0.0, 40)), (5,), "r")
     assert {asked.seed for asked in greedy.asked} == {0}
 
 
 async def test_an_engine_that_fails_is_the_callers_to_ask_again() -> None:
     with pytest.raises(EngineError, match="broke"):
-        await conversing(Engines(breaks=2)).side_by_side(conversation(), (5, 6), "r")
+        await episodes(Engines(breaks=2)).side_by_side(conversation(), (5, 6), "r")
     with pytest.raises(EngineError, match="gave up"):
-        await conversing(Engines(reason="abort")).side_by_side(conversation(), (5, 6), "r")
+        await episodes(Engines(reason="abort")).side_by_side(conversation(), (5, 6), "r")
 
 
 async def test_an_environment_that_raises_costs_its_prompt_or_is_tried_again() -> None:
     told: list[str] = []
     Moody.liked = [True, False]
     with pytest.raises(RewardError, match="raised ValueError: no mood in step, after turn 1") as caught:
-        await conversing(Engines(), told, Moody).side_by_side(conversation(), (5, 6), "r")
+        await episodes(Engines(), told, Moody).side_by_side(conversation(), (5, 6), "r")
     assert "no mood" in caught.value.trace
     Moody.liked, engines = [False, False, True], Engines()
-    (made,) = await conversing(engines, told, Moody, on_error="retry").side_by_side(conversation(), (5,), "r")
+    (made,) = await episodes(engines, told, Moody, on_error="retry").side_by_side(conversation(), (5,), "r")
     assert made.reward_parts == (("environment", 1.0),)
     assert len(told) == 2
     assert len({asked.seed for asked in engines.asked}) == 3
     Moody.liked = [False, False, False]
     with pytest.raises(RewardError, match="no mood"):
-        await conversing(Engines(), told, Moody, on_error="retry").side_by_side(conversation(), (5,), "r")
+        await episodes(Engines(), told, Moody, on_error="retry").side_by_side(conversation(), (5,), "r")
 
 
 async def test_in_an_evaluation_what_fails_is_not_scored_and_the_others_are() -> None:
     Moody.liked = [True, False, True]
-    found = await conversing(Engines(), None, Moody).each([conversation()] * 3, (5, 6, 7), "r")
+    found = await episodes(Engines(), None, Moody).each([conversation()] * 3, (5, 6, 7), "r")
     assert [isinstance(one, RewardError) for one in found] == [False, True, False]
 
     class Scoring:

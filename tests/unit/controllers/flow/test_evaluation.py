@@ -58,9 +58,7 @@ async def test_a_set_is_drawn_and_counted_as_it_says() -> None:
     assert (sums.count, sums.samples, words.count, words.samples) == (20, 8, 7, 1)
     assert set(sums.metrics) == {"mean@8", "pass@1", "pass@4", "pass@8"}
     assert set(words.metrics) == {"mean@1", "pass@1"}
-    right = [
-        sum(coin(1 + i, eval_seed(crew.material, FIRST, "sums", i, n)) == "1" for n in range(8)) for i in range(20)
-    ]
+    right = [sum(coin(1 + i, eval_seed(crew.data, FIRST, "sums", i, n)) == "1" for n in range(8)) for i in range(20)]
     assert sums.accuracy == sums.metrics["pass@1"] == pytest.approx(sum(right) / 160)
     assert sums.metrics["pass@8"] == pytest.approx(sum(c > 0 for c in right) / 20)
     assert sums.accuracy <= sums.metrics["pass@4"] <= sums.metrics["pass@8"]
@@ -179,7 +177,7 @@ async def test_a_prompt_that_cannot_be_shown_ends_the_flow_with_its_error() -> N
     def broken(index: int) -> None:
         raise DataError("prompt 7 does not render")
 
-    crew.material.evaluation[0].prompt = broken
+    crew.data.evaluation[0].prompt = broken
     crew.start()
     with pytest.raises(DataError, match="prompt 7"):
         await crew.finish()
@@ -230,7 +228,7 @@ async def test_an_evaluation_that_is_there_is_not_made_again_and_no_part_comes_a
     ledger, head = TransactionExecutor(crew.stores["a"], KEYS), crew.mirror.head
     assert head is not None
     late = Crew({"sums": 3}, peers=("a",)).evaluator("a")
-    part = await late._answer(FIRST, late.plans[0])
+    part = await late._answer_part(FIRST, late.plans[0])
     assert (await ledger.run(record_part(KEYS, part))).outcome is TxnOutcome.STALE
     assert (await ledger.run(record_evaluation(KEYS, head, made))).outcome is TxnOutcome.STALE
 

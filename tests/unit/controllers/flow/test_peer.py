@@ -68,11 +68,11 @@ def right(asked: Asked) -> str:
 
 
 class Present:
-    """A peer of which only the look and the holdings matter; `head` may be moved."""
+    """A peer of which only the look and the buffer matter; `head` may be moved."""
 
     def __init__(self) -> None:
         self.head = chain.base_entry(2, "w", ChainWriter("a", "n")).head
-        self.holdings = GroupBuffer()
+        self.buffer = GroupBuffer()
         self.faults = SimpleNamespace(note=lambda reason, trace: None)
 
     def look(self) -> Any:
@@ -98,15 +98,15 @@ def rolled_back(head: Head) -> Head:
 def test_what_present_weights_made_is_held() -> None:
     peer = Present()
     JobStep(peer, Version(0, 0)).keep(group_of(Version(0, 0)))  # type: ignore[arg-type]
-    assert peer.holdings.knows(REF)
+    assert peer.buffer.knows(REF)
 
 
 def test_a_group_that_is_finished_after_its_step_was_committed_is_not_held() -> None:
     peer = Present()
     step = JobStep(peer, Version(0, 0))  # type: ignore[arg-type]
     peer.head = peer.head.model_copy(update={"step": 1})
-    step.keep(group_of(Version(0, 0)))
-    assert not peer.holdings.knows(REF)
+    step.keep_group(group_of(Version(0, 0)))
+    assert not peer.buffer.knows(REF)
 
 
 def test_what_is_finished_after_a_rollback_is_issued_again() -> None:
@@ -114,9 +114,9 @@ def test_what_is_finished_after_a_rollback_is_issued_again() -> None:
     peer.head = peer.head.model_copy(update={"step": 3})
     step = JobStep(peer, Version(0, 3))  # type: ignore[arg-type]
     peer.head = rolled_back(peer.head)
-    step.keep(group_of(Version(0, 3)))
-    step.end(REF, Outcome("failed", "the reward raised"), "data")
-    assert not peer.holdings.knows(REF)
+    step.keep_group(group_of(Version(0, 3)))
+    step.record_outcome(REF, Outcome("failed", "the reward raised"), "data")
+    assert not peer.buffer.knows(REF)
 
 
 def test_a_group_made_by_other_weights_is_the_engines_fault() -> None:
@@ -124,16 +124,16 @@ def test_a_group_made_by_other_weights_is_the_engines_fault() -> None:
     peer.head = peer.head.model_copy(update={"step": 3})
     step = JobStep(peer, Version(0, 3))  # type: ignore[arg-type]
     with pytest.raises(EngineError, match=r"made by 0\.2, not 0\.3"):
-        step.keep(group_of(Version(0, 2)))
-    assert not peer.holdings.knows(REF)
+        step.keep_group(group_of(Version(0, 2)))
+    assert not peer.buffer.knows(REF)
 
 
 def test_what_is_due_and_not_held_is_due_again_at_every_look(tmp_path: Path) -> None:
     """Whoever was to begin it may have given it up."""
     bench = RealBench(ENTRIES, right, tmp_path, flow={"groups_per_step": 4})
-    first = bench.peer._due()
+    first = bench.peer._due_refs()
     assert len(first) == 4
-    assert bench.peer._due() == first
+    assert bench.peer._due_refs() == first
 
 
 def test_whoever_has_all_shards_brings_the_whole_quota_however_many_members_there_are(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_whoever_has_all_shards_brings_the_whole_quota_however_many_members_ther
         member = Member(incarnation=name, node=name, address="h:1")
         bench.store_side.transact((), (Put(bench.keys.member(name), member.encode()),))
     assert len(bench.look().mirror.members) == 3
-    assert len(bench.peer._due()) == 4
+    assert len(bench.peer._due_refs()) == 4
 
 
 async def test_an_ended_job_has_no_more_steps() -> None:

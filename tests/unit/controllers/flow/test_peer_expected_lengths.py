@@ -191,11 +191,11 @@ async def test_a_peer_hands_out_the_same_prompts_in_either_order(tmp_path: Path,
     bench = RealBench(PROMPTS, long_at_the_end, tmp_path, flow={"groups_per_step": 6}, rollout={"order": order})
     peer: Any = bench.peer
     step = await anext(peer.steps())
-    first = [ref.seq for ref in peer._due()]
+    first = [ref.seq for ref in peer._due_refs()]
     assert first == sorted(first)
-    for ref in peer._due():
+    for ref in peer._due_refs():
         step.hand_out(bench.stream.prompt(ref))
         await peer.rollout(bench.stream.prompt(ref))
         step.put_back()
-    again = [ref.seq for ref in peer._due()]
+    again = [ref.seq for ref in peer._due_refs()]
     assert sorted(again) == first

@@ -134,7 +134,7 @@ class Alone:
         self.prompts = open_prompts(self.spec, tmp_path, tmp_path / "model")
         self.clock = FakeClock()
         self.changes = ChangeSignal()
-        self.holdings = GroupBuffer()
+        self.buffer = GroupBuffer()
         self.engines = Engines(self.spec)
         self.evaluations: list[Evaluation] = []
         head = chain.base_entry(1, "w", ChainWriter("me", "n")).head
@@ -148,19 +148,19 @@ class Alone:
             plan=Versioned(Plan(generation=1, world="w", ranks=(), engines=()), 1),
             members={"me": Versioned(Member(incarnation="me", node="n", address="h:1"), 1)},
         )
-        material = make_job_data(self.spec, "u", self.prompts, DirectScorer())
+        data = make_job_data(self.spec, "u", self.prompts, DirectScorer())
         store = MemoryStore(MemoryCluster(self.clock))
         self.faults = PluginErrorLog(store, self.mirror.keys, "n")
         self.peer = JobPeer(
-            material,
+            data,
             self.look,
             self.changes,
             self.engines,  # type: ignore[arg-type]
-            self.holdings,
+            self.buffer,
             self,
             self.clock,
             StepTimer(),
-            CurriculumOrders(self.spec, material.stream, self.changes.notify),
+            CurriculumOrders(self.spec, data.stream, self.changes.notify),
             find_filters(self.spec.flow.filters),
             Collectives(store, lambda: self.mirror, "me", 0, self.changes, self.clock),
             self.faults,
@@ -170,11 +170,11 @@ class Alone:
         rules = StreamRules(self.prompts.stream.shape, 16, self.spec.flow.groups_per_step)
         return JobView(self.spec, rules, self.mirror, "me", "n", {}, {})
 
-    async def add_part(self, part: EvalPart) -> bool:
+    async def write_part(self, part: EvalPart) -> bool:
         self._now(eval_parts={**self.mirror.eval_parts, f"{part.version}/{part.number}": Versioned(part, 2)})
         return True
 
-    async def conclude(self, evaluation: Evaluation) -> None:
+    async def write_evaluation(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
         self._now(evaluations={str(evaluation.version): Versioned(evaluation, 3)}, eval_parts={})
 
@@ -236,8 +236,8 @@ async def test_truncated_responses_are_treated_as_the_spec_says(tmp_path: Path, 
     assert isinstance(found, Group)
     assert [s.masked for s in found.samples] == [policy == "mask", False]
     assert [s.reward for s in found.samples] == [0.75 if policy == "penalise" else 1.0, 1.0]
-    job.holdings.keep(found)
-    offered = job.holdings.offers[found.ref]
+    job.buffer.add_group(found)
+    offered = job.buffer.offers[found.ref]
     assert (offered.truncated, offered.masked) == (1, (0,) if policy == "mask" else ())
 
 
@@ -257,7 +257,7 @@ async def test_prompts_that_are_filtered_or_cannot_be_shown_end_without_being_is
         issued.append(prompt)
         if len(issued) == 6:
             break
-    outcomes = list(job.holdings.outcomes.values())
+    outcomes = list(job.buffer.outcomes.values())
     assert {(o.kind, o.reason, o.source) for o in outcomes} == {
         ("filtered", "the prompt is longer than max_prompt_tokens (2)", "sums")
     }
@@ -268,8 +268,8 @@ async def test_prompts_that_are_filtered_or_cannot_be_shown_end_without_being_is
 async def test_a_prompt_whose_groups_were_too_old_too_often_fails_instead_of_being_issued(tmp_path: Path) -> None:
     job = Alone(tmp_path)
     late, again = job.prompt("sums").ref, job.prompt("letters").ref
-    job.holdings.went_stale |= {late, again}
-    job.holdings.reissues |= {late: 4, again: 3}  # three may be in vain
+    job.buffer.went_stale |= {late, again}
+    job.buffer.reissues |= {late: 4, again: 3}  # three may be in vain
     issued: list[PromptRef] = []
     async for prompt in job.peer.prompts(JobStep(job.peer.context, HEAD)):
         issued.append(prompt.ref)
@@ -277,7 +277,7 @@ async def test_a_prompt_whose_groups_were_too_old_too_often_fails_instead_of_bei
             break
     assert late not in issued
     assert again in issued
-    ended = job.holdings.outcomes[late]
+    ended = job.buffer.outcomes[late]
     assert (ended.kind, ended.source) == ("failed", "sums")
     assert ended.reason == "stale: issued 4 times, the last group was too old before a step could take it"
 
@@ -302,15 +302,15 @@ async def test_a_prompt_whose_engine_cannot_be_reached_waits_longer_each_time(tm
         job.engines.errors = [EngineUnreachable("gone")]
         task = await produced(job, prompt)
         await job.clock.advance(delay - 0.01)
-        assert prompt.ref in job.holdings.in_flight
+        assert prompt.ref in job.buffer.in_flight
         await job.clock.advance(0.02)
-        assert prompt.ref not in job.holdings.in_flight
-        assert job.holdings.reissues[prompt.ref] == tries
+        assert prompt.ref not in job.buffer.in_flight
+        assert job.buffer.reissues[prompt.ref] == tries
         await task
-    assert job.holdings.outcomes == {}
+    assert job.buffer.outcomes == {}
     job.engines.errors = [EngineUnreachable("gone", fix="It is issued again")]
     await produced(job, prompt)
-    ended = job.holdings.outcomes[prompt.ref]
+    ended = job.buffer.outcomes[prompt.ref]
     assert (ended.kind, ended.source) == ("failed", "sums")
     assert ended.reason == "issued 4 times, the last: gone"
 
@@ -320,8 +320,8 @@ async def test_an_engine_that_refused_is_asked_again_at_once(tmp_path: Path) -> 
     prompt = job.prompt("sums")
     job.engines.errors = [EngineError("busy with something else")]
     await produced(job, prompt)
-    assert prompt.ref not in job.holdings.in_flight
-    assert job.holdings.reissues[prompt.ref] == 1
+    assert prompt.ref not in job.buffer.in_flight
+    assert job.buffer.reissues[prompt.ref] == 1
 
 
 async def test_a_prompt_whose_production_raises_a_cancellation_that_nobody_asked_for_counts_as_a_try(
@@ -335,11 +335,11 @@ async def test_a_prompt_whose_production_raises_a_cancellation_that_nobody_asked
 
     for tries in (1, 2, 3):
         await produced(job, prompt, cancelled())
-        assert prompt.ref not in job.holdings.in_flight
-        assert job.holdings.reissues[prompt.ref] == tries
-    assert job.holdings.outcomes == {}
+        assert prompt.ref not in job.buffer.in_flight
+        assert job.buffer.reissues[prompt.ref] == tries
+    assert job.buffer.outcomes == {}
     await produced(job, prompt, cancelled())
-    ended = job.holdings.outcomes[prompt.ref]
+    ended = job.buffer.outcomes[prompt.ref]
     assert (ended.kind, ended.source) == ("failed", "sums")
     assert ended.reason == "issued 4 times, the last: a task that it waited for was cancelled"
 
@@ -352,9 +352,9 @@ async def test_what_is_judged_early_goes_on_until_the_production_ends_whichever_
     tutor = JudgeSpec.model_validate({"name": "tutor", "model": {"path": "j"}, "template": "{{ response }}"})
     fake = FakeJudge(lambda question, seed: "hm" if question == "odd" else "0.5", clock, delay_s=lambda question: 5.0)
     rewards = Scorer(DirectScorer(), {"tutor": Judge.of(tutor, fake, RecordingObserver(), clock)})
-    practice = job.peer.material.sources["letters"]
-    judged = replace(practice, rewards=rewards, source=replace(practice.source, reward=RewardSpec(judge="tutor")))
-    job.peer.material = replace(job.peer.material, sources={"letters": judged})
+    pipeline = job.peer.data.sources["letters"]
+    judged = replace(pipeline, rewards=rewards, source=replace(pipeline.source, reward=RewardSpec(judge="tutor")))
+    job.peer.data = replace(job.peer.data, sources={"letters": judged})
     generate = job.engines.generate
 
     async def told_of(*asked: Any) -> tuple[Sample, ...]:
@@ -418,15 +418,15 @@ async def test_a_prompt_with_a_response_that_cannot_be_scored_fails_with_the_rea
 
     job = Alone(tmp_path)
     prompt = job.prompt("letters")
-    practices = job.peer.material.sources
-    odd = {name: replace(practice, rewards=Scorer(LastIsOdd(), {})) for name, practice in practices.items()}
-    job.peer.material = replace(job.peer.material, sources=odd)
+    pipelines = job.peer.data.sources
+    odd = {name: replace(pipeline, rewards=Scorer(LastIsOdd(), {})) for name, pipeline in pipelines.items()}
+    job.peer.data = replace(job.peer.data, sources=odd)
     await (await produced(job, prompt))
-    ended = job.holdings.outcomes[prompt.ref]
+    ended = job.buffer.outcomes[prompt.ref]
     assert (ended.kind, ended.source) == ("failed", "letters")
     assert ended.reason == "reward 'exact' took longer than 10 s (reward.timeout_s)"
-    assert job.holdings.reissues == {}
-    assert job.holdings.offers == {}
+    assert job.buffer.reissues == {}
+    assert job.buffer.offers == {}
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("-inf"), 1e39])
@@ -446,10 +446,10 @@ async def test_a_group_that_a_flow_scored_itself_with_what_is_no_number_fails_it
     step.hand_out(prompt)
     batch.start(own_score())
     await job.clock.advance(0)
-    ended = job.holdings.outcomes[prompt.ref]
+    ended = job.buffer.outcomes[prompt.ref]
     assert ended.kind == "failed"
     assert "not finite in float32" in ended.reason
-    assert job.holdings.offers == {}
+    assert job.buffer.offers == {}
 
 
 async def test_an_evaluation_is_greedy_and_has_an_accuracy_for_each_source(tmp_path: Path) -> None:
@@ -480,9 +480,9 @@ class Odd:
 
 async def test_an_evaluation_answer_that_its_reward_cannot_score_is_not_correct_and_says_why(tmp_path: Path) -> None:
     job = Alone(tmp_path)
-    practice = replace(job.peer.material.evaluated["sums"], rewards=Scorer(Odd(), {}))
+    pipeline = replace(job.peer.data.evaluated["sums"], rewards=Scorer(Odd(), {}))
     sample = Sample((7,), (0.0,), "x", "stop", (VersionSpan(HEAD, 0, 1),))
-    (mark,) = await score_answers(practice, -1.0, job.prompt("sums"), [sample], HEAD)
+    (mark,) = await score_answers(pipeline, -1.0, job.prompt("sums"), [sample], HEAD)
     assert (mark.shown.reward, mark.shown.correct) == (0.0, False), "not even where nothing is demanded"
     assert mark.shown.unscored == "reward 'odd' raised ValueError"
 
@@ -502,7 +502,7 @@ async def test_responses_that_cannot_be_scored_are_counted_and_told_of(
 ) -> None:
     job = Alone(tmp_path)
     job.engines.texts = ["1", "x"]
-    job.peer.material.evaluated["letters"] = replace(job.peer.material.evaluated["letters"], rewards=Scorer(Odd(), {}))  # type: ignore[index]
+    job.peer.data.evaluated["letters"] = replace(job.peer.data.evaluated["letters"], rewards=Scorer(Odd(), {}))  # type: ignore[index]
     await asyncio.gather(job.peer.evaluate(), job.clock.advance(0))
     (made,) = job.evaluations
     assert (made.unscored, made.accuracy, made.count) == (3, pytest.approx(1 / 6), 6)

@@ -47,8 +47,8 @@ class Peer:
     """One peer, whose seal is set by hand."""
 
     def __init__(self) -> None:
-        self.changes, self.holdings, self.clock = ChangeSignal(), GroupBuffer(), FakeClock()
-        self.material = SimpleNamespace(spec=SimpleNamespace(rollout=SimpleNamespace(staleness=0)))
+        self.changes, self.buffer, self.clock = ChangeSignal(), GroupBuffer(), FakeClock()
+        self.data = SimpleNamespace(spec=SimpleNamespace(rollout=SimpleNamespace(staleness=0)))
         self.seal: Any = None
         self._head = chain.base_entry(2, "w", ChainWriter("a", "n")).head
 
@@ -79,4 +79,4 @@ async def test_when_a_batch_is_sealed_whatever_is_in_flight_is_aborted_at_its_en
         assert not step.is_open()
     aborted = [await engine.aborted.get() for _ in range(3)]
     assert sorted(aborted) == sorted((rid, 2) for rid in asked)
-    assert not any(peer.holdings.knows(PromptRef(0, 0, seq)) for seq in range(3)), "they are issued again"
+    assert not any(peer.buffer.knows(PromptRef(0, 0, seq)) for seq in range(3)), "they are issued again"

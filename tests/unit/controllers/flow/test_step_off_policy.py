@@ -185,13 +185,13 @@ def test_what_goes_on_and_what_is_waited_for_is_told_in_words() -> None:
 
 
 def test_the_age_of_the_oldest_in_flight_is_a_metric_in_seconds_and_steps() -> None:
-    metrics, holdings = Metrics(), GroupBuffer()
+    metrics, buffer = Metrics(), GroupBuffer()
     mirror: Any = SimpleNamespace(job=SimpleNamespace(record=SimpleNamespace(full_name="j")), head=Versioned(at(3), 1))
-    holdings.in_flight.begin(REF, NEW, 10.0)
-    holdings.in_flight.note_version(REF, NEW)
-    holdings.in_flight.begin(PromptRef(0, 1, 0), Version(0, 3), 14.0)
-    versions = holdings.in_flight.versions(mirror.head.record).values()
-    show_in_flight(metrics, mirror, versions, len(holdings.offers), holdings.in_flight.oldest_s(15.5))
+    buffer.in_flight.begin(REF, NEW, 10.0)
+    buffer.in_flight.note_version(REF, NEW)
+    buffer.in_flight.begin(PromptRef(0, 1, 0), Version(0, 3), 14.0)
+    versions = buffer.in_flight.versions(mirror.head.record).values()
+    show_in_flight(metrics, mirror, versions, len(buffer.offers), buffer.in_flight.oldest_s(15.5))
     values = {
         name: metrics.registry.get_sample_value(f"gcore_{name}", {"job": "j"})
         for name in ("groups_in_flight", "oldest_in_flight_seconds", "oldest_in_flight_steps")
@@ -218,13 +218,13 @@ class Peer:
 
     def __init__(self, staleness: int = 1) -> None:
         self.head = at(1)
-        self.holdings = GroupBuffer()
+        self.buffer = GroupBuffer()
         self.changes = ChangeSignal()
         self.clock = FakeClock()
         self.faults = SimpleNamespace(note=lambda what, trace="": None)
         rollout = SimpleNamespace(staleness=staleness)
         flow = SimpleNamespace(max_reissues=1)
-        self.material = SimpleNamespace(spec=SimpleNamespace(rollout=rollout, flow=flow, train=SPEC.train))
+        self.data = SimpleNamespace(spec=SimpleNamespace(rollout=rollout, flow=flow, train=SPEC.train))
         self.rules = replace(RULES, staleness=staleness)
 
     def look(self) -> Any:
@@ -250,33 +250,33 @@ async def begun(peer: Any, answer: asyncio.Future[Group]) -> JobStep:
     step = JobStep(peer, peer.head.version)
     async with step.collect() as batch:
         step.hand_out(Prompt(REF, "1", (1,), {}, "data"))
-        peer.holdings.in_flight.note_version(REF, peer.head.version)
+        peer.buffer.in_flight.note_version(REF, peer.head.version)
         batch.start(produce())
         await asyncio.sleep(0)
     return step
 
 
 async def settled(peer: Any) -> None:
-    await peer.changes.until(lambda: REF not in peer.holdings.in_flight)
+    await peer.changes.until(lambda: REF not in peer.buffer.in_flight)
 
 
 async def test_a_production_outlives_its_step_and_its_group_is_held_for_a_later_one() -> None:
     peer, answer = Peer(), asyncio.get_running_loop().create_future()
     await begun(peer, answer)
-    assert REF in peer.holdings.in_flight
+    assert REF in peer.buffer.in_flight
     peer.head = at(2)
     answer.set_result(made(REF, OLD, NEW))
     await settled(peer)
-    assert peer.holdings.offers[REF].versions == (OLD, NEW)
-    assert peer.holdings.reissues == {}
+    assert peer.buffer.offers[REF].versions == (OLD, NEW)
+    assert peer.buffer.reissues == {}
 
 
 async def test_at_staleness_0_what_is_in_flight_ends_with_its_step() -> None:
     peer, answer = Peer(staleness=0), asyncio.get_running_loop().create_future()
     await begun(peer, answer)
     assert answer.cancelled()
-    assert REF not in peer.holdings.in_flight
-    assert not peer.holdings.knows(REF)
+    assert REF not in peer.buffer.in_flight
+    assert not peer.buffer.knows(REF)
 
 
 async def test_a_prompt_that_is_given_up_too_often_has_failed_as_stale() -> None:
@@ -284,11 +284,11 @@ async def test_a_prompt_that_is_given_up_too_often_has_failed_as_stale() -> None
     for tries in (1, 2):
         answer: asyncio.Future[Group] = asyncio.get_running_loop().create_future()
         await begun(peer, answer)
-        peer.holdings.in_flight.give_up(REF, stale=True)
+        peer.buffer.in_flight.give_up(REF, stale=True)
         await settled(peer)
-        assert peer.holdings.reissues[REF] == tries
-        assert peer.holdings.knows(REF) == (tries == 2)
-    ended = peer.holdings.outcomes[REF]
+        assert peer.buffer.reissues[REF] == tries
+        assert peer.buffer.knows(REF) == (tries == 2)
+    ended = peer.buffer.outcomes[REF]
     assert ended.kind == "failed"
     assert ended.reason == "stale: issued 2 times, the last one took more than rollout.staleness allows"
 
@@ -296,9 +296,9 @@ async def test_a_prompt_that_is_given_up_too_often_has_failed_as_stale() -> None
 async def test_a_prompt_whose_lineage_was_cut_off_was_not_issued_in_vain() -> None:
     peer, answer = Peer(), asyncio.get_running_loop().create_future()
     await begun(peer, answer)
-    peer.holdings.in_flight.give_up(REF, stale=False)
+    peer.buffer.in_flight.give_up(REF, stale=False)
     await settled(peer)
-    assert peer.holdings.reissues == {}
+    assert peer.buffer.reissues == {}
 
 
 async def test_a_group_that_is_too_old_when_it_is_finished_counts_as_issued_in_vain() -> None:
@@ -307,8 +307,8 @@ async def test_a_group_that_is_too_old_when_it_is_finished_counts_as_issued_in_v
     peer.head = at(3)
     answer.set_result(made(REF, OLD, Version(0, 3)))
     await settled(peer)
-    assert not peer.holdings.knows(REF)
-    assert peer.holdings.reissues == {REF: 1}
+    assert not peer.buffer.knows(REF)
+    assert peer.buffer.reissues == {REF: 1}
 
 
 async def test_a_group_with_tokens_of_a_cut_off_lineage_is_issued_again_and_does_not_count() -> None:
@@ -321,21 +321,21 @@ async def test_a_group_with_tokens_of_a_cut_off_lineage_is_issued_again_and_does
     ).head
     answer.set_result(made(REF, OLD, NEW))
     await settled(peer)
-    assert not peer.holdings.knows(REF)
-    assert peer.holdings.reissues == {}
+    assert not peer.buffer.knows(REF)
+    assert peer.buffer.reissues == {}
 
 
 def test_a_held_group_that_becomes_too_old_counts_as_issued_in_vain() -> None:
-    holdings = GroupBuffer()
-    holdings.keep(made(REF, OLD))
-    holdings.prune(RULES, at(2))
-    assert holdings.knows(REF)
-    holdings.prune(RULES, at(3))
-    assert not holdings.knows(REF)
-    assert holdings.reissues == {REF: 1}
-    assert holdings.went_stale == {REF}
-    holdings.lose(REF)
-    assert holdings.went_stale == set()
+    buffer = GroupBuffer()
+    buffer.add_group(made(REF, OLD))
+    buffer.prune(RULES, at(2))
+    assert buffer.knows(REF)
+    buffer.prune(RULES, at(3))
+    assert not buffer.knows(REF)
+    assert buffer.reissues == {REF: 1}
+    assert buffer.went_stale == {REF}
+    buffer.count_reissue(REF)
+    assert buffer.went_stale == set()
 
 
 @pytest.mark.parametrize("defect", [ZeroDivisionError("a plug-in's"), SystemExit("a plug-in's")], ids=repr)
@@ -353,8 +353,8 @@ async def test_a_defect_of_a_production_that_outlived_its_step_ends_the_flow(def
 async def test_nothing_is_left_under_way_when_everything_is_given_up() -> None:
     peer, answer = Peer(), asyncio.get_running_loop().create_future()
     await begun(peer, answer)
-    await peer.holdings.in_flight.give_up_all()
-    assert len(peer.holdings.in_flight) == 0
+    await peer.buffer.in_flight.give_up_all()
+    assert len(peer.buffer.in_flight) == 0
     assert answer.cancelled()
 
 

@@ -75,8 +75,8 @@ class Node:
         if self.reward_mistakes:
             raise self.reward_mistakes.pop(0)
 
-    async def material(self) -> JobData | None:
-        return await self.preparation.material(self.spec, self.job)
+    async def prepare(self) -> JobData | None:
+        return await self.preparation.prepare(self.spec, self.job)
 
 
 @pytest.mark.parametrize("records", [{}, {"plan": plan_over("late")}], ids=["before a plan", "named by the plan"])
@@ -86,7 +86,7 @@ async def test_a_job_that_counts_on_the_node_hears_what_is_wrong(
     node = Node(tmp_path, monkeypatch, DataError("there is no such file"))
     node.mirror = mirror_of(**records)
     with pytest.raises(DataError, match="no such file"):
-        await node.material()
+        await node.prepare()
 
 
 async def test_a_node_that_came_later_tries_again_and_the_job_goes_on_without_it(
@@ -94,7 +94,7 @@ async def test_a_node_that_came_later_tries_again_and_the_job_goes_on_without_it
 ) -> None:
     node = Node(tmp_path, monkeypatch, DataError("there is no such file"), DataError("there is no such file"))
     node.mirror = mirror_of(plan=plan_over("other"))
-    assert await node.material() is node.made
+    assert await node.prepare() is node.made
 
 
 async def test_data_that_have_changed_are_waited_for_whoever_counts_on_the_node(
@@ -102,7 +102,7 @@ async def test_data_that_have_changed_are_waited_for_whoever_counts_on_the_node(
 ) -> None:
     node = Node(tmp_path, monkeypatch, DataChanged("the data have changed"))
     node.mirror = mirror_of(plan=plan_over("late"))
-    assert await node.material() is node.made
+    assert await node.prepare() is node.made
 
 
 async def test_what_a_job_with_progress_lacks_is_waited_for_and_told(
@@ -112,7 +112,7 @@ async def test_what_a_job_with_progress_lacks_is_waited_for_and_told(
     cursors = Cursors.start(1)
     head = Head(seq=7, parent=6, lineage=0, step=3, cursors=cursors, lineages=(), world="w", nonce="n")
     node.mirror = mirror_of(plan=plan_over("late"), head=Versioned(head, 1))
-    assert await node.material() is node.made
+    assert await node.prepare() is node.made
     assert node.told == ["there is no such file", "the last line is cut off", ""]
 
 
@@ -122,17 +122,17 @@ async def test_a_reward_that_cannot_be_loaded_is_treated_as_data_that_are_not_th
     node = Node(tmp_path, monkeypatch)
     node.reward_mistakes = [DataError("no reward is called so")]
     with pytest.raises(DataError, match="no reward is called so"):
-        await node.material()
+        await node.prepare()
     node.reward_mistakes = [DataError("no reward is called so")]
     node.mirror = mirror_of(plan=plan_over("other"))
-    assert await node.material() is node.made
+    assert await node.prepare() is node.made
     assert node.told[-2:] == ["no reward is called so", ""]
 
 
 async def test_a_job_that_has_ended_is_not_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(tmp_path, monkeypatch, DataError("there is no such file"))
     node.mirror = JobMirror(JobKeys("u"), status=Versioned(JobStatus(phase=JobPhase.CANCELLED), 1))
-    assert await node.material() is None
+    assert await node.prepare() is None
     assert len(node.mistakes) == 1
 
 
@@ -144,7 +144,7 @@ async def test_a_folder_that_the_nodes_do_not_share_is_treated_as_data_that_are_
     mark = StorageMark(node="early", nonce="of a file that is on another disk")
     await node.preparation.store.transact((), (Put(JobKeys("u").storage("early"), mark.encode()),))
     with pytest.raises(StorageNotShared, match="late does not see what early wrote"):
-        await node.material()
+        await node.prepare()
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("no answer in time"), LeaseLost("lease 1 has ended")])
@@ -152,7 +152,7 @@ async def test_a_store_that_does_not_answer_and_a_lease_that_is_lost_say_nothing
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     node = Node(tmp_path, monkeypatch, error)
-    assert await node.material() is node.made
+    assert await node.prepare() is node.made
 
 
 KEYS = JobKeys("u")

@@ -60,14 +60,14 @@ def test_a_last_step_without_groups_still_says_what_was_filtered() -> None:
 
 
 def test_what_is_filtered_is_offered_with_what_it_was_worth() -> None:
-    holdings = GroupBuffer()
+    buffer = GroupBuffer()
     spans = (VersionSpan(FIRST, 0, 2),)
     samples = tuple(Sample((1,) * n, (0.0,) * n, "", "stop", spans, reward=r) for n, r in ((2, 1.0), (4, 0.0)))
     made = Group(PromptRef(0, 0, 0), (1,), samples)
-    holdings.note_scores(made)
-    holdings.end(made.ref, Outcome("filtered", "why"), "me", FIRST, "data")
-    holdings.end(PromptRef(0, 0, 1), Outcome("filtered", "too long"), "me", FIRST, "data")
-    (one, other) = holdings.outcomes.values()
+    buffer.note_scores(made)
+    buffer.record_outcome(made.ref, Outcome("filtered", "why"), "me", FIRST, "data")
+    buffer.record_outcome(PromptRef(0, 0, 1), Outcome("filtered", "too long"), "me", FIRST, "data")
+    (one, other) = buffer.outcomes.values()
     assert (one.reward, one.length) == (0.5, 3.0)
     assert (other.reward, other.length) == (None, None)
 

@@ -21,10 +21,10 @@ def group(seq: int, *parts: Parts, source: str = "sums") -> Group:
 
 
 def sealed(*groups: Group) -> list[SealedGroup]:
-    holdings = GroupBuffer()
+    buffer = GroupBuffer()
     for one in groups:
-        holdings.keep(one)
-    return [SealedGroup(**offered.model_dump(), holder="me") for offered in holdings.offers.values()]
+        buffer.add_group(one)
+    return [SealedGroup(**offered.model_dump(), holder="me") for offered in buffer.offers.values()]
 
 
 def test_a_group_carries_the_mean_of_each_part_and_what_is_not_there_counts_as_nothing() -> None:
