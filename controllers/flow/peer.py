@@ -1,7 +1,11 @@
-"""The flow's side of a controller: `Peer` as `gcore.flows` promises it.
+"""The flow's side of a controller: `JobPeer` implements `gcore.flows`' `Peer`.
 
-It issues what is due, has it answered as its source says, scores it, and waits for what the driver and the other peers
-do. What a source filters out, or cannot be shown, ends without being issued. What becomes of a production is the step's business (`controllers.flow.step`); evaluation is `controllers.flow.evaluation`'s.
+It issues the prompts that are due, has an engine answer them as their source says, scores the responses, and waits for the reconciler and
+the other peers. A prompt that a source filters out, or that cannot be rendered, ends without being issued. What becomes of a production is
+in `controllers.flow.step`, evaluation in `controllers.flow.evaluation`.
+
+Below the peer: `LengthEstimates`, which say in what order prompts are begun and to which engine they go, and `make_demonstration`, the
+group that supervised training is fed.
 """
 
 from __future__ import annotations
@@ -15,11 +19,13 @@ from functools import partial
 from typing import Any
 
 from controllers.changes import ChangeSignal, rest_s
+from controllers.flow.curriculum_orders import CurriculumOrders
 from controllers.flow.episodes import EpisodeRequest, EpisodeRunner
 from controllers.flow.evaluation import Evaluator, LedgerEvaluations
 from controllers.flow.group_buffer import GroupBuffer
-from controllers.flow.job_data import CurriculumOrders, JobData, sample_seed
-from controllers.flow.step import Collectives, JobStep, StepContext
+from controllers.flow.job_data import JobData, sample_seed
+from controllers.flow.peer_collectives import Collectives
+from controllers.flow.step import JobStep, StepContext
 from controllers.inference.pool import EnginePool
 from controllers.inference.rules import LengthExpectation, VersionFollower
 from controllers.rules.view import JobView
@@ -37,18 +43,6 @@ from gcore.system.clock import Clock
 from gcore.system.concurrency import cancel_all
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan
 
-# -------------------- expecting
-# What this controller remembers of lengths, and which of the due prompts it begins first because of that.
-#
-# Of each source the newest groups are known, and of each prompt that was answered here how its responses compared with its
-# source's at that time (`gcore.rollout.length_prediction`): in a later data epoch that is what is expected of it. In the first epoch, and
-# of a prompt whose shard was another controller's then, only the source's lengths are known. All of it is lost with the process,
-# and nothing is wrong without it: it only says who goes first, and to which engine.
-#
-# With `rollout.order: longest_first` the prompts that became due at the same head go longest expected first; what became due at an
-# earlier one goes before all of them. So nothing can be passed over for ever, however few may be in flight at once. All that is due
-# is produced in any case, and what a seal takes is another's rule: the order changes when a prompt is begun, not whether.
-
 NEWEST_GROUPS = 64
 """Groups of a source that stand for its recent lengths."""
 
@@ -59,115 +53,8 @@ MOST_PROMPTS = 65_536
 """Prompts that are remembered; those that were answered the longest time ago are forgotten first."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptEntry:
-    """A prompt, whatever the data epoch: an entry of a source, whose responses have at most `longest` tokens."""
-
-    source: str
-    number: int
-    longest: int
-
-
-@dataclass(frozen=True, slots=True)
-class DuePrompt:
-    """`since`: head's version when it became due; `tokens`: what was expected of a response to it then."""
-
-    since: Version
-    tokens: float
-
-
-@dataclass
-class _Source:
-    newest: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=NEWEST_GROUPS))
-    fresh: int = 0
-    """Groups that were not looked at yet."""
-    lengths: SourceLengths = field(default_factory=lambda: SourceLengths(()))
-
-
-class LengthEstimates:
-    """Expected lengths of responses. `entry` says which prompt a ref stands for."""
-
-    def __init__(self, entry: Callable[[PromptRef], PromptEntry]) -> None:
-        self._entry = entry
-        self._sources: dict[str, _Source] = {}
-        self._prompts: OrderedDict[tuple[str, int], SiblingLengths] = OrderedDict()
-        self._turns: dict[PromptRef, DuePrompt] = {}
-        """Of what is due; worked out once."""
-
-    def note(self, ref: PromptRef, lengths: Sequence[int]) -> None:
-        """So long were the responses to it."""
-        entry = self._entry(ref)
-        source = self._sources.setdefault(entry.source, _Source())
-        source.newest.append(tuple(lengths))
-        source.fresh += 1
-        if source.fresh >= EVERY or len(source.newest) <= EVERY:
-            source.lengths, source.fresh = SourceLengths.of(source.newest), 0
-        self._prompts[entry.source, entry.number] = SiblingLengths.of(source.lengths, lengths)
-        self._prompts.move_to_end((entry.source, entry.number))
-        while len(self._prompts) > MOST_PROMPTS:
-            self._prompts.popitem(last=False)
-
-    def tokens(self, ref: PromptRef) -> float:
-        """What a response to it is expected to have."""
-        entry = self._entry(ref)
-        return expected_length(self._lengths(entry), self._siblings(entry), 0, entry.longest)
-
-    def of(self, ref: PromptRef, *, weighs: bool = True) -> LengthExpectation:
-        """What responses to it are expected to have still to come, as they grow."""
-        return LengthExpectation(partial(self._left, self._entry(ref)), weighs)
-
-    def in_turn(self, due: Sequence[PromptRef], head: Version) -> list[PromptRef]:
-        """The refs that are due, in the order in which they are begun."""
-        self._turns = {ref: self._turns.get(ref) or DuePrompt(head, self.tokens(ref)) for ref in due}
-        return sort_longest_first(due, self._turns)
-
-    def _left(self, entry: PromptEntry, finished: Sequence[int], growing: Sequence[int]) -> float:
-        return tokens_left(self._lengths(entry), self._siblings(entry), finished, growing, entry.longest)
-
-    def _lengths(self, entry: PromptEntry) -> SourceLengths:
-        known = self._sources.get(entry.source)
-        return known.lengths if known is not None else SourceLengths(())
-
-    def _siblings(self, entry: PromptEntry) -> SiblingLengths:
-        return self._prompts.get((entry.source, entry.number), NONE)
-
-
-def sort_longest_first(due: Sequence[PromptRef], turns: Mapping[PromptRef, DuePrompt]) -> list[PromptRef]:
-    """What has been due for longer first, of that the longest; among equals as they come."""
-    return sorted(due, key=lambda ref: (turns[ref].since, -turns[ref].tokens))
-
-
-# -------------------- demonstrating
-# The answer that a prompt's entry holds, as if the model had given it: what supervised training is fed.
-#
-# The answer is the field that the reward of the prompt's source names. Text is taken as it is, anything else as JSON writes it;
-# the tokenizer's end of sequence comes after it. It is never cut: half an answer is another answer.
-
-
-def make_demonstration(prompt: Prompt, opened: PromptSource, version: Version, max_new_tokens: int) -> Group | Outcome:
-    """A group of one sample with reward 0 and log-probabilities of 0, in the name of `version`; or that it has failed."""
-    field = opened.source.reward.answer
-    answer = prompt.fields.get(field)
-    if answer is None:
-        return Outcome("failed", f"the entry has no answer in field {field!r} (reward.answer)")
-    text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
-    try:
-        tokens = opened.renderer.tokenizer.encode(text, add_special_tokens=False)
-    except DataError as error:
-        return Outcome("failed", error.what)
-    end = opened.renderer.eos_token_id
-    tokens = tokens if end is None else (*tokens, end)
-    if not tokens:
-        return Outcome("failed", f"the answer in field {field!r} has no tokens, and the tokenizer names no end")
-    if len(tokens) > max_new_tokens:
-        return Outcome("failed", f"the answer has {len(tokens)} tokens, more than max_new_tokens ({max_new_tokens})")
-    spans = (VersionSpan(version, 0, len(tokens)),)
-    sample = Sample(tokens, (0.0,) * len(tokens), text, "stop", spans)
-    return Group(prompt.ref, prompt.token_ids, (sample,), prompt.source)
-
-
 class JobPeer:
-    """Implements `gcore.flows.Peer`."""
+    """The peer of one job on this controller: implements `gcore.flows.Peer`."""
 
     def __init__(
         self,
@@ -247,7 +134,7 @@ class JobPeer:
                 else:
                     step.record_outcome(ref, prompt, self.data.stream.found(ref)[0].name)
                     self.changes.notify()
-                # Lets what was started begin, and the driver keep up, while there is more to hand out.
+                # Lets what was started begin, and the reconciler keep up, while there is more to hand out.
                 await self.clock.sleep(0)
                 step.raise_defect()
                 if not step.takes_prompts():
@@ -433,3 +320,118 @@ class JobPeer:
     def _prompt_entry(self, ref: PromptRef) -> PromptEntry:
         opened, number = self.data.stream.found(ref)
         return PromptEntry(opened.name, number, self.data.sources[opened.name].params.max_new_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEntry:
+    """A prompt, whatever the data epoch: an entry of a source, whose responses have at most `longest` tokens."""
+
+    source: str
+    number: int
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class DuePrompt:
+    """`since`: head's version when it became due; `tokens`: what was expected of a response to it then."""
+
+    since: Version
+    tokens: float
+
+
+@dataclass
+class _Source:
+    newest: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=NEWEST_GROUPS))
+    fresh: int = 0
+    """Groups that were not looked at yet."""
+    lengths: SourceLengths = field(default_factory=lambda: SourceLengths(()))
+
+
+class LengthEstimates:
+    """Expected lengths of responses, and the order in which due prompts are begun because of them. `entry` says which prompt a ref stands for.
+
+    Of each source the newest groups are known, and of each prompt that was answered here how its responses compared with its source's at
+    that time (`gcore.rollout.length_prediction`): that is what is expected of it in a later data epoch. In the first epoch, and of a prompt
+    whose shard was another controller's then, only the source's lengths are known. All of it is lost with the process, and nothing is
+    wrong without it: it only says which prompt goes first, and to which engine.
+
+    With `rollout.order: longest_first` the prompts that became due at the same head go longest expected first; those that became due at an
+    earlier head go before all of them. So no prompt is passed over for ever, however few may be in flight at once. All due prompts are
+    produced in any case, and other rules say which of them a seal takes: the order changes when a prompt is begun, not whether.
+    """
+
+    def __init__(self, entry: Callable[[PromptRef], PromptEntry]) -> None:
+        self._entry = entry
+        self._sources: dict[str, _Source] = {}
+        self._prompts: OrderedDict[tuple[str, int], SiblingLengths] = OrderedDict()
+        self._turns: dict[PromptRef, DuePrompt] = {}
+        """Of what is due; worked out once."""
+
+    def note(self, ref: PromptRef, lengths: Sequence[int]) -> None:
+        """So long were the responses to it."""
+        entry = self._entry(ref)
+        source = self._sources.setdefault(entry.source, _Source())
+        source.newest.append(tuple(lengths))
+        source.fresh += 1
+        if source.fresh >= EVERY or len(source.newest) <= EVERY:
+            source.lengths, source.fresh = SourceLengths.of(source.newest), 0
+        self._prompts[entry.source, entry.number] = SiblingLengths.of(source.lengths, lengths)
+        self._prompts.move_to_end((entry.source, entry.number))
+        while len(self._prompts) > MOST_PROMPTS:
+            self._prompts.popitem(last=False)
+
+    def tokens(self, ref: PromptRef) -> float:
+        """What a response to it is expected to have."""
+        entry = self._entry(ref)
+        return expected_length(self._lengths(entry), self._siblings(entry), 0, entry.longest)
+
+    def of(self, ref: PromptRef, *, weighs: bool = True) -> LengthExpectation:
+        """What responses to it are expected to have still to come, as they grow."""
+        return LengthExpectation(partial(self._left, self._entry(ref)), weighs)
+
+    def in_turn(self, due: Sequence[PromptRef], head: Version) -> list[PromptRef]:
+        """The refs that are due, in the order in which they are begun."""
+        self._turns = {ref: self._turns.get(ref) or DuePrompt(head, self.tokens(ref)) for ref in due}
+        return sort_longest_first(due, self._turns)
+
+    def _left(self, entry: PromptEntry, finished: Sequence[int], growing: Sequence[int]) -> float:
+        return tokens_left(self._lengths(entry), self._siblings(entry), finished, growing, entry.longest)
+
+    def _lengths(self, entry: PromptEntry) -> SourceLengths:
+        known = self._sources.get(entry.source)
+        return known.lengths if known is not None else SourceLengths(())
+
+    def _siblings(self, entry: PromptEntry) -> SiblingLengths:
+        return self._prompts.get((entry.source, entry.number), NONE)
+
+
+def sort_longest_first(due: Sequence[PromptRef], turns: Mapping[PromptRef, DuePrompt]) -> list[PromptRef]:
+    """What has been due for longer first, of that the longest; among equals as they come."""
+    return sorted(due, key=lambda ref: (turns[ref].since, -turns[ref].tokens))
+
+
+def make_demonstration(prompt: Prompt, opened: PromptSource, version: Version, max_new_tokens: int) -> Group | Outcome:
+    """The answer of a prompt's entry as a group of one sample, with reward 0 and log-probabilities of 0, in the name of `version`; or that
+    it has failed.
+
+    The answer is the field that the reward of the prompt's source names. Text is taken as it is, anything else as JSON writes it; the
+    tokenizer's end of sequence comes after it. It is never cut: half an answer is another answer.
+    """
+    field = opened.source.reward.answer
+    answer = prompt.fields.get(field)
+    if answer is None:
+        return Outcome("failed", f"the entry has no answer in field {field!r} (reward.answer)")
+    text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    try:
+        tokens = opened.renderer.tokenizer.encode(text, add_special_tokens=False)
+    except DataError as error:
+        return Outcome("failed", error.what)
+    end = opened.renderer.eos_token_id
+    tokens = tokens if end is None else (*tokens, end)
+    if not tokens:
+        return Outcome("failed", f"the answer in field {field!r} has no tokens, and the tokenizer names no end")
+    if len(tokens) > max_new_tokens:
+        return Outcome("failed", f"the answer has {len(tokens)} tokens, more than max_new_tokens ({max_new_tokens})")
+    spans = (VersionSpan(version, 0, len(tokens)),)
+    sample = Sample(tokens, (0.0,) * len(tokens), text, "stop", spans)
+    return Group(prompt.ref, prompt.token_ids, (sample,), prompt.source)

@@ -1,16 +1,16 @@
 """One step as a peer lives through it, and the productions under way in it: `gcore.flows`' `Step` and `Batch`.
 
-What is finished goes into the holdings if it can still be trained; what failed for want of an engine is issued again by
-whoever owns the shard, later and later if no engine could be reached (a broken one would burn all tries of a prompt in a
-moment); what raised anything else is a defect of the flow or a plug-in and ends the flow. Nothing here
-issues prompts or asks an engine (`controllers.flow.peer`), and nothing is written to the store.
+A finished group goes into the group buffer if it can still be trained. A prompt that failed because of an engine is issued again by the
+peer that owns the shard, later and later if no engine could be reached (a broken one would burn all tries of a prompt in a moment).
+Any other exception is a defect of the flow or a plug-in and ends the flow. Nothing here issues prompts or asks an engine
+(`controllers.flow.peer`), and nothing is written to the store but what peers exchange (`controllers.flow.peer_collectives`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,158 +18,24 @@ from typing import Any
 from controllers.changes import ChangeSignal
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.job_data import JobData
-from controllers.rules.view import JobView, turn_of
+from controllers.flow.peer_collectives import Collectives
+from controllers.rules.view import JobView
 from controllers.telemetry.notices import PluginErrorLog
-from gcore.errors import EngineError, EngineUnreachable, StoreUnavailable
+from gcore.errors import EngineError, EngineUnreachable
 from gcore.flows.filters import FilterError, check_production, untrainable_reason
-from gcore.ledger.collectives import (
-    Agreed,
-    Part,
-    add_contribution,
-    agree,
-    awaited_members,
-    check_contribution,
-    compute_answer,
-    exact_sum,
-    finished_answers,
-    give,
-)
-from gcore.ledger.mirror import JobMirror
 from gcore.ledger.selection import is_acceptable, is_ancestor
-from gcore.ledger.transactions import TransactionExecutor
 from gcore.plugins import plugin_trace
 from gcore.reward.api import RewardError
-from gcore.store.types import Store
 from gcore.system.clock import Clock, retry_delay
 from gcore.system.concurrency import is_cancelled
 from gcore.types import Group, Outcome, Prompt, PromptRef, Version
-
-# -------------------- collectives
-# A peer's side of what peers tell each other in a step (`gcore.ledger.collectives` has the rules).
-#
-# `gather` gives this peer's value, waits for the others', and reads the one answer; who fixes it follows from a hash, and
-# when that one does not, the next does. `answer_others` runs beside the flow: while others wait in a step that this peer's
-# flow has left behind, it says so, or they would wait for ever. Nothing here is needed for a step to be trained.
-
-LOOK_AGAIN_S = 1.0
-
-TURN_S = 0.5
-"""How long the next in turn waits for the one before to fix an answer."""
-
-
-class Collectives:
-    """One peer's, of one job, for one incarnation."""
-
-    def __init__(
-        self, store: Store, mirror: Callable[[], JobMirror], me: str, lease: int, changes: ChangeSignal, clock: Clock
-    ) -> None:
-        self._store = store
-        self._mirror = mirror
-        self._me = me
-        self._lease = lease
-        self._changes = changes
-        self._clock = clock
-        self._at = Version(-1, -1)
-
-    def begin(self, at: Version) -> None:
-        """The flow is in the step that begins with version `at`, or waits for it."""
-        self._at = at
-        self._changes.notify()
-
-    async def gather(self, at: Version, name: str, value: Any) -> tuple[Any, ...]:
-        """The agreed values, in the order of the peers' names. Raises ValueError."""
-        check_contribution(name, value)
-        began: float | None = None
-        while (agreed := self._agreed(at, name)) is None:
-            mine = self._parts().get(self._me)
-            if mine is None or mine.at < at or (mine.at == at and name not in mine.given):
-                await self._give(add_contribution(mine, self._me, at, name, value))
-            elif awaited_members(at, name, self._members(), self._parts()):
-                began = None
-                await self._changes.wait(LOOK_AGAIN_S)
-            else:
-                now = self._clock.monotonic()
-                began = now if began is None else began
-                left = turn_of(self._members(), self._me, f"agree {at} {name}") * TURN_S - (now - began)
-                if left > 0:
-                    await self._changes.wait(left)
-                else:
-                    await self._fix(at, name)
-        return tuple(value for _, value in sorted(agreed.values.items()))
-
-    async def sum(self, at: Version, name: str, value: float) -> float:
-        """The sum of the agreed values. Raises ValueError."""
-        exact_sum([value])
-        return exact_sum(await self.gather(at, name, value))
-
-    async def answer_others(self) -> None:
-        """For ever: say that the flow is past a step, when others wait in it."""
-        while True:
-            mine = self._parts().get(self._me)
-            told = mine.at if mine is not None else Version(-1, -1)
-            if told < self._at and self._somebody_waits():
-                await self._give(Part(incarnation=self._me, at=self._at))
-            else:
-                await self._changes.wait(LOOK_AGAIN_S)
-
-    def _somebody_waits(self) -> bool:
-        """Whether a step before mine has something given and not agreed."""
-        return any(
-            self._agreed(part.at, name) is None
-            for member, part in self._parts().items()
-            if member != self._me and part.at < self._at
-            for name in part.given
-        )
-
-    async def _give(self, new: Part) -> None:
-        mirror = self._mirror()
-        await self._make(
-            give(mirror.keys, mirror.written(mirror.keys.part(self._me), mirror.parts.get(self._me)), new, self._lease)
-        )
-
-    async def _fix(self, at: Version, name: str) -> None:
-        mirror = self._mirror()
-        forgotten = finished_answers(
-            self._members(), self._parts(), (find_answer(s.record) for s in mirror.agreed.values())
-        )
-        await self._make(agree(mirror.keys, compute_answer(at, name, self._parts()), forgotten))
-
-    async def _make(self, txn: Any) -> None:
-        """Make it, and wait until something is heard: what was written, by me or by another, comes through the watch."""
-        heard = self._mirror().revision
-        try:
-            report = await TransactionExecutor(self._store, self._mirror().keys).run(txn)
-        except StoreUnavailable:
-            await self._clock.sleep(LOOK_AGAIN_S)
-            return
-        waited = self._clock.monotonic()
-        while self._mirror().revision < max(report.revision, heard + 1):
-            await self._changes.wait(LOOK_AGAIN_S)
-            if self._clock.monotonic() - waited >= LOOK_AGAIN_S:
-                return  # made or not, looking again does no harm
-
-    def _parts(self) -> Mapping[str, Part]:
-        return {member: stored.record for member, stored in self._mirror().parts.items()}
-
-    def _members(self) -> frozenset[str]:
-        return frozenset(self._mirror().members)
-
-    def _agreed(self, at: Version, name: str) -> Agreed | None:
-        stored = self._mirror().agreed.get(f"{at}/{name}")
-        return stored.record if stored is not None else None
-
-
-def find_answer(agreed: Agreed) -> tuple[Version, str]:
-    """Where an answer stands."""
-    return agreed.version, agreed.name
-
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What a step works on: the peer's own."""
+    """What a step works on: parts of its peer."""
 
     look: Callable[[], JobView]
     changes: ChangeSignal

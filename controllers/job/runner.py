@@ -22,12 +22,13 @@ from controllers.accounting.usage import UsageWriter
 from controllers.changes import LOOK_AGAIN_S, ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
 from controllers.cluster.shares import change_claim
+from controllers.flow.curriculum_orders import CurriculumOrders
 from controllers.flow.episodes import EpisodePool, new_episode_pool, new_episode_runner
 from controllers.flow.evaluation import LedgerEvaluations
 from controllers.flow.group_buffer import GroupBuffer
-from controllers.flow.job_data import CurriculumOrders, JobData, rewards_of
+from controllers.flow.job_data import JobData, rewards_of
 from controllers.flow.peer import JobPeer
-from controllers.flow.step import Collectives
+from controllers.flow.peer_collectives import Collectives
 from controllers.identity import Identity
 from controllers.inference.judge_engines import JudgePool
 from controllers.inference.judges import ExternalJudges, JudgeMetricsObserver, open_judges

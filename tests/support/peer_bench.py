@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from controllers.changes import ChangeSignal
+from controllers.flow.curriculum_orders import CurriculumOrders
 from controllers.flow.evaluation import LedgerEvaluations
 from controllers.flow.group_buffer import GroupBuffer
-from controllers.flow.job_data import CurriculumOrders, make_job_data
+from controllers.flow.job_data import make_job_data
 from controllers.flow.peer import JobPeer
-from controllers.flow.step import Collectives
+from controllers.flow.peer_collectives import Collectives
 from controllers.rules.view import JobView
 from controllers.telemetry.notices import PluginErrorLog
 from controllers.telemetry.step_stats import StepTimer

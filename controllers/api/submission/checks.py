@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from controllers.flow.job_data import check_curriculum, rewards_of
+from controllers.flow.curriculum_orders import check_curriculum
+from controllers.flow.job_data import rewards_of
 from controllers.inference.judges import blame_judge, judge_renderer
 from gcore.config.load import find_flow
 from gcore.config.reward import Fallback, JudgeSpec

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controllers.changes import ChangeSignal
-from controllers.flow.job_data import CurriculumOrders, check_curriculum, curriculum_view
+from controllers.flow.curriculum_orders import CurriculumOrders, check_curriculum, curriculum_view
 from gcore import plugins
 from gcore.config import JobSpec, parse_spec
 from gcore.config.spec import training_sources

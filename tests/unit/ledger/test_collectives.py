@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from controllers.changes import ChangeSignal
 from controllers.flow import step as collectives
-from controllers.flow.step import Collectives
+from controllers.flow.peer_collectives import Collectives
 from gcore.ledger.collectives import (
     MAX_DEPTH,
     MAX_NAMES,

@@ -13,11 +13,13 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from controllers.changes import ChangeSignal
+from controllers.flow.curriculum_orders import CurriculumOrders
 from controllers.flow.evaluation import SHOWN_CHARACTERS, clip_for_record, meets_threshold, score_answers
 from controllers.flow.group_buffer import GroupBuffer
-from controllers.flow.job_data import CurriculumOrders, make_job_data, rewards_of
+from controllers.flow.job_data import make_job_data, rewards_of
 from controllers.flow.peer import JobPeer
-from controllers.flow.step import Collectives, JobBatch, JobStep
+from controllers.flow.peer_collectives import Collectives
+from controllers.flow.step import JobBatch, JobStep
 from controllers.rules.view import JobView
 from controllers.telemetry.notices import PluginErrorLog
 from controllers.telemetry.step_stats import StepTimer
