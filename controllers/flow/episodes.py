@@ -1,13 +1,16 @@
-"""Responses that agents make: foreign code that asks the policy through OpenAI's API, each at an address of its own.
+"""Responses of several turns: played with an environment, or made by an agent program that asks the policy through OpenAI's API.
 
-Each response is one agent in a process of its own (`gcore.rollout.agents.server`), which asks the endpoint of its job on this controller
-(`gcore.rollout.agents.server`). A question goes to an engine as the tokens that are there so far, to the one that answered the last, which
-has them in its cache. If that engine is lost, or serves other weights by then, another takes it from there. At staleness 0 all
-answers are of one version; else each begins with the newest.
+Each response is an episode of its own: its next turn is asked for as soon as its environment or agent is ready, whatever the others of its
+group are at. A turn is a request of its own, with all tokens before it as the prompt; the engine that made the turn before has them in its
+cache. If that engine is lost, or serves other weights by then, another one continues. At staleness 0 all turns are of one version; else
+each turn begins with the newest.
 
-An agent that failed costs its prompt, or is tried again (`agent.on_error`), each time from another seed. An engine that failed
-costs the whole try: the agent is ended, and the prompt is issued again. A production that is given up ends its agents' processes,
-and their addresses.
+With an environment (`EnvironmentEpisodes`), `gcore.rollout.environments.episode` plays the turns. An agent (`AgentEpisodes`) runs in a
+process of its own and asks its job's endpoint on this controller, at an address of its own (`gcore.rollout.agents.server`).
+
+An environment or agent that failed costs its prompt, or is tried again (`on_error`), each time from another seed, since the model's words
+may be the cause. An engine that failed costs the whole try: the agent is ended, and the prompt is issued again. When a production is given
+up, its agents' processes and addresses end too.
 """
 
 from __future__ import annotations
@@ -37,31 +40,19 @@ from gcore.system.concurrency import Pausable, gather_or_cancel
 from gcore.types import Prompt, Sample, Version
 from gcore.worker.sandbox.pool import PoolStatus
 
+TRIES = 3
+"""Of a response whose environment fails, with `on_error: retry`."""
+
+FailureReport = Callable[[str, str], None]
+"""Reports what failed, with the traceback of its own code or an empty string: for an event."""
+
 EvalAnswer = Sample | RewardError
 """A response; or why there is none, for its environment failed."""
 
 
-# -------------------- conversing
-# Responses of several turns: an environment for each, and its turns on one engine for as long as that serves.
-#
-# Each response goes its own way (`gcore.rollout.environments.episode`): its next turn is asked for as soon as its environment has answered,
-# whatever the others of its group are at. A turn is a request of its own, with all that is before it as the prompt, tokens as they
-# are; the engine that made the turn before has that in its cache. If that engine is lost, or serves other weights by then, another takes
-# it from there. At staleness 0 all turns are of one version; else each begins with the newest.
-#
-# An environment that failed costs its prompt, or is tried again (`environment.on_error`), each time from another seed: it may
-# be the model's words that it cannot take.
-
-TRIES = 3
-"""Of a response whose environment fails, with `on_error: retry`."""
-
-Told = Callable[[str, str], None]
-"""Of what failed, with the traceback of its own code, or nothing: for an event."""
-
-
 @dataclass(frozen=True, slots=True)
 class EpisodeRequest:
-    """What a response is made for, and how. `follow`: where some staleness is allowed."""
+    """One response to be made: for which prompt, with which version and sampling. `follow`: where some staleness is allowed."""
 
     version: Version
     prompt: Prompt
@@ -70,17 +61,12 @@ class EpisodeRequest:
     follow: VersionFollower | None = None
 
 
-def new_tool_pool(spec: JobSpec, clock: Clock, told: Told, group: str) -> ToolPool | None:
-    """The tools of a job with an environment, which may be none. `group`: the control group of their processes."""
-    return None if spec.environment is None else ToolPool(spec.environment.tools, clock, told, group)
-
-
 class EpisodeRunner(ABC):
-    """Who makes responses of several turns, of one job, on one controller: with an environment, or by an agent."""
+    """Makes responses of several turns for one job on one controller."""
 
-    def __init__(self, told: Told, *, again: bool) -> None:
+    def __init__(self, report: FailureReport, *, again: bool) -> None:
         """`again`: whether one that failed is tried again."""
-        self._told = told
+        self._report = report
         self._again = again
 
     async def side_by_side(
@@ -119,11 +105,11 @@ class EpisodeRunner(ABC):
         tries = TRIES if self._again else 1
         for number in range(tries):
             try:
-                made = await self._played(request, derive_seed(seed, number), f"{rid}.{number}" if number else rid)
+                made = await self._play(request, derive_seed(seed, number), f"{rid}.{number}" if number else rid)
             except EnvironmentFault as error:
                 if number + 1 == tries:
                     raise RewardError(error.what, where=error.where, fix=error.fix, trace=error.trace) from error
-                self._told(str(error), error.trace)
+                self._report(str(error), error.trace)
                 continue
             if made.finish_reason == "abort":
                 raise EngineError(f"the engine gave up on prompt {request.prompt.ref}", fix="It is issued again")
@@ -131,24 +117,26 @@ class EpisodeRunner(ABC):
         raise AssertionError("the last try raises")
 
     @abstractmethod
-    async def _played(self, request: EpisodeRequest, seed: int, rid: str) -> Sample:
+    async def _play(self, request: EpisodeRequest, seed: int, rid: str) -> Sample:
         """One response. Raises EnvironmentFault, EngineError."""
 
 
 class EnvironmentEpisodes(EpisodeRunner):
-    """Of a job with an environment."""
+    """Makes responses by playing the turns of the job's environment."""
 
-    def __init__(self, spec: JobSpec, engines: EnginePool, tools: ToolPool, clock: Clock, told: Told) -> None:
+    def __init__(
+        self, spec: JobSpec, engines: EnginePool, tools: ToolPool, clock: Clock, report: FailureReport
+    ) -> None:
         """Raises PluginFault for an environment that cannot be had."""
         assert spec.environment is not None
-        super().__init__(told, again=spec.environment.on_error == "retry")
+        super().__init__(report, again=spec.environment.on_error == "retry")
         self._spec = spec.environment
         self._maker = find_environment(self._spec.name)
         self._engines = engines
         self._tools = tools
         self._clock = clock
 
-    async def _played(self, request: EpisodeRequest, seed: int, rid: str) -> Sample:
+    async def _play(self, request: EpisodeRequest, seed: int, rid: str) -> Sample:
         spec, params, renderer = self._spec, request.params, request.renderer
         hold = Pausable(self._clock)
         setting = Setting(spec.options, request.prompt.fields, seed, self._tools.within(hold.held), renderer.chat)
@@ -179,7 +167,7 @@ class EnvironmentEpisodes(EpisodeRunner):
 
 
 class AgentEndpoint:
-    """Where the agents of a job run on one controller, and what they ask. Close it."""
+    """The processes of a job's agents on one controller, and the HTTP server that they ask. Close it."""
 
     def __init__(self, spec: AgentSpec, clock: Clock, group: str = "") -> None:
         self.pool = AgentPool(spec, clock, group)
@@ -196,30 +184,14 @@ class AgentEndpoint:
         await self.endpoint.close()
 
 
-EpisodePool = ToolPool | AgentEndpoint
-"""What responses of several turns are made with, besides engines."""
-
-
-def new_episode_pool(spec: JobSpec, clock: Clock, told: Told, group: str = "") -> EpisodePool | None:
-    """Those of a job with an environment, or an agent; None for any other. `group`: the control group of their processes."""
-    return new_tool_pool(spec, clock, told, group) if spec.agent is None else AgentEndpoint(spec.agent, clock, group)
-
-
-def new_episode_runner(
-    spec: JobSpec, engines: EnginePool, pool: EpisodePool | None, clock: Clock, told: Told
-) -> EpisodeRunner | None:
-    """Who makes the job's responses, if they have several turns. Raises PluginFault."""
-    if isinstance(pool, AgentEndpoint):
-        return AgentEpisodes(spec, engines, pool, clock, told)
-    return None if pool is None else EnvironmentEpisodes(spec, engines, pool, clock, told)
-
-
 class AgentEpisodes(EpisodeRunner):
-    """Responses that foreign agent programs make."""
+    """Makes responses by running the job's agent program, which asks the policy itself."""
 
-    def __init__(self, spec: JobSpec, engines: EnginePool, agents: AgentEndpoint, clock: Clock, told: Told) -> None:
+    def __init__(
+        self, spec: JobSpec, engines: EnginePool, agents: AgentEndpoint, clock: Clock, report: FailureReport
+    ) -> None:
         assert spec.agent is not None
-        super().__init__(told, again=spec.agent.on_error == "retry")
+        super().__init__(report, again=spec.agent.on_error == "retry")
         self._spec = spec.agent
         self._context = spec.model.max_length
         self._usual = spec.rollout
@@ -227,29 +199,29 @@ class AgentEpisodes(EpisodeRunner):
         self._agents = agents
         self._clock = clock
 
-    async def _played(self, request: EpisodeRequest, seed: int, rid: str) -> Sample:
+    async def _play(self, request: EpisodeRequest, seed: int, rid: str) -> Sample:
         """Raises AgentFault, EngineError."""
         spec, params, endpoint = self._spec, request.params, self._agents.endpoint
         longest = params.max_new_tokens
         context = self._context or request.renderer.max_length
         served = AgentSession(
             request.renderer,
-            self._saying(request, seed, rid),
+            self._make_say(request, seed, rid),
             self._rules(params),
             DialogueLimits(spec.max_turns, longest, spec.room(longest), context, spec.time_limit_s),
             self._clock,
             restarts=spec.history == "last",
             stop=params.stop,
             name=f"{seed:x}",
-            refused=self._refused,
+            refused=self._report_refusal,
         )
         token = await endpoint.begin(served)
         try:
-            return await self._acted(request, seed, served, token)
+            return await self._run_agent(request, seed, served, token)
         finally:
             await endpoint.end(token)
 
-    async def _acted(self, request: EpisodeRequest, seed: int, served: AgentSession, token: str) -> Sample:
+    async def _run_agent(self, request: EpisodeRequest, seed: int, served: AgentSession, token: str) -> Sample:
         call = {
             "base_url": self._agents.endpoint.base_url(token),
             "api_key": token,
@@ -286,7 +258,7 @@ class AgentEpisodes(EpisodeRunner):
             frozenset(self._spec.ignore),
         )
 
-    def _saying(self, request: EpisodeRequest, seed: int, rid: str) -> Say:
+    def _make_say(self, request: EpisodeRequest, seed: int, rid: str) -> Say:
         seat, params, turn = Affinity(), request.params, 0
 
         async def say(tokens: tuple[int, ...], most: int, stop: tuple[str, ...], made: int) -> Sample:
@@ -309,8 +281,31 @@ class AgentEpisodes(EpisodeRunner):
 
         return say
 
-    def _refused(self, why: AgentRequestRefused) -> None:
+    def _report_refusal(self, why: AgentRequestRefused) -> None:
         if why.status < 500:
-            self._told(
+            self._report(
                 f"agent {self._spec.name!r} asked what it does not get ({why.status} {why.code}): {why.what}", ""
             )
+
+
+EpisodePool = ToolPool | AgentEndpoint
+"""What responses of several turns are made with, besides engines."""
+
+
+def new_tool_pool(spec: JobSpec, clock: Clock, report: FailureReport, group: str) -> ToolPool | None:
+    """The tools of a job with an environment, which may be none. `group`: the control group of their processes."""
+    return None if spec.environment is None else ToolPool(spec.environment.tools, clock, report, group)
+
+
+def new_episode_pool(spec: JobSpec, clock: Clock, report: FailureReport, group: str = "") -> EpisodePool | None:
+    """The processes that a job with an environment or an agent needs; None for any other job. `group`: their control group."""
+    return new_tool_pool(spec, clock, report, group) if spec.agent is None else AgentEndpoint(spec.agent, clock, group)
+
+
+def new_episode_runner(
+    spec: JobSpec, engines: EnginePool, pool: EpisodePool | None, clock: Clock, report: FailureReport
+) -> EpisodeRunner | None:
+    """The runner of the job's episodes; None if its responses have one turn. Raises PluginFault."""
+    if isinstance(pool, AgentEndpoint):
+        return AgentEpisodes(spec, engines, pool, clock, report)
+    return None if pool is None else EnvironmentEpisodes(spec, engines, pool, clock, report)

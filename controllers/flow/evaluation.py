@@ -1,13 +1,12 @@
-"""Evaluation: answers to the held-out prompts, made by all peers for all.
+"""Evaluation: answers to the held-out prompts, made by all peers together.
 
-The prompts of a version's evaluation are cut into parts (`gcore.ledger.evaluation`); every peer answers those that are its
-(`controllers.rules.step`) on its engines, has them scored as their set says, and writes each down once. When all are there,
-one peer composes the evaluation, and the parts go. Greedy, or each response drawn from a seed that follows from the job, the
-version, the set, the prompt and the number of the response: the same whoever asks.
+The prompts of a version's evaluation are cut into parts (`gcore.ledger.evaluation`). Every peer answers its own parts
+(`controllers.rules.step`) on its engines, scores the answers as their set says, and writes each part to the ledger once. When all parts
+are there, one peer composes the evaluation, and the parts are deleted. Answers are greedy, or sampled from a seed that follows from the
+job, the version, the set, the prompt and the number of the response: the same, whichever peer samples them.
 
-A response that its reward cannot score is not correct, is counted as not scored, and is told of: as in training, it does
-not end the job. Nothing is filtered here, and nothing decides when an evaluation is due (`gcore.config.spec`, or a person who asks:
-`controllers.api.jobs`).
+A response that its reward cannot score is not correct, counts as not scored, and is reported: as in training, it does not end the job.
+Nothing is filtered here, and nothing decides when an evaluation is due (`gcore.config.spec`, or a person who asks: `controllers.api.jobs`).
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from gcore.system.clock import Clock, retry_delay
 from gcore.system.concurrency import cancel_all, gather_or_cancel
 from gcore.types import Prompt, Sample, Version
 
-# -------------------- eval_marks
-# What one evaluation response is worth, and what of it a record has room for.
-#
-# A response that its reward cannot score is not correct, and says why. Asks no engine and writes nothing.
+log = logging.getLogger(__name__)
+
+EVAL_BATCH = 64
+"""Evaluation responses in one request."""
 
 SHOWN_CHARACTERS = 1000
 
@@ -52,77 +51,23 @@ SHOWN_BYTES = 7200
 """Of a text in an evaluation's record, as JSON: fifty answers, the most there are, then fit into one write to the store."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerScore:
-    """What a response to prompt `index` of a set is worth."""
+class LedgerEvaluations:
+    """Writes parts and evaluations to the ledger: one guarded transaction each. The mirror shows what was written."""
 
-    index: int
-    shown: EvalSample
-    parts: Mapping[str, float]
-    """What each part of the reward says of it; nothing where it has none, or it could not be scored."""
+    def __init__(self, ledger: TransactionExecutor, mirror: Callable[[], JobMirror]) -> None:
+        self._ledger = ledger
+        self._mirror = mirror
 
+    async def write_part(self, part: EvalPart) -> bool:
+        """Write a part. Whether it is in the ledger now, or is not needed any more; False if that is not known."""
+        report = await self._ledger.run(record_part(self._mirror().keys, part))
+        return report.outcome is not TxnOutcome.UNKNOWN
 
-async def score_answers(
-    pipeline: SourcePipeline, threshold: float, prompt: Prompt, answered: Sequence[EvalAnswer], version: Version
-) -> list[AnswerScore]:
-    """The evaluation responses to one prompt, scored; one whose environment failed cannot be. Raises EngineError if other weights
-    had a part in one, or a judge could not be asked."""
-    samples = [one for one in answered if isinstance(one, Sample)]
-    for sample in samples:
-        if sample.oldest != version or sample.finish_reason == "abort":
-            made_by = f"an evaluation answer was made by {sample.oldest}, not {version}"
-            raise EngineError(made_by, fix="It is made again")
-    scores = []
-    labels = {part.shown_as for part in pipeline.source.reward.parts}
-    scored = iter(await pipeline.each_scored(prompt, samples))
-    for one in answered:
-        text, result = (
-            (mark_observed(one.text, one.observed_text), next(scored)) if isinstance(one, Sample) else ("", one)
-        )
-        if isinstance(result, ResponseNotJudged) and result.away:  # which says nothing of the answer
-            raise EngineUnreachable(result.what, fix="It is made again")
-        why = str(result) if isinstance(result, RewardError) else ""
-        reward = 0.0 if isinstance(result, RewardError) else result.value
-        shown = EvalSample(
-            prompt=clip_for_record(prompt.text),
-            response=clip_for_record(text),
-            answer=clip_for_record(str(prompt.fields.get(pipeline.source.reward.answer, ""))),
-            reward=reward,
-            source=pipeline.source.name,
-            correct=not why and meets_threshold(reward, threshold),
-            unscored=clip_for_record(why),
-        )
-        parts = {} if isinstance(result, RewardError) else {k: v for k, v in result.parts if k in labels}
-        scores.append(AnswerScore(prompt.ref.seq, shown, parts))
-    return scores
-
-
-def part_total(label: str, scores: Sequence[AnswerScore]) -> float:
-    """What a part of the reward gives to all responses that were scored. Those that it says nothing of, for a judge that is only
-    shown could not judge them, count as what the others have on the average."""
-    having = [one.parts[label] for one in scores if label in one.parts]
-    scored = sum(1 for one in scores if not one.shown.unscored)
-    return math.fsum(having) * (scored / len(having)) if having else 0.0
-
-
-def meets_threshold(reward: float, threshold: float) -> bool:
-    """Whether a response of that reward is correct. A sum of parts such as 0.7 + 0.2 + 0.1, which floats make a little less
-    than 1, is."""
-    return reward >= threshold or math.isclose(reward, threshold, rel_tol=1e-6, abs_tol=1e-9)
-
-
-def clip_for_record(text: str) -> str:
-    """What a record has room for."""
-    short = text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"
-    while len(json.dumps(short)) > SHOWN_BYTES:  # JSON spells out what is not ASCII, in up to twelve bytes
-        short = f"{short[: len(short) // 2]}…"
-    return short
-
-
-log = logging.getLogger(__name__)
-
-EVAL_BATCH = 64
-"""Evaluation responses in one request."""
+    async def write_evaluation(self, evaluation: Evaluation) -> None:
+        """Write the evaluation, if head still is the version that was evaluated."""
+        mirror = self._mirror()
+        if mirror.head is not None and mirror.head.record.version == evaluation.version:
+            await self._ledger.run(record_evaluation(mirror.keys, mirror.head, evaluation))
 
 
 @dataclass
@@ -349,24 +294,68 @@ class Evaluator:
                 pipeline.forget(prompt)
 
 
-# -------------------- eval_book
-# Guarded transactions, made once. What stands, the mirror tells.
+@dataclass(frozen=True, slots=True)
+class AnswerScore:
+    """The score of a response to prompt `index` of a set, and what of it the record shows."""
+
+    index: int
+    shown: EvalSample
+    parts: Mapping[str, float]
+    """What each part of the reward says of it; nothing where it has none, or it could not be scored."""
 
 
-class LedgerEvaluations:
-    """Writes parts and evaluations down."""
+async def score_answers(
+    pipeline: SourcePipeline, threshold: float, prompt: Prompt, answered: Sequence[EvalAnswer], version: Version
+) -> list[AnswerScore]:
+    """The evaluation responses to one prompt, scored; one whose environment failed cannot be. Raises EngineError if other weights
+    had a part in one, or a judge could not be asked."""
+    samples = [one for one in answered if isinstance(one, Sample)]
+    for sample in samples:
+        if sample.oldest != version or sample.finish_reason == "abort":
+            made_by = f"an evaluation answer was made by {sample.oldest}, not {version}"
+            raise EngineError(made_by, fix="It is made again")
+    scores = []
+    labels = {part.shown_as for part in pipeline.source.reward.parts}
+    scored = iter(await pipeline.each_scored(prompt, samples))
+    for one in answered:
+        text, result = (
+            (mark_observed(one.text, one.observed_text), next(scored)) if isinstance(one, Sample) else ("", one)
+        )
+        if isinstance(result, ResponseNotJudged) and result.away:  # which says nothing of the answer
+            raise EngineUnreachable(result.what, fix="It is made again")
+        why = str(result) if isinstance(result, RewardError) else ""
+        reward = 0.0 if isinstance(result, RewardError) else result.value
+        shown = EvalSample(
+            prompt=clip_for_record(prompt.text),
+            response=clip_for_record(text),
+            answer=clip_for_record(str(prompt.fields.get(pipeline.source.reward.answer, ""))),
+            reward=reward,
+            source=pipeline.source.name,
+            correct=not why and meets_threshold(reward, threshold),
+            unscored=clip_for_record(why),
+        )
+        parts = {} if isinstance(result, RewardError) else {k: v for k, v in result.parts if k in labels}
+        scores.append(AnswerScore(prompt.ref.seq, shown, parts))
+    return scores
 
-    def __init__(self, ledger: TransactionExecutor, mirror: Callable[[], JobMirror]) -> None:
-        self._ledger = ledger
-        self._mirror = mirror
 
-    async def write_part(self, part: EvalPart) -> bool:
-        """Whether the part stands now, or needs not stand any more; False if that is not known."""
-        report = await self._ledger.run(record_part(self._mirror().keys, part))
-        return report.outcome is not TxnOutcome.UNKNOWN
+def part_total(label: str, scores: Sequence[AnswerScore]) -> float:
+    """What a part of the reward gives to all responses that were scored. Those that it says nothing of, for a judge that is only
+    shown could not judge them, count as what the others have on the average."""
+    having = [one.parts[label] for one in scores if label in one.parts]
+    scored = sum(1 for one in scores if not one.shown.unscored)
+    return math.fsum(having) * (scored / len(having)) if having else 0.0
 
-    async def write_evaluation(self, evaluation: Evaluation) -> None:
-        """Write it down, if head still is what was evaluated."""
-        mirror = self._mirror()
-        if mirror.head is not None and mirror.head.record.version == evaluation.version:
-            await self._ledger.run(record_evaluation(mirror.keys, mirror.head, evaluation))
+
+def meets_threshold(reward: float, threshold: float) -> bool:
+    """Whether a response of that reward is correct. A sum of parts such as 0.7 + 0.2 + 0.1, which floats make a little less
+    than 1, is."""
+    return reward >= threshold or math.isclose(reward, threshold, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def clip_for_record(text: str) -> str:
+    """What a record has room for."""
+    short = text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"
+    while len(json.dumps(short)) > SHOWN_BYTES:  # JSON spells out what is not ASCII, in up to twelve bytes
+        short = f"{short[: len(short) // 2]}…"
+    return short

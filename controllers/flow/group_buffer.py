@@ -1,7 +1,7 @@
-"""What this peer holds of a job: finished groups, outcomes, and what is in flight.
+"""The finished groups and outcomes that this peer holds for a job, and the prompts that it has in flight.
 
-A group is kept until head contains its ref or it can no longer be trained; nothing is remembered about what to issue
-next, which is computed anew at every look. All of it is lost with the process, and issued again by someone.
+A group is kept until head contains its ref or it can no longer be trained. Nothing is remembered about what to issue next: that is
+computed at every look. All of it is lost with the process, and the prompts are issued again.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from gcore.ledger.selection import StreamRules, is_acceptable, is_ancestor
 from gcore.rollout.postprocess import is_truncated
 from gcore.types import Group, Outcome, PromptRef, Version
 
-# -------------------- flights
-# What this peer has begun and not finished, by prompt: since when, for which step, and with which weights.
-#
-# At staleness 0 it empties with every step; otherwise what is in flight outlives the step it was begun for. A flight that is
-# given up is cancelled, and its prompt issued again. Which are to be given up is `controllers.rules.decide`'s to say.
+REASON_CHARACTERS, REASON_BYTES = 200, 300
+"""A reason is a sentence; whatever a plug-in or an engine says beyond that would fill the store, in which a character that is
+not ASCII takes up to twelve bytes."""
 
 
 @dataclass
 class InFlightPrompt:
-    """One production. `issued`: head's version when it was begun; `since`: the monotonic clock then."""
+    """One prompt whose group is being produced. `issued`: head's version when it was begun; `since`: the monotonic clock then."""
 
     issued: Version
     since: float
@@ -45,13 +43,17 @@ class InFlightPrompt:
 
 
 class InFlightPrompts:
-    """Flights by prompt."""
+    """The prompts that this peer has begun and not finished: since when, for which step, and with which weights.
+
+    At staleness 0 it empties with every step; otherwise what is in flight outlives the step it was begun for. A prompt that is given up is
+    cancelled and issued again; `controllers.rules.decide` says which ones are given up.
+    """
 
     def __init__(self) -> None:
         self._flights: dict[PromptRef, InFlightPrompt] = {}
         self._seen: tuple[Head, Mapping[PromptRef, Version]] | None = None
         """`versions` as it was last given out, while nothing has changed."""
-        self.defect: BaseException | None = None
+        self._defect: BaseException | None = None
         """What one of them raised that is not an outcome: the flow or a plug-in is wrong."""
 
     def __contains__(self, ref: object) -> bool:
@@ -64,7 +66,7 @@ class InFlightPrompts:
         return len(self._flights)
 
     def begin(self, ref: PromptRef, issued: Version, now: float) -> None:
-        """`ref` is in flight from now on."""
+        """Note that `ref` is in flight from now on."""
         self._seen = None
         self._flights[ref] = InFlightPrompt(issued, now)
 
@@ -85,10 +87,19 @@ class InFlightPrompts:
             flight.made_with = version
 
     def remove(self, ref: PromptRef) -> bool:
-        """It is not in flight any more; whether it was given up as stale."""
+        """Note that `ref` is not in flight any more; whether it was given up as stale."""
         self._seen = None
         flight = self._flights.pop(ref, None)
         return flight is not None and flight.stale
+
+    def note_defect(self, defect: BaseException) -> None:
+        """A production raised what is not an outcome: the flow or a plug-in is wrong. The first one counts."""
+        self._defect = self._defect or defect
+
+    def raise_defect(self) -> None:
+        """Raise what a production raised, rather than issue its prompt for ever."""
+        if self._defect is not None:
+            raise self._defect
 
     def give_up(self, ref: PromptRef, *, stale: bool) -> None:
         """Cancel it. `stale`: it counts among the times that its prompt was issued in vain."""
@@ -115,21 +126,8 @@ class InFlightPrompts:
         return max((now - flight.since for flight in self._flights.values()), default=0.0)
 
 
-REASON_CHARACTERS, REASON_BYTES = 200, 300
-"""A reason is a sentence; whatever a plug-in or an engine says beyond that would fill the store, in which a character that is
-not ASCII takes up to twelve bytes."""
-
-
-def clip_reason(text: str) -> str:
-    """The beginning of `text` that fits into a record."""
-    text = text[:REASON_CHARACTERS]
-    while len(json.dumps(text)) > REASON_BYTES:
-        text = text[: len(text) * 3 // 4]
-    return text
-
-
 class GroupBuffer:
-    """What this peer holds: finished groups, outcomes, and the prompts in flight."""
+    """The finished groups and outcomes of one peer that head does not contain yet, and its prompts in flight."""
 
     def __init__(self) -> None:
         self._groups: dict[PromptRef, Group] = {}
@@ -182,7 +180,7 @@ class GroupBuffer:
         self._scores[group.ref] = (math.fsum(sample.reward for sample in group.samples) / count, lengths / count)
 
     def add_group(self, group: Group) -> None:
-        """A finished group."""
+        """Hold a finished group."""
         self._seen = None
         self._scores.pop(group.ref, None)
         self._groups[group.ref] = group
@@ -201,7 +199,7 @@ class GroupBuffer:
         )
 
     def record_outcome(self, ref: PromptRef, outcome: Outcome, holder: str, version: Version, source: str) -> None:
-        """A ref of `source` that ended without a group."""
+        """Hold the outcome of a ref of `source` that ended without a group."""
         self._seen = None
         reward, length = self._scores.pop(ref, (None, None))
         self._outcomes[ref] = EndedRef(
@@ -216,7 +214,7 @@ class GroupBuffer:
         )
 
     def count_reissue(self, ref: PromptRef) -> int:
-        """`ref` was issued in vain; how often so far."""
+        """Count that `ref` was issued in vain; how often so far."""
         self.reissues[ref] = self.reissues.get(ref, 0) + 1
         self.went_stale.discard(ref)
         return self.reissues[ref]
@@ -243,6 +241,14 @@ class GroupBuffer:
             self.went_stale.discard(ref)
         for ref in [r for r in self._scores if head.cursors.is_terminal(rules.shape, r)]:
             del self._scores[ref]
+
+
+def clip_reason(text: str) -> str:
+    """The beginning of `text` that fits into a record."""
+    text = text[:REASON_CHARACTERS]
+    while len(json.dumps(text)) > REASON_BYTES:
+        text = text[: len(text) * 3 // 4]
+    return text
 
 
 def _observed(group: Group) -> tuple[int, ...]:

@@ -136,7 +136,7 @@ class JobPeer:
                     self.changes.notify()
                 # Lets what was started begin, and the reconciler keep up, while there is more to hand out.
                 await self.clock.sleep(0)
-                step.raise_defect()
+                self.buffer.in_flight.raise_defect()
                 if not step.takes_prompts():
                     return
                 if self.look().leaving:
@@ -147,7 +147,7 @@ class JobPeer:
                 await self.changes.wait()
                 if rest > 0:
                     await self.clock.sleep(rest)
-            step.raise_defect()
+            self.buffer.in_flight.raise_defect()
 
     def _exhausted_outcome(self, ref: PromptRef) -> Outcome | None:
         """What becomes of a prompt that was issued in vain so often, and whose last group became too old."""
@@ -250,7 +250,7 @@ class JobPeer:
     def _finish_early_judgement(self, task: asyncio.Task[None]) -> None:
         self._early.discard(task)
         if not task.cancelled() and (defect := task.exception()) is not None:
-            self.buffer.in_flight.defect = self.buffer.in_flight.defect or defect
+            self.buffer.in_flight.note_defect(defect)
             self.changes.notify()
 
     def _follow_head(self, ref: PromptRef) -> VersionFollower:

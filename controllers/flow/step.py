@@ -133,16 +133,6 @@ class JobStep:
         if is_ancestor(view.head, self.version):
             self._context.buffer.record_outcome(ref, outcome, view.me, self.version, source)
 
-    def fail(self, defect: BaseException) -> None:
-        """A production raised what is not an outcome: the flow or a plug-in is wrong."""
-        flights = self._context.buffer.in_flight
-        flights.defect = flights.defect or defect
-
-    def raise_defect(self) -> None:
-        """Raise what a production raised, rather than issue its prompt for ever."""
-        if self._context.buffer.in_flight.defect is not None:
-            raise self._context.buffer.in_flight.defect
-
     @asynccontextmanager
     async def collect(self) -> AsyncIterator[JobBatch]:
         """Leaves when the batch is sealed, and gives up what is in flight then.
@@ -218,7 +208,7 @@ class JobBatch:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (defect := task.exception()) is not None:
-            self._step.fail(defect)
+            self._context.buffer.in_flight.note_defect(defect)
             self._context.changes.notify()
 
     async def _produce(self, prompt: Prompt, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
@@ -244,7 +234,7 @@ class JobBatch:
                 raise
             self._reissue_failed(prompt, "a task that it waited for was cancelled")  # else for ever, without a word
         except SystemExit as error:  # let through, it would end this process
-            self._step.fail(error)
+            self._context.buffer.in_flight.note_defect(error)
         finally:
             if buffer.in_flight.remove(ref):
                 self._reissue_stale(prompt)

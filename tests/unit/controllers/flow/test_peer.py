@@ -97,7 +97,7 @@ def rolled_back(head: Head) -> Head:
 
 def test_what_present_weights_made_is_held() -> None:
     peer = Present()
-    JobStep(peer, Version(0, 0)).keep(group_of(Version(0, 0)))  # type: ignore[arg-type]
+    JobStep(peer, Version(0, 0)).keep_group(group_of(Version(0, 0)))  # type: ignore[arg-type]
     assert peer.buffer.knows(REF)
 
 

@@ -345,9 +345,8 @@ async def test_a_defect_of_a_production_that_outlived_its_step_ends_the_flow(def
     answer.set_exception(defect)
     await settled(peer)
     await asyncio.sleep(0)
-    later: Any = peer
     with pytest.raises(type(defect), match="a plug-in's"):
-        JobStep(later, NEW).raise_defect()
+        peer.buffer.in_flight.raise_defect()
 
 
 async def test_nothing_is_left_under_way_when_everything_is_given_up() -> None:
