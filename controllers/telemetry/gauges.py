@@ -1,4 +1,7 @@
-"""What a job's records say, shown as metrics."""
+"""A job's records shown as metrics: its progress, waits and placement, and how much the store holds of it.
+
+For people and alerts: nothing is decided by it. A store member that does not answer is no longer shown; the calls that fail report it.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ from gcore.store.types import StoreMemberStatus, WatchBatch
 from gcore.system.clock import Clock
 from gcore.types import Version
 from placement.assign import split_of
+
+ASK_EVERY_S = 15.0
 
 
 def show_in_flight(
@@ -48,7 +53,7 @@ def show_waits(metrics: Metrics, mirror: JobMirror, waiting: Sequence[Wait], wai
 
 
 def count_checkpoints(metrics: Metrics, action: Action, view: JobView) -> None:
-    """Count what a deed that was done made of checkpoints."""
+    """Count what an action that was done made of checkpoints."""
     match action:
         case Register():
             metrics.checkpoints.labels("registered").inc()
@@ -113,13 +118,8 @@ def _show_sources(metrics: Metrics, job: str, mirror: JobMirror, entry: LogEntry
         metrics.show_source(job, sources[0], entry.stats)
 
 
-# -------------------- placement_gauges
-# What a job's placement is, shown as metrics: the split, the newest move of each kind with what was expected of it and what came of
-# it, and what the newest decision expects of a step. Counts nothing.
-
-
 def show_placement(metrics: Metrics, before: JobMirror, after: JobMirror) -> None:
-    """Set the gauges of what has changed."""
+    """Set the gauges of a placement that has changed: the split, the newest move of each kind and what came of it, the expected step."""
     if after.job is None:
         return
     job = after.job.record.full_name
@@ -160,17 +160,8 @@ def expected_step_s(moves: Moves) -> float | None:
     return max(told, default=(0.0, None), key=lambda one: one[0])[1]
 
 
-# -------------------- store_gauges
-# How much the store holds: of each job, as this controller hears of its records; and of all, as etcd's members say themselves.
-#
-# For people and alerts: nothing is decided by it. A member that does not answer is shown no more; that it does not is told by the calls
-# that fail.
-
-ASK_EVERY_S = 15.0
-
-
 class JobStoreSize:
-    """The keys and bytes of one job. As much memory as the job has keys, which are bounded."""
+    """Counts the keys and bytes that the store holds of one job. It takes as much memory as the job has keys, which are bounded."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}

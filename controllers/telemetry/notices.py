@@ -1,8 +1,12 @@
-"""Publishes what a job waits for: since when, as metrics, and as an event once a wait has stood still for too long.
+"""What a controller reports about a job beside its steps, for the job's events: waits, warnings, and errors of plug-ins.
 
-Looked at by whoever drives the job, and before there is anything to drive, while the node prepares, by itself; what is waited
-for is worked out once a second, for it is told to people, and a driver looks at its job many times in one.
-Which waits there are, and which are told, is decided in `controllers.rules.waits`.
+`WaitReporter` publishes what the job waits for and since when, as metrics, and as a warning once a wait has lasted too long. The
+reconciler calls it at each look at the job; `report_waits` runs it while the node prepares and there is no reconciler yet. What is waited
+for is worked out once a second, since it is for people and the reconciler looks at its job many times in one.
+`controllers.rules.waits` decides which waits there are, and which are reported.
+
+`LiveJob` is the job as the reporter and the reconciler see it. `WarningLog` and `PluginErrorLog` write to the store what others note; an event tells each record. What follows from a warning or an error is
+decided elsewhere.
 """
 
 from __future__ import annotations
@@ -26,108 +30,24 @@ from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Put, Store
 from gcore.system.clock import Clock
 
-# -------------------- troubles
-# What goes wrong beside a job's steps, or stands still, told once in its events: from one controller to the store.
-#
-# A sentence is written under its topic, over the one before; an event tells each. While the store is away they wait, as many as
-# there is room for, and come late. Whoever notes something sees to it that it does so once. What follows is decided elsewhere.
-
 log = logging.getLogger(__name__)
+
 RETRY_S = 1.0
 
 MOST_WAITING = 64
 """Sentences that the store has not taken yet: the newest."""
 
-
-class WarningLog:
-    """Writes what is noted to the store, once each."""
-
-    def __init__(self, store: Store, keys: JobKeys, node: str, clock: Clock) -> None:
-        self._store = store
-        self._keys = keys
-        self._node = node
-        self._clock = clock
-        self._waiting: deque[Trouble] = deque(maxlen=MOST_WAITING)
-        self._held: dict[str, str] = {}
-        self._news = asyncio.Event()
-
-    def note(self, topic: str, sentence: str) -> None:
-        """To be told. `topic`: one of few, a word."""
-        log.warning("%s", sentence)
-        now = self._clock.wall()
-        self._waiting.append(Trouble(topic=topic, node=self._node, sentence=sentence, time=now))
-        self._news.set()
-
-    def hold(self, topic: str, sentence: str) -> None:
-        """As `note`, once for as long as it is what holds of `topic`. Nothing: it is over."""
-        if sentence and self._held.get(topic) != sentence:
-            self.note(topic, sentence)
-        self._held[topic] = sentence
-
-    async def run(self) -> None:
-        """For ever: write down what was noted, and what was left."""
-        self._news.set()
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            while self._waiting:
-                trouble = self._waiting[0]  # which it stays until it is written, also if this is cancelled
-                if not await self._is_written(trouble):
-                    await self._clock.sleep(RETRY_S)
-                elif self._waiting and self._waiting[0] is trouble:
-                    self._waiting.popleft()
-
-    async def _is_written(self, trouble: Trouble) -> bool:
-        # An unknown answer is asked again: an event twice is better than none.
-        try:
-            await self._store.transact((), (Put(self._keys.trouble(trouble.topic), trouble.encode()),))
-        except StoreUnavailable:
-            return False
-        return True
-
-
 LOOK_S = 1.0
 
+MOST_FAULTS = 16
+"""Of one job, by one controller: a plug-in whose every error is another one must not fill the store."""
 
-class LiveJob:
-    """A job as this controller sees it: its records, its view, since when it waits for what, and where its troubles are told."""
-
-    def __init__(
-        self,
-        uid: str,
-        node: str,
-        me: str,
-        changes: ChangeSignal,
-        mirror: Callable[[], JobMirror],
-        make_view: Callable[[], JobView],
-        troubles: WarningLog,
-        waits: Timers,
-    ) -> None:
-        """`node`, `me`: this node and this incarnation. `mirror`: gives the job's records as last heard."""
-        self.uid, self.node, self.me, self.changes = uid, node, me, changes
-        self.troubles, self.waits = troubles, waits
-        self._mirror = mirror
-        self._make_view = make_view
-        self._view: tuple[int, JobView] | None = None
-
-    @property
-    def mirror(self) -> JobMirror:
-        """The job's records as last heard."""
-        return self._mirror()
-
-    def look(self) -> JobView:
-        """The view now; computed once for each change."""
-        if self._view is None or self._view[0] != self.changes.count:
-            self._view = (self.changes.count, self._make_view())
-        return self._view[1]
-
-    def look_anew(self) -> None:
-        """Something that the view holds has changed, which no record tells."""
-        self._view = None
+MOST_OF_JOB = 64
+"""Of one job, by all controllers that it ever had; each may write one more."""
 
 
 class WaitReporter:
-    """Notes since when the job waits for what, and tells waits that last."""
+    """Notes what the job waits for and since when, and reports waits that last."""
 
     def __init__(self, job: LiveJob, metrics: Metrics, clock: Clock) -> None:
         self._job = job
@@ -170,7 +90,7 @@ class WaitReporter:
 
 @asynccontextmanager
 async def report_waits(job: LiveJob, metrics: Metrics, clock: Clock) -> AsyncIterator[None]:
-    """What the job waits for is told while the block runs. Raises what the telling raised, which is a defect."""
+    """Report what the job waits for while the block runs. Raises what the reporting raised, which is a defect."""
     tasks = [asyncio.create_task(work) for work in (WaitReporter(job, metrics, clock).run(), job.troubles.run())]
     try:
         yield
@@ -182,22 +102,100 @@ async def report_waits(job: LiveJob, metrics: Metrics, clock: Clock) -> AsyncIte
                 raise ended
 
 
-# -------------------- faults
-# What plug-ins raised, with their own tracebacks, and why prompts failed, kept for the job's events.
-#
-# The same error of the same code is written once for a job, whoever meets it; a controller writes a bounded number. An event
-# tells it; what becomes of the prompt or of the job is decided elsewhere. What the store did not take stands in the controller's log,
-# and is written when it is met again.
+class LiveJob:
+    """A job as this controller sees it: its records, its view, what it waits for and since when, and its warnings."""
 
-MOST_FAULTS = 16
-"""Of one job, by one controller: a plug-in whose every error is another one must not fill the store."""
+    def __init__(
+        self,
+        uid: str,
+        node: str,
+        me: str,
+        changes: ChangeSignal,
+        mirror: Callable[[], JobMirror],
+        make_view: Callable[[], JobView],
+        troubles: WarningLog,
+        waits: Timers,
+    ) -> None:
+        """`node`, `me`: this node and this incarnation. `mirror`: gives the job's records as last heard."""
+        self.uid, self.node, self.me, self.changes = uid, node, me, changes
+        self.troubles, self.waits = troubles, waits
+        self._mirror = mirror
+        self._make_view = make_view
+        self._view: tuple[int, JobView] | None = None
 
-MOST_OF_JOB = 64
-"""Of one job, by all controllers that it ever had; each may write one more."""
+    @property
+    def mirror(self) -> JobMirror:
+        """The job's records as last heard."""
+        return self._mirror()
+
+    def look(self) -> JobView:
+        """The view now; computed once for each change."""
+        if self._view is None or self._view[0] != self.changes.count:
+            self._view = (self.changes.count, self._make_view())
+        return self._view[1]
+
+    def look_anew(self) -> None:
+        """Something that the view holds has changed, which no record tells."""
+        self._view = None
+
+
+class WarningLog:
+    """Writes warnings about a job from one controller to the store.
+
+    A sentence is written under its topic, over the one before. While the store is away the newest `MOST_WAITING` sentences wait, and come
+    late. The caller sees to it that it notes a sentence once.
+    """
+
+    def __init__(self, store: Store, keys: JobKeys, node: str, clock: Clock) -> None:
+        self._store = store
+        self._keys = keys
+        self._node = node
+        self._clock = clock
+        self._waiting: deque[Trouble] = deque(maxlen=MOST_WAITING)
+        self._held: dict[str, str] = {}
+        self._news = asyncio.Event()
+
+    def note(self, topic: str, sentence: str) -> None:
+        """Report a sentence. `topic`: one of few, a word."""
+        log.warning("%s", sentence)
+        now = self._clock.wall()
+        self._waiting.append(Trouble(topic=topic, node=self._node, sentence=sentence, time=now))
+        self._news.set()
+
+    def hold(self, topic: str, sentence: str) -> None:
+        """As `note`, once for as long as it is what holds of `topic`. Nothing: it is over."""
+        if sentence and self._held.get(topic) != sentence:
+            self.note(topic, sentence)
+        self._held[topic] = sentence
+
+    async def run(self) -> None:
+        """For ever: write what was noted, and what was left."""
+        self._news.set()
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while self._waiting:
+                trouble = self._waiting[0]  # which it stays until it is written, also if this is cancelled
+                if not await self._is_written(trouble):
+                    await self._clock.sleep(RETRY_S)
+                elif self._waiting and self._waiting[0] is trouble:
+                    self._waiting.popleft()
+
+    async def _is_written(self, trouble: Trouble) -> bool:
+        # An unknown answer is asked again: an event twice is better than none.
+        try:
+            await self._store.transact((), (Put(self._keys.trouble(trouble.topic), trouble.encode()),))
+        except StoreUnavailable:
+            return False
+        return True
 
 
 class PluginErrorLog:
-    """Writes each error of a plug-in to the store once for the job."""
+    """Writes each error of a plug-in, and why prompts failed, to the store: once for the job, whichever controller meets it.
+
+    Errors have the plug-in's own traceback; a controller writes a bounded number. What the store did not take is in the controller's log,
+    and is written when it is met again.
+    """
 
     def __init__(self, store: Store, keys: JobKeys, node: str) -> None:
         self._store = store
@@ -207,7 +205,7 @@ class PluginErrorLog:
         self._to_write: asyncio.Queue[tuple[str, FaultRecord]] = asyncio.Queue()
 
     def note(self, what: str, trace: str = "") -> None:
-        """To be written down, unless it is known."""
+        """Report an error, unless it is known."""
         name = hashlib.blake2b((trace or what).encode(errors="replace"), digest_size=8).hexdigest()
         if name in self._known or len(self._known) >= MOST_FAULTS:
             return

@@ -1,7 +1,11 @@
-"""What a controller keeps of a job for people to read, in one place: its numbers, its samples, its trackers.
+"""What a controller reports and keeps of a job for people, while the job goes on.
 
-All of it runs beside the job and never in its way: what fails here (a full disk, a tracker that is down) is told and tried
-again, and a defect in one of these tasks is logged when the task ends, and ends only this, not the run.
+`JobTelemetry` is what the runner of a job talks to: it hears every change of the job's records and passes it on to the job's events, its
+metrics, its slot accounting and its spans. `RunRecorder` keeps the run's numbers and samples in the run's folder
+(`MetricsFileWriter`, `SampleWriter`) and feeds the trackers.
+
+The recorder's tasks run beside the job and never in its way: what fails in them (a full disk, a tracker that is down) is reported and tried
+again. A defect in one of these tasks is logged when the task ends, and ends only that task, not the run.
 """
 
 from __future__ import annotations
@@ -32,10 +36,9 @@ from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Seal, SealState
 from gcore.ledger.records.job import Trouble
 from gcore.ledger.records.slot_accounting import AccountLine
-from gcore.observability import samples as folder
 from gcore.observability.metrics import Metrics
 from gcore.observability.metrics_file import FileBusy, MetricsFile, MetricsSource, has_missing_lines
-from gcore.observability.samples import KeptGroup, choose_groups, make_kept_group
+from gcore.observability.samples import KeptGroup, choose_groups, make_kept_group, prune_steps, write_samples
 from gcore.observability.tracing import StepTraces
 from gcore.rollout.client import EngineReach
 from gcore.store.keys import JobKeys
@@ -43,15 +46,8 @@ from gcore.store.types import Put, Store, WatchBatch
 from gcore.system.clock import Clock
 from gcore.types import Group, Token, Version
 
-# -------------------- recording
-# Keeps `metrics.jsonl` of a job's run up with its chain, beside everything else and never in its way.
-#
-# Every controller could write it and one does: the first in the order of turns, or whoever finds it behind for longer than
-# its turn; what is missing is decided by the file's own content (`gcore.observability.metrics_file`), under a lock, in a thread. When the
-# job has ended each of them looks once more, so that the last lines are there even if others died. A folder that takes nothing
-# is tried again for ever and told once; it never ends a run.
-
 log = logging.getLogger(__name__)
+
 RETRY_S = 2.0
 
 GAP_PATIENCE = 15
@@ -60,203 +56,11 @@ GAP_PATIENCE = 15
 END_PATIENCE_S = 10.0
 """For the last lines of a job that has ended."""
 
-
-class MetricsFileWriter:
-    """One controller's part in one job's file. `look`: the mirror now."""
-
-    def __init__(
-        self, me: str, look: Callable[[], JobMirror], changes: ChangeSignal, warn: WarnPeople, clock: Clock
-    ) -> None:
-        self._me = me
-        self._warn = warn
-        self._look = look
-        self._changes = changes
-        self._clock = clock
-        self._file: MetricsFile | None = None
-        self._gaps = 0
-        self._settled: JobMirror | None = None
-        """Of which nothing is missing in the file: most changes are none of the chain."""
-        self._trouble = ""
-        self.told = ChangeSignal()
-        """Notified when there are new lines here."""
-
-    async def run(self) -> None:
-        """For ever."""
-        behind: float | None = None
-        while True:
-            if not self._lacks():
-                behind = None
-                await self._changes.wait()
-                continue
-            now = self._clock.monotonic()
-            behind = now if behind is None else behind
-            wait = behind + TURN_SECONDS * turn_of(self._look().members, self._me, "metrics") - now
-            if wait > 0:
-                await self._changes.wait(timeout=wait)
-            elif not await self._bring():
-                await self._clock.sleep(RETRY_S)
-
-    async def finish(self) -> None:
-        """The last lines of a job that has ended; gives up when the folder does not take them in time."""
-        end = self._clock.monotonic() + END_PATIENCE_S
-        while self._lacks() and self._clock.monotonic() < end:
-            if not await self._bring():
-                await self._clock.sleep(TURN_SECONDS / 4)
-
-    def _lacks(self) -> bool:
-        mirror = self._look()
-        if mirror is self._settled:
-            return False
-        source = _source(mirror)
-        missing = source is not None and (self._file is None or has_missing_lines(self._file.written, source))
-        self._settled = None if missing else mirror
-        return missing
-
-    async def _bring(self) -> bool:
-        source = _source(self._look())
-        assert source is not None
-        run_dir = Path(source.job.run_dir)
-        file = self._file = self._file or MetricsFile(run_dir)
-        whole, wall = self._gaps < GAP_PATIENCE, self._clock.wall()
-        try:
-            new = await asyncio.to_thread(file.bring, source, wall, lambda: archive.read_entries(run_dir), whole=whole)
-        except FileBusy:
-            return False
-        except (OSError, ValueError) as error:
-            self._gaps += isinstance(error, ValueError)
-            if (trouble := f"{file.path} is not written: {error}") != self._trouble:
-                self._trouble = trouble
-                log.warning("%s", trouble)
-                await self._warn("metrics", trouble)
-            return False
-        self._gaps, self._trouble = 0, ""
-        if new:
-            self.told.notify()
-        return True
-
-
-def _source(mirror: JobMirror) -> MetricsSource | None:
-    if mirror.job is None:
-        return None
-    return MetricsSource(
-        mirror.job.record,
-        mirror.status.record if mirror.status else None,
-        {seq: stored.record for seq, stored in mirror.log.items()},
-        {id_: stored.record for id_, stored in mirror.evaluations.items()},
-    )
-
-
-# -------------------- keeping
-# Keeps samples of each step in the run's folder: those that this controller holds, of groups that were sealed.
-#
-# What is sealed is picked up when the seal is heard of, before anything of it is dropped, and written once the batch is READY
-# or committed, in a thread. Of a batch that was given up nothing is written. What cannot be written is told, once until it can
-# be again, and missing: samples are for people, and a step must not wait for them.
-
 MOST_WAITING = 4
 """Steps whose samples wait to be written; when the disk is slower than the steps, the oldest are left out."""
 
 GroupLookup = Callable[[str], Group | None]
 """Finds a finished group that this controller has by its digest."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    group: Group
-    digest: str
-    source: PromptSource
-    entry: int
-
-
-class SampleWriter:
-    """One controller's, of one job."""
-
-    def __init__(self, me: str, warn: WarnPeople) -> None:
-        self._me = me
-        self._warn = warn
-        self._in_trouble = False
-        self._stream: PromptStream | None = None
-        self._spec: JobSpec | None = None
-        self._held: dict[Token, tuple[_Held, ...]] = {}
-        self._ready: deque[tuple[Version, tuple[_Held, ...]]] = deque(maxlen=MOST_WAITING)
-        self._changes = ChangeSignal()
-        self._run_dir = Path()
-        self.has_room = True
-        """Whether the run's folder is to take more samples."""
-
-    def open(self, spec: JobSpec, stream: PromptStream, run_dir: Path) -> None:
-        """From here on prompts can be looked up."""
-        self._spec, self._stream, self._run_dir = spec, stream, run_dir
-
-    def note(self, mirror: JobMirror, find_group: GroupLookup) -> None:
-        """Called at each change, before terminal groups leave the buffer."""
-        if self._spec is None or mirror.head is None:
-            return
-        for stored in mirror.seals.values():
-            seal = stored.record
-            sealed = seal.state in (SealState.SEALED, SealState.READY)
-            if self.has_room and sealed and seal.token not in self._held and self._spec.samples.due(seal.step):
-                self._held[seal.token] = tuple(self._mine(seal, find_group))
-        if not self._held:
-            return
-        head = mirror.head.record
-        ready = {s.record.token for s in mirror.seals.values() if s.record.state is SealState.READY}
-        ready |= {s.record.token for s in mirror.log.values() if s.record.token is not None}
-        for token in list(self._held):
-            if token in ready:
-                held = self._held[token]
-                if held:
-                    self._ready.append((Version(token.lineage, token.step), held))
-                    self._changes.notify()
-                self._held[token] = ()  # written once
-            if token.lineage != head.lineage or token.step <= head.step:
-                del self._held[token]
-
-    async def run(self) -> None:
-        """Write what is ready, for ever."""
-        while True:
-            await self.write()
-            await self._changes.wait()
-
-    async def write(self) -> None:
-        """Write what is ready now."""
-        while self._ready:
-            version, held = self._ready.popleft()
-            try:
-                await asyncio.to_thread(self._write, version, held)
-            except OSError as error:
-                told = f"the samples of step {version.step} are not kept: {error}"
-                log.warning("%s", told)
-                if not self._in_trouble:
-                    self._in_trouble = True
-                    await self._warn("samples", told)
-            else:
-                self._in_trouble = False
-
-    def _mine(self, seal: Seal, find_group: GroupLookup) -> list[_Held]:
-        assert self._stream is not None
-        assert self._spec is not None
-        found = []
-        for sealed in choose_groups(seal, self._spec.samples.groups):
-            group = find_group(sealed.digest) if sealed.holder == self._me else None
-            if group is not None:
-                found.append(_Held(group, sealed.digest, *self._stream.found(sealed.ref)))
-        return found
-
-    def _write(self, version: Version, held: tuple[_Held, ...]) -> None:
-        assert self._spec is not None
-        characters, keep = self._spec.samples.characters, self._spec.samples.keep
-        folder.write_samples(self._run_dir, version, self._me, [self._kept(one, characters) for one in held])
-        folder.prune_steps(self._run_dir, keep)
-
-    def _kept(self, held: _Held, characters: int) -> KeptGroup:
-        try:
-            prompt = held.source.unfiltered(held.entry, held.group.ref)
-            text, answer = prompt.text, prompt.fields.get(held.source.source.reward.answer, "")
-        except GcoreError as error:
-            text, answer = f"(the prompt cannot be read: {error})", ""
-        return make_kept_group(held.group, held.digest, text, str(answer), self._me, characters)
-
 
 COPY_TURN_S = 0.5
 """How long the next in turn waits for the one before to leave the copy of the records."""
@@ -265,8 +69,79 @@ STOP_S = 10.0
 """For tracker processes to end, once they were let go of."""
 
 
+class JobTelemetry:
+    """Reports one job on this controller: events, metrics, slot accounting, spans, and words for log lines.
+
+    Hears every change of the job's records. Decides nothing, and nothing waits for it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        keys: JobKeys,
+        identity: Identity,
+        metrics: Metrics,
+        clock: Clock,
+        reach: EngineReach,
+        traces: StepTraces | None,
+    ) -> None:
+        """`traces`: where steps are told as spans; None: nowhere."""
+        self._keys = keys
+        self._incarnation = identity.incarnation
+        self._metrics = metrics
+        self._clock = clock
+        self._traces = traces
+        self._mirror = JobMirror(keys)
+        self._size = JobStoreSize()
+        self.events = EventLog(keys)
+        self.stopwatch = StepTimer()
+        self.booking = AccountCollector(store, keys, identity.node, identity.lease, metrics, clock, reach, self._trace)
+
+    @property
+    def about(self) -> dict[str, object]:
+        """What stands beside each line of the log that is written for this job."""
+        told: dict[str, object] = {"job": self._keys.uid}
+        if self._mirror.job is not None:
+            told["job_name"] = self._mirror.job.record.full_name
+        if self._mirror.head is not None:
+            told["step"] = self._mirror.head.record.step
+        return told
+
+    def note(self, before: JobMirror, batch: WatchBatch, now: JobMirror) -> None:
+        """The job's records were as `before`, and with `batch` they are as `now`. Its events are noted one revision at a time
+        (`events`)."""
+        self._mirror = now
+        self.stopwatch.note(before, now, self._clock.monotonic())
+        if now.head is not None:
+            self.booking.head_moved(now.head.record.version)
+        show_job(self._metrics, now, batch, self._incarnation)
+        show_placement(self._metrics, before, now)
+        self._size.note(batch)
+        if now.job is not None:
+            self._size.show(self._metrics, now.job.record.full_name)
+
+    def note_engines(self, view: JobView, busy: Collection[str], *, held_back: bool) -> None:
+        """Account for engines that are not `busy`. `held_back`: whether no prompt should be begun because of a judge."""
+        self.booking.look(view, held_back=held_back)
+        idle = IdleEngines.of(view, busy, self.booking.stage)
+        self.stopwatch.engines.note(idle, self._clock.monotonic())
+
+    def stats(self, view: JobView) -> dict[str, float]:
+        """Of the step that is under way, for its statistics."""
+        return self.stopwatch.stats(view, self._clock.monotonic())
+
+    def close(self) -> None:
+        """Nothing more is heard of the job here."""
+        if self._mirror.job is not None:
+            self._metrics.forget_job(self._mirror.job.record.full_name)
+
+    def _trace(self, line: AccountLine) -> None:
+        if self._traces is not None and self._mirror.job is not None:
+            self._traces.tell(self._mirror.job.record.full_name, self._keys.uid, line)
+
+
 class RunRecorder:
-    """One controller's, of one job. `look`: the mirror now."""
+    """Keeps one job's metrics file and samples on this controller, and feeds its trackers. `look`: the mirror now."""
 
     def __init__(
         self,
@@ -348,87 +223,207 @@ class RunRecorder:
             await self._store.transact((), (Put(key, trouble.encode()),))
 
 
+class MetricsFileWriter:
+    """Keeps `metrics.jsonl` of a job's run up with its chain. `look`: the mirror now.
+
+    Every controller could write the file and one does: the first in the order of turns, or another that finds it behind for longer than its
+    turn. The file's own content says what is missing (`gcore.observability.metrics_file`), under a lock, in a thread. When the job has ended
+    each controller looks once more, so that the last lines are there even if others died. A folder that takes nothing is tried again for
+    ever and reported once; it never ends a run.
+    """
+
+    def __init__(
+        self, me: str, look: Callable[[], JobMirror], changes: ChangeSignal, warn: WarnPeople, clock: Clock
+    ) -> None:
+        self._me = me
+        self._warn = warn
+        self._look = look
+        self._changes = changes
+        self._clock = clock
+        self._file: MetricsFile | None = None
+        self._gaps = 0
+        self._settled: JobMirror | None = None
+        """Of which nothing is missing in the file: most changes are none of the chain."""
+        self._trouble = ""
+        self.told = ChangeSignal()
+        """Notified when there are new lines here."""
+
+    async def run(self) -> None:
+        """For ever."""
+        behind: float | None = None
+        while True:
+            if not self._lacks():
+                behind = None
+                await self._changes.wait()
+                continue
+            now = self._clock.monotonic()
+            behind = now if behind is None else behind
+            wait = behind + TURN_SECONDS * turn_of(self._look().members, self._me, "metrics") - now
+            if wait > 0:
+                await self._changes.wait(timeout=wait)
+            elif not await self._bring():
+                await self._clock.sleep(RETRY_S)
+
+    async def finish(self) -> None:
+        """The last lines of a job that has ended; gives up when the folder does not take them in time."""
+        end = self._clock.monotonic() + END_PATIENCE_S
+        while self._lacks() and self._clock.monotonic() < end:
+            if not await self._bring():
+                await self._clock.sleep(TURN_SECONDS / 4)
+
+    def _lacks(self) -> bool:
+        mirror = self._look()
+        if mirror is self._settled:
+            return False
+        source = _source(mirror)
+        missing = source is not None and (self._file is None or has_missing_lines(self._file.written, source))
+        self._settled = None if missing else mirror
+        return missing
+
+    async def _bring(self) -> bool:
+        source = _source(self._look())
+        assert source is not None
+        run_dir = Path(source.job.run_dir)
+        file = self._file = self._file or MetricsFile(run_dir)
+        whole, wall = self._gaps < GAP_PATIENCE, self._clock.wall()
+        try:
+            new = await asyncio.to_thread(file.bring, source, wall, lambda: archive.read_entries(run_dir), whole=whole)
+        except FileBusy:
+            return False
+        except (OSError, ValueError) as error:
+            self._gaps += isinstance(error, ValueError)
+            if (trouble := f"{file.path} is not written: {error}") != self._trouble:
+                self._trouble = trouble
+                log.warning("%s", trouble)
+                await self._warn("metrics", trouble)
+            return False
+        self._gaps, self._trouble = 0, ""
+        if new:
+            self.told.notify()
+        return True
+
+
+class SampleWriter:
+    """Keeps samples of each step in the run's folder: those that this controller holds, of groups that were sealed.
+
+    Sealed groups are picked up when the seal is heard of, before any of them is dropped, and written in a thread once the batch is READY or
+    committed. Of a batch that was given up nothing is written. What cannot be written is missing, and reported once until writing works
+    again: samples are for people, and a step must not wait for them.
+    """
+
+    def __init__(self, me: str, warn: WarnPeople) -> None:
+        self._me = me
+        self._warn = warn
+        self._in_trouble = False
+        self._stream: PromptStream | None = None
+        self._spec: JobSpec | None = None
+        self._held: dict[Token, tuple[_Held, ...]] = {}
+        self._ready: deque[tuple[Version, tuple[_Held, ...]]] = deque(maxlen=MOST_WAITING)
+        self._changes = ChangeSignal()
+        self._run_dir = Path()
+        self.has_room = True
+        """Whether the run's folder is to take more samples."""
+
+    def open(self, spec: JobSpec, stream: PromptStream, run_dir: Path) -> None:
+        """From here on prompts can be looked up."""
+        self._spec, self._stream, self._run_dir = spec, stream, run_dir
+
+    def note(self, mirror: JobMirror, find_group: GroupLookup) -> None:
+        """Called at each change, before terminal groups leave the buffer."""
+        if self._spec is None or mirror.head is None:
+            return
+        for stored in mirror.seals.values():
+            seal = stored.record
+            sealed = seal.state in (SealState.SEALED, SealState.READY)
+            if self.has_room and sealed and seal.token not in self._held and self._spec.samples.due(seal.step):
+                self._held[seal.token] = tuple(self._mine(seal, find_group))
+        if not self._held:
+            return
+        head = mirror.head.record
+        ready = {s.record.token for s in mirror.seals.values() if s.record.state is SealState.READY}
+        ready |= {s.record.token for s in mirror.log.values() if s.record.token is not None}
+        for token in list(self._held):
+            if token in ready:
+                held = self._held[token]
+                if held:
+                    self._ready.append((Version(token.lineage, token.step), held))
+                    self._changes.notify()
+                self._held[token] = ()  # written once
+            if token.lineage != head.lineage or token.step <= head.step:
+                del self._held[token]
+
+    async def run(self) -> None:
+        """Write what is ready, for ever."""
+        while True:
+            await self.write()
+            await self._changes.wait()
+
+    async def write(self) -> None:
+        """Write what is ready now."""
+        while self._ready:
+            version, held = self._ready.popleft()
+            try:
+                await asyncio.to_thread(self._write, version, held)
+            except OSError as error:
+                told = f"the samples of step {version.step} are not kept: {error}"
+                log.warning("%s", told)
+                if not self._in_trouble:
+                    self._in_trouble = True
+                    await self._warn("samples", told)
+            else:
+                self._in_trouble = False
+
+    def _mine(self, seal: Seal, find_group: GroupLookup) -> list[_Held]:
+        assert self._stream is not None
+        assert self._spec is not None
+        found = []
+        for sealed in choose_groups(seal, self._spec.samples.groups):
+            group = find_group(sealed.digest) if sealed.holder == self._me else None
+            if group is not None:
+                found.append(_Held(group, sealed.digest, *self._stream.found(sealed.ref)))
+        return found
+
+    def _write(self, version: Version, held: tuple[_Held, ...]) -> None:
+        assert self._spec is not None
+        characters, keep = self._spec.samples.characters, self._spec.samples.keep
+        write_samples(self._run_dir, version, self._me, [self._kept(one, characters) for one in held])
+        prune_steps(self._run_dir, keep)
+
+    def _kept(self, held: _Held, characters: int) -> KeptGroup:
+        try:
+            prompt = held.source.unfiltered(held.entry, held.group.ref)
+            text, answer = prompt.text, prompt.fields.get(held.source.source.reward.answer, "")
+        except GcoreError as error:
+            text, answer = f"(the prompt cannot be read: {error})", ""
+        return make_kept_group(held.group, held.digest, text, str(answer), self._me, characters)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    group: Group
+    digest: str
+    source: PromptSource
+    entry: int
+
+
+def _source(mirror: JobMirror) -> MetricsSource | None:
+    if mirror.job is None:
+        return None
+    return MetricsSource(
+        mirror.job.record,
+        mirror.status.record if mirror.status else None,
+        {seq: stored.record for seq, stored in mirror.log.items()},
+        {id_: stored.record for id_, stored in mirror.evaluations.items()},
+    )
+
+
 def start_background_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Start what people read beside what they read about: its end, also by a defect, is not the caller's."""
+    """Start a task whose end, also by a defect, is not the caller's."""
     task = asyncio.create_task(work, name=name)
-    task.add_done_callback(_tell_defect)
+    task.add_done_callback(_log_defect)
     return task
 
 
-def _tell_defect(task: asyncio.Task[None]) -> None:
+def _log_defect(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (defect := task.exception()) is not None:
         log.error("%s: nothing more is kept of the run for people to read", task.get_name(), exc_info=defect)
-
-
-# -------------------- chronicle
-# What is told of a job while it goes on, to whoever looks: its events, its metrics, its books and spans, words for log lines.
-#
-# One for each job that a controller works on. Hears every change of the job's records; decides nothing, and nothing waits for it.
-
-
-class JobTelemetry:
-    """Hears every change of the job's records, and tells it on."""
-
-    def __init__(
-        self,
-        store: Store,
-        keys: JobKeys,
-        identity: Identity,
-        metrics: Metrics,
-        clock: Clock,
-        reach: EngineReach,
-        traces: StepTraces | None,
-    ) -> None:
-        """`traces`: where steps are told as spans; None: nowhere."""
-        self._keys = keys
-        self._incarnation = identity.incarnation
-        self._metrics = metrics
-        self._clock = clock
-        self._traces = traces
-        self._mirror = JobMirror(keys)
-        self._size = JobStoreSize()
-        self.events = EventLog(keys)
-        self.stopwatch = StepTimer()
-        self.booking = AccountCollector(store, keys, identity.node, identity.lease, metrics, clock, reach, self._trace)
-
-    @property
-    def about(self) -> dict[str, object]:
-        """What stands beside each line of the log that is written for this job."""
-        told: dict[str, object] = {"job": self._keys.uid}
-        if self._mirror.job is not None:
-            told["job_name"] = self._mirror.job.record.full_name
-        if self._mirror.head is not None:
-            told["step"] = self._mirror.head.record.step
-        return told
-
-    def note(self, before: JobMirror, batch: WatchBatch, now: JobMirror) -> None:
-        """The job's records were as `before`, and with `batch` they are as `now`. Its events are noted one revision at a time
-        (`events`)."""
-        self._mirror = now
-        self.stopwatch.note(before, now, self._clock.monotonic())
-        if now.head is not None:
-            self.booking.head_moved(now.head.record.version)
-        show_job(self._metrics, now, batch, self._incarnation)
-        show_placement(self._metrics, before, now)
-        self._size.note(batch)
-        if now.job is not None:
-            self._size.show(self._metrics, now.job.record.full_name)
-
-    def note_engines(self, view: JobView, busy: Collection[str], *, held_back: bool) -> None:
-        """Account for engines that are not `busy`. `held_back`: whether no prompt should be begun because of a judge."""
-        self.booking.look(view, held_back=held_back)
-        idle = IdleEngines.of(view, busy, self.booking.stage)
-        self.stopwatch.engines.note(idle, self._clock.monotonic())
-
-    def stats(self, view: JobView) -> dict[str, float]:
-        """Of the step that is under way, for its statistics."""
-        return self.stopwatch.stats(view, self._clock.monotonic())
-
-    def close(self) -> None:
-        """Nothing more is heard of the job here."""
-        if self._mirror.job is not None:
-            self._metrics.forget_job(self._mirror.job.record.full_name)
-
-    def _trace(self, line: AccountLine) -> None:
-        if self._traces is not None and self._mirror.job is not None:
-            self._traces.tell(self._mirror.job.record.full_name, self._keys.uid, line)

@@ -1,8 +1,14 @@
-"""Where a step's time went, as this controller saw it. For people; nothing is decided by it.
+"""The numbers of a step, for its log entry, metrics, events and views. For people; nothing is decided by them.
 
-`wait_for_batch_s` is how long the ranks had nothing to train: from the commit before to the moment when each has its part, less what
-they trained by then of a step that comes in parts (`streamed_s`). How long engines had nothing to do stands beside it
-(`controllers.accounting.attribution`): the two name what holds steps up.
+- `StepTimer`: where the step's time went, as this controller saw it. `wait_for_batch_s` is how long the ranks had nothing to train: from
+  the commit before to the moment when each has its part, less what they trained by then of a step that comes in parts (`streamed_s`).
+  How long engines had nothing to do is beside it (`controllers.accounting.attribution`): the two name what holds steps up.
+- `sampling_stats`: what the step took, and what was filtered on the way.
+- `source_stats`: numbers source by source. A key is a name of `PER_SOURCE` and the source's, as in "reward/sums". A job with one source has
+  none of them: they would repeat the step's own numbers.
+- `part_stats`: what rewards are made of, part by part. A group carries the means of its samples' parts; a step's number is the mean over
+  the groups of the sources whose rewards have that part. A part that a sample does not have (nothing was taken off for its length, say)
+  counts as 0 there.
 """
 
 from __future__ import annotations
@@ -19,155 +25,23 @@ from gcore.ledger.staleness import staleness_stats
 from gcore.ledger.statistics import add_outcomes
 from gcore.types import Group
 
-# -------------------- by_source
-# A step's numbers, source by source. For people: log entry, metrics, events, views.
-#
-# A key is a name of `PER_SOURCE` and the source's, as in "reward/sums". A job with one source has none of them: they would
-# say again what the step's own numbers say.
-
 PER_SOURCE = ("reward", "response_length", "truncated", "groups", "filtered", "failed")
 """Mean reward, mean length in tokens, share of responses that were cut off; prompts that were trained, filtered, failed."""
 
 MOSTLY = 0.5
 """Above this share of cut-off responses in a step a person is warned."""
 
-
-def source_key(name: str, source: str) -> str:
-    """The name of a source's number."""
-    return f"{name}/{source}"
-
-
-def split_source_key(key: str) -> tuple[str, str] | None:
-    """Inverse of `source_key`; None for a number that is no source's."""
-    name, slash, source = key.partition("/")
-    return (name, source) if slash and source and name in PER_SOURCE else None
-
-
-def truncated_share(groups: Sequence[SealedGroup]) -> float:
-    """Share of responses that were cut off, 0 to 1."""
-    samples = sum(len(group.response_tokens) for group in groups)
-    return sum(group.truncated for group in groups) / samples if samples else 0.0
-
-
-def source_stats(groups: Sequence[SealedGroup], outcomes: Sequence[EndedRef], *, several: bool) -> dict[str, float]:
-    """The numbers of a sealed step. `several`: whether the job has more than one source."""
-    return dict(_numbers(groups, outcomes)) if several else {}
-
-
-def _numbers(groups: Sequence[SealedGroup], outcomes: Sequence[EndedRef]) -> Iterator[tuple[str, float]]:
-    for source in sorted({group.source for group in groups}):
-        its = [group for group in groups if group.source == source]
-        lengths = [tokens for group in its for tokens in group.own_tokens]
-        yield source_key("reward", source), math.fsum(group.reward for group in its) / len(its)
-        yield source_key("response_length", source), sum(lengths) / len(lengths)
-        yield source_key("truncated", source), truncated_share(its)
-        yield source_key("groups", source), float(len(its))
-    for source, kind in sorted({(ended.source, ended.kind) for ended in outcomes}):
-        count = sum(ended.source == source and ended.kind == kind for ended in outcomes)
-        yield source_key(kind, source), float(count)
-
-
-def drop_reward_stats(stats: Mapping[str, float]) -> dict[str, float]:
-    """The numbers of a step whose groups are demonstrations: nothing was scored, and a reward of 0 would say that it was."""
-    unscored = {"reward", "reward_before_filter"}
-    return {
-        key: value
-        for key, value in stats.items()
-        if key not in unscored and ((found := split_source_key(key)) is None or found[0] not in unscored)
-    }
-
-
-def truncated_sources(stats: Mapping[str, float], only: str) -> list[str]:
-    """The sources of which more than half the responses of a step were cut off. `only`: the source of a job with one."""
-    shares = {
-        found[1]: value for key, value in stats.items() if (found := split_source_key(key)) and found[0] == "truncated"
-    }
-    if not shares and "truncated" in stats:
-        shares = {only: stats["truncated"]}
-    return sorted(source for source, share in shares.items() if share > MOSTLY)
-
-
-# -------------------- reward_parts
-# What rewards are made of, part by part, as a step's numbers. For people; nothing is decided by it.
-#
-# A group carries the means of its samples' parts; a step's number is the mean over the groups of the sources whose rewards have
-# that part. A part that a sample does not have (nothing was taken off for its length, say) counts as 0 there.
-
 PREFIX = "reward_part/"
 
 MOST, LONGEST = 6, 32
 """Parts that a group carries, in the order in which its samples name them, and characters of a name: they go through the store."""
-
-
-def group_parts(group: Group) -> dict[str, float]:
-    """The mean of each part over the group's samples."""
-    names = dict.fromkeys(name for sample in group.samples for name, _ in sample.reward_parts)
-    shown = list(names)[:MOST]
-    count = len(group.samples)
-    totals = {name: math.fsum(dict(sample.reward_parts).get(name, 0.0) for sample in group.samples) for name in shown}
-    # Six digits: it is for people, and each takes room in every offer and seal.
-    return {name[:LONGEST]: float(f"{total / count:.6g}") for name, total in totals.items()}
-
-
-def part_stats(groups: Sequence[SealedGroup]) -> dict[str, float]:
-    """The numbers of a sealed step: `reward_part/NAME`."""
-    having: dict[str, set[str]] = {}
-    for group in groups:
-        for name in group.parts:
-            having.setdefault(name, set()).add(group.source)
-    stats = {}
-    for name, sources in having.items():
-        of_it = [group.parts.get(name, 0.0) for group in groups if group.source in sources]
-        stats[PREFIX + name] = math.fsum(of_it) / len(of_it)
-    return stats
-
-
-def parts_by_name(stats: Mapping[str, float]) -> dict[str, float]:
-    """The parts among a step's numbers, by name."""
-    return {key.removeprefix(PREFIX): value for key, value in stats.items() if key.startswith(PREFIX)}
-
-
-# -------------------- before_filter
-# What a step took and what was filtered on the way, in numbers. For people: log entry, metrics, events, views.
-#
-# prompts_used         prompts that ended in the step or, since the step before, without one
-# filter_rate          share of them that were filtered
-# prompts_per_group    prompts used for a trained group
-# issue_ratio          prompts that were issued at once for each group still wanted
-# groups_lacking       groups that the quota lacks; only where the step is smaller than it
-# reward_before_filter, response_length_before_filter
-#                      mean over all groups whose responses were scored, the filtered ones too; groups count alike,
-#                      lengths are in tokens. `reward` and `response_length` are those of what was trained
-# planned_steps        how many steps the job will have had, where that is an estimate
-
-
-def sampling_stats(rules: StreamRules, head: Head, seal: Seal) -> dict[str, float]:
-    """Of the step that `seal` closes, which follows `head`."""
-    used = add_outcomes(head.tally.since_step, seal.outcomes)
-    groups = len(seal.groups)
-    prompts = used.ended + groups
-    stats = {"prompts_used": float(prompts), "issue_ratio": issue_ratio(rules, head)}
-    if prompts:
-        stats["filter_rate"] = used.filtered / prompts
-    if groups:
-        stats["prompts_per_group"] = prompts / groups
-    if groups < rules.quota:
-        stats["groups_lacking"] = float(rules.quota - groups)
-    if scored := used.scored + groups:
-        lengths = math.fsum(sum(g.own_tokens) / len(g.own_tokens) for g in seal.groups if g.response_tokens)
-        stats["reward_before_filter"] = (used.reward + math.fsum(g.reward for g in seal.groups)) / scored
-        stats["response_length_before_filter"] = (used.length + lengths) / scored
-    if rules.steps is None and seal.planned_steps is not None:
-        stats["planned_steps"] = float(seal.planned_steps)
-    return stats
-
 
 PHASES = ("cut", "reference", "old_logprobs", "values", "update", "saving", "copies")
 """Of a rank's step: what it does from READY on, or of a streamed one before that."""
 
 
 class StepTimer:
-    """Notes when head moved, and when the batch was sealed and ready. All in seconds of the monotonic clock."""
+    """Times a step's phases: when head moved, when the batch was sealed, and when it was ready. All in seconds of the monotonic clock."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -247,3 +121,118 @@ def _streamed_s(stats: Mapping[str, float], after: float, before: float) -> floa
     """Seconds that ranks trained within the `before` ones until the batch was READY, of a step whose rest took `after`."""
     trained = sum(stats.get(f"{phase}_seconds", 0.0) for phase in PHASES)
     return min(max(trained - after, 0.0), before)
+
+
+def sampling_stats(rules: StreamRules, head: Head, seal: Seal) -> dict[str, float]:
+    """What the step that `seal` closes took, and what was filtered on the way. It follows `head`.
+
+    prompts_used         prompts that ended in the step or, since the step before, without one
+    filter_rate          share of them that were filtered
+    prompts_per_group    prompts used for a trained group
+    issue_ratio          prompts that were issued at once for each group still wanted
+    groups_lacking       groups that the quota lacks; only where the step is smaller than it
+    reward_before_filter, response_length_before_filter
+                         mean over all groups whose responses were scored, the filtered ones too; groups count alike,
+                         lengths are in tokens. `reward` and `response_length` are those of what was trained
+    planned_steps        how many steps the job will have had, where that is an estimate
+    """
+    used = add_outcomes(head.tally.since_step, seal.outcomes)
+    groups = len(seal.groups)
+    prompts = used.ended + groups
+    stats = {"prompts_used": float(prompts), "issue_ratio": issue_ratio(rules, head)}
+    if prompts:
+        stats["filter_rate"] = used.filtered / prompts
+    if groups:
+        stats["prompts_per_group"] = prompts / groups
+    if groups < rules.quota:
+        stats["groups_lacking"] = float(rules.quota - groups)
+    if scored := used.scored + groups:
+        lengths = math.fsum(sum(g.own_tokens) / len(g.own_tokens) for g in seal.groups if g.response_tokens)
+        stats["reward_before_filter"] = (used.reward + math.fsum(g.reward for g in seal.groups)) / scored
+        stats["response_length_before_filter"] = (used.length + lengths) / scored
+    if rules.steps is None and seal.planned_steps is not None:
+        stats["planned_steps"] = float(seal.planned_steps)
+    return stats
+
+
+def source_key(name: str, source: str) -> str:
+    """The name of a source's number."""
+    return f"{name}/{source}"
+
+
+def split_source_key(key: str) -> tuple[str, str] | None:
+    """Inverse of `source_key`; None for a number that is no source's."""
+    name, slash, source = key.partition("/")
+    return (name, source) if slash and source and name in PER_SOURCE else None
+
+
+def truncated_share(groups: Sequence[SealedGroup]) -> float:
+    """Share of responses that were cut off, 0 to 1."""
+    samples = sum(len(group.response_tokens) for group in groups)
+    return sum(group.truncated for group in groups) / samples if samples else 0.0
+
+
+def source_stats(groups: Sequence[SealedGroup], outcomes: Sequence[EndedRef], *, several: bool) -> dict[str, float]:
+    """The numbers of a sealed step. `several`: whether the job has more than one source."""
+    return dict(_numbers(groups, outcomes)) if several else {}
+
+
+def _numbers(groups: Sequence[SealedGroup], outcomes: Sequence[EndedRef]) -> Iterator[tuple[str, float]]:
+    for source in sorted({group.source for group in groups}):
+        its = [group for group in groups if group.source == source]
+        lengths = [tokens for group in its for tokens in group.own_tokens]
+        yield source_key("reward", source), math.fsum(group.reward for group in its) / len(its)
+        yield source_key("response_length", source), sum(lengths) / len(lengths)
+        yield source_key("truncated", source), truncated_share(its)
+        yield source_key("groups", source), float(len(its))
+    for source, kind in sorted({(ended.source, ended.kind) for ended in outcomes}):
+        count = sum(ended.source == source and ended.kind == kind for ended in outcomes)
+        yield source_key(kind, source), float(count)
+
+
+def drop_reward_stats(stats: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of a step whose groups are demonstrations: nothing was scored, and a reward of 0 would say that it was."""
+    unscored = {"reward", "reward_before_filter"}
+    return {
+        key: value
+        for key, value in stats.items()
+        if key not in unscored and ((found := split_source_key(key)) is None or found[0] not in unscored)
+    }
+
+
+def truncated_sources(stats: Mapping[str, float], only: str) -> list[str]:
+    """The sources of which more than half the responses of a step were cut off. `only`: the source of a job with one."""
+    shares = {
+        found[1]: value for key, value in stats.items() if (found := split_source_key(key)) and found[0] == "truncated"
+    }
+    if not shares and "truncated" in stats:
+        shares = {only: stats["truncated"]}
+    return sorted(source for source, share in shares.items() if share > MOSTLY)
+
+
+def group_parts(group: Group) -> dict[str, float]:
+    """The mean of each part over the group's samples."""
+    names = dict.fromkeys(name for sample in group.samples for name, _ in sample.reward_parts)
+    shown = list(names)[:MOST]
+    count = len(group.samples)
+    totals = {name: math.fsum(dict(sample.reward_parts).get(name, 0.0) for sample in group.samples) for name in shown}
+    # Six digits: it is for people, and each takes room in every offer and seal.
+    return {name[:LONGEST]: float(f"{total / count:.6g}") for name, total in totals.items()}
+
+
+def part_stats(groups: Sequence[SealedGroup]) -> dict[str, float]:
+    """The numbers of a sealed step: `reward_part/NAME`."""
+    having: dict[str, set[str]] = {}
+    for group in groups:
+        for name in group.parts:
+            having.setdefault(name, set()).add(group.source)
+    stats = {}
+    for name, sources in having.items():
+        of_it = [group.parts.get(name, 0.0) for group in groups if group.source in sources]
+        stats[PREFIX + name] = math.fsum(of_it) / len(of_it)
+    return stats
+
+
+def parts_by_name(stats: Mapping[str, float]) -> dict[str, float]:
+    """The parts among a step's numbers, by name."""
+    return {key.removeprefix(PREFIX): value for key, value in stats.items() if key.startswith(PREFIX)}
