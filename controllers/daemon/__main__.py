@@ -20,9 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gcore.errors import GcoreError
-from gcore.system import daemon as logs
 from gcore.system.clock import SystemClock
-from gcore.system.daemon import ServiceManager, clear_environment
+from gcore.system.daemon import ServiceManager, choose_log_format, clear_environment, set_up_logging
 from gcore.system.memory import limit_library_pools
 
 
@@ -64,8 +63,8 @@ async def _run(file: Path, manager: ServiceManager) -> None:
     from gcore.config.node import NodeConfig
 
     config = NodeConfig.load(file)
-    logs.choose_log_format(config.log_format)
-    logs.set_up_logging({"controller": config.node})
+    choose_log_format(config.log_format)
+    set_up_logging({"controller": config.node})
     daemon = Daemon(config, SystemClock(), manager)
     task = asyncio.current_task()
     assert task is not None

@@ -1,4 +1,8 @@
-"""All wiring: which parts a daemon is made of, and who knows whom. What a daemon does with a lease is `controllers.daemon.life`'s."""
+"""A node's daemon, and all its wiring: which parts it is made of, and which parts know which.
+
+`controllers.daemon.incarnation` is what a daemon does with a lease. `ServiceNotifier` tells the health service and systemd how the daemon is;
+`watch_certificates` shows when certificates end.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,8 @@ from controllers.api.edge.server import (
 from controllers.api.jobs import JobsService
 from controllers.api.peers import FilesService, PlacementService
 from controllers.api.store_reader import LocalStorage, StoreReader
+from controllers.daemon.incarnation import RETRY_S, Addresses, DaemonState, Incarnation, import_in_thread
 from controllers.daemon.keeper import STOPPING, ProcessKeeper
-from controllers.daemon.life import RETRY_S, Addresses, DaemonState, Incarnation, import_in_thread
 from controllers.daemon.security import Security, request_caller
 from controllers.storage.garbage import GarbageCollector
 from controllers.telemetry.gauges import watch_members
@@ -53,116 +57,18 @@ if TYPE_CHECKING:
 LEAVE_WITHIN_S = 8.0
 """Whoever asks a daemon to end kills it after ten seconds, often enough."""
 
-
-def most_slots(config: NodeConfig) -> int | None:
-    """The slots that there will ever be: a local cluster is as large as it was started, any other may grow (None)."""
-    local = LocalCluster.load(Path(config.home)) if config.local_cluster else None
-    return None if local is None else len(local.slots)
-
-
-# -------------------- notifying
-# What the daemon tells whoever runs it: its health service, and systemd.
-#
-# It is *ready* while it can work: its lease surely lives (so the store was reached) and its node is registered. Health says SERVING
-# then, and else NOT_SERVING; systemd is told READY when that is first so (it has no word for "not any more", but a status line), and
-# that the daemon stops, or reads its certificates anew. The watchdog is fed by the event loop: a daemon whose loop stands still is
-# killed and started again by systemd, and its workers do not notice.
-#
-# Does not decide whether a daemon is ready (`controllers.daemon.life`).
-
 FED_PER_LIMIT = 3.0
 """So often within its limit is the watchdog fed: one message may be late."""
 
-
-class ServiceNotifier:
-    """Of one daemon. `health`: sets what the health service answers."""
-
-    def __init__(self, manager: ServiceManager, health: Callable[[bool], Awaitable[None]], clock: Clock) -> None:
-        self._manager = manager
-        self._health = health
-        self._clock = clock
-        self._told_ready = False
-        self._stopping = False
-        self.ready = False
-        """As it was last told."""
-
-    async def say(self, ready: bool, status: str) -> None:
-        """Whether the daemon can work, and a sentence for people."""
-        self.ready = ready and not self._stopping
-        await self._health(self.ready)
-        if self._stopping:
-            return
-        if ready and not self._told_ready:
-            self._told_ready = True
-            self._manager.tell("READY=1", f"STATUS={status}")
-        else:
-            self._manager.tell(f"STATUS={status}")
-
-    async def stopping(self, status: str) -> None:
-        """It hands over and ends; nobody is to come any more."""
-        self._stopping = True
-        self._manager.tell("STOPPING=1", f"STATUS={status}")
-        await self.say(False, status)
-
-    def reloading(self) -> None:
-        """It reads anew what it was told; `reloaded` follows."""
-        if self._told_ready and not self._stopping:
-            micros = int(self._clock.monotonic() * 1e6)
-            self._manager.tell("RELOADING=1", f"MONOTONIC_USEC={micros}")
-
-    def reloaded(self, status: str) -> None:
-        """It has, or could not: `status` says it."""
-        if self._told_ready and not self._stopping:
-            self._manager.tell("READY=1", f"STATUS={status}")
-
-    async def feed_watchdog(self) -> None:
-        """For ever; at once over where nobody counts."""
-        limit = self._manager.watchdog_s
-        while limit is not None:
-            self._manager.tell("WATCHDOG=1")
-            await self._clock.sleep(limit / FED_PER_LIMIT)
-
-
-# -------------------- certificate_gauge
-# When the daemon's certificates end, and those of the store's members, shown as metrics: a cluster whose certificates ended talks to nobody
-# any more.
-#
-# They are looked at again and again, for files are replaced while a daemon runs. Does not renew anything.
-
 LOOK_EVERY_S = 60.0
 
-
-async def watch_certificates(watched: ReloadingFiles | None, store: StoreRef, metrics: Metrics, clock: Clock) -> None:
-    """For ever. `watched`: the certificate that the daemon shows to callers."""
-    while True:
-        metrics.certificate_ends.set(min(own_certificate_expiries(watched, store), default=0.0))
-        metrics.show_store_certificates(await store_certificate_expiries(store))
-        await clock.sleep(LOOK_EVERY_S)
-
-
-def own_certificate_expiries(watched: ReloadingFiles | None, store: StoreRef) -> Iterator[float]:
-    """When this process's certificates end: the one for callers, and the one that it shows to the store. What cannot be read in this
-    moment is left out."""
-    if watched is not None and (pem := watched.pem.cert) is not None:
-        yield certificate_expiry(pem)
-    if store.tls is not None and store.tls.cert is not None:
-        with contextlib.suppress(OSError, UsageError):
-            yield certificate_expiry(Path(store.tls.cert).read_bytes())
-
-
-def certificate_expiry(pem: bytes) -> float:
-    """When a certificate ends, in seconds since the epoch. Raises UsageError."""
-    from gcore.api.authority import read_certificate
-
-    return read_certificate(pem).ends.timestamp()
-
-
 log = logging.getLogger(__name__)
+
 LEAVE_LOOK_S = 0.05
 
 
 class Daemon:
-    """A node's controller."""
+    """A node's controller: serves the API, the metrics and the page, and runs one incarnation after the other."""
 
     def __init__(self, config: NodeConfig, clock: Clock, manager: ServiceManager | None = None) -> None:
         """`manager`: who started this process and wants to hear of it; None: nobody."""
@@ -207,7 +113,7 @@ class Daemon:
                 else:
                     group.create_task(self._doubt(etcd), name="etcd's version")
                 if config.tells_apart:
-                    group.create_task(self._security.book.watch(store), name="tokens")
+                    group.create_task(self._security.authenticator.watch(store), name="tokens")
                 while True:
                     await Incarnation(self._own, store, addresses, self._notifying.say).run()
         finally:
@@ -255,7 +161,7 @@ class Daemon:
     async def _serve(self, store: Store, jobs: StoreReader) -> tuple[grpc.aio.Server, str, str]:
         config = self._config
         counted = CallCounter(self._own.metrics, self._clock)
-        gate = AccessGate(self._security.book, self._security.journal, CallLimiter(config.api.calls))
+        gate = AccessGate(self._security.authenticator, self._security.journal, CallLimiter(config.api.calls))
         server = new_server([counted, gate, VersionGate()], config.api)
 
         async def submissions() -> Submitter:
@@ -288,3 +194,93 @@ class Daemon:
 
     def _trouble(self) -> str:
         return self._keeper.trouble if self._keeper is not None else ""
+
+
+class ServiceNotifier:
+    """Tells the health service and systemd whether the daemon can work. `health`: sets what the health service answers.
+
+    The daemon is *ready* while its lease surely lives (so the store was reached) and its node is registered. Health says SERVING then, and
+    else NOT_SERVING. systemd is told READY when that is first so (it has no word for "not any more", but a status line), and that the daemon
+    stops, or reads its certificates anew. The event loop feeds the watchdog: systemd kills and restarts a daemon whose loop stands still,
+    and its workers do not notice. `controllers.daemon.incarnation` decides whether a daemon is ready.
+    """
+
+    def __init__(self, manager: ServiceManager, health: Callable[[bool], Awaitable[None]], clock: Clock) -> None:
+        self._manager = manager
+        self._health = health
+        self._clock = clock
+        self._told_ready = False
+        self._stopping = False
+        self.ready = False
+        """As it was last told."""
+
+    async def say(self, ready: bool, status: str) -> None:
+        """Whether the daemon can work, and a sentence for people."""
+        self.ready = ready and not self._stopping
+        await self._health(self.ready)
+        if self._stopping:
+            return
+        if ready and not self._told_ready:
+            self._told_ready = True
+            self._manager.tell("READY=1", f"STATUS={status}")
+        else:
+            self._manager.tell(f"STATUS={status}")
+
+    async def stopping(self, status: str) -> None:
+        """Say that the daemon hands over and ends, and takes no more calls."""
+        self._stopping = True
+        self._manager.tell("STOPPING=1", f"STATUS={status}")
+        await self.say(False, status)
+
+    def reloading(self) -> None:
+        """Say that the daemon reads its files anew; `reloaded` follows."""
+        if self._told_ready and not self._stopping:
+            micros = int(self._clock.monotonic() * 1e6)
+            self._manager.tell("RELOADING=1", f"MONOTONIC_USEC={micros}")
+
+    def reloaded(self, status: str) -> None:
+        """Say that it has, or could not: `status` says which."""
+        if self._told_ready and not self._stopping:
+            self._manager.tell("READY=1", f"STATUS={status}")
+
+    async def feed_watchdog(self) -> None:
+        """For ever; at once over where there is no watchdog."""
+        limit = self._manager.watchdog_s
+        while limit is not None:
+            self._manager.tell("WATCHDOG=1")
+            await self._clock.sleep(limit / FED_PER_LIMIT)
+
+
+async def watch_certificates(watched: ReloadingFiles | None, store: StoreRef, metrics: Metrics, clock: Clock) -> None:
+    """Show as metrics, for ever, when the daemon's certificates end, and those of the store's members.
+
+    A cluster whose certificates ended cannot talk. They are looked at again and again, since files are replaced while a daemon runs. Renews
+    nothing. `watched`: the certificate that the daemon shows to callers.
+    """
+    while True:
+        metrics.certificate_ends.set(min(own_certificate_expiries(watched, store), default=0.0))
+        metrics.show_store_certificates(await store_certificate_expiries(store))
+        await clock.sleep(LOOK_EVERY_S)
+
+
+def own_certificate_expiries(watched: ReloadingFiles | None, store: StoreRef) -> Iterator[float]:
+    """When this process's certificates end: the one for callers, and the one that it shows to the store. What cannot be read in this
+    moment is left out."""
+    if watched is not None and (pem := watched.pem.cert) is not None:
+        yield certificate_expiry(pem)
+    if store.tls is not None and store.tls.cert is not None:
+        with contextlib.suppress(OSError, UsageError):
+            yield certificate_expiry(Path(store.tls.cert).read_bytes())
+
+
+def certificate_expiry(pem: bytes) -> float:
+    """When a certificate ends, in seconds since the epoch. Raises UsageError."""
+    from gcore.api.authority import read_certificate
+
+    return read_certificate(pem).ends.timestamp()
+
+
+def most_slots(config: NodeConfig) -> int | None:
+    """The slots that there will ever be: a local cluster is as large as it was started, any other may grow (None)."""
+    local = LocalCluster.load(Path(config.home)) if config.local_cluster else None
+    return None if local is None else len(local.slots)

@@ -1,17 +1,16 @@
-"""Finds what lies on this node and deletes what is not needed any more: see `controllers.storage.rules`, which decides.
+"""Deletes what is not needed any more on this node, and holds a run's folder to its disk quota. `controllers.storage.rules` decides what goes.
 
 - *Run folders* under `run_root` are known by the uid at the end of their name; only one that this store's record of that job names,
   and whose job has ended, may go, after an hour. One in which an unfinished job's spec names a file (a model, data) is needed.
-- *Caches* are needed while they were used since the oldest unfinished job was created: whoever opens one touches it
-  (`gcore.prompts`).
+- *Caches* are needed while they were used since the oldest unfinished job was created: each use touches the cache (`gcore.data.dataset`).
 - *Logs* are those of supervisors; one whose worker is registered is needed.
 - *Scratch* is what a job's processes left in their folder on this node; needed until the job has ended and no worker of it is left.
 
-Whether anybody needs it is asked again right before something is deleted.
+Whether a job needs something is asked again right before it is deleted. A folder is first renamed, and then deleted: of several daemons
+that see the same folder one does it, and none finds half of one. What jobs used long ago, of all nodes, is forgotten in the same rounds
+(`controllers.accounting.usage`).
 
-What jobs used long ago, of all nodes, is forgotten in the same rounds (`controllers.accounting.usage`).
-
-A folder is first renamed, and then deleted: of several daemons that see the same folder one does it, and none finds half of one.
+`DiskQuota` measures a job's run folder against `limits.disk_gib`; it deletes nothing.
 """
 
 from __future__ import annotations
@@ -52,12 +51,23 @@ GONE = ".gone-"
 """What a folder that is being deleted is called."""
 
 _RUN = re.compile(r".+-([0-9a-f]{12})")
+
 _LOG = re.compile(r"(.+)\.supervisor\.log|(emulated-.+)\.log")
+
+MEASURE_S, MOST_NODES = 60.0, 10
+"""Between two looks of a node that is alone; so many times as long at most."""
+
+NEARLY = 0.9
+
+BYTES_PER_GIB = 1 << 30
+
+TOPIC = "disk"
+"""What trouble with it is called in the store."""
 
 
 @dataclass(frozen=True)
 class UnfinishedJobs:
-    """What the jobs that have not ended use, as the store tells."""
+    """The names, paths and workers of the jobs that have not ended, as the store has them."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     """By uid."""
@@ -77,7 +87,7 @@ class UnfinishedJobs:
 
 
 class UnfinishedJobsReader:
-    """The unfinished jobs, asked for again and again: what a job's record says of paths is read once."""
+    """Reads the unfinished jobs from the store, again and again; the paths in a job's record are read once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -182,7 +192,7 @@ def _at_home(home: Path) -> list[GarbageCandidate]:
 
 @dataclass(frozen=True)
 class DeletionReport:
-    """What became of what was to go. `problems`: what could not be deleted, a sentence each."""
+    """The result of a deletion: the decisions that were carried out. `problems`: what could not be deleted, a sentence each."""
 
     verdicts: tuple[GarbageDecision, ...]
     problems: tuple[str, ...] = ()
@@ -220,7 +230,7 @@ def _delete(path: Path) -> None:
 
 
 class GarbageCollector:
-    """A daemon's rounds."""
+    """Deletes garbage on a daemon's node, again and again."""
 
     def __init__(self, config: NodeConfig, store: Store, clock: Clock) -> None:
         self._config = config
@@ -302,29 +312,8 @@ def _paths(spec: Any) -> Iterator[str]:
             yield from _paths(value)
 
 
-# -------------------- quota
-# How much of its disk quota a job's run folder takes (`limits.disk_gib`), and what follows.
-#
-# At nine tenths no more samples are kept here: they are for people, and the run goes on without them. Beyond the quota the job is
-# paused, at a commit, with a checkpoint, and says why: nothing is lost, whoever makes room (or has the quota raised) resumes it. It
-# is not failed, for a failed job does not go on; nor are its writes refused, which would end it anywhere. So the quota is no wall: the
-# checkpoint with which it is paused comes on top.
-#
-# What lies there is measured by looking at every file, in a thread, the more rarely the more nodes do so: they see the same folder,
-# or each its own. What is limited is what this node sees. Deletes nothing.
-
-MEASURE_S, MOST_NODES = 60.0, 10
-"""Between two looks of a node that is alone; so many times as long at most."""
-
-NEARLY = 0.9
-BYTES_PER_GIB = 1 << 30
-
-TOPIC = "disk"
-"""What trouble with it is called in the store."""
-
-
 class QuotaLevel(Enum):
-    """How full it is."""
+    """How full a run's folder is."""
 
     FREE = "free"
     NEARLY = "nearly"
@@ -333,7 +322,7 @@ class QuotaLevel(Enum):
 
 @dataclass(frozen=True, slots=True)
 class DiskUsage:
-    """Of a run's folder. `sentence`: for people; nothing while there is room."""
+    """How much a run's folder takes of its quota. `sentence`: for people; empty while there is room."""
 
     level: QuotaLevel
     sentence: str = ""
@@ -355,8 +344,17 @@ def measure_disk_usage(taken: int, quota_gib: float, run_dir: Path) -> DiskUsage
 
 
 class DiskQuota:
-    """Measures a run's folder. `members`: how many nodes measure; `show`: told how it stands, whenever that is another level;
-    `pause`: has the job stand still at its next commit."""
+    """Measures how much of its disk quota (`limits.disk_gib`) a job's run folder takes, and pauses a job that takes more.
+
+    At nine tenths no more samples are kept: they are for people, and the run goes on without them. Beyond the quota the job is paused, at a
+    commit, with a checkpoint, and says why. Nothing is lost: a person makes room (or has the quota raised) and resumes it. The job is not
+    failed, for a failed job does not go on; nor are its writes refused, which would end it anywhere. So the quota is no wall: the checkpoint
+    with which the job is paused comes on top.
+
+    Every file is looked at, in a thread, the more rarely the more nodes do so: they see the same folder, or each its own. What is limited
+    is what this node sees. `members`: how many nodes measure; `show`: called with the usage whenever the level changes; `pause`: pauses the
+    job at its next commit.
+    """
 
     def __init__(
         self,

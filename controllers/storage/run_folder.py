@@ -1,15 +1,18 @@
-"""The proof that all nodes of a job see one and the same folder, before any of them counts on it.
+"""A run's folder as one node has it: the proof that nodes share it, the weights staged in it, and a node's own folder where they share none.
 
-Staged weights, checkpoints, receipts and old log entries go through the run's folder: one node writes them and another reads
-them. Each controller that prepares a job writes a number that nobody can guess into a file of its own there, puts file and
-number into the store, and only then looks which others have done so, and reads their files. Of any two, whoever came second
-looks for the other's: so no two nodes get past each other unproven, and a node that comes later is proved against all.
+Staged weights, checkpoints, receipts and old log entries go through the run's folder: one node writes them and another reads them. So
+`StorageProof` proves that all nodes of a job see one and the same folder, before any of them counts on it. Each controller that prepares a
+job writes a random number into a file of its own there, puts file and number into the store, and only then looks which others have done so,
+and reads their files. Of any two, the one that came second looks for the other's: so no two nodes get past each other unproven, and a node
+that comes later is proved against all. Where nodes are to share none (`storage.copies`), the same proves that no two do, and each has the
+run's folder under its own run root.
 
-Where nodes are to share none (`storage.copies`), the same proves that no two do, and each has the run's folder under its own
-run root.
+A file that is not there at once is looked for again: a mounted folder may show late what another machine wrote. The proof says nothing
+about how fast the folder is, nor that its disk keeps what it takes. On one machine it is as good as free.
 
-A file that is not there at once is looked for again: a mounted folder may show late what another machine wrote. Proves
-nothing about how fast the folder is, nor that its disk keeps what it takes. On one machine it is as good as free.
+`StagedWeightsMonitor` looks which weights are staged there. `LocalRunFolders` are this node's own folders of jobs whose nodes share none:
+what is known of each beside its files, and how files that only grow are continued from what peers have. A daemon without a job has them
+already, so this module imports little.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from gcore.errors import GcoreError, explain_os_errors
 from gcore.ledger import archive
 from gcore.ledger.audit import receipts
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import slot_accounting as books_file
+from gcore.ledger.records import slot_accounting
 from gcore.ledger.records.job import JobRecord, StorageMark
 from gcore.models.layout import FIRST, versions_in, weights_folder
 from gcore.observability import samples
@@ -55,6 +58,26 @@ SHARE_IT = (
 )
 
 Pause = Callable[[float], Awaitable[None]]
+
+STAGED_LOOK_AGAIN_S = 0.2
+"""While weights are missed, until the folder is looked at again."""
+
+ANSWER_S = 10.0
+"""So long may a look take before it is told."""
+
+TOPIC = "storage"
+
+NOTHING_STAGED = frozenset({FIRST})
+"""What engines can have before a rank has staged anything: the model they start with."""
+
+HOW = "see whether its disk or mount is well on this node"
+
+Tell = Callable[[str, str], None]
+
+Look = Callable[[Path], frozenset[Version]]
+
+RECORDS = (archive.LOG_FOLDER, archive.EVALUATIONS, receipts.FOLDER)
+"""The folders whose files only grow."""
 
 
 def folder_loss(run_dir: Path, node: str) -> str:
@@ -100,7 +123,7 @@ def localize_mirror(mirror: JobMirror, run_root: Path) -> JobMirror:
 
 @dataclass(frozen=True)
 class StorageProof:
-    """One node's part, for one job. `is_apart`: it is proved that no two share a folder, or a copy on the one would be taken
+    """One node's proof that it shares one job's folder with the others. `is_apart`: it is proved that no two share a folder, or a copy on the one would be taken
     for a second one. `pause` waits so many seconds, or until there is nothing to wait for any more."""
 
     store: Store
@@ -166,39 +189,22 @@ class StorageProof:
         return [mark for mark in marks if mark.node != self.identity.node]
 
 
-# -------------------- staged
-# Which weights lie staged in a job's folder: looked for beside the event loop, only while those of head are missed.
-#
-# The folder may be on a mount that hangs, or that fails for a while. A call into the first does not come back, so it is made in
-# a thread that nobody waits for: neither the lease's renewal, nor the threads that others share, nor the daemon's end. One
-# look is under way at a time; one that takes too long is told, and so is an error. Both are over when the folder answers.
-#
-# What is known stays what was seen last.
-
-STAGED_LOOK_AGAIN_S = 0.2
-"""While weights are missed, until the folder is looked at again."""
-
-ANSWER_S = 10.0
-"""So long may a look take before it is told."""
-
-TOPIC = "storage"
-
-NOTHING_STAGED = frozenset({FIRST})
-"""What engines can have before a rank has staged anything: the model they start with."""
-
-HOW = "see whether its disk or mount is well on this node"
-Tell = Callable[[str, str], None]
-Look = Callable[[Path], frozenset[Version]]
-
-
 def staged_versions(run_dir: Path) -> frozenset[Version]:
     """The versions whose weights lie whole in the run's folder, and the first, which engines start with. Raises OSError."""
     return versions_in(weights_folder(run_dir, FIRST).parent) | {FIRST}
 
 
 class StagedWeightsMonitor:
-    """Looks which weights are staged. `wanted`: head's version; `tell`: of a trouble by topic, an empty sentence when it is over;
-    `found`: called when other versions are there."""
+    """Looks which weights are staged in a job's folder, beside the event loop, while head's weights are missing.
+
+    The folder may be on a mount that hangs, or that fails for a while. A call into a mount that hangs does not come back, so it is made in
+    a thread that nothing waits for: neither the lease's renewal, nor the threads that others share, nor the daemon's end. One look is under
+    way at a time. A look that takes too long is reported, and so is an error; both reports end when the folder answers. What is known stays
+    what was seen last.
+
+    `wanted`: head's version; `tell`: called with a topic and a sentence about trouble, an empty sentence when it is over; `found`: called
+    when other versions are there.
+    """
 
     def __init__(
         self,
@@ -281,17 +287,9 @@ def _in_a_thread(look: Callable[[], frozenset[Version]]) -> asyncio.Future[froze
     return future
 
 
-# -------------------- own_files
-# This node's own folders of runs, of jobs whose nodes share none: what is known of each beside what lies in it, and how its files
-# that only grow are continued by what peers have. A daemon without a job has this already, so it imports little.
-
-RECORDS = (archive.LOG_FOLDER, archive.EVALUATIONS, receipts.FOLDER)
-"""The folders whose files only grow."""
-
-
 @dataclass
 class LocalRunFolder:
-    """One job's, on one node, as long as the daemon lives."""
+    """One job's run folder on one node, as long as the daemon lives."""
 
     files: PeerFiles
     brought: set[str] = field(default_factory=set)
@@ -305,7 +303,7 @@ class LocalRunFolder:
 
 
 class LocalRunFolders:
-    """All of a node's, by job: who writes there and who reads for people go through the same one."""
+    """A node's run folders by job: writers, and readers for people, go through the same one."""
 
     def __init__(self, connector: Connector = PLAIN) -> None:
         self._connector = connector
@@ -331,8 +329,8 @@ async def collect_samples(own: LocalRunFolder, peers: Mapping[str, str]) -> None
 
 
 async def collect_accounts(own: LocalRunFolder, peers: Mapping[str, str]) -> None:
-    """Before books are read: what other nodes have booked, as far as they give it."""
-    await extend_files(own, peers, (books_file.FOLDER,))
+    """Before slot accounting is read: what other nodes have accounted for, as far as they give it."""
+    await extend_files(own, peers, (slot_accounting.FOLDER,))
 
 
 async def collect_records(own: LocalRunFolder, peers: Mapping[str, str]) -> None:

@@ -38,7 +38,7 @@ from virtual_time import NothingLeft, Process, ProcessClock, VirtualLoop
 
 from controllers.changes import ChangeSignal
 from controllers.daemon.daemon import Daemon
-from controllers.daemon.life import Addresses, DaemonState, Incarnation
+from controllers.daemon.incarnation import Addresses, DaemonState, Incarnation
 from controllers.job.runner import JobRunner
 from controllers.rules.decide import decide
 from controllers.rules.waits import current_waits
@@ -142,7 +142,7 @@ class SimulatedDaemon(Daemon):
 
 
 class SimulatedLife(Incarnation):
-    """`controllers.daemon.life.Incarnation` with jobs that reach simulated workers."""
+    """`controllers.daemon.incarnation.Incarnation` with jobs that reach simulated workers."""
 
     def __init__(self, own: DaemonState, node: Node) -> None:
         super().__init__(own, node.store, Addresses(node.name, ""), _nothing)
@@ -346,11 +346,11 @@ def in_place(cluster: SimulatedCluster) -> Iterator[None]:
                 continue
             stack.enter_context(mock.patch(f"{module}.uuid", Names))
         # It would collect garbage, and here all controllers are one process.
-        stack.enter_context(mock.patch("controllers.daemon.life.trim_memory"))
+        stack.enter_context(mock.patch("controllers.daemon.incarnation.trim_memory"))
         stack.enter_context(mock.patch("controllers.daemon.daemon.DaemonState", _belongings))
         set_written_version(NEWEST_VERSION)
         stack.enter_context(mock.patch("controllers.workers.launcher.is_running", cluster.is_running))
-        for module in ("controllers.job.reconciler", "controllers.daemon.life"):
+        for module in ("controllers.job.reconciler", "controllers.daemon.incarnation"):
             stack.enter_context(mock.patch(f"{module}.send_signal", cluster.signalled))
         # A story may have more misfortune than a real job should live through, and less log.
         stack.enter_context(mock.patch("controllers.rules.world.MAX_FRUITLESS_ROLLBACKS", 1000))

@@ -1,6 +1,6 @@
 """What a controller of the simulated cluster reaches: production's session of a job, over simulated messages.
 
-One life is one incarnation under one lease, as in `controllers.daemon.life`, and `controllers.job.runner` builds the job's parts as in the
+One life is one incarnation under one lease, as in `controllers.daemon.incarnation`, and `controllers.job.runner` builds the job's parts as in the
 daemon. Simulated are only the ends: prompts come from nowhere, engines and ranks are those of `simulated_workers`, starting a worker
 starts a simulated one, and nothing is recorded for people.
 """

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from controllers.api.edge.server import CallCounter
 from controllers.daemon.daemon import own_certificate_expiries, watch_certificates
-from controllers.daemon.life import job_counts
+from controllers.daemon.incarnation import job_counts
 from controllers.telemetry.gauges import (
     ASK_EVERY_S,
     JobStoreSize,

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from controllers.daemon.life import import_in_thread
+from controllers.daemon.incarnation import import_in_thread
 
 LATE = """
 import time, late_probe
@@ -38,4 +38,4 @@ async def test_several_who_need_modules_at_once_get_them_one_after_the_other(
 async def test_what_cannot_be_imported_is_told_and_the_next_is_imported() -> None:
     with pytest.raises(ModuleNotFoundError):
         await import_in_thread("controllers.nothing_of_that_name")
-    await import_in_thread("controllers.daemon.life")
+    await import_in_thread("controllers.daemon.incarnation")

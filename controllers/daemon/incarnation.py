@@ -1,8 +1,9 @@
-"""One life of a daemon, which is one incarnation: from a granted lease to its loss.
+"""One incarnation of a daemon: from a granted lease to its loss.
 
-It registers its node (`controllers.cluster.registration`), listens to who else is there and which jobs have not ended, and has a runner for each of these. What only
-jobs need (data, tokens, engines' clients) is imported with the first job, in a thread, so that a daemon without one is small
-and quickly there, and its lease is renewed meanwhile.
+`Incarnation` registers its node (`controllers.cluster.registration`), watches the other nodes and the jobs that have not ended, and has a
+runner for each of these jobs. `DaemonState` is what a daemon keeps from one incarnation to the next. What only jobs need (data, tokens,
+engine clients) is imported with the first job, in a thread, so that a daemon without a job is small and soon there, and its lease is renewed
+meanwhile.
 """
 
 from __future__ import annotations
@@ -47,102 +48,16 @@ from gcore.system.process import send_signal
 if TYPE_CHECKING:
     from controllers.job.runner import JobRunner
 
-# -------------------- belongings
-# What a daemon keeps from one life to the next, and where it is reached. What it does with them is `controllers.daemon.life`'s.
-
-
-@dataclass
-class DaemonState:
-    """What a daemon keeps from one life to the next."""
-
-    config: NodeConfig
-    clock: Clock
-    metrics: Metrics = field(default_factory=Metrics)
-    connector: Connector = PLAIN
-    """How others are reached."""
-    folders: LocalRunFolders = field(init=False)
-    runners: dict[str, JobRunner] = field(default_factory=dict)
-    """Of the jobs that this life works on, by uid."""
-    cluster: ClusterMirror | None = None
-    """What this life, or the last, hears of the cluster; None: none has begun."""
-    spoken: int = 0
-    """The schema version that is written; 0: it is not known yet which everybody reads."""
-    facts: NodeFactsReader = field(init=False)
-    """What the node is."""
-    health: SlotHealth = field(init=False)
-    """Which of its slots are sick."""
-    groups: JobGroups = field(init=False)
-    """Where its jobs' processes run."""
-    traces: StepTraces | None = field(init=False)
-    """Where steps are told as spans; None: nowhere."""
-
-    def __post_init__(self) -> None:
-        self.traces = None if self.config.collector is None else StepTraces(self.config.collector, self.config.node)
-        self.folders = LocalRunFolders(self.connector)
-        self.facts = NodeFactsReader(self.config)
-        self.health = SlotHealth(self.config.node, self.config.slots, self.clock)
-        self.groups = JobGroups(self.config.limits)
-
-
-@dataclass(frozen=True, slots=True)
-class Addresses:
-    """Where a daemon answers, host:port each. `peers` empty: where people ask, too."""
-
-    people: str
-    metrics: str
-    peers: str = ""
-
-
-# -------------------- job_gauges
-# Which jobs there are and how many slots each has, as metrics tell it.
-
-
-def job_counts(
-    claims: Mapping[str, Claim], working: Collection[str], shares: Versioned[Shares] | None
-) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """Jobs by state, and slots by job. `working`: the jobs that have slots, or all where nobody shares them out."""
-    states = Counter(_state(claim, works=uid in working) for uid, claim in claims.items())
-    shared = {} if shares is None else shares.record.jobs
-    slots = {
-        full_name(claims[uid].name or uid, claims[uid].namespace): len(slots_of_share(share.granted))
-        for uid, share in shared.items()
-        if uid in claims
-    }
-    return states, slots
-
-
-def _state(claim: Claim, *, works: bool) -> str:
-    if works:
-        return "running"
-    return "paused" if claim.paused else "queued"
-
-
-# -------------------- importing
-# Imports what only jobs need, when it is needed: off the event loop, and one such import at a time.
-#
-# Two threads that import packages which need one another's parts wait for each other, and Python ends one of them with an error: a request
-# that comes when the first job is found would be refused for it.
-
-_ONE = threading.Lock()
-
-
-async def import_in_thread(module: str) -> None:
-    """It is there when this returns."""
-    await asyncio.to_thread(_import, module)
-
-
-def _import(module: str) -> None:
-    with _ONE:
-        importlib.import_module(module)
-
+_ONE_IMPORT = threading.Lock()
 
 log = logging.getLogger(__name__)
+
 RETRY_S = 0.5
 
 
 class Incarnation:
-    """Of one daemon. `addresses` are told to everybody. `ready` is told whether the daemon can work, with a
-    sentence, whenever that changes: it can while its lease surely lives and its node is registered."""
+    """A daemon while it has one lease. `addresses` are registered for all nodes and people. `ready` is called with whether the daemon can
+    work, and a sentence, whenever that changes: it can while its lease surely lives and its node is registered."""
 
     def __init__(
         self,
@@ -308,3 +223,79 @@ class Incarnation:
                 asked.add(worker.instance)
                 log.info("stop %s: its job has ended", worker.instance)
                 send_signal(worker.process, signal.SIGTERM)
+
+
+@dataclass
+class DaemonState:
+    """What a daemon keeps from one incarnation to the next."""
+
+    config: NodeConfig
+    clock: Clock
+    metrics: Metrics = field(default_factory=Metrics)
+    connector: Connector = PLAIN
+    """How others are reached."""
+    folders: LocalRunFolders = field(init=False)
+    runners: dict[str, JobRunner] = field(default_factory=dict)
+    """Of the jobs that this incarnation works on, by uid."""
+    cluster: ClusterMirror | None = None
+    """What this incarnation, or the last, knows of the cluster; None: none has begun."""
+    spoken: int = 0
+    """The schema version that is written; 0: it is not known yet which everybody reads."""
+    facts: NodeFactsReader = field(init=False)
+    """What the node is."""
+    health: SlotHealth = field(init=False)
+    """Which of its slots are sick."""
+    groups: JobGroups = field(init=False)
+    """Where its jobs' processes run."""
+    traces: StepTraces | None = field(init=False)
+    """Where steps are told as spans; None: nowhere."""
+
+    def __post_init__(self) -> None:
+        self.traces = None if self.config.collector is None else StepTraces(self.config.collector, self.config.node)
+        self.folders = LocalRunFolders(self.connector)
+        self.facts = NodeFactsReader(self.config)
+        self.health = SlotHealth(self.config.node, self.config.slots, self.clock)
+        self.groups = JobGroups(self.config.limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """The addresses of a daemon, host:port each. `peers` empty: the same as `people`."""
+
+    people: str
+    metrics: str
+    peers: str = ""
+
+
+def job_counts(
+    claims: Mapping[str, Claim], working: Collection[str], shares: Versioned[Shares] | None
+) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Jobs by state, and slots by job, for metrics. `working`: the jobs that have slots, or all where slots are not shared out."""
+    states = Counter(_state(claim, works=uid in working) for uid, claim in claims.items())
+    shared = {} if shares is None else shares.record.jobs
+    slots = {
+        full_name(claims[uid].name or uid, claims[uid].namespace): len(slots_of_share(share.granted))
+        for uid, share in shared.items()
+        if uid in claims
+    }
+    return states, slots
+
+
+def _state(claim: Claim, *, works: bool) -> str:
+    if works:
+        return "running"
+    return "paused" if claim.paused else "queued"
+
+
+async def import_in_thread(module: str) -> None:
+    """Import what only jobs need, off the event loop, one such import at a time. The module is there when this returns.
+
+    Two threads that import packages which need one another's parts wait for each other, and Python ends one of them with an error: a request
+    that comes when the first job is found would be refused for it.
+    """
+    await asyncio.to_thread(_import, module)
+
+
+def _import(module: str) -> None:
+    with _ONE_IMPORT:
+        importlib.import_module(module)
