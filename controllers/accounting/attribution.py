@@ -47,6 +47,26 @@ from gcore.rollout.engine_time import EngineTime
 from gcore.types import Pool
 from gcore.worker.records import WorkerRecord
 
+WAITING, LOADING, SAVING = "waiting", "loading", "saving"
+
+MOVING: Mapping[str, State] = {
+    "releasing": switching("train", "rollout"),
+    "restoring": switching("rollout", "train"),
+    LOADING: switching(NOBODY, "train"),
+    SAVING: SYNCING,
+    "failed": FAILED,
+}
+"""Phases of a rank that are neither waiting nor work on a step."""
+
+WaitCause = Literal["wait_for_weights_s", "tail_s"]
+
+WAIT_CAUSES: Mapping[IdleCause, WaitCause] = {
+    "barrier": "wait_for_weights_s",
+    "waiting_weights": "wait_for_weights_s",
+    "tail": "tail_s",
+}
+"""The statistic that a cause counts to; the other causes delay no step by themselves."""
+
 
 def find_idle_cause(view: JobView, *, held_back: bool) -> IdleCause:
     """What keeps idle workers of this controller idle now. `held_back`: whether a judge's limit holds prompts back."""
@@ -96,18 +116,6 @@ def worker_idle_cause(view: JobView, cause: IdleCause, pool: Pool, instance: str
     if awake and all(engine.version != view.head.version for engine in awake):
         return "waiting_weights"
     return "no_work" if pool == "reward" and cause == "back_pressure" else cause
-
-
-WAITING, LOADING, SAVING = "waiting", "loading", "saving"
-
-MOVING: Mapping[str, State] = {
-    "releasing": switching("train", "rollout"),
-    "restoring": switching("rollout", "train"),
-    LOADING: switching(NOBODY, "train"),
-    SAVING: SYNCING,
-    "failed": FAILED,
-}
-"""Phases of a rank that are neither waiting nor work on a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,16 +427,6 @@ def _engine(judge: str, slot: str) -> str:
 
 def _rank(world: str, rank: int, slot: str) -> str:
     return f"rank {world} {rank} {slot}"
-
-
-WaitCause = Literal["wait_for_weights_s", "tail_s"]
-
-WAIT_CAUSES: Mapping[IdleCause, WaitCause] = {
-    "barrier": "wait_for_weights_s",
-    "waiting_weights": "wait_for_weights_s",
-    "tail": "tail_s",
-}
-"""The statistic that a cause counts to; the other causes delay no step by themselves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,12 @@ ALMOST = 1e-9
 """Seconds: tolerance for sums of floats."""
 
 T = TypeVar("T")
+
 Seconds = Mapping[State, float]
+
+_WORDS = ("busy train", "busy rollout", "busy reward", SYNCING, "switching", FAILED)
+
+_ORDER = (*_WORDS, "idle rollout", "idle reward", "idle train", UNALLOCATED)
 
 
 def busy(pool: Pool) -> State:
@@ -57,10 +62,6 @@ def idle(pool: Pool, cause: IdleCause) -> State:
 def switching(before: str, after: str) -> State:
     """Changing from one role to another; either may be NOBODY."""
     return f"switching {before}>{after}"
-
-
-_WORDS = ("busy train", "busy rollout", "busy reward", SYNCING, "switching", FAILED)
-_ORDER = (*_WORDS, "idle rollout", "idle reward", "idle train", UNALLOCATED)
 
 
 def precedence(state: State) -> int:

@@ -55,6 +55,20 @@ from gcore.types import Pool, Version
 from gcore.worker.records import WorkerRecord
 from placement.measurements import load_class
 
+COUNTED = ("tokens", "requests")
+
+REPORT_DELAY_S = 0.15
+"""The most that a rank's message of a change of its phase takes."""
+
+PATIENCE_S = 5.0
+"""How long a step waits for an engine that should have been read."""
+
+UNREACHABLE_S = 1.5
+"""How long an engine that was asked in vain still counts as answering: a connection may break once."""
+
+SHORTEST_S = 1e-3
+"""A shorter window is no step: several changes were received at once."""
+
 
 class UnwatchedInterval:
     """The time for which this controller was away: from the last step that its incarnation before closed until this one began. Mutable.
@@ -180,9 +194,6 @@ def reading_at_start(reading: EngineReading, since: float, came: float | None = 
     return EngineReading(begin, type(sums)(sums.at - life + rested, idle_s=idle_s, asleep_s=asleep_s), 0.0, 0.0, 0, 0)
 
 
-COUNTED = ("tokens", "requests")
-
-
 def engine_totals(slot: str, reading: EngineReading) -> WorkerTotals:
     """Totals of an engine at a reading, as they are stored."""
     assert reading.sums is not None
@@ -259,19 +270,6 @@ def close_step(
         switches=switches,
     )
     return step, spans
-
-
-REPORT_DELAY_S = 0.15
-"""The most that a rank's message of a change of its phase takes."""
-
-PATIENCE_S = 5.0
-"""How long a step waits for an engine that should have been read."""
-
-UNREACHABLE_S = 1.5
-"""How long an engine that was asked in vain still counts as answering: a connection may break once."""
-
-SHORTEST_S = 1e-3
-"""A shorter window is no step: several changes were received at once."""
 
 
 @dataclass

@@ -46,6 +46,9 @@ LONGEST_NODE = 64
 LAST = 10.0**11
 """No time of a request is later, in seconds since the epoch."""
 
+MOST_NAMESPACES = 1_000
+"""Namespaces that may have a quota: their quotas are in one record."""
+
 
 @dataclass(frozen=True, slots=True)
 class UsageQuery:
@@ -181,10 +184,6 @@ class FleetMethods(JobsServiceBase):
                 for w in listing.workers
             ],
         )
-
-
-MOST_NAMESPACES = 1_000
-"""With a quota: they stand in one record."""
 
 
 class QuotaMethods(JobsServiceBase):

@@ -60,8 +60,44 @@ SECTION = "scheduling."
 """Fields may be named as in the spec, too."""
 
 Change = Callable[[Claim], Claim]
+
 NO_QUEUE: Mapping[str, QueuePosition] = MappingProxyType({})
+
 _GOES_ON = (pb.JOB_STATE_PENDING, pb.JOB_STATE_RUNNING)
+
+MOST_WARNINGS = 8
+"""Troubles that an answer tells, the newest."""
+
+MOST_SAID = 2000
+"""Characters of each."""
+
+STATES = {
+    JobPhase.PENDING: pb.JOB_STATE_PENDING,
+    JobPhase.RUNNING: pb.JOB_STATE_RUNNING,
+    JobPhase.SUCCEEDED: pb.JOB_STATE_SUCCEEDED,
+    JobPhase.FAILED: pb.JOB_STATE_FAILED,
+    JobPhase.CANCELLED: pb.JOB_STATE_CANCELLED,
+}
+
+ENDED = frozenset({pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED})
+
+DEFAULT_SIZE, MOST_ON_A_PAGE = 100, 1000
+
+MOST_LOOKED_AT = 2000
+"""Jobs that one call looks at: behind a filter that few pass there may be very many."""
+
+MOST_BYTES = 16 << 20
+"""Of an answer: a page ends with the job that takes it there. Specs may be long, and an answer that is too large reaches nobody."""
+
+AT_ONCE = 32
+"""Jobs that are read at the same time."""
+
+LONGEST_FILTER = 256
+
+_AGAIN = "Ask for the first page again, without a token"
+
+LONGEST_NAME = 256
+"""Characters of a job's name, uid or namespace in a request."""
 
 
 def pause_change(*, yes: bool) -> Change:
@@ -226,21 +262,6 @@ def newest_evaluation(mirror: JobMirror) -> Evaluation | None:
     return newest.record if newest is not None else None
 
 
-MOST_WARNINGS = 8
-"""Troubles that an answer tells, the newest."""
-
-MOST_SAID = 2000
-"""Characters of each."""
-
-STATES = {
-    JobPhase.PENDING: pb.JOB_STATE_PENDING,
-    JobPhase.RUNNING: pb.JOB_STATE_RUNNING,
-    JobPhase.SUCCEEDED: pb.JOB_STATE_SUCCEEDED,
-    JobPhase.FAILED: pb.JOB_STATE_FAILED,
-    JobPhase.CANCELLED: pb.JOB_STATE_CANCELLED,
-}
-
-
 def describe_run(run_dir: Path) -> pb.Job | None:
     """Of a run that has ended, with the paths as its folder lies now; None if no copy of its records does.
 
@@ -328,9 +349,6 @@ def _newest_checkpoint(mirror: JobMirror) -> str | None:
     return next((c.file for c in on_chain if c.file), None)
 
 
-ENDED = frozenset({pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED})
-
-
 async def add_queue_positions(
     jobs: StoreReader, messages: Sequence[pb.Job], shares: Shares | None, *, quick: bool = False
 ) -> None:
@@ -343,21 +361,6 @@ async def add_queue_positions(
     queue: Mapping[str, QueuePosition] = await jobs.queue(*waiting) if waiting and not quick else {}
     for message, claim in found:
         add_claim(message, claim.record, shares, queue)
-
-
-DEFAULT_SIZE, MOST_ON_A_PAGE = 100, 1000
-
-MOST_LOOKED_AT = 2000
-"""Jobs that one call looks at: behind a filter that few pass there may be very many."""
-
-MOST_BYTES = 16 << 20
-"""Of an answer: a page ends with the job that takes it there. Specs may be long, and an answer that is too large reaches nobody."""
-
-AT_ONCE = 32
-"""Jobs that are read at the same time."""
-
-LONGEST_FILTER = 256
-_AGAIN = "Ask for the first page again, without a token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,10 +465,6 @@ def summarize_job(one: JobMirror | UnreadableJob) -> pb.Job:
             name = "" if one.job is None else one.job.record.name
             one = UnreadableJob(one.keys.uid, name, str(error))
     return pb.Job(uid=one.uid, name=one.name, state=pb.JOB_STATE_UNSPECIFIED, reason=one.why)
-
-
-LONGEST_NAME = 256
-"""Characters of a job's name, uid or namespace in a request."""
 
 
 class JobsServiceBase(jobs_pb2_grpc.JobsServicer):

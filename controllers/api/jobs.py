@@ -63,7 +63,20 @@ from gcore.types import Pool, Version
 from placement.slots import sizes_of
 
 PIN_TRIES = 5
+
 POOLS: tuple[Pool, ...] = ("rollout", "reward", "train")
+
+GOING = ".going"
+"""What a folder's name ends with while it is deleted."""
+
+ASK_TRIES = 10
+
+LONGEST_REQUEST_ID = 128
+
+LONGEST_SPEC = 1 << 20
+"""Characters of a spec as JSON, with the templates that were read into it."""
+
+T = TypeVar("T")
 
 
 def describe_placement(mirror: JobMirror, nodes: frozenset[str]) -> jobs_pb2.PlacementReply:
@@ -152,10 +165,6 @@ async def write_pin(
     raise StoreUnavailable("others fix the same job's placement at the same time", fix="Ask again")
 
 
-GOING = ".going"
-"""What a folder's name ends with while it is deleted."""
-
-
 def check_job_ended(mirror: JobMirror, workers: int) -> None:
     """Raises Conflict for a job of which anything is still at work."""
     name = mirror.job_record.name
@@ -213,9 +222,6 @@ async def _named(store: Store, job: JobRecord) -> dict[str, int]:
     return found
 
 
-ASK_TRIES = 10
-
-
 async def request_evaluation(
     ledger: TransactionExecutor, look: Callable[[], Awaitable[JobMirror]], by: str, time: float
 ) -> Version:
@@ -257,12 +263,6 @@ def _known(mirror: JobMirror) -> Version | None:
     if asked is not None and asked.step == head.step + 1:
         return Version(head.lineage, asked.step)
     return None
-
-
-LONGEST_REQUEST_ID = 128
-
-LONGEST_SPEC = 1 << 20
-"""Characters of a spec as JSON, with the templates that were read into it."""
 
 
 def check_creation(request: jobs_pb2.CreateJobRequest) -> None:
@@ -382,9 +382,6 @@ def list_shards(mirror: JobMirror) -> jobs_pb2.ListShardsReply:
             ahead=cursor.beyond.bit_count(),
         )
     return reply
-
-
-T = TypeVar("T")
 
 
 class ReportMethods(JobsServiceBase):

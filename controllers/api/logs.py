@@ -39,13 +39,30 @@ from gcore.system.files import parse_object
 from gcore.worker.records import WorkerRecord
 
 MOST_CHARACTERS = 16 * 1024
+
 READ_BYTES = 256 << 10
 
 HEAD_BYTES = 256
 """By so many of its first bytes a log is known: the lines of a worker begin with when it wrote them."""
 
 _BEGIN = re.compile(r"^(\d{4})-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6})\d*)?(Z|[+-]\d\d:?\d\d)?")
+
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+ROLES = ("rollout", "reward", "train")
+
+LOOK_S = 0.5
+"""Between two looks at logs that are followed."""
+
+FOLDER_EVERY = 4
+"""Looks between two at the folder, for new workers."""
+
+MOST_TAIL = 100_000
+
+Source = Callable[[], AsyncGenerator[pb.LogLine, None]]
+
+HELD = 64
+"""Lines that wait for a client that reads slowly."""
 
 
 def line_time(line: str) -> float:
@@ -219,17 +236,6 @@ def _behind(file: object, size: int, lines: int) -> int:
                 return at + place + 1
             end = place
     return 0
-
-
-ROLES = ("rollout", "reward", "train")
-
-LOOK_S = 0.5
-"""Between two looks at logs that are followed."""
-
-FOLDER_EVERY = 4
-"""Looks between two at the folder, for new workers."""
-
-MOST_TAIL = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,12 +415,6 @@ def log_names(run_dir: Path) -> list[str]:
             return [entry.name for entry in (run_dir / "logs").iterdir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
-
-
-Source = Callable[[], AsyncGenerator[pb.LogLine, None]]
-
-HELD = 64
-"""Lines that wait for a client that reads slowly."""
 
 
 def peer_logs(connector: Connector, node: str, address: str, request: pb.StreamLogsRequest) -> Source:

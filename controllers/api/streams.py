@@ -47,10 +47,23 @@ if TYPE_CHECKING:
     from controllers.job.runner import JobRunner
 
 MOST_NAMES = 256
+
 KINDS = ("trained", "filtered", "failed")
 
 COUNTS = ("groups", "filtered", "failed")
 """What each step has of these, as the API calls it."""
+
+LOOK_S, LOOKS = 0.25, 8
+"""Between two looks at a job that waits for slots, whether somebody works on it by now; and how many, before its records are read anew."""
+
+AT_ONCE = 256
+"""Events, or steps, that are taken at once: a client that reads slowly keeps no more of them from being forgotten."""
+
+SOON_S, LATER_S = 0.05, 1.0
+"""Between two looks whether a job that is to be worked on is heard of here: the first rest, and the longest."""
+
+HEARD_S = 20.0
+"""For so long; then whoever asked is told so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,19 +137,6 @@ def step_message(entry: LogEntry, names: Collection[str]) -> pb.StepMetrics:
     values = {**finite_numbers(entry.stats), **dict(zip(COUNTS, kinds, strict=True))}
     chosen = {name: value for name, value in values.items() if (not names or name in names) and math.isfinite(value)}
     return pb.StepMetrics(lineage=entry.lineage, step=entry.step, values=chosen)
-
-
-LOOK_S, LOOKS = 0.25, 8
-"""Between two looks at a job that waits for slots, whether somebody works on it by now; and how many, before its records are read anew."""
-
-AT_ONCE = 256
-"""Events, or steps, that are taken at once: a client that reads slowly keeps no more of them from being forgotten."""
-
-SOON_S, LATER_S = 0.05, 1.0
-"""Between two looks whether a job that is to be worked on is heard of here: the first rest, and the longest."""
-
-HEARD_S = 20.0
-"""For so long; then whoever asked is told so."""
 
 
 class StreamMethods(JobsServiceBase):

@@ -40,6 +40,15 @@ from placement.slots import Snapshot, Split, plan_sizes
 
 MOST_STEPS = 64
 
+log = logging.getLogger(__name__)
+
+NAME = "moves.jsonl"
+
+TAIL = 1 << 20
+"""Bytes at the end of the file that a new writer reads for the newest moves. Older ones may be written once more."""
+
+One = TypeVar("One", bound=RecordPart)
+
 
 def question_s(books: Iterable[StepAccount]) -> float | None:
     """Seconds that a question ran in a judge's engine, on average. None: nobody was asked, or booked it."""
@@ -211,15 +220,6 @@ def committed_splits(trained: Sequence[LogEntry], plan: Plan, moves: Moves) -> d
             break  # the plan changed in between, and no move says how
         found[entry.seq] = split
     return found
-
-
-log = logging.getLogger(__name__)
-NAME = "moves.jsonl"
-
-TAIL = 1 << 20
-"""Bytes at the end of the file that a new writer reads for the newest moves. Older ones may be written once more."""
-
-One = TypeVar("One", bound=RecordPart)
 
 
 class MovesFile:

@@ -72,6 +72,13 @@ STALE_S = 5.0
 WAKES_AS, WAKE_PRIOR_S = 3.0, 1.0
 """Until an engine has woken here, a wake is estimated as so many times the seconds of a sleep, plus so many seconds."""
 
+WORTH_KNOWING = "what a change costs is a guess, and by now waiting has cost as much"
+
+log = logging.getLogger(__name__)
+
+SETTLE_S, WORLD_SETTLE_S = 60.0, 600.0
+"""A plan that takes longer to take effect counts as that long, and delays loans no more: one of engines, one with a new world."""
+
 
 async def own_loads(view: JobView, pools: Mapping[str, EnginePool]) -> pb.LoadsReply:
     """The load of this controller's engines. `pools`: by judge; the policy's has no name."""
@@ -161,9 +168,6 @@ def _load(told: pb.EngineLoad) -> EngineLoad:
     return EngineLoad(told.node, told.slot, told.judge, told.running, told.waiting, told.ready, told.asleep)
 
 
-WORTH_KNOWING = "what a change costs is a guess, and by now waiting has cost as much"
-
-
 def is_unmeasured(moves: Moves, took: Mapping[int, float]) -> bool:
     """Whether the cost of a change of engines was never measured. `took`: measured seconds by the plan's generation, also those that the
     record of moves does not have yet."""
@@ -187,12 +191,6 @@ class ForgoneGain:
             return None
         update = {"cost_s": round(guess_s, 3), "reason": f"{free.move.reason}; {WORTH_KNOWING}"}
         return MoveProposal(free.move.model_copy(update=update), free.plan)
-
-
-log = logging.getLogger(__name__)
-
-SETTLE_S, WORLD_SETTLE_S = 60.0, 600.0
-"""A plan that takes longer to take effect counts as that long, and delays loans no more: one of engines, one with a new world."""
 
 
 class Lender:

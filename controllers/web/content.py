@@ -67,6 +67,35 @@ NAMES = (
     "train_s",
 )
 
+TIMELINES_MOST_BYTES = 512 << 10
+"""Bytes read from the end of a node's slot accounting."""
+
+MOST_STEPS, MOST_LINES = 8, 128
+"""Steps drawn of each node, and lines of all nodes together: with many nodes fewer steps are drawn."""
+
+MOST_NODES = 64
+
+MOST_SLOTS = 256
+"""Rows of the picture, of all nodes."""
+
+MOST_RUNS = 16
+
+TURN_S = 1.0
+
+T = TypeVar("T")
+
+MOST_JOBS = 200
+
+MOST_EVENTS = 200
+
+MOST_SAID = 2000
+"""Characters of one event's message."""
+
+LIST_ANEW_S = 5.0
+"""So long is a list of the jobs good: it takes reading the records of each."""
+
+Tree = dict[str, Any]
+
 
 @dataclass
 class Curves:
@@ -133,18 +162,6 @@ def thin_points(points: Sequence[tuple[int, float]], most: int = MOST_POINTS) ->
     return list(points[(len(points) - 1) % every :: every]) if every > 1 else list(points)
 
 
-TIMELINES_MOST_BYTES = 512 << 10
-"""Of the end of a node's books."""
-
-MOST_STEPS, MOST_LINES = 8, 128
-"""Of each node's books; and of all of them together: with many nodes fewer steps are drawn."""
-
-MOST_NODES = 64
-
-MOST_SLOTS = 256
-"""Rows of the picture, of all nodes."""
-
-
 @dataclass
 class TimelineRow:
     """A slot: [begin, end, state] each, in seconds since the epoch. A state that nobody can tell is empty."""
@@ -203,11 +220,6 @@ def _add(found: SlotTimelines, lines: list[AccountLine]) -> None:
     found.more += max(len(rows) - room, 0)
 
 
-MOST_RUNS = 16
-TURN_S = 1.0
-T = TypeVar("T")
-
-
 class FileCache(Generic[T]):
     """Of one kind. `stamp` differs when `read` would bring something new. Raises what they raise, and TimeoutError, which is an OSError."""
 
@@ -232,18 +244,6 @@ class FileCache(Generic[T]):
             return known[1]
         finally:
             self._turn.release()
-
-
-MOST_JOBS = 200
-MOST_EVENTS = 200
-
-MOST_SAID = 2000
-"""Characters of one event's message."""
-
-LIST_ANEW_S = 5.0
-"""So long is a list of the jobs good: it takes reading the records of each."""
-
-Tree = dict[str, Any]
 
 
 class PageContent:

@@ -36,6 +36,16 @@ from gcore.store.keys import DEFAULT_NAMESPACE
 from gcore.store.types import Compare, Delete, Put, Store, WatchBatch
 from gcore.system.clock import Clock
 
+OPEN = "/grpc.health.v1.Health/"
+"""Answers everybody."""
+
+log = logging.getLogger(__name__)
+
+FIRST_ADMIN = "first-admin"
+"""Who shows the token of the configuration's file."""
+
+HOW = "Show a token (`gcore token create` makes one; GCORE_TOKEN or the context names it) or a client certificate"
+
 
 class Role(IntEnum):
     """The greater has all that the smaller may."""
@@ -78,6 +88,8 @@ class Caller:
 
 
 NOBODY_IS_TOLD_APART = Caller("", Role.ADMIN)
+
+
 _caller: ContextVar[Caller] = ContextVar("caller", default=NOBODY_IS_TOLD_APART)
 
 
@@ -165,13 +177,11 @@ TABLE: Mapping[str, AccessRule] = MappingProxyType(
     }
 )
 
+
 TOOLS: Mapping[str, AccessRule] = MappingProxyType(
     {"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _reads()}
 )
 """What is no service of gcore's, and is there only where the node's configuration lets it be."""
-
-OPEN = "/grpc.health.v1.Health/"
-"""Answers everybody."""
 
 
 def access_refusal(one: Caller, method: str) -> str | None:
@@ -183,14 +193,6 @@ def access_refusal(one: Caller, method: str) -> str | None:
         verb = method.rpartition("/")[2]
         return f"{verb} needs the role {row.least.word}, and {one.name or 'the caller'} is a {one.role.word}"
     return None
-
-
-log = logging.getLogger(__name__)
-
-FIRST_ADMIN = "first-admin"
-"""Who shows the token of the configuration's file."""
-
-HOW = "Show a token (`gcore token create` makes one; GCORE_TOKEN or the context names it) or a client certificate"
 
 
 class NoCredentials(Unauthenticated):

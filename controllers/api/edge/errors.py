@@ -19,6 +19,14 @@ from gcore.api.rpc import LateRequest, Refusal, Violation, clip_details, refusal
 from gcore.errors import DataError, GcoreError, SpecError, StoreUnavailable, UsageError
 from gcore.schema import UnreadableRecord
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CallContext = grpc.aio.ServicerContext[Any, Any]
+
+Code = grpc.StatusCode
+
 
 class NotFound(GcoreError):
     """What was asked for is not there."""
@@ -106,11 +114,6 @@ def bad_field(field: str, what: str, fix: str | None = None) -> BadFields:
     """One field is wrong."""
     return BadFields([Violation(field, what)], fix)
 
-
-log = logging.getLogger(__name__)
-T = TypeVar("T")
-CallContext = grpc.aio.ServicerContext[Any, Any]
-Code = grpc.StatusCode
 
 CODES: tuple[tuple[type[GcoreError], grpc.StatusCode, str], ...] = (
     (Unauthenticated, Code.UNAUTHENTICATED, Unauthenticated.reason),

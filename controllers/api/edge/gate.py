@@ -36,9 +36,21 @@ from gcore.errors import GcoreError
 from gcore.system.clock import Clock
 
 log = logging.getLogger(__name__)
+
 MOST_WAITING = 4096
+
 MOST_OF_A_FIELD = 200
+
 END_S = 2.0
+
+STRANGERS_WITHIN_S = 5.0
+"""From the beginning of a stranger's call to its request."""
+
+_NAMES = "peer_uri"
+
+_TRANSPORT = "transport_security_type"
+
+_WATCH = access.OPEN + "Watch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +151,6 @@ class CallJournal:
                 newer.replace(older)
         if self._kept == 0:
             file.unlink()
-
-
-STRANGERS_WITHIN_S = 5.0
-"""From the beginning of a stranger's call to its request."""
-
-_NAMES = "peer_uri"
-_TRANSPORT = "transport_security_type"
-_WATCH = access.OPEN + "Watch"
 
 
 class AccessGate(grpc.aio.ServerInterceptor):

@@ -39,6 +39,31 @@ STRANGERS = 128
 WATCHERS = 16
 """Strangers that watch health, each a stream without an end."""
 
+UNKNOWN = "unknown"
+
+SENTENCE = "the request is not a message of the kind that is expected; use a client of this API's version"
+
+Status: Any = pb.HealthCheckResponse
+
+MOST_REQUEST = 4 << 20
+"""Bytes of a request: a spec with its templates is the largest."""
+
+MOST_ANSWER = 64 << 20
+"""Bytes of an answer; what a client takes (`gcore.client.calls.MAX_ANSWER_BYTES`)."""
+
+MOST_METADATA = 16 << 10
+
+OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MOST_REQUEST),
+    ("grpc.max_send_message_length", MOST_ANSWER),
+    ("grpc.max_metadata_size", MOST_METADATA),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    # Clients may ask whether it is there, but not without end.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+)
+
 
 class Permits:
     """`most` places for `what`, of which nobody with a name has more than half."""
@@ -134,9 +159,6 @@ def _enter(places: Permits, name: str, context: Any) -> None:
     context.add_done_callback(lambda _: places.give(name))
 
 
-UNKNOWN = "unknown"
-
-
 class CallCounter(grpc.aio.ServerInterceptor):
     """Stands first, so that what others refuse is counted too."""
 
@@ -195,9 +217,6 @@ class CallCounter(grpc.aio.ServerInterceptor):
         return counted
 
 
-SENTENCE = "the request is not a message of the kind that is expected; use a client of this API's version"
-
-
 class UndecodableMessage:
     """In place of a message that could not be read."""
 
@@ -252,9 +271,6 @@ async def _check(request: Any, context: CallContext) -> None:
         await abort_call(context, Refusal(grpc.StatusCode.INVALID_ARGUMENT, SENTENCE, "BAD_REQUEST"))
 
 
-Status: Any = pb.HealthCheckResponse
-
-
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Of the whole daemon, which is called by no name; no part of it has a health of its own."""
 
@@ -291,26 +307,6 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     def _answer(self) -> Any:
         return Status(status=Status.SERVING if self._serving else Status.NOT_SERVING)
-
-
-MOST_REQUEST = 4 << 20
-"""Bytes of a request: a spec with its templates is the largest."""
-
-MOST_ANSWER = 64 << 20
-"""Bytes of an answer; what a client takes (`gcore.client.calls.MAX_ANSWER_BYTES`)."""
-
-MOST_METADATA = 16 << 10
-
-OPTIONS = (
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", MOST_REQUEST),
-    ("grpc.max_send_message_length", MOST_ANSWER),
-    ("grpc.max_metadata_size", MOST_METADATA),
-    ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-    # Clients may ask whether it is there, but not without end.
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-)
 
 
 def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor], api: ApiConfig) -> grpc.aio.Server:

@@ -52,6 +52,24 @@ from placement.mapping.workload import relevant_sizes
 from placement.policies.base import find_policy
 from placement.slots import count_noun
 
+HEADS = "num_attention_heads"
+"""As configurations call them."""
+
+MIN_FREE_BYTES = 64 << 20
+"""On the disk of the runs: for records and logs. How much the checkpoints take, the model says."""
+
+LENGTH_SAMPLE = 10_000
+"""Prompts of a source whose length is looked at before a job starts; `gcore validate` looks at all. A longer one fails
+alone."""
+
+REWARDS_TRIED = 3
+
+MOST_FOR_EVER = 1000
+"""Checkpoints that a job may keep for ever: each stands in one record of the store, and keeps its log entry there."""
+
+CheckProgress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done and how much there is."""
+
 
 def check_engine(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
     """Whether the nodes have the engine that the job wants: each of them runs some. Emulated slots have every engine. Raises SpecError."""
@@ -217,10 +235,6 @@ def judge_remote_code(judges: Mapping[str, CheckedJudge]) -> tuple[str, ...]:
     )
 
 
-HEADS = "num_attention_heads"
-"""As configurations call them."""
-
-
 def check_spans(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
     """Whether each node's slots can be divided by the size of an engine: a replica crosses no node's boundary. What comes later with
     other slots is used as far as it goes (`placement.slots`). Raises SpecError."""
@@ -254,22 +268,6 @@ def _wide(spec: JobSpec) -> Iterator[tuple[str, str, int]]:
     for number, judge in enumerate(spec.judges):
         if judge.serving.slots_per_engine > 1:
             yield judge.name, f"judges.{number}.serving.slots_per_engine", judge.serving.slots_per_engine
-
-
-MIN_FREE_BYTES = 64 << 20
-"""On the disk of the runs: for records and logs. How much the checkpoints take, the model says."""
-
-LENGTH_SAMPLE = 10_000
-"""Prompts of a source whose length is looked at before a job starts; `gcore validate` looks at all. A longer one fails
-alone."""
-
-REWARDS_TRIED = 3
-
-MOST_FOR_EVER = 1000
-"""Checkpoints that a job may keep for ever: each stands in one record of the store, and keeps its log entry there."""
-
-CheckProgress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done and how much there is."""
 
 
 @dataclass(frozen=True, slots=True)

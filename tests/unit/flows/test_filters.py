@@ -231,7 +231,7 @@ async def test_what_a_filter_refuses_is_filtered_with_its_reason_and_the_rest_is
     other = Job(CheckedFilter("signal", signal, {}))
     await other.produce(group_of((1.0, 0.0)))
     assert len(other.buffer.offers) == 1
-    assert not other._filtered
+    assert not other._passed_filters
 
 
 async def test_a_filter_that_raises_fails_the_prompt_and_its_traceback_is_an_event(install: Install) -> None:
