@@ -5,8 +5,8 @@ reconciler calls it at each look at the job; `report_waits` runs it while the no
 for is worked out once a second, since it is for people and the reconciler looks at its job many times in one.
 `controllers.rules.waits` decides which waits there are, and which are reported.
 
-`LiveJob` is the job as the reporter and the reconciler see it. `WarningLog` and `PluginErrorLog` write to the store what others note; an event tells each record. What follows from a warning or an error is
-decided elsewhere.
+`LiveJob` is the job as the reporter and the reconciler see it. `WarningLog` and `PluginErrorLog` write to the store what others note; an
+event tells each record. What follows from a warning or an error is decided elsewhere.
 """
 
 from __future__ import annotations
