@@ -61,13 +61,13 @@ def check_unchanged(job: JobRecord, data: DataIdentity) -> None:
         )
 
 
-def _differences(old: dict[str, object], new: dict[str, object], prefix: str = "") -> list[str]:
+def spec_differences(old: dict[str, object], new: dict[str, object], prefix: str = "") -> list[str]:
     """Dotted keys whose values differ."""
     found = []
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
-            found += _differences(before, after, f"{prefix}{key}.")
+            found += spec_differences(before, after, f"{prefix}{key}.")
         elif before != after:
             found.append(f"{prefix}{key}")
     return found

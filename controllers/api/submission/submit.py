@@ -27,7 +27,7 @@ from controllers.api.submission.checks import (
     judge_remote_code,
     judge_revisions,
 )
-from controllers.job.preparation import _differences, check_unchanged
+from controllers.job.preparation import spec_differences, check_unchanged
 from gcore.config.load import new_spec, stored_spec
 from gcore.config.spec import JobSpec
 from gcore.data.stream import identify_data
@@ -142,7 +142,7 @@ class Submitter:
         """The job that was created by this request. Raises Conflict if that was for another spec."""
         job = (await self._jobs.mirror(uid)).job
         if job is not None and may_see(job.record.namespace) and stored_spec(job.record.spec) != spec:
-            changed = ", ".join(_differences(job.record.spec, spec.model_dump(mode="json")))
+            changed = ", ".join(spec_differences(job.record.spec, spec.model_dump(mode="json")))
             raise Conflict(
                 f"request id {request_id!r} was used for job {job.record.name!r}, whose spec differs ({changed})",
                 where="request_id",
@@ -156,7 +156,7 @@ class Submitter:
         if mirror.job is None or mirror.status is None or mirror.status.record.phase.ended:
             return None
         if stored_spec(mirror.job.record.spec) != spec:
-            changed = ", ".join(_differences(mirror.job.record.spec, spec.model_dump(mode="json")))
+            changed = ", ".join(spec_differences(mirror.job.record.spec, spec.model_dump(mode="json")))
             raise Conflict(
                 f"job {spec.name!r} is not finished and its spec differs ({changed})",
                 fix="Start it with --new to end the old one and begin afresh, or give the spec another name",
