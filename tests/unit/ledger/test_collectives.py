@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controllers.changes import ChangeSignal
-from controllers.flow import step as collectives
+from controllers.flow import peer_collectives
 from controllers.flow.peer_collectives import Collectives
 from gcore.ledger.collectives import (
     MAX_DEPTH,
@@ -363,8 +363,8 @@ class LossyNetwork:
 async def test_over_a_network_that_loses_requests_and_replies_all_read_the_same(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("LOOK_AGAIN_S", "TURN_S"):
-        monkeypatch.setattr(collectives, name, 0.01)
+    for name in ("COLLECTIVE_LOOK_AGAIN_S", "TURN_S"):
+        monkeypatch.setattr(peer_collectives, name, 0.01)
     async with nodes("a", "b", "c") as crew:
         for number, node in enumerate(crew):
             node.store.network = LossyNetwork(10 * seed + number)
