@@ -69,7 +69,7 @@ WAIT_CAUSES: Mapping[IdleCause, WaitCause] = {
 
 
 def find_idle_cause(view: JobView, *, held_back: bool) -> IdleCause:
-    """What keeps idle workers of this controller idle now. `held_back`: whether a judge's limit holds prompts back."""
+    """The cause that keeps idle workers of this controller idle now. `held_back`: whether a judge's limit holds prompts back."""
     mirror = view.mirror
     if mirror.head is None or not mirror.is_running or view.is_over:
         return "no_work"
@@ -120,7 +120,7 @@ def worker_idle_cause(view: JobView, cause: IdleCause, pool: Pool, instance: str
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """What the idle and the sleeping time that a worker reports count as now. None: it lays no claim to its slot then."""
+    """The states that a worker's idle and sleeping time count as now. None: it lays no claim to its slot then."""
 
     idle: State | None
     asleep: State | None = None

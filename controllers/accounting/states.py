@@ -134,7 +134,7 @@ class SlotTimes:
 
 
 class SlotAccount:
-    """Books one slot's time, from `since` on. Reports may come late and in any order; settled time does not change."""
+    """Accounts for one slot's time, from `since` on. Reports may come late and in any order; settled time does not change."""
 
     def __init__(self, since: float) -> None:
         self.settled_until = since
@@ -170,7 +170,7 @@ class SlotAccount:
         self.settled_until = until
 
     def close(self) -> SlotTimes:
-        """What was booked since the last call."""
+        """Close the account: the time accounted for since the last call."""
         times = SlotTimes(self._booked, self._unbooked, self._overbooked, tuple(self._spans), self._switches)
         self._booked, self._unbooked, self._overbooked, self._spans, self._switches = {}, 0.0, 0.0, [], {}
         return times

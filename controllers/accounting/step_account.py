@@ -121,12 +121,12 @@ class UnwatchedInterval:
         return not self._is_seen or bool((self._silent.keys() | self._fresh) - set(silent))
 
     def heard(self, instance: str) -> None:
-        """It has reported its time."""
+        """Note that a worker has reported its time."""
         self._silent.pop(instance, None)
         self._fresh.discard(instance)
 
     def lost(self, instance: str) -> Iterator[tuple[str, TimeReport]]:
-        """It will not report any more."""
+        """Note that a worker will not report any more."""
         self._fresh.discard(instance)
         for slot in self._silent.pop(instance, ()):
             yield slot, self._report(instance, FAILED)
@@ -286,7 +286,7 @@ class _Engine:
 
 
 class StepAccountBuilder:
-    """From readings of engines and reports of ranks to the closed account of each step."""
+    """Builds the account of each step from readings of engines and reports of ranks."""
 
     def __init__(
         self,

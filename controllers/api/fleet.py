@@ -52,7 +52,7 @@ MOST_NAMESPACES = 1_000
 
 @dataclass(frozen=True, slots=True)
 class UsageQuery:
-    """What of all that was used is asked for: days since the epoch, both included, by which dimensions, and of which namespace; empty: of
+    """A question about usage: days since the epoch, both included, by which dimensions, and of which namespace; empty: of
     all that the caller may see."""
 
     first_day: int
@@ -85,7 +85,7 @@ def parse_usage_query(request: pb.GetUsageRequest, now: float) -> UsageQuery:
 
 
 def usage_reply(sums: UsageSums) -> pb.GetUsageReply:
-    """As the API tells it."""
+    """The usage as a message of the API."""
     reply = pb.GetUsageReply()
     for named, seconds in sums.ranked():
         reply.usages.add(by=named, slot_seconds=seconds.slot_s, busy_seconds=seconds.busy_s)
@@ -93,7 +93,7 @@ def usage_reply(sums: UsageSums) -> pb.GetUsageReply:
 
 
 class FleetMethods(JobsServiceBase):
-    """Lists what is registered, and sums up what was used."""
+    """Implements the calls of Jobs that list and drain nodes, and sum up usage."""
 
     @functools.cached_property
     def _one_sum(self) -> asyncio.Lock:
@@ -131,7 +131,7 @@ class FleetMethods(JobsServiceBase):
             await check_namespace(self._jobs.store, namespace, used)
 
     async def _nodes(self, listing: ClusterListing, namespaces: Mapping[str, str]) -> list[pb.Node]:
-        """Those that are there, with what their slots are for."""
+        """The registered nodes, with the use of their slots."""
         (drained, sick), shares = await self._jobs.pool(), await self._jobs.shares()
         uses = slot_users(shares or Shares(), namespaces, may_see)
         found = []
@@ -187,11 +187,11 @@ class FleetMethods(JobsServiceBase):
 
 
 class QuotaMethods(JobsServiceBase):
-    """Tells and sets them."""
+    """Implements the calls of Jobs that show and set quotas."""
 
     @handle_errors
     async def GetQuotas(self, request: pb.GetQuotasRequest, context: CallContext) -> pb.Quotas:
-        """Those of the namespaces that the caller may see."""
+        """Show the quotas of the namespaces that the caller may see."""
         return await list_quotas(self._jobs.store)
 
     @handle_errors

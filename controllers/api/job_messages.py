@@ -321,7 +321,7 @@ def describe_job(mirror: JobMirror) -> pb.Job:
 
 
 def add_news(message: pb.Job, mirror: JobMirror) -> pb.Job:
-    """The same, with what last went wrong beside the steps, and the newest rollback: for whoever followed no event."""
+    """Add the newest warnings and the newest rollback to a job's message: for a client that followed no events."""
     newest = sorted(mirror.troubles.values(), key=lambda stored: (stored.record.time, stored.revision), reverse=True)
     for trouble in (stored.record for stored in newest[:MOST_WARNINGS]):
         sentence = trouble.sentence[:MOST_SAID]
@@ -365,7 +365,7 @@ async def add_queue_positions(
 
 @dataclass(frozen=True, slots=True)
 class JobQuery:
-    """What of all jobs is asked for. `namespaces` None: all."""
+    """A question for a list of jobs. `namespaces` None: all."""
 
     size: int
     before: int | None
@@ -397,7 +397,7 @@ class JobQuery:
 
 
 def parse_query(request: pb.ListJobsRequest, namespaces: frozenset[str] | None) -> JobQuery:
-    """What a request asks for. Raises BadFields."""
+    """Read the query of a request. Raises BadFields."""
     if request.page_size < 0:
         raise bad_field("page_size", f"{request.page_size} is negative", f"Ask for 1 to {MOST_ON_A_PAGE}, or 0 for 100")
     for field in ("namespace", "name_prefix"):
@@ -468,7 +468,7 @@ def summarize_job(one: JobMirror | UnreadableJob) -> pb.Job:
 
 
 class JobsServiceBase(jobs_pb2_grpc.JobsServicer):
-    """The parts that the subjects share."""
+    """The collaborators that the mixins of JobsService share."""
 
     def __init__(
         self,

@@ -108,7 +108,7 @@ class PositionedLine:
 
 @dataclass
 class LogReader:
-    """One log from a place on. `tail`: begin with the last so many lines of what is there."""
+    """Reads one log from a place on. `tail`: begin with the last so many lines of what is there."""
 
     path: Path
     tail: int = 0
@@ -240,7 +240,7 @@ def _behind(file: object, size: int, lines: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLog:
-    """One worker's."""
+    """One log file of one worker."""
 
     path: Path
     instance: str
@@ -275,7 +275,7 @@ def select_logs(
     workers: Mapping[str, WorkerRecord],
     ask: pb.StreamLogsRequest,
 ) -> list[WorkerLog]:
-    """Of the files of the folder, those that are asked for, by name."""
+    """The log files of the folder that a request asks for, by name."""
     uid = mirror.keys.uid
     living = {name for name, worker in workers.items() if worker.job_uid == uid}
     ranks = {stored.record.instance: int(key.rpartition("/")[2]) for key, stored in mirror.claims.items()}
@@ -328,7 +328,7 @@ def _split(name: str) -> tuple[str, str, str] | None:
 
 @dataclass
 class _Read:
-    """A log that is being told."""
+    """A log that is being streamed, and how far it has been read."""
 
     log: WorkerLog
     reader: LogReader
@@ -338,7 +338,7 @@ class _Read:
 
 @dataclass
 class LogStream:
-    """Reads what `look` finds: the logs now, and whether nothing more will be written."""
+    """Streams the lines of several logs. `look` finds the logs now, and whether nothing more will be written."""
 
     look: Callable[[], Awaitable[tuple[Sequence[WorkerLog], bool]]]
     ask: pb.StreamLogsRequest

@@ -57,7 +57,7 @@ FolderOf = Callable[[str], Awaitable[Path]]
 
 
 class FilesService(files_pb2_grpc.FilesServicer):
-    """Implements gcore.api.v1.Files."""
+    """Implements gcore.api.v1.Files: gives other nodes the files of runs."""
 
     def __init__(
         self, folder_of: FolderOf, trouble: Callable[[], str] = str, room: StreamLimiter | None = None
@@ -176,7 +176,7 @@ def _unreadable(parts: tuple[str, ...], error: OSError) -> GcoreError:
 
 
 class PlacementService(placement_pb2_grpc.PlacementServicer):
-    """Implements gcore.api.v1.Placement."""
+    """Implements gcore.api.v1.Placement: gives other controllers the load of the engines here."""
 
     def __init__(self, runner: Callable[[str], JobRunner | None], trouble: Callable[[], str] = str) -> None:
         """`trouble`: why the store cannot be brought back, if that is known here."""

@@ -90,7 +90,7 @@ def samples_of_folder(run_dir: Path, request: pb.GetSamplesRequest) -> Iterator[
 
 @dataclass(frozen=True, slots=True)
 class _Picked:
-    """What a request asks for: where it lies, and no more of it than that. `advantages`: by the group's digest, as written."""
+    """The samples that a request asks for, and where they are. `advantages`: by the group's digest, as written."""
 
     version: Version
     selection: Selection[GroupLine]
@@ -181,7 +181,7 @@ class NoRecordsCopy(Unreachable):
 
 
 def audit_of_records(uid: str, batch: WatchBatch, run_dir: Path | None = None) -> Audit:
-    """Of a job whose records are `batch`. `run_dir`: where its folder lies; None: where its record says. Blocks on the disk."""
+    """Audit a job whose records are `batch`. `run_dir`: where its folder lies; None: where its record says. Blocks on the disk."""
     try:
         mirror = archive.mirror_of(uid, batch)
     except UnreadableRecord as error:
@@ -214,7 +214,7 @@ def _audit(mirror: JobMirror, run_dir: Path) -> Audit:
 
 
 def audit_of_folder(run_dir: Path) -> Audit:
-    """Of a run that has ended, from its folder alone. Raises NoRecordsCopy. Blocks on the disk."""
+    """Audit a run that has ended, from its folder alone. Raises NoRecordsCopy. Blocks on the disk."""
     try:
         copy = archive.read_copy(run_dir)
     except OSError as error:
@@ -253,7 +253,7 @@ def find_run(runs: Path, job: str) -> Path | None:
 
 
 def audit_report(found: Audit) -> pb.AuditReport:
-    """As it is answered."""
+    """The audit as a message of the API."""
     by_node: dict[str, int] = {}
     for holder, count in found.groups_by_holder.items():
         by_node[node_of(holder)] = by_node.get(node_of(holder), 0) + count
@@ -363,7 +363,7 @@ def _size(folder: Path) -> int:
 
 
 class NoAccounts(NotFound):
-    """Nobody has booked what was asked for."""
+    """There is no slot accounting of the steps that were asked for."""
 
 
 async def find_accounts(mirror: JobMirror, step: int | None) -> Iterator[pb.BookOfNode]:

@@ -62,7 +62,7 @@ class ClusterListing:
 
 @dataclass(frozen=True, slots=True)
 class LocalStorage:
-    """Where runs lie on this node, if it shares no folder with others."""
+    """The run folders of this node, if it shares none with others."""
 
     node: str
     run_root: Path
@@ -79,7 +79,7 @@ class UnreadableJob:
 
 
 class StoreReader:
-    """Reads. Raises StoreUnavailable."""
+    """Reads jobs, claims and registrations for the API. Raises StoreUnavailable."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class StoreReader:
 
     @property
     def store(self) -> Store:
-        """What they stand in, for those who change them."""
+        """The store, for callers that change records."""
         return self._store
 
     @property
@@ -201,7 +201,7 @@ class StoreReader:
 
     @property
     def connector(self) -> Connector:
-        """What the daemons of other nodes are reached with."""
+        """Connects to the daemons of other nodes."""
         return PLAIN if self._own is None else self._own.folders.connector
 
     def is_apart(self, mirror: JobMirror) -> bool:
@@ -219,7 +219,7 @@ class StoreReader:
         return None if kv is None else Versioned(read_record(Claim, kv, Claim()), kv.mod_revision)
 
     async def claims(self) -> dict[str, Claim]:
-        """Of all jobs that have not ended, by uid."""
+        """The claims of all jobs that have not ended, by uid."""
         listing = await self._store.list(keys.ACTIVE)
         return {kv.key.removeprefix(keys.ACTIVE): read_record(Claim, kv, Claim()) for kv in listing.kvs}
 

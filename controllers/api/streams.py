@@ -68,7 +68,7 @@ HEARD_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """Behind which steps come. `lineage` None: steps of any lineage with a greater number."""
+    """The position after which a stream of steps continues. `lineage` None: steps of any lineage with a greater number."""
 
     step: int
     lineage: int | None = None
@@ -140,7 +140,7 @@ def step_message(entry: LogEntry, names: Collection[str]) -> pb.StepMetrics:
 
 
 class StreamMethods(JobsServiceBase):
-    """Each ends with the job."""
+    """Implements the streams of Jobs: events, steps, logs. Each ends with the job."""
 
     @handle_stream_errors
     async def WatchJob(self, request: pb.WatchJobRequest, context: CallContext) -> AsyncGenerator[pb.JobEvent, None]:
@@ -174,7 +174,7 @@ class StreamMethods(JobsServiceBase):
 
     @handle_stream_errors
     async def StreamLogs(self, request: pb.StreamLogsRequest, context: CallContext) -> AsyncGenerator[pb.LogLine, None]:
-        """What a job's workers wrote."""
+        """Stream the logs of a job's workers."""
         check_log_request(request)
         with self._room.place():
             sources = await self._logs(await self._find(request.job), request)

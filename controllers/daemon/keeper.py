@@ -42,7 +42,7 @@ def daemon_command(home: str, config_file: str) -> list[str]:
 
 
 class ProcessKeeper:
-    """Looks every second."""
+    """Restarts the processes of a local cluster that have died. Looks every second."""
 
     def __init__(self, config: NodeConfig, store: Store, clock: Clock) -> None:
         self._config = config

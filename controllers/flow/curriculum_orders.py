@@ -36,7 +36,7 @@ class _Arranged:
 
 
 class CurriculumOrders:
-    """The orders of shards that curricula make. `notify` wakes who waits for an order."""
+    """The curriculum's orders of one job's shards. `notify` is called when an order has been worked out."""
 
     def __init__(self, spec: JobSpec, stream: PromptStream, notify: Callable[[], None]) -> None:
         self._spec = spec
@@ -63,7 +63,7 @@ class CurriculumOrders:
         mine: Collection[int],
         held: Iterable[PromptRef] = (),
     ) -> list[PromptRef]:
-        """Those of `refs`, which are due of my shards `mine`, whose order is known; the others' are set about.
+        """The refs of `refs` whose order is known; starts to work out the orders of the others. All are due and of my shards `mine`.
 
         `held`: refs that were issued here and are held or in flight, whatever shard they are of. Raises what a curriculum, or reading the data for it, raised.
         """
@@ -108,7 +108,7 @@ class CurriculumOrders:
         mine: Collection[int],
         held: Collection[tuple[int, int]],
     ) -> None:
-        """Keep what is due or held, and what is newer: the window may reach into it again."""
+        """Drop all orders but those that are due or held, and newer ones: the window may reach into these again."""
         oldest: dict[int, int] = {}
         for epoch, shard in wanted:
             oldest[shard] = min(epoch, oldest.get(shard, epoch))
@@ -124,14 +124,14 @@ class CurriculumOrders:
             self._arranged[epoch, shard] = found
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        """What it raised is raised to whoever asks next: it must not end in silence."""
+        """Keep what the task raised: the next call of `ready` raises it."""
         self._work = None
         if not task.cancelled():
             self._defect = task.exception()
         self._notify()
 
     def _worked_out(self, epoch: int, shard: int, record: EpochRecord | None) -> _Arranged | None:
-        """In a thread of its own. None if nobody wants it any more."""
+        """Work the order out, in a thread of its own. None if the orders were closed meanwhile."""
         assert self._curriculum is not None
         version = record.version if record is not None else None
         key = self._curriculum(curriculum_view(self._spec, epoch, record))
@@ -142,7 +142,7 @@ class CurriculumOrders:
 
 
 def curriculum_view(spec: JobSpec, epoch: int, record: EpochRecord | None) -> CurriculumView:
-    """What a curriculum sees of an epoch; `record` None: nothing was committed before it."""
+    """The view of an epoch that a curriculum gets; `record` None: nothing was committed before it."""
     names = tuple(source.name for source in training_sources(spec))
     so_far = record.so_far if record is not None else {}
     latest = record.latest if record is not None else {}

@@ -72,7 +72,7 @@ class LedgerEvaluations:
 
 @dataclass
 class _Round:
-    """One peer's work on one version."""
+    """One peer's progress with the evaluation of one version."""
 
     version: Version
     began: float
@@ -86,7 +86,7 @@ class _Round:
     not_before: dict[int, float] = field(default_factory=dict)
 
     def note(self, parts: Iterable[EvalPart], now: float) -> None:
-        """Who has delivered what by `now`."""
+        """Note which members have delivered what by `now`."""
         for name, count in Counter(part.by for part in parts).items():
             if self.heard.get(name, (0, now))[0] != count:
                 self.heard[name] = (count, now)
@@ -97,7 +97,7 @@ class _Round:
 
 
 class Evaluator:
-    """One peer's part in a job's evaluations."""
+    """Makes one peer's part of a job's evaluations."""
 
     def __init__(
         self,
@@ -354,7 +354,7 @@ def meets_threshold(reward: float, threshold: float) -> bool:
 
 
 def clip_for_record(text: str) -> str:
-    """What a record has room for."""
+    """The beginning of `text` that a record has room for."""
     short = text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"
     while len(json.dumps(short)) > SHOWN_BYTES:  # JSON spells out what is not ASCII, in up to twelve bytes
         short = f"{short[: len(short) // 2]}…"

@@ -71,16 +71,16 @@ class InFlightPrompts:
         self._flights[ref] = InFlightPrompt(issued, now)
 
     def launch(self, ref: PromptRef, task: asyncio.Task[None]) -> None:
-        """`task` produces it."""
+        """Note that `task` produces `ref`."""
         self._flights[ref].task = task
 
     def task_of(self, ref: PromptRef) -> asyncio.Task[None] | None:
-        """What produces it; None if it is not in flight, or not begun."""
+        """The task that produces it; None if it is not in flight, or not begun."""
         flight = self._flights.get(ref)
         return None if flight is None else flight.task
 
     def note_version(self, ref: PromptRef, version: Version) -> None:
-        """An engine that serves `version` makes tokens for it now."""
+        """Note that an engine that serves `version` makes tokens for `ref` now."""
         flight = self._flights.get(ref)
         if flight is not None and flight.made_with is None:
             self._seen = None
@@ -158,7 +158,7 @@ class GroupBuffer:
         return self._seen
 
     def refs(self) -> Iterator[PromptRef]:
-        """Of what is held or in flight."""
+        """The refs of the groups that are held, and of the prompts in flight."""
         yield from self._groups
         yield from self.in_flight
 
@@ -174,7 +174,7 @@ class GroupBuffer:
         return None
 
     def note_scores(self, group: Group) -> None:
-        """What the responses to a prompt are worth, before a filter sees them."""
+        """Note the mean reward and length of a prompt's responses, before a filter sees them."""
         count = max(len(group.samples), 1)
         lengths = sum(sample.own_tokens for sample in group.samples)
         self._scores[group.ref] = (math.fsum(sample.reward for sample in group.samples) / count, lengths / count)
@@ -252,6 +252,6 @@ def clip_reason(text: str) -> str:
 
 
 def _observed(group: Group) -> tuple[int, ...]:
-    """Of each sample: the tokens that the policy did not make; nothing if it made all of them."""
+    """The tokens of each sample that the policy did not make; empty if it made all of them."""
     told = tuple(len(sample.token_ids) - sample.own_tokens for sample in group.samples)
     return told if any(told) else ()

@@ -29,7 +29,7 @@ from gcore.types import Prompt, PromptRef, Sample, Version
 
 @dataclass(frozen=True)
 class JobData:
-    """What a job is made of, opened once."""
+    """A job's prompts, and how the prompts of each source are sampled and scored; opened once."""
 
     spec: JobSpec
     uid: str
@@ -54,7 +54,7 @@ def make_job_data(
     scorer: FunctionScorer,
     judges: Mapping[str, Judge] = MappingProxyType({}),
 ) -> JobData:
-    """What the opened prompts are made into. `scorer` and `judges` know the rewards and the judges that the spec names."""
+    """Make a job's data of its opened prompts. `scorer` and `judges` know the rewards and the judges that the spec names."""
     rewards = Scorer(scorer, judges)
     trained = [opened.source for opened in prompts.stream.sources]
     held_out = [opened.source for opened in prompts.evaluation]
@@ -70,7 +70,7 @@ def make_job_data(
 
 @dataclass(frozen=True)
 class SourcePipeline:
-    """How a source's prompts are answered, and what the answers are worth."""
+    """How a source's prompts are sampled, and how their responses are scored."""
 
     source: ResolvedSource
     params: SamplingParams
@@ -91,7 +91,7 @@ class SourcePipeline:
         return tuple(results)
 
     async def each_scored(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Scored, ...]:
-        """The same, with an error in the place of each response that cannot be scored."""
+        """The rewards as `scored` gives them, with an error in the place of each response that cannot be scored."""
         return await self.rewards.score(self.source.reward, prompt, [make_response(sample) for sample in samples])
 
     async def judge_early(self, prompt: Prompt, sample: Sample) -> None:
@@ -130,7 +130,7 @@ def rewards_of(spec: JobSpec) -> dict[str, RewardSpec]:
 
 
 def _free(name: str, taken: Mapping[str, RewardSpec]) -> str:
-    """A name that none of them has yet."""
+    """A name like `name` that is not taken yet."""
     names = itertools.chain((name, f"{name} of eval"), (f"{name}, {number}" for number in itertools.count(2)))
     return next(one for one in names if one not in taken)
 

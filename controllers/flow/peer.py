@@ -150,7 +150,7 @@ class JobPeer:
             self.buffer.in_flight.raise_defect()
 
     def _exhausted_outcome(self, ref: PromptRef) -> Outcome | None:
-        """What becomes of a prompt that was issued in vain so often, and whose last group became too old."""
+        """The failure of a prompt that was issued too often, and whose last group became too old; None for any other prompt."""
         tries = self.buffer.reissues.get(ref, 0)
         if ref not in self.buffer.went_stale or tries <= self.data.spec.flow.max_reissues:
             return None
@@ -238,11 +238,11 @@ class JobPeer:
         return judge
 
     def _production_task(self, prompt: Prompt) -> asyncio.Task[Any] | None:
-        """What makes the prompt's group: not always the task that this runs in, for a flow may have several rollouts side by side."""
+        """The task that makes the prompt's group: not always the current one, since a flow may have several rollouts side by side."""
         return self.buffer.in_flight.task_of(prompt.ref) or asyncio.current_task()
 
     def _forget_verdicts_at_end(self, prompt: Prompt) -> None:
-        """What judges cannot judge of the prompt is asked again when it is issued again, and not before."""
+        """Forget at the production's end what judges could not judge of the prompt: they are asked again when it is issued again, and not before."""
         pipeline, production = self.data.sources[prompt.source], self._production_task(prompt)
         if pipeline.has_judges and production is not None:
             production.add_done_callback(lambda _: pipeline.forget(prompt))
@@ -283,7 +283,7 @@ class JobPeer:
         return group
 
     async def filter(self, prompt: Prompt, group: Group | Outcome) -> Group | Outcome:
-        """What the spec's filters make of the group. Raises FilterError."""
+        """Apply the spec's filters to the group. Raises FilterError."""
         if isinstance(group, Outcome):
             return group
         result = apply_filters(self._filters, group, prompt.fields)
@@ -333,7 +333,7 @@ class PromptEntry:
 
 @dataclass(frozen=True, slots=True)
 class DuePrompt:
-    """`since`: head's version when it became due; `tokens`: what was expected of a response to it then."""
+    """A prompt that is due. `since`: head's version when it became due; `tokens`: the length then expected of a response."""
 
     since: Version
     tokens: float
@@ -368,7 +368,7 @@ class LengthEstimates:
         """Of what is due; worked out once."""
 
     def note(self, ref: PromptRef, lengths: Sequence[int]) -> None:
-        """So long were the responses to it."""
+        """Note the lengths of the responses to it."""
         entry = self._entry(ref)
         source = self._sources.setdefault(entry.source, _Source())
         source.newest.append(tuple(lengths))
@@ -381,12 +381,12 @@ class LengthEstimates:
             self._prompts.popitem(last=False)
 
     def tokens(self, ref: PromptRef) -> float:
-        """What a response to it is expected to have."""
+        """The expected number of tokens of a response to it."""
         entry = self._entry(ref)
         return expected_length(self._lengths(entry), self._siblings(entry), 0, entry.longest)
 
     def of(self, ref: PromptRef, *, weighs: bool = True) -> LengthExpectation:
-        """What responses to it are expected to have still to come, as they grow."""
+        """The expected tokens that responses to it have still to come, as they grow."""
         return LengthExpectation(partial(self._left, self._entry(ref)), weighs)
 
     def in_turn(self, due: Sequence[PromptRef], head: Version) -> list[PromptRef]:
@@ -406,7 +406,7 @@ class LengthEstimates:
 
 
 def sort_longest_first(due: Sequence[PromptRef], turns: Mapping[PromptRef, DuePrompt]) -> list[PromptRef]:
-    """What has been due for longer first, of that the longest; among equals as they come."""
+    """Sort due prompts: those due for longer first, among them the longest first; equal ones keep their order."""
     return sorted(due, key=lambda ref: (turns[ref].since, -turns[ref].tokens))
 
 

@@ -115,7 +115,7 @@ class Collectives:
         await self._make(agree(mirror.keys, compute_answer(at, name, self._parts()), forgotten))
 
     async def _make(self, txn: Any) -> None:
-        """Make it, and wait until something is heard: what was written, by me or by another, comes through the watch."""
+        """Run the transaction, and wait until the mirror has changed: what this or another peer wrote comes through the watch."""
         heard = self._mirror().revision
         try:
             report = await TransactionExecutor(self._store, self._mirror().keys).run(txn)
@@ -140,5 +140,5 @@ class Collectives:
 
 
 def find_answer(agreed: Agreed) -> tuple[Version, str]:
-    """Where an answer stands."""
+    """The version and name of an answer."""
     return agreed.version, agreed.name

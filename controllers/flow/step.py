@@ -163,12 +163,12 @@ class JobStep:
         await self._context.changes.until(served)
 
     async def gather(self, name: str, value: Any) -> tuple[Any, ...]:
-        """What all peers give under `name`. Raises ValueError."""
+        """Gather the values that all peers give under `name`. Raises ValueError."""
         self._use(name)
         return await self._context.collectives.gather(self.version, name, value)
 
     async def sum(self, name: str, value: float) -> float:
-        """The sum of what all peers give under `name`. Raises ValueError."""
+        """The sum of the values that all peers give under `name`. Raises ValueError."""
         self._use(name)
         return await self._context.collectives.sum(self.version, name, value)
 
@@ -241,7 +241,7 @@ class JobBatch:
             self._context.changes.notify()
 
     def _reissue_failed(self, prompt: Prompt, why: str) -> int:
-        """It came to nothing, and is issued again; once too often, and it has failed. How many tries there were."""
+        """Have a prompt that failed issued again, or fail it after too many tries. The number of tries."""
         tries = self._context.buffer.count_reissue(prompt.ref)
         log.info("prompt %s, try %d: %s", prompt.ref, tries, why)
         if tries > self._context.data.spec.flow.max_reissues:
@@ -251,7 +251,7 @@ class JobBatch:
         return tries
 
     def _reissue_stale(self, prompt: Prompt) -> None:
-        """It took so long that its weights became too old; once too often, and it has failed."""
+        """Have a prompt issued again whose weights became too old while it was produced, or fail it after too many tries."""
         tries = self._context.buffer.count_reissue(prompt.ref)
         log.info("prompt %s, try %d: given up, for its weights became too old", prompt.ref, tries)
         if tries > self._context.data.spec.flow.max_reissues:

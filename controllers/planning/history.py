@@ -195,7 +195,7 @@ def count_questions(book: StepAccount) -> StepAccount:
 
 
 def _kept(entry: LogEntry) -> LogEntry:
-    """What is kept of it: of a step of a thousand prompts the rest is thousands of objects."""
+    """The entry without its large parts: of a step of a thousand prompts they are thousands of objects."""
     return entry.model_copy(update={"delta": (), "cursors": None, "tally": None})
 
 
@@ -259,7 +259,7 @@ class MovesFile:
 
 
 def _tree(move: Move | HoldPeriod, file: Path) -> dict[str, Any] | None:
-    """As it is written; None for one whose words are no text, as half of a character that a policy made up."""
+    """The move as JSON; None for one whose words are no text, as half of a character that a policy made up."""
     try:
         tree: dict[str, Any] = json.loads(move.model_dump_json(exclude_defaults=True))
     except ValueError as error:

@@ -94,7 +94,7 @@ class UnfinishedJobsReader:
         self._jobs: dict[str, JobRecord] = {}
 
     async def now(self) -> UnfinishedJobs:
-        """As the store tells. Raises StoreUnavailable; also UnreadableRecord, for what cannot be read may need anything."""
+        """Read them from the store. Raises StoreUnavailable; also UnreadableRecord, since a job whose record cannot be read may need anything."""
         uids = [kv.key.removeprefix(keys.ACTIVE) for kv in (await self._store.list(keys.ACTIVE)).kvs]
         self._jobs = {uid: job for uid, job in self._jobs.items() if uid in uids}
         names: dict[str, str] = {}
@@ -258,14 +258,14 @@ class GarbageCollector:
 
 
 def finish_deletions(folder: Path) -> None:
-    """What in it a daemon that died had begun to delete."""
+    """Delete in `folder` what a daemon that died had begun to delete."""
     for one in _entries(folder, hidden=True):
         if one.name.startswith(GONE):
             shutil.rmtree(one, ignore_errors=True)
 
 
 def disk_bytes(path: Path) -> int:
-    """What a file, or all files below a folder, take on the disk. Links are not followed."""
+    """The bytes that a file, or all files below a folder, take on the disk. Links are not followed."""
     total, left = 0, [path]
     while left:
         here = left.pop()
@@ -280,7 +280,7 @@ def disk_bytes(path: Path) -> int:
 
 
 def _entries(folder: Path, *, hidden: bool = False) -> list[Path]:
-    """What is in a folder, hidden things only if they are asked for. Nothing if it cannot be read."""
+    """The entries of a folder, hidden ones only if they are asked for. Empty if it cannot be read."""
     try:
         with os.scandir(folder) as found:
             return sorted(Path(one.path) for one in found if hidden or not one.name.startswith("."))

@@ -37,11 +37,11 @@ MESSAGE_BYTES = 16 << 20
 
 
 class FetchFailed(GcoreError):
-    """What was wanted of a peer did not come, or not as it is there."""
+    """A file could not be fetched from a peer, or differs from the peer's."""
 
 
 class FileMissing(FetchFailed):
-    """The peer answers, and has it not."""
+    """The peer answers, and does not have the file."""
 
 
 def _nothing(folder: Path) -> None:
@@ -50,7 +50,7 @@ def _nothing(folder: Path) -> None:
 
 @dataclass
 class PeerFiles:
-    """One job's files, on one node. `run_dir`: its own folder of the run; `owner` keeps its drafts apart."""
+    """Fetches one job's files from other nodes to this one. `run_dir`: its own folder of the run; `owner` keeps its drafts apart."""
 
     uid: str
     run_dir: Path
@@ -172,14 +172,14 @@ class PeerFiles:
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """Who gave it (empty: nobody), and what was wrong with those that were asked before, by node."""
+    """The node that gave a file (empty: none did), and what was wrong with the nodes asked before, by node."""
 
     source: str
     wrong: Mapping[str, GcoreError]
 
     @property
     def why(self) -> str:
-        """What was wrong, for people."""
+        """The problems, for people."""
         return "; ".join(f"{node}: {error}" for node, error in self.wrong.items())
 
 

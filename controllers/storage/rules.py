@@ -19,7 +19,7 @@ DAY_S, GIB = 86400.0, 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class GarbageCandidate:
-    """Something that lies there. `used`: when it was last of use, seconds since the epoch; `needed_by`: why it must stay, or nothing."""
+    """A file or folder on this node that may be deleted. `used`: when it was last of use, seconds since the epoch; `needed_by`: why it must stay, or nothing."""
 
     kind: Kind
     path: Path
@@ -30,7 +30,7 @@ class GarbageCandidate:
 
 @dataclass(frozen=True, slots=True)
 class GarbageDecision:
-    """Whether it goes, and why, or why it stays."""
+    """Whether a candidate is deleted, and why, or why it stays."""
 
     found: GarbageCandidate
     goes: bool

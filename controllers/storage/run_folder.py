@@ -183,7 +183,7 @@ class StorageProof:
         return self.run_dir / FOLDER / node
 
     async def _others(self) -> list[StorageMark]:
-        """What stands in the store now; whoever is gone has proved nothing, and need not be seen."""
+        """The other nodes' marks in the store now; a node that is gone has proved nothing, and need not be seen."""
         listing = await self.store.list(self.keys.storage_prefix)
         marks = (StorageMark.decode(kv.value, kv.key) for kv in listing.kvs)
         return [mark for mark in marks if mark.node != self.identity.node]

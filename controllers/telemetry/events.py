@@ -99,7 +99,7 @@ class EventLog:
                     self._last = sequence
 
     def _told(self, before: JobMirror, change: WatchEvent, after: JobMirror) -> Iterator[Derived]:
-        """What one change tells."""
+        """The events and warnings of one change."""
         derived = [one for one in derive_events(self._keys, before, change, after) if self._is_new(one)]
         yield from derived
         yield from self._warnings(derived, after)
@@ -123,7 +123,7 @@ class EventLog:
         return not known
 
     def _warnings(self, derived: Sequence[Derived], after: JobMirror) -> Iterator[Derived]:
-        """What a person should see at once in what happened. Every controller that heard of the same says the same."""
+        """The warnings that follow from events. Every controller that saw the same events makes the same warnings."""
         for kind, _, data in derived:
             if kind != "step":
                 continue
@@ -167,7 +167,7 @@ def _in_their_room(told: list[Derived]) -> list[Derived]:
 
 
 def derive_events(keys: JobKeys, before: JobMirror, change: WatchEvent, after: JobMirror) -> Iterator[Derived]:
-    """What a change of one of a job's records tells, `before` it and `after` the batch that brought it. Raises UnreadableRecord."""
+    """The events of a change of one of a job's records, `before` it and `after` the batch that brought it. Raises UnreadableRecord."""
     key, kv = change.kv.key, change.kv
     if change.kind == "delete":
         if key.startswith(keys.member_prefix):

@@ -140,7 +140,7 @@ def newest_moves(moves: Moves) -> dict[str, Move]:
 
 
 def move_figures(move: Move) -> MoveFigures:
-    """What was expected of a move, and what came of it. A step's gain is what it became shorter by."""
+    """The expected and the measured figures of a move. A step's gain is the time by which it became shorter."""
     outcome = move.outcome
     expected = move.gain_s
     if move.before_s is not None and move.expected_s is not None:
@@ -154,7 +154,7 @@ def move_figures(move: Move) -> MoveFigures:
 
 
 def expected_step_s(moves: Moves) -> float | None:
-    """What the newest decision, whether it moved anything or not, expects of a step."""
+    """The step time that the newest decision expects, whether it moved anything or not."""
     told = [(move.time, move.expected_s) for move in moves.moves if move.expected_s is not None]
     told += [(stay.time, stay.expected_s) for stay in moves.stays if stay.expected_s is not None]
     return max(told, default=(0.0, None), key=lambda one: one[0])[1]

@@ -163,7 +163,7 @@ class WarningLog:
         self._news.set()
 
     def hold(self, topic: str, sentence: str) -> None:
-        """As `note`, once for as long as it is what holds of `topic`. Nothing: it is over."""
+        """Report a sentence once, for as long as it is the one of its topic. An empty sentence: the trouble is over."""
         if sentence and self._held.get(topic) != sentence:
             self.note(topic, sentence)
         self._held[topic] = sentence

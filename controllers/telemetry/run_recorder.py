@@ -99,7 +99,7 @@ class JobTelemetry:
 
     @property
     def about(self) -> dict[str, object]:
-        """What stands beside each line of the log that is written for this job."""
+        """The fields of each log line that is written for this job."""
         told: dict[str, object] = {"job": self._keys.uid}
         if self._mirror.job is not None:
             told["job_name"] = self._mirror.job.record.full_name
@@ -127,7 +127,7 @@ class JobTelemetry:
         self.stopwatch.engines.note(idle, self._clock.monotonic())
 
     def stats(self, view: JobView) -> dict[str, float]:
-        """Of the step that is under way, for its statistics."""
+        """The numbers of the step that is under way, for its log entry."""
         return self.stopwatch.stats(view, self._clock.monotonic())
 
     def close(self) -> None:

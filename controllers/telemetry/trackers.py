@@ -47,7 +47,7 @@ MOST_OUTPUT, KEPT_OUTPUT = 16 << 20, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TrackerTimeouts:
-    """In seconds."""
+    """How long a tracker's process may take, in seconds."""
 
     stall_s: float = 180.0
     """Without a word while there is more to give, or before the tracker is open."""
@@ -57,7 +57,7 @@ class TrackerTimeouts:
 
 @dataclass(slots=True)
 class _Heard:
-    """What a process has said."""
+    """The newest messages of a tracker's process."""
 
     offset: int = 0
     ready: bool = False
@@ -66,7 +66,7 @@ class _Heard:
 
 
 class TrackerProcess:
-    """One controller's part in one tracker of one job. `told`: notified when there are new lines."""
+    """Runs one tracker of one job on one controller, in a process of its own. `told`: notified when there are new lines."""
 
     def __init__(
         self,

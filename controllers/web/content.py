@@ -107,7 +107,7 @@ class Curves:
 
 
 def read_curves(run_dir: Path, most_bytes: int = CURVES_MOST_BYTES) -> Curves:
-    """Of a run's folder; empty where there is no file yet. Raises OSError."""
+    """Read the curves of a run's folder; empty where there is no file yet. Raises OSError."""
     try:
         with (run_dir / METRICS_FILE).open("rb") as file:
             size = file.seek(0, 2)
@@ -180,12 +180,12 @@ class SlotTimelines:
     more: int = 0
 
     def tree(self) -> dict[str, object]:
-        """As JSON."""
+        """The timelines as a JSON tree."""
         return asdict(self)
 
 
 def read_timelines(run_dir: Path) -> SlotTimelines:
-    """Of a run's folder. Raises OSError."""
+    """Read the slots' timelines of a run's folder. Raises OSError."""
     found = SlotTimelines()
     books = sorted((run_dir / FOLDER).glob("*.jsonl"))[:MOST_NODES]
     steps = max(min(MOST_STEPS, MOST_LINES // max(len(books), 1)), 1)
@@ -221,7 +221,7 @@ def _add(found: SlotTimelines, lines: list[AccountLine]) -> None:
 
 
 class FileCache(Generic[T]):
-    """Of one kind. `stamp` differs when `read` would bring something new. Raises what they raise, and TimeoutError, which is an OSError."""
+    """Caches what was read of the newest runs' files. `stamp` differs when `read` would bring something new. Raises what they raise, and TimeoutError, which is an OSError."""
 
     def __init__(self, stamp: Callable[[Path], object], read: Callable[[Path], T]) -> None:
         self._stamp = stamp
@@ -247,7 +247,7 @@ class FileCache(Generic[T]):
 
 
 class PageContent:
-    """Of one controller. Raises NotFound, StoreUnavailable."""
+    """The page's content as one controller knows it. Raises NotFound, StoreUnavailable."""
 
     def __init__(self, node: str, jobs: StoreReader, runner: Callable[[str], JobRunner | None], clock: Clock) -> None:
         self._node = node

@@ -48,7 +48,7 @@ HOW = "Show a token (`gcore token create` makes one; GCORE_TOKEN or the context 
 
 
 class Role(IntEnum):
-    """The greater has all that the smaller may."""
+    """The roles of callers. A greater role may do all that a smaller one may."""
 
     VIEWER = 1
     SUBMITTER = 2
@@ -57,7 +57,7 @@ class Role(IntEnum):
 
     @property
     def word(self) -> str:
-        """As people write it."""
+        """The role as people write it."""
         return self.name.lower()
 
 
@@ -69,7 +69,7 @@ USER_ROLES: Mapping[str, Role] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose call it is. `namespaces` None: all. `name` empty: nobody is told apart."""
+    """The authenticated caller of a call. `namespaces` None: all. `name` empty: nobody is told apart."""
 
     name: str
     role: Role
@@ -94,7 +94,7 @@ _caller: ContextVar[Caller] = ContextVar("caller", default=NOBODY_IS_TOLD_APART)
 
 
 def current_caller() -> Caller:
-    """Whose call is being served in this task."""
+    """The caller of the call that this task serves."""
     return _caller.get()
 
 
@@ -104,13 +104,13 @@ def may_see(namespace: str) -> bool:
 
 
 def set_caller(one: Caller) -> None:
-    """What this task does from now on, it does for this caller."""
+    """Set the caller for whom this task acts from now on."""
     _caller.set(one)
 
 
 @contextlib.contextmanager
 def acting_as(one: Caller) -> Iterator[None]:
-    """The same within a block."""
+    """Act as the caller within a block."""
     token = _caller.set(one)
     try:
         yield
@@ -120,7 +120,7 @@ def acting_as(one: Caller) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class AccessRule:
-    """What the table says of an RPC."""
+    """The least role that an RPC needs."""
 
     least: Role
     changes: bool = False
@@ -196,31 +196,31 @@ def access_refusal(one: Caller, method: str) -> str | None:
 
 
 class NoCredentials(Unauthenticated):
-    """Neither a token nor a certificate."""
+    """The call has neither a token nor a certificate."""
 
     reason = "NO_CREDENTIALS"
 
 
 class BadToken(Unauthenticated):
-    """No token, or none of this cluster, or one that was taken back."""
+    """The token is malformed, not of this cluster, or revoked."""
 
     reason = "BAD_TOKEN"
 
 
 class TokenExpired(Unauthenticated):
-    """It was good once."""
+    """The token has expired."""
 
     reason = "TOKEN_EXPIRED"
 
 
 class BadCertificate(Unauthenticated):
-    """The cluster's authority signed it, and says not for whom of gcore."""
+    """The cluster's authority signed the certificate, which names no node or user of gcore."""
 
     reason = "BAD_CERTIFICATE"
 
 
 class Authenticator:
-    """`required` False: nobody is told apart, whatever a call shows. Any thread may ask."""
+    """Authenticates callers by token or certificate. `required` False: all callers are the same, whatever a call shows. Any thread may ask."""
 
     def __init__(self, clock: Clock, *, required: bool = False, admin_file: Path | None = None) -> None:
         """Raises UsageError for an admin's file that has no token."""
@@ -236,7 +236,7 @@ class Authenticator:
             self.note(batch)
 
     def note(self, batch: WatchBatch) -> None:
-        """What was heard."""
+        """Note a change of the tokens."""
         known = {} if batch.reset else dict(self._known)
         for event in batch.events:
             token_id = event.kv.key.removeprefix(keys.TOKENS)
@@ -324,7 +324,7 @@ class TokenNotFound(NotFound):
 
 
 class AccessService(access_pb2_grpc.AccessServicer):
-    """Implements gcore.api.v1.Access."""
+    """Implements gcore.api.v1.Access: creates, lists and revokes tokens."""
 
     def __init__(self, store: Store, clock: Clock, trouble: Any = str) -> None:
         """`trouble`: why the store cannot be brought back, if that is known here."""

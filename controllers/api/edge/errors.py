@@ -29,7 +29,7 @@ Code = grpc.StatusCode
 
 
 class NotFound(GcoreError):
-    """What was asked for is not there."""
+    """The thing that a call names does not exist."""
 
     reason: ClassVar[str] = "NOT_FOUND"
 
@@ -59,43 +59,43 @@ class NamespaceNotFound(NotFound):
 
 
 class Conflict(GcoreError):
-    """The request does not fit what stands in the store."""
+    """The request conflicts with the records in the store."""
 
     reason: ClassVar[str] = "CONFLICT"
 
 
 class JobEnded(Conflict):
-    """What was asked for is only done to a job that has not ended."""
+    """The call is only for jobs that have not ended."""
 
     reason: ClassVar[str] = "JOB_HAS_ENDED"
 
 
 class JobNotEnded(Conflict):
-    """What was asked for is only done to a job that has ended."""
+    """The call is only for jobs that have ended."""
 
     reason: ClassVar[str] = "JOB_HAS_NOT_ENDED"
 
 
 class Exhausted(GcoreError):
-    """There is no room for more of the kind at the moment."""
+    """A limit of the daemon is reached at the moment."""
 
     reason: ClassVar[str] = "TOO_MANY_STREAMS"
 
 
 class TooManyCalls(Exhausted):
-    """Of calls, whatever they are about."""
+    """The caller has too many calls at once."""
 
     reason: ClassVar[str] = "TOO_MANY_CALLS"
 
 
 class Forbidden(GcoreError):
-    """Whose call it is, is known, and they may not."""
+    """The caller is authenticated, and not allowed to do this."""
 
     reason: ClassVar[str] = "PERMISSION_DENIED"
 
 
 class Unauthenticated(GcoreError):
-    """The call says not, or not in a way that holds, whose it is."""
+    """The call has no valid credentials."""
 
     reason: ClassVar[str] = "UNAUTHENTICATED"
 
@@ -141,7 +141,7 @@ def status_of(error: GcoreError) -> grpc.StatusCode:
 
 
 def make_refusal(error: GcoreError, sentence: str = "") -> Refusal:
-    """What a call is told; `sentence`: in place of the error's own."""
+    """Make the refusal of a call; `sentence`: in place of the error's own."""
     reason = next(reason for kind, _, reason in CODES if isinstance(error, kind))
     violations: tuple[Violation, ...] = ()
     if isinstance(error, BadFields):

@@ -55,7 +55,7 @@ _WATCH = access.OPEN + "Watch"
 
 @dataclass(frozen=True, slots=True)
 class CallEntry:
-    """What is told of a call."""
+    """One entry of the journal of calls."""
 
     caller: str
     role: str
@@ -67,7 +67,7 @@ class CallEntry:
 
 
 class CallJournal:
-    """`file` None: nothing is kept. `most_bytes` of a file, `kept` old ones."""
+    """Writes the journal of calls. `file` None: nothing is written. `most_bytes` of a file, `kept` old files."""
 
     def __init__(self, file: Path | None, clock: Clock, *, most_bytes: int = 16 << 20, kept: int = 4) -> None:
         self._file = file
@@ -154,7 +154,7 @@ class CallJournal:
 
 
 class AccessGate(grpc.aio.ServerInterceptor):
-    """Comes before what looks at requests, and behind what counts calls. `within_s`: a request that comes later is refused."""
+    """An interceptor that authenticates and authorizes calls. It comes before those that read requests, and after the one that counts calls. `within_s`: a request that comes later is refused."""
 
     def __init__(
         self, book: Authenticator, journal: CallJournal, room: CallLimiter, *, within_s: float = REQUEST_WITHIN_S
@@ -186,7 +186,7 @@ class AccessGate(grpc.aio.ServerInterceptor):
 
 
 class _Begun:
-    """A call that has begun."""
+    """A call that has begun, until its entry is written."""
 
     def __init__(self, handler: Handler, room: CallLimiter, within_s: float) -> None:
         self._handler = handler
@@ -246,7 +246,7 @@ class _Begun:
 
 
 class _Strangers(_Begun):
-    """What everybody may."""
+    """Handles calls that need no role: those of unauthenticated clients too."""
 
     def __init__(self, handler: Handler, room: CallLimiter, within_s: float, *, watches: bool) -> None:
         super().__init__(handler, room, within_s)
@@ -258,7 +258,7 @@ class _Strangers(_Begun):
 
 
 class _Call(_Begun):
-    """What needs a role."""
+    """Handles calls that need a role."""
 
     def __init__(
         self,

@@ -66,7 +66,7 @@ OPTIONS = (
 
 
 class Permits:
-    """`most` places for `what`, of which nobody with a name has more than half."""
+    """Limits how many of `what` run at once to `most`; no named caller gets more than half of them."""
 
     def __init__(self, most: int, what: str, kind: type[Exhausted], fix: str) -> None:
         self._most = most
@@ -98,7 +98,7 @@ class Permits:
 
 
 class StreamLimiter:
-    """Places for `most` streams."""
+    """Limits the streams at once to `most`."""
 
     def __init__(self, most: int) -> None:
         fix = "Ask another controller, or raise api.streams in the node's configuration"
@@ -121,7 +121,7 @@ class StreamLimiter:
 
 
 class CallLimiter:
-    """Places for `most` calls of people, and for as many of daemons. `context`: of the call, which tells when it is over."""
+    """Limits the calls of people at once to `most`, and those of daemons to as many. `context`: of the call, which tells when it is over."""
 
     def __init__(self, most: int) -> None:
         fix = "Ask another controller, or raise api.calls in the node's configuration"
@@ -160,7 +160,7 @@ def _enter(places: Permits, name: str, context: Any) -> None:
 
 
 class CallCounter(grpc.aio.ServerInterceptor):
-    """Stands first, so that what others refuse is counted too."""
+    """An interceptor that counts calls. It comes first, so that refused calls are counted too."""
 
     def __init__(self, metrics: Metrics, clock: Clock) -> None:
         self._metrics = metrics
@@ -218,11 +218,11 @@ class CallCounter(grpc.aio.ServerInterceptor):
 
 
 class UndecodableMessage:
-    """In place of a message that could not be read."""
+    """Stands in for a request that could not be decoded."""
 
 
 class DecodingInterceptor(grpc.aio.ServerInterceptor):
-    """Stands last, next to the services. Requests that are streams are left to gRPC: none of people's has any."""
+    """An interceptor that refuses requests that could not be decoded. It comes last, next to the services. Requests that are streams are left to gRPC: none of people's has any."""
 
     async def intercept_service(
         self,
@@ -272,7 +272,7 @@ async def _check(request: Any, context: CallContext) -> None:
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Of the whole daemon, which is called by no name; no part of it has a health of its own."""
+    """The gRPC health service of the whole daemon, under the empty name; no part has a health of its own."""
 
     WHOLE: ClassVar[str] = ""
 
@@ -281,7 +281,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._changed = asyncio.Event()
 
     def set(self, *, serving: bool) -> None:
-        """What is answered from now on."""
+        """Set the answer from now on."""
         if serving != self._serving:
             self._serving = serving
             self._changed.set()

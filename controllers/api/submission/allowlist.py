@@ -41,7 +41,7 @@ EXPORT = "`gcore export` copies a model out of a run, to a folder below allow.ro
 
 
 class PathUse(Enum):
-    """What becomes of a path."""
+    """How a job uses a path: as a model, as input, or as output."""
 
     MODEL = "read, or fetched from a hub"
     READ = "read"
@@ -58,7 +58,7 @@ class NamedPath:
 
 
 class PathPolicy:
-    """Judges paths. Blocks: it asks the file system."""
+    """Says which paths a spec may name. Blocks: it asks the file system."""
 
     def __init__(self, section: AllowSection, own: NodeConfig | None = None) -> None:
         """`own`: of a daemon that tells its callers apart. None: nobody is a stranger, and what is not said is allowed."""
@@ -205,7 +205,7 @@ class Allowlist:
 
     @classmethod
     def of(cls, config: NodeConfig) -> Allowlist:
-        """What specs may name on a node."""
+        """The allowlist of a node's configuration."""
         return cls(config.allow, config if config.tells_apart else None)
 
     def check_flow(self, tree: dict[str, Any]) -> None:

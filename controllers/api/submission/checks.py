@@ -281,7 +281,7 @@ class CheckedSource:
 
 @dataclass(frozen=True, slots=True)
 class CheckedJob:
-    """What a spec means, with its files as they are now.
+    """A checked spec: its resolved sources, models and judges, with their files as they are now.
 
     `attention_equals_at`: how the model weighs long samples (`gcore.ledger.records.cluster`).
     """

@@ -27,7 +27,7 @@ from controllers.api.submission.checks import (
     judge_remote_code,
     judge_revisions,
 )
-from controllers.job.preparation import spec_differences, check_unchanged
+from controllers.job.preparation import check_unchanged, spec_differences
 from gcore.config.load import new_spec, stored_spec
 from gcore.config.spec import JobSpec
 from gcore.data.stream import identify_data
