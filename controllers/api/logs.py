@@ -100,7 +100,7 @@ class LogPosition:
 
 @dataclass(frozen=True, slots=True)
 class PositionedLine:
-    """What it says, and where one that follows begins."""
+    """A line of a log, and the place where the next one begins."""
 
     text: str
     behind: LogPosition

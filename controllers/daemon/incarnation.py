@@ -227,7 +227,7 @@ class Incarnation:
 
 @dataclass
 class DaemonState:
-    """What a daemon keeps from one incarnation to the next."""
+    """The state that a daemon keeps from one incarnation to the next."""
 
     config: NodeConfig
     clock: Clock

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What a step works on: parts of its peer."""
+    """The parts of a peer that its steps work with."""
 
     look: Callable[[], JobView]
     changes: ChangeSignal

@@ -223,7 +223,7 @@ def committed_splits(trained: Sequence[LogEntry], plan: Plan, moves: Moves) -> d
 
 
 class MovesFile:
-    """`moves.jsonl` of one run, as one controller writes it. Blocks: call it in a thread."""
+    """Writes `moves.jsonl` of one run, on one controller. Blocks: call it in a thread."""
 
     def __init__(self, run_dir: Path) -> None:
         self._file = run_dir / NAME

@@ -173,7 +173,7 @@ class TimelineRow:
 
 @dataclass
 class SlotTimelines:
-    """`steps`: [begin, end, step] by the first node's books; `more`: slots that have no row."""
+    """The states of slots in the newest steps. `steps`: [begin, end, step] by the first node's slot accounting; `more`: slots that have no row."""
 
     rows: list[TimelineRow] = field(default_factory=list)
     steps: list[tuple[float, float, int]] = field(default_factory=list)

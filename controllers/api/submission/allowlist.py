@@ -195,8 +195,11 @@ def _links_in(named: NamedPath, folder: Path) -> Iterator[Path]:
 
 
 class Allowlist:
-    """`own`: the configuration of a daemon that tells its callers apart, so that not everybody who submits is as good as its owner; None:
-    everybody is."""
+    """The paths that specs may name on a node.
+
+    `own`: the configuration of a daemon that tells its callers apart, so that a caller who submits is not as trusted as the daemon's owner;
+    None: every caller is.
+    """
 
     def __init__(self, section: AllowSection, own: NodeConfig | None = None) -> None:
         self._section = section

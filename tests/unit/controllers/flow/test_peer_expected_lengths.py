@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from peer_bench import RealBench
 
 from controllers.changes import ChangeSignal
-from controllers.flow import peer as expecting
 from controllers.flow.peer import DuePrompt, LengthEstimates, PromptEntry, sort_longest_first
 from controllers.inference.pool import EnginePool
 from controllers.inference.requests import EngineConnection
@@ -76,7 +75,7 @@ def test_what_was_due_at_an_earlier_head_goes_before_longer_ones_that_came_later
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expecting, "MOST_PROMPTS", 2)
+    monkeypatch.setattr("controllers.flow.peer.MOST_PROMPTS", 2)
     known = LengthEstimates(entry_of)
     for seq in range(5):
         known.note(PromptRef(0, 0, seq), [50 + seq] * 2)
