@@ -102,7 +102,8 @@ class AccountCollector:
         return self._cause or "no_work"
 
     async def begin(self, spec: JobSpec, run_dir: Path, head: Version | None, usage: UsageWriter | None = None) -> None:
-        """Account for time from now on, or continue from this node's last line unless it is older than `LONGEST_GAP_S`. `head`: where the job is."""
+        """Account for time from now on, or continue from this node's last line unless it is older than `LONGEST_GAP_S`. `head`: where the
+        job is."""
         self._run_dir, self._usage = run_dir, usage
         before: AccountLine | None = None
         with contextlib.suppress(OSError, TimeoutError):

@@ -212,7 +212,8 @@ def reading_from_totals(kept: WorkerTotals) -> EngineReading | None:
 
 @dataclass(frozen=True)
 class ClosedStep:
-    """A closed step. `phases` of the job as seen here and `spans` by slot, in seconds since the step began; `kept`: totals of workers at its end."""
+    """A closed step. `phases` of the job as seen here and `spans` by slot, in seconds since the step began; `kept`: totals of workers at
+    its end."""
 
     book: StepAccount
     phases: tuple[Span, ...]

@@ -65,7 +65,8 @@ class CurriculumOrders:
     ) -> list[PromptRef]:
         """The refs of `refs` whose order is known; starts to work out the orders of the others. All are due and of my shards `mine`.
 
-        `held`: refs that were issued here and are held or in flight, whatever shard they are of. Raises what a curriculum, or reading the data for it, raised.
+        `held`: refs that were issued here and are held or in flight, whatever shard they are of. Raises what a curriculum, or reading the
+        data for it, raised.
         """
         due = list(refs)
         if self._curriculum is None:

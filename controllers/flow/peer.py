@@ -242,7 +242,8 @@ class JobPeer:
         return self.buffer.in_flight.task_of(prompt.ref) or asyncio.current_task()
 
     def _forget_verdicts_at_end(self, prompt: Prompt) -> None:
-        """Forget at the production's end what judges could not judge of the prompt: they are asked again when it is issued again, and not before."""
+        """Forget at the production's end what judges could not judge of the prompt: they are asked again when it is issued again, and not
+        before."""
         pipeline, production = self.data.sources[prompt.source], self._production_task(prompt)
         if pipeline.has_judges and production is not None:
             production.add_done_callback(lambda _: pipeline.forget(prompt))

@@ -94,7 +94,8 @@ class UnfinishedJobsReader:
         self._jobs: dict[str, JobRecord] = {}
 
     async def now(self) -> UnfinishedJobs:
-        """Read them from the store. Raises StoreUnavailable; also UnreadableRecord, since a job whose record cannot be read may need anything."""
+        """Read them from the store. Raises StoreUnavailable; also UnreadableRecord, since a job whose record cannot be read may need
+        anything."""
         uids = [kv.key.removeprefix(keys.ACTIVE) for kv in (await self._store.list(keys.ACTIVE)).kvs]
         self._jobs = {uid: job for uid, job in self._jobs.items() if uid in uids}
         names: dict[str, str] = {}

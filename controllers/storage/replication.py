@@ -62,7 +62,8 @@ AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFetch:
-    """The result of a fetch: why a checkpoint is not whole on this node, or an empty string. `is_final`: it will not while things are as they are,
+    """The result of a fetch: why a checkpoint is not whole on this node, or an empty string. `is_final`: it will not while things are as
+    they are,
     since no node that is there has it undamaged."""
 
     problem: str = ""

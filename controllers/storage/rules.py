@@ -19,7 +19,8 @@ DAY_S, GIB = 86400.0, 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class GarbageCandidate:
-    """A file or folder on this node that may be deleted. `used`: when it was last of use, seconds since the epoch; `needed_by`: why it must stay, or nothing."""
+    """A file or folder on this node that may be deleted. `used`: when it was last of use, seconds since the epoch; `needed_by`: why it must
+    stay, or nothing."""
 
     kind: Kind
     path: Path

@@ -123,7 +123,8 @@ def localize_mirror(mirror: JobMirror, run_root: Path) -> JobMirror:
 
 @dataclass(frozen=True)
 class StorageProof:
-    """One node's proof that it shares one job's folder with the others. `is_apart`: it is proved that no two share a folder, or a copy on the one would be taken
+    """One node's proof that it shares one job's folder with the others. `is_apart`: it is proved that no two share a folder, or a copy on
+    the one would be taken
     for a second one. `pause` waits so many seconds, or until there is nothing to wait for any more."""
 
     store: Store

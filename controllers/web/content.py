@@ -173,7 +173,8 @@ class TimelineRow:
 
 @dataclass
 class SlotTimelines:
-    """The states of slots in the newest steps. `steps`: [begin, end, step] by the first node's slot accounting; `more`: slots that have no row."""
+    """The states of slots in the newest steps. `steps`: [begin, end, step] by the first node's slot accounting; `more`: slots that have no
+    row."""
 
     rows: list[TimelineRow] = field(default_factory=list)
     steps: list[tuple[float, float, int]] = field(default_factory=list)
@@ -221,7 +222,8 @@ def _add(found: SlotTimelines, lines: list[AccountLine]) -> None:
 
 
 class FileCache(Generic[T]):
-    """Caches what was read of the newest runs' files. `stamp` differs when `read` would bring something new. Raises what they raise, and TimeoutError, which is an OSError."""
+    """Caches what was read of the newest runs' files. `stamp` differs when `read` would bring something new. Raises what they raise, and
+    TimeoutError, which is an OSError."""
 
     def __init__(self, stamp: Callable[[Path], object], read: Callable[[Path], T]) -> None:
         self._stamp = stamp

@@ -154,7 +154,8 @@ class CallJournal:
 
 
 class AccessGate(grpc.aio.ServerInterceptor):
-    """An interceptor that authenticates and authorizes calls. It comes before those that read requests, and after the one that counts calls. `within_s`: a request that comes later is refused."""
+    """An interceptor that authenticates and authorizes calls. It comes before those that read requests, and after the one that counts
+    calls. `within_s`: a request that comes later is refused."""
 
     def __init__(
         self, book: Authenticator, journal: CallJournal, room: CallLimiter, *, within_s: float = REQUEST_WITHIN_S

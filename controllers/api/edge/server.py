@@ -222,7 +222,8 @@ class UndecodableMessage:
 
 
 class DecodingInterceptor(grpc.aio.ServerInterceptor):
-    """An interceptor that refuses requests that could not be decoded. It comes last, next to the services. Requests that are streams are left to gRPC: none of people's has any."""
+    """An interceptor that refuses requests that could not be decoded. It comes last, next to the services. Requests that are streams are
+    left to gRPC: none of people's has any."""
 
     async def intercept_service(
         self,

@@ -100,7 +100,8 @@ def check_served_judges(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
 
 
 def check_ranks(spec: JobSpec, most: int | None) -> None:
-    """Whether as many train ranks, and as many slots, will ever be there. `most`: the slots of a cluster that cannot grow; None: more nodes may come.
+    """Whether as many train ranks, and as many slots, will ever be there. `most`: the slots of a cluster that cannot grow; None: more nodes
+    may come.
 
     What does not fit yet is waited for. Raises SpecError.
     """
