@@ -104,7 +104,7 @@ def keeper(run_dir: Path, warn: Told | None = None, **spec: int) -> SampleWriter
 def holding(*groups: Group) -> GroupBuffer:
     found = GroupBuffer()
     for one in groups:
-        found.keep(one)
+        found.add_group(one)
     return found
 
 
