@@ -111,7 +111,7 @@ def end_change(reason: str) -> Change:
 
 
 def update_change(request: pb.UpdateJobRequest) -> Change:
-    """What the mask names is as the request says. Raises BadFields."""
+    """Make the change of a job that the request's mask names. Raises BadFields."""
     paths = [path.removeprefix(SECTION) for path in request.update_mask.paths]
     if not paths:
         raise bad_field("update_mask", "names nothing that is to change", f"Name some of {', '.join(UPDATABLE)}")

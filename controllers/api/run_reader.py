@@ -278,7 +278,7 @@ def audit_report(found: Audit) -> pb.AuditReport:
 async def list_checkpoints(
     mirror: JobMirror, holders: Mapping[str, Collection[str]] = MappingProxyType({})
 ) -> pb.ListCheckpointsReply:
-    """Those that are registered, the newest first. `holders`: the nodes that have each, where nodes share no folder."""
+    """The registered checkpoints, the newest first. `holders`: the nodes that have each, where nodes share no folder."""
     job = mirror.job_record
     reply = pb.ListCheckpointsReply(uid=job.uid, name=job.name)
     for one, kept in _newest_first(_registered(mirror)):

@@ -103,7 +103,7 @@ def stored_steps(mirror: JobMirror, behind: StreamPosition) -> Iterator[LogEntry
 
 
 def all_steps(run_dir: Path, log: Mapping[int, LogEntry], behind: StreamPosition) -> Iterator[LogEntry]:
-    """The same with those that left the store. Reads them one by one. Raises GcoreError. Blocks on the disk."""
+    """Read all steps, those that left the store too, one by one. Raises GcoreError. Blocks on the disk."""
     with explain_os_errors("the run's folder cannot be read", where=run_dir):
         archived = ArchivedLog(run_dir, log)
         for seq in sorted(archived):

@@ -176,7 +176,7 @@ def engine_rows(spec: JobSpec) -> EngineRows:
 
 
 def measured_by_slot(step: MeasuredStep, judges: int) -> MeasuredStep:
-    """What a slot's engines of so many judges do together, in place of what each does. All of them are taken to be asked equally often."""
+    """The measurements of a slot's engines of several judges together, in place of one of each. All of them are taken to be asked equally often."""
     if judges == 1:
         return step
     speed = tuple(replace(one, running=one.running * judges) if one.pool == "reward" else one for one in step.speed)
@@ -301,7 +301,7 @@ def _by_beginning(lines: Iterable[str]) -> dict[float, dict[str, Any]]:
 
 
 def read_moves(file: Path) -> list[Move]:
-    """The same as records, oldest first; what cannot be read is passed over. Raises OSError."""
+    """Read the moves as records, oldest first; what cannot be read is passed over. Raises OSError."""
     return list(_records(read_lines_by_number(file).values(), Move))
 
 

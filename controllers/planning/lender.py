@@ -194,7 +194,7 @@ class ForgoneGain:
 
 
 class Lender:
-    """Decides loans within a step. One per job and controller, for one incarnation."""
+    """Decides loans within a step, of one job on one controller for one incarnation."""
 
     def __init__(
         self,
@@ -305,7 +305,7 @@ class Lender:
         return pool_speeds(history, self._rows, self._paces.since("rollout"), self._paces.since("reward"))
 
     def _given_back(self, view: JobView, plan: Plan, at: DecisionContext) -> MoveProposal | None:
-        """What was lent goes back while ranks train, so that the next step does not wait for it."""
+        """Give back what was lent while ranks train, so that the next step does not wait for it."""
         if plan.lent_from is None:
             return None
         there = placeable_nodes(view)

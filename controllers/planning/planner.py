@@ -67,6 +67,16 @@ MOST_IDLE, MOST_NAME = 8, 24
 MOST_SLOTS = 1_000_000
 """Slots of a pool in a decision: larger numbers may not even be printable."""
 
+log = logging.getLogger(__name__)
+
+TELL_S = 10.0
+
+POLL_S, SOON_S = 1.0, 0.25
+"""Time between two turns; the shorter one while a move takes effect, to measure how long that takes."""
+
+ACCOUNTS_WAIT_S = 0.5
+"""How long the policy is not asked for want of accounts of the newest step."""
+
 
 class PolicyFailed(GcoreError):
     """A policy gave no decision."""
@@ -154,9 +164,6 @@ def check_decision(given: object) -> Decision:
 
 def _is_slots(count: object) -> bool:
     return type(count) is int and 0 <= count <= MOST_SLOTS
-
-
-log = logging.getLogger(__name__)
 
 
 class _CannotBe(Exception):
@@ -284,9 +291,6 @@ class SplitDecider:
         return after
 
 
-TELL_S = 10.0
-
-
 class HoldLog:
     """The newest hold period of the leader's decisions, and when it is written to the store.
 
@@ -328,15 +332,8 @@ class HoldLog:
         return None if stay is None else add_taken(stay, self._took(stay.step + 1, stay.seq))
 
 
-POLL_S, SOON_S = 1.0, 0.25
-"""Time between two turns; the shorter one while a move takes effect, to measure how long that takes."""
-
-ACCOUNTS_WAIT_S = 0.5
-"""How long the policy is not asked for want of accounts of the newest step."""
-
-
 class Planner:
-    """One per job and controller, for one incarnation."""
+    """Asks the policy of one job and makes proposals of its decisions, on one controller for one incarnation."""
 
     def __init__(self, job: LiveJob, spec: JobSpec, clock: Clock, run_dir: Path, connector: Connector = PLAIN) -> None:
         self._job = job

@@ -139,7 +139,7 @@ def load_page() -> tuple[bytes, tuple[str, str]]:
 
 
 def content_security_policy(text: str) -> str:
-    """What a page's own script and style may do: themselves, and ask this controller. All else, from wherever, does not run or load."""
+    """The policy of a page's own script and style: themselves, and ask this controller. All else, from wherever, does not run or load."""
     scripts, styles = (re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("script", "style"))
     return "; ".join(
         [

@@ -102,7 +102,7 @@ class CallJournal:
                 self._drop_oldest()
 
     def close(self) -> None:
-        """What is left is written, if the disk takes it soon."""
+        """Write what is left, if the disk takes it soon."""
         if self._thread is not None:
             try:
                 self._lines.put_nowait(None)
@@ -243,7 +243,7 @@ class _Begun:
         """Whether it may go on."""
 
     def _over(self, context: CallContext, answer: Any, *, done: bool, left: bool = False) -> None:
-        """It has ended."""
+        """Note that the call has ended."""
 
 
 class _Strangers(_Begun):
