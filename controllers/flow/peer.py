@@ -24,7 +24,7 @@ from controllers.flow.episodes import EpisodeRequest, EpisodeRunner
 from controllers.flow.evaluation import Evaluator, LedgerEvaluations
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.job_data import JobData, sample_seed
-from controllers.flow.peer_collectives import Collectives
+from controllers.flow.peer_collectives import PeerCollectives
 from controllers.flow.step import JobStep, StepContext
 from controllers.inference.pool import EnginePool
 from controllers.inference.rules import LengthExpectation, VersionFollower
@@ -68,7 +68,7 @@ class JobPeer:
         stopwatch: StepTimer,
         orders: CurriculumOrders,
         filters: tuple[CheckedFilter, ...],
-        collectives: Collectives,
+        collectives: PeerCollectives,
         faults: PluginErrorLog,
         episodes: EpisodeRunner | None = None,
     ) -> None:

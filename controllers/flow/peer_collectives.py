@@ -37,7 +37,7 @@ TURN_S = 0.5
 """How long the next in turn waits for the one before to fix an answer."""
 
 
-class Collectives:
+class PeerCollectives:
     """The collectives of one job as one incarnation of a peer takes part in them."""
 
     def __init__(

@@ -18,7 +18,7 @@ from typing import Any
 from controllers.changes import ChangeSignal
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.job_data import JobData
-from controllers.flow.peer_collectives import Collectives
+from controllers.flow.peer_collectives import PeerCollectives
 from controllers.rules.view import JobView
 from controllers.telemetry.notices import PluginErrorLog
 from gcore.errors import EngineError, EngineUnreachable
@@ -42,7 +42,7 @@ class StepContext:
     buffer: GroupBuffer
     clock: Clock
     data: JobData
-    collectives: Collectives
+    collectives: PeerCollectives
     faults: PluginErrorLog
     check_filtered: Callable[[Group], None]
     """Raises SpecError for a group that the spec's filters have not seen."""

@@ -28,7 +28,7 @@ from controllers.flow.evaluation import LedgerEvaluations
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.job_data import JobData, rewards_of
 from controllers.flow.peer import JobPeer
-from controllers.flow.peer_collectives import Collectives
+from controllers.flow.peer_collectives import PeerCollectives
 from controllers.identity import Identity
 from controllers.inference.judge_engines import JudgePool
 from controllers.inference.judges import ExternalJudges, JudgeMetricsObserver, open_judges
@@ -462,7 +462,9 @@ class JobSession(LiveJob):
         self.effects = self._make_effects()
         self.actions = ActionsInFlight(self, self.effects, self.fail, metrics, clock)
         self.flow = FlowRunner(self, needs.errors, clock)
-        self.collectives = Collectives(needs.store, lambda: self.mirror, self.me, identity.lease, self.changes, clock)
+        self.collectives = PeerCollectives(
+            needs.store, lambda: self.mirror, self.me, identity.lease, self.changes, clock
+        )
 
     def _make_effects(self) -> Effects:
         needs, lease = self.needs, self.identity.lease

@@ -13,7 +13,7 @@ from controllers.flow.evaluation import LedgerEvaluations
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.job_data import make_job_data
 from controllers.flow.peer import JobPeer
-from controllers.flow.peer_collectives import Collectives
+from controllers.flow.peer_collectives import PeerCollectives
 from controllers.rules.view import JobView
 from controllers.telemetry.notices import PluginErrorLog
 from controllers.telemetry.step_stats import StepTimer
@@ -108,7 +108,7 @@ class RealBench:
             StepTimer(),
             CurriculumOrders(self.spec, job_data.stream, self.changes.notify),
             find_filters(self.spec.flow.filters),
-            Collectives(self.store, self.mirror, "me", self.lease, self.changes, self.clock),
+            PeerCollectives(self.store, self.mirror, "me", self.lease, self.changes, self.clock),
             self.faults,
         )
 

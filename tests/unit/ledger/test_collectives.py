@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from controllers.changes import ChangeSignal
 from controllers.flow import peer_collectives
-from controllers.flow.peer_collectives import Collectives
+from controllers.flow.peer_collectives import PeerCollectives
 from gcore.ledger.collectives import (
     MAX_DEPTH,
     MAX_NAMES,
@@ -238,7 +238,7 @@ class Node:
         self.mirror = JobMirror(KEYS)
         self.changes = ChangeSignal()
         self.lease = cluster.grant(1000)
-        self.collectives = Collectives(self.store, lambda: self.mirror, name, self.lease, self.changes, clock)
+        self.collectives = PeerCollectives(self.store, lambda: self.mirror, name, self.lease, self.changes, clock)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:

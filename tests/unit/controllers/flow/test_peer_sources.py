@@ -18,7 +18,7 @@ from controllers.flow.evaluation import SHOWN_CHARACTERS, clip_for_record, meets
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.job_data import make_job_data, rewards_of
 from controllers.flow.peer import JobPeer
-from controllers.flow.peer_collectives import Collectives
+from controllers.flow.peer_collectives import PeerCollectives
 from controllers.flow.step import JobBatch, JobStep
 from controllers.rules.view import JobView
 from controllers.telemetry.notices import PluginErrorLog
@@ -164,7 +164,7 @@ class Alone:
             StepTimer(),
             CurriculumOrders(self.spec, data.stream, self.changes.notify),
             find_filters(self.spec.flow.filters),
-            Collectives(store, lambda: self.mirror, "me", 0, self.changes, self.clock),
+            PeerCollectives(store, lambda: self.mirror, "me", 0, self.changes, self.clock),
             self.faults,
         )
 
