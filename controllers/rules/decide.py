@@ -1,7 +1,9 @@
-"""Which rules apply to a job, in which order, from one view of it; the assignment of shards; the hand-over of a leaving controller.
+"""Decide what a job should do now, from one view of it: the rules that apply, the assignment of shards, the hand-over of a leaving controller.
 
 Each rule stands alone and yields intents. Whose turn it is follows from a hash; `Timers` say how long a condition has held. The view may
 be old, so a rule may be wrong about the present: the transaction that follows compares, and after a lost compare the controller looks again.
+No rule counts on another having come before it. The reconciler carries the ripe intents out one after the other, in the order of the rules, so the
+order says which transaction of a look is tried first.
 
 Assignment of shards: sticky and balanced. Loads differ by at most one, and no shard moves without need. An assignment is a hint; the
 seal's check keeps a prompt from being trained twice.
@@ -103,7 +105,7 @@ def _spread(shards: list[int], count: int) -> list[int]:
 
 
 def decide(view: JobView) -> tuple[Intent, ...]:
-    """All that should be done now, in no particular order."""
+    """Everything that should be done now, in the order of the rules."""
     status = view.mirror.status
     if status is None or status.record.phase.ended:
         return ()
@@ -123,7 +125,7 @@ def decide(view: JobView) -> tuple[Intent, ...]:
         return ()
     if view.me not in view.mirror.members:
         return () if view.leaving or "join" in view.under_way else (Intent(Join(), "join"),)
-    # What a job does that has no workers, and what one does that has.
+    # The rules of a suspended job, which has no workers, and those of a job that works.
     standing_still = (leave, prune_log, sweep_old_worlds, archive_evaluations, release_slots, resume, end_suspended_job)
     working = (
         leave,

@@ -1,17 +1,16 @@
-"""Groups and prompts that outlive a step, who answers which part of an evaluation, and how long an offer waits for more groups.
+"""The rules of a step, in its order: offer, seal, exchange, train, commit, publish. Then stale prompts, and the parts of an evaluation.
 
-Where some staleness is allowed, an offer also names what is in flight, a little after it was begun at the latest: others count it, and
-wait for what would become too old. What a seal waits for because of its age is given up after a while and issued again; after too many
-tries it has failed. At staleness 0 none of this applies.
+Offer: each write wakes every peer, and a seal can come only when the offers hold its quota. A peer therefore writes its offer when it has
+its share (an n-th) of what the cluster still lacks, and when its own part is done. Less than a share waits a while, since others issue more
+for refs that ended without a group, and people look at the progress of the step.
 
-Evaluation: the members that have engines are ordered by the version; parts go to them in turn. If the owner of a part delivers nothing for
-a while, the next member takes its parts over, from the end, since the owner goes from the beginning. If a member is gone, the order
+Staleness: where some is allowed, an offer also names the prompts in flight, at most a little after they were begun: other peers count them
+and wait for those that would become too old. A prompt that a seal waits for because of its age is given up after a while and issued again;
+after too many tries it has failed. At staleness 0 none of this applies.
+
+Evaluation: the members that have engines are ordered by the version, and parts go to them in turn. If the owner of a part delivers nothing
+for a while, the next member takes its parts over, from the end, since the owner goes from the beginning. If a member leaves, the order
 changes at once. Two answers to one part do no harm: the first that is written counts.
-
-Offers are few because each wakes every peer: a dozen peers that write each group as it finishes would keep each other and the store busy.
-A seal can come only when the offers hold its quota, so a peer writes its offer when it has its share (an n-th) of what the cluster still
-lacks, and when its own part is done. Then the quota cannot be met by groups that no offer names. Less than a share waits a while,
-since others issue more for refs that ended without a group, and people look at the progress of the step.
 """
 
 from __future__ import annotations
@@ -55,116 +54,6 @@ from gcore.ledger.statistics import shortage_reason
 from gcore.ledger.transactions import Versioned
 from gcore.types import PromptRef, Version
 
-EVALUATION_PATIENCE_S = 900.0
-"""A batch of what was carried waits so long for the evaluation of the weights before it, or for another part of it. A flow
-may never ask for it."""
-
-
-def in_flight_refs(view: JobView) -> tuple[InFlightRef, ...]:
-    """What this peer's offer says of what is in flight."""
-    if not view.rules.staleness:
-        return ()
-    return tuple(InFlightRef(ref=ref, version=version) for ref, version in sorted(view.in_flight.items()))
-
-
-def is_offer_outdated(view: JobView, head: Head, stored: Offer | None) -> bool:
-    """Whether the stored offer lacks what is in flight, or has what no longer is.
-
-    What is not named when head moves could be passed over by a seal that it should have been waited for.
-    """
-    if not view.rules.staleness:
-        return False
-    named = {one.ref: one.version for one in stored.in_flight} if stored else {}
-    if any(named.get(ref) != version for ref, version in view.in_flight.items()):
-        return True
-    ended = named.keys() - view.in_flight.keys() - view.holdings.keys() - view.outcomes.keys()
-    return any(not head.cursors.is_terminal(view.rules.shape, ref) for ref in ended)
-
-
-STRANDED_PATIENCE_S = 10.0
-"""What is in flight where no engine is left may have all its responses, and only wait for its reward: it gets so long to end."""
-
-
-def give_up_stale_prompts(view: JobView) -> Iterator[Intent]:
-    """What has been waited for too long, and what can no longer be trained, is given up."""
-    if not view.rules.staleness:
-        return
-    head = view.head
-    awaited, stranded = frozenset(view.awaited), _stranded_prompts(view)
-    for ref, version in view.in_flight.items():
-        topic = f"late {ref} {version}"
-        if head.cursors.is_terminal(view.rules.shape, ref) or not is_ancestor(head, version):
-            yield Intent(GiveUp(ref, "its prompt has ended, or its lineage", stale=False), topic)
-        elif steps_left(view.rules, head, version) < 0:
-            yield Intent(GiveUp(ref, f"its first tokens are of {version}, too old by now", stale=True), topic)
-        elif ref in stranded:
-            why = "no engine is left here, and its shard is another peer's"
-            yield Intent(GiveUp(ref, why, stale=False), f"{topic} stranded", after=STRANDED_PATIENCE_S)
-        elif ref in awaited:
-            why = f"it was waited for {view.spec.rollout.timeout_s:g} s"
-            yield Intent(GiveUp(ref, why, stale=True), f"{topic} awaited", after=view.spec.rollout.timeout_s)
-
-
-def _stranded_prompts(view: JobView) -> frozenset[PromptRef]:
-    """What is in flight here for ever, while no other peer begins it: the plan has no engine here any more, none of a node that is
-    away is asked from here, and the shard was given to another."""
-    assign = view.mirror.assign
-    if not view.in_flight or assign is None or view.node in view.plan.rollout_nodes:
-        return frozenset()
-    if not all(engine.asleep for engine in view.engines.values()):
-        return frozenset()
-    mine = assign.record.shards_of(view.me)
-    return frozenset(ref for ref in view.in_flight if ref.shard not in mine)
-
-
-def owes_evaluation(view: JobView) -> bool:
-    """Whether head's weights are still to be evaluated. What is carried could close the next batch before they are."""
-    head = view.head
-    if not view.rules.staleness or not view.is_evaluated_after(head.step, last=False):
-        return False
-    return str(head.version) not in view.mirror.evaluations
-
-
-TAKEOVER_S = 20.0
-"""So long nothing must have come from a part's owner before the next peer takes it; twice as long, and from both, before
-the one after it does, and so on."""
-
-
-def evaluation_order(version: Version, members: Collection[str]) -> tuple[str, ...]:
-    """The members in the order of the version's evaluation."""
-    return turn_order(members, f"eval {version}")
-
-
-def members_with_engines(members: Mapping[str, Versioned[Member]], plan: Plan | None) -> tuple[str, ...]:
-    """The members on whose nodes the plan has rollout engines; all of them if that is none."""
-    nodes = plan.rollout_nodes if plan is not None else frozenset()
-    return tuple(sorted(name for name, member in members.items() if member.record.node in nodes)) or tuple(
-        sorted(members)
-    )
-
-
-def evaluation_turn(me: str, number: int, members: tuple[str, ...]) -> int:
-    """My place in the order of part `number`: 0 answers it. Whoever is not among the `members` comes last."""
-    return (members.index(me) - number) % len(members) if me in members else len(members)
-
-
-def parts_to_take(
-    me: str, open_parts: Collection[int], members: tuple[str, ...], quiet_s: Mapping[str, float]
-) -> tuple[int, ...]:
-    """Which of the parts that nobody has delivered are for me now, the most urgent first.
-
-    `members` in the version's order; `quiet_s`: since when each of them has delivered nothing.
-    """
-
-    def is_mine(number: int, place: int) -> bool:
-        ahead = (members[(number + before) % len(members)] for before in range(place))
-        return all(quiet_s[name] >= place * TAKEOVER_S for name in ahead)
-
-    places = {number: evaluation_turn(me, number, members) for number in open_parts}
-    mine = [number for number, place in places.items() if is_mine(number, place)]
-    return tuple(sorted(mine, key=lambda number: (places[number], -number if places[number] else number)))
-
-
 COALESCE_S = 0.3
 """A share of what lacks waits so long for more."""
 
@@ -174,36 +63,19 @@ OUTCOME_S = 1.0
 GROUPS_S = 3.0
 """and so long if there are none."""
 
-
-def offer_delay_s(view: JobView, groups: int, outcomes: int) -> float:
-    """Seconds that an offer waits which would tell of so many groups and outcomes, while this peer has more to come."""
-    chosen = view.chosen
-    lacking = chosen.missing if isinstance(chosen, AwaitGroups) else 0
-    if view.rules.part is not None:  # as much as makes a part is worth a write
-        lacking = min(lacking, view.rules.part)
-    if groups + outcomes >= lacking / max(1, len(view.mirror.members)):
-        return COALESCE_S
-    return OUTCOME_S if outcomes else GROUPS_S
-
-
-def waits_for_others(view: JobView) -> bool:
-    """Whether a sealed batch is on its way, none of it from here any more, and others are the first to do what follows.
-
-    Ranks tell every peer of each part that comes; with many peers, looking at each would keep all of them busy that feed.
-    """
-    seal = view.seal if view.mirror.head is not None else None
-    if seal is None or seal.state is not SealState.SEALED:
-        return False
-    if any(condition.startswith("feed ") for condition in view.under_way):
-        return False
-    mine = view.held_for(seal)
-    if any(mine & view.missing(seal, rank).keys() for rank in range(seal.world_size)):
-        return False
-    return view.turn(f"ready {seal.token}") > 0 and view.turn(f"exchange {seal.token}") > 0
-
+EVALUATION_PATIENCE_S = 900.0
+"""A batch of carried groups waits so long for the evaluation of the weights before it, or for another part of that evaluation. A flow
+may never ask for it."""
 
 EXCHANGE_LIMIT_S = 60.0
 """A sealed batch of which nothing arrives for so long is given up."""
+
+STRANDED_PATIENCE_S = 10.0
+"""A prompt in flight on a node without engines may have all its responses and only wait for its reward: it gets so long to end."""
+
+TAKEOVER_S = 20.0
+"""The next peer takes a part when its owner has delivered nothing for so long. The peer after it takes the part when both have
+delivered nothing for twice as long, and so on."""
 
 
 def offer_groups(view: JobView) -> Iterator[Intent]:
@@ -215,18 +87,20 @@ def offer_groups(view: JobView) -> Iterator[Intent]:
     """
     stored = view.mirror.offers.get(view.me)
     sources = (view.me, view.holdings, view.outcomes, view.in_flight, stored, view.mirror.seals, view.mirror.head)
-    untold = view.remembered.get("untold", sources, lambda: _untold(view, stored.record if stored else None))
-    if untold is not None:
-        if untold.void or not view.busy:
+    change = view.remembered.get(
+        "offer change", sources, lambda: _offer_change(view, stored.record if stored else None)
+    )
+    if change is not None:
+        if change.void or not view.busy:
             after = 0.0
         else:
-            after = COALESCE_S if untold.misnamed else offer_delay_s(view, untold.groups, untold.outcomes)
-        yield Intent(PutOffer(untold.offer), "offer", after=after)
+            after = COALESCE_S if change.misnamed else offer_delay_s(view, change.groups, change.outcomes)
+        yield Intent(PutOffer(change.offer), "offer", after=after)
 
 
 @dataclass(frozen=True, slots=True)
-class _Untold:
-    """An offer, and what in it the stored one has not: how many groups and outcomes.
+class _OfferChange:
+    """The next offer, and how many groups and outcomes of it the stored offer lacks.
 
     `void`: the stored one names a group that is no longer held; `misnamed`: it is wrong about what is in flight.
     """
@@ -238,7 +112,7 @@ class _Untold:
     misnamed: bool
 
 
-def _untold(view: JobView, stored: Offer | None) -> _Untold | None:
+def _offer_change(view: JobView, stored: Offer | None) -> _OfferChange | None:
     head = view.head
     ended = dict(sorted(view.outcomes.items(), key=lambda item: stream_position(view, item[0]))[:MOST_OUTCOMES])
     named = {g.digest: g.ref for g in stored.groups} if stored else {}
@@ -259,12 +133,44 @@ def _untold(view: JobView, stored: Offer | None) -> _Untold | None:
         outcomes=tuple(ended[ref] for ref in sorted(ended)),
         in_flight=in_flight_refs(view),
     )
-    return _Untold(offer, groups, outcomes, void, misnamed)
+    return _OfferChange(offer, groups, outcomes, void, misnamed)
+
+
+def in_flight_refs(view: JobView) -> tuple[InFlightRef, ...]:
+    """The prompts in flight that this peer's offer names."""
+    if not view.rules.staleness:
+        return ()
+    return tuple(InFlightRef(ref=ref, version=version) for ref, version in sorted(view.in_flight.items()))
+
+
+def is_offer_outdated(view: JobView, head: Head, stored: Offer | None) -> bool:
+    """Whether the stored offer lacks what is in flight, or has what no longer is.
+
+    What is not named when head moves could be passed over by a seal that it should have been waited for.
+    """
+    if not view.rules.staleness:
+        return False
+    named = {one.ref: one.version for one in stored.in_flight} if stored else {}
+    if any(named.get(ref) != version for ref, version in view.in_flight.items()):
+        return True
+    ended = named.keys() - view.in_flight.keys() - view.holdings.keys() - view.outcomes.keys()
+    return any(not head.cursors.is_terminal(view.rules.shape, ref) for ref in ended)
 
 
 def stream_position(view: JobView, ref: PromptRef) -> tuple[int, int]:
     """Where `ref` comes in the order (position, shard)."""
     return view.rules.shape.position(ref), ref.shard
+
+
+def offer_delay_s(view: JobView, groups: int, outcomes: int) -> float:
+    """Seconds that an offer waits which would tell of so many groups and outcomes, while this peer has more to come."""
+    chosen = view.chosen
+    lacking = chosen.missing if isinstance(chosen, AwaitGroups) else 0
+    if view.rules.part is not None:  # as much as makes a part is worth a write
+        lacking = min(lacking, view.rules.part)
+    if groups + outcomes >= lacking / max(1, len(view.mirror.members)):
+        return COALESCE_S
+    return OUTCOME_S if outcomes else GROUPS_S
 
 
 def seal_batch(view: JobView) -> Iterator[Intent]:
@@ -293,6 +199,14 @@ def seal_batch(view: JobView) -> Iterator[Intent]:
     elif isinstance(chosen, DataExhausted):
         why = shortage_reason(view.rules, head, chosen, view.log.values())
         yield Intent(SetPhase(JobPhase.FAILED, why, at_head=True), f"short {head.seq}", view.turn(topic))
+
+
+def owes_evaluation(view: JobView) -> bool:
+    """Whether head's weights are still to be evaluated. What is carried could close the next batch before they are."""
+    head = view.head
+    if not view.rules.staleness or not view.is_evaluated_after(head.step, last=False):
+        return False
+    return str(head.version) not in view.mirror.evaluations
 
 
 def exchange_batch(view: JobView) -> Iterator[Intent]:
@@ -333,6 +247,22 @@ def why_groups_lost(view: JobView, seal: Seal, undelivered: set[str]) -> str:
     return ""
 
 
+def waits_for_others(view: JobView) -> bool:
+    """Whether a sealed batch is on its way, none of it from here any more, and others are the first to do what follows.
+
+    Ranks tell every peer of each part that comes; with many peers, looking at each would keep all of them busy that feed.
+    """
+    seal = view.seal if view.mirror.head is not None else None
+    if seal is None or seal.state is not SealState.SEALED:
+        return False
+    if any(condition.startswith("feed ") for condition in view.under_way):
+        return False
+    mine = view.held_for(seal)
+    if any(mine & view.missing(seal, rank).keys() for rank in range(seal.world_size)):
+        return False
+    return view.turn(f"ready {seal.token}") > 0 and view.turn(f"exchange {seal.token}") > 0
+
+
 def train_parts(view: JobView) -> Iterator[Intent]:
     """READY parts of a step are added to its gradients by every rank, while the rest of it is collected and exchanged."""
     seal = view.seal
@@ -365,6 +295,11 @@ def train_step(view: JobView) -> Iterator[Intent]:
             yield Intent(Apply(rank, seal.token), topic, mine, after=train_delay_s(view, rank))
 
 
+def _applied(view: JobView, rank: int) -> object:
+    known = view.ranks.get(rank)
+    return known.applied if known else None
+
+
 def publish_weights(view: JobView) -> Iterator[Intent]:
     """Engines serve what was committed; only after the commit, and only those that are awake.
 
@@ -389,6 +324,68 @@ def _is_here(view: JobView, instance: str) -> bool:
     return worker is not None and worker.node == view.node
 
 
-def _applied(view: JobView, rank: int) -> object:
-    known = view.ranks.get(rank)
-    return known.applied if known else None
+def give_up_stale_prompts(view: JobView) -> Iterator[Intent]:
+    """Give up the prompts that a seal has waited for too long, and those that can no longer be trained."""
+    if not view.rules.staleness:
+        return
+    head = view.head
+    awaited, stranded = frozenset(view.awaited), _stranded_prompts(view)
+    for ref, version in view.in_flight.items():
+        topic = f"late {ref} {version}"
+        if head.cursors.is_terminal(view.rules.shape, ref) or not is_ancestor(head, version):
+            yield Intent(GiveUp(ref, "its prompt has ended, or its lineage", stale=False), topic)
+        elif steps_left(view.rules, head, version) < 0:
+            yield Intent(GiveUp(ref, f"its first tokens are of {version}, too old by now", stale=True), topic)
+        elif ref in stranded:
+            why = "no engine is left here, and its shard is another peer's"
+            yield Intent(GiveUp(ref, why, stale=False), f"{topic} stranded", after=STRANDED_PATIENCE_S)
+        elif ref in awaited:
+            why = f"it was waited for {view.spec.rollout.timeout_s:g} s"
+            yield Intent(GiveUp(ref, why, stale=True), f"{topic} awaited", after=view.spec.rollout.timeout_s)
+
+
+def _stranded_prompts(view: JobView) -> frozenset[PromptRef]:
+    """The prompts in flight here that will never end, and that no other peer begins: the plan has no engine here any more, this peer asks
+    no engine of a lost node, and the shard belongs to another peer."""
+    assign = view.mirror.assign
+    if not view.in_flight or assign is None or view.node in view.plan.rollout_nodes:
+        return frozenset()
+    if not all(engine.asleep for engine in view.engines.values()):
+        return frozenset()
+    mine = assign.record.shards_of(view.me)
+    return frozenset(ref for ref in view.in_flight if ref.shard not in mine)
+
+
+def evaluation_order(version: Version, members: Collection[str]) -> tuple[str, ...]:
+    """The members in the order of the version's evaluation."""
+    return turn_order(members, f"eval {version}")
+
+
+def members_with_engines(members: Mapping[str, Versioned[Member]], plan: Plan | None) -> tuple[str, ...]:
+    """The members on whose nodes the plan has rollout engines; all of them if that is none."""
+    nodes = plan.rollout_nodes if plan is not None else frozenset()
+    return tuple(sorted(name for name, member in members.items() if member.record.node in nodes)) or tuple(
+        sorted(members)
+    )
+
+
+def evaluation_turn(me: str, number: int, members: tuple[str, ...]) -> int:
+    """My place in the order of part `number`: 0 answers it. Whoever is not among the `members` comes last."""
+    return (members.index(me) - number) % len(members) if me in members else len(members)
+
+
+def parts_to_take(
+    me: str, open_parts: Collection[int], members: tuple[str, ...], quiet_s: Mapping[str, float]
+) -> tuple[int, ...]:
+    """The open parts that this peer answers now, the most urgent first.
+
+    `members` in the version's order; `quiet_s`: since when each of them has delivered nothing.
+    """
+
+    def is_mine(number: int, place: int) -> bool:
+        ahead = (members[(number + before) % len(members)] for before in range(place))
+        return all(quiet_s[name] >= place * TAKEOVER_S for name in ahead)
+
+    places = {number: evaluation_turn(me, number, members) for number in open_parts}
+    mine = [number for number, place in places.items() if is_mine(number, place)]
+    return tuple(sorted(mine, key=lambda number: (places[number], -number if places[number] else number)))
