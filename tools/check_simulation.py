@@ -23,8 +23,8 @@ RECORDS = {
 }
 """Classes that only production constructs: records."""
 DECIDED = {
-    *("Intent", "SealStep", "CloseStep", "MakeSeal", "Account", "Commit", "Reseal", "Ready", "Rollback", "Register"),
-    *("Retain", "Prune", "Transaction", "Compare"),
+    *("Intent", "SealStep", "CloseStep", "MakeSeal", "RecordOutcomes", "CommitStep", "GiveUpBatch", "MarkBatchReady"),
+    *("Rollback", "RegisterCheckpoint", "RetainCheckpoints", "PruneLog", "Transaction", "Compare"),
 }
 """Classes that only production constructs: decisions and transactions."""
 FUNCTIONS = {

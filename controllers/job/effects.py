@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.inference.pool import EnginePool
-from controllers.rules.actions import ActionResult, ForgetEvaluations, Prune, Retain, Sweep
+from controllers.rules.actions import ActionResult, ForgetEvaluations, PruneLog, RetainCheckpoints, SweepKeys
 from controllers.rules.view import JobView
 from controllers.rules.world import model_configs, placeable_nodes
 from controllers.workers.ranks import RankConnections
@@ -114,14 +114,14 @@ FORGET_TOPIC = "checkpoints"
 """What trouble with old files is called in the store."""
 
 
-async def retain_checkpoints(action: Retain, view: JobView, hands: Effects) -> ActionResult:
+async def retain_checkpoints(action: RetainCheckpoints, view: JobView, hands: Effects) -> ActionResult:
     """Out of the record first, then their files."""
     mirror = view.mirror
     txn = transactions.retain(mirror.keys, *mirror.started, action.kept)
     return await _left(txn, action.kept, f"retain {len(action.kept)} checkpoints", view, hands)
 
 
-async def prune_log(action: Prune, view: JobView, hands: Effects) -> ActionResult:
+async def prune_log(action: PruneLog, view: JobView, hands: Effects) -> ActionResult:
     """First to the run's folder, then out of the store; an entry that stands in both is the same entry. Where nodes share no
     folder, enough of them have written it down by now (`controllers.rules.replication`)."""
     mirror = view.mirror
@@ -131,7 +131,7 @@ async def prune_log(action: Prune, view: JobView, hands: Effects) -> ActionResul
     return await _moved(keep, txn, f"prune {len(entries)} log entries", hands)
 
 
-async def sweep_keys(action: Sweep, view: JobView, hands: Effects) -> ActionResult:
+async def sweep_keys(action: SweepKeys, view: JobView, hands: Effects) -> ActionResult:
     """Out of the store, then the checkpoints that a change of the world has cut off."""
     mirror = view.mirror
     txn = sweeping.sweep(mirror.keys, *mirror.started, action.swept)

@@ -15,43 +15,43 @@ from controllers.job import effects as tidying
 from controllers.job.effects import Effects, new_writer, open_slots, start_job, warning_transaction
 from controllers.job.rollback import account_outcomes, roll_back
 from controllers.rules.actions import (
-    Account,
-    Accumulate,
+    AccumulateParts,
     Action,
     ActionResult,
-    Apply,
-    Assign,
+    AssignShards,
     BeginEpoch,
-    Commit,
-    Feed,
+    ChangePlan,
+    CommitStep,
+    FeedRank,
     FolderAction,
     ForgetEvaluations,
-    GiveBack,
-    GiveUp,
-    Join,
-    Lead,
-    Leave,
+    GiveUpBatch,
+    GiveUpPrompt,
+    JoinJob,
+    LeaveJob,
     MakeSeal,
-    Place,
-    Prune,
-    Publish,
+    MarkBatchReady,
+    PostWarning,
+    PruneLog,
+    PublishWeights,
     PutOffer,
-    Ready,
-    Register,
+    RecordOutcomes,
+    RegisterCheckpoint,
     ReleaseRank,
-    Replan,
-    Reseal,
+    ReportCopies,
+    ReportMoves,
     RestoreRank,
-    Retain,
+    RetainCheckpoints,
+    ReturnSlots,
     Rollback,
     SetPhase,
-    Sleep,
+    SleepEngine,
     StartJob,
-    Sweep,
-    TakeStock,
-    TellMoves,
-    Wake,
-    Warn,
+    SweepKeys,
+    TakeLead,
+    TrainBatch,
+    WakeEngine,
+    WriteMove,
 )
 from controllers.rules.view import JobView
 from controllers.workers.ranks import RankNotConnected
@@ -68,34 +68,34 @@ from gcore.system.fault_injection import FaultPoint, MoveFaultPoint, fault_point
 async def apply_action(action: Action, view: JobView, hands: Effects) -> ActionResult:
     """Carry `action` out, once. Raises GcoreError only for what cannot be tried again."""
     match action:
-        case Feed():
+        case FeedRank():
             return await _feed(action, view, hands)
-        case Apply() | Accumulate():
+        case TrainBatch() | AccumulateParts():
             return await _apply(action, view, hands)
         case ReleaseRank() | RestoreRank():
             return await _have_rested(action, hands)
-        case Publish():
+        case PublishWeights():
             return await _publish(action, hands)
-        case Sleep():
+        case SleepEngine():
             return await _sleep(action, hands)
-        case Wake():
+        case WakeEngine():
             return await _wake(action, hands)
-        case GiveUp():
+        case GiveUpPrompt():
             hands.buffer.in_flight.give_up(action.ref, stale=action.stale)
             return ActionResult(TxnOutcome.WON, f"prompt {action.ref} is given up: {action.reason}")
         case StartJob():
             return await start_job(view, hands)
-        case Account():
+        case RecordOutcomes():
             return await account_outcomes(action, view, hands)
         case Rollback():
             return await roll_back(action, view, hands)
-        case TakeStock():
+        case ReportCopies():
             return await _take_stock(action, view, hands)
-        case Retain():
+        case RetainCheckpoints():
             return await tidying.retain_checkpoints(action, view, hands)
-        case Prune():
+        case PruneLog():
             return await tidying.prune_log(action, view, hands)
-        case Sweep():
+        case SweepKeys():
             return await tidying.sweep_keys(action, view, hands)
         case ForgetEvaluations():
             return await tidying.forget_evaluations(action, view, hands)
@@ -113,12 +113,12 @@ def _transaction(action: Action, view: JobView, hands: Effects) -> Transaction:
     """The transaction of an action that is nothing but one."""
     mirror, keys = view.mirror, view.mirror.keys
     match action:
-        case Join():
+        case JoinJob():
             member = Member(incarnation=view.me, node=view.node, address=hands.address)
             return transactions.join(keys, member, hands.lease)
-        case Leave():
+        case LeaveJob():
             return transactions.leave(keys, mirror.members[view.me], hands.lease)
-        case Assign():
+        case AssignShards():
             return transactions.assign(keys, mirror.assign, action.assignment)
         case PutOffer():
             return transactions.offer(
@@ -140,31 +140,31 @@ def _transaction(action: Action, view: JobView, hands: Effects) -> Transaction:
         case BeginEpoch():
             old = mirror.epochs.get(action.record.epoch)
             return transactions.begin_epoch(keys, *mirror.started, old, action.record, action.forgotten)
-        case Replan():
+        case ChangePlan():
             assert mirror.plan is not None
             return keeping_to(view.share, transactions.replan(keys, mirror.plan, action.plan))
-        case GiveBack():
+        case ReturnSlots():
             assert view.share is not None
             return transactions.give_back(keys, mirror.plan, view.share, action.slots)
-        case Lead():
+        case TakeLead():
             known = mirror.written(keys.leader, mirror.leader)
             return transactions.lead(keys, known, Leader(node=view.node, incarnation=view.me), hands.lease)
-        case Place() | TellMoves():
+        case WriteMove() | ReportMoves():
             return _moves(action, view)
-        case Reseal():
+        case GiveUpBatch():
             return transactions.reseal(keys, open_slots(view), action.step, view.me)
-        case Ready():
+        case MarkBatchReady():
             return transactions.ready(keys, open_slots(view), action.step)
-        case Commit():
+        case CommitStep():
             assert view.seal is not None
             keep = view.spec.checkpoints_after(action.step, last=view.seal.last, asked=view.seal.checkpoint)
             return transactions.commit(
                 keys, open_slots(view), view.rules.shape, new_writer(view), keep_cursors=keep, stats=hands.stats(view)
             )
-        case Register():
+        case RegisterCheckpoint():
             entry = mirror.log[action.checkpoint.seq]
             return transactions.register(keys, *mirror.started, entry, action.checkpoint)
-        case Warn():
+        case PostWarning():
             return warning_transaction(view, action.topic, action.sentence, hands.clock.wall())
         case SetPhase():
             assert mirror.status is not None
@@ -174,12 +174,12 @@ def _transaction(action: Action, view: JobView, hands: Effects) -> Transaction:
             raise TypeError(f"{action} is not one transaction")
 
 
-def _moves(action: Place | TellMoves, view: JobView) -> Transaction:
+def _moves(action: WriteMove | ReportMoves, view: JobView) -> Transaction:
     mirror, keys = view.mirror, view.mirror.keys
     assert mirror.leader is not None
     assert mirror.plan is not None
     known = mirror.moves_revision
-    if isinstance(action, TellMoves):
+    if isinstance(action, ReportMoves):
         # Not the record that is there now: that may have a move more, which the account knows nothing of.
         return transactions.tell_moves(keys, mirror.leader, action.account.since, action.account.moves)
     moves, plan = mirror.moves.plus(action.proposal.move), action.proposal.plan
@@ -191,7 +191,7 @@ def _moves(action: Place | TellMoves, view: JobView) -> Transaction:
     return keeping_to(view.share, txn)
 
 
-async def _feed(action: Feed, view: JobView, hands: Effects) -> ActionResult:
+async def _feed(action: FeedRank, view: JobView, hands: Effects) -> ActionResult:
     seal = view.seal
     assert seal is not None
     missing = sorted(view.missing(seal, action.rank).items())
@@ -207,10 +207,10 @@ async def _feed(action: Feed, view: JobView, hands: Effects) -> ActionResult:
     return await _told(feed(), sentence)
 
 
-async def _apply(action: Apply | Accumulate, view: JobView, hands: Effects) -> ActionResult:
+async def _apply(action: TrainBatch | AccumulateParts, view: JobView, hands: Effects) -> ActionResult:
     seal = view.seal
     assert seal is not None
-    whole = isinstance(action, Apply)
+    whole = isinstance(action, TrainBatch)
     sentence = f"train {'' if whole else f'{seal.ready_parts} parts of '}{action.token} on rank {action.rank}"
     known = view.ranks.get(action.rank)
     stored = seal.encode(known.speaks if known is not None else None)
@@ -230,7 +230,7 @@ async def _have_rested(action: ReleaseRank | RestoreRank, hands: Effects) -> Act
     return await _told(hands.ranks.rest(action.rank, step), sentence)
 
 
-async def _publish(action: Publish, hands: Effects) -> ActionResult:
+async def _publish(action: PublishWeights, hands: Effects) -> ActionResult:
     async def publish() -> None:
         fault_point(FaultPoint.PUBLISH, "before")
         await hands.pools[""].publish(action.instance, action.version, weights_folder(hands.run_dir, action.version))
@@ -239,7 +239,7 @@ async def _publish(action: Publish, hands: Effects) -> ActionResult:
     return await _told(publish(), f"publish {action.version} to {action.instance}")
 
 
-async def _sleep(action: Sleep, hands: Effects) -> ActionResult:
+async def _sleep(action: SleepEngine, hands: Effects) -> ActionResult:
     async def sleep() -> None:
         fault_point(MoveFaultPoint.SLEEP, "before")
         await hands.pools[action.judge].sleep(action.instance)
@@ -248,7 +248,7 @@ async def _sleep(action: Sleep, hands: Effects) -> ActionResult:
     return await _told(sleep(), f"put to sleep {action.instance}")
 
 
-async def _wake(action: Wake, hands: Effects) -> ActionResult:
+async def _wake(action: WakeEngine, hands: Effects) -> ActionResult:
     async def wake() -> None:
         fault_point(MoveFaultPoint.WAKE, "before")
         await hands.pools[action.judge].wake(action.instance)
@@ -268,7 +268,7 @@ async def _told(call: Awaitable[None], sentence: str) -> ActionResult:
     return ActionResult(TxnOutcome.WON, sentence)
 
 
-async def _take_stock(action: TakeStock, view: JobView, hands: Effects) -> ActionResult:
+async def _take_stock(action: ReportCopies, view: JobView, hands: Effects) -> ActionResult:
     keys = view.mirror.keys
     found = () if hands.memory_dir is None else await asyncio.to_thread(list_copies, hands.memory_dir, keys.uid)
     shards: dict[WorldState, list[int]] = {}

@@ -15,7 +15,7 @@ import logging
 from pathlib import Path
 
 from controllers.job.effects import Effects, new_world_name, new_writer, open_slots, plan_world, warning_transaction
-from controllers.rules.actions import Account, ActionResult, Rollback
+from controllers.rules.actions import ActionResult, RecordOutcomes, Rollback
 from controllers.rules.view import JobView, SavedCheckpoint
 from controllers.rules.world import state_at_hand, world_loss
 from gcore.errors import GcoreError, SpecError
@@ -177,7 +177,7 @@ async def _entry_of(target: Checkpoint, view: JobView, hands: Effects) -> LogEnt
     return LogEntry.decode(kv.value, kv.key) if kv is not None else None
 
 
-async def account_outcomes(action: Account, view: JobView, hands: Effects) -> ActionResult:
+async def account_outcomes(action: RecordOutcomes, view: JobView, hands: Effects) -> ActionResult:
     """One entry for `action.outcomes`, unless the run's folder knows of a later one than head."""
     head = open_slots(view).head.record
     if world_loss(view) is not None and (seen := await highest_numbers(view, hands.run_dir)).entry > head.seq:

@@ -1,4 +1,4 @@
-"""What one cycle of a job may decide to do. `controllers.job.executor` carries it out."""
+"""The actions that one look at a job may decide on. `controllers.job.executor` carries them out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from placement.moves import MoveProposal, MoveReport
 
 @dataclass(frozen=True, slots=True)
 class ActionResult:
-    """What became of an action: a code that is counted, a sentence that is logged."""
+    """The result of an action: an outcome that is counted, a sentence that is logged."""
 
     outcome: TxnOutcome
     sentence: str
@@ -33,10 +33,8 @@ class Action:
     runs_in_background: ClassVar[bool] = False
     seen_at_once: ClassVar[bool] = False
 
-    @property
-    def kind(self) -> str:
-        """As metrics call it."""
-        return type(self).__name__.lower()
+    kind: ClassVar[str]
+    """The action's name in metrics, which does not follow the class's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,27 +60,37 @@ class FolderAction(BackgroundAction):
 class StartJob(Action):
     """Write the base entry and the first plan."""
 
+    kind: ClassVar[str] = "startjob"
+
 
 @dataclass(frozen=True, slots=True)
-class Join(Action):
+class JoinJob(Action):
     """Register this incarnation as a member of the job."""
 
-
-@dataclass(frozen=True, slots=True)
-class Leave(Action):
-    """Say in this incarnation's membership that it is about to end."""
+    kind: ClassVar[str] = "join"
 
 
 @dataclass(frozen=True, slots=True)
-class Assign(Action):
+class LeaveJob(Action):
+    """Mark this incarnation's membership: it is about to end."""
+
+    kind: ClassVar[str] = "leave"
+
+
+@dataclass(frozen=True, slots=True)
+class AssignShards(Action):
     """Write a new assignment."""
+
+    kind: ClassVar[str] = "assign"
 
     assignment: Assignment
 
 
 @dataclass(frozen=True, slots=True)
 class PutOffer(Action):
-    """Publish what this peer holds."""
+    """Write this peer's offer: the groups that it holds."""
+
+    kind: ClassVar[str] = "putoffer"
 
     offer: Offer
 
@@ -91,6 +99,8 @@ class PutOffer(Action):
 class MakeSeal(Action):
     """Close the batch of `step`, or seal one more part of it."""
 
+    kind: ClassVar[str] = "makeseal"
+
     step: int
     chosen: SealStep | SealPart
     checkpoint: bool = False
@@ -98,46 +108,58 @@ class MakeSeal(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class Account(Action):
-    """Write outcomes down without a step."""
+class RecordOutcomes(Action):
+    """Write an entry of outcomes alone, without a step."""
+
+    kind: ClassVar[str] = "account"
 
     outcomes: tuple[EndedRef, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Reseal(Action):
-    """Give a sealed batch up, or the part of it that is not READY."""
+class GiveUpBatch(Action):
+    """Reopen the slot of a sealed batch, or the part of it that is not READY; its groups can be sealed again."""
+
+    kind: ClassVar[str] = "reseal"
 
     step: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Feed(BackgroundAction):
+class FeedRank(BackgroundAction):
     """Push this peer's groups of the seal to one rank."""
+
+    kind: ClassVar[str] = "feed"
 
     rank: int
     token: Token
 
 
 @dataclass(frozen=True, slots=True)
-class Ready(Action):
-    """Say that every rank holds its share of what is sealed."""
+class MarkBatchReady(Action):
+    """Mark the seal READY: every rank holds its share of what is sealed."""
+
+    kind: ClassVar[str] = "ready"
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Apply(BackgroundAction):
+class TrainBatch(BackgroundAction):
     """Tell one rank to train on the READY seal."""
+
+    kind: ClassVar[str] = "apply"
 
     rank: int
     token: Token
 
 
 @dataclass(frozen=True, slots=True)
-class Accumulate(BackgroundAction):
+class AccumulateParts(BackgroundAction):
     """Tell one rank to add the READY parts of the next step to its gradients."""
+
+    kind: ClassVar[str] = "accumulate"
 
     rank: int
     token: Token
@@ -145,7 +167,9 @@ class Accumulate(BackgroundAction):
 
 @dataclass(frozen=True, slots=True)
 class ReleaseRank(BackgroundAction):
-    """Have a rank give its memory back until its next step; `step` is the last that it has done."""
+    """Release a rank's memory until its next step; `step` is the last that it has done."""
+
+    kind: ClassVar[str] = "releaserank"
 
     rank: int
     step: int
@@ -153,50 +177,64 @@ class ReleaseRank(BackgroundAction):
 
 @dataclass(frozen=True, slots=True)
 class RestoreRank(BackgroundAction):
-    """Have a rank take its memory again."""
+    """Restore a rank's memory."""
+
+    kind: ClassVar[str] = "restorerank"
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class Commit(Action):
+class CommitStep(Action):
     """Move head to `step`."""
+
+    kind: ClassVar[str] = "commit"
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Register(Action):
-    """Name a whole checkpoint."""
+class RegisterCheckpoint(Action):
+    """Write a whole checkpoint into the record of checkpoints."""
+
+    kind: ClassVar[str] = "register"
 
     checkpoint: Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class Retain(BackgroundAction):
+class RetainCheckpoints(BackgroundAction):
     """Keep these checkpoints, forget the others, then delete their files."""
+
+    kind: ClassVar[str] = "retain"
 
     kept: tuple[Checkpoint, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Warn(Action):
-    """Tell people what went wrong beside the run, under one topic the newest only."""
+class PostWarning(Action):
+    """Write a warning about something that does not stop the run; a topic keeps its newest only."""
+
+    kind: ClassVar[str] = "warn"
 
     topic: str
     sentence: str
 
 
 @dataclass(frozen=True, slots=True)
-class Prune(BackgroundAction):
+class PruneLog(BackgroundAction):
     """Move these log entries from the store to the run's folder."""
+
+    kind: ClassVar[str] = "prune"
 
     seqs: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep(BackgroundAction):
-    """Take away what belongs to past worlds and cut-off weights: in the store, then checkpoints in the run's folder."""
+class SweepKeys(BackgroundAction):
+    """Delete what belongs to past worlds and cut-off weights: in the store, then checkpoints in the run's folder."""
+
+    kind: ClassVar[str] = "sweep"
 
     swept: SweptKeys
 
@@ -205,12 +243,16 @@ class Sweep(BackgroundAction):
 class ForgetEvaluations(BackgroundAction):
     """Move these versions' evaluations from the store to the run's folder."""
 
+    kind: ClassVar[str] = "forgetevaluations"
+
     versions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class BeginEpoch(Action):
     """Fix the statistics of a data epoch, and forget the records of these that nothing asks for any more."""
+
+    kind: ClassVar[str] = "beginepoch"
 
     record: EpochRecord
     forgotten: tuple[int, ...]
@@ -225,6 +267,8 @@ class Rollback(BackgroundAction):
     new world has no ranks, and nothing else is placed, until it is followed by another.
     """
 
+    kind: ClassVar[str] = "rollback"
+
     reason: str
     between_steps: bool = False
     slots_as_seen: bool = False
@@ -233,20 +277,26 @@ class Rollback(BackgroundAction):
 
 
 @dataclass(frozen=True, slots=True)
-class TakeStock(BackgroundAction):
-    """Write down which copies of train states lie in this node's memory, now that head's entry is `seq`."""
+class ReportCopies(BackgroundAction):
+    """Write down which copies of train states this node's memory has, now that head's entry is `seq`."""
+
+    kind: ClassVar[str] = "takestock"
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True)
-class SayFolder(FolderAction):
-    """Write down which checkpoints lie in this node's own folder."""
+class ReportFolder(FolderAction):
+    """Write down which checkpoints this node's own folder has."""
+
+    kind: ClassVar[str] = "sayfolder"
 
 
 @dataclass(frozen=True, slots=True)
 class FetchWeights(FolderAction):
     """Bring staged weights to this node, from `source` if it gives them."""
+
+    kind: ClassVar[str] = "fetchweights"
 
     version: Version
     source: str
@@ -256,99 +306,127 @@ class FetchWeights(FolderAction):
 class FetchCheckpoint(FolderAction):
     """Bring a copy of a checkpoint to this node."""
 
+    kind: ClassVar[str] = "fetchcheckpoint"
+
     checkpoint: SavedCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
-class BringStart(FolderAction):
-    """See that the checkpoint which `world` starts from lies whole on this node: every byte, and fetched anew if need be."""
+class FetchStart(FolderAction):
+    """Verify every byte of this node's copy of the checkpoint that `world` starts from; fetch it again if it is damaged."""
+
+    kind: ClassVar[str] = "bringstart"
 
     checkpoint: SavedCheckpoint
     world: str
 
 
 @dataclass(frozen=True, slots=True)
-class Gather(FolderAction):
-    """Bring the receipts of all ranks up to `token` to this node."""
+class GatherReceipts(FolderAction):
+    """Fetch the receipts of all ranks up to `token` to this node."""
+
+    kind: ClassVar[str] = "gather"
 
     token: Token
 
 
 @dataclass(frozen=True, slots=True)
-class Archive(FolderAction):
+class ArchiveRecords(FolderAction):
     """Write these log entries and evaluations down in this node's own folder."""
+
+    kind: ClassVar[str] = "archive"
 
     seqs: tuple[int, ...] = ()
     evaluations: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Discard(FolderAction):
+class DiscardCheckpoints(FolderAction):
     """Delete this node's own copies of checkpoints."""
+
+    kind: ClassVar[str] = "discard"
 
     versions: tuple[Version, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Replan(Action):
+class ChangePlan(Action):
     """Change which slots run engines."""
+
+    kind: ClassVar[str] = "replan"
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
-class GiveBack(Action):
-    """Say of slots that the job uses them no more."""
+class ReturnSlots(Action):
+    """Return slots that the job no longer uses to the cluster."""
+
+    kind: ClassVar[str] = "giveback"
 
     slots: frozenset[Slot]
 
 
 @dataclass(frozen=True, slots=True)
-class Publish(EngineAction):
+class PublishWeights(EngineAction):
     """Bring one engine to the committed weights."""
+
+    kind: ClassVar[str] = "publish"
 
     instance: str
     version: Version
 
 
 @dataclass(frozen=True, slots=True)
-class Lead(Action):
-    """Plan the job's placement from now on."""
+class TakeLead(Action):
+    """Become the peer that plans the job's placement."""
+
+    kind: ClassVar[str] = "lead"
 
 
 @dataclass(frozen=True, slots=True)
-class Place(Action):
+class WriteMove(Action):
     """Change the plan as a policy decided, or write down which train world it wants, or what it would do."""
+
+    kind: ClassVar[str] = "place"
 
     proposal: MoveProposal
 
 
 @dataclass(frozen=True, slots=True)
-class TellMoves(Action):
-    """Write down what came of moves, if the record is still the one that this was made from."""
+class ReportMoves(Action):
+    """Write down the results of moves, if the record is still the one that this was made from."""
+
+    kind: ClassVar[str] = "tellmoves"
 
     account: MoveReport
 
 
 @dataclass(frozen=True, slots=True)
-class Sleep(EngineAction):
-    """Have an engine's memory back. `judge`: whose it is; empty: the policy's."""
+class SleepEngine(EngineAction):
+    """Release an engine's memory. `judge`: whose engine it is; empty: the policy's."""
+
+    kind: ClassVar[str] = "sleep"
 
     instance: str
     judge: str
 
 
 @dataclass(frozen=True, slots=True)
-class Wake(EngineAction):
-    """Give an engine its memory again."""
+class WakeEngine(EngineAction):
+    """Restore an engine's memory."""
+
+    kind: ClassVar[str] = "wake"
 
     instance: str
     judge: str
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp(Action):
+class GiveUpPrompt(Action):
     """Cancel what is in flight here for `ref`. `stale`: it was issued in vain, and counts."""
+
+    kind: ClassVar[str] = "giveup"
 
     ref: PromptRef
     reason: str
@@ -358,6 +436,8 @@ class GiveUp(Action):
 @dataclass(frozen=True, slots=True)
 class SetPhase(Action):
     """End the job. `at_head`: only if head and the open steps are still what the decision followed from."""
+
+    kind: ClassVar[str] = "setphase"
 
     phase: JobPhase
     reason: str

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from controllers.rules.actions import Assign, Intent, Join, Leave, SetPhase, StartJob
+from controllers.rules.actions import AssignShards, Intent, JoinJob, LeaveJob, SetPhase, StartJob
 from controllers.rules.memory import apply_sleep_plan, take_turns
 from controllers.rules.placement import (
     end_suspended_job,
@@ -124,7 +124,7 @@ def decide(view: JobView) -> tuple[Intent, ...]:
     if view.mirror.head.record.deleted:
         return ()
     if view.me not in view.mirror.members:
-        return () if view.leaving or "join" in view.under_way else (Intent(Join(), "join"),)
+        return () if view.leaving or "join" in view.under_way else (Intent(JoinJob(), "join"),)
     # The rules of a suspended job, which has no workers, and those of a job that works.
     standing_still = (leave, prune_log, sweep_old_worlds, archive_evaluations, release_slots, resume, end_suspended_job)
     working = (
@@ -168,7 +168,7 @@ def decide(view: JobView) -> tuple[Intent, ...]:
 def leave(view: JobView) -> Iterator[Intent]:
     """Who is asked to end says so first, so that its shards are others' at once and not when its lease is over."""
     if view.leaving and not view.mirror.members[view.me].record.leaving:
-        yield Intent(Leave(), "leave")
+        yield Intent(LeaveJob(), "leave")
 
 
 def assign_shards(view: JobView) -> Iterator[Intent]:
@@ -182,7 +182,7 @@ def assign_shards(view: JobView) -> Iterator[Intent]:
     if wanted is not None:
         # The condition names the members, so that who comes or goes meanwhile starts it anew.
         topic = f"assign {' '.join(wanted.members)}"
-        yield Intent(Assign(wanted), topic, view.turn(topic), after=0.1)
+        yield Intent(AssignShards(wanted), topic, view.turn(topic), after=0.1)
 
 
 def _assignment(view: JobView) -> Assignment | None:

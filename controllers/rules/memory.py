@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from controllers.rules.actions import Intent, ReleaseRank, RestoreRank, Sleep, Wake
+from controllers.rules.actions import Intent, ReleaseRank, RestoreRank, SleepEngine, WakeEngine
 from controllers.rules.view import EngineView, JobView, RankView, turn_of
 from gcore.config.spec import JobSpec
 from gcore.ledger.records.chain import Member, SealState
@@ -247,9 +247,9 @@ def apply_sleep_plan(view: JobView) -> Iterator[Intent]:
             continue
         judge = view.workers[name].judge
         if name in asleep and not engine.asleep:
-            yield Intent(Sleep(name, judge), f"sleep {name}", after=AGAIN_S if engine.trouble else 0.0)
+            yield Intent(SleepEngine(name, judge), f"sleep {name}", after=AGAIN_S if engine.trouble else 0.0)
         elif name not in asleep and engine.asleep and still_awake.isdisjoint(_slots(view, name)):
-            yield Intent(Wake(name, judge), f"wake {name}", after=AGAIN_S if engine.trouble else 0.0)
+            yield Intent(WakeEngine(name, judge), f"wake {name}", after=AGAIN_S if engine.trouble else 0.0)
 
 
 def managed_engines(view: JobView) -> dict[str, EngineView]:

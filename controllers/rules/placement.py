@@ -7,7 +7,7 @@ head's own checkpoint, so that no committed step is lost and none is trained twi
 
 A job that stands still, or forms a world without copies of head's state at hand, needs a checkpoint of head. So the steps sealed meanwhile
 have one (`Seal.checkpoint`), and while head's is being written nothing more is sealed. Slots that the plan no longer uses, and on which
-nothing of the job runs, are given back (`GiveBack`). `placement.shares` decides who gets which.
+nothing of the job runs, are given back (`ReturnSlots`). `placement.shares` decides who gets which.
 
 Leadership: the controller that holds a key under its lease plans. Any controller may take it when there is no leader, or when the leader no longer
 works on the job. Safety does not rest on it: a plan is written by a transaction that compares the plan that was seen and the leadership.
@@ -17,7 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from controllers.rules.actions import GiveBack, Intent, Lead, Place, Replan, Rollback, SetPhase, TellMoves
+from controllers.rules.actions import (
+    ChangePlan,
+    Intent,
+    ReportMoves,
+    ReturnSlots,
+    Rollback,
+    SetPhase,
+    TakeLead,
+    WriteMove,
+)
 from controllers.rules.view import SETTLE_S, JobView, turn_of
 from controllers.rules.world import (
     GAVE_BACK,
@@ -138,7 +147,7 @@ def give_up_slots(view: JobView) -> Iterator[Intent]:
     topic = f"yield {plan.generation} {view.head.seq}"
     smaller = remove_slots(plan, given)
     if smaller is not None:
-        yield Intent(Replan(smaller), topic, view.turn(topic))
+        yield Intent(ChangePlan(smaller), topic, view.turn(topic))
     elif is_state_at_hand(view) and world_loss(view) is None:
         yield Intent(Rollback(why, between_steps=True, slots_as_seen=True), topic, view.turn(topic))
 
@@ -174,7 +183,7 @@ def release_slots(view: JobView) -> Iterator[Intent]:
     if left:
         topic = f"give back {view.share.revision} {len(left)}"
         yield Intent(
-            GiveBack(left),
+            ReturnSlots(left),
             topic,
             turn_of(view.mirror.members or view.nodes, view.me if view.mirror.members else view.node, topic),
         )
@@ -216,7 +225,7 @@ def take_lead(view: JobView) -> Iterator[Intent]:
     if leader is None or member is None or (member.record.leaving and len(view.mirror.members) > 1):
         name = "nobody" if leader is None else leader.record.incarnation
         topic = f"lead after {name}"
-        yield Intent(Lead(), topic, view.turn(topic), after=TAKE_S)
+        yield Intent(TakeLead(), topic, view.turn(topic), after=TAKE_S)
 
 
 def write_moves(view: JobView) -> Iterator[Intent]:
@@ -227,9 +236,9 @@ def write_moves(view: JobView) -> Iterator[Intent]:
     if proposal is not None:
         if is_proposal_due(proposal, view):
             move = proposal.move
-            yield Intent(Place(proposal), f"place {move.generation} {move.state} {move.step} {move.after}")
+            yield Intent(WriteMove(proposal), f"place {move.generation} {move.state} {move.step} {move.after}")
     elif view.account is not None and is_report_new(view.account, view.mirror):
-        yield Intent(TellMoves(view.account), f"moves {view.account.moves.total} {view.head.seq}")
+        yield Intent(ReportMoves(view.account), f"moves {view.account.moves.total} {view.head.seq}")
 
 
 def is_proposal_due(proposal: MoveProposal, view: JobView) -> bool:

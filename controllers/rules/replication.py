@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from controllers.rules.actions import (
-    Archive,
-    BringStart,
-    Discard,
+    ArchiveRecords,
+    DiscardCheckpoints,
     FetchCheckpoint,
+    FetchStart,
     FetchWeights,
-    Gather,
+    GatherReceipts,
     Intent,
-    SayFolder,
+    ReportFolder,
 )
 from controllers.rules.view import SETTLE_S, JobView, SavedCheckpoint, start_checkpoint, turn_order
 from gcore.ledger.records.chain import Checkpoint, NodeFolder
@@ -92,7 +92,7 @@ def archive_records(view: JobView, seqs: tuple[int, ...] = (), evaluations: tupl
         return
     topic = f"archive {seqs[0] if seqs else evaluations[0]}"
     after = 0.0 if _is_my_turn(view, "archive", frozenset()) else SPREAD_PATIENCE_S
-    yield Intent(Archive(seqs, evaluations), topic, after=after + SETTLE_S)
+    yield Intent(ArchiveRecords(seqs, evaluations), topic, after=after + SETTLE_S)
 
 
 def gather_receipts(view: JobView, token: Token) -> Iterator[Intent]:
@@ -102,7 +102,7 @@ def gather_receipts(view: JobView, token: Token) -> Iterator[Intent]:
         return
     # The same nodes at every step: what they fetch is little more each time.
     after = 0.0 if _is_my_turn(view, "receipts", there) else GATHER_PATIENCE_S
-    yield Intent(Gather(token), f"gather {token}", after=after)
+    yield Intent(GatherReceipts(token), f"gather {token}", after=after)
 
 
 def report_folder(view: JobView) -> Iterator[Intent]:
@@ -111,11 +111,11 @@ def report_folder(view: JobView) -> Iterator[Intent]:
         return
     own = _own(view)
     if own is None or own.lineage != view.head.lineage:
-        yield Intent(SayFolder(), f"folder {view.head.lineage}")
+        yield Intent(ReportFolder(), f"folder {view.head.lineage}")
     elif _writer(view) == view.node:
         fresh = [one for one in unregistered_checkpoints(view) if not own.has(one.version, one.digest)]
         if fresh:
-            yield Intent(SayFolder(), f"folder {fresh[0].version}")
+            yield Intent(ReportFolder(), f"folder {fresh[0].version}")
 
 
 def copy_checkpoints(view: JobView) -> Iterator[Intent]:
@@ -147,7 +147,7 @@ def fetch_inputs(view: JobView) -> Iterator[Intent]:
     if plan.world == head.world and any(view.mirror.claim(head.world, place.rank) is None for place in mine):
         checkpoint = start_checkpoint(view)
         if checkpoint is not None and head.world not in view.brought:
-            yield Intent(BringStart(SavedCheckpoint.of(checkpoint), head.world), f"start {head.world}")
+            yield Intent(FetchStart(SavedCheckpoint.of(checkpoint), head.world), f"start {head.world}")
 
 
 def may_start(view: JobView) -> bool:
@@ -170,7 +170,7 @@ def delete_orphans(view: JobView) -> Iterator[Intent]:
     # What lies here was listed before head came to be what it is now, so nothing of a later world is among it.
     gone = sorted(orphaned_checkpoints(view.head, view.checkpoints, lying))
     if gone:
-        yield Intent(Discard(tuple(gone)), f"discard {gone[0]}", after=SETTLE_S)
+        yield Intent(DiscardCheckpoints(tuple(gone)), f"discard {gone[0]}", after=SETTLE_S)
 
 
 def why_start_lost(view: JobView) -> str:

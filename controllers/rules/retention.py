@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from controllers.rules.actions import BeginEpoch, ForgetEvaluations, Intent, Prune, Register, Retain, Sweep, Warn
+from controllers.rules.actions import (
+    BeginEpoch,
+    ForgetEvaluations,
+    Intent,
+    PostWarning,
+    PruneLog,
+    RegisterCheckpoint,
+    RetainCheckpoints,
+    SweepKeys,
+)
 from controllers.rules.replication import archive_records, archived_entries, archived_evaluations, is_safe
 from controllers.rules.view import SETTLE_S, JobView
 from gcore.ledger import chain
@@ -47,14 +56,14 @@ def register_and_forget_checkpoints(view: JobView) -> Iterator[Intent]:
                 checkpoint = Checkpoint(
                     lineage=version.lineage, step=version.step, seq=seq, file=saved.file, digest=saved.digest
                 )
-                yield Intent(Register(checkpoint), f"register {version}", view.turn(f"register {version}"))
+                yield Intent(RegisterCheckpoint(checkpoint), f"register {version}", view.turn(f"register {version}"))
     # The watch brings records in their order: who sees the checkpoints of later steps sees the evaluations before them.
     kept = view.remembered.get("kept", (*sources, mirror.evaluations), lambda: _kept(view, head, known))
     forgotten = [c.seq for c in known if c not in kept]
     if forgotten:
         # Called by what goes, not by what stays: that changes with every new checkpoint, and nothing would ever be ripe.
         topic = f"forget {min(forgotten)}"
-        yield Intent(Retain(kept), topic, view.turn(topic), after=SETTLE_S)
+        yield Intent(RetainCheckpoints(kept), topic, view.turn(topic), after=SETTLE_S)
 
 
 def _kept(view: JobView, head: Head, known: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
@@ -77,7 +86,7 @@ def warn_of_disks(view: JobView) -> Iterator[Intent]:
 def _told(view: JobView, topic: str, sentence: str, turn: str) -> Iterator[Intent]:
     known = view.mirror.troubles.get(topic)
     if known is None or known.record.sentence != sentence:
-        yield Intent(Warn(topic, sentence), f"warn {sentence}", view.turn(turn))
+        yield Intent(PostWarning(topic, sentence), f"warn {sentence}", view.turn(turn))
 
 
 def prune_log(view: JobView) -> Iterator[Intent]:
@@ -94,7 +103,7 @@ def prune_log(view: JobView) -> Iterator[Intent]:
     ripe = archived_entries(view, old[:MOST_PRUNED])
     if len(ripe) >= PRUNE_AT:
         topic = f"prune {ripe[0]}"
-        yield Intent(Prune(ripe), topic, view.turn(topic), after=SETTLE_S)
+        yield Intent(PruneLog(ripe), topic, view.turn(topic), after=SETTLE_S)
     else:
         yield from archive_records(view, seqs=tuple(old[:PRUNE_AT]))
 
@@ -129,7 +138,7 @@ def sweep_old_worlds(view: JobView) -> Iterator[Intent]:
     )
     if swept:
         topic = f"sweep {view.head.version} {view.head.world}"
-        yield Intent(Sweep(swept), topic, view.turn(topic), after=SETTLE_S)
+        yield Intent(SweepKeys(swept), topic, view.turn(topic), after=SETTLE_S)
 
 
 def archive_evaluations(view: JobView) -> Iterator[Intent]:

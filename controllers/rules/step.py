@@ -19,19 +19,19 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from controllers.rules.actions import (
-    Account,
-    Accumulate,
-    Apply,
-    Commit,
-    Feed,
-    GiveUp,
+    AccumulateParts,
+    CommitStep,
+    FeedRank,
+    GiveUpBatch,
+    GiveUpPrompt,
     Intent,
     MakeSeal,
-    Publish,
+    MarkBatchReady,
+    PublishWeights,
     PutOffer,
-    Ready,
-    Reseal,
+    RecordOutcomes,
     SetPhase,
+    TrainBatch,
 )
 from controllers.rules.memory import sleeping_engines, train_delay_s
 from controllers.rules.placement import awaits_checkpoint, wants_checkpoint
@@ -195,7 +195,7 @@ def seal_batch(view: JobView) -> Iterator[Intent]:
     elif view.part is not None and refuse_seal(view.rules, head, seals, view.part) is None:
         yield Intent(MakeSeal(head.step + 1, view.part), f"part of {topic}", view.turn(topic))
     elif isinstance(chosen, CloseStep):
-        yield Intent(Account(chosen.outcomes), f"account {head.seq}", view.turn(topic))
+        yield Intent(RecordOutcomes(chosen.outcomes), f"account {head.seq}", view.turn(topic))
     elif isinstance(chosen, DataExhausted):
         why = shortage_reason(view.rules, head, chosen, view.log.values())
         yield Intent(SetPhase(JobPhase.FAILED, why, at_head=True), f"short {head.seq}", view.turn(topic))
@@ -217,21 +217,23 @@ def exchange_batch(view: JobView) -> Iterator[Intent]:
     missing = {rank: view.missing(seal, rank) for rank in range(seal.world_size)}
     topic = f"exchange {seal.token}"
     if not any(missing.values()):
-        yield Intent(Ready(seal.step), f"ready {seal.token}", view.turn(topic), after=growth_delay_s(view))
+        yield Intent(MarkBatchReady(seal.step), f"ready {seal.token}", view.turn(topic), after=growth_delay_s(view))
         return
     undelivered = {digest for of_rank in missing.values() for digest in of_rank}
     lost = why_groups_lost(view, seal, undelivered)
     if lost:
-        yield Intent(Reseal(seal.step, lost), f"reseal {seal.token}", view.turn(topic), after=SETTLE_S / 2)
+        yield Intent(GiveUpBatch(seal.step, lost), f"reseal {seal.token}", view.turn(topic), after=SETTLE_S / 2)
     else:
         # Named by how much is missing: whatever arrives begins the wait anew, for a large batch over a slow line gets there.
         left = sum(len(samples) for of_rank in missing.values() for samples in of_rank.values())
         why = f"{len(undelivered)} groups were not delivered, and nothing arrived for {EXCHANGE_LIMIT_S:.0f} s"
-        yield Intent(Reseal(seal.step, why), f"overdue {seal.token} {left}", view.turn(topic), after=EXCHANGE_LIMIT_S)
+        yield Intent(
+            GiveUpBatch(seal.step, why), f"overdue {seal.token} {left}", view.turn(topic), after=EXCHANGE_LIMIT_S
+        )
     mine = view.held_for(seal)
     for rank, of_rank in missing.items():
         if rank in view.ranks and mine & of_rank.keys() and not lost:
-            yield Intent(Feed(rank, seal.token), f"feed {rank} {seal.token}")
+            yield Intent(FeedRank(rank, seal.token), f"feed {rank} {seal.token}")
 
 
 def why_groups_lost(view: JobView, seal: Seal, undelivered: set[str]) -> str:
@@ -274,7 +276,9 @@ def train_parts(view: JobView) -> Iterator[Intent]:
         known = view.ranks.get(rank)
         if known is not None and view.begun(known) < seal.ready_parts:
             topic = f"accumulate {rank} {seal.lineage} {seal.step} {seal.ready_parts}"
-            yield Intent(Accumulate(rank, seal.token), topic, view.turn(f"accumulate {seal.step} {seal.ready_parts}"))
+            yield Intent(
+                AccumulateParts(rank, seal.token), topic, view.turn(f"accumulate {seal.step} {seal.ready_parts}")
+            )
 
 
 def train_step(view: JobView) -> Iterator[Intent]:
@@ -288,11 +292,11 @@ def train_step(view: JobView) -> Iterator[Intent]:
     if not behind and not has_receipts(view, seal.token):
         yield from gather_receipts(view, seal.token)
     elif not behind:
-        yield Intent(Commit(seal.step), f"commit {seal.token}", view.turn(f"commit {seal.token}"))
+        yield Intent(CommitStep(seal.step), f"commit {seal.token}", view.turn(f"commit {seal.token}"))
     for rank in behind:
         if rank in view.ranks:
             topic, mine = f"apply {rank} {seal.token}", view.turn(f"exchange {seal.token}")
-            yield Intent(Apply(rank, seal.token), topic, mine, after=train_delay_s(view, rank))
+            yield Intent(TrainBatch(rank, seal.token), topic, mine, after=train_delay_s(view, rank))
 
 
 def _applied(view: JobView, rank: int) -> object:
@@ -315,7 +319,7 @@ def publish_weights(view: JobView) -> Iterator[Intent]:
         if engine.instance in under_way or (keeps_copies(view) and not _is_here(view, engine.instance)):
             continue
         if engine.version != version and version in view.staged and not engine.silent:
-            yield Intent(Publish(engine.instance, version), f"publish {engine.instance} {version}")
+            yield Intent(PublishWeights(engine.instance, version), f"publish {engine.instance} {version}")
 
 
 def _is_here(view: JobView, instance: str) -> bool:
@@ -333,15 +337,15 @@ def give_up_stale_prompts(view: JobView) -> Iterator[Intent]:
     for ref, version in view.in_flight.items():
         topic = f"late {ref} {version}"
         if head.cursors.is_terminal(view.rules.shape, ref) or not is_ancestor(head, version):
-            yield Intent(GiveUp(ref, "its prompt has ended, or its lineage", stale=False), topic)
+            yield Intent(GiveUpPrompt(ref, "its prompt has ended, or its lineage", stale=False), topic)
         elif steps_left(view.rules, head, version) < 0:
-            yield Intent(GiveUp(ref, f"its first tokens are of {version}, too old by now", stale=True), topic)
+            yield Intent(GiveUpPrompt(ref, f"its first tokens are of {version}, too old by now", stale=True), topic)
         elif ref in stranded:
             why = "no engine is left here, and its shard is another peer's"
-            yield Intent(GiveUp(ref, why, stale=False), f"{topic} stranded", after=STRANDED_PATIENCE_S)
+            yield Intent(GiveUpPrompt(ref, why, stale=False), f"{topic} stranded", after=STRANDED_PATIENCE_S)
         elif ref in awaited:
             why = f"it was waited for {view.spec.rollout.timeout_s:g} s"
-            yield Intent(GiveUp(ref, why, stale=True), f"{topic} awaited", after=view.spec.rollout.timeout_s)
+            yield Intent(GiveUpPrompt(ref, why, stale=True), f"{topic} awaited", after=view.spec.rollout.timeout_s)
 
 
 def _stranded_prompts(view: JobView) -> frozenset[PromptRef]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from controllers.rules.actions import Intent, Replan, Rollback, SetPhase, TakeStock
+from controllers.rules.actions import ChangePlan, Intent, ReportCopies, Rollback, SetPhase
 from controllers.rules.replication import HOLDERS_GRACE_S, newest_checkpoint_away, why_start_lost
 from controllers.rules.view import SETTLE_S, JobView
 from gcore.engines.emulated.launch import emulation_remark
@@ -116,7 +116,7 @@ def report_copies(view: JobView) -> Iterator[Intent]:
         return
     known = view.mirror.copies.get(view.node)
     if known is None or known.record.by != view.me or known.record.seq != view.head.seq:
-        yield Intent(TakeStock(view.head.seq), f"stock {view.head.seq}")
+        yield Intent(ReportCopies(view.head.seq), f"stock {view.head.seq}")
 
 
 def add_engines(view: JobView) -> Iterator[Intent]:
@@ -130,7 +130,7 @@ def add_engines(view: JobView) -> Iterator[Intent]:
     )
     if plan is not None and not view.is_over:
         topic = f"replan {plan.generation} {' '.join(sorted(view.nodes))}"
-        yield Intent(Replan(plan), topic, view.turn(topic), after=JOIN_SETTLE_S)
+        yield Intent(ChangePlan(plan), topic, view.turn(topic), after=JOIN_SETTLE_S)
 
 
 def relocate_judges(view: JobView) -> Iterator[Intent]:
@@ -145,7 +145,7 @@ def relocate_judges(view: JobView) -> Iterator[Intent]:
     )
     if plan is not None and not view.is_over and not world_loss(view):
         topic = f"move judges {plan.generation} {' '.join(sorted(view.nodes))}"
-        yield Intent(Replan(plan), topic, view.turn(topic), after=AWAY_S)
+        yield Intent(ChangePlan(plan), topic, view.turn(topic), after=AWAY_S)
 
 
 def resize_world(view: JobView) -> Iterator[Intent]:

@@ -16,14 +16,14 @@ from pathlib import Path
 
 from controllers.rules.actions import (
     ActionResult,
-    Archive,
-    BringStart,
-    Discard,
+    ArchiveRecords,
+    DiscardCheckpoints,
     FetchCheckpoint,
+    FetchStart,
     FetchWeights,
     FolderAction,
-    Gather,
-    SayFolder,
+    GatherReceipts,
+    ReportFolder,
 )
 from controllers.rules.replication import checkpoint_holders
 from controllers.rules.view import JobView, SavedCheckpoint, turn_order
@@ -149,7 +149,7 @@ class Replicator:
         now = self._clock.monotonic()
         if now - self.own.failing.setdefault(name, now) >= patience:
             self._tell(TOPIC, f"{view.node}: {done.sentence}")
-        if not isinstance(action, Gather | SayFolder):
+        if not isinstance(action, GatherReceipts | ReportFolder):
             await self._clock.sleep(AGAIN_S)  # many bytes must not go back and forth in vain, as fast as they can
         return done
 
@@ -198,19 +198,19 @@ class Replicator:
 
     async def _do(self, action: FolderAction, view: JobView) -> ActionResult:
         match action:
-            case SayFolder():
+            case ReportFolder():
                 return await self._report_own_folder(view)
             case FetchWeights():
                 return await self._fetch_weights(action, view)
             case FetchCheckpoint():
                 return await self._fetch_checkpoint(action, view)
-            case BringStart():
+            case FetchStart():
                 return await self._fetch_start(action, view)
-            case Gather():
+            case GatherReceipts():
                 return await self._fetch_receipts(action, view)
-            case Archive():
+            case ArchiveRecords():
                 return await self._write_archive(action, view)
-            case Discard():
+            case DiscardCheckpoints():
                 return await self._delete_own_copies(action, view)
             case _:
                 raise TypeError(f"{action} is nothing that concerns a folder")
@@ -254,7 +254,7 @@ class Replicator:
             return ActionResult(TxnOutcome.UNKNOWN, f"fetch {action.checkpoint.file}: {brought.problem}")
         return await self._report_own_folder(view)
 
-    async def _fetch_start(self, action: BringStart, view: JobView) -> ActionResult:
+    async def _fetch_start(self, action: FetchStart, view: JobView) -> ActionResult:
         """What a world starts from is read to the last byte by every node that runs a rank of it."""
         brought = await self.ensure_checkpoint(action.checkpoint, view, read_all=True)
         said = await self._report_own_folder(view)
@@ -265,7 +265,7 @@ class Replicator:
             TxnOutcome.WON, f"world {action.world} can start from {action.checkpoint.file}", said.revision
         )
 
-    async def _fetch_receipts(self, action: Gather, view: JobView) -> ActionResult:
+    async def _fetch_receipts(self, action: GatherReceipts, view: JobView) -> ActionResult:
         """The receipts of ranks on other nodes; those of nodes that are away come later, or never."""
         peers = peer_addresses(view)
         nodes = {place.node for place in view.plan.ranks} & peers.keys()
@@ -275,7 +275,7 @@ class Replicator:
         done = await self._report_own_folder(view, receipts=str(action.token))
         return ActionResult(done.outcome, sentence, done.revision)
 
-    async def _write_archive(self, action: Archive, view: JobView) -> ActionResult:
+    async def _write_archive(self, action: ArchiveRecords, view: JobView) -> ActionResult:
         """What is to leave the store stands there still, so each node writes it down from there. What peers have of earlier times
         comes along: so a node that came later, or was wiped, gets all of it."""
         wrong = await extend_files(self.own, peer_addresses(view), RECORDS)
@@ -291,7 +291,7 @@ class Replicator:
         sentence = f"{len(entries)} log entries and {len(evaluations)} evaluations are written down"
         return ActionResult(done.outcome, "; ".join((sentence, *wrong)), done.revision)
 
-    async def _delete_own_copies(self, action: Discard, view: JobView) -> ActionResult:
+    async def _delete_own_copies(self, action: DiscardCheckpoints, view: JobView) -> ActionResult:
         """Delete copies that no record names."""
         for version in action.versions:
             fault_point(FaultPoint.FORGET, "before")

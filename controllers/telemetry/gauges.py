@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
-from controllers.rules.actions import Action, Place, Register, Retain, Warn
+from controllers.rules.actions import Action, PostWarning, RegisterCheckpoint, RetainCheckpoints, WriteMove
 from controllers.rules.retention import CHECKPOINT_TROUBLE
 from controllers.rules.view import JobView, Timers
 from controllers.rules.waits import Wait
@@ -55,17 +55,17 @@ def show_waits(metrics: Metrics, mirror: JobMirror, waiting: Sequence[Wait], wai
 def count_checkpoints(metrics: Metrics, action: Action, view: JobView) -> None:
     """Count what an action that was done made of checkpoints."""
     match action:
-        case Register():
+        case RegisterCheckpoint():
             metrics.checkpoints.labels("registered").inc()
-        case Retain() if view.mirror.checkpoints is not None:
+        case RetainCheckpoints() if view.mirror.checkpoints is not None:
             metrics.checkpoints.labels("forgotten").inc(len(view.mirror.checkpoints.record.entries) - len(action.kept))
-        case Warn() if action.topic == CHECKPOINT_TROUBLE:
+        case PostWarning() if action.topic == CHECKPOINT_TROUBLE:
             metrics.checkpoints.labels("failed").inc()
 
 
 def count_moves(metrics: Metrics, action: Action) -> None:
     """Count a move of the placement that was written."""
-    if isinstance(action, Place):
+    if isinstance(action, WriteMove):
         for kind in MoveKind:
             metrics.moves.labels(kind.value, action.proposal.move.state)
         metrics.moves.labels(action.proposal.move.kind.value, action.proposal.move.state).inc()

@@ -223,39 +223,39 @@ def _resealed_from_anything(make: Any) -> Any:
 
 def _reseals_ready(make: Any) -> Any:
     """From READY too."""
-    from controllers.rules.actions import Intent, Reseal
+    from controllers.rules.actions import GiveUpBatch, Intent
     from gcore.ledger.records.chain import SealState
 
     def exchanging(view: Any) -> Iterator[Any]:
         yield from make(view)
         if view.seal is not None and view.seal.state is SealState.READY:
-            yield Intent(Reseal(view.seal.step, "mutated"), "mutated reseal")
+            yield Intent(GiveUpBatch(view.seal.step, "mutated"), "mutated reseal")
 
     return exchanging
 
 
 def _ready_at_once(make: Any) -> Any:
     """READY before the ranks hold anything."""
-    from controllers.rules.actions import Intent, Ready
+    from controllers.rules.actions import Intent, MarkBatchReady
     from gcore.ledger.records.chain import SealState
 
     def exchanging(view: Any) -> Iterator[Any]:
         yield from make(view)
         if view.seal is not None and view.seal.state is SealState.SEALED:
-            yield Intent(Ready(view.seal.step), "mutated ready")
+            yield Intent(MarkBatchReady(view.seal.step), "mutated ready")
 
     return exchanging
 
 
 def _commits_at_once(make: Any) -> Any:
     """Committed before the ranks have applied it."""
-    from controllers.rules.actions import Commit, Intent
+    from controllers.rules.actions import CommitStep, Intent
     from gcore.ledger.records.chain import SealState
 
     def training(view: Any) -> Iterator[Any]:
         yield from make(view)
         if view.seal is not None and view.seal.state is SealState.READY:
-            yield Intent(Commit(view.seal.step), "mutated commit")
+            yield Intent(CommitStep(view.seal.step), "mutated commit")
 
     return training
 
@@ -366,7 +366,7 @@ def _static_shares(make: Any) -> Any:
 
 def _live_before_commit(make: Any) -> Any:
     """Weights go to the engines as soon as they are staged."""
-    from controllers.rules.actions import Intent, Publish
+    from controllers.rules.actions import Intent, PublishWeights
     from gcore.types import Version
 
     def publishing(view: Any) -> Iterator[Any]:
@@ -374,7 +374,7 @@ def _live_before_commit(make: Any) -> Any:
         early = Version(view.head.lineage, view.head.step + 1)
         if early in view.staged:
             for engine in view.engines.values():
-                yield Intent(Publish(engine.instance, early), f"mutated publish {engine.instance} {early}")
+                yield Intent(PublishWeights(engine.instance, early), f"mutated publish {engine.instance} {early}")
 
     return publishing
 
@@ -420,7 +420,7 @@ def _made_again(make: Any) -> Any:
 
 def _begins_at_once(make: Any) -> Any:
     """Parts are told to ranks while they are exchanged."""
-    from controllers.rules.actions import Accumulate, Intent
+    from controllers.rules.actions import AccumulateParts, Intent
 
     def accumulating(view: Any) -> Iterator[Any]:
         yield from make(view)
@@ -428,7 +428,7 @@ def _begins_at_once(make: Any) -> Any:
         for rank in range(seal.world_size if seal is not None and seal.parts else 0):
             known = view.ranks.get(rank)
             if known is not None and view.begun(known) < len(seal.parts):
-                yield Intent(Accumulate(rank, seal.token), f"mutated accumulate {rank} {len(seal.parts)}")
+                yield Intent(AccumulateParts(rank, seal.token), f"mutated accumulate {rank} {len(seal.parts)}")
 
     return accumulating
 

@@ -17,7 +17,7 @@ from mutations import COMPARED, kind_of
 from stored_job import RULES, StoredJob
 
 from controllers.flow.group_buffer import REASON_BYTES, GroupBuffer, clip_reason
-from controllers.rules.actions import Publish, PutOffer
+from controllers.rules.actions import PublishWeights, PutOffer
 from controllers.rules.step import offer_groups, publish_weights
 from controllers.rules.view import EngineView, JobView
 from gcore.config import parse_spec
@@ -663,7 +663,7 @@ async def test_weights_that_are_staged_go_to_engines_only_when_their_step_is_com
         seen = JobView(
             SPEC, RULES, job.mirror, "a", "n0", {}, {}, engines=engines, staged=frozenset({ahead, committed})
         )
-        return [intent.action.version for intent in publish_weights(seen) if isinstance(intent.action, Publish)]
+        return [intent.action.version for intent in publish_weights(seen) if isinstance(intent.action, PublishWeights)]
 
     assert published() == [committed]
     await job.won(job.committing())

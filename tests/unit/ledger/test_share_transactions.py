@@ -11,7 +11,7 @@ from builders import KEYS, running_job
 from controllers.job import effects as starting
 from controllers.job import executor as apply
 from controllers.job import rollback as rolling
-from controllers.rules.actions import GiveBack, Replan
+from controllers.rules.actions import ChangePlan, ReturnSlots
 from controllers.rules.view import JobView
 from gcore.ledger import transactions as share_transactions
 from gcore.ledger.records.cluster import Claim, KnownShare, Quotas, Share, Shares, group_by_node, slots_of_share
@@ -103,7 +103,7 @@ def test_every_plan_compares_who_has_which_slots(cluster: MemoryCluster) -> None
     view = job(cluster)
     assert view.mirror.plan is not None
     new = view.mirror.plan.record.model_copy(update={"generation": 2})
-    txn = apply._transaction(Replan(new), view, None)  # type: ignore[arg-type]
+    txn = apply._transaction(ChangePlan(new), view, None)  # type: ignore[arg-type]
     known(cluster, shares(BOTH))
     assert not won(cluster, txn)
     for module in (apply, rolling, starting):
@@ -115,7 +115,7 @@ def test_every_plan_compares_who_has_which_slots(cluster: MemoryCluster) -> None
 
 def test_giving_back_is_one_transaction_of_the_jobs(cluster: MemoryCluster) -> None:
     view = job(cluster)
-    txn = apply._transaction(GiveBack(ONE), view, None)  # type: ignore[arg-type]
+    txn = apply._transaction(ReturnSlots(ONE), view, None)  # type: ignore[arg-type]
     assert won(cluster, txn)
     assert group_by_node(slots_of_share(shares().released("u", ONE).jobs["u"].held)) == {"n": ("cpu:0",)}
 

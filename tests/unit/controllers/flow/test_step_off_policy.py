@@ -15,7 +15,7 @@ from controllers.flow.group_buffer import GroupBuffer, InFlightPrompts
 from controllers.flow.step import JobStep
 from controllers.inference.pool import EnginePool
 from controllers.inference.rules import VersionFollower
-from controllers.rules.actions import GiveUp, Intent, MakeSeal, PutOffer
+from controllers.rules.actions import GiveUpPrompt, Intent, MakeSeal, PutOffer
 from controllers.rules.decide import decide
 from controllers.rules.step import COALESCE_S, EVALUATION_PATIENCE_S, STRANDED_PATIENCE_S, give_up_stale_prompts
 from controllers.rules.view import EngineView, JobView
@@ -87,7 +87,7 @@ def offers(view: JobView) -> list[Offer]:
 
 
 def given_up(view: JobView) -> list[Intent]:
-    return [intent for intent in give_up_stale_prompts(view) if isinstance(intent.action, GiveUp)]
+    return [intent for intent in give_up_stale_prompts(view) if isinstance(intent.action, GiveUpPrompt)]
 
 
 def test_what_is_in_flight_is_named_once() -> None:
@@ -127,14 +127,14 @@ def test_what_the_seal_waits_for_is_given_up_after_a_while() -> None:
         in_flight=(InFlightRef(ref=REF, version=OLD), InFlightRef(ref=refs[6], version=NEW)),
     )
     (intent,) = given_up(view_of(offer=named, in_flight={REF: OLD, refs[6]: NEW}))
-    assert intent.action == GiveUp(REF, "it was waited for 30 s", stale=True)
+    assert intent.action == GiveUpPrompt(REF, "it was waited for 30 s", stale=True)
     assert intent.after == 30.0
 
 
 def test_what_can_no_longer_be_trained_is_given_up_at_once_and_counts_only_if_it_is_too_old() -> None:
     cut_off = Version(3, 1)
     intents = given_up(view_of(step=3, in_flight={REF: OLD, PromptRef(0, 1, 0): cut_off}))
-    assert [(i.action.ref, i.action.stale, i.after) for i in intents if isinstance(i.action, GiveUp)] == [
+    assert [(i.action.ref, i.action.stale, i.after) for i in intents if isinstance(i.action, GiveUpPrompt)] == [
         (REF, True, 0.0),
         (PromptRef(0, 1, 0), False, 0.0),
     ]
@@ -153,7 +153,7 @@ def test_what_no_engine_here_will_answer_is_left_to_the_peer_that_has_its_shard(
         assign=Versioned(Assignment(members=(ME, other), owners=owners), 1),
     )
     intents = given_up(replace(view, mirror=mirror))
-    expected = GiveUp(REF, "no engine is left here, and its shard is another peer's", stale=False)
+    expected = GiveUpPrompt(REF, "no engine is left here, and its shard is another peer's", stale=False)
     assert [(intent.action, intent.after) for intent in intents] == ([] if case else [(expected, STRANDED_PATIENCE_S)])
 
 

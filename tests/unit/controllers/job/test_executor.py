@@ -11,7 +11,7 @@ import pytest
 from builders import RecordingLedger, bare_job, node_record
 
 from controllers.job.executor import apply_action
-from controllers.rules.actions import Retain, Rollback
+from controllers.rules.actions import RetainCheckpoints, Rollback
 from controllers.rules.view import JobView
 from gcore.config import parse_spec
 from gcore.ledger.records.chain import Checkpoint, Checkpoints
@@ -57,7 +57,7 @@ async def test_what_no_record_names_goes_with_what_is_forgotten(tmp_path: Path) 
     hands: Any = SimpleNamespace(
         replicator=None, ledger=RecordingLedger(), run_dir=tmp_path, tell=lambda topic, sentence: None
     )
-    done = await apply_action(Retain((checkpoint(0),)), seen, hands)
+    done = await apply_action(RetainCheckpoints((checkpoint(0),)), seen, hands)
     assert done.outcome is TxnOutcome.WON
     left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert left == {"0-0", "notes", ".0-2.part"}, "of a lineage that head does not know: nobody will ever name it"
@@ -86,7 +86,7 @@ async def test_no_file_goes_before_its_entry_surely_has(tmp_path: Path, outcome:
     ledger = RecordingLedger(outcome, watch=lambda: there.append(forgotten.is_dir()))
     hands: Any = SimpleNamespace(replicator=None, ledger=ledger, run_dir=tmp_path, tell=lambda topic, sentence: None)
     seen = knowing(view("node-0"), 9, checkpoint(0), checkpoint(4), checkpoint(8))
-    done = await apply_action(Retain((checkpoint(0), checkpoint(8))), seen, hands)
+    done = await apply_action(RetainCheckpoints((checkpoint(0), checkpoint(8))), seen, hands)
     assert done.outcome is outcome
     assert there == [True], "its files lie there as long as its entry may"
     assert forgotten.is_dir() is stays

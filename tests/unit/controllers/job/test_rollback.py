@@ -17,7 +17,7 @@ from recorded_job import KEYS, UID, RecordedJob
 from controllers.api.run_reader import audit_of_folder, audit_of_records
 from controllers.api.store_reader import StoreReader
 from controllers.job.rollback import account_outcomes, highest_numbers
-from controllers.rules.actions import Account
+from controllers.rules.actions import RecordOutcomes
 from gcore.config import parse_spec
 from gcore.ledger import archive
 from gcore.ledger import archive as store_copy
@@ -191,7 +191,7 @@ async def test_nothing_is_accounted_for_before_the_rollback(tmp_path: Path) -> N
 
     job = await asyncio.to_thread(prepared)
     ref = next(refs_in_order(job.rules, job.head, ()))
-    ended = Account((EndedRef(ref=ref, kind="failed", reason="the reward raised"),))
+    ended = RecordOutcomes((EndedRef(ref=ref, kind="failed", reason="the reward raised"),))
     hands: Any = SimpleNamespace(ledger=TransactionExecutor(job.store, KEYS), run_dir=tmp_path)
     view = seen_by(job)
     done = await account_outcomes(ended, view, hands)

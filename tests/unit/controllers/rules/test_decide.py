@@ -23,24 +23,24 @@ from builders import (
 
 from controllers.rules import view as view_module
 from controllers.rules.actions import (
-    Apply,
-    Assign,
+    AssignShards,
     BeginEpoch,
-    Commit,
-    Feed,
-    Join,
+    CommitStep,
+    FeedRank,
+    GiveUpBatch,
+    JoinJob,
     MakeSeal,
-    Prune,
-    Publish,
+    MarkBatchReady,
+    PostWarning,
+    PruneLog,
+    PublishWeights,
     PutOffer,
-    Ready,
-    Register,
-    Reseal,
-    Retain,
+    RegisterCheckpoint,
+    RetainCheckpoints,
     Rollback,
     SetPhase,
     StartJob,
-    Warn,
+    TrainBatch,
 )
 from controllers.rules.decide import decide
 from controllers.rules.retention import KEEP_LOG, PRUNE_AT, register_and_forget_checkpoints, warn_of_disks
@@ -149,14 +149,14 @@ def test_an_engine_that_is_still_brought_older_weights_is_given_the_next_when_it
     engines = {name: EngineView(name, "h:1", None) for name in ("quick", "slow")}
     view = running(engines=engines, staged=frozenset({Version(0, 0)}))
     slow = replace(view, under_way=frozenset({"publish slow 0.7"}))
-    assert [action.instance for action in actions(slow) if isinstance(action, Publish)] == ["quick"]
-    assert {action.instance for action in actions(view) if isinstance(action, Publish)} == {"quick", "slow"}
+    assert [action.instance for action in actions(slow) if isinstance(action, PublishWeights)] == ["quick"]
+    assert {action.instance for action in actions(view) if isinstance(action, PublishWeights)} == {"quick", "slow"}
 
 
 def test_who_is_no_member_joins_before_anything_else() -> None:
     view = running()
     view = with_mirror(view, members={PEER: view.mirror.members[PEER]})
-    assert actions(view) == [Join()]
+    assert actions(view) == [JoinJob()]
 
 
 def test_an_ended_job_is_left_alone() -> None:
@@ -171,7 +171,7 @@ def test_shards_of_a_dead_member_are_given_away() -> None:
     view = running()
     view = with_mirror(view, members={ME: view.mirror.members[ME]})
     (action,) = actions(view)
-    assert isinstance(action, Assign)
+    assert isinstance(action, AssignShards)
     assert action.assignment.shards_of(ME) == (0, 1, 2, 3)
 
 
@@ -260,13 +260,13 @@ def test_a_full_quota_is_sealed() -> None:
 
 def test_a_seal_whose_holder_is_gone_is_given_up() -> None:
     view, _ = with_sealed_step(running(), holder="node-7.gone")
-    assert Reseal in kinds(view)
+    assert GiveUpBatch in kinds(view)
 
 
 def test_a_seal_of_a_group_i_no_longer_hold_is_given_up() -> None:
     view, _ = with_sealed_step(running(), holder=ME)
-    assert Reseal in kinds(view)
-    assert Feed not in kinds(view)
+    assert GiveUpBatch in kinds(view)
+    assert FeedRank not in kinds(view)
 
 
 def test_whatever_arrives_begins_the_wait_for_the_rest_anew() -> None:
@@ -290,26 +290,26 @@ def test_my_groups_are_fed_to_every_rank_that_lacks_them() -> None:
     view, seal = with_sealed_step(running(), holder=ME)
     view = replace(view, holdings={g.ref: offered_group(g.ref) for g in seal.groups})
     with_one = with_fed_ranks(view, seal, (0,))
-    assert {a.rank for a in actions(view) if isinstance(a, Feed)} == {0, 1}
-    assert {a.rank for a in actions(with_one) if isinstance(a, Feed)} == {1}
+    assert {a.rank for a in actions(view) if isinstance(a, FeedRank)} == {0, 1}
+    assert {a.rank for a in actions(with_one) if isinstance(a, FeedRank)} == {1}
 
 
 def test_a_lost_holder_does_no_harm_once_every_rank_holds_its_part() -> None:
     view, seal = with_sealed_step(running(), holder="node-7.gone")
-    assert kinds(with_fed_ranks(view, seal)) == {Ready}
+    assert kinds(with_fed_ranks(view, seal)) == {MarkBatchReady}
 
 
 @pytest.mark.parametrize("ranks", [(), (0,), (1,)], ids=["no rank", "the first", "the second"])
 def test_a_batch_is_not_ready_while_a_rank_lacks_its_part(ranks: tuple[int, ...]) -> None:
     view, seal = with_sealed_step(running(), holder=PEER)
-    assert Ready not in kinds(with_fed_ranks(view, seal, ranks))
+    assert MarkBatchReady not in kinds(with_fed_ranks(view, seal, ranks))
 
 
 def test_a_ready_seal_is_applied_then_committed_and_never_given_up() -> None:
     view, seal = with_sealed_step(running(), holder="node-7.gone", ready=True)
-    assert kinds(view) == {Apply}
+    assert kinds(view) == {TrainBatch}
     done = replace(view, ranks={i: RankView(i, applied=seal.token) for i in range(2)})
-    assert actions(done) == [Commit(1)]
+    assert actions(done) == [CommitStep(1)]
 
 
 def test_a_dead_rank_means_rollback() -> None:
@@ -382,8 +382,8 @@ def test_a_rank_that_trained_another_batch_under_the_same_token_means_rollback()
     def trained(content: bytes) -> JobView:
         return replace(view, ranks={rank: RankView(rank, applied=seal.token, content=content) for rank in range(2)})
 
-    assert Commit in map(type, actions(trained(content_sha256(seal))))
-    assert Commit in map(type, actions(trained(b""))), "one that does not say"
+    assert CommitStep in map(type, actions(trained(content_sha256(seal))))
+    assert CommitStep in map(type, actions(trained(b""))), "one that does not say"
     (action,) = actions(trained(content_sha256(seal.model_copy(update={"groups": ()}))))
     assert isinstance(action, Rollback)
     assert "another batch" in action.reason
@@ -421,7 +421,7 @@ def test_worlds_that_keep_dying_end_the_job() -> None:
 def test_engines_get_committed_weights_that_are_staged() -> None:
     view = running(engines={"e": EngineView("e", "h:1", None)})
     assert actions(view) == []
-    assert actions(replace(view, staged=frozenset({Version(0, 0)}))) == [Publish("e", Version(0, 0))]
+    assert actions(replace(view, staged=frozenset({Version(0, 0)}))) == [PublishWeights("e", Version(0, 0))]
 
 
 def test_a_complete_job_succeeds() -> None:
@@ -455,7 +455,7 @@ def test_a_saved_checkpoint_is_registered_but_not_one_older_than_what_is_registe
     view = with_mirror(view, head=stored(head), log={2: stored(entry)})
     view = replace(view, saved={Version(0, 2): SavedCheckpoint(Version(0, 2), "c2", "d")})
     wanted = Checkpoint(lineage=0, step=2, seq=2, file="c2", digest="d")
-    assert actions(view) == [Register(wanted)]
+    assert actions(view) == [RegisterCheckpoint(wanted)]
     base = Checkpoint(lineage=0, step=0, seq=0, file="")
     later = Checkpoint(lineage=0, step=2, seq=2, file="other")
     assert actions(with_mirror(view, checkpoints=stored(Checkpoints(entries=(base, later))))) == []
@@ -468,7 +468,7 @@ def writing(step: int, error: str, *, over: bool) -> JobView:
 
 
 def told(view: JobView) -> list[str]:
-    return [intent.action.sentence for intent in warn_of_disks(view) if isinstance(intent.action, Warn)]
+    return [intent.action.sentence for intent in warn_of_disks(view) if isinstance(intent.action, PostWarning)]
 
 
 def test_a_checkpoint_that_the_disk_did_not_take_is_told_once_with_its_reason() -> None:
@@ -484,7 +484,7 @@ def test_a_checkpoint_that_the_disk_did_not_take_is_told_once_with_its_reason() 
     assert told(with_mirror(view, troubles={"checkpoint": known})) == []
     (other,) = told(with_mirror(writing(4, "Input/output error", over=False), troubles={"checkpoint": known}))
     assert other.endswith("(Input/output error); it is tried again until the disk takes it")
-    assert any(isinstance(action, Warn) for action in actions(view)), "it is one of the rules"
+    assert any(isinstance(action, PostWarning) for action in actions(view)), "it is one of the rules"
 
 
 def test_what_a_step_waits_for_on_the_disk_is_told_once() -> None:
@@ -558,7 +558,7 @@ def test_a_long_log_is_pruned_many_entries_at_a_time() -> None:
     nearly = with_mirror(view, head=stored(head.model_copy(update={"seq": KEEP_LOG + PRUNE_AT - 1})), log=log)
     assert actions(nearly) == []
     long = with_mirror(view, head=stored(head.model_copy(update={"seq": KEEP_LOG + PRUNE_AT})), log=log)
-    assert actions(long) == [Prune(tuple(range(1, PRUNE_AT + 1)))]
+    assert actions(long) == [PruneLog(tuple(range(1, PRUNE_AT + 1)))]
 
 
 def test_a_deleted_job_is_left_alone() -> None:
@@ -583,7 +583,9 @@ def kept_after(accuracies: dict[int, float], head: Head, known: tuple[Checkpoint
         }
     )
     intents = [
-        i.action for i in register_and_forget_checkpoints(replace(view, spec=spec)) if isinstance(i.action, Retain)
+        i.action
+        for i in register_and_forget_checkpoints(replace(view, spec=spec))
+        if isinstance(i.action, RetainCheckpoints)
     ]
     return [c.step for c in (intents[0].kept if intents else known)]
 
@@ -625,7 +627,9 @@ def test_old_checkpoints_are_forgotten_however_often_new_ones_are_written() -> N
         head = running().mirror.head.record.model_copy(update={"step": steps[-1], "seq": steps[-1]})
         view = with_mirror(running(), head=stored(head), checkpoints=stored(Checkpoints(entries=known)))
         return {
-            intent.condition for intent in register_and_forget_checkpoints(view) if isinstance(intent.action, Retain)
+            intent.condition
+            for intent in register_and_forget_checkpoints(view)
+            if isinstance(intent.action, RetainCheckpoints)
         }
 
     few, more = (conditions(range(count)) for count in (6, 9))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from stored_job import RULES, SHARDS, StoredJob
 
-from controllers.rules.actions import Assign, Feed, Join, Leave, PutOffer
+from controllers.rules.actions import AssignShards, FeedRank, JoinJob, LeaveJob, PutOffer
 from controllers.rules.decide import decide, has_handed_over, shard_assignment, undelivered_refs
 from controllers.rules.view import JobView, RankView
 from controllers.telemetry.events import EventLog
@@ -90,18 +90,18 @@ def kinds(view: JobView) -> set[type]:
 
 
 async def test_it_says_first_that_it_leaves_and_once(pair: Pair) -> None:
-    assert Leave not in kinds(pair.view(leaving=False))
-    assert Leave in kinds(pair.view())
+    assert LeaveJob not in kinds(pair.view(leaving=False))
+    assert LeaveJob in kinds(pair.view())
     await pair.say(ME, leaving=True)
-    assert Leave not in kinds(pair.view())
+    assert LeaveJob not in kinds(pair.view())
 
 
 async def test_its_shards_are_the_others_at_once_and_not_when_its_lease_is_over(pair: Pair) -> None:
-    assert Assign not in kinds(pair.view(leaving=False))
+    assert AssignShards not in kinds(pair.view(leaving=False))
     await pair.say(PEER, leaving=True)
     view = pair.view(leaving=False)
-    intent = next(intent for intent in decide(view) if isinstance(intent.action, Assign))
-    assert isinstance(intent.action, Assign)
+    intent = next(intent for intent in decide(view) if isinstance(intent.action, AssignShards))
+    assert isinstance(intent.action, AssignShards)
     assert intent.action.assignment.members == (ME,)
     assert None not in intent.action.assignment.owners
 
@@ -109,7 +109,7 @@ async def test_its_shards_are_the_others_at_once_and_not_when_its_lease_is_over(
 async def test_when_all_are_leaving_shards_stay_where_they_are(pair: Pair) -> None:
     await pair.say(ME, leaving=True)
     await pair.say(PEER, leaving=True)
-    assert Assign not in kinds(pair.view())
+    assert AssignShards not in kinds(pair.view())
     assert has_handed_over(pair.view())
 
 
@@ -117,7 +117,7 @@ async def test_it_joins_no_job_any_more(pair: Pair) -> None:
     members: dict[str, Versioned[Member]] = {PEER: pair.job.mirror.members[PEER]}
     alone = replace(pair.job.mirror, members=members)
     assert actions(pair.view(mirror=alone)) == []
-    assert Join() in actions(pair.view(mirror=alone, leaving=False))
+    assert JoinJob() in actions(pair.view(mirror=alone, leaving=False))
     assert has_handed_over(pair.view(mirror=alone))
 
 
@@ -140,7 +140,7 @@ async def test_what_it_has_finished_is_offered_and_fed_until_no_rank_needs_it_of
     seal = pair.job.mirror.seals[1].record
     holdings = {group.ref: group for group in seal.groups}
     given = pair.view(holdings=holdings)
-    assert Feed in kinds(given)
+    assert FeedRank in kinds(given)
     assert not has_handed_over(given)  # it may be given up yet, if another's groups are lost
     await pair.job.won(transactions.ready(pair.job.keys, pair.job.slots, 1))
     assert has_handed_over(pair.view(holdings=holdings))

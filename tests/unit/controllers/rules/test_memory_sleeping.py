@@ -16,7 +16,7 @@ from placed_views import SERVED, name_of, place, placed
 
 from controllers.changes import ChangeSignal
 from controllers.inference.pool import EnginePool
-from controllers.rules.actions import Intent, Publish, Sleep, Wake
+from controllers.rules.actions import Intent, PublishWeights, SleepEngine, WakeEngine
 from controllers.rules.memory import apply_sleep_plan, sleeping_engines
 from controllers.rules.step import publish_weights
 from controllers.rules.view import EngineView, JobView
@@ -38,9 +38,9 @@ def test_an_engine_that_the_plan_puts_to_sleep_gives_its_memory_back_and_one_tha
     view = placed(
         place("cpu:1", asleep=True), place("cpu:1", "j"), j_cpu1=EngineView("j_cpu1", "h:1", None, asleep=True)
     )
-    assert deeds(view) == [Sleep("policy_cpu1", "")]  # the judge wakes once the slot's memory is free
+    assert deeds(view) == [SleepEngine("policy_cpu1", "")]  # the judge wakes once the slot's memory is free
     free = EngineView("policy_cpu1", "h:1", None, asleep=True)
-    assert deeds(replace(view, engines={"policy_cpu1": free})) == [Wake("j_cpu1", "j")]
+    assert deeds(replace(view, engines={"policy_cpu1": free})) == [WakeEngine("j_cpu1", "j")]
 
 
 def test_an_engine_that_sleeps_is_brought_no_weights_and_one_that_woke_is_brought_them_before_it_is_asked() -> None:
@@ -48,13 +48,13 @@ def test_an_engine_that_sleeps_is_brought_no_weights_and_one_that_woke_is_brough
     assert list(publish_weights(placed(place("cpu:1", asleep=True)))) == []
     assert list(publish_weights(placed(place("cpu:1"), policy_cpu1=asleep))) == []
     (publish,) = publish_weights(placed(place("cpu:1")))
-    assert publish.action == Publish("policy_cpu1", SERVED)
+    assert publish.action == PublishWeights("policy_cpu1", SERVED)
 
 
 def test_what_is_under_way_with_an_engine_is_waited_for() -> None:
     view = placed(place("cpu:1", asleep=True))
     assert deeds(replace(view, under_way=frozenset({f"publish policy_cpu1 {SERVED}"}))) == []
-    assert deeds(replace(view, under_way=frozenset({"publish other 0.0"}))) == [Sleep("policy_cpu1", "")]
+    assert deeds(replace(view, under_way=frozenset({"publish other 0.0"}))) == [SleepEngine("policy_cpu1", "")]
 
 
 def test_a_judge_of_another_node_is_left_to_its_own_controller() -> None:
@@ -62,7 +62,7 @@ def test_a_judge_of_another_node_is_left_to_its_own_controller() -> None:
     assert deeds(placed(there)) == []
     gone = placed(there)
     alone = {name: member for name, member in gone.mirror.members.items() if name != PEER}
-    assert deeds(replace(gone, mirror=replace(gone.mirror, members=alone))) == [Sleep("j_cpu1", "j")]
+    assert deeds(replace(gone, mirror=replace(gone.mirror, members=alone))) == [SleepEngine("j_cpu1", "j")]
     assert ME in alone
 
 
@@ -87,9 +87,9 @@ def test_no_engine_wakes_on_a_slot_where_one_is_still_to_sleep(given_: list[tupl
     assert len({action.instance for action in actions}) == len(actions)
     known = {**view.engines, **view.judges}
     for action in actions:
-        assert isinstance(action, Sleep) == (action.instance in sleeping_engines(view))
+        assert isinstance(action, SleepEngine) == (action.instance in sleeping_engines(view))
         slot = view.workers[action.instance].slot
-        if isinstance(action, Wake):
+        if isinstance(action, WakeEngine):
             others = [n for n, w in view.workers.items() if w.slot == slot and n in sleeping_engines(view)]
             assert all(known[name].asleep for name in others)
 

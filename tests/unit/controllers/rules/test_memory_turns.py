@@ -12,7 +12,7 @@ from builders import KEYS, ME, PEER, SPEC, running_job, sealed_job, stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controllers.rules.actions import Apply, Intent, ReleaseRank, RestoreRank, Sleep, Wake
+from controllers.rules.actions import Intent, ReleaseRank, RestoreRank, SleepEngine, TrainBatch, WakeEngine
 from controllers.rules.memory import (
     AWAY_S,
     PATIENCE_S,
@@ -102,7 +102,7 @@ class Cluster:
     def intents(self, me: str = ME) -> list[Intent]:
         view = self.view(me)
         found = [*take_turns(view), *apply_sleep_plan(view)]
-        found += [one for one in train_step(view) if isinstance(one.action, Apply)]
+        found += [one for one in train_step(view) if isinstance(one.action, TrainBatch)]
         return found
 
     def awake_beside(self, rank: int) -> set[str]:
@@ -111,16 +111,16 @@ class Cluster:
 
     def do(self, action: Any) -> None:
         match action:
-            case Sleep():
+            case SleepEngine():
                 self.asleep.add(action.instance)
-            case Wake():
+            case WakeEngine():
                 self.asleep.remove(action.instance)
             case ReleaseRank():
                 if not self.ready:
                     self.released[action.rank] = PARTS
             case RestoreRank():
                 self.released[action.rank] = frozenset()
-            case Apply():
+            case TrainBatch():
                 self.released[action.rank] = frozenset()
                 self.applied.add(action.rank)
                 if len(self.applied) == 2:
@@ -140,13 +140,13 @@ def test_before_a_batch_is_ready_the_memory_is_the_engines() -> None:
 
 def test_for_a_ready_batch_the_engines_of_the_ranks_slots_sleep_first_and_then_the_ranks_take_their_memory() -> None:
     cluster = Cluster(ready=True)
-    assert deeds(cluster.intents()) == [Sleep("e-node-0-cpu:0", ""), Sleep("j-node-0-cpu:0", "j")]
+    assert deeds(cluster.intents()) == [SleepEngine("e-node-0-cpu:0", ""), SleepEngine("j-node-0-cpu:0", "j")]
     assert sleeping_engines(cluster.view()) == {"e-node-0-cpu:0", "e-node-1-cpu:0", "j-node-0-cpu:0"}
     cluster.asleep = {"e-node-0-cpu:0"}
-    assert deeds(cluster.intents()) == [Sleep("j-node-0-cpu:0", "j")], "a judge has memory too"
+    assert deeds(cluster.intents()) == [SleepEngine("j-node-0-cpu:0", "j")], "a judge has memory too"
     cluster.asleep = {"e-node-0-cpu:0", "j-node-0-cpu:0"}
     assert deeds(cluster.intents()) == [RestoreRank(0)]
-    assert deeds(cluster.intents(PEER)) == [Sleep("e-node-1-cpu:0", "")]
+    assert deeds(cluster.intents(PEER)) == [SleepEngine("e-node-1-cpu:0", "")]
 
 
 def test_a_rank_that_has_its_memory_is_told_to_train_by_who_sees_its_engines_sleep_and_later_by_whoever_hears_it() -> (
@@ -154,11 +154,11 @@ def test_a_rank_that_has_its_memory_is_told_to_train_by_who_sees_its_engines_sle
 ):
     cluster = Cluster(ready=True, asleep={"e-node-0-cpu:0", "j-node-0-cpu:0", "e-node-1-cpu:0"})
     cluster.released = {0: frozenset(), 1: PARTS}
-    assert [action.rank for action in deeds(cluster.intents()) if isinstance(action, Apply)] == [0]
-    applies = [i for i in cluster.intents(PEER) if isinstance(i.action, Apply)]
+    assert [action.rank for action in deeds(cluster.intents()) if isinstance(action, TrainBatch)] == [0]
+    applies = [i for i in cluster.intents(PEER) if isinstance(i.action, TrainBatch)]
     assert {i.action.rank: i.after for i in applies} == {0: AWAY_S, 1: PATIENCE_S}, "nobody waits without end"
     cluster.asleep = set()  # it has just loaded, and nobody slept meanwhile
-    applies = [i for i in cluster.intents() if isinstance(i.action, Apply)]
+    applies = [i for i in cluster.intents() if isinstance(i.action, TrainBatch)]
     assert {i.action.rank: i.after for i in applies} == {0: PATIENCE_S, 1: PATIENCE_S}
 
 
@@ -166,9 +166,9 @@ def test_engines_wake_behind_a_commit_when_the_rank_beside_them_has_given_its_me
     cluster = Cluster(asleep={"e-node-0-cpu:0", "j-node-0-cpu:0", "e-node-1-cpu:0"})
     cluster.released = {0: frozenset({"weights"}), 1: PARTS}
     assert deeds(cluster.intents()) == [ReleaseRank(0, 0)]
-    assert deeds(cluster.intents(PEER)) == [Wake("e-node-1-cpu:0", "")]
+    assert deeds(cluster.intents(PEER)) == [WakeEngine("e-node-1-cpu:0", "")]
     cluster.released[0] = PARTS
-    assert deeds(cluster.intents()) == [Wake("e-node-0-cpu:0", ""), Wake("j-node-0-cpu:0", "j")]
+    assert deeds(cluster.intents()) == [WakeEngine("e-node-0-cpu:0", ""), WakeEngine("j-node-0-cpu:0", "j")]
 
 
 def test_a_rank_whose_nodes_controller_is_away_gives_its_memory_back_a_little_later() -> None:
@@ -182,12 +182,12 @@ def test_a_rank_that_cannot_give_its_memory_back_keeps_it_and_the_engines_wake_b
     view = cluster.view()
     full = replace(view, ranks={**view.ranks, 0: replace(view.ranks[0], unrested="No space left on device")})
     assert list(take_turns(full)) == []
-    assert deeds(apply_sleep_plan(full)) == [Wake("e-node-0-cpu:0", ""), Wake("j-node-0-cpu:0", "j")]
+    assert deeds(apply_sleep_plan(full)) == [WakeEngine("e-node-0-cpu:0", ""), WakeEngine("j-node-0-cpu:0", "j")]
 
 
 def test_while_a_rank_loads_its_slot_is_its_own() -> None:
     cluster = Cluster(loading={0})
-    assert deeds(cluster.intents()) == [Sleep("e-node-0-cpu:0", ""), Sleep("j-node-0-cpu:0", "j")]
+    assert deeds(cluster.intents()) == [SleepEngine("e-node-0-cpu:0", ""), SleepEngine("j-node-0-cpu:0", "j")]
     assert deeds(cluster.intents(PEER)) == []
     unclaimed = cluster.view()
     nobody = {KEYS.world_rank("w", 1): stored(RankClaim(instance="t1"))}
@@ -242,9 +242,9 @@ def test_however_controllers_take_their_turns_memory_is_never_both_sides_and_eve
         elif intent.condition == "sealed":
             cluster.ready = True
         else:
-            if isinstance(action, (Apply, RestoreRank)):
+            if isinstance(action, (TrainBatch, RestoreRank)):
                 assert not cluster.awake_beside(action.rank)
-            if isinstance(action, Wake):
+            if isinstance(action, WakeEngine):
                 rank = int(action.instance.split("-")[2])
                 assert cluster.released[rank] == PARTS
             cluster.do(action)

@@ -7,7 +7,15 @@ from typing import Any
 
 from builders import ME, PEER, RULES, offered_group, running_job, stored, with_mirror
 
-from controllers.rules.actions import Accumulate, Apply, Feed, MakeSeal, Ready, Reseal, Rollback
+from controllers.rules.actions import (
+    AccumulateParts,
+    FeedRank,
+    GiveUpBatch,
+    MakeSeal,
+    MarkBatchReady,
+    Rollback,
+    TrainBatch,
+)
 from controllers.rules.decide import decide, undelivered_refs
 from controllers.rules.step import COALESCE_S, GROUPS_S, offer_delay_s
 from controllers.rules.view import JobView, Memo, RankView
@@ -97,46 +105,46 @@ def test_the_whole_is_sealed_as_the_whole() -> None:
 def test_a_part_goes_to_the_ranks_and_is_ready_when_they_hold_it() -> None:
     view, seal = parted(streaming(0, 1, holder=ME), 0, ready=False, holder=ME)
     assert seal.state is SealState.PARTIAL
-    assert Feed in kinds(view)
-    assert not {Ready, Accumulate, Apply} & kinds(view)
+    assert FeedRank in kinds(view)
+    assert not {MarkBatchReady, AccumulateParts, TrainBatch} & kinds(view)
     held = holding(view, seal)
-    assert Ready in kinds(held)
-    assert not {Feed, Accumulate, Apply} & kinds(held)
+    assert MarkBatchReady in kinds(held)
+    assert not {FeedRank, AccumulateParts, TrainBatch} & kinds(held)
 
 
 def test_a_part_whose_holder_is_gone_is_given_up_and_one_that_is_ready_never() -> None:
     view, _ = parted(streaming(0, 1), 0, ready=False, holder="node-9.gone")
-    assert Reseal in kinds(view)
+    assert GiveUpBatch in kinds(view)
     ready, _ = parted(streaming(0, 1), 0, holder="node-9.gone")
-    assert Reseal not in kinds(ready)
+    assert GiveUpBatch not in kinds(ready)
 
 
 def test_ready_parts_are_begun_on_every_rank_that_has_not_by_any_controller_until_the_whole_is_ready() -> None:
     view, seal = parted(streaming(0, 1, 2), 0)
-    told = [a for a in actions(holding(view, seal)) if isinstance(a, Accumulate)]
-    assert told == [Accumulate(0, seal.token), Accumulate(1, seal.token)]
+    told = [a for a in actions(holding(view, seal)) if isinstance(a, AccumulateParts)]
+    assert told == [AccumulateParts(0, seal.token), AccumulateParts(1, seal.token)]
     begun = holding(view, seal, begun=1)
-    assert Accumulate not in kinds(begun)
+    assert AccumulateParts not in kinds(begun)
     more, second = parted(begun, 1, ready=False)
-    assert Accumulate not in kinds(more)
+    assert AccumulateParts not in kinds(more)
     both, second = parted(begun, 1)
     half = replace(both, ranks={0: holding(both, second, begun=2).ranks[0], 1: holding(both, seal, begun=1).ranks[1]})
-    assert [a for a in actions(half) if isinstance(a, Accumulate)] == [Accumulate(1, second.token)]
+    assert [a for a in actions(half) if isinstance(a, AccumulateParts)] == [AccumulateParts(1, second.token)]
     refs = ordered(view)
     chosen = SealStep((*second.groups, *(sealed_group(offered_group(refs[n]), PEER) for n in (2, 3))), ())
     last = chain.seal_slot(second, both.head, chosen, world_size=2, mini_batches=1, sealer=ME)
     exchanged = with_mirror(half, seals={1: stored(last)})
-    assert Accumulate in kinds(exchanged), "also while the rest is exchanged"
+    assert AccumulateParts in kinds(exchanged), "also while the rest is exchanged"
     whole = with_mirror(half, seals={1: stored(chain.ready_slot(last))})
-    assert Apply in kinds(whole)
-    assert Accumulate not in kinds(whole)
+    assert TrainBatch in kinds(whole)
+    assert AccumulateParts not in kinds(whole)
 
 
 def test_what_ranks_hold_of_a_step_counts_for_every_attempt_at_it_where_steps_are_streamed() -> None:
     view, seal = parted(streaming(0, 1), 0, ready=False)
     early = holding(view, seal, attempt=seal.attempt - 1)
-    assert Ready in kinds(early)
-    assert Ready not in kinds(replace(early, rules=RULES, remembered=Memo()))
+    assert MarkBatchReady in kinds(early)
+    assert MarkBatchReady not in kinds(replace(early, rules=RULES, remembered=Memo()))
 
 
 def test_a_rank_that_has_begun_what_the_store_does_not_name_means_rollback_if_the_slots_are_still_that() -> None:
@@ -152,7 +160,7 @@ def test_a_rank_that_has_begun_what_the_store_does_not_name_means_rollback_if_th
         (action,) = [a for a in actions(seen) if isinstance(a, Rollback)]
         assert "has begun other parts of step 1" in action.reason
         assert action.slots_as_seen
-        assert not {Accumulate, Apply} & kinds(seen)
+        assert not {AccumulateParts, TrainBatch} & kinds(seen)
     assert Rollback not in kinds(begun)
 
 

@@ -9,7 +9,7 @@ import pytest
 from builders import ME, PEER, running_job, stored
 
 from controllers.job.executor import _moves
-from controllers.rules.actions import Lead, Place, Rollback, TellMoves
+from controllers.rules.actions import ReportMoves, Rollback, TakeLead, WriteMove
 from controllers.rules.decide import decide
 from controllers.rules.placement import is_leader, take_lead, write_moves
 from controllers.rules.view import JobView
@@ -67,7 +67,7 @@ def move(view: JobView, kind: MoveKind = MoveKind.SPLIT, **more: Any) -> Move:
     ],
 )
 def test_the_leadership_is_taken_when_nobody_has_it_who_works_on_the_job(leader: str | None, wanted: bool) -> None:
-    assert [intent.action for intent in take_lead(moving(leader))] == [Lead()] * wanted
+    assert [intent.action for intent in take_lead(moving(leader))] == [TakeLead()] * wanted
 
 
 def test_who_leaves_does_not_take_the_leadership_and_gives_it_up() -> None:
@@ -78,7 +78,7 @@ def test_who_leaves_does_not_take_the_leadership_and_gives_it_up() -> None:
         name: stored(s.record.model_copy(update={"leaving": name == PEER})) for name, s in view.mirror.members.items()
     }
     left = replace(view, mirror=replace(view.mirror, members=going))
-    assert [intent.action for intent in take_lead(left)] == [Lead()]
+    assert [intent.action for intent in take_lead(left)] == [TakeLead()]
 
 
 def test_nobody_leads_where_slots_do_not_move() -> None:
@@ -89,7 +89,7 @@ def test_a_proposal_is_written_by_who_leads_while_it_is_about_the_plan_and_the_s
     view = moving()
     assert view.mirror.plan is not None
     proposal = MoveProposal(move(view), view.mirror.plan.record.model_copy(update={"generation": 2}))
-    assert [i.action for i in write_moves(replace(view, proposal=proposal))] == [Place(proposal)]
+    assert [i.action for i in write_moves(replace(view, proposal=proposal))] == [WriteMove(proposal)]
     assert list(write_moves(replace(moving(PEER), proposal=proposal))) == []
     written = replace(view, mirror=replace(view.mirror, movings={"": stored(Moves().plus(proposal.move))}))
     assert list(write_moves(replace(written, proposal=proposal))) == []
@@ -115,13 +115,13 @@ def test_what_a_person_fixed_since_a_move_was_decided_holds(pin: Pin, kind: Move
     proposal = MoveProposal(move(view, kind), view.mirror.plan.record.model_copy(update={"generation": 2}))
     assert proposal.move.after.rollout == 2
     pinned = replace(view, proposal=proposal, mirror=replace(view.mirror, pins={"": stored(pin)}))
-    assert [i.action for i in write_moves(pinned)] == ([Place(proposal)] if is_written else [])
+    assert [i.action for i in write_moves(pinned)] == ([WriteMove(proposal)] if is_written else [])
 
 
 def test_what_came_of_moves_is_written_once() -> None:
     view = moving()
     account = MoveReport(Moves(moves=(move(view),), total=1), 0)
-    assert [i.action for i in write_moves(replace(view, account=account))] == [TellMoves(account)]
+    assert [i.action for i in write_moves(replace(view, account=account))] == [ReportMoves(account)]
     told = replace(view, mirror=replace(view.mirror, movings={"": stored(account.moves)}), account=account)
     assert list(write_moves(told)) == []
 
@@ -165,7 +165,7 @@ def test_another_plan_is_not_written_while_a_world_may_be_formed() -> None:
     ready = Seal.model_construct(step=view.head.step + 1, state=SealState.READY, lineage=0, groups=())
     begun = replace(view, mirror=replace(view.mirror, seals={ready.step: stored(ready)}))
     assert not awaits_world(begun), "the next step is trained before it"
-    assert [i.action for i in write_moves(replace(begun, proposal=lent))] == [Place(lent)]
+    assert [i.action for i in write_moves(replace(begun, proposal=lent))] == [WriteMove(lent)]
 
 
 @pytest.mark.parametrize(
@@ -185,6 +185,6 @@ def test_a_larger_world_is_no_gain_of_its_own_where_a_policy_decides() -> None:
 def test_moves_are_counted_by_kind_and_state() -> None:
     metrics, view = Metrics(), moving()
     assert view.mirror.plan is not None
-    count_moves(metrics, Place(MoveProposal(move(view), view.mirror.plan.record)))
-    count_moves(metrics, TellMoves(MoveReport(Moves(), 0)))
+    count_moves(metrics, WriteMove(MoveProposal(move(view), view.mirror.plan.record)))
+    count_moves(metrics, ReportMoves(MoveReport(Moves(), 0)))
     assert metrics.moves.labels("split", "done")._value.get() == 1

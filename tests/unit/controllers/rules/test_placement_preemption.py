@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from builders import ME, running_job, sealed_job, stored
 
-from controllers.rules.actions import GiveBack, Intent, MakeSeal, Replan, Rollback, SetPhase, StartJob
+from controllers.rules.actions import ChangePlan, Intent, MakeSeal, ReturnSlots, Rollback, SetPhase, StartJob
 from controllers.rules.decide import decide
 from controllers.rules.placement import is_suspended, remove_slots, wants_checkpoint
 from controllers.rules.view import CheckpointProgress, JobView, RankView, SavedCheckpoint, Timers
@@ -79,14 +79,14 @@ def suspended(view: JobView) -> JobView:
 def test_a_job_that_has_all_that_it_uses_leaves_nothing() -> None:
     view = job(BOTH)
     assert not intents(view, Rollback)
-    assert not intents(view, GiveBack)
+    assert not intents(view, ReturnSlots)
     assert not wants_checkpoint(view)
 
 
 def test_without_shares_a_job_uses_what_is_there() -> None:
     view = replace(job(BOTH), share=None)
     assert placement_snapshot(view).slots == 2
-    assert not intents(view, GiveBack)
+    assert not intents(view, ReturnSlots)
 
 
 def test_only_granted_slots_are_planned_with() -> None:
@@ -162,23 +162,25 @@ def test_what_stands_still_goes_on_with_slots_and_not_without() -> None:
     assert intents(view, Rollback) == []
     (action,) = intents(replace(view, share=share(BOTH)), Rollback)
     assert (action.reason, action.slots_as_seen, action.stands_still) == (HAS_AGAIN, True, False)
-    assert {type(one.action) for one in decide(view)} <= {GiveBack}
+    assert {type(one.action) for one in decide(view)} <= {ReturnSlots}
 
 
 def test_slots_are_given_back_when_nothing_of_the_job_is_on_them() -> None:
     view = suspended(job(NONE, step=1, saved=1))
-    assert intents(view, GiveBack) == [GiveBack(BOTH)]
+    assert intents(view, ReturnSlots) == [ReturnSlots(BOTH)]
     busy = replace(view, workers={"t0": running_job().workers["t0"]})
-    assert intents(busy, GiveBack) == [GiveBack(BOTH - FIRST)]
-    assert intents(job(FIRST, step=2, saved=1), GiveBack) == [], "the plan uses them still"
-    assert intents(replace(job(FIRST, step=2, saved=1), workers={}), GiveBack) == [], "also before anything runs there"
+    assert intents(busy, ReturnSlots) == [ReturnSlots(BOTH - FIRST)]
+    assert intents(job(FIRST, step=2, saved=1), ReturnSlots) == [], "the plan uses them still"
+    assert intents(replace(job(FIRST, step=2, saved=1), workers={}), ReturnSlots) == [], (
+        "also before anything runs there"
+    )
 
 
 def test_engines_leave_at_once_where_the_world_stays() -> None:
     view = job(FIRST, step=2, saved=1)
     assert view.mirror.plan is not None
     plan = view.mirror.plan.record.model_copy(update={"ranks": view.mirror.plan.record.ranks[:1]})
-    (action,) = intents(replace(view, mirror=replace(view.mirror, plan=stored(plan))), Replan)
+    (action,) = intents(replace(view, mirror=replace(view.mirror, plan=stored(plan))), ChangePlan)
     assert [place.node for place in action.plan.engines] == ["node-0"]
     assert action.plan.generation == plan.generation + 1
     judged = plan.model_copy(update={"engines": (*plan.engines, EnginePlace(node="node-1", slot="cpu:0", judge="j"))})

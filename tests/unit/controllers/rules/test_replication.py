@@ -11,18 +11,18 @@ from builders import KEYS, ME, PEER, SPEC, running_job, sealed_job, stored
 
 from controllers.rules import replication as spreading
 from controllers.rules.actions import (
-    Archive,
-    BringStart,
-    Commit,
-    Discard,
+    ArchiveRecords,
+    CommitStep,
+    DiscardCheckpoints,
     FetchCheckpoint,
+    FetchStart,
     FetchWeights,
-    Gather,
-    Prune,
-    Publish,
-    Register,
+    GatherReceipts,
+    PruneLog,
+    PublishWeights,
+    RegisterCheckpoint,
+    ReportFolder,
     Rollback,
-    SayFolder,
 )
 from controllers.rules.decide import decide
 from controllers.rules.retention import PRUNE_AT, prune_log, register_and_forget_checkpoints
@@ -87,25 +87,33 @@ def trained() -> JobView:
 
 def test_where_nodes_share_a_folder_nothing_is_said_fetched_or_waited_for() -> None:
     view = trained()
-    kinds = SayFolder | FetchCheckpoint | FetchWeights | Gather | Archive | Discard | BringStart
+    kinds = (
+        ReportFolder
+        | FetchCheckpoint
+        | FetchWeights
+        | GatherReceipts
+        | ArchiveRecords
+        | DiscardCheckpoints
+        | FetchStart
+    )
     assert not deeds(view, kinds)  # type: ignore[arg-type]
-    assert deeds(view, Commit)
+    assert deeds(view, CommitStep)
 
 
 def test_each_says_what_lies_in_its_folder_and_again_in_another_lineage() -> None:
     view = running_job()
-    assert deeds(apart(view, {}), SayFolder)
-    assert deeds(apart(view, {"node-0.0000": {}}), SayFolder), "what an earlier life said is its own"
+    assert deeds(apart(view, {}), ReportFolder)
+    assert deeds(apart(view, {"node-0.0000": {}}), ReportFolder), "what an earlier life said is its own"
     said = apart(view, {ME: {}})
-    assert not deeds(said, SayFolder)
+    assert not deeds(said, ReportFolder)
     later = replace(said.mirror, head=stored(said.head.model_copy(update={"lineage": 1})))
-    assert deeds(replace(said, mirror=later), SayFolder)
+    assert deeds(replace(said, mirror=later), ReportFolder)
 
 
 def test_only_the_node_whose_rank_wrote_a_checkpoint_looks_for_it() -> None:
     view = apart(stepped(running_job()), {ME: {}, PEER: {}})
-    assert deeds(view, SayFolder)
-    assert not deeds(of(view, PEER), SayFolder)
+    assert deeds(view, ReportFolder)
+    assert not deeds(of(view, PEER), ReportFolder)
 
 
 @pytest.mark.parametrize(
@@ -121,13 +129,15 @@ def test_only_the_node_whose_rank_wrote_a_checkpoint_looks_for_it() -> None:
 )
 def test_a_checkpoint_is_named_when_enough_nodes_have_it(said: Mapping[str, Any], named: bool) -> None:
     view = apart(stepped(running_job()), said)
-    assert any(isinstance(intent.action, Register) for intent in register_and_forget_checkpoints(view)) == named
+    assert (
+        any(isinstance(intent.action, RegisterCheckpoint) for intent in register_and_forget_checkpoints(view)) == named
+    )
 
 
 def test_one_node_alone_names_what_it_has() -> None:
     view = stepped(running_job())
     alone = replace(view, mirror=replace(view.mirror, members={ME: view.mirror.members[ME]}))
-    assert deeds(apart(alone, {ME: {"checkpoints": [HELD]}}), Register)
+    assert deeds(apart(alone, {ME: {"checkpoints": [HELD]}}), RegisterCheckpoint)
 
 
 def test_a_copy_is_fetched_by_a_node_that_has_none_and_by_no_more_than_are_wanted() -> None:
@@ -176,10 +186,10 @@ def test_a_step_is_committed_when_its_receipts_lie_on_enough_nodes() -> None:
     token = str(view.seal.token)
     one = apart(view, {ME: {"receipts": token}, PEER: {"receipts": "0.0.1"}})
     assert [type(intent.action) for intent in train_step(one)] == []
-    assert [type(intent.action) for intent in train_step(of(one, PEER))] == [Gather]
+    assert [type(intent.action) for intent in train_step(of(one, PEER))] == [GatherReceipts]
     assert any("receipts of step 1 are to lie on 2 nodes" in wait.what for wait in current_waits(one))
     both = apart(view, {ME: {"receipts": token}, PEER: {"receipts": token}})
-    assert [type(intent.action) for intent in train_step(both)] == [Commit]
+    assert [type(intent.action) for intent in train_step(both)] == [CommitStep]
 
 
 def test_old_entries_leave_the_store_when_enough_nodes_have_written_them_down(
@@ -189,11 +199,13 @@ def test_old_entries_leave_the_store_when_enough_nodes_have_written_them_down(
     monkeypatch.setattr(chain, "prunable_entries", lambda *args, **more: old)
     first = old[:PRUNE_AT]
     said: dict[str, Any] = {ME: {}, PEER: {"log": first}}
-    assert [intent.action for intent in prune_log(apart(running_job(), said))] == [Archive(first, ())]
+    assert [intent.action for intent in prune_log(apart(running_job(), said))] == [ArchiveRecords(first, ())]
     assert not list(prune_log(of(apart(running_job(), said), PEER))), "it has"
     said[ME] = {"log": first}
-    assert [intent.action for intent in prune_log(apart(running_job(), said))] == [Prune(first)]
-    assert [intent.action for intent in prune_log(running_job())] == [Prune(old)], "where a folder is shared, at once"
+    assert [intent.action for intent in prune_log(apart(running_job(), said))] == [PruneLog(first)]
+    assert [intent.action for intent in prune_log(running_job())] == [PruneLog(old)], (
+        "where a folder is shared, at once"
+    )
 
 
 def test_engines_get_weights_from_their_own_node_alone_and_these_are_fetched_from_where_they_were_staged() -> None:
@@ -212,7 +224,7 @@ def test_engines_get_weights_from_their_own_node_alone_and_these_are_fetched_fro
     assert not deeds(view, FetchWeights), "they are staged here"
     assert deeds(of(view, PEER), FetchWeights) == [FetchWeights(Version(0, 2), "node-0")]
     there = replace(view, staged=frozenset({Version(0, 0), Version(0, 2)}))
-    assert [intent.action for intent in publish_weights(there)] == [Publish("e0", Version(0, 2))]
+    assert [intent.action for intent in publish_weights(there)] == [PublishWeights("e0", Version(0, 2))]
     shared = replace(there, spec=SPEC)
     assert len(list(publish_weights(shared))) == 2
 
@@ -247,17 +259,17 @@ def going_on(said: Mapping[str, Any], **more: Any) -> JobView:
 
 def test_a_rank_starts_when_what_it_starts_from_lies_proved_on_its_node() -> None:
     view = going_on({ME: {"checkpoints": [HELD]}, PEER: {}})
-    assert deeds(view, BringStart) == [BringStart(SAVED, "w2")]
-    assert deeds(of(view, PEER), BringStart) == [BringStart(SAVED, "w2")]
+    assert deeds(view, FetchStart) == [FetchStart(SAVED, "w2")]
+    assert deeds(of(view, PEER), FetchStart) == [FetchStart(SAVED, "w2")]
     assert not [one for one in schedule_workers(view, Launches(), 0.0) if isinstance(one, StartRank)]
     ready = replace(view, brought=frozenset({"w2"}))
-    assert not deeds(ready, BringStart)
+    assert not deeds(ready, FetchStart)
     early = [one for one in schedule_workers(ready, Launches(), 0.0) if isinstance(one, StartRank)]
     assert not early, "it would wait for the other rank, whose node still fetches"
     both = going_on({ME: {"checkpoints": [HELD]}, PEER: {"checkpoints": [HELD]}}, brought=frozenset({"w2"}))
     assert [one for one in schedule_workers(both, Launches(), 0.0) if isinstance(one, StartRank)]
     claimed = replace(view.mirror, claims={KEYS.world_rank("w2", 0): stored(RankClaim(instance="t"))})
-    assert not deeds(replace(view, mirror=claimed), BringStart), "it has started"
+    assert not deeds(replace(view, mirror=claimed), FetchStart), "it has started"
 
 
 def test_a_world_whose_start_no_node_has_any_more_is_lost_and_a_node_that_has_it_is_waited_for() -> None:
@@ -279,5 +291,5 @@ def test_each_deletes_its_own_copies_of_what_no_record_names() -> None:
         {ME: {"checkpoints": [old, HELD, coming]}, PEER: {"checkpoints": [old]}},
         checkpoints=stored(Checkpoints(entries=(Checkpoint(lineage=0, step=0, seq=0, file=""), registered()))),
     )
-    assert deeds(view, Discard) == [Discard((Version(0, 1),))]
-    assert deeds(of(view, PEER), Discard) == [Discard((Version(0, 1),))]
+    assert deeds(view, DiscardCheckpoints) == [DiscardCheckpoints((Version(0, 1),))]
+    assert deeds(of(view, PEER), DiscardCheckpoints) == [DiscardCheckpoints((Version(0, 1),))]

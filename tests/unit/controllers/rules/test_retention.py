@@ -13,7 +13,7 @@ from recorded_job import KEYS, SPEC, RecordedJob, a_job_under_way, hands_of
 from store_bounds import NODE_TOPICS, archived_evaluations
 
 from controllers.job.executor import apply_action
-from controllers.rules.actions import ForgetEvaluations, Intent, Sweep
+from controllers.rules.actions import ForgetEvaluations, Intent, SweepKeys
 from controllers.rules.retention import FORGET_AT, archive_evaluations, sweep_old_worlds
 from controllers.rules.view import JobView
 from controllers.rules.waits import LOCAL
@@ -75,7 +75,7 @@ def test_what_nodes_that_are_gone_have_told_leaves_the_store_but_for_the_newest(
     record = NodeRecord(name="node-0", incarnation="node-0.a", address="h:1", slots=("cpu:0",), pid=1)
     view = replace(view, nodes={"node-0": record})
     (intent,) = sweep_old_worlds(view)
-    assert isinstance(intent.action, Sweep)
+    assert isinstance(intent.action, SweepKeys)
     assert set(intent.action.swept.troubles) == set(topics[:3])
     assert carried_out(job, intent) is TxnOutcome.WON
     left = {kv.key.removeprefix(KEYS.trouble_prefix) for kv in job.listing.kvs if "/trouble/" in kv.key}
@@ -100,7 +100,7 @@ def test_keys_of_past_worlds_and_parts_of_cut_off_evaluations_are_swept_and_no_o
     part(job, Version(0, 3), 0)
     part(job, version, 1)
     (intent,) = sweep_old_worlds(view_of(job))
-    assert intent.action == Sweep(SweptKeys(("world-0",), ("0.3/000000",)))
+    assert intent.action == SweepKeys(SweptKeys(("world-0",), ("0.3/000000",)))
     assert carried_out(job, intent) is TxnOutcome.WON
     assert world_keys(job) == {f"{world}/rank/000000", f"{world}/rank/000001", f"{world}/rendezvous"}
     assert set(job.mirror.eval_parts) == {f"{version}/000001"}

@@ -16,7 +16,7 @@ import pytest
 from builders import running_job, sealed_job
 
 from controllers.job import effects as tidying
-from controllers.rules.actions import Publish
+from controllers.rules.actions import PublishWeights
 from controllers.rules.decide import decide
 from controllers.rules.view import EngineView, JobView, RankView, Timers, turn_of
 from controllers.rules.waits import LOCAL, PATIENCE_S, WHOLE, Wait, current_waits, overdue_waits, wait_sentence
@@ -167,10 +167,10 @@ def test_a_silent_engine_is_named_and_published_to_no_more() -> None:
     engine = EngineView("e", "h:1", None, silent=True, why="has answered nothing for 30 s")
     view = replace(running_job(), engines={"e": engine}, staged=frozenset({Version(0, 0)}))
     assert waits(view)["engine"].what == "engine e has answered nothing for 30 s"
-    assert not [i for i in decide(view) if isinstance(i.action, Publish)]
+    assert not [i for i in decide(view) if isinstance(i.action, PublishWeights)]
     well = replace(view, engines={"e": replace(engine, silent=False, why="")})
     assert "engine" not in waits(well)
-    assert [i for i in decide(well) if isinstance(i.action, Publish)]
+    assert [i for i in decide(well) if isinstance(i.action, PublishWeights)]
 
 
 def test_that_it_is_to_be_ended_is_another_wait_than_that_it_is_silent() -> None:

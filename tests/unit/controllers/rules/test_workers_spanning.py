@@ -15,7 +15,7 @@ from controllers.accounting.attribution import VacantPlaces, slots_left_by_ranks
 from controllers.accounting.step_account import StepAccountBuilder
 from controllers.api.submission.checks import check_engine, check_heads, check_spans
 from controllers.cli.view.placement import slot_roles
-from controllers.rules.actions import Sleep, Wake
+from controllers.rules.actions import SleepEngine, WakeEngine
 from controllers.rules.memory import apply_sleep_plan, owned_engines
 from controllers.rules.view import EngineView, JobView
 from controllers.rules.workers import Launches, StartEngine, StopWorker, schedule_workers
@@ -176,11 +176,16 @@ def test_an_engine_wakes_once_all_of_its_slots_are_free() -> None:
     places = (place("cpu:1", asleep=True), place("cpu:2", asleep=True), pair(1, "j"))
     sleeps = EngineView("j_cpu1", "h:1", None, asleep=True)
     view = there(placed(*places, j_cpu1=sleeps), j_cpu1=("cpu:2",))
-    assert [intent.action for intent in apply_sleep_plan(view)] == [Sleep("policy_cpu1", ""), Sleep("policy_cpu2", "")]
+    assert [intent.action for intent in apply_sleep_plan(view)] == [
+        SleepEngine("policy_cpu1", ""),
+        SleepEngine("policy_cpu2", ""),
+    ]
     one = view.engines | {"policy_cpu1": EngineView("policy_cpu1", "h:1", None, asleep=True)}
-    assert [intent.action for intent in apply_sleep_plan(replace(view, engines=one))] == [Sleep("policy_cpu2", "")]
+    assert [intent.action for intent in apply_sleep_plan(replace(view, engines=one))] == [
+        SleepEngine("policy_cpu2", "")
+    ]
     both = one | {"policy_cpu2": EngineView("policy_cpu2", "h:1", None, asleep=True)}
-    assert [intent.action for intent in apply_sleep_plan(replace(view, engines=both))] == [Wake("j_cpu1", "j")]
+    assert [intent.action for intent in apply_sleep_plan(replace(view, engines=both))] == [WakeEngine("j_cpu1", "j")]
 
 
 def test_a_worker_on_some_of_a_places_slots_is_none_for_it() -> None:

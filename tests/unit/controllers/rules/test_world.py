@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from controllers.job.effects import plan_world
 from controllers.rules import world as forming
-from controllers.rules.actions import Intent, Replan, Rollback, TakeStock
+from controllers.rules.actions import ChangePlan, Intent, ReportCopies, Rollback
 from controllers.rules.decide import decide
 from controllers.rules.view import JobView, RankView
 from controllers.rules.waits import current_waits
@@ -153,13 +153,13 @@ class TestAWorldThatIsLost:
     """Each node says what lies in its memory; then the new world goes on from there, or from a checkpoint."""
 
     def test_nobody_takes_stock_while_all_is_well(self) -> None:
-        assert intents(view(lost=False), TakeStock) == []
+        assert intents(view(lost=False), ReportCopies) == []
 
     def test_each_node_says_once_what_it_has_for_each_head_and_each_life_of_its_controller(self) -> None:
-        assert [intent.action for intent in intents(view(), TakeStock)] == [TakeStock(2)]
-        assert intents(view(stock("node-0", 0)), TakeStock) == []
-        assert intents(view(stock("node-0", 0, seq=1)), TakeStock), "head has moved since"
-        assert intents(view(stock("node-0", 0, by="node-0.dead")), TakeStock), "it is under a lease that ends"
+        assert [intent.action for intent in intents(view(), ReportCopies)] == [ReportCopies(2)]
+        assert intents(view(stock("node-0", 0)), ReportCopies) == []
+        assert intents(view(stock("node-0", 0, seq=1)), ReportCopies), "head has moved since"
+        assert intents(view(stock("node-0", 0, by="node-0.dead")), ReportCopies), "it is under a lease that ends"
 
     def test_a_rollback_waits_a_little_for_nodes_that_have_not_said_what_they_have(self) -> None:
         (early,) = intents(view(stock("node-0", 0)), Rollback)
@@ -212,7 +212,7 @@ class TestAWorldThatIsLost:
 
     def test_a_job_without_copies_takes_no_stock_and_waits_for_none(self) -> None:
         off = parse_spec(SPEC | {"train": {"copies_gb": 0}})
-        assert intents(view(spec=off), TakeStock) == []
+        assert intents(view(spec=off), ReportCopies) == []
         (intent,) = intents(view(spec=off), Rollback)
         assert intent.after < STOCK_PATIENCE_S
 
@@ -223,16 +223,16 @@ class TestANodeThatComes:
     SEEN = view(stock("node-0", 0, 1), stock("node-1", 1, 0), stock("node-2"), nodes=3, lost=False)
 
     def test_it_gets_engines_and_the_world_stays(self) -> None:
-        ((intent),) = intents(self.SEEN, Replan)
-        assert isinstance(intent.action, Replan)
+        ((intent),) = intents(self.SEEN, ChangePlan)
+        assert isinstance(intent.action, ChangePlan)
         new, old = intent.action.plan, self.SEEN.mirror.plan
         assert old is not None
         assert [place.node for place in new.engines] == ["node-0", "node-1", "node-2"]
         assert (new.ranks, new.world, new.generation) == (old.record.ranks, "w", 2)
 
     def test_who_has_engines_already_changes_nothing_and_neither_does_a_node_that_goes(self) -> None:
-        assert intents(view(lost=False), Replan) == []
-        assert intents(view(lost=False, nodes=1), Replan) == []
+        assert intents(view(lost=False), ChangePlan) == []
+        assert intents(view(lost=False, nodes=1), ChangePlan) == []
 
     def test_a_judge_whose_node_stays_away_is_moved_after_a_while(self) -> None:
         judge = {"name": "j", "model": {"path": "p"}, "template": "{{ response }}", "serving": {"replicas": 1}}
@@ -242,11 +242,11 @@ class TestANodeThatComes:
         plan = seen.mirror.plan.record
         away = EnginePlace(node="node-7", slot="cpu:0", judge="j")
         seen = with_mirror(seen, plan=stored(plan.model_copy(update={"engines": (*plan.engines, away)})))
-        (intent,) = intents(seen, Replan)
+        (intent,) = intents(seen, ChangePlan)
         assert intent.after == AWAY_S
-        assert isinstance(intent.action, Replan)
+        assert isinstance(intent.action, ChangePlan)
         assert [p.node for p in intent.action.plan.engines if p.judge] == ["node-0"]
-        assert intents(replace(seen, nodes={**seen.nodes, "node-7": node("node-7")}), Replan) == []
+        assert intents(replace(seen, nodes={**seen.nodes, "node-7": node("node-7")}), ChangePlan) == []
 
     def test_the_world_grows_between_two_steps_from_exactly_heads_state(self) -> None:
         (intent,) = intents(self.SEEN, Rollback)

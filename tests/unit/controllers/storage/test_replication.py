@@ -17,14 +17,14 @@ from peer_folder import UID, checkpoint, serving
 
 from controllers.job.executor import apply_action
 from controllers.rules.actions import (
-    Archive,
-    BringStart,
-    Discard,
+    ArchiveRecords,
+    DiscardCheckpoints,
     FetchCheckpoint,
+    FetchStart,
     FetchWeights,
-    Gather,
+    GatherReceipts,
+    ReportFolder,
     Rollback,
-    SayFolder,
 )
 from controllers.rules.view import JobView, SavedCheckpoint
 from controllers.storage.peer_files import PeerFiles
@@ -136,7 +136,7 @@ async def test_a_copy_that_is_fetched_is_said_and_once_more_changes_nothing(tmp_
         verify_files(node.run_dir / "checkpoints/0-3", digest)
         assert (await node.said()).checkpoints == held(digest)
         assert await node.does(FetchCheckpoint(saved(digest)), seen) is TxnOutcome.STALE
-        assert await node.does(SayFolder(), seen) is TxnOutcome.STALE
+        assert await node.does(ReportFolder(), seen) is TxnOutcome.STALE
 
 
 async def test_of_peers_that_have_it_damaged_the_whole_one_counts(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ async def test_what_lies_here_damaged_is_replaced_before_a_rank_starts_from_it(t
         seen = view({"node-1": address}, {"node-1": held(digest)})
         assert await node.does(FetchCheckpoint(saved(digest)), seen) is TxnOutcome.WON
         harm(node.run_dir)
-        assert await node.does(BringStart(saved(digest), "w"), seen) is TxnOutcome.WON
+        assert await node.does(FetchStart(saved(digest), "w"), seen) is TxnOutcome.WON
         verify_files(node.run_dir / "checkpoints/0-3", digest)
         assert node.own.brought == {"w"}
 
@@ -168,10 +168,10 @@ async def test_what_lies_here_damaged_is_replaced_before_a_rank_starts_from_it(t
 async def test_what_lies_here_damaged_and_nobody_else_has_is_not_said_to_lie_here(tmp_path: Path) -> None:
     node, digest = Node(tmp_path), checkpoint(tmp_path / "mine")
     seen = view({})
-    assert await node.does(SayFolder(), seen) is TxnOutcome.WON
+    assert await node.does(ReportFolder(), seen) is TxnOutcome.WON
     assert (await node.said()).checkpoints == held(digest)
     harm(node.run_dir)
-    assert await node.does(BringStart(saved(digest), "w"), seen) is TxnOutcome.UNKNOWN
+    assert await node.does(FetchStart(saved(digest), "w"), seen) is TxnOutcome.UNKNOWN
     assert (await node.said()).checkpoints == ()
     assert not node.own.brought
 
@@ -261,12 +261,16 @@ async def test_receipts_are_gathered_from_the_nodes_of_the_ranks_and_said(tmp_pa
     (tmp_path / "theirs" / "receipts" / "w-1.jsonl").write_text("{}\n")
     async with serving(tmp_path / "theirs") as address:
         seen = view({"node-1": address})
-        assert await node.does(Gather(token), seen) is TxnOutcome.WON
+        assert await node.does(GatherReceipts(token), seen) is TxnOutcome.WON
     assert (await node.said()).receipts == str(token)
     assert (node.run_dir / "receipts" / "w-1.jsonl").read_text() == "{}\n"
-    assert await node.does(Gather(Token(0, 2, 1)), seen) is TxnOutcome.UNKNOWN, "while a rank's node does not answer"
+    assert await node.does(GatherReceipts(Token(0, 2, 1)), seen) is TxnOutcome.UNKNOWN, (
+        "while a rank's node does not answer"
+    )
     assert (await node.said()).receipts == str(token)
-    assert await node.does(Gather(Token(0, 2, 1)), view({})) is TxnOutcome.WON, "one that is gone is not waited for"
+    assert await node.does(GatherReceipts(Token(0, 2, 1)), view({})) is TxnOutcome.WON, (
+        "one that is gone is not waited for"
+    )
 
 
 async def test_old_entries_are_written_down_from_the_store_with_what_peers_have_of_earlier_ones(tmp_path: Path) -> None:
@@ -275,7 +279,7 @@ async def test_old_entries_are_written_down_from_the_store_with_what_peers_have_
     archive.append_entries(tmp_path / "theirs", "node-1.x", [early])
     async with serving(tmp_path / "theirs") as address:
         seen = view({"node-1": address})
-        assert await node.does(Archive((0,), ()), seen) is TxnOutcome.WON
+        assert await node.does(ArchiveRecords((0,), ()), seen) is TxnOutcome.WON
     assert set(archive.read_entries(node.run_dir)) == {0, 7}
     assert (await node.said()).log == (0,)
 
@@ -312,12 +316,12 @@ async def test_what_peers_do_not_give_for_a_while_is_told_until_they_do(tmp_path
     async with serving(tmp_path / "theirs") as address:
         pass
     away = view({"node-1": address})
-    assert await node.does(Gather(token), away) is TxnOutcome.UNKNOWN
+    assert await node.does(GatherReceipts(token), away) is TxnOutcome.UNKNOWN
     assert node.told == {}, "its death may be heard of in a moment"
     node.clock.now = 60.0
-    assert await node.does(Gather(token), away) is TxnOutcome.UNKNOWN
+    assert await node.does(GatherReceipts(token), away) is TxnOutcome.UNKNOWN
     assert "gather the receipts of 0.1.1: node-1: " in node.told["copies"]
-    assert await node.does(Gather(token), view({})) is TxnOutcome.WON
+    assert await node.does(GatherReceipts(token), view({})) is TxnOutcome.WON
     assert node.told["copies"] == ""
 
 
@@ -325,24 +329,24 @@ async def test_discarded_copies_are_gone_and_no_longer_said(tmp_path: Path) -> N
     node, digest = Node(tmp_path), checkpoint(tmp_path / "mine", 6)
     checkpoint(tmp_path / "mine", 4)
     seen = view({})
-    await node.does(SayFolder(), seen)
-    assert await node.does(Discard((Version(0, 4),)), seen) is TxnOutcome.WON
+    await node.does(ReportFolder(), seen)
+    assert await node.does(DiscardCheckpoints((Version(0, 4),)), seen) is TxnOutcome.WON
     assert (await node.said()).checkpoints == held(digest, 6)
 
 
 async def test_where_nodes_share_a_folder_nothing_of_this_is_done(tmp_path: Path) -> None:
     hands: Any = SimpleNamespace(replicator=None)
-    assert (await apply_action(SayFolder(), running_job(), hands)).outcome is TxnOutcome.STALE
+    assert (await apply_action(ReportFolder(), running_job(), hands)).outcome is TxnOutcome.STALE
 
 
 async def test_what_was_left_of_the_log_is_said_as_it_was_when_a_controller_came(tmp_path: Path) -> None:
     """Higher than head's number only in a store that was put back; what is archived later is not."""
     node = Node(tmp_path)
     archive.append_entries(node.run_dir, "another", [entry_of(9)])
-    await node.does(SayFolder(), running_job())
+    await node.does(ReportFolder(), running_job())
     assert (await node.said()).entry == 9
     archive.append_entries(node.run_dir, ME, [entry_of(12)])
-    await node.does(SayFolder(), running_job())
+    await node.does(ReportFolder(), running_job())
     assert (await node.said()).entry == 9
 
 

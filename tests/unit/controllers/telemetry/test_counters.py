@@ -14,7 +14,17 @@ from controllers.changes import ChangeSignal
 from controllers.inference.requests import count_request
 from controllers.job import reconciler as deeds
 from controllers.job.reconciler import ActionsInFlight
-from controllers.rules.actions import Action, ActionResult, Intent, Publish, Register, Retain, Sleep, Wake, Warn
+from controllers.rules.actions import (
+    Action,
+    ActionResult,
+    Intent,
+    PostWarning,
+    PublishWeights,
+    RegisterCheckpoint,
+    RetainCheckpoints,
+    SleepEngine,
+    WakeEngine,
+)
 from controllers.rules.retention import CHECKPOINT_TROUBLE
 from gcore.errors import EngineError, EngineUnreachable, StoreUnavailable
 from gcore.ledger.records.chain import Checkpoint, Checkpoints
@@ -43,10 +53,10 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
 @pytest.mark.parametrize(
     ("action", "result", "count"),
     [
-        (Register(NEXT), "registered", 1),
-        (Retain((FIRST,)), "forgotten", 1),
-        (Warn(CHECKPOINT_TROUBLE, "the disk is full"), "failed", 1),
-        (Warn("damaged", "it is not whole"), "failed", 0),
+        (RegisterCheckpoint(NEXT), "registered", 1),
+        (RetainCheckpoints((FIRST,)), "forgotten", 1),
+        (PostWarning(CHECKPOINT_TROUBLE, "the disk is full"), "failed", 1),
+        (PostWarning("damaged", "it is not whole"), "failed", 0),
     ],
 )
 async def test_checkpoints_are_counted_by_what_was_done_of_them_and_not_by_what_was_tried(
@@ -83,7 +93,7 @@ async def test_what_was_heard_of_is_held_off_no_more(monkeypatch: pytest.MonkeyP
     view, changes = running_job(), ChangeSignal()
     job: Any = SimpleNamespace(uid="u", changes=changes, mirror=view.mirror, look_anew=lambda: None)
     doer = ActionsInFlight(job, NO_EFFECTS, fail, Metrics(), FakeClock())
-    await doer.carry_out(Intent(Register(NEXT), "topic"), view)
+    await doer.carry_out(Intent(RegisterCheckpoint(NEXT), "topic"), view)
     doer.forget_what_is_over(0.0)
     assert (doer.held_off, doer.under_way()) == (True, {"topic"})
     job.mirror = replace(view.mirror, revision=9)
@@ -91,7 +101,7 @@ async def test_what_was_heard_of_is_held_off_no_more(monkeypatch: pytest.MonkeyP
     assert (doer.held_off, doer.under_way()) == (False, frozenset())
 
 
-@pytest.mark.parametrize("action", [Wake("e", ""), Sleep("e", ""), Publish("e", Version(0, 1))])
+@pytest.mark.parametrize("action", [WakeEngine("e", ""), SleepEngine("e", ""), PublishWeights("e", Version(0, 1))])
 async def test_what_writes_nothing_is_not_waited_to_be_heard_of(
     action: Action, monkeypatch: pytest.MonkeyPatch
 ) -> None:
