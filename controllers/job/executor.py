@@ -181,7 +181,7 @@ def _moves(action: WriteMove | ReportMoves, view: JobView) -> Transaction:
     known = mirror.moves_revision
     if isinstance(action, ReportMoves):
         # Not the record that is there now: that may have a move more, which the account knows nothing of.
-        return transactions.tell_moves(keys, mirror.leader, action.account.since, action.account.moves)
+        return transactions.tell_moves(keys, mirror.leader, action.report.since, action.report.moves)
     moves, plan = mirror.moves.plus(action.proposal.move), action.proposal.plan
     if plan is None:
         return transactions.tell_moves(keys, mirror.leader, known, moves)

@@ -167,7 +167,7 @@ class Preparation:
     changes: ChangeSignal
     mirror: Callable[[], JobMirror]
     scorer: FunctionScorer
-    lacks: Callable[[str], None] = lambda reason: None
+    report_missing: Callable[[str], None] = lambda reason: None
     """Told why the node cannot work on the job yet; nothing when it can."""
     judges: Callable[[JobSpec], Mapping[str, Judge]] = lambda spec: {}
 
@@ -187,10 +187,10 @@ class Preparation:
                 if str(error) != said:
                     said = str(error)
                     log.warning("job %s is not worked on by %s: %s", job.uid, self.identity.node, said)
-                self.lacks(said)
+                self.report_missing(said)
                 await self._pause(DATA_AGAIN_S if waits else LATE_AGAIN_S)
             else:
-                self.lacks("")
+                self.report_missing("")
                 return data
         return None
 

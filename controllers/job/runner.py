@@ -358,9 +358,9 @@ class JobRunner:
 class Unprepared:
     """In place of `JobWork` before the job's data are prepared."""
 
-    arranging = is_held_back = False
+    is_ordering = is_held_back = False
     proposal: MoveProposal | None = None
-    account: MoveReport | None = None
+    move_report: MoveReport | None = None
 
     def note(self, before: JobMirror, after: JobMirror) -> None:
         """A change of the job's records: nothing here depends on it."""
@@ -401,7 +401,7 @@ class JobSession(LiveJob):
         self.cluster = cluster
         self._runner = runner
         self._memo = Memo()
-        self._lacks = ""
+        self._missing_input = ""
         self._pools: tuple[PoolStatus | None, PoolStatus | None, PoolStatus | None] = (None, None, None)
         """The state of rewards, of judges, and of processes of agents and tools."""
         clock, metrics = needs.clock, needs.metrics
@@ -568,14 +568,14 @@ class JobSession(LiveJob):
             return None
 
     def _make_preparation(self) -> Preparation:
-        def lacks(reason: str) -> None:
+        def report_missing(reason: str) -> None:
             # Nobody decides while this is under way, so nobody else notes since when the job waits for it.
             models = [f"wait model {node}" for node in (self.node, *self.cluster.nodes)]
             conditions = ["wait start", *models] + ["wait material"] * bool(reason)
             self.waits = self.waits.note(conditions, self.needs.clock.monotonic())
-            self._lacks, self._view = reason, None
+            self._missing_input, self._view = reason, None
 
-        lacks("")
+        report_missing("")
         return Preparation(
             self.needs.store,
             self._runner.keys,
@@ -584,7 +584,7 @@ class JobSession(LiveJob):
             self.changes,
             lambda: self.mirror,
             self._rewards,
-            lacks,
+            report_missing,
             lambda spec: open_judges(spec, self.judges, self._judge_counts, self.needs.clock, self.external),
         )
 
@@ -600,7 +600,7 @@ class JobSession(LiveJob):
 
     def _new_view(self) -> JobView:
         cluster, needs, head = self.cluster, self.needs, self.mirror.head
-        scoring, judging, crewing = self._pools
+        reward_pool, judge_pool, tool_pool = self._pools
         return JobView(
             spec=self.spec,
             rules=self.rules,
@@ -611,7 +611,7 @@ class JobSession(LiveJob):
             share=cluster.share_of(self.uid),
             claim=cluster.claims.get(self.uid, Claim()),
             queued=cluster.queue.get(self.uid),
-            unable=cluster.unable(written_version()),
+            outdated_nodes=cluster.unable(written_version()),
             workers=cluster.workers,
             ranks=needs.ranks.views,
             engines=self.engines.views,
@@ -623,15 +623,15 @@ class JobSession(LiveJob):
             under_way=self.actions.under_way(),
             saved=needs.ranks.saved,
             staged=self.staged.versions,
-            brought=frozenset() if self.own_folder is None else frozenset(self.own_folder.brought),
-            arranging=self.work.arranging,
-            lacks=self._lacks,
-            scoring=scoring,
-            judging=judging,
-            crewing=crewing,
-            hopeless=needs.launcher.hopeless(cluster.workers),
+            fetched_starts=frozenset() if self.own_folder is None else frozenset(self.own_folder.brought),
+            is_ordering=self.work.is_ordering,
+            missing_input=self._missing_input,
+            reward_pool=reward_pool,
+            judge_pool=judge_pool,
+            tool_pool=tool_pool,
+            failed_start=needs.launcher.failed_start(cluster.workers),
             proposal=self.work.proposal,
-            account=self.work.account,
+            move_report=self.work.move_report,
             remembered=self._memo,
             leaving=self._runner.leaving,
         )
@@ -679,7 +679,7 @@ class JobWork:
         self._planner = Planner(session, spec, clock, session.run_dir, needs.connector)
 
     @property
-    def arranging(self) -> bool:
+    def is_ordering(self) -> bool:
         """Whether a curriculum's order is being worked out."""
         return self._orders.arranging
 
@@ -694,7 +694,7 @@ class JobWork:
         return self._planner.proposal
 
     @property
-    def account(self) -> MoveReport | None:
+    def move_report(self) -> MoveReport | None:
         """What it has to tell of earlier changes."""
         return self._planner.account
 

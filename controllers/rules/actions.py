@@ -399,7 +399,7 @@ class ReportMoves(Action):
 
     kind: ClassVar[str] = "tellmoves"
 
-    account: MoveReport
+    report: MoveReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,8 +237,8 @@ def write_moves(view: JobView) -> Iterator[Intent]:
         if is_proposal_due(proposal, view):
             move = proposal.move
             yield Intent(WriteMove(proposal), f"place {move.generation} {move.state} {move.step} {move.after}")
-    elif view.account is not None and is_report_new(view.account, view.mirror):
-        yield Intent(ReportMoves(view.account), f"moves {view.account.moves.total} {view.head.seq}")
+    elif view.move_report is not None and is_report_new(view.move_report, view.mirror):
+        yield Intent(ReportMoves(view.move_report), f"moves {view.move_report.moves.total} {view.head.seq}")
 
 
 def is_proposal_due(proposal: MoveProposal, view: JobView) -> bool:
@@ -251,9 +251,9 @@ def is_proposal_due(proposal: MoveProposal, view: JobView) -> bool:
     return is_of_now and not is_written and not is_in_the_way and _obeys(move, view.mirror.pin)
 
 
-def is_report_new(account: MoveReport, mirror: JobMirror) -> bool:
+def is_report_new(report: MoveReport, mirror: JobMirror) -> bool:
     """Whether it says more than the record, and is about that record; else whoever plans makes another."""
-    return account.since == mirror.moves_revision and account.moves != mirror.moves
+    return report.since == mirror.moves_revision and report.moves != mirror.moves
 
 
 def _obeys(move: Move, pin: Pin) -> bool:

@@ -146,7 +146,7 @@ def fetch_inputs(view: JobView) -> Iterator[Intent]:
     mine = [place for place in plan.ranks if place.node == view.node]
     if plan.world == head.world and any(view.mirror.claim(head.world, place.rank) is None for place in mine):
         checkpoint = start_checkpoint(view)
-        if checkpoint is not None and head.world not in view.brought:
+        if checkpoint is not None and head.world not in view.fetched_starts:
             yield Intent(FetchStart(SavedCheckpoint.of(checkpoint), head.world), f"start {head.world}")
 
 
@@ -158,7 +158,7 @@ def may_start(view: JobView) -> bool:
         return True
     nodes = {place.node for place in view.plan.ranks}
     have = checkpoint_holders(view, checkpoint.version, checkpoint.digest)
-    return view.head.world in view.brought and nodes <= have
+    return view.head.world in view.fetched_starts and nodes <= have
 
 
 def delete_orphans(view: JobView) -> Iterator[Intent]:

@@ -224,47 +224,47 @@ class JobView:
     holdings: Mapping[PromptRef, OfferedGroup] = field(default_factory=dict)
     outcomes: Mapping[PromptRef, EndedRef] = field(default_factory=dict)
     in_flight: Mapping[PromptRef, Version] = field(default_factory=dict)
-    """What this peer has begun and not finished, with the oldest weights that have, or may have, a part in it."""
+    """Prompts that this peer has begun and not finished, with the oldest weights that have, or may have, a part in each."""
     busy: bool = False
     """Whether this peer still produces something that is due."""
     under_way: frozenset[str] = frozenset()
     """Conditions whose action runs in the background now."""
     saved: Mapping[Version, SavedCheckpoint] = field(default_factory=dict)
-    """Checkpoints that ranks reported, registered or not."""
+    """Checkpoints that ranks reported, whether registered or not."""
     staged: frozenset[Version] = frozenset()
-    """Versions whose weights lie in the run's folder."""
-    brought: frozenset[str] = frozenset()
-    """Train worlds whose starting checkpoint lies proved in this node's own folder; where nodes share none."""
-    arranging: bool = False
-    """Whether this peer works out the order that a curriculum gives."""
+    """Versions whose weights are in the run's folder."""
+    fetched_starts: frozenset[str] = frozenset()
+    """Train worlds whose start checkpoint is verified in this node's own folder; only where nodes share none."""
+    is_ordering: bool = False
+    """Whether this peer computes a curriculum's order now."""
     share: KnownShare | None = None
     """Which slots are the job's; None: all that there are."""
     claim: Claim = field(default_factory=Claim)
-    """What it claims of them."""
+    """The job's claim on slots."""
     queued: QueuePosition | None = None
-    """Why it waits for slots, if it does."""
-    unable: Mapping[str, int] = field(default_factory=dict)
-    """Nodes that cannot read what is written now, and the newest schema version that each reads; none of them is among `nodes`."""
-    lacks: str = ""
-    """Why this node cannot work on the job yet."""
-    scoring: PoolStatus | None = None
-    """What this peer's rewards are at."""
-    judging: PoolStatus | None = None
-    """What this peer's questions to judges are at."""
-    crewing: PoolStatus | None = None
-    """Who waits for a process of this peer's agents or tools."""
-    hopeless: str = ""
-    """Why a worker of the job cannot be started here, after several tries."""
+    """Its place in the queue for slots, if it waits."""
+    outdated_nodes: Mapping[str, int] = field(default_factory=dict)
+    """Nodes too old to read the records written now, and the newest schema version that each reads; none of them is among `nodes`."""
+    missing_input: str = ""
+    """Why this node cannot work on the job yet: an input that it lacks; empty: it has all."""
+    reward_pool: PoolStatus | None = None
+    """The state of this peer's reward pool."""
+    judge_pool: PoolStatus | None = None
+    """The state of this peer's questions to judges."""
+    tool_pool: PoolStatus | None = None
+    """The state of this peer's processes of agents and tools."""
+    failed_start: str = ""
+    """Why a worker of the job cannot be started here, after several tries; empty: none failed."""
     leaving: bool = False
-    """Whether this controller was asked to end, and hands over."""
+    """Whether this controller was asked to end and hands over."""
 
     proposal: MoveProposal | None = None
-    """The move that this controller wants, as who plans the placement."""
-    account: MoveReport | None = None
-    """And what it has to tell of earlier ones."""
+    """The move that this controller wants, if it plans the placement."""
+    move_report: MoveReport | None = None
+    """Its report on earlier moves."""
 
     remembered: Memo = field(default_factory=Memo, repr=False, compare=False)
-    """What earlier looks worked out from the same records."""
+    """Results of earlier looks at the same records."""
 
     @cached_property
     def offered(self) -> OffersView:

@@ -95,10 +95,10 @@ class Wait:
 def _slots(view: JobView, what: str) -> Wait:
     """For slots. A job that somebody has paused waits for that person: under a cause of its own, of which nobody is told."""
     cause = "paused" if view.claim.paused and not view.claim.ends else "slots"
-    return Wait(cause, f"{what}: {_lacks(view)}", f"wait {cause}")
+    return Wait(cause, f"{what}: {slot_wait_reason(view)}", f"wait {cause}")
 
 
-def _lacks(view: JobView) -> str:
+def slot_wait_reason(view: JobView) -> str:
     if view.claim.ends:
         return view.claim.ends
     if view.claim.paused:
@@ -112,15 +112,15 @@ def current_waits(view: JobView) -> Iterator[Wait]:
     if mirror.status is None or mirror.status.record.phase.ended:
         return
     yield from _models(view)
-    for node, newest in view.unable.items():
+    for node, newest in view.outdated_nodes.items():
         what = (
             f"{node} is of an older version: it reads records of schema version {newest} at most, and {written_version()} is written, so nothing "
             "is placed there, and it works on nothing; install there the gcore that the others have, and start it without "
             f"{PIN}"
         )
         yield Wait("node", what, f"wait node {node}")
-    if view.lacks:
-        yield Wait("material", f"{view.node} cannot work on the job: {view.lacks.rstrip('.')}", "wait material")
+    if view.missing_input:
+        yield Wait("material", f"{view.node} cannot work on the job: {view.missing_input.rstrip('.')}", "wait material")
         return  # whatever else is missing here is missing because of that
     if mirror.status.record.phase is JobPhase.PENDING or mirror.head is None or mirror.plan is None:
         short = lacking_slots(view) if mirror.status.record.phase is JobPhase.PENDING else ""
@@ -136,12 +136,12 @@ def current_waits(view: JobView) -> Iterator[Wait]:
     yield from _world(view, head)
     yield from _under_way(view)
     yield from _engines(view, head)
-    if view.scoring is not None and view.scoring.waiting:
-        yield Wait("reward", f"on {view.node} {view.scoring.what}", "wait reward", str(view.scoring.scored))
+    if view.reward_pool is not None and view.reward_pool.waiting:
+        yield Wait("reward", f"on {view.node} {view.reward_pool.what}", "wait reward", str(view.reward_pool.scored))
     yield from _judges(view)
-    if view.crewing is not None and view.crewing.waiting:
+    if view.tool_pool is not None and view.tool_pool.waiting:
         cause = "tools" if view.spec.agent is None else "agent"
-        yield Wait(cause, f"on {view.node} {view.crewing.what}", f"wait {cause}", str(view.crewing.scored))
+        yield Wait(cause, f"on {view.node} {view.tool_pool.what}", f"wait {cause}", str(view.tool_pool.scored))
     yield from _collectives(view)
     seal = view.seal
     if view.is_over or seal is None or seal.collects:
@@ -229,7 +229,7 @@ def _judges(view: JobView) -> Iterator[Wait]:
                 f"engine {engine.instance} {engine.why}",
                 f"wait judge engine {engine.instance} {engine.hung}",
             )
-    asked = view.judging
+    asked = view.judge_pool
     if asked is not None and asked.waiting:
         yield Wait("judge", f"on {view.node} {asked.what}", "wait judging", str(asked.scored))
 
@@ -307,7 +307,7 @@ def _groups(view: JobView, head: Head) -> Iterator[Wait]:
             what += f"; it was begun with {begun}, and would be too old later"
         moved = f"{chosen.missing} {chosen.oldest} {len(view.offered.groups)} {len(view.holdings)}"
         yield Wait("groups", what, f"wait groups {head.seq}", moved)
-    if view.arranging:
+    if view.is_ordering:
         yield Wait("order", f"{view.node} works out the order of the curriculum", "wait order")
 
 

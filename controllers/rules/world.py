@@ -370,9 +370,9 @@ def recover_world(view: JobView) -> Iterator[Intent]:
     head = view.head
     lost = world_loss(view)
     fruitless = fruitless_rollbacks(view)
-    if view.hopeless or (lost is not None and fruitless >= MAX_FRUITLESS_ROLLBACKS):
+    if view.failed_start or (lost is not None and fruitless >= MAX_FRUITLESS_ROLLBACKS):
         last = lost.why + _log_of(lost, view) if lost is not None else ""
-        why = view.hopeless or f"{fruitless} train worlds died without a step between them; the last: {last}"
+        why = view.failed_start or f"{fruitless} train worlds died without a step between them; the last: {last}"
         yield Intent(SetPhase(JobPhase.FAILED, why), "fail", view.turn("fail"))
     elif lost is not None:
         away = {place.node for place in view.plan.ranks} - view.nodes.keys()

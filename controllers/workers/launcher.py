@@ -149,7 +149,7 @@ class WorkerLauncher:
                 self._started.pop(key, None)
         return Launches(dict(self._started), dict(self._tries), dict(self._last))
 
-    def hopeless(self, workers: Mapping[str, WorkerRecord]) -> str:
+    def failed_start(self, workers: Mapping[str, WorkerRecord]) -> str:
         """Which worker cannot be kept alive here, and why, after several tries; or nothing."""
         for key, tries in self._tries.items():
             newest = self._newest.get(key)

@@ -91,8 +91,8 @@ def test_of_a_node_that_does_not_read_what_is_written_people_are_told(tmp_path: 
     session = make_session(tmp_path, MemoryStore(MemoryCluster(clock)), clock, SPEC)
     session.cluster.nodes = {name: NODE.model_copy(update={"name": name}) for name in ("a", "b")}
     session.cluster.reads = {"a": NEWEST_VERSION, "b": OLDER}
-    assert session.look().unable == {"b": OLDER}
-    view = replace(running_job(), unable={"b": OLDER})
+    assert session.look().outdated_nodes == {"b": OLDER}
+    view = replace(running_job(), outdated_nodes={"b": OLDER})
     (wait,) = [one for one in current_waits(view) if one.cause == "node"]
     assert wait.what.startswith(f"b is of an older version: it reads records of schema version {OLDER} at most")
     held, late = Timers({}).note([wait.stall], 0.0), PATIENCE_S["node"]
@@ -104,7 +104,7 @@ def test_of_a_node_that_does_not_read_what_is_written_people_are_told(tmp_path: 
     assert told == [wait.what], "by one peer for all"
     session.cluster.reads = {"a": NEWEST_VERSION, "b": NEWEST_VERSION}
     session.look_anew()
-    assert session.look().unable == {}
+    assert session.look().outdated_nodes == {}
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.integers(-1, 9)), st.sets(st.sampled_from("abcd")))

@@ -814,7 +814,7 @@ def test_a_job_says_which_ranks_and_engines_it_waits_for() -> None:
 
 
 def test_a_node_that_cannot_work_on_a_job_says_why() -> None:
-    said = waits(replace(running(), lacks="d.jsonl: cannot read the file. Name an existing, readable file"))
+    said = waits(replace(running(), missing_input="d.jsonl: cannot read the file. Name an existing, readable file"))
     assert said == {
         "material": "node-0 cannot work on the job: d.jsonl: cannot read the file. Name an existing, readable file"
     }

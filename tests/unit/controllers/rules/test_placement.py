@@ -121,8 +121,8 @@ def test_what_a_person_fixed_since_a_move_was_decided_holds(pin: Pin, kind: Move
 def test_what_came_of_moves_is_written_once() -> None:
     view = moving()
     account = MoveReport(Moves(moves=(move(view),), total=1), 0)
-    assert [i.action for i in write_moves(replace(view, account=account))] == [ReportMoves(account)]
-    told = replace(view, mirror=replace(view.mirror, movings={"": stored(account.moves)}), account=account)
+    assert [i.action for i in write_moves(replace(view, move_report=account))] == [ReportMoves(account)]
+    told = replace(view, mirror=replace(view.mirror, movings={"": stored(account.moves)}), move_report=account)
     assert list(write_moves(told)) == []
 
 
@@ -130,7 +130,7 @@ def test_an_account_that_knows_nothing_of_a_move_that_was_written_since_does_not
     view = moving()
     first = Moves().plus(move(view, generation=1))
     more = MoveReport(first.model_copy(update={"moves": (move(view, generation=1, outcome={"took_s": 2.0}),)}), 3)
-    known = replace(view, mirror=replace(view.mirror, movings={"": Versioned(first, 3)}), account=more)
+    known = replace(view, mirror=replace(view.mirror, movings={"": Versioned(first, 3)}), move_report=more)
     (tells,) = [i.action for i in write_moves(known)]
     later = replace(known, mirror=replace(known.mirror, movings={"": Versioned(first.plus(move(view)), 9)}))
     assert list(write_moves(later)) == [], "it is made anew from what is there by now"

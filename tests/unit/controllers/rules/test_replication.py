@@ -262,11 +262,11 @@ def test_a_rank_starts_when_what_it_starts_from_lies_proved_on_its_node() -> Non
     assert deeds(view, FetchStart) == [FetchStart(SAVED, "w2")]
     assert deeds(of(view, PEER), FetchStart) == [FetchStart(SAVED, "w2")]
     assert not [one for one in schedule_workers(view, Launches(), 0.0) if isinstance(one, StartRank)]
-    ready = replace(view, brought=frozenset({"w2"}))
+    ready = replace(view, fetched_starts=frozenset({"w2"}))
     assert not deeds(ready, FetchStart)
     early = [one for one in schedule_workers(ready, Launches(), 0.0) if isinstance(one, StartRank)]
     assert not early, "it would wait for the other rank, whose node still fetches"
-    both = going_on({ME: {"checkpoints": [HELD]}, PEER: {"checkpoints": [HELD]}}, brought=frozenset({"w2"}))
+    both = going_on({ME: {"checkpoints": [HELD]}, PEER: {"checkpoints": [HELD]}}, fetched_starts=frozenset({"w2"}))
     assert [one for one in schedule_workers(both, Launches(), 0.0) if isinstance(one, StartRank)]
     claimed = replace(view.mirror, claims={KEYS.world_rank("w2", 0): stored(RankClaim(instance="t"))})
     assert not deeds(replace(view, mirror=claimed), FetchStart), "it has started"

@@ -130,7 +130,7 @@ class Preparing:
         self.waits = Timers({})
         self.said: list[tuple[str, str]] = []
         self.troubles: Any = SimpleNamespace(note=lambda topic, words: self.said.append((topic, words)))
-        self.view = replace(running_job(), lacks="its data cannot be read.")
+        self.view = replace(running_job(), missing_input="its data cannot be read.")
 
     def look(self) -> Any:
         return self.view
@@ -150,7 +150,7 @@ async def test_what_a_node_lacks_is_told_once_while_it_prepares_and_again_if_it_
     assert job.said == [told]
     job.view = running_job()
     await clock.advance(5.0)
-    job.view = replace(running_job(), lacks="its data cannot be read.")
+    job.view = replace(running_job(), missing_input="its data cannot be read.")
     await clock.advance(60.0)
     assert job.said.count(told) == 2
     running.cancel()
@@ -181,7 +181,7 @@ def test_that_it_is_to_be_ended_is_another_wait_than_that_it_is_silent() -> None
 
 def test_rewards_that_wait_are_named_and_move_when_one_is_scored() -> None:
     one, two = (
-        waits(replace(running_job(), scoring=PoolStatus(4, scored, "4 responses wait to be scored by reward 'r'")))[
+        waits(replace(running_job(), reward_pool=PoolStatus(4, scored, "4 responses wait to be scored by reward 'r'")))[
             "reward"
         ]
         for scored in (7, 8)
@@ -189,7 +189,7 @@ def test_rewards_that_wait_are_named_and_move_when_one_is_scored() -> None:
     assert one.what == "on node-0 4 responses wait to be scored by reward 'r'"
     assert one.key == two.key
     assert one.stall != two.stall
-    assert "reward" not in waits(replace(running_job(), scoring=PoolStatus(0, 8, "")))
+    assert "reward" not in waits(replace(running_job(), reward_pool=PoolStatus(0, 8, "")))
 
 
 @pytest.mark.parametrize("cause", ["tools", "agent"])
@@ -197,11 +197,11 @@ def test_who_waits_for_a_process_of_agents_or_tools_is_named_and_moves_when_one_
     view = running_job()
     if cause == "agent":
         view = replace(view, spec=view.spec.model_copy(update={"agent": AgentSpec(name="solver")}))
-    one, two = (waits(replace(view, crewing=PoolStatus(3, done, "3 responses wait for x")))[cause] for done in (7, 8))
+    one, two = (waits(replace(view, tool_pool=PoolStatus(3, done, "3 responses wait for x")))[cause] for done in (7, 8))
     assert one.what == "on node-0 3 responses wait for x"
     assert one.key == two.key
     assert one.stall != two.stall
-    assert cause not in waits(replace(view, crewing=PoolStatus(0, 8, "")))
+    assert cause not in waits(replace(view, tool_pool=PoolStatus(0, 8, "")))
 
 
 def test_a_rank_in_a_step_moves_with_its_progress_and_stands_still_without() -> None:

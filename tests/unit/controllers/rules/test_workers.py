@@ -188,14 +188,14 @@ def test_what_cannot_be_spawned_is_tried_again_later_and_in_the_end_given_up(tmp
     staff = WorkerLauncher(config, clock)
     key = "train w 0"
     for _ in range(MAX_LAUNCHES):
-        assert staff.hopeless({}) == ""
+        assert staff.failed_start({}) == ""
         staff.start(StartRank(RankPlace(rank=0, node="node-0", slot="cpu:0"), "w"), bare)
     launches = staff.launches({})
     assert launches.tries[key] == MAX_LAUNCHES
     assert StartRank not in kinds(bare, launches, now=launches.last[key] + 1.0)
     assert StartRank in kinds(bare, launches, now=launches.last[key] + launch_backoff_s(launches, key))
-    assert f"{key} on node-0 was started {MAX_LAUNCHES} times" in staff.hopeless({})
-    assert str(home) in staff.hopeless({})
+    assert f"{key} on node-0 was started {MAX_LAUNCHES} times" in staff.failed_start({})
+    assert str(home) in staff.failed_start({})
 
 
 def test_a_daemon_touches_nothing_of_a_runs_folder_to_start_a_worker(
@@ -263,10 +263,10 @@ def test_a_job_that_is_given_up_names_the_file_that_says_why_and_what_it_said_la
     file.parent.mkdir()
     file.write_text("1\n2\n3\n2026-11-23 07:43:23,666 ERROR gcore.worker no room for a thread\n")
     staff.launches({})
-    assert staff.hopeless({}).endswith(f"and never lasted: 2 | 3 | no room for a thread (its log: {file})")
+    assert staff.failed_start({}).endswith(f"and never lasted: 2 | 3 | no room for a thread (its log: {file})")
     dead = worker(newest.instance, "train", state="failed", reason="exit code 1: no such law")
     staff.launches({newest.instance: dead})
-    assert staff.hopeless({newest.instance: dead}).endswith(f": exit code 1: no such law (its log: {newest.log_file})")
+    assert staff.failed_start({newest.instance: dead}).endswith(f": exit code 1: no such law (its log: {newest.log_file})")
 
 
 def test_a_node_without_sglang_gives_the_job_up_with_what_is_missing(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_a_node_without_sglang_gives_the_job_up_with_what_is_missing(tmp_path: P
     staff = WorkerLauncher(config, FakeClock())
     for _ in range(MAX_LAUNCHES):
         staff.start(StartEngine(EnginePlace(node="node-0", slot="cpu:0")), bare)
-    assert "node node-0 has no SGLang. Run 'make sglang-setup'" in staff.hopeless({})
+    assert "node node-0 has no SGLang. Run 'make sglang-setup'" in staff.failed_start({})
 
 
 def hung(workers: dict[str, WorkerRecord]) -> JobView:
