@@ -1,7 +1,7 @@
-"""What actions are carried out with; the start of a job; what keeps the store and the run's folder small.
+"""`Effects`, with which actions are carried out, and what several actions share; then retention, and the start of a job.
 
-Retention: what leaves the store is in the run's folder before; what leaves the folder is named by no record any more. Each is one guarded
-transaction and may be cut off anywhere: the next controller that looks sees what it left and finishes it.
+Retention: records are in the run's folder before they leave the store; a file leaves the folder when no record names it any more. Each is
+one guarded transaction and may be cut off anywhere: the next controller that looks sees what is left and finishes it.
 
 Start: base entry, base checkpoint and first plan in one transaction, with the reason for the plan if the job's slots move. A warning about
 estimates is reported and delays nothing.
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Effects:
-    """What actions are carried out with."""
+    """The collaborators with which actions are carried out."""
 
     store: Store
     ledger: TransactionExecutor
@@ -61,7 +61,7 @@ class Effects:
     """Numbers for the log entry of the step that is committed."""
     run_dir: Path
     tell: Callable[[str, str], None] = lambda topic, sentence: None
-    """Tells people of a trouble, by topic, once while it lasts; an empty sentence: it is over."""
+    """Report a trouble by topic, once while it lasts; an empty sentence: it is over."""
     away: Callable[[], str] = str
     """Why this node does not see the run's folder any more, or nothing. Blocks."""
     replicator: Replicator | None = None
@@ -82,20 +82,19 @@ def plan_world(view: JobView, world: str, *, generation: int, split: SplitPart |
 
 
 def open_slots(view: JobView) -> OpenSlots:
-    """What stands at head and at the step after it; it must be there."""
+    """Head and the slots of the steps after it; they must be there."""
     slots = view.mirror.open_slots
     assert slots is not None
     return slots
 
 
 def new_writer(view: JobView) -> chain.ChainWriter:
-    """Me, with a name for this one transaction."""
+    """This incarnation as a writer, with a name for this one transaction."""
     return chain.ChainWriter(view.me, uuid.uuid4().hex[:16])
 
 
 def warning_transaction(view: JobView, topic: str, sentence: str, time: float) -> Transaction:
-    """Tells people what went wrong beside the run; nothing if somebody else has told something of the topic meanwhile. `time`:
-    now, in seconds since the epoch."""
+    """Write a warning; it loses if another peer has written one on the topic meanwhile. `time`: now, in seconds since the epoch."""
     mirror = view.mirror
     trouble = Trouble(topic=topic, node=view.node, sentence=sentence, time=time)
     return transactions.warn(
@@ -104,118 +103,118 @@ def warning_transaction(view: JobView, topic: str, sentence: str, time: float) -
 
 
 def new_world_name() -> str:
-    """A name that no train world had."""
+    """A name that no train world has had."""
     return uuid.uuid4().hex[:12]
 
 
 ARCHIVE_TOPIC = "archive"
-
 FORGET_TOPIC = "checkpoints"
-"""What trouble with old files is called in the store."""
+"""Topics of the warnings about old records and about old checkpoints."""
 
 
-async def retain_checkpoints(action: RetainCheckpoints, view: JobView, hands: Effects) -> ActionResult:
-    """Out of the record first, then their files."""
+async def retain_checkpoints(action: RetainCheckpoints, view: JobView, effects: Effects) -> ActionResult:
+    """Forget checkpoints: first in their record, then delete their files."""
     mirror = view.mirror
     txn = transactions.retain(mirror.keys, *mirror.started, action.kept)
-    return await _left(txn, action.kept, f"retain {len(action.kept)} checkpoints", view, hands)
+    return await _run_then_delete_orphans(txn, action.kept, f"retain {len(action.kept)} checkpoints", view, effects)
 
 
-async def prune_log(action: PruneLog, view: JobView, hands: Effects) -> ActionResult:
-    """First to the run's folder, then out of the store; an entry that stands in both is the same entry. Where nodes share no
+async def prune_log(action: PruneLog, view: JobView, effects: Effects) -> ActionResult:
+    """Move log entries to the run's folder, then delete them from the store; an entry in both is the same entry. Where nodes share no
     folder, enough of them have written it down by now (`controllers.rules.replication`)."""
     mirror = view.mirror
     entries = [mirror.log[seq].record for seq in action.seqs]
     txn = transactions.prune(mirror.keys, *mirror.started, action.seqs)
-    keep = functools.partial(archive.append_entries, hands.run_dir, view.me, entries)
-    return await _moved(keep, txn, f"prune {len(entries)} log entries", hands)
+    keep = functools.partial(archive.append_entries, effects.run_dir, view.me, entries)
+    return await _archive_then_delete(keep, txn, f"prune {len(entries)} log entries", effects)
 
 
-async def sweep_keys(action: SweepKeys, view: JobView, hands: Effects) -> ActionResult:
-    """Out of the store, then the checkpoints that a change of the world has cut off."""
+async def sweep_keys(action: SweepKeys, view: JobView, effects: Effects) -> ActionResult:
+    """Delete the keys of past worlds from the store, then the checkpoints that a new world has cut off."""
     mirror = view.mirror
     txn = sweeping.sweep(mirror.keys, *mirror.started, action.swept)
     sentence = f"sweep {len(action.swept.worlds)} worlds, {len(action.swept.parts)} parts of evaluations"
-    return await _left(txn, view.checkpoints, sentence, view, hands)
+    return await _run_then_delete_orphans(txn, view.checkpoints, sentence, view, effects)
 
 
-async def forget_evaluations(action: ForgetEvaluations, view: JobView, hands: Effects) -> ActionResult:
-    """First to the run's folder, then out of the store."""
+async def forget_evaluations(action: ForgetEvaluations, view: JobView, effects: Effects) -> ActionResult:
+    """Move evaluations to the run's folder, then delete them from the store."""
     mirror = view.mirror
     old = [mirror.evaluations[version].record for version in action.versions]
     txn = sweeping.forget_evaluations(mirror.keys, *mirror.started, action.versions)
-    keep = functools.partial(archive.append_evaluations, hands.run_dir, view.me, old)
-    return await _moved(keep, txn, f"forget {len(old)} evaluations", hands)
+    keep = functools.partial(archive.append_evaluations, effects.run_dir, view.me, old)
+    return await _archive_then_delete(keep, txn, f"forget {len(old)} evaluations", effects)
 
 
-async def _moved(keep: Callable[[], None], txn: Transaction, sentence: str, hands: Effects) -> ActionResult:
-    """What `keep` writes down in the run's folder leaves the store by `txn`, and only if the folder took it.
+async def _archive_then_delete(
+    keep: Callable[[], None], txn: Transaction, sentence: str, effects: Effects
+) -> ActionResult:
+    """Archive records in the run's folder by `keep`; if the folder took them, delete them from the store by `txn`.
 
-    A folder that is not the one, beneath a mount that is gone or in place of one that was moved, takes it too, and nobody
-    would find it there.
+    A wrong folder, beneath a lost mount or in place of a moved one, would take the records too, and no reader would find them there.
     """
-    if away := await asyncio.to_thread(hands.away):
+    if away := await asyncio.to_thread(effects.away):
         why = f"{away}; old records stay in the store, which grows"
-        hands.tell(ARCHIVE_TOPIC, why)
+        effects.tell(ARCHIVE_TOPIC, why)
         return ActionResult(TxnOutcome.UNKNOWN, why)
     try:
-        if hands.replicator is None:
+        if effects.replicator is None:
             await asyncio.to_thread(keep)
     except OSError as error:
         why = f"the run's folder takes no old records ({error.strerror or error}); they stay in the store, which grows"
-        hands.tell(ARCHIVE_TOPIC, why)
+        effects.tell(ARCHIVE_TOPIC, why)
         return ActionResult(TxnOutcome.UNKNOWN, why)
-    hands.tell(ARCHIVE_TOPIC, "")
-    report = await hands.ledger.run(txn)
+    effects.tell(ARCHIVE_TOPIC, "")
+    report = await effects.ledger.run(txn)
     return ActionResult(report.outcome, sentence, report.revision)
 
 
-async def _left(
-    txn: Transaction, kept: Sequence[Checkpoint], sentence: str, view: JobView, hands: Effects
+async def _run_then_delete_orphans(
+    txn: Transaction, kept: Sequence[Checkpoint], sentence: str, view: JobView, effects: Effects
 ) -> ActionResult:
-    """Out of the store by `txn`; then the checkpoints' files that are not `kept` and no world will go back to.
+    """Run `txn`; if it won, delete the files of checkpoints that are not `kept` and that no world will go back to.
 
-    Not only those that were just forgotten: a deed that was cut off may have left others behind.
+    All of them, not only those that were just forgotten: an action that was cut off may have left others behind.
     """
     # Listed before head is compared: what a later lineage writes while this controller sleeps is not among them.
-    lying = await _lying(hands)
-    if isinstance(lying, OSError):
-        return _unread(hands, lying)
-    report = await hands.ledger.run(txn)
+    present = await _list_checkpoints(effects)
+    if isinstance(present, OSError):
+        return _report_unreadable_folder(effects, present)
+    report = await effects.ledger.run(txn)
     if report.outcome is TxnOutcome.WON:
-        await _delete(orphaned_checkpoints(view.head, kept, lying), hands)
+        await _delete(orphaned_checkpoints(view.head, kept, present), effects)
     return ActionResult(report.outcome, sentence, report.revision)
 
 
-async def _lying(hands: Effects) -> frozenset[Version] | OSError:
-    """The checkpoints that lie in the run's folder, or why that cannot be told. In a thread: the folder's mount may hang."""
+async def _list_checkpoints(effects: Effects) -> frozenset[Version] | OSError:
+    """The checkpoints in the run's folder, or why it cannot be read. In a thread: the folder's mount may hang."""
     try:
-        found = await asyncio.to_thread(versions_in, checkpoint_folder(hands.run_dir, FIRST).parent)
+        found = await asyncio.to_thread(versions_in, checkpoint_folder(effects.run_dir, FIRST).parent)
     except OSError as error:
         return error
-    hands.tell(FORGET_TOPIC, "")
+    effects.tell(FORGET_TOPIC, "")
     return found
 
 
-def _unread(hands: Effects, error: OSError) -> ActionResult:
-    why = f"the run's folder cannot be read ({error.strerror or error}): {hands.run_dir}; old checkpoints stay until it can"
-    hands.tell(FORGET_TOPIC, why)
+def _report_unreadable_folder(effects: Effects, error: OSError) -> ActionResult:
+    why = f"the run's folder cannot be read ({error.strerror or error}): {effects.run_dir}; old checkpoints stay until it can"
+    effects.tell(FORGET_TOPIC, why)
     return ActionResult(TxnOutcome.UNKNOWN, why)
 
 
-async def _delete(versions: Iterable[Version], hands: Effects) -> None:
+async def _delete(versions: Iterable[Version], effects: Effects) -> None:
     for version in versions:
         fault_point(FaultPoint.FORGET, "before")
-        await asyncio.to_thread(shutil.rmtree, checkpoint_folder(hands.run_dir, version), ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, checkpoint_folder(effects.run_dir, version), ignore_errors=True)
         fault_point(FaultPoint.FORGET, "after")
 
 
 START_TOPIC = "beginning"
-"""What a warning of what a job begins with is called in the store."""
+"""Topic of a warning about the estimates of a job's first plan."""
 
 
-async def start_job(view: JobView, hands: Effects) -> ActionResult:
-    """Begin it. Raises SpecError while there are too few slots."""
+async def start_job(view: JobView, effects: Effects) -> ActionResult:
+    """Write the base entry, the first plan and the phase RUNNING. Raises SpecError while there are too few slots."""
     mirror, spec = view.mirror, view.spec
     assert mirror.status is not None
     advance = chain.base_entry(len(view.rules.shape.lengths), new_world_name(), new_writer(view))
@@ -223,15 +222,15 @@ async def start_job(view: JobView, hands: Effects) -> ActionResult:
     moves, warning = None, ""
     if spec.placement.is_live:
         found = await asyncio.to_thread(make_initial_plan, there, spec, models, world=world, pin=pin)
-        warning, now = found.beginning.warning, hands.clock.wall()
+        warning, now = found.beginning.warning, effects.clock.wall()
         at = DecisionContext(step=0, seq=0, by=view.node, time=now)
         moves = Moves().plus(initial_move(found.plan, found.beginning.reason, found.beginning.expected_s, at))
     else:
         found = make_initial_plan(there, spec, models, world=world)
     reason = "training" + emulation_remark(one.slot for one in found.plan.engines)
-    running = JobStatus(phase=JobPhase.RUNNING, reason=reason, changed=hands.clock.wall())
+    running = JobStatus(phase=JobPhase.RUNNING, reason=reason, changed=effects.clock.wall())
     txn = transactions.start(mirror.keys, mirror.status, advance, found.plan, running, moves)
-    report = await hands.ledger.run(keeping_to(view.share, txn))
+    report = await effects.ledger.run(keeping_to(view.share, txn))
     if warning and report.outcome is not TxnOutcome.STALE:
-        hands.tell(START_TOPIC, warning)
+        effects.tell(START_TOPIC, warning)
     return ActionResult(report.outcome, f"{txn.kind}", report.revision)

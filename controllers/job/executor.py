@@ -11,8 +11,17 @@ from collections.abc import Awaitable
 
 import grpc
 
-from controllers.job import effects as tidying
-from controllers.job.effects import Effects, new_writer, open_slots, start_job, warning_transaction
+from controllers.job.effects import (
+    Effects,
+    forget_evaluations,
+    new_writer,
+    open_slots,
+    prune_log,
+    retain_checkpoints,
+    start_job,
+    sweep_keys,
+    warning_transaction,
+)
 from controllers.job.rollback import account_outcomes, roll_back
 from controllers.rules.actions import (
     AccumulateParts,
@@ -65,64 +74,64 @@ from gcore.models.replicas import list_copies
 from gcore.system.fault_injection import FaultPoint, MoveFaultPoint, fault_point
 
 
-async def apply_action(action: Action, view: JobView, hands: Effects) -> ActionResult:
+async def apply_action(action: Action, view: JobView, effects: Effects) -> ActionResult:
     """Carry `action` out, once. Raises GcoreError only for what cannot be tried again."""
     match action:
         case FeedRank():
-            return await _feed(action, view, hands)
+            return await _feed(action, view, effects)
         case TrainBatch() | AccumulateParts():
-            return await _apply(action, view, hands)
+            return await _apply(action, view, effects)
         case ReleaseRank() | RestoreRank():
-            return await _have_rested(action, hands)
+            return await _release_or_restore(action, effects)
         case PublishWeights():
-            return await _publish(action, hands)
+            return await _publish(action, effects)
         case SleepEngine():
-            return await _sleep(action, hands)
+            return await _sleep(action, effects)
         case WakeEngine():
-            return await _wake(action, hands)
+            return await _wake(action, effects)
         case GiveUpPrompt():
-            hands.buffer.in_flight.give_up(action.ref, stale=action.stale)
+            effects.buffer.in_flight.give_up(action.ref, stale=action.stale)
             return ActionResult(TxnOutcome.WON, f"prompt {action.ref} is given up: {action.reason}")
         case StartJob():
-            return await start_job(view, hands)
+            return await start_job(view, effects)
         case RecordOutcomes():
-            return await account_outcomes(action, view, hands)
+            return await account_outcomes(action, view, effects)
         case Rollback():
-            return await roll_back(action, view, hands)
+            return await roll_back(action, view, effects)
         case ReportCopies():
-            return await _take_stock(action, view, hands)
+            return await _take_stock(action, view, effects)
         case RetainCheckpoints():
-            return await tidying.retain_checkpoints(action, view, hands)
+            return await retain_checkpoints(action, view, effects)
         case PruneLog():
-            return await tidying.prune_log(action, view, hands)
+            return await prune_log(action, view, effects)
         case SweepKeys():
-            return await tidying.sweep_keys(action, view, hands)
+            return await sweep_keys(action, view, effects)
         case ForgetEvaluations():
-            return await tidying.forget_evaluations(action, view, hands)
+            return await forget_evaluations(action, view, effects)
         case FolderAction():
-            if hands.replicator is None:
+            if effects.replicator is None:
                 return ActionResult(TxnOutcome.STALE, f"{type(action).__name__}: nodes share a folder")
-            return await hands.replicator.carry_out(action, view)
+            return await effects.replicator.carry_out(action, view)
         case _:
-            txn = _transaction(action, view, hands)
-            report = await hands.ledger.run(txn)
-            return ActionResult(report.outcome, f"{txn.kind} {_name(action)}", report.revision)
+            txn = _transaction(action, view, effects)
+            report = await effects.ledger.run(txn)
+            return ActionResult(report.outcome, f"{txn.kind} {_of_step(action)}", report.revision)
 
 
-def _transaction(action: Action, view: JobView, hands: Effects) -> Transaction:
+def _transaction(action: Action, view: JobView, effects: Effects) -> Transaction:
     """The transaction of an action that is nothing but one."""
     mirror, keys = view.mirror, view.mirror.keys
     match action:
         case JoinJob():
-            member = Member(incarnation=view.me, node=view.node, address=hands.address)
-            return transactions.join(keys, member, hands.lease)
+            member = Member(incarnation=view.me, node=view.node, address=effects.address)
+            return transactions.join(keys, member, effects.lease)
         case LeaveJob():
-            return transactions.leave(keys, mirror.members[view.me], hands.lease)
+            return transactions.leave(keys, mirror.members[view.me], effects.lease)
         case AssignShards():
             return transactions.assign(keys, mirror.assign, action.assignment)
         case PutOffer():
             return transactions.offer(
-                keys, mirror.written(keys.offer(view.me), mirror.offers.get(view.me)), action.offer, hands.lease
+                keys, mirror.written(keys.offer(view.me), mirror.offers.get(view.me)), action.offer, effects.lease
             )
         case MakeSeal():
             assert mirror.plan is not None
@@ -148,9 +157,9 @@ def _transaction(action: Action, view: JobView, hands: Effects) -> Transaction:
             return transactions.give_back(keys, mirror.plan, view.share, action.slots)
         case TakeLead():
             known = mirror.written(keys.leader, mirror.leader)
-            return transactions.lead(keys, known, Leader(node=view.node, incarnation=view.me), hands.lease)
+            return transactions.lead(keys, known, Leader(node=view.node, incarnation=view.me), effects.lease)
         case WriteMove() | ReportMoves():
-            return _moves(action, view)
+            return _move_transaction(action, view)
         case GiveUpBatch():
             return transactions.reseal(keys, open_slots(view), action.step, view.me)
         case MarkBatchReady():
@@ -159,22 +168,22 @@ def _transaction(action: Action, view: JobView, hands: Effects) -> Transaction:
             assert view.seal is not None
             keep = view.spec.checkpoints_after(action.step, last=view.seal.last, asked=view.seal.checkpoint)
             return transactions.commit(
-                keys, open_slots(view), view.rules.shape, new_writer(view), keep_cursors=keep, stats=hands.stats(view)
+                keys, open_slots(view), view.rules.shape, new_writer(view), keep_cursors=keep, stats=effects.stats(view)
             )
         case RegisterCheckpoint():
             entry = mirror.log[action.checkpoint.seq]
             return transactions.register(keys, *mirror.started, entry, action.checkpoint)
         case PostWarning():
-            return warning_transaction(view, action.topic, action.sentence, hands.clock.wall())
+            return warning_transaction(view, action.topic, action.sentence, effects.clock.wall())
         case SetPhase():
             assert mirror.status is not None
-            status = JobStatus(phase=action.phase, reason=action.reason, changed=hands.clock.wall())
+            status = JobStatus(phase=action.phase, reason=action.reason, changed=effects.clock.wall())
             return transactions.set_status(keys, mirror.status, status, open_slots(view) if action.at_head else None)
         case _:
             raise TypeError(f"{action} is not one transaction")
 
 
-def _moves(action: WriteMove | ReportMoves, view: JobView) -> Transaction:
+def _move_transaction(action: WriteMove | ReportMoves, view: JobView) -> Transaction:
     mirror, keys = view.mirror, view.mirror.keys
     assert mirror.leader is not None
     assert mirror.plan is not None
@@ -191,23 +200,23 @@ def _moves(action: WriteMove | ReportMoves, view: JobView) -> Transaction:
     return keeping_to(view.share, txn)
 
 
-async def _feed(action: FeedRank, view: JobView, hands: Effects) -> ActionResult:
+async def _feed(action: FeedRank, view: JobView, effects: Effects) -> ActionResult:
     seal = view.seal
     assert seal is not None
     missing = sorted(view.missing(seal, action.rank).items())
-    found = [(hands.buffer.group(digest), frozenset(samples)) for digest, samples in missing]
+    found = [(effects.buffer.group(digest), frozenset(samples)) for digest, samples in missing]
     parts = [(group, samples) for group, samples in found if group is not None]
     sentence = f"feed {len(parts)} groups of {action.token} to rank {action.rank}"
 
     async def feed() -> None:
         fault_point(FaultPoint.FEED, "before")
-        await hands.ranks.feed(action.rank, seal, parts, len(view.layout(seal).of_rank(action.rank)), view.me)
+        await effects.ranks.feed(action.rank, seal, parts, len(view.layout(seal).of_rank(action.rank)), view.me)
         fault_point(FaultPoint.FEED, "after")
 
-    return await _told(feed(), sentence)
+    return await _report_call(feed(), sentence)
 
 
-async def _apply(action: TrainBatch | AccumulateParts, view: JobView, hands: Effects) -> ActionResult:
+async def _apply(action: TrainBatch | AccumulateParts, view: JobView, effects: Effects) -> ActionResult:
     seal = view.seal
     assert seal is not None
     whole = isinstance(action, TrainBatch)
@@ -217,48 +226,50 @@ async def _apply(action: TrainBatch | AccumulateParts, view: JobView, hands: Eff
 
     async def train() -> None:
         fault_point(FaultPoint.APPLY, "before")
-        await hands.ranks.apply(action.rank, seal, stored, whole=whole)
+        await effects.ranks.apply(action.rank, seal, stored, whole=whole)
         fault_point(FaultPoint.APPLY, "after")
 
-    return await _told(train(), sentence)
+    return await _report_call(train(), sentence)
 
 
-async def _have_rested(action: ReleaseRank | RestoreRank, hands: Effects) -> ActionResult:
+async def _release_or_restore(action: ReleaseRank | RestoreRank, effects: Effects) -> ActionResult:
     goes = isinstance(action, ReleaseRank)
     sentence = f"rank {action.rank} {'gives its memory back' if goes else 'takes its memory again'}"
     step = action.step if isinstance(action, ReleaseRank) else None
-    return await _told(hands.ranks.rest(action.rank, step), sentence)
+    return await _report_call(effects.ranks.rest(action.rank, step), sentence)
 
 
-async def _publish(action: PublishWeights, hands: Effects) -> ActionResult:
+async def _publish(action: PublishWeights, effects: Effects) -> ActionResult:
     async def publish() -> None:
         fault_point(FaultPoint.PUBLISH, "before")
-        await hands.pools[""].publish(action.instance, action.version, weights_folder(hands.run_dir, action.version))
+        await effects.pools[""].publish(
+            action.instance, action.version, weights_folder(effects.run_dir, action.version)
+        )
         fault_point(FaultPoint.PUBLISH, "after")
 
-    return await _told(publish(), f"publish {action.version} to {action.instance}")
+    return await _report_call(publish(), f"publish {action.version} to {action.instance}")
 
 
-async def _sleep(action: SleepEngine, hands: Effects) -> ActionResult:
+async def _sleep(action: SleepEngine, effects: Effects) -> ActionResult:
     async def sleep() -> None:
         fault_point(MoveFaultPoint.SLEEP, "before")
-        await hands.pools[action.judge].sleep(action.instance)
+        await effects.pools[action.judge].sleep(action.instance)
         fault_point(MoveFaultPoint.SLEEP, "after")
 
-    return await _told(sleep(), f"put to sleep {action.instance}")
+    return await _report_call(sleep(), f"put to sleep {action.instance}")
 
 
-async def _wake(action: WakeEngine, hands: Effects) -> ActionResult:
+async def _wake(action: WakeEngine, effects: Effects) -> ActionResult:
     async def wake() -> None:
         fault_point(MoveFaultPoint.WAKE, "before")
-        await hands.pools[action.judge].wake(action.instance)
+        await effects.pools[action.judge].wake(action.instance)
         fault_point(MoveFaultPoint.WAKE, "after")
 
-    return await _told(wake(), f"wake {action.instance}")
+    return await _report_call(wake(), f"wake {action.instance}")
 
 
-async def _told(call: Awaitable[None], sentence: str) -> ActionResult:
-    """One call to a rank or an engine. Where it fails nobody knows how far it came."""
+async def _report_call(call: Awaitable[None], sentence: str) -> ActionResult:
+    """Await one call to a rank or an engine, and report its result. How far a failed call came is unknown."""
     try:
         await call
     except grpc.aio.AioRpcError as error:
@@ -268,23 +279,23 @@ async def _told(call: Awaitable[None], sentence: str) -> ActionResult:
     return ActionResult(TxnOutcome.WON, sentence)
 
 
-async def _take_stock(action: ReportCopies, view: JobView, hands: Effects) -> ActionResult:
+async def _take_stock(action: ReportCopies, view: JobView, effects: Effects) -> ActionResult:
     keys = view.mirror.keys
-    found = () if hands.memory_dir is None else await asyncio.to_thread(list_copies, hands.memory_dir, keys.uid)
+    found = () if effects.memory_dir is None else await asyncio.to_thread(list_copies, effects.memory_dir, keys.uid)
     shards: dict[WorldState, list[int]] = {}
     for header in found:
         shards.setdefault(header.of, []).append(header.shard)
     held = tuple(HeldState(state=state, shards=tuple(own)) for state, own in shards.items())
     stock = NodeCopies(node=view.node, by=view.me, seq=action.seq, held=held)
-    report = await hands.ledger.run(
+    report = await effects.ledger.run(
         transactions.take_stock(
-            keys, view.mirror.written(keys.copies(view.node), view.mirror.copies.get(view.node)), stock, hands.lease
+            keys, view.mirror.written(keys.copies(view.node), view.mirror.copies.get(view.node)), stock, effects.lease
         )
     )
     there = ", ".join(map(str, shards)) or "none"
     return ActionResult(report.outcome, f"take stock of copies of train states: {there}", report.revision)
 
 
-def _name(action: Action) -> str:
+def _of_step(action: Action) -> str:
     step = getattr(action, "step", None)
     return f"step {step}" if step is not None else ""

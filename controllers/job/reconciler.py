@@ -1,4 +1,5 @@
-"""The loop of one job on one controller: decide at every change, carry out what is due, wake up when something becomes due.
+"""The loop of one job on one controller, and the actions that it has in flight. Decide at every change, carry out what is due, sleep until
+something becomes due.
 
 It also keeps the connections to engines and ranks on those of head's world, and starts and stops this node's workers. Each action is under
 way at most once, and is not decided on again before its result was heard of. Actions that move or read many bytes run in the background.
@@ -40,11 +41,11 @@ log = logging.getLogger(__name__)
 STOP_S = 2.0
 
 HEARD_WITHIN_S = 5.0
-"""A deed that was done and is not heard of for so long is decided on again."""
+"""An action that won is decided on again if the watch does not show its result for so long."""
 
 
 class ActionsInFlight:
-    """Intents by their condition: those in the background, and those that are held off until they are heard of."""
+    """Intents by their condition: those that run in the background, and those that won and whose result the watch has not shown yet."""
 
     def __init__(
         self,
@@ -62,32 +63,32 @@ class ActionsInFlight:
         self._clock = clock
         self._background: dict[str, asyncio.Task[None]] = {}
         self._held_off: dict[str, tuple[int, float]] = {}
-        """By condition: the revision with which it is heard of, and until when it is waited for."""
+        """By condition: the revision at which the watch shows its result, and until when to wait for that."""
         self._defect: BaseException | None = None
 
     @property
     def held_off(self) -> bool:
-        """Whether anything is."""
+        """Whether any condition is held off."""
         return bool(self._held_off)
 
     def under_way(self) -> frozenset[str]:
-        """Conditions on which nothing is to be decided now."""
+        """The conditions on which nothing may be decided now."""
         now, heard = self._clock.monotonic(), self._job.mirror.revision
         held = (c for c, (revision, until) in self._held_off.items() if now < until and heard < revision)
         return frozenset((*self._background, *held))
 
     def forget_what_is_over(self, now: float) -> None:
-        """Drop what was heard of, or has been held off for long enough."""
+        """Drop the conditions whose result was seen, or that have been held off for long enough."""
         heard = self._job.mirror.revision
         self._held_off = {c: held for c, held in self._held_off.items() if now < held[1] and heard < held[0]}
 
     def raise_defect(self) -> None:
-        """A defect in the background must not end in silence."""
+        """Raise the defect that a background action met, if one did."""
         if self._defect is not None:
             raise self._defect
 
     async def stop(self) -> None:
-        """Give up what is under way, and let it end, for a moment: a publication lets its engine go on."""
+        """Cancel background actions and wait a moment for their end: a publication resumes its engine."""
         tasks = tuple(self._background.values())
         for task in tasks:
             task.cancel()
@@ -95,7 +96,7 @@ class ActionsInFlight:
             await asyncio.wait(tasks, timeout=STOP_S)
 
     async def carry_out(self, intent: Intent, view: JobView) -> None:
-        """Do it, or begin to."""
+        """Carry `intent` out, or start it in the background."""
         if intent.action.runs_in_background:
             task = asyncio.create_task(self._in_background(intent, view), name=intent.condition)
             task.add_done_callback(self._background_done)
@@ -121,7 +122,7 @@ class ActionsInFlight:
         if done.outcome is TxnOutcome.WON and intent.action.seen_at_once:
             self._job.look_anew()
             return
-        # Until what was written is heard, the view is older than the deed; deciding on it again would only lose.
+        # Until the watch shows what was written, the view is older than the action; deciding again would only lose.
         until = self._clock.monotonic() + (HEARD_WITHIN_S if done.outcome is TxnOutcome.WON else LOOK_AGAIN_S)
         self._held_off[intent.condition] = (done.revision or self._job.mirror.revision + 1, until)
         self._job.look_anew()
@@ -150,7 +151,7 @@ SHOW_S = 1.0
 
 
 class Reconciler:
-    """Of one job, on one controller."""
+    """Runs one job on one controller: decides, carries out actions, keeps workers and connections up to date."""
 
     def __init__(
         self,
@@ -159,10 +160,10 @@ class Reconciler:
         note_scoring: Callable[[], None],
         note_engines: Callable[[], None],
         cluster: ClusterMirror,
-        staff: WorkerLauncher,
+        launcher: WorkerLauncher,
         pools: Mapping[str, EnginePool],
         ranks: RankConnections,
-        deeds: ActionsInFlight,
+        actions: ActionsInFlight,
         metrics: Metrics,
         clock: Clock,
     ) -> None:
@@ -172,10 +173,10 @@ class Reconciler:
         self._note_scoring = note_scoring
         self._note_engines = note_engines
         self._cluster = cluster
-        self._staff = staff
+        self._launcher = launcher
         self._pools = pools
         self._ranks = ranks
-        self._deeds = deeds
+        self._actions = actions
         self._metrics = metrics
         self._clock = clock
         self._remembered = Memo()
@@ -184,23 +185,23 @@ class Reconciler:
         self._absent: dict[str, float] = {}
         """Nodes whose controller is there and has never joined, and since when."""
         self._joining: frozenset[str] = frozenset()
-        self._staffed: tuple[float, tuple[object, ...]] | None = None
+        self._workers_seen: tuple[float, tuple[object, ...]] | None = None
         """When this node's workers were looked at last, and what of theirs was seen."""
         self._asked_to_stop: dict[str, str] = {}
         """By instance: the state in which a worker was asked last."""
         self._failed: set[str] = set()
         """Engines that have failed and were told."""
-        self._telling = WaitReporter(job, metrics, clock)
+        self._wait_reporter = WaitReporter(job, metrics, clock)
         self._shown = -SHOW_S
-        self._aimed_at: tuple[object, ...] | None = None
+        self._connected_to: tuple[object, ...] | None = None
 
     async def run(self) -> None:
-        """For ever. Raises what a deed in the background raised that is no GcoreError."""
+        """Run until cancelled. Raises what a background action raised that is no GcoreError."""
         while True:
             began = self._clock.monotonic()
-            self._deeds.raise_defect()
+            self._actions.raise_defect()
             self._ranks.raise_defect()
-            await self._aim()
+            await self._update_connections()
             for pool in self._pools.values():
                 pool.look_after(len(self._job.mirror.members))
             self._note_scoring()
@@ -210,22 +211,22 @@ class Reconciler:
                 pool.shut(asleep)
             self._note_engines()
             now = self._clock.monotonic()
-            self._staff_up(view, now)
+            self._start_and_stop_workers(view, now)
             if now >= self._shown + SHOW_S:
                 self._shown = now
                 self._show_in_flight(view, now)
             intents = decide(view)
-            self._telling.look(view, (i.condition for i in intents), now)
-            delays = [LOOK_AGAIN_S if self._deeds.held_off else LOOK_ANYWAY_S]
+            self._wait_reporter.look(view, (i.condition for i in intents), now)
+            delays = [LOOK_AGAIN_S if self._actions.held_off else LOOK_ANYWAY_S]
             acted = False
             for intent in intents:
                 if self._job.waits.ripe(intent.condition, intent.turn, now, after=intent.after):
                     acted = True
-                    await self._deeds.carry_out(intent, view)
+                    await self._actions.carry_out(intent, view)
                 else:
                     ripe_at = self._job.waits.since[intent.condition] + Timers.wait(intent.turn, intent.after)
                     delays.append(max(ripe_at - now, 0.01))
-            self._deeds.forget_what_is_over(now)
+            self._actions.forget_what_is_over(now)
             if not acted:
                 took = self._clock.monotonic() - began
                 rest = min(rest_s(took, off_duty=waits_for_others(view)), *delays)
@@ -234,7 +235,7 @@ class Reconciler:
                     await self._clock.sleep(rest)
                 if self._job.changes.count == changed:
                     await self._job.changes.wait(min(delays) - rest)
-                if self._deeds.held_off:
+                if self._actions.held_off:
                     self._job.look_anew()
 
     def _show_in_flight(self, view: JobView, now: float) -> None:
@@ -243,22 +244,22 @@ class Reconciler:
             versions = buffer.in_flight.versions(head).values()
             show_in_flight(self._metrics, view.mirror, versions, len(buffer.offers), buffer.in_flight.oldest_s(now))
 
-    def _staff_up(self, view: JobView, now: float) -> None:
+    def _start_and_stop_workers(self, view: JobView, now: float) -> None:
         """Start and stop this node's workers of the job."""
         if not view.mirror.is_running:
             return
         # Whether a process lives is asked of the kernel, for each of them: not at every look.
-        lines = {**view.engines, **view.judges}
-        mirror, hung = view.mirror, {name for name, engine in lines.items() if engine.hung}
-        seen = (view.workers, mirror.plan, mirror.head, mirror.claims, hung)
-        if self._staffed is not None and now < self._staffed[0] + LOOK_ANYWAY_S:
-            before = self._staffed[1]
-            if all(one is other for one, other in zip(seen[:-1], before[:-1], strict=True)) and hung == before[-1]:
+        engines = {**view.engines, **view.judges}
+        mirror, hung = view.mirror, {name for name, engine in engines.items() if engine.hung}
+        inputs = (view.workers, mirror.plan, mirror.head, mirror.claims, hung)
+        if self._workers_seen is not None and now < self._workers_seen[0] + LOOK_ANYWAY_S:
+            before = self._workers_seen[1]
+            if all(one is other for one, other in zip(inputs[:-1], before[:-1], strict=True)) and hung == before[-1]:
                 return
-        self._staffed = (now, seen)
+        self._workers_seen = (now, inputs)
         self._tell_failures(view)
         emulated: list[StartEngine] = []
-        for action in schedule_workers(view, self._staff.launches(view.workers), now):
+        for action in schedule_workers(view, self._launcher.launches(view.workers), now):
             if isinstance(action, StopWorker):
                 # Once: asked twice, a worker does not drain. What hangs is asked twice.
                 worker = view.workers[action.instance]
@@ -272,9 +273,9 @@ class Reconciler:
             else:
                 judge = f"-{action.place.judge}" if isinstance(action, StartEngine) and action.place.judge else ""
                 topic = f"{type(action).__name__}-{view.node}-{action.place.slot}{judge}"
-                self._job.troubles.hold(topic, self._staff.start(action, view))
+                self._job.warnings.hold(topic, self._launcher.start(action, view))
         if emulated:
-            self._staff.start_emulated(emulated, view)
+            self._launcher.start_emulated(emulated, view)
 
     def _tell_failures(self, view: JobView) -> None:
         """Engines of this node that failed, hung ones among them. Of a rank the new world tells."""
@@ -286,18 +287,20 @@ class Reconciler:
         for instance, worker in mine.items():
             if worker.state == "failed" and instance not in self._failed:
                 why = worker.reason or "without a word"
-                self._job.troubles.note(f"engine-{view.node}", f"{instance} failed, and another is started: {why}")
+                self._job.warnings.note(f"engine-{view.node}", f"{instance} failed, and another is started: {why}")
         self._failed = {instance for instance, worker in mine.items() if worker.state == "failed"}
 
-    async def _aim(self) -> None:
-        """Point the lines at the ranks of head's world and at the engines that are mine."""
+    async def _update_connections(self) -> None:
+        """Connect to the ranks of head's world and to the engines that this controller owns."""
         mirror = self._job.mirror
         workers, members = self._cluster.workers, mirror.members
-        # Whoever is leaving asks nothing of engines any more.
+        # A member that is leaving asks nothing of engines any more.
         staying = {name: stored.record for name, stored in members.items() if not stored.record.leaving}
         joining = self._note_joining()
-        seen = (workers, members, joining, mirror.head, mirror.plan, mirror.claims)
-        if self._aimed_at is not None and all(one is other for one, other in zip(seen, self._aimed_at, strict=True)):
+        inputs = (workers, members, joining, mirror.head, mirror.plan, mirror.claims)
+        if self._connected_to is not None and all(
+            one is other for one, other in zip(inputs, self._connected_to, strict=True)
+        ):
             return
         mine = self._remembered.get(
             "mine",
@@ -306,7 +309,7 @@ class Reconciler:
         )
         for judge, pool in self._pools.items():  # anybody asks judges
             await pool.aim(workers if judge else mine if mirror.members else {})
-        self._aimed_at = seen
+        self._connected_to = inputs
         if mirror.head is None or mirror.plan is None:
             return
         head = mirror.head.record
@@ -327,6 +330,7 @@ class Reconciler:
         self._joined |= {stored.record.node for stored in self._job.mirror.members.values()}
         self._absent = {node: self._absent.get(node, now) for node in self._cluster.nodes if node not in self._joined}
         joining = frozenset(node for node, since in self._absent.items() if now < since + JOIN_S)
+        # An equal set stays the same object: `_update_connections` and the memo compare by identity.
         if joining != self._joining:
             self._joining = joining
         return self._joining

@@ -38,7 +38,7 @@ AWAY = "mount"
 """And that with a folder that this node does not see any more."""
 
 
-async def roll_back(action: Rollback, view: JobView, hands: Effects) -> ActionResult:
+async def roll_back(action: Rollback, view: JobView, effects: Effects) -> ActionResult:
     """Load and verify first, then one transaction: weights and cursors always come from the same record."""
     head = open_slots(view).head.record
     world = new_world_name()
@@ -54,7 +54,7 @@ async def roll_back(action: Rollback, view: JobView, hands: Effects) -> ActionRe
         # Nodes that are away may come back: a job that fitted once does not fail for want of them.
         return ActionResult(TxnOutcome.STALE, f"rollback: {error}")
     reason = action.reason
-    seen = await highest_numbers(view, hands.run_dir)
+    seen = await highest_numbers(view, effects.run_dir)
     if seen.entry > head.seq:
         reason += f"; the store stands at entry {head.seq} of the log, and the run's folder has entries up to {seen.entry}: it was put back"
     # Copies in memory go with whoever stands still.
@@ -62,7 +62,7 @@ async def roll_back(action: Rollback, view: JobView, hands: Effects) -> ActionRe
     if state is not None:
         advance = chain.reform_entry(head, state, world, new_writer(view), reason, seen=seen)
         txn = _transaction(action, view, advance, plan)
-        report = await hands.ledger.run(txn)
+        report = await effects.ledger.run(txn)
         sentence = (
             f"{len(plan.ranks)} ranks go on from copies of step {head.step}, lineage {advance.head.lineage}: {reason}"
         )
@@ -74,20 +74,20 @@ async def roll_back(action: Rollback, view: JobView, hands: Effects) -> ActionRe
             return ActionResult(
                 TxnOutcome.STALE, f"rollback: head's state is not at hand, and no rank is lost: {reason}"
             )
-        entry = await _entry_of(target, view, hands)
+        entry = await _entry_of(target, view, effects)
         cursors = entry.cursors if entry is not None else None
-        if hands.replicator is not None and target.file:
-            brought = await hands.replicator.ensure_checkpoint(SavedCheckpoint.of(target), view, read_all=True)
+        if effects.replicator is not None and target.file:
+            brought = await effects.replicator.ensure_checkpoint(SavedCheckpoint.of(target), view, read_all=True)
             problem = brought.problem
             if problem and not brought.is_final:
                 return ActionResult(TxnOutcome.UNKNOWN, f"rollback: checkpoint {target.file}: {problem}")
         else:
-            problem = await asyncio.to_thread(find_damage, hands.run_dir, target)
-        if problem and hands.replicator is None and (away := await asyncio.to_thread(hands.away)):
+            problem = await asyncio.to_thread(find_damage, effects.run_dir, target)
+        if problem and effects.replicator is None and (away := await asyncio.to_thread(effects.away)):
             # What this node cannot see is not damaged. Who skipped it would train everything anew, and then forget it.
-            hands.tell(AWAY, away)
+            effects.tell(AWAY, away)
             return ActionResult(TxnOutcome.UNKNOWN, f"rollback: {away}")
-        hands.tell(AWAY, "")
+        effects.tell(AWAY, "")
         if cursors is None:
             problem = f"its log entry {target.seq} is not there"
         if problem or entry is None or cursors is None:
@@ -95,16 +95,16 @@ async def roll_back(action: Rollback, view: JobView, hands: Effects) -> ActionRe
             skipped.append(f"checkpoint {target.file} is skipped: {problem.rstrip('.')}")
             continue
         reason = "; ".join([reason, *skipped])
-        await _tell(skipped, target, view, hands)
+        await _tell(skipped, target, view, effects)
         tally, parent = entry.tally or NOTHING, entry_digest(entry)
         advance = chain.rollback_entry(
             head, target, cursors, world, new_writer(view), reason, tally=tally, parent_digest=parent, seen=seen
         )
         txn = _transaction(action, view, advance, plan)
-        report = await hands.ledger.run(txn)
+        report = await effects.ledger.run(txn)
         sentence = f"rollback from step {head.step} to {target.step}, lineage {advance.head.lineage}: {reason}"
         return ActionResult(report.outcome, sentence, report.revision)
-    raise GcoreError("no whole checkpoint is left on the chain, not even the first model", where=str(hands.run_dir))
+    raise GcoreError("no whole checkpoint is left on the chain, not even the first model", where=str(effects.run_dir))
 
 
 async def highest_numbers(view: JobView, run_dir: Path) -> chain.HighWater:
@@ -156,7 +156,7 @@ def find_damage(run_dir: Path, checkpoint: Checkpoint) -> str:
     return ""
 
 
-async def _tell(skipped: list[str], target: Checkpoint, view: JobView, hands: Effects) -> None:
+async def _tell(skipped: list[str], target: Checkpoint, view: JobView, effects: Effects) -> None:
     """What is damaged is told by an event of its own: nobody reads why a world began anew if all goes well after it.
 
     One that is not written is not written again: whoever lost the compare finds it told.
@@ -165,24 +165,24 @@ async def _tell(skipped: list[str], target: Checkpoint, view: JobView, hands: Ef
     sentence = f"{'; '.join(skipped)}; {instead}"
     known = view.mirror.troubles.get(DAMAGED)
     if skipped and (known is None or known.record.sentence != sentence):
-        await hands.ledger.run(warning_transaction(view, DAMAGED, sentence, hands.clock.wall()))
+        await effects.ledger.run(warning_transaction(view, DAMAGED, sentence, effects.clock.wall()))
 
 
-async def _entry_of(target: Checkpoint, view: JobView, hands: Effects) -> LogEntry | None:
+async def _entry_of(target: Checkpoint, view: JobView, effects: Effects) -> LogEntry | None:
     """The target's log entry, whose cursors and tally are gone back to."""
     known: Versioned[LogEntry] | None = view.mirror.log.get(target.seq)
     if known is not None:
         return known.record
-    kv = await hands.store.get(view.mirror.keys.log(target.seq))
+    kv = await effects.store.get(view.mirror.keys.log(target.seq))
     return LogEntry.decode(kv.value, kv.key) if kv is not None else None
 
 
-async def account_outcomes(action: RecordOutcomes, view: JobView, hands: Effects) -> ActionResult:
+async def account_outcomes(action: RecordOutcomes, view: JobView, effects: Effects) -> ActionResult:
     """One entry for `action.outcomes`, unless the run's folder knows of a later one than head."""
     head = open_slots(view).head.record
-    if world_loss(view) is not None and (seen := await highest_numbers(view, hands.run_dir)).entry > head.seq:
+    if world_loss(view) is not None and (seen := await highest_numbers(view, effects.run_dir)).entry > head.seq:
         sentence = f"account: the run's folder has entries up to {seen.entry}, head is entry {head.seq}: a rollback comes first"
         return ActionResult(TxnOutcome.STALE, sentence)
     advance = chain.account_entry(head, action.outcomes, view.rules.shape, new_writer(view))
-    report = await hands.ledger.run(transactions.account(view.mirror.keys, open_slots(view), advance))
+    report = await effects.ledger.run(transactions.account(view.mirror.keys, open_slots(view), advance))
     return ActionResult(report.outcome, f"account for {len(action.outcomes)} prompts", report.revision)

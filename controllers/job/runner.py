@@ -221,7 +221,7 @@ class JobRunner:
     """Watches one job's records, and runs its session until the job has ended, or the incarnation has."""
 
     def __init__(
-        self, uid: str, identity: Identity, cluster: ClusterMirror, changes: ChangeSignal, needs: JobDependencies
+        self, uid: str, identity: Identity, cluster: ClusterMirror, changes: ChangeSignal, dependencies: JobDependencies
     ) -> None:
         self.uid = uid
         self.keys = JobKeys(uid)
@@ -229,14 +229,14 @@ class JobRunner:
         self.changes = changes
         self.mirror = JobMirror(self.keys)
         self.buffer = GroupBuffer()
-        self.telemetry = needs.telemetry
+        self.telemetry = dependencies.telemetry
         self.closed = False
         """Whether nothing more will be heard here."""
         self.leaving = False
         self._identity = identity
         self._cluster = cluster
-        self._needs = needs
-        self._recorder = needs.new_recorder(lambda: self.mirror)
+        self._dependencies = dependencies
+        self._recorder = dependencies.new_recorder(lambda: self.mirror)
         self._session: JobSession | None = None
         """None before the job's record is known, and once it has ended."""
 
@@ -283,11 +283,11 @@ class JobRunner:
 
     async def withdraw(self) -> None:
         """Be no member of a job that cannot be worked on here."""
-        await withdraw_member(self._needs.store, self.keys, self._identity, self._needs.clock)
+        await withdraw_member(self._dependencies.store, self.keys, self._identity, self._dependencies.clock)
 
     async def end_left(self, reason: str) -> None:
         """End the job as failed, if nobody works on it any more."""
-        await fail_abandoned_job(self._needs.store, self.keys, self._needs.clock, reason)
+        await fail_abandoned_job(self._dependencies.store, self.keys, self._dependencies.clock, reason)
 
     async def run(self) -> None:
         """Until the job has ended."""
@@ -310,7 +310,7 @@ class JobRunner:
             if session is not None:
                 await session.actions.stop()
             await self._recorder.stop()
-            await self._needs.ranks.close()
+            await self._dependencies.ranks.close()
 
     async def _unless(self, watching: asyncio.Task[None], work: object) -> None:
         """Await `work`, and fail with the watch if that fails first."""
@@ -325,28 +325,30 @@ class JobRunner:
 
     async def _work(self, job: JobRecord) -> None:
         spec = stored_spec(job.spec)
-        group = await asyncio.to_thread(self._needs.group_of_job)
-        self._session = self.make_session(spec, job, group)
+        control_group = await asyncio.to_thread(self._dependencies.group_of_job)
+        self._session = self.make_session(spec, job, control_group)
         await self._session.run()
 
-    def make_session(self, spec: JobSpec, job: JobRecord, group: str) -> JobSession:
+    def make_session(self, spec: JobSpec, job: JobRecord, control_group: str) -> JobSession:
         """All parts of the job. `job`: its record, naming the run's folder on this node; `group`: the control group of its processes."""
-        return JobSession(self, self._identity, self._cluster, self._needs, self._recorder, spec, job, group)
+        return JobSession(
+            self, self._identity, self._cluster, self._dependencies, self._recorder, spec, job, control_group
+        )
 
     async def _watch(self) -> None:
-        async for batch in self._needs.store.watch(self.keys.prefix):
+        async for batch in self._dependencies.store.watch(self.keys.prefix):
             self._note(batch)
             self.changes.notify()
 
     def _note(self, batch: WatchBatch) -> None:
-        before, wall = self.mirror, self._needs.clock.wall()
+        before, wall = self.mirror, self._dependencies.clock.wall()
         for one in split_by_revision(batch):
             so_far = self.mirror
-            self.mirror = localize_mirror(so_far.fold(one), self._needs.run_root)
+            self.mirror = localize_mirror(so_far.fold(one), self._dependencies.run_root)
             self.telemetry.events.note(so_far, one, self.mirror, wall)
         for key in self.mirror.unreadable.keys() - before.unreadable.keys():
             sentence = f"{self.mirror.unreadable[key].why}; it is as if it were not there"
-            self._needs.warnings.note(f"record-{self.node}", sentence)
+            self._dependencies.warnings.note(f"record-{self.node}", sentence)
         self._recorder.note(self.mirror, self.buffer.group)
         if self._session is not None:
             self._session.prune(before)
@@ -374,11 +376,11 @@ class JobSession(LiveJob):
         runner: JobRunner,
         identity: Identity,
         cluster: ClusterMirror,
-        needs: JobDependencies,
+        dependencies: JobDependencies,
         recorder: RunRecorder,
         spec: JobSpec,
         job: JobRecord,
-        group: str,
+        control_group: str,
     ) -> None:
         """`job`: the record, naming the run's folder on this node; `group`: the control group of its processes."""
         super().__init__(
@@ -388,11 +390,11 @@ class JobSession(LiveJob):
             runner.changes,
             lambda: runner.mirror,
             self._new_view,
-            needs.warnings,
-            needs.timers,
+            dependencies.warnings,
+            dependencies.timers,
         )
         self.buffer = runner.buffer
-        self.needs = needs
+        self.dependencies = dependencies
         self.run_dir = Path(job.run_dir)
         self.spec, self.rules = spec, rules_of(job)
         self.recorder = recorder
@@ -404,12 +406,12 @@ class JobSession(LiveJob):
         self._missing_input = ""
         self._pools: tuple[PoolStatus | None, PoolStatus | None, PoolStatus | None] = (None, None, None)
         """The state of rewards, of judges, and of processes of agents and tools."""
-        clock, metrics = needs.clock, needs.metrics
+        clock, metrics = dependencies.clock, dependencies.metrics
         rollout = spec.rollout
         self.engines = EnginePool(
             self.changes,
             rollout.timeout_s,
-            needs.connect_engine,
+            dependencies.connect_engine,
             clock=clock,
             patience=HealthLimits(rollout.silent_s, rollout.watchdog_s, rollout.timeout_s),
             metrics=metrics,
@@ -417,17 +419,19 @@ class JobSession(LiveJob):
             rows=rollout.batch_slots,
         )
         self.judges = {
-            judge.name: JudgePool(spec, judge, self.uid, self.me, self.changes, clock, metrics, needs.connect_engine)
+            judge.name: JudgePool(
+                spec, judge, self.uid, self.me, self.changes, clock, metrics, dependencies.connect_engine
+            )
             for judge in spec.served_judges
         }
         self.pools: dict[str, EnginePool] = {"": self.engines, **self.judges}
         """All engines, by judge; the policy's have no name."""
         self._judge_counts = JudgeMetricsObserver(
-            metrics, lambda topic, said: self.troubles.note(f"{topic}-{self.node}", said)
+            metrics, lambda topic, said: self.warnings.note(f"{topic}-{self.node}", said)
         )
         self.external = ExternalJudges(
             spec,
-            needs.store,
+            dependencies.store,
             runner.keys,
             self.node,
             self.me,
@@ -435,59 +439,65 @@ class JobSession(LiveJob):
             self._judge_counts,
             lambda: self.mirror,
             lambda: cluster.nodes,
-            self.troubles.note,
+            self.warnings.note,
             os.environ,
         )
         self._rewards = RewardPool(
             rewards_of(spec),
             spec.scoring,
             clock,
-            lambda error: needs.errors.note(str(error), error.trace),
-            lambda news: self.troubles.note(f"reward-{self.node}", news),
-            group=group,
+            lambda error: dependencies.errors.note(str(error), error.trace),
+            lambda news: self.warnings.note(f"reward-{self.node}", news),
+            group=control_group,
         )
-        self.episodes: EpisodePool | None = new_episode_pool(spec, clock, needs.errors.note, group)
+        self.episodes: EpisodePool | None = new_episode_pool(spec, clock, dependencies.errors.note, control_group)
         self.own_folder: LocalRunFolder | None = (
-            needs.folders.of(job.uid, self.run_dir) if has_own_folder(job) else None
+            dependencies.folders.of(job.uid, self.run_dir) if has_own_folder(job) else None
         )
-        self.staged = needs.new_staged_weights(
+        self.staged = dependencies.new_staged_weights(
             self.run_dir,
             self.node,
             self._head_version,
             self.changes,
-            self.troubles.hold,
+            self.warnings.hold,
             self.changes.notify,
             clock,
         )
         self.effects = self._make_effects()
         self.actions = ActionsInFlight(self, self.effects, self.fail, metrics, clock)
-        self.flow = FlowRunner(self, needs.errors, clock)
+        self.flow = FlowRunner(self, dependencies.errors, clock)
         self.collectives = PeerCollectives(
-            needs.store, lambda: self.mirror, self.me, identity.lease, self.changes, clock
+            dependencies.store, lambda: self.mirror, self.me, identity.lease, self.changes, clock
         )
 
     def _make_effects(self) -> Effects:
-        needs, lease = self.needs, self.identity.lease
+        dependencies, lease = self.dependencies, self.identity.lease
         replicator: Replicator | None = None
         if self.own_folder is not None:
             replicator = Replicator(
-                needs.store, needs.ledger, lease, needs.clock, self.run_dir, self.troubles.hold, self.own_folder
+                dependencies.store,
+                dependencies.ledger,
+                lease,
+                dependencies.clock,
+                self.run_dir,
+                self.warnings.hold,
+                self.own_folder,
             )
         return Effects(
-            store=needs.store,
-            ledger=needs.ledger,
+            store=dependencies.store,
+            ledger=dependencies.ledger,
             lease=lease,
             address=self.identity.address,
-            ranks=needs.ranks,
+            ranks=dependencies.ranks,
             pools=self.pools,
             buffer=self.buffer,
-            clock=needs.clock,
-            stats=needs.telemetry.stats,
-            tell=self.troubles.hold,
+            clock=dependencies.clock,
+            stats=dependencies.telemetry.stats,
+            tell=self.warnings.hold,
             run_dir=self.run_dir,
-            away=partial(needs.folder_loss, self.run_dir),
+            away=partial(dependencies.folder_loss, self.run_dir),
             replicator=replicator,
-            memory_dir=needs.memory_dir,
+            memory_dir=dependencies.memory_dir,
         )
 
     @property
@@ -532,13 +542,13 @@ class JobSession(LiveJob):
     def note_engines(self) -> None:
         """Account for engines that have nothing to do."""
         if self.mirror.head is not None:
-            self.needs.telemetry.note_engines(self.look(), self.engines.busy, held_back=self.work.is_held_back)
+            self.dependencies.telemetry.note_engines(self.look(), self.engines.busy, held_back=self.work.is_held_back)
 
     async def run(self) -> None:
         """Until the job has ended."""
-        head, needs = self._head_version(), self.needs
-        usage = UsageWriter(needs.store, self.record, self.node, needs.clock)
-        await needs.telemetry.booking.begin(self.spec, self.run_dir, head, usage)
+        head, dependencies = self._head_version(), self.dependencies
+        usage = UsageWriter(dependencies.store, self.record, self.node, dependencies.clock)
+        await dependencies.telemetry.booking.begin(self.spec, self.run_dir, head, usage)
         try:
             if (work := await self._prepare()) is not None:
                 self.work = work
@@ -553,8 +563,8 @@ class JobSession(LiveJob):
         """What the job does here, once this node has what it needs; None if the job has ended, or was failed."""
         preparation = self._make_preparation()
         try:
-            async with report_waits(self, self.needs.metrics, self.needs.clock):
-                data = await self.needs.prepare(preparation, self.spec, self.record)
+            async with report_waits(self, self.dependencies.metrics, self.dependencies.clock):
+                data = await self.dependencies.prepare(preparation, self.spec, self.record)
             if data is None:
                 return None
             if self.own_folder is not None:
@@ -572,20 +582,20 @@ class JobSession(LiveJob):
             # Nobody decides while this is under way, so nobody else notes since when the job waits for it.
             models = [f"wait model {node}" for node in (self.node, *self.cluster.nodes)]
             conditions = ["wait start", *models] + ["wait material"] * bool(reason)
-            self.waits = self.waits.note(conditions, self.needs.clock.monotonic())
+            self.waits = self.waits.note(conditions, self.dependencies.clock.monotonic())
             self._missing_input, self._view = reason, None
 
         report_missing("")
         return Preparation(
-            self.needs.store,
+            self.dependencies.store,
             self._runner.keys,
             self.identity,
-            self.needs.cache_dir,
+            self.dependencies.cache_dir,
             self.changes,
             lambda: self.mirror,
             self._rewards,
             report_missing,
-            lambda spec: open_judges(spec, self.judges, self._judge_counts, self.needs.clock, self.external),
+            lambda spec: open_judges(spec, self.judges, self._judge_counts, self.dependencies.clock, self.external),
         )
 
     def _has_ended(self) -> bool:
@@ -599,7 +609,7 @@ class JobSession(LiveJob):
         return self._memo.get("rules", (job,), lambda: rules_of(job))
 
     def _new_view(self) -> JobView:
-        cluster, needs, head = self.cluster, self.needs, self.mirror.head
+        cluster, dependencies, head = self.cluster, self.dependencies, self.mirror.head
         reward_pool, judge_pool, tool_pool = self._pools
         return JobView(
             spec=self.spec,
@@ -613,7 +623,7 @@ class JobSession(LiveJob):
             queued=cluster.queue.get(self.uid),
             outdated_nodes=cluster.unable(written_version()),
             workers=cluster.workers,
-            ranks=needs.ranks.views,
+            ranks=dependencies.ranks.views,
             engines=self.engines.views,
             judges={name: view for judge in self.judges.values() for name, view in judge.views.items()},
             holdings=self.buffer.offers,
@@ -621,7 +631,7 @@ class JobSession(LiveJob):
             in_flight=self.buffer.in_flight.versions(head.record) if head is not None else {},
             busy=bool(self.buffer.in_flight),
             under_way=self.actions.under_way(),
-            saved=needs.ranks.saved,
+            saved=dependencies.ranks.saved,
             staged=self.staged.versions,
             fetched_starts=frozenset() if self.own_folder is None else frozenset(self.own_folder.brought),
             is_ordering=self.work.is_ordering,
@@ -629,7 +639,7 @@ class JobSession(LiveJob):
             reward_pool=reward_pool,
             judge_pool=judge_pool,
             tool_pool=tool_pool,
-            failed_start=needs.launcher.failed_start(cluster.workers),
+            failed_start=dependencies.launcher.failed_start(cluster.workers),
             proposal=self.work.proposal,
             move_report=self.work.move_report,
             remembered=self._memo,
@@ -641,12 +651,12 @@ class JobWork:
     """The parts of a session that need the job's data: the flow and its peer, the reconciler, the planner. Raises GcoreError."""
 
     def __init__(self, session: JobSession, data: JobData) -> None:
-        needs, spec, clock = session.needs, data.spec, session.needs.clock
+        dependencies, spec, clock = session.dependencies, data.spec, session.dependencies.clock
         self._session = session
         self._data = data
-        self._flow = needs.find_flow(spec.flow.name)
+        self._flow = dependencies.find_flow(spec.flow.name)
         filters = find_filters(spec.flow.filters)
-        episodes = new_episode_runner(spec, session.engines, session.episodes, clock, needs.errors.note)
+        episodes = new_episode_runner(spec, session.engines, session.episodes, clock, dependencies.errors.note)
         self._orders = CurriculumOrders(spec, data.stream, session.changes.notify)
         self._peer = JobPeer(
             data,
@@ -654,13 +664,13 @@ class JobWork:
             session.changes,
             session.engines,
             session.buffer,
-            LedgerEvaluations(needs.ledger, lambda: session.mirror),
+            LedgerEvaluations(dependencies.ledger, lambda: session.mirror),
             clock,
-            needs.telemetry.stopwatch,
+            dependencies.telemetry.stopwatch,
             self._orders,
             filters,
             session.collectives,
-            needs.errors,
+            dependencies.errors,
             episodes,
         )
         self._reconciler = Reconciler(
@@ -669,14 +679,14 @@ class JobWork:
             session.note_scoring,
             session.note_engines,
             session.cluster,
-            needs.launcher,
+            dependencies.launcher,
             session.pools,
-            needs.ranks,
+            dependencies.ranks,
             session.actions,
-            needs.metrics,
+            dependencies.metrics,
             clock,
         )
-        self._planner = Planner(session, spec, clock, session.run_dir, needs.connector)
+        self._planner = Planner(session, spec, clock, session.run_dir, dependencies.connector)
 
     @property
     def is_ordering(self) -> bool:
@@ -704,23 +714,23 @@ class JobWork:
 
     async def run(self) -> None:
         """Until the job has ended."""
-        session, needs = self._session, self._session.needs
-        accounts = needs.telemetry.booking
+        session, dependencies = self._session, self._session.dependencies
+        accounts = dependencies.telemetry.booking
         books = start_background_task(accounts.run(), f"books {session.uid}")
         try:
-            async with asyncio.TaskGroup() as group:
+            async with asyncio.TaskGroup() as parts:
                 work = {
                     "flow": session.flow.run(self._flow, self._peer),
                     "drive": self._reconciler.run(),
                     "staged": session.staged.run(),
-                    "faults": needs.errors.run(),
-                    "troubles": needs.warnings.run(),
+                    "faults": dependencies.errors.run(),
+                    "troubles": dependencies.warnings.run(),
                     "collectives": session.collectives.answer_others(),
                     "external": session.external.run(),
                 } | ({"placement": self._planner.run()} if self._data.spec.placement.is_live else {})
-                if needs.disk_gib is not None:
-                    work["quota"] = self._quota(needs.disk_gib).run()
-                tasks = [group.create_task(one, name=f"{name} {session.uid}") for name, one in work.items()]
+                if dependencies.disk_gib is not None:
+                    work["quota"] = self._quota(dependencies.disk_gib).run()
+                tasks = [parts.create_task(one, name=f"{name} {session.uid}") for name, one in work.items()]
                 await session.changes.until(lambda: session.mirror.has_ended)
                 for task in tasks:
                     task.cancel()
@@ -740,12 +750,12 @@ class JobWork:
 
         def show(found: DiskUsage) -> None:
             session.recorder.samples.has_room = found.level is QuotaLevel.FREE
-            session.troubles.note(f"{DISK_TOPIC}-{session.node}", found.sentence)
+            session.warnings.note(f"{DISK_TOPIC}-{session.node}", found.sentence)
 
         async def pause() -> None:
             await change_claim(
-                session.needs.store, session.uid, lambda claim: claim.model_copy(update={"paused": True})
+                session.dependencies.store, session.uid, lambda claim: claim.model_copy(update={"paused": True})
             )
 
-        clock = session.needs.clock
+        clock = session.dependencies.clock
         return DiskQuota(session.run_dir, disk_gib, lambda: len(session.mirror.members), show, pause, clock)

@@ -449,7 +449,7 @@ class Planner:
         if found.kept is not None:
             self._holds.note(view.mirror.moves, at, found.kept, found.expected_s)
         if found.trouble is not None:
-            self._job.troubles.hold(f"placement-{self._job.node}", found.trouble)
+            self._job.warnings.hold(f"placement-{self._job.node}", found.trouble)
         return found.proposal
 
     def _context(self, view: JobView) -> DecisionContext:

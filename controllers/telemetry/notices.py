@@ -82,7 +82,7 @@ class WaitReporter:
         for stall, wait in due.items():
             if stall not in self._told:
                 topic = f"wait-{wait.cause}" + (f"-{view.node}" if wait.cause in LOCAL else "")
-                self._job.troubles.note(topic, wait_sentence(wait))
+                self._job.warnings.note(topic, wait_sentence(wait))
                 self._metrics.stalls.labels(wait.cause).inc()
         self._told &= {wait.stall for wait in waiting}
         self._told |= due.keys()
@@ -91,7 +91,7 @@ class WaitReporter:
 @asynccontextmanager
 async def report_waits(job: LiveJob, metrics: Metrics, clock: Clock) -> AsyncIterator[None]:
     """Report what the job waits for while the block runs. Raises what the reporting raised, which is a defect."""
-    tasks = [asyncio.create_task(work) for work in (WaitReporter(job, metrics, clock).run(), job.troubles.run())]
+    tasks = [asyncio.create_task(work) for work in (WaitReporter(job, metrics, clock).run(), job.warnings.run())]
     try:
         yield
     finally:
@@ -113,12 +113,12 @@ class LiveJob:
         changes: ChangeSignal,
         mirror: Callable[[], JobMirror],
         make_view: Callable[[], JobView],
-        troubles: WarningLog,
+        warnings: WarningLog,
         waits: Timers,
     ) -> None:
         """`node`, `me`: this node and this incarnation. `mirror`: gives the job's records as last heard."""
         self.uid, self.node, self.me, self.changes = uid, node, me, changes
-        self.troubles, self.waits = troubles, waits
+        self.warnings, self.waits = warnings, waits
         self._mirror = mirror
         self._make_view = make_view
         self._view: tuple[int, JobView] | None = None

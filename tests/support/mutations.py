@@ -387,12 +387,12 @@ def _cursors_stay(make: Any) -> Any:
 def _files_first(make: Any) -> Any:
     """A checkpoint's files go, then its entry."""
 
-    async def retain(action: Any, view: Any, hands: Any) -> Any:
-        from controllers.job import effects as tidying
+    async def retain(action: Any, view: Any, own: Any) -> Any:
+        from controllers.job import effects
 
         known = {entry.version for entry in view.mirror.checkpoints.record.entries}
-        await tidying._delete(known - {entry.version for entry in action.kept}, hands)
-        return await make(action, view, hands)
+        await effects._delete(known - {entry.version for entry in action.kept}, own)
+        return await make(action, view, own)
 
     return retain
 
@@ -601,7 +601,7 @@ def _mutations() -> list[Mutation]:
         Mutation(
             "13 a checkpoint's files go before its entry",
             "13",
-            (("controllers.job.effects:retain_checkpoints", _files_first),),
+            (("controllers.job.executor:retain_checkpoints", _files_first),),
             caught_by="tests/unit/controllers/job/test_executor.py",
         ),
         Mutation(

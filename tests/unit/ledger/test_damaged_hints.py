@@ -119,6 +119,6 @@ async def test_a_peer_whose_offer_was_damaged_offers_again() -> None:
     mirror = seen.mirror.fold(WatchBatch((WatchEvent("put", kv),), kv.mod_revision))
     view = replace(seen, mirror=mirror, holdings={group.ref: group})
     (action,) = (intent.action for intent in decide(view) if isinstance(intent.action, PutOffer))
-    hands: Any = SimpleNamespace(ledger=TransactionExecutor(store, VIEW_KEYS), lease=lease)
-    assert (await apply_action(action, view, hands)).outcome is TxnOutcome.WON
+    effects: Any = SimpleNamespace(ledger=TransactionExecutor(store, VIEW_KEYS), lease=lease)
+    assert (await apply_action(action, view, effects)).outcome is TxnOutcome.WON
     assert (await store.get(VIEW_KEYS.offer(ME))).value == action.offer.encode()  # type: ignore[union-attr]

@@ -137,10 +137,10 @@ def view(*checkpoints: Checkpoint) -> JobView:
 async def roll_back(run_dir: Path, seen: JobView) -> tuple[Head, RecordingLedger]:
     """What head is after a rollback, and what was written."""
     ledger = RecordingLedger()
-    hands: Any = SimpleNamespace(
+    effects: Any = SimpleNamespace(
         replicator=None, ledger=ledger, run_dir=run_dir, away=str, clock=FakeClock(), tell=lambda topic, sentence: None
     )
-    done = await apply_action(Rollback("rank 0 is gone"), seen, hands)
+    done = await apply_action(Rollback("rank 0 is gone"), seen, effects)
     assert done.outcome is TxnOutcome.WON
     return Head.decode(ledger.written(TxnKind.ROLLBACK, KEYS.head)), ledger
 
@@ -226,20 +226,20 @@ async def test_a_folder_that_this_node_does_not_see_any_more_is_no_damage(tmp_pa
     run_dir.rename(tmp_path / "unmounted")
     (run_dir / "logs").mkdir(parents=True)  # as a worker's log makes it
     ledger, told_of = RecordingLedger(), dict[str, str]()
-    hands: Any = SimpleNamespace(
+    effects: Any = SimpleNamespace(
         replicator=None,
         ledger=ledger,
         run_dir=run_dir,
         away=partial(folder_loss, run_dir, "node-0"),
         tell=told_of.__setitem__,
     )
-    done = await apply_action(Rollback("rank 0 is gone"), view(newest), hands)
+    done = await apply_action(Rollback("rank 0 is gone"), view(newest), effects)
     assert (done.outcome, ledger.made) == (TxnOutcome.UNKNOWN, [])
     assert "node-0 does not see the run's folder" in told_of["mount"]
     (run_dir / "logs").rmdir()
     run_dir.rmdir()
     (tmp_path / "unmounted").rename(run_dir)
-    done = await apply_action(Rollback("rank 0 is gone"), view(newest), hands)
+    done = await apply_action(Rollback("rank 0 is gone"), view(newest), effects)
     assert done.outcome is TxnOutcome.WON
     assert told_of["mount"] == "", "it is over, and would be told anew"
     assert Head.decode(ledger.written(TxnKind.ROLLBACK, KEYS.head)).step == 6
@@ -251,10 +251,10 @@ async def test_for_a_larger_world_nothing_that_was_trained_is_given_up(tmp_path:
     if newest == 7:  # of head's own step, and damaged
         cut_off(tmp_path / one.file / "config.json")
     ledger = RecordingLedger()
-    hands: Any = SimpleNamespace(
+    effects: Any = SimpleNamespace(
         replicator=None, ledger=ledger, run_dir=tmp_path, away=str, tell=lambda topic, sentence: None
     )
-    done = await apply_action(Rollback("2 ranks instead of 1", between_steps=True), view(older, one), hands)
+    done = await apply_action(Rollback("2 ranks instead of 1", between_steps=True), view(older, one), effects)
     assert (done.outcome, ledger.made) == (TxnOutcome.STALE, [])
 
 

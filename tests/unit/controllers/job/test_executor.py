@@ -37,12 +37,14 @@ def view(*nodes: str) -> JobView:
 
 async def test_a_world_that_does_not_fit_on_what_is_left_is_waited_for() -> None:
     ledger = RecordingLedger()
-    hands: Any = SimpleNamespace(replicator=None, ledger=ledger, run_dir=Path("run"), tell=lambda topic, sentence: None)
-    done = await apply_action(Rollback("rank 1 is gone"), view("node-0"), hands)
+    effects: Any = SimpleNamespace(
+        replicator=None, ledger=ledger, run_dir=Path("run"), tell=lambda topic, sentence: None
+    )
+    done = await apply_action(Rollback("rank 1 is gone"), view("node-0"), effects)
     assert done.outcome is TxnOutcome.STALE
     assert "2 train ranks do not fit on 1 slot." in done.sentence
     assert ledger.kinds == []
-    done = await apply_action(Rollback("rank 1 is gone"), view("node-0", "node-1"), hands)
+    done = await apply_action(Rollback("rank 1 is gone"), view("node-0", "node-1"), effects)
     assert (done.outcome, ledger.kinds) == (TxnOutcome.WON, [TxnKind.ROLLBACK])
 
 
@@ -54,10 +56,10 @@ async def test_what_no_record_names_goes_with_what_is_forgotten(tmp_path: Path) 
     seen = view("node-0")
     for name in ("0-0", "1-4", "notes", ".0-2.part"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    hands: Any = SimpleNamespace(
+    effects: Any = SimpleNamespace(
         replicator=None, ledger=RecordingLedger(), run_dir=tmp_path, tell=lambda topic, sentence: None
     )
-    done = await apply_action(RetainCheckpoints((checkpoint(0),)), seen, hands)
+    done = await apply_action(RetainCheckpoints((checkpoint(0),)), seen, effects)
     assert done.outcome is TxnOutcome.WON
     left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert left == {"0-0", "notes", ".0-2.part"}, "of a lineage that head does not know: nobody will ever name it"
@@ -84,9 +86,9 @@ async def test_no_file_goes_before_its_entry_surely_has(tmp_path: Path, outcome:
     forgotten.mkdir(parents=True)
     there: list[bool] = []
     ledger = RecordingLedger(outcome, watch=lambda: there.append(forgotten.is_dir()))
-    hands: Any = SimpleNamespace(replicator=None, ledger=ledger, run_dir=tmp_path, tell=lambda topic, sentence: None)
+    effects: Any = SimpleNamespace(replicator=None, ledger=ledger, run_dir=tmp_path, tell=lambda topic, sentence: None)
     seen = knowing(view("node-0"), 9, checkpoint(0), checkpoint(4), checkpoint(8))
-    done = await apply_action(RetainCheckpoints((checkpoint(0), checkpoint(8))), seen, hands)
+    done = await apply_action(RetainCheckpoints((checkpoint(0), checkpoint(8))), seen, effects)
     assert done.outcome is outcome
     assert there == [True], "its files lie there as long as its entry may"
     assert forgotten.is_dir() is stays

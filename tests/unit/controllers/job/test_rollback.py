@@ -192,13 +192,13 @@ async def test_nothing_is_accounted_for_before_the_rollback(tmp_path: Path) -> N
     job = await asyncio.to_thread(prepared)
     ref = next(refs_in_order(job.rules, job.head, ()))
     ended = RecordOutcomes((EndedRef(ref=ref, kind="failed", reason="the reward raised"),))
-    hands: Any = SimpleNamespace(ledger=TransactionExecutor(job.store, KEYS), run_dir=tmp_path)
+    effects: Any = SimpleNamespace(ledger=TransactionExecutor(job.store, KEYS), run_dir=tmp_path)
     view = seen_by(job)
-    done = await account_outcomes(ended, view, hands)
+    done = await account_outcomes(ended, view, effects)
     assert done.outcome is TxnOutcome.STALE
     assert "entries up to 4, head is entry 3: a rollback comes first" in done.sentence
     await asyncio.to_thread(job.roll_back, highest_in_folder(tmp_path))
-    assert (await account_outcomes(ended, seen_by(job), hands)).outcome is TxnOutcome.WON
+    assert (await account_outcomes(ended, seen_by(job), effects)).outcome is TxnOutcome.WON
     assert job.head.seq == 6
 
 

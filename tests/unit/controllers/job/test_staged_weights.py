@@ -14,7 +14,7 @@ import pytest
 from builders import running_job
 
 from controllers.changes import ChangeSignal
-from controllers.job import effects as tidying
+from controllers.job import effects as job_effects
 from controllers.storage.run_folder import StagedWeightsMonitor, staged_versions
 from gcore.ledger.retention import SweptKeys
 from gcore.ledger.transactions import TxnOutcome
@@ -134,10 +134,10 @@ async def test_a_folder_that_cannot_be_listed_is_told_and_nothing_is_forgotten(
     def stale(folder: Path) -> frozenset[Version]:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(tidying, "versions_in", stale)
+    monkeypatch.setattr(job_effects, "versions_in", stale)
     told: dict[str, str] = {}
-    hands: Any = SimpleNamespace(replicator=None, run_dir=Path("run"), tell=told.__setitem__)
+    effects: Any = SimpleNamespace(replicator=None, run_dir=Path("run"), tell=told.__setitem__)
     action: Any = SimpleNamespace(kept=(), swept=SweptKeys())
-    done = await getattr(tidying, deed)(action, running_job(), hands)
+    done = await getattr(job_effects, deed)(action, running_job(), effects)
     assert done.outcome is TxnOutcome.UNKNOWN
     assert "cannot be read (Stale file handle)" in told["checkpoints"]

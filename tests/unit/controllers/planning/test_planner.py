@@ -78,7 +78,7 @@ class Job:
     uid, node, me = "u", "node-0", ME
 
     def __init__(self, **placement: Any) -> None:
-        self.changes, self.troubles = ChangeSignal(), Told()
+        self.changes, self.warnings = ChangeSignal(), Told()
         view = running_job()
         plan = assign_split(FIRST, None, SNAPSHOT, ("tutor",), world="w", generation=1)
         assert plan is not None
@@ -205,7 +205,7 @@ async def test_a_pin_that_cannot_be_had_is_told_of_and_moves_nothing(made: Any) 
     planner = made(Scripted(Decision(SECOND, "why")), job)
     await planner._turn()
     assert planner.proposal is None
-    assert "rollout has 6, and that cannot be had on 6 slots" in job.troubles.said[-1]
+    assert "rollout has 6, and that cannot be had on 6 slots" in job.warnings.said[-1]
 
 
 async def test_a_split_for_which_the_ranks_lie_in_the_way_of_whole_engines_is_told_of_for_as_long_as_it_is_wanted(
@@ -227,11 +227,11 @@ async def test_a_split_for_which_the_ranks_lie_in_the_way_of_whole_engines_is_to
     planner = made(Scripted(Decision(wanted, "more"), Decision(now, "well")), job)
     await planner._turn()
     assert planner.proposal is None
-    (said,) = job.troubles.said
+    (said,) = job.warnings.said
     assert "no node has whole engines' slots for that" in said
     job.step(2)
     await planner._turn()
-    assert job.troubles.said == [said, ""]
+    assert job.warnings.said == [said, ""]
 
 
 async def test_what_nodes_that_come_and_go_do_to_the_plan_is_told_as_a_move(made: Any) -> None:
@@ -327,7 +327,7 @@ async def test_a_policy_that_fails_moves_nothing_and_is_told_of(made: Any, said:
     planner = made(Scripted(said), job)
     await planner._turn()
     assert planner.proposal is None
-    assert told in job.troubles.said[0]
+    assert told in job.warnings.said[0]
 
 
 async def test_with_dry_run_the_same_is_told_once(made: Any) -> None:
@@ -405,7 +405,7 @@ async def test_a_policy_that_is_cancelled_where_it_is_made_is_told_of_and_the_pl
     monkeypatch.setattr("controllers.planning.planner.ACCOUNTS_WAIT_S", 0.0)
     job = Job()
     await Planner(job, job.view.spec, FakeClock(), tmp_path)._turn()  # type: ignore[arg-type]
-    (said,) = job.troubles.said
+    (said,) = job.warnings.said
     assert said.endswith("failed, and nothing is moved: CancelledError: in the making")
 
 

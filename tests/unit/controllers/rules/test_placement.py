@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from builders import ME, PEER, running_job, stored
 
-from controllers.job.executor import _moves
+from controllers.job.executor import _move_transaction
 from controllers.rules.actions import ReportMoves, Rollback, TakeLead, WriteMove
 from controllers.rules.decide import decide
 from controllers.rules.placement import is_leader, take_lead, write_moves
@@ -134,7 +134,7 @@ def test_an_account_that_knows_nothing_of_a_move_that_was_written_since_does_not
     (tells,) = [i.action for i in write_moves(known)]
     later = replace(known, mirror=replace(known.mirror, movings={"": Versioned(first.plus(move(view)), 9)}))
     assert list(write_moves(later)) == [], "it is made anew from what is there by now"
-    txn = _moves(tells, later)
+    txn = _move_transaction(tells, later)
     assert Compare(view.mirror.keys.moves, 3) in txn.compares, "what was decided on an older look loses its compare"
 
 

@@ -46,8 +46,8 @@ def view_of(job: RecordedJob) -> JobView:
 
 
 def carried_out(job: RecordedJob, intent: Intent) -> TxnOutcome:
-    hands = hands_of(job.store, job.run_dir)
-    return asyncio.run(apply_action(intent.action, view_of(job), hands)).outcome
+    effects = hands_of(job.store, job.run_dir)
+    return asyncio.run(apply_action(intent.action, view_of(job), effects)).outcome
 
 
 def world_keys(job: RecordedJob) -> set[str]:
@@ -119,8 +119,8 @@ def test_a_sweep_that_comes_after_a_rollback_is_lost(job: RecordedJob) -> None:
     (intent,) = sweep_old_worlds(view_of(job))
     old = view_of(job)
     job.roll_back()
-    hands = hands_of(job.store, job.run_dir)
-    assert asyncio.run(apply_action(intent.action, old, hands)).outcome is TxnOutcome.STALE
+    effects = hands_of(job.store, job.run_dir)
+    assert asyncio.run(apply_action(intent.action, old, effects)).outcome is TxnOutcome.STALE
     assert world_keys(job) == {"world-0/rank/000000", "world-0/rank/000001", "world-0/rendezvous"}
 
 

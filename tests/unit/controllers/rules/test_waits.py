@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from builders import running_job, sealed_job
 
-from controllers.job import effects as tidying
+from controllers.job import effects as job_effects
 from controllers.rules.actions import PublishWeights
 from controllers.rules.decide import decide
 from controllers.rules.view import EngineView, JobView, RankView, Timers, turn_of
@@ -129,7 +129,7 @@ class Preparing:
     def __init__(self, clock: FakeClock) -> None:
         self.waits = Timers({})
         self.said: list[tuple[str, str]] = []
-        self.troubles: Any = SimpleNamespace(note=lambda topic, words: self.said.append((topic, words)))
+        self.warnings: Any = SimpleNamespace(note=lambda topic, words: self.said.append((topic, words)))
         self.view = replace(running_job(), missing_input="its data cannot be read.")
 
     def look(self) -> Any:
@@ -255,21 +255,21 @@ async def test_a_folder_that_takes_no_old_records_is_told_once_until_it_takes_th
     async def run(_: Any) -> Any:
         return SimpleNamespace(outcome=TxnOutcome.WON, revision=1)
 
-    monkeypatch.setattr(tidying.archive, "append_entries", append)
-    hands: Any = SimpleNamespace(
+    monkeypatch.setattr(job_effects.archive, "append_entries", append)
+    effects: Any = SimpleNamespace(
         replicator=None, run_dir=Path(), tell=book.hold, ledger=SimpleNamespace(run=run), away=str
     )
     prune: Any = SimpleNamespace(seqs=(0,))
     for _ in range(3):
-        assert (await tidying.prune_log(prune, running_job(), hands)).outcome is TxnOutcome.UNKNOWN
+        assert (await job_effects.prune_log(prune, running_job(), effects)).outcome is TxnOutcome.UNKNOWN
     assert [one.sentence for one in book._waiting] == [
         "the run's folder takes no old records (No space left on device); they stay in the store, which grows"
     ]
     full[0] = False
-    monkeypatch.setattr(tidying.transactions, "prune", lambda *_: None)
-    assert (await tidying.prune_log(prune, running_job(), hands)).outcome is TxnOutcome.WON
+    monkeypatch.setattr(job_effects.transactions, "prune", lambda *_: None)
+    assert (await job_effects.prune_log(prune, running_job(), effects)).outcome is TxnOutcome.WON
     full[0] = True
-    await tidying.prune_log(prune, running_job(), hands)
+    await job_effects.prune_log(prune, running_job(), effects)
     assert len(book._waiting) == 2
 
 
@@ -281,15 +281,15 @@ async def test_old_records_do_not_leave_the_store_for_a_folder_that_is_not_the_o
     def append(*_: Any) -> None:
         raise AssertionError("written where nobody looks")
 
-    monkeypatch.setattr(tidying.archive, "append_entries", append)
+    monkeypatch.setattr(job_effects.archive, "append_entries", append)
     told: list[str] = []
-    hands: Any = SimpleNamespace(
+    effects: Any = SimpleNamespace(
         run_dir=tmp_path / "run",
         tell=lambda topic, sentence: told.append(sentence),
         away=lambda: storage.folder_loss(tmp_path / "run", "node-0"),
     )
     prune: Any = SimpleNamespace(seqs=(0,))
-    assert (await tidying.prune_log(prune, running_job(), hands)).outcome is TxnOutcome.UNKNOWN
+    assert (await job_effects.prune_log(prune, running_job(), effects)).outcome is TxnOutcome.UNKNOWN
     (sentence,) = told
     assert "node-0 does not see the run's folder" in sentence
     assert "stay in the store" in sentence

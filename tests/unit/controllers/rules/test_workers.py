@@ -266,7 +266,9 @@ def test_a_job_that_is_given_up_names_the_file_that_says_why_and_what_it_said_la
     assert staff.failed_start({}).endswith(f"and never lasted: 2 | 3 | no room for a thread (its log: {file})")
     dead = worker(newest.instance, "train", state="failed", reason="exit code 1: no such law")
     staff.launches({newest.instance: dead})
-    assert staff.failed_start({newest.instance: dead}).endswith(f": exit code 1: no such law (its log: {newest.log_file})")
+    assert staff.failed_start({newest.instance: dead}).endswith(
+        f": exit code 1: no such law (its log: {newest.log_file})"
+    )
 
 
 def test_a_node_without_sglang_gives_the_job_up_with_what_is_missing(tmp_path: Path) -> None:

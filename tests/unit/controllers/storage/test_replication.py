@@ -335,8 +335,8 @@ async def test_discarded_copies_are_gone_and_no_longer_said(tmp_path: Path) -> N
 
 
 async def test_where_nodes_share_a_folder_nothing_of_this_is_done(tmp_path: Path) -> None:
-    hands: Any = SimpleNamespace(replicator=None)
-    assert (await apply_action(ReportFolder(), running_job(), hands)).outcome is TxnOutcome.STALE
+    effects: Any = SimpleNamespace(replicator=None)
+    assert (await apply_action(ReportFolder(), running_job(), effects)).outcome is TxnOutcome.STALE
 
 
 async def test_what_was_left_of_the_log_is_said_as_it_was_when_a_controller_came(tmp_path: Path) -> None:
