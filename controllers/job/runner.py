@@ -1,135 +1,45 @@
-"""One job on one controller, for one incarnation.
-
-`JobRunner` watches the job's records and runs its `JobSession` while there is one: from the moment at which the job's record is known
-until the job has ended. The session builds all parts of the job and is what they work on; parts that need the job's data are built by
-`JobWork` once these are prepared. Parts meet in the change signal and in the view, which is computed once for each change.
-
-The daemon and the simulation build the same session. What a job reaches outside of this process comes in as `JobDependencies`.
+"""`JobRunner` watches one job's records and runs its session (`controllers.job.session`), from the moment at which the job's record is known
+until the job has ended. `make_dependencies` makes what a job on a daemon's node reaches outside of this process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import traceback
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from controllers.accounting.usage import UsageWriter
-from controllers.changes import LOOK_AGAIN_S, ChangeSignal
+from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
-from controllers.cluster.shares import change_claim
-from controllers.flow.curriculum_orders import CurriculumOrders
-from controllers.flow.episodes import EpisodePool, new_episode_pool, new_episode_runner
-from controllers.flow.evaluation import LedgerEvaluations
-from controllers.flow.group_buffer import GroupBuffer
-from controllers.flow.job_data import JobData, rewards_of
-from controllers.flow.peer import JobPeer
-from controllers.flow.peer_collectives import PeerCollectives
 from controllers.identity import Identity
-from controllers.inference.judge_engines import JudgePool
-from controllers.inference.judges import ExternalJudges, JudgeMetricsObserver, open_judges
-from controllers.inference.pool import EnginePool
-from controllers.inference.rules import HealthLimits
-from controllers.job.effects import Effects
-from controllers.job.executor import apply_action
-from controllers.job.preparation import Preparation
-from controllers.job.reconciler import ActionsInFlight, Reconciler
-from controllers.job.supervision import NodeNotReady, fail_abandoned_job, withdraw_member
-from controllers.planning.lender import own_loads
-from controllers.planning.planner import Planner
-from controllers.rules.actions import SetPhase
+from controllers.job.session import JobDependencies, JobRecords, JobSession
+from controllers.job.supervision import fail_abandoned_job, withdraw_member
 from controllers.rules.decide import has_handed_over
-from controllers.rules.view import JobView, Memo, Timers
-from controllers.storage.garbage import TOPIC as DISK_TOPIC
-from controllers.storage.garbage import DiskQuota, DiskUsage, QuotaLevel
-from controllers.storage.replication import Replicator
+from controllers.rules.view import JobView, Timers
 from controllers.storage.run_folder import (
-    LocalRunFolder,
     LocalRunFolders,
-    StagedWeightsMonitor,
     folder_loss,
-    has_own_folder,
     localize_mirror,
 )
 from controllers.telemetry.events import split_by_revision
-from controllers.telemetry.notices import LiveJob, PluginErrorLog, WarningLog, report_waits
-from controllers.telemetry.run_recorder import JobTelemetry, RunRecorder, start_background_task
+from controllers.telemetry.notices import PluginErrorLog, WarningLog
+from controllers.telemetry.run_recorder import JobTelemetry, RunRecorder
 from controllers.workers.launcher import JobGroups, WorkerLauncher
 from controllers.workers.ranks import RankConnections
 from gcore.api.tls import PLAIN, Connector
 from gcore.api.v1.placement_pb2 import LoadsReply
-from gcore.config.load import find_flow, stored_spec
+from gcore.config.load import stored_spec
 from gcore.config.node import NodeConfig
 from gcore.config.spec import JobSpec
-from gcore.data.dataset import DataChanged
-from gcore.errors import GcoreError
-from gcore.flows.api import Flow, Peer
-from gcore.flows.filters import find_filters
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records.cluster import Claim
-from gcore.ledger.records.job import JobPhase, JobRecord
-from gcore.ledger.selection import StreamRules, rules_of
-from gcore.ledger.transactions import TransactionExecutor, TxnOutcome
+from gcore.ledger.records.job import JobRecord
+from gcore.ledger.transactions import TransactionExecutor
 from gcore.observability.metrics import Metrics
 from gcore.observability.tracing import StepTraces
-from gcore.plugins import RAISED, plugin_trace
-from gcore.reward.pool import RewardPool
-from gcore.rollout.client import EngineReach, engine_reach
-from gcore.schema import written_version
+from gcore.rollout.client import engine_reach
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store, WatchBatch
 from gcore.system import daemon as logs
 from gcore.system.clock import Clock
-from gcore.system.concurrency import cancel_all
-from gcore.types import Version
-from gcore.worker.sandbox.pool import PoolStatus
-from placement.moves import MoveProposal, MoveReport
-
-log = logging.getLogger(__name__)
-
-
-LONGEST_REASON = 2000
-"""Characters. Foreign code may say whatever it likes, and the store takes 1.5 MiB."""
-
-
-@dataclass(frozen=True)
-class JobDependencies:
-    """What one job reaches outside of this process, and what is kept of it for people. The simulation gives its own."""
-
-    store: Store
-    ledger: TransactionExecutor
-    clock: Clock
-    metrics: Metrics
-    connector: Connector
-    connect_engine: EngineReach
-    launcher: WorkerLauncher
-    ranks: RankConnections
-    telemetry: JobTelemetry
-    warnings: WarningLog
-    errors: PluginErrorLog
-    folders: LocalRunFolders
-    """This node's own folders of runs, for jobs whose nodes share none."""
-    memory_dir: Path | None
-    """Where copies of the job's train states lie in this node's memory; None: no copies are kept."""
-    cache_dir: Path
-    disk_gib: float | None
-    """The disk quota of the job; None: it has none."""
-    new_recorder: Callable[[Callable[[], JobMirror]], RunRecorder]
-    """Makes what records the run; called with what gives the mirror."""
-    run_root: Path
-    """Where this node keeps the folders of runs, for jobs whose nodes share none."""
-    folder_loss: Callable[[Path], str]
-    """Why this node does not see the run's folder any more, or nothing. Blocks."""
-    group_of_job: Callable[[], str]
-    """The control group of the job's processes, or nothing. Blocks."""
-    timers: Timers = field(default_factory=lambda: Timers({}))
-    prepare: Callable[[Preparation, JobSpec, JobRecord], Awaitable[JobData | None]] = Preparation.prepare
-    find_flow: Callable[[str], Flow] = find_flow
-    new_staged_weights: Callable[..., StagedWeightsMonitor] = StagedWeightsMonitor
 
 
 def make_dependencies(
@@ -171,79 +81,29 @@ def make_dependencies(
     )
 
 
-class FlowRunner:
-    """Runs a job's flow, and again when there are steps to make again after a rollback from behind the last step.
-
-    An error of the flow or of a plug-in ends the job; the traceback of a plug-in is noted first, so that its event comes first.
-    """
-
-    def __init__(self, job: JobSession, errors: PluginErrorLog, clock: Clock) -> None:
-        self._job = job
-        self._errors = errors
-        self._clock = clock
-
-    async def run(self, flow: Flow, peer: Peer) -> None:
-        """Until cancelled. Raises NodeNotReady."""
-        me = asyncio.current_task()
-        assert me is not None
-        while True:
-            try:
-                await flow(peer)
-            except DataChanged as error:  # all that is trained would be lost for a file that can be put back
-                raise NodeNotReady(error.what, where=error.where, fix=error.fix) from error
-            except GcoreError as error:
-                await self.fail_with(error)
-            except (*RAISED, asyncio.CancelledError) as error:  # the edge to foreign code
-                if me.cancelling():
-                    raise
-                # A cancellation that was not meant for it is of a task of the flow's own.
-                log.error("the flow of job %s raised a %s", self._job.uid, type(error).__name__)  # the rest is a fault
-                last = traceback.extract_tb(error.__traceback__)[-1]
-                await self.fail_with(error, f"the flow raised {error!r} at {last.filename}:{last.lineno}")
-            if me.cancelling():  # which the flow has kept to itself
-                return
-            await self._job.changes.until(self._job.has_more)
-            # A flow that always ends at once must not keep everything else from running.
-            await self._clock.sleep(LOOK_AGAIN_S)
-
-    async def fail_with(self, error: BaseException, reason: str = "") -> None:
-        """End the job because of `error`; first note the traceback of a plug-in that raised it."""
-        reason = reason or str(error)
-        if len(reason) > LONGEST_REASON:
-            reason = f"{reason[: LONGEST_REASON - 1]}…"
-        if trace := plugin_trace(error):
-            self._errors.note(reason, trace)
-            await self._errors.finish()
-        await self._job.fail(reason)
-
-
 class JobRunner:
     """Watches one job's records, and runs its session until the job has ended, or the incarnation has."""
 
     def __init__(
         self, uid: str, identity: Identity, cluster: ClusterMirror, changes: ChangeSignal, dependencies: JobDependencies
     ) -> None:
-        self.uid = uid
-        self.keys = JobKeys(uid)
-        self.node = identity.node
+        self.uid, self.node, self.me = uid, identity.node, identity.incarnation
         self.changes = changes
-        self.mirror = JobMirror(self.keys)
-        self.buffer = GroupBuffer()
         self.telemetry = dependencies.telemetry
         self.closed = False
         """Whether nothing more will be heard here."""
-        self.leaving = False
+        self._records = JobRecords(uid)
         self._identity = identity
         self._cluster = cluster
         self._dependencies = dependencies
-        self._recorder = dependencies.new_recorder(lambda: self.mirror)
+        self._recorder = dependencies.new_recorder(lambda: self._records.mirror)
         self._session: JobSession | None = None
         """None before the job's record is known, and once it has ended."""
 
     @property
-    def me(self) -> str:
-        """This incarnation."""
-        return self._identity.incarnation
+    def mirror(self) -> JobMirror:
+        """The job's records as last heard."""
+        return self._records.mirror
 
     @property
     def is_working(self) -> bool:
@@ -276,18 +136,18 @@ class JobRunner:
 
     def leave(self) -> None:
         """Hand over: this controller is about to end."""
-        self.leaving = True
-        for ref in list(self.buffer.in_flight):
-            self.buffer.in_flight.give_up(ref, stale=False)
+        self._records.leaving = True
+        for ref in list(self._records.buffer.in_flight):
+            self._records.buffer.in_flight.give_up(ref, stale=False)
         self.changes.notify()
 
     async def withdraw(self) -> None:
         """Be no member of a job that cannot be worked on here."""
-        await withdraw_member(self._dependencies.store, self.keys, self._identity, self._dependencies.clock)
+        await withdraw_member(self._dependencies.store, self._records.keys, self._identity, self._dependencies.clock)
 
     async def end_left(self, reason: str) -> None:
         """End the job as failed, if nobody works on it any more."""
-        await fail_abandoned_job(self._dependencies.store, self.keys, self._dependencies.clock, reason)
+        await fail_abandoned_job(self._dependencies.store, self._records.keys, self._dependencies.clock, reason)
 
     async def run(self) -> None:
         """Until the job has ended."""
@@ -332,11 +192,19 @@ class JobRunner:
     def make_session(self, spec: JobSpec, job: JobRecord, control_group: str) -> JobSession:
         """All parts of the job. `job`: its record, naming the run's folder on this node; `group`: the control group of its processes."""
         return JobSession(
-            self, self._identity, self._cluster, self._dependencies, self._recorder, spec, job, control_group
+            self._records,
+            self._identity,
+            self._cluster,
+            self.changes,
+            self._dependencies,
+            self._recorder,
+            spec,
+            job,
+            control_group,
         )
 
     async def _watch(self) -> None:
-        async for batch in self._dependencies.store.watch(self.keys.prefix):
+        async for batch in self._dependencies.store.watch(self._records.keys.prefix):
             self._note(batch)
             self.changes.notify()
 
@@ -344,418 +212,14 @@ class JobRunner:
         before, wall = self.mirror, self._dependencies.clock.wall()
         for one in split_by_revision(batch):
             so_far = self.mirror
-            self.mirror = localize_mirror(so_far.fold(one), self._dependencies.run_root)
+            self._records.mirror = localize_mirror(so_far.fold(one), self._dependencies.run_root)
             self.telemetry.events.note(so_far, one, self.mirror, wall)
         for key in self.mirror.unreadable.keys() - before.unreadable.keys():
             sentence = f"{self.mirror.unreadable[key].why}; it is as if it were not there"
             self._dependencies.warnings.note(f"record-{self.node}", sentence)
-        self._recorder.note(self.mirror, self.buffer.group)
+        self._recorder.note(self.mirror, self._records.buffer.group)
         if self._session is not None:
             self._session.prune(before)
         self.telemetry.note(before, batch, self.mirror)
         if self._session is not None:
             self._session.work.note(before, self.mirror)
-
-
-class Unprepared:
-    """In place of `JobWork` before the job's data are prepared."""
-
-    is_ordering = is_held_back = False
-    proposal: MoveProposal | None = None
-    move_report: MoveReport | None = None
-
-    def note(self, before: JobMirror, after: JobMirror) -> None:
-        """A change of the job's records: nothing here depends on it."""
-
-
-class JobSession(LiveJob):
-    """All parts of a job that runs, and what they work on: its records, its view, and how it fails. Not safe for threads."""
-
-    def __init__(
-        self,
-        runner: JobRunner,
-        identity: Identity,
-        cluster: ClusterMirror,
-        dependencies: JobDependencies,
-        recorder: RunRecorder,
-        spec: JobSpec,
-        job: JobRecord,
-        control_group: str,
-    ) -> None:
-        """`job`: the record, naming the run's folder on this node; `group`: the control group of its processes."""
-        super().__init__(
-            runner.uid,
-            runner.node,
-            runner.me,
-            runner.changes,
-            lambda: runner.mirror,
-            self._new_view,
-            dependencies.warnings,
-            dependencies.timers,
-        )
-        self.buffer = runner.buffer
-        self.dependencies = dependencies
-        self.run_dir = Path(job.run_dir)
-        self.spec, self.rules = spec, rules_of(job)
-        self.recorder = recorder
-        self.work: Unprepared | JobWork = Unprepared()
-        self.identity = identity
-        self.cluster = cluster
-        self._runner = runner
-        self._memo = Memo()
-        self._missing_input = ""
-        self._pools: tuple[PoolStatus | None, PoolStatus | None, PoolStatus | None] = (None, None, None)
-        """The state of rewards, of judges, and of processes of agents and tools."""
-        clock, metrics = dependencies.clock, dependencies.metrics
-        rollout = spec.rollout
-        self.engines = EnginePool(
-            self.changes,
-            rollout.timeout_s,
-            dependencies.connect_engine,
-            clock=clock,
-            patience=HealthLimits(rollout.silent_s, rollout.watchdog_s, rollout.timeout_s),
-            metrics=metrics,
-            told_every=rollout.told_every,
-            rows=rollout.batch_slots,
-        )
-        self.judges = {
-            judge.name: JudgePool(
-                spec, judge, self.uid, self.me, self.changes, clock, metrics, dependencies.connect_engine
-            )
-            for judge in spec.served_judges
-        }
-        self.pools: dict[str, EnginePool] = {"": self.engines, **self.judges}
-        """All engines, by judge; the policy's have no name."""
-        self._judge_counts = JudgeMetricsObserver(
-            metrics, lambda topic, said: self.warnings.note(f"{topic}-{self.node}", said)
-        )
-        self.external = ExternalJudges(
-            spec,
-            dependencies.store,
-            runner.keys,
-            self.node,
-            self.me,
-            clock,
-            self._judge_counts,
-            lambda: self.mirror,
-            lambda: cluster.nodes,
-            self.warnings.note,
-            os.environ,
-        )
-        self._rewards = RewardPool(
-            rewards_of(spec),
-            spec.scoring,
-            clock,
-            lambda error: dependencies.errors.note(str(error), error.trace),
-            lambda news: self.warnings.note(f"reward-{self.node}", news),
-            group=control_group,
-        )
-        self.episodes: EpisodePool | None = new_episode_pool(spec, clock, dependencies.errors.note, control_group)
-        self.own_folder: LocalRunFolder | None = (
-            dependencies.folders.of(job.uid, self.run_dir) if has_own_folder(job) else None
-        )
-        self.staged = dependencies.new_staged_weights(
-            self.run_dir,
-            self.node,
-            self._head_version,
-            self.changes,
-            self.warnings.hold,
-            self.changes.notify,
-            clock,
-        )
-        self.effects = self._make_effects()
-        self.actions = ActionsInFlight(self, self.effects, self.fail, metrics, clock)
-        self.flow = FlowRunner(self, dependencies.errors, clock)
-        self.collectives = PeerCollectives(
-            dependencies.store, lambda: self.mirror, self.me, identity.lease, self.changes, clock
-        )
-
-    def _make_effects(self) -> Effects:
-        dependencies, lease = self.dependencies, self.identity.lease
-        replicator: Replicator | None = None
-        if self.own_folder is not None:
-            replicator = Replicator(
-                dependencies.store,
-                dependencies.ledger,
-                lease,
-                dependencies.clock,
-                self.run_dir,
-                self.warnings.hold,
-                self.own_folder,
-            )
-        return Effects(
-            store=dependencies.store,
-            ledger=dependencies.ledger,
-            lease=lease,
-            address=self.identity.address,
-            ranks=dependencies.ranks,
-            pools=self.pools,
-            buffer=self.buffer,
-            clock=dependencies.clock,
-            stats=dependencies.telemetry.stats,
-            tell=self.warnings.hold,
-            run_dir=self.run_dir,
-            away=partial(dependencies.folder_loss, self.run_dir),
-            replicator=replicator,
-            memory_dir=dependencies.memory_dir,
-        )
-
-    @property
-    def record(self) -> JobRecord:
-        """The job's own record."""
-        assert self.mirror.job is not None
-        return self.mirror.job.record
-
-    def has_more(self) -> bool:
-        """Whether there are steps to make. It may be so again after the last: by a rollback."""
-        return not self.mirror.has_ended and self.mirror.head is not None and not self.look().is_over
-
-    async def fail(self, reason: str) -> None:
-        """End the job as failed, however long the store is away."""
-        while not self.mirror.has_ended:
-            done = await apply_action(SetPhase(JobPhase.FAILED, reason), self.look(), self.effects)
-            if done.outcome is not TxnOutcome.WON:
-                await self.changes.wait(LOOK_AGAIN_S)
-            else:
-                await self.changes.until(self._has_ended)
-
-    def prune(self, before: JobMirror) -> None:
-        """Drop groups that a new head has made terminal, cut off or too old."""
-        mirror = self.mirror
-        if mirror.job is not None and mirror.head is not None and mirror.head != before.head:
-            self.buffer.prune(self._current_rules(mirror.job.record), mirror.head.record)
-
-    async def loads(self) -> LoadsReply:
-        """The load of the engines that this controller is responsible for."""
-        return await own_loads(self.look(), self.pools)
-
-    def note_scoring(self) -> None:
-        """Look at rewards, judges and the processes of agents and tools, which announce no change."""
-        seen = (
-            self._rewards.scoring,
-            self._judge_counts.scoring,
-            self.episodes.waits if self.episodes is not None else None,
-        )
-        if seen != self._pools:
-            self._pools, self._view = seen, None
-
-    def note_engines(self) -> None:
-        """Account for engines that have nothing to do."""
-        if self.mirror.head is not None:
-            self.dependencies.telemetry.note_engines(self.look(), self.engines.busy, held_back=self.work.is_held_back)
-
-    async def run(self) -> None:
-        """Until the job has ended."""
-        head, dependencies = self._head_version(), self.dependencies
-        usage = UsageWriter(dependencies.store, self.record, self.node, dependencies.clock)
-        await dependencies.telemetry.booking.begin(self.spec, self.run_dir, head, usage)
-        try:
-            if (work := await self._prepare()) is not None:
-                self.work = work
-                await work.run()
-        finally:
-            await self.external.close()
-            await self._rewards.close()
-            if self.episodes is not None:
-                await self.episodes.close()
-
-    async def _prepare(self) -> JobWork | None:
-        """What the job does here, once this node has what it needs; None if the job has ended, or was failed."""
-        preparation = self._make_preparation()
-        try:
-            async with report_waits(self, self.dependencies.metrics, self.dependencies.clock):
-                data = await self.dependencies.prepare(preparation, self.spec, self.record)
-            if data is None:
-                return None
-            if self.own_folder is not None:
-                await self.own_folder.files.sweep()
-            self.spec = data.spec
-            self.recorder.samples.open(data.spec, data.stream, self.run_dir)
-            self.look_anew()
-            return JobWork(self, data)
-        except GcoreError as error:
-            await self.flow.fail_with(error)
-            return None
-
-    def _make_preparation(self) -> Preparation:
-        def report_missing(reason: str) -> None:
-            # Nobody decides while this is under way, so nobody else notes since when the job waits for it.
-            models = [f"wait model {node}" for node in (self.node, *self.cluster.nodes)]
-            conditions = ["wait start", *models] + ["wait material"] * bool(reason)
-            self.waits = self.waits.note(conditions, self.dependencies.clock.monotonic())
-            self._missing_input, self._view = reason, None
-
-        report_missing("")
-        return Preparation(
-            self.dependencies.store,
-            self._runner.keys,
-            self.identity,
-            self.dependencies.cache_dir,
-            self.changes,
-            lambda: self.mirror,
-            self._rewards,
-            report_missing,
-            lambda spec: open_judges(spec, self.judges, self._judge_counts, self.dependencies.clock, self.external),
-        )
-
-    def _has_ended(self) -> bool:
-        return self.mirror.has_ended
-
-    def _head_version(self) -> Version | None:
-        return None if self.mirror.head is None else self.mirror.head.record.version
-
-    def _current_rules(self, job: JobRecord) -> StreamRules:
-        # A spec is checked whole to give them: too much for whatever is heard.
-        return self._memo.get("rules", (job,), lambda: rules_of(job))
-
-    def _new_view(self) -> JobView:
-        cluster, dependencies, head = self.cluster, self.dependencies, self.mirror.head
-        reward_pool, judge_pool, tool_pool = self._pools
-        return JobView(
-            spec=self.spec,
-            rules=self.rules,
-            mirror=self.mirror,
-            me=self.me,
-            node=self.node,
-            nodes=cluster.able(written_version()),
-            share=cluster.share_of(self.uid),
-            claim=cluster.claims.get(self.uid, Claim()),
-            queued=cluster.queue.get(self.uid),
-            outdated_nodes=cluster.unable(written_version()),
-            workers=cluster.workers,
-            ranks=dependencies.ranks.views,
-            engines=self.engines.views,
-            judges={name: view for judge in self.judges.values() for name, view in judge.views.items()},
-            holdings=self.buffer.offers,
-            outcomes=self.buffer.outcomes,
-            in_flight=self.buffer.in_flight.versions(head.record) if head is not None else {},
-            busy=bool(self.buffer.in_flight),
-            under_way=self.actions.under_way(),
-            saved=dependencies.ranks.saved,
-            staged=self.staged.versions,
-            fetched_starts=frozenset() if self.own_folder is None else frozenset(self.own_folder.brought),
-            is_ordering=self.work.is_ordering,
-            missing_input=self._missing_input,
-            reward_pool=reward_pool,
-            judge_pool=judge_pool,
-            tool_pool=tool_pool,
-            failed_start=dependencies.launcher.failed_start(cluster.workers),
-            proposal=self.work.proposal,
-            move_report=self.work.move_report,
-            remembered=self._memo,
-            leaving=self._runner.leaving,
-        )
-
-
-class JobWork:
-    """The parts of a session that need the job's data: the flow and its peer, the reconciler, the planner. Raises GcoreError."""
-
-    def __init__(self, session: JobSession, data: JobData) -> None:
-        dependencies, spec, clock = session.dependencies, data.spec, session.dependencies.clock
-        self._session = session
-        self._data = data
-        self._flow = dependencies.find_flow(spec.flow.name)
-        filters = find_filters(spec.flow.filters)
-        episodes = new_episode_runner(spec, session.engines, session.episodes, clock, dependencies.errors.note)
-        self._orders = CurriculumOrders(spec, data.stream, session.changes.notify)
-        self._peer = JobPeer(
-            data,
-            session.look,
-            session.changes,
-            session.engines,
-            session.buffer,
-            LedgerEvaluations(dependencies.ledger, lambda: session.mirror),
-            clock,
-            dependencies.telemetry.stopwatch,
-            self._orders,
-            filters,
-            session.collectives,
-            dependencies.errors,
-            episodes,
-        )
-        self._reconciler = Reconciler(
-            session,
-            session.buffer,
-            session.note_scoring,
-            session.note_engines,
-            session.cluster,
-            dependencies.launcher,
-            session.pools,
-            dependencies.ranks,
-            session.actions,
-            dependencies.metrics,
-            clock,
-        )
-        self._planner = Planner(session, spec, clock, session.run_dir, dependencies.connector)
-
-    @property
-    def is_ordering(self) -> bool:
-        """Whether a curriculum's order is being worked out."""
-        return self._orders.arranging
-
-    @property
-    def is_held_back(self) -> bool:
-        """Whether no prompt should be begun because of a judge."""
-        return self._data.is_held_back
-
-    @property
-    def proposal(self) -> MoveProposal | None:
-        """What this controller wants to change of the placement."""
-        return self._planner.proposal
-
-    @property
-    def move_report(self) -> MoveReport | None:
-        """What it has to tell of earlier changes."""
-        return self._planner.account
-
-    def note(self, before: JobMirror, after: JobMirror) -> None:
-        """A change of the job's records."""
-        self._planner.note(before, after)
-
-    async def run(self) -> None:
-        """Until the job has ended."""
-        session, dependencies = self._session, self._session.dependencies
-        accounts = dependencies.telemetry.booking
-        books = start_background_task(accounts.run(), f"books {session.uid}")
-        try:
-            async with asyncio.TaskGroup() as parts:
-                work = {
-                    "flow": session.flow.run(self._flow, self._peer),
-                    "drive": self._reconciler.run(),
-                    "staged": session.staged.run(),
-                    "faults": dependencies.errors.run(),
-                    "troubles": dependencies.warnings.run(),
-                    "collectives": session.collectives.answer_others(),
-                    "external": session.external.run(),
-                } | ({"placement": self._planner.run()} if self._data.spec.placement.is_live else {})
-                if dependencies.disk_gib is not None:
-                    work["quota"] = self._quota(dependencies.disk_gib).run()
-                tasks = [parts.create_task(one, name=f"{name} {session.uid}") for name, one in work.items()]
-                await session.changes.until(lambda: session.mirror.has_ended)
-                for task in tasks:
-                    task.cancel()
-        finally:
-            # Before this process may be ended too.
-            await cancel_all([books])
-            await accounts.finish()
-            # First of all what is being published: it lets its engine go on.
-            await session.actions.stop()
-            await self._peer.close()
-            for pool in session.pools.values():
-                await pool.close()
-            await self._orders.close()
-
-    def _quota(self, disk_gib: float) -> DiskQuota:
-        session = self._session
-
-        def show(found: DiskUsage) -> None:
-            session.recorder.samples.has_room = found.level is QuotaLevel.FREE
-            session.warnings.note(f"{DISK_TOPIC}-{session.node}", found.sentence)
-
-        async def pause() -> None:
-            await change_claim(
-                session.dependencies.store, session.uid, lambda claim: claim.model_copy(update={"paused": True})
-            )
-
-        clock = session.dependencies.clock
-        return DiskQuota(session.run_dir, disk_gib, lambda: len(session.mirror.members), show, pause, clock)

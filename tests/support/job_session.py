@@ -7,7 +7,8 @@ from pathlib import Path
 from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
 from controllers.identity import Identity
-from controllers.job.runner import JobRunner, JobSession, make_dependencies
+from controllers.job.runner import JobRunner, make_dependencies
+from controllers.job.session import JobSession
 from controllers.storage.run_folder import LocalRunFolders
 from gcore.config import JobSpec, NodeConfig
 from gcore.ledger.records.job import JobRecord

@@ -1,6 +1,6 @@
 """What a controller of the simulated cluster reaches: production's session of a job, over simulated messages.
 
-One life is one incarnation under one lease, as in `controllers.daemon.incarnation`, and `controllers.job.runner` builds the job's parts as in the
+One life is one incarnation under one lease, as in `controllers.daemon.incarnation`, and `controllers.job.session` builds the job's parts as in the
 daemon. Simulated are only the ends: prompts come from nowhere, engines and ranks are those of `simulated_workers`, starting a worker
 starts a simulated one, and nothing is recorded for people.
 """
@@ -33,7 +33,7 @@ from controllers.changes import ChangeSignal
 from controllers.flow.job_data import JobData, SourcePipeline, sampling_of
 from controllers.identity import Identity
 from controllers.job.preparation import Preparation
-from controllers.job.runner import JobDependencies
+from controllers.job.session import JobDependencies
 from controllers.rules.view import JobView, Timers
 from controllers.storage.run_folder import (
     LocalRunFolder,

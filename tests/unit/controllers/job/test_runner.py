@@ -12,7 +12,7 @@ import pytest
 from plug_in_package import installer
 
 from controllers.changes import ChangeSignal
-from controllers.job.runner import FlowRunner
+from controllers.job.session import FlowRunner
 from controllers.job.supervision import NodeNotReady
 from controllers.telemetry.events import EventLog
 from controllers.telemetry.notices import PluginErrorLog
