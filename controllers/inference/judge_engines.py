@@ -55,13 +55,13 @@ class ClassifierClient:
     def __init__(
         self,
         judge: JudgeSpec,
-        book: EnginePool,
+        pool: EnginePool,
         renderer: PromptRenderer,
         limit: int | None,
         new_rid: Callable[[], str],
     ) -> None:
         """`limit`: the judge's context, in tokens."""
-        self._book = book
+        self._pool = pool
         self._renderer = renderer
         self._limit = limit
         self._new_rid = new_rid
@@ -108,7 +108,7 @@ class ClassifierClient:
 
     async def _request_scores(self, asked: Sequence[_Question], tokens: Sequence[Tokens]) -> None:
         try:
-            scores = await self._book.classify(FIRST_WEIGHTS, tokens, self._new_rid())
+            scores = await self._pool.classify(FIRST_WEIGHTS, tokens, self._new_rid())
         except (EngineUnreachable, EngineGaveUp) as error:
             _fail(asked, partial(judge_away, error))
         except EngineError as error:
@@ -270,13 +270,13 @@ class GenerativeJudgeClient:
     def __init__(
         self,
         judge: JudgeSpec,
-        book: EnginePool,
+        pool: EnginePool,
         renderer: PromptRenderer,
         limit: int | None,
         new_rid: Callable[[], str],
     ) -> None:
         self._name = judge.name
-        self._book = book
+        self._pool = pool
         self._renderer = renderer
         self._limit = limit
         self._new_rid = new_rid
@@ -292,7 +292,7 @@ class GenerativeJudgeClient:
         tokens = await run_by_size(len(question), lambda: self._tokens(question))
         decode = self._renderer.tokenizer.decode
         try:
-            samples = await self._book.generate(
+            samples = await self._pool.generate(
                 FIRST_WEIGHTS, [tokens] * len(seeds), self._params, seeds, self._new_rid(), None, decode
             )
         except EngineUnreachable as error:

@@ -81,7 +81,7 @@ class EnginePool(Requests):
     @property
     def views(self) -> dict[str, EngineView]:
         """What is known of my engines."""
-        return {instance: line.view for instance, line in self._lines.items()}
+        return {instance: connection.view for instance, connection in self._connections.items()}
 
     @property
     def slept_s(self) -> float | None:
@@ -96,22 +96,22 @@ class EnginePool(Requests):
     @property
     def busy(self) -> frozenset[str]:
         """Those that owe something."""
-        return frozenset(instance for instance, line in self._lines.items() if line.in_flight)
+        return frozenset(instance for instance, connection in self._connections.items() if connection.in_flight)
 
     async def aim(self, workers: Mapping[str, WorkerRecord]) -> None:
         """These are mine from now on."""
-        for instance in list(self._lines):
-            if instance not in workers or workers[instance].address != self._lines[instance].view.address:
-                line = self._lines.pop(instance)
-                line.leave()
-                await line.client.close()
+        for instance in list(self._connections):
+            if instance not in workers or workers[instance].address != self._connections[instance].view.address:
+                connection = self._connections.pop(instance)
+                connection.leave()
+                await connection.client.close()
                 self._changes.notify()
         for instance, worker in workers.items():
-            if instance not in self._lines:
+            if instance not in self._connections:
                 client = self._connect(f"http://{worker.address}", timeout_s=self._timeout_s, instance=instance)
                 now = self._clock.monotonic()
                 view = EngineView(instance, worker.address, None)
-                self._lines[instance] = EngineConnection(client, view, pulse=EngineHealth(now))
+                self._connections[instance] = EngineConnection(client, view, health=EngineHealth(now))
                 self._changes.notify()
         self.shut(self._shut)
 
@@ -119,40 +119,40 @@ class EnginePool(Requests):
         """The plan says that these sleep, and the others do not."""
         self._shut = frozenset(instances)
         now = self._clock.monotonic()
-        for instance, line in self._lines.items():
-            if (line.shut is not None) != (instance in self._shut):
-                line.shut = now if instance in self._shut else None
+        for instance, connection in self._connections.items():
+            if (connection.shut is not None) != (instance in self._shut):
+                connection.shut = now if instance in self._shut else None
                 self._changes.notify()
 
     async def sleep(self, instance: str) -> None:
         """Have its memory back. Raises EngineError."""
-        line = self._known(instance)
-        line.distrust()
-        with self._told(line):
-            if not await line.client.sleeps():
+        connection = self._connection_of(instance)
+        connection.distrust()
+        with self._note_trouble(connection):
+            if not await connection.client.sleeps():
                 began = self._clock.monotonic()
-                await line.client.sleep()
+                await connection.client.sleep()
                 self._slept.append(self._clock.monotonic() - began)
-        line.view = replace(line.view, version=None, asleep=True)
+        connection.view = replace(connection.view, version=None, asleep=True)
 
     async def wake(self, instance: str, version: Version | None = None) -> None:
         """Give it its memory again. `version`: what its weights are called, if they are the same for ever; else they are brought to
         it next (`publish`). Raises EngineError."""
-        line = self._known(instance)
-        line.waking = self._clock.monotonic()
-        with self._told(line):
-            await (line.client.take_memory() if version is None else line.client.wake(version))
-        line.view = replace(line.view, version=None, asleep=False)
-        line.woken = True
+        connection = self._connection_of(instance)
+        connection.waking = self._clock.monotonic()
+        with self._note_trouble(connection):
+            await (connection.client.take_memory() if version is None else connection.client.wake(version))
+        connection.view = replace(connection.view, version=None, asleep=False)
+        connection.woken = True
 
     @contextmanager
-    def _told(self, line: EngineConnection) -> Iterator[None]:
-        """What goes wrong within stands in the line's view."""
+    def _note_trouble(self, connection: EngineConnection) -> Iterator[None]:
+        """Keep what goes wrong in the block in the connection's view."""
         try:
             yield
-            line.view = replace(line.view, trouble="")
+            connection.view = replace(connection.view, trouble="")
         except EngineError as error:
-            line.view = replace(line.view, trouble=error.what)
+            connection.view = replace(connection.view, trouble=error.what)
             raise
         finally:
             self._changes.notify()
@@ -160,25 +160,25 @@ class EnginePool(Requests):
     async def loads(self, instances: Collection[str]) -> dict[str, tuple[int, int]]:
         """What these of mine run, and what waits there. One that does not say so is taken to run what it was asked from here."""
 
-        async def load(line: EngineConnection) -> tuple[int, int]:
+        async def load(connection: EngineConnection) -> tuple[int, int]:
             running: int | None = None
             waiting: int | None = None
             with contextlib.suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(LOAD_S):
-                    running, waiting = await line.client.load()
-            return (line.in_flight if running is None else running), waiting or 0
+                    running, waiting = await connection.client.load()
+            return (connection.in_flight if running is None else running), waiting or 0
 
-        asked = {name: self._lines[name] for name in instances if name in self._lines}
-        awake = {name: line for name, line in asked.items() if not line.view.asleep}
+        asked = {name: self._connections[name] for name in instances if name in self._connections}
+        awake = {name: connection for name, connection in asked.items() if not connection.view.asleep}
         found = dict(zip(awake, await asyncio.gather(*map(load, awake.values())), strict=True))
         return {name: found.get(name, (0, 0)) for name in asked}
 
-    def _known(self, instance: str) -> EngineConnection:
-        line = self._lines.get(instance)
-        if line is None:
+    def _connection_of(self, instance: str) -> EngineConnection:
+        connection = self._connections.get(instance)
+        if connection is None:
             # It may have ended, or become a peer's, between the decision and the deed.
             raise EngineUnreachable(f"{instance} is not connected", fix="Look again")
-        return line
+        return connection
 
     async def close(self) -> None:
         """Close all connections."""
@@ -189,34 +189,38 @@ class EnginePool(Requests):
 
         Of one that is met, was distrusted or has failed it is found out first what it serves: a peer may have brought it there.
         """
-        line = self._known(instance)
-        line.coming = version
+        connection = self._connection_of(instance)
+        connection.coming = version
         asked = self._clock.monotonic()
         try:
-            served = await line.client.served() if line.view.version is None else line.view.version
-            if served is None and await (line.client.released() if line.woken else line.client.sleeps()):
+            served = await connection.client.served() if connection.view.version is None else connection.view.version
+            if served is None and await (
+                connection.client.released() if connection.woken else connection.client.sleeps()
+            ):
                 # A controller that is gone put it to sleep, or another since this one woke it: it is woken first.
-                line.view, line.woken = replace(line.view, asleep=True), False
+                connection.view, connection.woken = replace(connection.view, asleep=True), False
                 raise EngineError(f"{instance} sleeps", fix="It is woken first")
-            if line.view.version is None and served == version:
+            if connection.view.version is None and served == version:
                 # Whoever brought it there may have died before it let the engine go on; going on twice does no harm.
-                await line.client.resume()
+                await connection.client.resume()
             else:
-                await line.client.update_weights(str(folder), version)
-            if line.woken:
-                self._woke.append(self._clock.monotonic() - line.waking)
-            line.woken = False
-            line.view = replace(line.view, version=version, trouble="", asleep=False)
-            line.pulse = line.pulse.answers(self._clock.monotonic())
+                await connection.client.update_weights(str(folder), version)
+            if connection.woken:
+                self._woke.append(self._clock.monotonic() - connection.waking)
+            connection.woken = False
+            connection.view = replace(connection.view, version=version, trouble="", asleep=False)
+            connection.health = connection.health.answers(self._clock.monotonic())
         except EngineError as error:
             # What it serves now is anybody's guess: it is asked, and let go on, when this is tried again.
-            line.view = replace(line.view, version=None, trouble="" if line.view.asleep else error.what)
+            connection.view = replace(
+                connection.view, version=None, trouble="" if connection.view.asleep else error.what
+            )
             if isinstance(error, EngineUnreachable):
-                line.pulse = line.pulse.in_vain(asked)
+                connection.health = connection.health.in_vain(asked)
                 self._looked = -LOOK_S  # that it is silent is seen before the next try is decided on
             raise
         finally:
-            line.coming = None
+            connection.coming = None
             self._changes.notify()
 
     def look_after(self, controllers: int = 1) -> None:
@@ -228,45 +232,47 @@ class EnginePool(Requests):
         if now < self._looked + LOOK_S:
             return
         self._looked = now
-        for instance, line in self._lines.items():
-            if line.coming is not None:
+        for instance, connection in self._connections.items():
+            if connection.coming is not None:
                 continue  # bringing it weights has a limit of its own
-            busy = bool(line.requests)
-            line.pulse = line.pulse.look(self._patience, now, busy=busy)
-            verdict = line.pulse.verdict(self._patience, now)
+            busy = bool(connection.requests)
+            connection.health = connection.health.look(self._patience, now, busy=busy)
+            verdict = connection.health.verdict(self._patience, now)
             view = replace(
-                line.view,
-                version=line.view.version if verdict is HealthState.WELL else None,
+                connection.view,
+                version=connection.view.version if verdict is HealthState.WELL else None,
                 silent=verdict is not HealthState.WELL,
                 hung=verdict is HealthState.HUNG,
-                why=line.pulse.why(self._patience, now),
+                why=connection.health.why(self._patience, now),
             )
-            if verdict is not HealthState.WELL or (line.shut is not None and now >= line.shut + SHUT_S):
-                line.leave()
-            if view != line.view:
-                line.view = view
+            if verdict is not HealthState.WELL or (connection.shut is not None and now >= connection.shut + SHUT_S):
+                connection.leave()
+            if view != connection.view:
+                connection.view = view
                 self._changes.notify()
-            if line.pulse.wants_probe(self._patience, now, line.probed, busy=busy) and (
-                line.probe is None or line.probe.done()
+            if connection.health.wants_probe(self._patience, now, connection.probed, busy=busy) and (
+                connection.probe is None or connection.probe.done()
             ):
-                line.probed = now
-                line.probe = asyncio.get_running_loop().create_task(self._probe(line), name=f"probe {instance}")
-                self._probes.add(line.probe)
-                line.probe.add_done_callback(self._probes.discard)
+                connection.probed = now
+                connection.probe = asyncio.get_running_loop().create_task(
+                    self._probe(connection), name=f"probe {instance}"
+                )
+                self._probes.add(connection.probe)
+                connection.probe.add_done_callback(self._probes.discard)
         if self.rows is not None:
             self.rebalance(self.rows)
 
-    async def _probe(self, line: EngineConnection) -> None:
+    async def _probe(self, connection: EngineConnection) -> None:
         try:
             async with asyncio.timeout(self._patience.probe_s):
-                await line.client.scheduler_state()
+                await connection.client.scheduler_state()
         except (EngineUnreachable, TimeoutError) as error:
-            log.debug("%s: %s", line.client.base_url, error)
+            log.debug("%s: %s", connection.client.base_url, error)
             return
         except EngineError as error:  # who refuses has answered
-            log.debug("%s: %s", line.client.base_url, error)
-        line.pulse = line.pulse.answers(self._clock.monotonic())
+            log.debug("%s: %s", connection.client.base_url, error)
+        connection.health = connection.health.answers(self._clock.monotonic())
 
     def serves(self, version: Version) -> bool:
         """Whether one of my engines serves `version`."""
-        return any(line.view.version == version for line in self._lines.values())
+        return any(connection.view.version == version for connection in self._connections.values())

@@ -103,7 +103,7 @@ class EngineConnection:
     """The same as what it is taken for: responses, or tokens that are expected."""
     coming: Version | None = None
     """What it is being brought to."""
-    pulse: EngineHealth = field(default_factory=lambda: EngineHealth(0.0))
+    health: EngineHealth = field(default_factory=lambda: EngineHealth(0.0))
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
     """For responses or scores, under way."""
     asked: dict[str, InFlightRequest] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class Requests:
         told_every: int | None,
         pool: ServingPool = "rollout",
     ) -> None:
-        self._lines: dict[str, EngineConnection] = {}
+        self._connections: dict[str, EngineConnection] = {}
         self._changes = changes
         self._clock = clock
         self._patience = patience
@@ -185,7 +185,7 @@ class Requests:
 
     def foreseen(self) -> tuple[float, int]:
         """Tokens that are expected to come yet from engines, and of how many responses."""
-        found = [one.owing.foreseen() for line in self._lines.values() for one in line.asked.values()]
+        found = [one.owing.foreseen() for connection in self._connections.values() for one in connection.asked.values()]
         return sum(tokens for tokens, _ in found), sum(count for _, count in found)
 
     async def generate(
@@ -267,28 +267,30 @@ class Requests:
         self._usual = owing.each
         seat = Affinity() if seat is None else seat
         wanted = follow.wanted if follow is not None else lambda: version
-        instance, line = await self._seat(wanted, len(seeds), owing.tokens, seat.instance)
+        instance, connection = await self._seat(wanted, len(seeds), owing.tokens, seat.instance)
         seat.instance = instance
         if follow is not None:
-            assert line.view.version is not None
-            version = line.view.version
+            assert connection.view.version is not None
+            version = connection.view.version
             follow.began(version)
         # No two requests are called the same: an abort of one that was given up must not end the one that repeats it.
         rid = f"{rid}/{next(self._requests)}"
-        asked = line.asked[rid] = InFlightRequest(len(seeds), owing)
+        asked = connection.asked[rid] = InFlightRequest(len(seeds), owing)
         heard = growing
         if growing is not None:
             heard = ProgressCallback(
-                growing.every, self._heard(line, asked, owing, growing, version, newer=follow is not None)
+                growing.every, self._note_tokens(connection, asked, owing, growing, version, newer=follow is not None)
             )
-        request = line.client.generate_each(prompts, params, seeds=seeds, rid=rid, growing=heard)
-        samples = await self._brought(instance, line, rid, len(seeds), owing, request, lambda samples: samples)
-        wanted_back = line.shut is not None or asked.taken_back is not None
+        request = connection.client.generate_each(prompts, params, seeds=seeds, rid=rid, growing=heard)
+        samples = await self._finish_request(
+            instance, connection, rid, len(seeds), owing, request, lambda samples: samples
+        )
+        wanted_back = connection.shut is not None or asked.taken_back is not None
         if wanted_back and any(sample.finish_reason == "abort" for sample in samples):
             if growing is not None and not _others(samples, version, newer=follow is not None):
                 for place, sample in enumerate(samples):
                     growing.tell(place, sample)
-            why = "is put to sleep" if line.shut is not None else "had it waiting"
+            why = "is put to sleep" if connection.shut is not None else "had it waiting"
             raise RequestReturned(f"{instance} {why}", fix="The request goes on elsewhere")
         if others := _others(samples, version, newer=follow is not None):
             # A peer that also believed it to be its own has published to it.
@@ -303,15 +305,15 @@ class Requests:
         Raises EngineError. An engine that does not answer is distrusted, and the request is for the caller to repeat.
         """
         owing = OutstandingWork(len(questions), None, self._usual)
-        instance, line = await self._seat(lambda: version, len(questions), owing.tokens, None)
+        instance, connection = await self._seat(lambda: version, len(questions), owing.tokens, None)
         rid = f"{rid}/{next(self._requests)}"
-        request = line.client.classify(questions, rid=rid)
-        return await self._brought(instance, line, rid, len(questions), owing, request, lambda _: ())
+        request = connection.client.classify(questions, rid=rid)
+        return await self._finish_request(instance, connection, rid, len(questions), owing, request, lambda _: ())
 
-    async def _brought(
+    async def _finish_request(
         self,
         instance: str,
-        line: EngineConnection,
+        connection: EngineConnection,
         rid: str,
         count: int,
         owing: OutstandingWork,
@@ -321,7 +323,7 @@ class Requests:
         """What a seated `request` for `count` responses or scores brings; then its seat is free. Raises EngineError."""
         finished = False
         try:
-            asked = self._asked(instance, line, request)
+            asked = self._await_answer(instance, connection, request)
             brought = await count_request(asked, self._metrics, self._clock, self.pool, samples_of)
             finished = True
             return brought
@@ -330,15 +332,15 @@ class Requests:
             self.distrust(instance)
             raise
         finally:
-            line.asked.pop(rid, None)
-            line.take(-count, -owing.tokens)
+            connection.asked.pop(rid, None)
+            connection.take(-count, -owing.tokens)
             self._changes.notify()
             if not finished:
-                self._abandon(line, rid, count)
+                self._abandon(connection, rid, count)
 
-    def _heard(
+    def _note_tokens(
         self,
-        line: EngineConnection,
+        connection: EngineConnection,
         asked: InFlightRequest,
         owing: OutstandingWork,
         growing: ProgressCallback,
@@ -349,8 +351,8 @@ class Requests:
         """Tells `growing` of samples that `version` makes. Whoever tells lives, whatever it tells."""
 
         def tell(place: int, sample: Sample) -> None:
-            line.pulse = line.pulse.answers(self._clock.monotonic())
-            line.take(0, owing.hears(place, sample))
+            connection.health = connection.health.answers(self._clock.monotonic())
+            connection.take(0, owing.hears(place, sample))
             if sample.finish_reason != "abort":
                 asked.ended.add(place)
             if not _others((sample,), version, newer=newer):
@@ -358,27 +360,27 @@ class Requests:
 
         return tell
 
-    async def _asked(self, instance: str, line: EngineConnection, request: Coroutine[Any, Any, T]) -> T:
+    async def _await_answer(self, instance: str, connection: EngineConnection, request: Coroutine[Any, Any, T]) -> T:
         """What `request` brings. Raises EngineUnreachable when the engine is left meanwhile."""
         task = asyncio.create_task(request, name=f"ask {instance}")
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # heard, if nobody waits any more
         begun = self._clock.monotonic()
-        if not line.requests:
-            line.pulse = line.pulse.begins(begun)
-        line.requests.add(task)
+        if not connection.requests:
+            connection.health = connection.health.begins(begun)
+        connection.requests.add(task)
         try:
             await asyncio.wait({task})
         finally:
-            line.requests.discard(task)
+            connection.requests.discard(task)
             task.cancel()
         if task.cancelled():
             raise EngineUnreachable(f"{instance} is left, for it answers nothing", fix="The request goes to another")
         try:
             brought = task.result()
         except EngineUnreachable:
-            line.pulse = line.pulse.fails(self._patience, begun, self._clock.monotonic())
+            connection.health = connection.health.fails(self._patience, begun, self._clock.monotonic())
             raise
-        line.pulse = line.pulse.responds(self._clock.monotonic())
+        connection.health = connection.health.responds(self._clock.monotonic())
         return brought
 
     async def _seat(
@@ -390,7 +392,7 @@ class Requests:
         try:
             while True:
                 version = wanted()
-                known = self._lines.get(held[0]) if held is not None else None
+                known = self._connections.get(held[0]) if held is not None else None
                 if held is not None and known is not held[1]:
                     held = None  # it has gone, or another has its name
                 elif held is not None and held[1].shut is not None:
@@ -400,7 +402,7 @@ class Requests:
                 if instance is not None and (held is None or instance != held[0]):
                     if held is not None:
                         held[1].take(-size, -owed)
-                    held = instance, self._lines[instance]
+                    held = instance, self._connections[instance]
                     held[1].take(size, owed)
                 if held is not None and held[1].view.version == version:
                     return held
@@ -417,15 +419,20 @@ class Requests:
         once. While any is on its way nothing more is taken."""
         now = self._clock.monotonic()
         serving = {
-            name: line
-            for name, line in self._lines.items()
-            if line.view.version is not None and not line.view.silent and line.shut is None and line.coming is None
+            name: connection
+            for name, connection in self._connections.items()
+            if connection.view.version is not None
+            and not connection.view.silent
+            and connection.shut is None
+            and connection.coming is None
         }
-        asked = [one for line in serving.values() for one in line.asked.values()]
+        asked = [one for connection in serving.values() for one in connection.asked.values()]
         if any(one.taken_back is not None and now < one.taken_back + GIVES_BACK_S for one in asked):
             return
-        for version in {line.view.version for line in serving.values()}:
-            queues = [_queue(name, line) for name, line in serving.items() if line.view.version == version]
+        for version in {connection.view.version for connection in serving.values()}:
+            queues = [
+                _queue(name, connection) for name, connection in serving.items() if connection.view.version == version
+            ]
             for name, rid in requests_to_move(queues, rows):
                 request = serving[name].asked[rid]
                 request.taken_back = now
@@ -433,17 +440,17 @@ class Requests:
 
     def _loads(self, version: Version) -> list[RouteCandidate]:
         return [
-            RouteCandidate(instance, line.owed, line.view.version == version)
-            for instance, line in self._lines.items()
-            if version in (line.view.version, line.coming) and line.shut is None
+            RouteCandidate(instance, connection.owed, connection.view.version == version)
+            for instance, connection in self._connections.items()
+            if version in (connection.view.version, connection.coming) and connection.shut is None
         ]
 
-    def _abandon(self, line: EngineConnection, rid: str, count: int) -> None:
+    def _abandon(self, connection: EngineConnection, rid: str, count: int) -> None:
         """The caller gave up: let the engine give up too. In the background, and as far as it goes."""
 
         async def abort() -> None:
             try:
-                await line.client.abort(rid, count)
+                await connection.client.abort(rid, count)
             except EngineError as error:
                 log.debug("abort %s: %s", rid, error)
 
@@ -453,14 +460,14 @@ class Requests:
 
     def distrust(self, instance: str) -> None:
         """Nothing is known of the engine any more; it is asked, and brought up to date, before it is used again."""
-        if instance in self._lines:
-            self._lines[instance].distrust()
+        if instance in self._connections:
+            self._connections[instance].distrust()
             self._changes.notify()
 
 
-def _queue(instance: str, line: EngineConnection) -> EngineQueue:
-    there = tuple((rid, one.left) for rid, one in line.asked.items() if one.taken_back is None and one.left)
-    return EngineQueue(instance, line.busy, there)
+def _queue(instance: str, connection: EngineConnection) -> EngineQueue:
+    there = tuple((rid, one.left) for rid, one in connection.asked.items() if one.taken_back is None and one.left)
+    return EngineQueue(instance, connection.busy, there)
 
 
 def _grown(

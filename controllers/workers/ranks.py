@@ -48,7 +48,7 @@ LEAST_S = 30.0
 """For the smallest part: so long may a rank be busy with something else."""
 
 SLOWEST_BYTES_S = 1 << 20
-"""A line that brings less a second is none."""
+"""The lowest rate in bytes a second that a feed allows for."""
 
 GroupShare = tuple[Group, frozenset[int]]
 """A group, and the indexes of those of its samples that are meant."""
@@ -70,7 +70,7 @@ def split_shares(shares: Iterable[GroupShare], limit: int = PART_BYTES) -> Itera
 
 
 def share_bytes(share: GroupShare) -> int:
-    """About what it takes on the line: four bytes for a token's id, four for its log-probability. Digests are little."""
+    """About the bytes that it takes on the wire: four bytes for a token's id, four for its log-probability. Digests are little."""
     group, samples = share
     return 4 * len(group.prompt_ids) + sum(8 * len(group.samples[index].token_ids) for index in samples)
 
@@ -134,11 +134,11 @@ SAVED_KNOWN = 16
 
 
 class RankNotConnected(GcoreError):
-    """There is no line to the rank, or no longer: it may have ended between a decision and the deed."""
+    """There is no connection to the rank, or no longer: it may have ended between the decision and the action."""
 
 
 @dataclass(slots=True)
-class _Line:
+class _RankConnection:
     address: str
     channel: grpc.aio.Channel
     task: asyncio.Task[None]
@@ -154,7 +154,7 @@ class RankConnections:
         self._clock = clock
         self._on_change = on_change
         self._world: WorldName | None = None
-        self._lines: dict[int, _Line] = {}
+        self._connections: dict[int, _RankConnection] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._defect: BaseException | None = None
         self.views: dict[int, RankView] = {}
@@ -172,22 +172,22 @@ class RankConnections:
         if world != self._world:
             self._world = world
             self.views, self._told, self._answered, self._unrested = {}, {}, {}, {}
-            for rank in list(self._lines):
+            for rank in list(self._connections):
                 self._drop(rank)
-        for rank in list(self._lines):
-            if addresses.get(rank) != self._lines[rank].address or self._is_outdated(self._lines[rank]):
+        for rank in list(self._connections):
+            if addresses.get(rank) != self._connections[rank].address or self._is_outdated(self._connections[rank]):
                 self._drop(rank)
         for rank, address in addresses.items():
-            if rank not in self._lines and world is not None:
+            if rank not in self._connections and world is not None:
                 channel = self._connector.channel(address)
                 task = asyncio.create_task(self._listen(world, rank, channel), name=f"rank {rank}")
                 task.add_done_callback(self._heard_out)
-                self._lines[rank] = _Line(address, channel, task, self._connector.generation)
+                self._connections[rank] = _RankConnection(address, channel, task, self._connector.generation)
 
-    def _is_outdated(self, line: _Line) -> bool:
+    def _is_outdated(self, connection: _RankConnection) -> bool:
         """Whether it cannot connect any more as it was made: certificates have changed since. What stands goes on."""
-        broken = line.channel.get_state() is not grpc.ChannelConnectivity.READY
-        return broken and line.generation != self._connector.generation
+        broken = connection.channel.get_state() is not grpc.ChannelConnectivity.READY
+        return broken and connection.generation != self._connector.generation
 
     def raise_defect(self) -> None:
         """Nobody would hear of the rank any more, and the step be waited for for ever: that must not end in silence."""
@@ -200,7 +200,7 @@ class RankConnections:
             self._on_change()
 
     async def close(self) -> None:
-        """End all lines."""
+        """Close all connections."""
         self.aim(None, {})
 
     async def feed(
@@ -226,7 +226,7 @@ class RankConnections:
     ) -> None:
         # Off the event loop: it may be many MB, and the lease must be kept meanwhile.
         payload, digest = await asyncio.to_thread(_payload_of, part)
-        line = self._reach(rank)
+        connection = self._reach(rank)
         if world is None or world != self._world:
             raise RankNotConnected(f"the world of rank {rank} is over", fix="Look again")
         header = pb.FeedHeader(
@@ -238,26 +238,26 @@ class RankConnections:
             sha256=digest,
             share=share,
         )
-        stub = VersionedStub(train_pb2_grpc.TrainRankStub(line.channel))
+        stub = VersionedStub(train_pb2_grpc.TrainRankStub(connection.channel))
         reply = await stub.Feed(_chunks(header, payload), timeout=feed_timeout_s(len(payload)))
         if world == self._world:
             self._note_held(rank, seal.token, reply.held)
 
     async def apply(self, rank: int, seal: Seal, stored: bytes, *, whole: bool = True) -> None:
         """Tell a rank to train on the READY seal, or on its READY parts. Raises grpc.aio.AioRpcError, RankNotConnected."""
-        line, world = self._reach(rank), self._world
+        connection, world = self._reach(rank), self._world
         assert world is not None
         request = pb.ApplyRequest(
             schema_version=self._speaks(rank), world=write_world(world), token=write_token(seal.token), seal=stored
         )
-        stub = VersionedStub(train_pb2_grpc.TrainRankStub(line.channel))
+        stub = VersionedStub(train_pb2_grpc.TrainRankStub(connection.channel))
         await (stub.Apply if whole else stub.Accumulate)(request, timeout=CALL_TIMEOUT_S)
 
     async def rest(self, rank: int, step: int | None) -> None:
         """Have a rank give its memory back, behind `step`, or (None) take it again. Raises grpc.aio.AioRpcError, RankNotConnected."""
-        line, world = self._reach(rank), self._world
+        connection, world = self._reach(rank), self._world
         assert world is not None
-        stub = VersionedStub(train_pb2_grpc.TrainRankStub(line.channel))
+        stub = VersionedStub(train_pb2_grpc.TrainRankStub(connection.channel))
         try:
             if step is None:
                 await stub.Restore(pb.RestoreRequest(world=write_world(world)), timeout=REST_TIMEOUT_S)
@@ -275,17 +275,17 @@ class RankConnections:
         known = self.views.get(rank)
         return min(READABLE) if known is None else known.speaks
 
-    def _reach(self, rank: int) -> _Line:
-        line = self._lines.get(rank)
-        if line is None:
+    def _reach(self, rank: int) -> _RankConnection:
+        connection = self._connections.get(rank)
+        if connection is None:
             raise RankNotConnected(f"rank {rank} is not connected", fix="Look again")
-        return line
+        return connection
 
     def _drop(self, rank: int) -> None:
-        line = self._lines.pop(rank)
-        line.task.cancel()
+        connection = self._connections.pop(rank)
+        connection.task.cancel()
         # The channel is closed in the background: nobody waits for a dead rank.
-        closing = asyncio.ensure_future(line.channel.close())
+        closing = asyncio.ensure_future(connection.channel.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 

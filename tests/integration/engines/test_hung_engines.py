@@ -128,10 +128,10 @@ async def test_an_engine_that_is_slow_but_says_how_it_is_keeps_its_requests(tmp_
     async with bench(patience=HealthLimits(silent_s=3.0, request_s=60.0), a=("mute",)) as at:
         await at.book.publish("a", FIRST, tmp_path)
         asked = at.ask()
-        line = at.book._lines["a"]
+        line = at.book._connections["a"]
         signs: set[float] = set()
         await at.until(
-            lambda: len(signs) > 4 or bool(signs.add(line.pulse.sign))
+            lambda: len(signs) > 4 or bool(signs.add(line.health.sign))
         )  # begun, and a third of `silent_s` after the other
         assert not asked.done()
         assert not at.book.views["a"].silent
