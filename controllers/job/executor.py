@@ -22,7 +22,7 @@ from controllers.job.effects import (
     sweep_keys,
     warning_transaction,
 )
-from controllers.job.rollback import account_outcomes, roll_back
+from controllers.job.rollback import highest_numbers, roll_back
 from controllers.rules.actions import (
     AccumulateParts,
     Action,
@@ -63,9 +63,10 @@ from controllers.rules.actions import (
     WriteMove,
 )
 from controllers.rules.view import JobView
+from controllers.rules.world import world_loss
 from controllers.workers.ranks import RankNotConnected
 from gcore.errors import EngineError
-from gcore.ledger import transactions
+from gcore.ledger import chain, transactions
 from gcore.ledger.records.chain import HeldState, Member, NodeCopies, WorldState
 from gcore.ledger.records.job import JobStatus, Leader
 from gcore.ledger.transactions import Transaction, TxnOutcome, keeping_to
@@ -95,11 +96,11 @@ async def apply_action(action: Action, view: JobView, effects: Effects) -> Actio
         case StartJob():
             return await start_job(view, effects)
         case RecordOutcomes():
-            return await account_outcomes(action, view, effects)
+            return await _record_outcomes(action, view, effects)
         case Rollback():
             return await roll_back(action, view, effects)
         case ReportCopies():
-            return await _take_stock(action, view, effects)
+            return await _report_copies(action, view, effects)
         case RetainCheckpoints():
             return await retain_checkpoints(action, view, effects)
         case PruneLog():
@@ -279,7 +280,22 @@ async def _report_call(call: Awaitable[None], sentence: str) -> ActionResult:
     return ActionResult(TxnOutcome.WON, sentence)
 
 
-async def _take_stock(action: ReportCopies, view: JobView, effects: Effects) -> ActionResult:
+async def _record_outcomes(action: RecordOutcomes, view: JobView, effects: Effects) -> ActionResult:
+    """Write one entry for `action.outcomes`, unless the run's folder has a later entry than head.
+
+    While head's train world is lost, the store may have been restored from an older backup, and a rollback is about to find that. An entry
+    written before would take a sequence number under which the run's folder has another, so it waits for the rollback.
+    """
+    head = open_slots(view).head.record
+    if world_loss(view) is not None and (seen := await highest_numbers(view, effects.run_dir)).entry > head.seq:
+        sentence = f"account: the run's folder has entries up to {seen.entry}, head is entry {head.seq}: a rollback comes first"
+        return ActionResult(TxnOutcome.STALE, sentence)
+    advance = chain.account_entry(head, action.outcomes, view.rules.shape, new_writer(view))
+    report = await effects.ledger.run(transactions.account(view.mirror.keys, open_slots(view), advance))
+    return ActionResult(report.outcome, f"account for {len(action.outcomes)} prompts", report.revision)
+
+
+async def _report_copies(action: ReportCopies, view: JobView, effects: Effects) -> ActionResult:
     keys = view.mirror.keys
     found = () if effects.memory_dir is None else await asyncio.to_thread(list_copies, effects.memory_dir, keys.uid)
     shards: dict[WorldState, list[int]] = {}

@@ -1,11 +1,8 @@
 """A new world, in one transaction: from copies of head's own state if the nodes have them in memory, else from the newest whole
-checkpoint on the chain, with its cursors and tally. And the account of outcomes without a step.
+checkpoint on the chain, with its cursors and tally.
 
 Where nodes share no folder, the checkpoint is fetched first. A peer that cannot be reached has damaged nothing, and is asked again. Only a
 checkpoint that all present nodes have damaged, or that none has, is skipped.
-
-While head's train world is lost, the store may have been restored from an older backup, and a rollback is about to find that. An account
-written before would take a sequence number under which the run's folder has another entry, so it waits for the rollback.
 """
 
 from __future__ import annotations
@@ -15,9 +12,9 @@ import logging
 from pathlib import Path
 
 from controllers.job.effects import Effects, new_world_name, new_writer, open_slots, plan_world, warning_transaction
-from controllers.rules.actions import ActionResult, RecordOutcomes, Rollback
+from controllers.rules.actions import ActionResult, Rollback
 from controllers.rules.view import JobView, SavedCheckpoint
-from controllers.rules.world import state_at_hand, world_loss
+from controllers.rules.world import state_at_hand
 from gcore.errors import GcoreError, SpecError
 from gcore.ledger import chain, transactions
 from gcore.ledger.archive import highest_in_folder
@@ -32,10 +29,10 @@ from gcore.models.layout import CheckpointDamaged, highest_lineage, manifest_dig
 log = logging.getLogger(__name__)
 
 DAMAGED = "damaged"
-"""What the last trouble with a registered checkpoint is called in the store."""
+"""Topic of the warning about damaged checkpoints."""
 
 AWAY = "mount"
-"""And that with a folder that this node does not see any more."""
+"""Topic of the warning about a folder that this node no longer sees."""
 
 
 async def roll_back(action: Rollback, view: JobView, effects: Effects) -> ActionResult:
@@ -43,13 +40,7 @@ async def roll_back(action: Rollback, view: JobView, effects: Effects) -> Action
     head = open_slots(view).head.record
     world = new_world_name()
     try:
-        generation = view.plan.generation + 1
-        if action.stands_still:
-            plan = Plan(
-                generation=generation, world=world, ranks=(), engines=(), reason=action.reason, stands_still=True
-            )
-        else:
-            plan = plan_world(view, world, generation=generation, split=action.split)
+        plan = _plan_of(action, view, world)
     except SpecError as error:
         # Nodes that are away may come back: a job that fitted once does not fail for want of them.
         return ActionResult(TxnOutcome.STALE, f"rollback: {error}")
@@ -57,12 +48,11 @@ async def roll_back(action: Rollback, view: JobView, effects: Effects) -> Action
     seen = await highest_numbers(view, effects.run_dir)
     if seen.entry > head.seq:
         reason += f"; the store stands at entry {head.seq} of the log, and the run's folder has entries up to {seen.entry}: it was put back"
-    # Copies in memory go with whoever stands still.
+    # Copies in memory are lost with the ranks of a job that stands still.
     state = None if action.stands_still else state_at_hand(view, frozenset(rank.node for rank in plan.ranks))
     if state is not None:
         advance = chain.reform_entry(head, state, world, new_writer(view), reason, seen=seen)
-        txn = _transaction(action, view, advance, plan)
-        report = await effects.ledger.run(txn)
+        report = await effects.ledger.run(_transaction(action, view, advance, plan))
         sentence = (
             f"{len(plan.ranks)} ranks go on from copies of step {head.step}, lineage {advance.head.lineage}: {reason}"
         )
@@ -75,40 +65,55 @@ async def roll_back(action: Rollback, view: JobView, effects: Effects) -> Action
                 TxnOutcome.STALE, f"rollback: head's state is not at hand, and no rank is lost: {reason}"
             )
         entry = await _entry_of(target, view, effects)
-        cursors = entry.cursors if entry is not None else None
-        if effects.replicator is not None and target.file:
-            brought = await effects.replicator.ensure_checkpoint(SavedCheckpoint.of(target), view, read_all=True)
-            problem = brought.problem
-            if problem and not brought.is_final:
-                return ActionResult(TxnOutcome.UNKNOWN, f"rollback: checkpoint {target.file}: {problem}")
-        else:
-            problem = await asyncio.to_thread(find_damage, effects.run_dir, target)
-        if problem and effects.replicator is None and (away := await asyncio.to_thread(effects.away)):
-            # What this node cannot see is not damaged. Who skipped it would train everything anew, and then forget it.
-            effects.tell(AWAY, away)
-            return ActionResult(TxnOutcome.UNKNOWN, f"rollback: {away}")
-        effects.tell(AWAY, "")
-        if cursors is None:
+        problem = await _find_problem(target, view, effects)
+        if isinstance(problem, ActionResult):
+            return problem
+        if entry is None or entry.cursors is None:
             problem = f"its log entry {target.seq} is not there"
-        if problem or entry is None or cursors is None:
+        if problem or entry is None or entry.cursors is None:
             log.warning("checkpoint %s is skipped: %s", target.file, problem)
             skipped.append(f"checkpoint {target.file} is skipped: {problem.rstrip('.')}")
             continue
         reason = "; ".join([reason, *skipped])
-        await _tell(skipped, target, view, effects)
+        await _warn_of_skipped(skipped, target, view, effects)
         tally, parent = entry.tally or NOTHING, entry_digest(entry)
         advance = chain.rollback_entry(
-            head, target, cursors, world, new_writer(view), reason, tally=tally, parent_digest=parent, seen=seen
+            head, target, entry.cursors, world, new_writer(view), reason, tally=tally, parent_digest=parent, seen=seen
         )
-        txn = _transaction(action, view, advance, plan)
-        report = await effects.ledger.run(txn)
+        report = await effects.ledger.run(_transaction(action, view, advance, plan))
         sentence = f"rollback from step {head.step} to {target.step}, lineage {advance.head.lineage}: {reason}"
         return ActionResult(report.outcome, sentence, report.revision)
     raise GcoreError("no whole checkpoint is left on the chain, not even the first model", where=str(effects.run_dir))
 
 
+def _plan_of(action: Rollback, view: JobView, world: str) -> Plan:
+    """The plan of the new world. Raises SpecError while too few slots are there."""
+    generation = view.plan.generation + 1
+    if action.stands_still:
+        return Plan(generation=generation, world=world, ranks=(), engines=(), reason=action.reason, stands_still=True)
+    return plan_world(view, world, generation=generation, split=action.split)
+
+
+async def _find_problem(target: Checkpoint, view: JobView, effects: Effects) -> str | ActionResult:
+    """Why a checkpoint cannot be used, or nothing; the result of the action, if this node cannot say now. Where nodes share no folder,
+    the checkpoint is fetched first."""
+    if effects.replicator is not None and target.file:
+        brought = await effects.replicator.ensure_checkpoint(SavedCheckpoint.of(target), view, read_all=True)
+        problem = brought.problem
+        if problem and not brought.is_final:
+            return ActionResult(TxnOutcome.UNKNOWN, f"rollback: checkpoint {target.file}: {problem}")
+    else:
+        problem = await asyncio.to_thread(find_damage, effects.run_dir, target)
+    if problem and effects.replicator is None and (away := await asyncio.to_thread(effects.away)):
+        # A checkpoint that this node cannot see is not damaged. To skip it would train everything again, and then forget it.
+        effects.tell(AWAY, away)
+        return ActionResult(TxnOutcome.UNKNOWN, f"rollback: {away}")
+    effects.tell(AWAY, "")
+    return problem
+
+
 async def highest_numbers(view: JobView, run_dir: Path) -> chain.HighWater:
-    """The highest numbers of which anything is left anywhere, as far as this node sees."""
+    """The highest lineage and entry that this node can find anywhere."""
     lineage, left = await asyncio.gather(
         asyncio.to_thread(highest_lineage, run_dir), asyncio.to_thread(highest_in_folder, run_dir)
     )
@@ -119,7 +124,7 @@ async def highest_numbers(view: JobView, run_dir: Path) -> chain.HighWater:
 
 
 def highest_reported_lineage(view: JobView) -> int:
-    """The highest lineage of which engines, ranks and nodes tell. Higher than head's only where the store was put back."""
+    """The highest lineage that engines, ranks and nodes report. Higher than head's only if the store was restored from a backup."""
     served = [engine.version.lineage for engine in view.engines.values() if engine.version is not None]
     fed = [token.lineage for rank in view.ranks.values() for token in (rank.holding, rank.applied) if token is not None]
     held = [one.lineage for stored in view.mirror.folders.values() for one in stored.record.checkpoints]
@@ -156,10 +161,10 @@ def find_damage(run_dir: Path, checkpoint: Checkpoint) -> str:
     return ""
 
 
-async def _tell(skipped: list[str], target: Checkpoint, view: JobView, effects: Effects) -> None:
-    """What is damaged is told by an event of its own: nobody reads why a world began anew if all goes well after it.
+async def _warn_of_skipped(skipped: list[str], target: Checkpoint, view: JobView, effects: Effects) -> None:
+    """Write a warning about the damaged checkpoints: people do not read the reason of a new world if all goes well after it.
 
-    One that is not written is not written again: whoever lost the compare finds it told.
+    It is tried once: a peer that loses the compare finds the warning written.
     """
     instead = f"the one before it is used, of step {target.step}" if target.file else "the first model is used"
     sentence = f"{'; '.join(skipped)}; {instead}"
@@ -169,20 +174,9 @@ async def _tell(skipped: list[str], target: Checkpoint, view: JobView, effects: 
 
 
 async def _entry_of(target: Checkpoint, view: JobView, effects: Effects) -> LogEntry | None:
-    """The target's log entry, whose cursors and tally are gone back to."""
+    """The target's log entry, which has the cursors and the tally to go back to."""
     known: Versioned[LogEntry] | None = view.mirror.log.get(target.seq)
     if known is not None:
         return known.record
     kv = await effects.store.get(view.mirror.keys.log(target.seq))
     return LogEntry.decode(kv.value, kv.key) if kv is not None else None
-
-
-async def account_outcomes(action: RecordOutcomes, view: JobView, effects: Effects) -> ActionResult:
-    """One entry for `action.outcomes`, unless the run's folder knows of a later one than head."""
-    head = open_slots(view).head.record
-    if world_loss(view) is not None and (seen := await highest_numbers(view, effects.run_dir)).entry > head.seq:
-        sentence = f"account: the run's folder has entries up to {seen.entry}, head is entry {head.seq}: a rollback comes first"
-        return ActionResult(TxnOutcome.STALE, sentence)
-    advance = chain.account_entry(head, action.outcomes, view.rules.shape, new_writer(view))
-    report = await effects.ledger.run(transactions.account(view.mirror.keys, open_slots(view), advance))
-    return ActionResult(report.outcome, f"account for {len(action.outcomes)} prompts", report.revision)

@@ -16,7 +16,8 @@ from recorded_job import KEYS, UID, RecordedJob
 
 from controllers.api.run_reader import audit_of_folder, audit_of_records
 from controllers.api.store_reader import StoreReader
-from controllers.job.rollback import account_outcomes, highest_numbers
+from controllers.job.executor import apply_action
+from controllers.job.rollback import highest_numbers
 from controllers.rules.actions import RecordOutcomes
 from gcore.config import parse_spec
 from gcore.ledger import archive
@@ -194,11 +195,11 @@ async def test_nothing_is_accounted_for_before_the_rollback(tmp_path: Path) -> N
     ended = RecordOutcomes((EndedRef(ref=ref, kind="failed", reason="the reward raised"),))
     effects: Any = SimpleNamespace(ledger=TransactionExecutor(job.store, KEYS), run_dir=tmp_path)
     view = seen_by(job)
-    done = await account_outcomes(ended, view, effects)
+    done = await apply_action(ended, view, effects)
     assert done.outcome is TxnOutcome.STALE
     assert "entries up to 4, head is entry 3: a rollback comes first" in done.sentence
     await asyncio.to_thread(job.roll_back, highest_in_folder(tmp_path))
-    assert (await account_outcomes(ended, seen_by(job), effects)).outcome is TxnOutcome.WON
+    assert (await apply_action(ended, seen_by(job), effects)).outcome is TxnOutcome.WON
     assert job.head.seq == 6
 
 
