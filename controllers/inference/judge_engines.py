@@ -168,7 +168,7 @@ def _given_up(task: asyncio.Task[None], asked: Sequence[_Question]) -> None:
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 1.0
+JUDGE_RETRY_S = 1.0
 """Until an engine that did not say what it serves is asked again."""
 
 WOKEN_S = 0.25
@@ -247,7 +247,7 @@ class JudgePool(EnginePool):
         except EngineError as error:
             log.debug("%s: %s", instance, error)
             view = self.views.get(instance)
-            again = WOKEN_S if view is not None and view.asleep else AGAIN_S
+            again = WOKEN_S if view is not None and view.asleep else JUDGE_RETRY_S
             self._next[instance] = self._clock.monotonic() + again
 
     async def close(self) -> None:

@@ -263,7 +263,7 @@ def _read(kv: KeyValue | None) -> NodeSpent | None:
         return None
 
 
-LOOK_S = 1.0
+BUDGET_CHECK_S = 1.0
 """It is looked so often whether all is spent."""
 
 
@@ -329,7 +329,7 @@ class ExternalJudges:
         while True:
             for judge in self._judges:
                 self._tell_spent(judge)
-            await self._clock.sleep(LOOK_S)
+            await self._clock.sleep(BUDGET_CHECK_S)
 
     def _tell_spent(self, judge: JudgeSpec) -> None:
         assert judge.external is not None

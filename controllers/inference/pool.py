@@ -37,7 +37,7 @@ from gcore.worker.records import WorkerRecord
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.25
+HEALTH_CHECK_S = 0.25
 """How everybody is, is looked at so often: patience is a matter of seconds."""
 
 LOAD_S = 0.5
@@ -73,7 +73,7 @@ class EnginePool(Requests):
         self._connect = connect
         self._probes: set[asyncio.Task[None]] = set()
         self.rows = rows
-        self._looked = -LOOK_S
+        self._looked = -HEALTH_CHECK_S
         self._shut: frozenset[str] = frozenset()
         self._slept: deque[float] = deque(maxlen=REMEMBERED)
         self._woke: deque[float] = deque(maxlen=REMEMBERED)
@@ -217,7 +217,7 @@ class EnginePool(Requests):
             )
             if isinstance(error, EngineUnreachable):
                 connection.health = connection.health.in_vain(asked)
-                self._looked = -LOOK_S  # that it is silent is seen before the next try is decided on
+                self._looked = -HEALTH_CHECK_S  # that it is silent is seen before the next try is decided on
             raise
         finally:
             connection.coming = None
@@ -229,7 +229,7 @@ class EnginePool(Requests):
         `controllers`: members of the job, which all ask a judge's engines.
         """
         now = self._clock.monotonic()
-        if now < self._looked + LOOK_S:
+        if now < self._looked + HEALTH_CHECK_S:
             return
         self._looked = now
         for instance, connection in self._connections.items():

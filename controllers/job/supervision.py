@@ -1,4 +1,4 @@
-"""A daemon's part in one job: it works on the job, leaves it when it cannot, and tries again every `AGAIN_S`.
+"""A daemon's part in one job: it works on the job, leaves it when it cannot, and tries again every `JOB_RETRY_S`.
 
 It leaves a job whose records, spec or data it cannot read, and one in which it meets a defect of gcore. The cause may be gone later: a
 peer of another version has ended, a plug-in was installed, a data file was restored. No record would say so, so each daemon looks again.
@@ -30,7 +30,7 @@ from gcore.system.clock import Clock
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 10.0
+JOB_RETRY_S = 10.0
 """From leaving a job to the next look at it."""
 
 MOST_DEFECTS = 3
@@ -90,7 +90,7 @@ async def work_on_job(
                 await runner.end_left(f"a defect of gcore was met {defects} times in a row: {place}")
         del runner, defect  # a job's memory is not kept while it is left
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(AGAIN_S):
+            async with asyncio.timeout(JOB_RETRY_S):
                 await changes.until(lambda: not is_active())
                 return
 

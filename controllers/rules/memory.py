@@ -204,7 +204,7 @@ def _begins(engines: Iterable[WorkerRecord]) -> dict[tuple[str, str], str]:
     return {(one.node, slot): one.slot for one in wide for slot in one.slots}
 
 
-AGAIN_S = 0.5
+SLEEP_RETRY_S = 0.5
 """An engine that could not be put to sleep, or woken, is tried again after so long."""
 
 
@@ -247,9 +247,9 @@ def apply_sleep_plan(view: JobView) -> Iterator[Intent]:
             continue
         judge = view.workers[name].judge
         if name in asleep and not engine.asleep:
-            yield Intent(SleepEngine(name, judge), f"sleep {name}", after=AGAIN_S if engine.trouble else 0.0)
+            yield Intent(SleepEngine(name, judge), f"sleep {name}", after=SLEEP_RETRY_S if engine.trouble else 0.0)
         elif name not in asleep and engine.asleep and still_awake.isdisjoint(_slots(view, name)):
-            yield Intent(WakeEngine(name, judge), f"wake {name}", after=AGAIN_S if engine.trouble else 0.0)
+            yield Intent(WakeEngine(name, judge), f"wake {name}", after=SLEEP_RETRY_S if engine.trouble else 0.0)
 
 
 def managed_engines(view: JobView) -> dict[str, EngineView]:

@@ -45,7 +45,7 @@ from gcore.ledger.selection import resumable_checkpoints
 from placement.moves import MoveProposal, MoveReport
 from placement.placer import new_placer
 
-AGAIN_S = 0.3
+RESUME_AFTER_S = 0.3
 """Slots that are granted one after the other are looked at together."""
 
 
@@ -165,7 +165,7 @@ def resume(view: JobView) -> Iterator[Intent]:
     if is_suspended(view) and fits_grant(view):
         assert view.share is not None
         topic = f"resume {view.plan.generation} {view.share.revision}"
-        yield Intent(Rollback(HAS_AGAIN, slots_as_seen=True), topic, view.turn(topic), after=AGAIN_S)
+        yield Intent(Rollback(HAS_AGAIN, slots_as_seen=True), topic, view.turn(topic), after=RESUME_AFTER_S)
 
 
 def end_suspended_job(view: JobView) -> Iterator[Intent]:

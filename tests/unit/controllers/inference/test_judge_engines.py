@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from controllers.api.submission.checks import CheckedJudge, check_fallbacks, check_judges
 from controllers.changes import ChangeSignal
-from controllers.inference.judge_engines import AGAIN_S, JudgePool
+from controllers.inference.judge_engines import JUDGE_RETRY_S, JudgePool
 from controllers.inference.judges import READABLE, TOLD_AT, JudgeMetricsObserver, judge_renderer, open_judges
 from gcore.config import JobSpec, parse_spec
 from gcore.config.reward import Fallback
@@ -170,7 +170,7 @@ async def test_a_question_goes_to_another_engine_when_its_own_is_lost(spec: JobS
     assert len(court.engines["b"].asked) == 3
     assert court.serving == 1, "it is distrusted"
     court.engines["a"].is_away = False
-    await court.clock.advance(AGAIN_S)
+    await court.clock.advance(JUDGE_RETRY_S)
     await court.look()
     assert court.serving == 2
     await court.book.close()

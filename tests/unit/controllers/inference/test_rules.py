@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controllers.changes import ChangeSignal
-from controllers.inference.pool import LOOK_S, EnginePool
+from controllers.inference.pool import HEALTH_CHECK_S, EnginePool
 from controllers.inference.rules import (
     FILLED,
     TIMES,
@@ -285,14 +285,14 @@ async def test_an_engine_that_comes_later_takes_what_waits_and_goes_on_behind_it
     await settle()
     await book.aim(engines_at(first="h:1", second="h:2"))
     await book.publish("second", SERVED, tmp_path)
-    await clock.advance(LOOK_S)
+    await clock.advance(HEALTH_CHECK_S)
     book.look_after()
     await settle()
     first, second = made["http://h:1"], made["http://h:2"]
     assert len(first.waiting) == len(second.waiting) == 2
     behind = () if not told else (5, 6)
     assert sorted(second.prompts) == [(2, *behind), (3, *behind)]
-    await clock.advance(LOOK_S)
+    await clock.advance(HEALTH_CHECK_S)
     book.look_after()
     await settle()
     assert len(first.waiting) == len(second.waiting) == 2

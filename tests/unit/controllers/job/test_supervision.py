@@ -97,7 +97,7 @@ async def test_a_job_that_cannot_be_read_ends_its_runner_and_not_the_daemon(
 async def test_a_job_that_was_left_is_taken_up_again_when_it_can_be_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(retaking, "AGAIN_S", 0.0)
+    monkeypatch.setattr(retaking, "JOB_RETRY_S", 0.0)
     one, other, _ = ERRORS
     tries = Tries(one, one, other)
     with caplog.at_level(logging.ERROR):
@@ -121,7 +121,7 @@ async def test_a_job_that_was_left_and_ends_is_not_taken_up_again() -> None:
 async def test_a_defect_ends_its_jobs_runner_and_not_the_daemon_and_its_traceback_is_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(retaking, "AGAIN_S", 0.0)
+    monkeypatch.setattr(retaking, "JOB_RETRY_S", 0.0)
     tries = Tries(AssertionError("a defect"), OverflowError("another"))
     with caplog.at_level(logging.ERROR):
         await work_on_job(tries, lambda: True, ChangeSignal())
@@ -134,7 +134,7 @@ async def test_a_defect_ends_its_jobs_runner_and_not_the_daemon_and_its_tracebac
 
 
 async def test_who_meets_defects_again_and_again_ends_the_job_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retaking, "AGAIN_S", 0.0)
+    monkeypatch.setattr(retaking, "JOB_RETRY_S", 0.0)
     tries = Tries(*(OverflowError("too large") for _ in range(retaking.MOST_DEFECTS)))
     await work_on_job(tries, lambda: True, ChangeSignal())
     (reason,) = tries.ended
@@ -145,7 +145,7 @@ async def test_who_meets_defects_again_and_again_ends_the_job_with_the_place(mon
 
 @pytest.mark.parametrize("error", [StoreUnavailable("no answer"), OSError(28, "No space left on device")])
 async def test_what_the_store_or_a_node_lacks_ends_no_job(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retaking, "AGAIN_S", 0.0)
+    monkeypatch.setattr(retaking, "JOB_RETRY_S", 0.0)
     tries = Tries(*(error,) * (2 * retaking.MOST_DEFECTS))
     await work_on_job(tries, lambda: True, ChangeSignal())
     assert len(tries.left) == 2 * retaking.MOST_DEFECTS
@@ -153,7 +153,7 @@ async def test_what_the_store_or_a_node_lacks_ends_no_job(error: Exception, monk
 
 
 async def test_defects_far_apart_are_not_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retaking, "AGAIN_S", 0.0)
+    monkeypatch.setattr(retaking, "JOB_RETRY_S", 0.0)
     monkeypatch.setattr(retaking, "CALM_S", 0.0)
     tries = Tries(*(OverflowError() for _ in range(2 * retaking.MOST_DEFECTS)))
     await work_on_job(tries, lambda: True, ChangeSignal())
