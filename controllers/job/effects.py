@@ -16,13 +16,13 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.inference.pool import EnginePool
 from controllers.rules.actions import ActionResult, ForgetEvaluations, PruneLog, RetainCheckpoints, SweepKeys
 from controllers.rules.view import JobView
 from controllers.rules.world import model_configs, placeable_nodes
+from controllers.storage.replication import Replicator
 from controllers.workers.ranks import RankConnections
 from gcore.engines.emulated.launch import emulation_remark
 from gcore.ledger import archive, chain, transactions
@@ -39,9 +39,6 @@ from gcore.types import Version
 from placement.initial import make_initial_plan
 from placement.moves import DecisionContext, initial_move, split_from
 from placement.placer import new_placer
-
-if TYPE_CHECKING:
-    from controllers.storage.replication import Replicator
 
 
 @dataclass(frozen=True)

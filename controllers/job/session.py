@@ -373,7 +373,7 @@ class JobSession(LiveJob):
         """Until the job has ended."""
         head, dependencies = self._head_version(), self.dependencies
         usage = UsageWriter(dependencies.store, self.record, self.node, dependencies.clock)
-        await dependencies.telemetry.booking.begin(self.spec, self.run_dir, head, usage)
+        await dependencies.telemetry.slot_accounting.begin(self.spec, self.run_dir, head, usage)
         try:
             if (work := await self._prepare()) is not None:
                 self.work = work
@@ -531,7 +531,7 @@ class JobWork:
     @property
     def move_report(self) -> MoveReport | None:
         """What it has to tell of earlier changes."""
-        return self._planner.account
+        return self._planner.move_report
 
     def note(self, before: JobMirror, after: JobMirror) -> None:
         """A change of the job's records."""
@@ -540,8 +540,8 @@ class JobWork:
     async def run(self) -> None:
         """Until the job has ended."""
         session, dependencies = self._session, self._session.dependencies
-        accounts = dependencies.telemetry.booking
-        books = start_background_task(accounts.run(), f"books {session.uid}")
+        accounting = dependencies.telemetry.slot_accounting
+        accounting_task = start_background_task(accounting.run(), f"books {session.uid}")
         try:
             async with asyncio.TaskGroup() as parts:
                 work = {
@@ -561,8 +561,8 @@ class JobWork:
                     task.cancel()
         finally:
             # Before this process may be ended too.
-            await cancel_all([books])
-            await accounts.finish()
+            await cancel_all([accounting_task])
+            await accounting.finish()
             # First of all what is being published: it lets its engine go on.
             await session.actions.stop()
             await self._peer.close()

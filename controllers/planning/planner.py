@@ -354,7 +354,7 @@ class Planner:
         """The plan before the newest."""
         self._kept: Moves | None = None
         self.proposal: MoveProposal | None = None
-        self.account: MoveReport | None = None
+        self.move_report: MoveReport | None = None
 
     def note(self, before: JobMirror, after: JobMirror) -> None:
         """A change of the job's records."""
@@ -426,9 +426,9 @@ class Planner:
         if self._lender.is_settling or (proposal is not None and proposal.plan is not None):
             self._wait_s = SOON_S
 
-    def _propose(self, proposal: MoveProposal | None, account: MoveReport | None) -> None:
-        if (proposal, account) != (self.proposal, self.account):
-            self.proposal, self.account = proposal, account
+    def _propose(self, proposal: MoveProposal | None, move_report: MoveReport | None) -> None:
+        if (proposal, move_report) != (self.proposal, self.move_report):
+            self.proposal, self.move_report = proposal, move_report
             self._job.look_anew()
             self._job.changes.notify()
 

@@ -95,7 +95,9 @@ class JobTelemetry:
         self._size = JobStoreSize()
         self.events = EventLog(keys)
         self.stopwatch = StepTimer()
-        self.booking = AccountCollector(store, keys, identity.node, identity.lease, metrics, clock, reach, self._trace)
+        self.slot_accounting = AccountCollector(
+            store, keys, identity.node, identity.lease, metrics, clock, reach, self._trace
+        )
 
     @property
     def about(self) -> dict[str, object]:
@@ -113,7 +115,7 @@ class JobTelemetry:
         self._mirror = now
         self.stopwatch.note(before, now, self._clock.monotonic())
         if now.head is not None:
-            self.booking.head_moved(now.head.record.version)
+            self.slot_accounting.head_moved(now.head.record.version)
         show_job(self._metrics, now, batch, self._incarnation)
         show_placement(self._metrics, before, now)
         self._size.note(batch)
@@ -122,8 +124,8 @@ class JobTelemetry:
 
     def note_engines(self, view: JobView, busy: Collection[str], *, held_back: bool) -> None:
         """Account for engines that are not `busy`. `held_back`: whether no prompt should be begun because of a judge."""
-        self.booking.look(view, held_back=held_back)
-        idle = IdleEngines.of(view, busy, self.booking.stage)
+        self.slot_accounting.look(view, held_back=held_back)
+        idle = IdleEngines.of(view, busy, self.slot_accounting.stage)
         self.stopwatch.engines.note(idle, self._clock.monotonic())
 
     def stats(self, view: JobView) -> dict[str, float]:

@@ -74,7 +74,9 @@ class SilentTelemetry(JobTelemetry):
     def __init__(self, store: RemoteStore, keys: JobKeys, identity: Identity, clock: ProcessClock, land: Land) -> None:
         connect: Any = None
         super().__init__(store, keys, identity, land.metrics, clock, connect, None)
-        self.booking = SilentAccounts(store, keys, identity.node, identity.lease, land.metrics, clock, connect, _drop)
+        self.slot_accounting = SilentAccounts(
+            store, keys, identity.node, identity.lease, land.metrics, clock, connect, _drop
+        )
         self.events = cast(Any, SimpleNamespace(note=_drop))
         self._land = land
 

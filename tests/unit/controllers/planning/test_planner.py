@@ -244,13 +244,13 @@ async def test_what_nodes_that_come_and_go_do_to_the_plan_is_told_as_a_move(made
     job.change(plan=stored(other.model_copy(update={"reason": "a; then engines on 2 slots of node-1"})))
     planner.note(before, job.mirror)
     await planner._turn()
-    assert planner.account is not None
-    move = planner.account.moves.newest
+    assert planner.move_report is not None
+    move = planner.move_report.moves.newest
     assert (move.kind, move.generation, split_from(move.after)) == (MoveKind.MEND, 2, SECOND)
     assert move.reason == "engines on 2 slots of node-1"
-    job.change(movings={"": stored(planner.account.moves)})
+    job.change(movings={"": stored(planner.move_report.moves)})
     await planner._turn()
-    assert planner.account is None
+    assert planner.move_report is None
 
 
 async def test_a_world_of_another_size_is_only_wanted(made: Any) -> None:
@@ -350,13 +350,13 @@ async def test_what_came_of_moves_is_accounted_for_and_stands_in_the_runs_folder
     planner = made(Scripted(Decision(FIRST, "it is well")), job)
     await planner._turn()
     await planner._turn()
-    assert planner.account is not None
-    assert planner.account.moves.moves == (move,)  # the step at whose beginning it was made paid for it
-    assert [(one.since, one.step, one.reason) for one in planner.account.moves.stays] == [(1, 1, "it is well")]
+    assert planner.move_report is not None
+    assert planner.move_report.moves.moves == (move,)  # the step at whose beginning it was made paid for it
+    assert [(one.since, one.step, one.reason) for one in planner.move_report.moves.stays] == [(1, 1, "it is well")]
     assert read_moves(tmp_path / NAME) == [move]
-    job.change(movings={"": stored(planner.account.moves)})
+    job.change(movings={"": stored(planner.move_report.moves)})
     await planner._turn()
-    assert planner.account is None
+    assert planner.move_report is None
 
 
 def test_the_file_of_moves_has_each_once_and_again_when_more_is_known(tmp_path: Path) -> None:
@@ -814,8 +814,8 @@ async def test_a_world_that_was_lost_is_told_of_with_why_and_what_had_to_be_made
     job.change(plan=stored(plan), head=stored(head), log={**before.log, 3: stored(entry)})
     planner.note(before, job.mirror)
     await planner._turn()
-    assert planner.account is not None
-    move = planner.account.moves.newest
+    assert planner.move_report is not None
+    move = planner.move_report.moves.newest
     assert (move.kind, move.before, move.after) == (MoveKind.MEND, split_part(FIRST), split_part(FIRST))
     assert move_in_words(move) == (
         f"nodes or workers came or went, and what they had was placed anew, {FIRST} as before, because "
