@@ -53,7 +53,7 @@ class RemainingRequest:
 
 
 class PartialResponses:
-    """Those of one request. Mutable."""
+    """The responses of one request. Mutable."""
 
     def __init__(
         self, prompts: Sequence[tuple[int, ...]], params: SamplingParams, seeds: Sequence[int], decode: Decode

@@ -220,7 +220,7 @@ class JudgePool(EnginePool):
         await self.publish(instance, FIRST_WEIGHTS, self._folder)
 
     def look_after(self, controllers: int = 1) -> None:
-        """Look how everybody is; find out what those serve of which nothing is known. Called at each look of the driver.
+        """Check each engine's health; ask those of unknown version what they serve. The reconciler calls this at each look.
 
         `controllers`: that ask them, each of which has its share of what one runs at once.
         """

@@ -38,7 +38,7 @@ from gcore.worker.records import WorkerRecord
 log = logging.getLogger(__name__)
 
 HEALTH_CHECK_S = 0.25
-"""How everybody is, is looked at so often: patience is a matter of seconds."""
+"""The health of the engines is checked so often."""
 
 LOAD_S = 0.5
 """For an engine to say what it has to do."""
@@ -80,26 +80,26 @@ class EnginePool(Requests):
 
     @property
     def views(self) -> dict[str, EngineView]:
-        """What is known of my engines."""
+        """The state of the pool's engines, as `decide` sees them."""
         return {instance: connection.view for instance, connection in self._connections.items()}
 
     @property
     def slept_s(self) -> float | None:
-        """What it takes to put one to sleep here; None: none was."""
+        """Median seconds to put an engine to sleep; None: none was."""
         return median(self._slept) if self._slept else None
 
     @property
     def woke_s(self) -> float | None:
-        """And to wake one, until it is asked again."""
+        """Median seconds from the wake to the next request; None: none was woken."""
         return median(self._woke) if self._woke else None
 
     @property
     def busy(self) -> frozenset[str]:
-        """Those that owe something."""
+        """Engines with requests in flight."""
         return frozenset(instance for instance, connection in self._connections.items() if connection.in_flight)
 
     async def aim(self, workers: Mapping[str, WorkerRecord]) -> None:
-        """These are mine from now on."""
+        """Set the engines of the pool: open and close connections."""
         for instance in list(self._connections):
             if instance not in workers or workers[instance].address != self._connections[instance].view.address:
                 connection = self._connections.pop(instance)
@@ -116,7 +116,7 @@ class EnginePool(Requests):
         self.shut(self._shut)
 
     def shut(self, instances: Collection[str]) -> None:
-        """The plan says that these sleep, and the others do not."""
+        """Route nothing to these engines, which the plan puts to sleep; route to the others again."""
         self._shut = frozenset(instances)
         now = self._clock.monotonic()
         for instance, connection in self._connections.items():
@@ -125,7 +125,7 @@ class EnginePool(Requests):
                 self._changes.notify()
 
     async def sleep(self, instance: str) -> None:
-        """Have its memory back. Raises EngineError."""
+        """Release an engine's memory. Raises EngineError."""
         connection = self._connection_of(instance)
         connection.distrust()
         with self._note_trouble(connection):
@@ -136,8 +136,8 @@ class EnginePool(Requests):
         connection.view = replace(connection.view, version=None, asleep=True)
 
     async def wake(self, instance: str, version: Version | None = None) -> None:
-        """Give it its memory again. `version`: what its weights are called, if they are the same for ever; else they are brought to
-        it next (`publish`). Raises EngineError."""
+        """Restore an engine's memory. `version`: the version of its weights, if they never change; else `publish` follows. Raises
+        EngineError."""
         connection = self._connection_of(instance)
         connection.waking = self._clock.monotonic()
         with self._note_trouble(connection):
@@ -158,7 +158,7 @@ class EnginePool(Requests):
             self._changes.notify()
 
     async def loads(self, instances: Collection[str]) -> dict[str, tuple[int, int]]:
-        """What these of mine run, and what waits there. One that does not say so is taken to run what it was asked from here."""
+        """Requests that these engines run, and that wait there. An engine that does not say counts as running what this pool asked of it."""
 
         async def load(connection: EngineConnection) -> tuple[int, int]:
             running: int | None = None
@@ -224,7 +224,7 @@ class EnginePool(Requests):
             self._changes.notify()
 
     def look_after(self, controllers: int = 1) -> None:
-        """Look how everybody is; leave who is silent, and ask on. Called at each look by whoever drives the job.
+        """Check each engine's health; leave a silent one, and probe it. The reconciler calls this at each look.
 
         `controllers`: members of the job, which all ask a judge's engines.
         """

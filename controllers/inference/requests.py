@@ -93,7 +93,7 @@ class InFlightRequest:
 
 @dataclass
 class EngineConnection:
-    """What is known of one."""
+    """A connection to one engine, and what is known of the engine."""
 
     client: Engine
     view: EngineView
@@ -180,7 +180,7 @@ class Requests:
         self._unseated = 0
 
     def unseated(self) -> int:
-        """How many responses, or scores, no engine has yet."""
+        """The number of responses, or scores, that no engine has yet."""
         return self._unseated
 
     def foreseen(self) -> tuple[float, int]:

@@ -35,7 +35,7 @@ class LengthExpectation:
 
 
 class OutstandingWork:
-    """Of one request of `count` responses. Mutable."""
+    """The outstanding work of one request of `count` responses. Mutable."""
 
     def __init__(self, count: int, expect: LengthExpectation | None, usual: float) -> None:
         self._expect = expect

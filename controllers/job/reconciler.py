@@ -141,13 +141,13 @@ class ActionsInFlight:
 
 
 LOOK_ANYWAY_S = 1.0
-"""A look is taken so often even if nothing was heard."""
+"""The loop looks so often even if nothing changed."""
 
 JOIN_S = 15.0
-"""So long are a node's engines left to its controller, which is there and has not joined the job yet."""
+"""A node's engines are left to its controller for so long while that is present and has not joined the job."""
 
 SHOW_S = 1.0
-"""What is in flight is shown to people so often."""
+"""The metrics of prompts in flight are set so often."""
 
 
 class Reconciler:

@@ -55,7 +55,7 @@ def make_dependencies(
     groups: JobGroups | None = None,
     traces: StepTraces | None = None,
 ) -> JobDependencies:
-    """Those of a job on a daemon's node. `traces`: the collector to which steps are exported; None: none."""
+    """The dependencies of a job on a daemon's node. `traces`: the collector to which steps are exported; None: none."""
     keys, home = JobKeys(uid), Path(config.home)
     launcher, reach = WorkerLauncher(config, clock, connector, groups), engine_reach(connector)
     return JobDependencies(

@@ -89,7 +89,7 @@ LONGEST_REASON = 2000
 
 @dataclass(frozen=True)
 class JobDependencies:
-    """What one job reaches outside of this process, and what is kept of it for people. The simulation gives its own."""
+    """The collaborators of one job outside of its session: store, workers, telemetry, folders. The simulation gives its own."""
 
     store: Store
     ledger: TransactionExecutor
@@ -385,7 +385,7 @@ class JobSession(LiveJob):
                 await self.episodes.close()
 
     async def _prepare(self) -> JobWork | None:
-        """What the job does here, once this node has what it needs; None if the job has ended, or was failed."""
+        """Prepare this node and build the job's work; None if the job has ended, or was failed."""
         preparation = self._make_preparation()
         try:
             async with report_waits(self, self.dependencies.metrics, self.dependencies.clock):
@@ -525,12 +525,12 @@ class JobWork:
 
     @property
     def proposal(self) -> MoveProposal | None:
-        """What this controller wants to change of the placement."""
+        """The move that this controller wants."""
         return self._planner.proposal
 
     @property
     def move_report(self) -> MoveReport | None:
-        """What it has to tell of earlier changes."""
+        """Its report on earlier moves."""
         return self._planner.move_report
 
     def note(self, before: JobMirror, after: JobMirror) -> None:

@@ -40,7 +40,7 @@ LONGEST_SAID = 500
 """Characters of what a defect says, in the reason of the job's end."""
 
 CALM_S = 600.0
-"""Who has worked on a job for so long begins to count anew."""
+"""After so long at work on a job, defects are counted from zero."""
 
 
 class NodeNotReady(GcoreError):

@@ -166,7 +166,7 @@ def decide(view: JobView) -> tuple[Intent, ...]:
 
 
 def leave(view: JobView) -> Iterator[Intent]:
-    """Who is asked to end says so first, so that its shards are others' at once and not when its lease is over."""
+    """A controller that is asked to end says so first: its shards go to others at once and not when its lease is over."""
     if view.leaving and not view.mirror.members[view.me].record.leaving:
         yield Intent(LeaveJob(), "leave")
 

@@ -33,7 +33,7 @@ PATIENCE_S = 60.0
 """After so long a READY batch is trained even if engines have not made room."""
 
 AWAY_S = 5.0
-"""And so long is a node's controller waited for before another tells its ranks to give memory back, or to train."""
+"""Another peer waits so long for a node's controller before it tells that node's ranks to release memory or to train."""
 
 
 def takes_turns(spec: JobSpec, slot: str) -> bool:

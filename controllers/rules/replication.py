@@ -26,13 +26,13 @@ from gcore.ledger.selection import is_ancestor, resumable_checkpoints
 from gcore.types import Token, Version
 
 SPREAD_PATIENCE_S = 60.0
-"""So long has a node to fetch a copy before one that is not its turn does, too."""
+"""A node whose turn it is has so long to fetch a copy before the next node fetches one too."""
 
 REPAIR_PATIENCE_S = 60.0
-"""And so long is a node missed before another gets a copy in its stead."""
+"""A node is missing for so long before another gets a copy in its place."""
 
 GATHER_PATIENCE_S = 2.0
-"""And so long to fetch the receipts of a step, which waits for them."""
+"""A node whose turn it is has so long to fetch the receipts of a step, which waits for them."""
 
 HOLDERS_GRACE_S = 300.0
 """A world that is to start from a checkpoint which no node has that is there waits so long for one to come back."""
@@ -135,7 +135,7 @@ def copy_checkpoints(view: JobView) -> Iterator[Intent]:
 
 
 def fetch_inputs(view: JobView) -> Iterator[Intent]:
-    """What workers of this node load must lie here: head's weights, and the checkpoint that a rank starts from."""
+    """Fetch what this node's workers load: head's weights, and the checkpoint that a rank starts from."""
     if not keeps_copies(view):
         return
     head, plan = view.head, view.plan
@@ -193,7 +193,7 @@ def newest_checkpoint_away(view: JobView) -> str:
 
 
 def unregistered_checkpoints(view: JobView) -> tuple[SavedCheckpoint, ...]:
-    """What ranks have saved and the store may still name, the newest first."""
+    """The checkpoints that ranks have saved and that the store may still register, the newest first."""
     newest = max((c.step for c in _on_chain(view)), default=0)
     fresh = (one for v, one in view.saved.items() if v.step > newest and is_ancestor(view.head, v))
     return tuple(sorted(fresh, key=lambda one: one.version, reverse=True))
@@ -210,7 +210,7 @@ def _on_chain(view: JobView) -> tuple[Checkpoint, ...]:
 
 
 def _own(view: JobView) -> NodeFolder | None:
-    """What this life of the controller has said of its own folder."""
+    """What this incarnation has reported of its own folder."""
     said = view.mirror.folders.get(view.node)
     return said.record if said is not None and said.record.by == view.me else None
 

@@ -28,10 +28,10 @@ from gcore.ledger.selection import is_ancestor, resumable_checkpoints
 from gcore.ledger.transactions import MOST_PRUNED
 
 CHECKPOINT_TROUBLE = "checkpoint"
-"""What the last trouble with a checkpoint is called in the store."""
+"""Topic of the warning about a checkpoint that cannot be written."""
 
 FOLDER_TROUBLE = "folder"
-"""And that with anything else which a train rank writes into the run's folder."""
+"""Topic of the warning about anything else that a train rank writes into the run's folder."""
 
 KEEP_LOG, PRUNE_AT = 64, 32
 """Newest log entries that stay in the store, and how many older ones make a prune worth while."""
@@ -67,13 +67,13 @@ def register_and_forget_checkpoints(view: JobView) -> Iterator[Intent]:
 
 
 def _kept(view: JobView, head: Head, known: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
-    """What of `known` the policy keeps."""
+    """The checkpoints of `known` that the policy keeps."""
     evaluations = (stored.record for stored in view.mirror.evaluations.values())
     return tuple(keep_reasons(head, known, Retention.of(view.spec, head, evaluations)))
 
 
 def warn_of_disks(view: JobView) -> Iterator[Intent]:
-    """What the disk does not take must not go by in silence: a checkpoint, which costs no step, and what a step waits for."""
+    """Warn of failed writes: a checkpoint, which costs no step, and files that a step waits for."""
     writing = view.writing
     if writing is not None and writing.error:
         then = "the next one is tried when it is due" if writing.over else "it is tried again until the disk takes it"

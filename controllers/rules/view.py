@@ -96,7 +96,7 @@ class Timers:
 
     @staticmethod
     def wait(turn: int, after: float) -> float:
-        """How long a peer of that place waits, in seconds."""
+        """Seconds that a peer of that place waits."""
         return after + turn * TURN_SECONDS
 
 
@@ -290,7 +290,7 @@ class JobView:
 
     @cached_property
     def chosen(self) -> Choice:
-        """What the next seal would take."""
+        """The choice of the next seal."""
         rule = carried.choose_seal if self.rules.staleness else choose_seal
         return self.remembered.get(
             "chosen", self._batch, lambda: rule(self.rules, self.head, self._seals, self.offered, order=self._order)
@@ -313,7 +313,7 @@ class JobView:
 
     @cached_property
     def awaited(self) -> tuple[PromptRef, ...]:
-        """What the next seal waits for because it would be too old after it; nothing at staleness 0."""
+        """The prompts that the next seal waits for, since they would be too old after it; none at staleness 0."""
         if not self.rules.staleness:
             return ()
         return self.remembered.get(
@@ -333,12 +333,12 @@ class JobView:
 
     @property
     def writing(self) -> CheckpointProgress | None:
-        """How the newest write of a checkpoint stands in head's world; None if it has begun none."""
+        """The progress of the newest checkpoint write in head's world; None if it has begun none."""
         return next((rank.writing for rank in self.ranks.values() if rank.writing is not None), None)
 
     @property
     def hindered(self) -> str:
-        """What the run's folder does not take from head's world, beside checkpoints; nothing if it takes all."""
+        """The failed writes of head's world to the run's folder, besides checkpoints; empty if there are none."""
         return next((rank.trouble for rank in self.ranks.values() if rank.trouble), "")
 
     @cached_property
@@ -441,7 +441,7 @@ class JobView:
         )
 
     def missing(self, seal: Seal, rank: int) -> Mapping[str, set[int]]:
-        """What `rank` has not reported of its share: group digest -> sample indexes."""
+        """The samples of its share that `rank` has not reported: group digest -> sample indexes."""
         known = self.ranks.get(rank)
         return self.remembered.get(("missing", rank), (seal, known), lambda: self._missing(seal, rank, known))
 

@@ -1,4 +1,4 @@
-"""What a job waits for, in words, and which waits become an event. Nothing is done about a wait here; docs/failures.md lists what is.
+"""The waits of a job in words, and which of them become an event. docs/failures.md lists what is done about each.
 
 Each wait says what would show progress (`progress`). A wait without progress for as long as `PATIENCE_S` has for its cause becomes an
 event: an hour in which something moves is none, a minute in which nothing does is one. One peer reports each standstill, once: a node's own
@@ -36,7 +36,7 @@ RANKS_NAMED = 4
 RECOVERY, TIDYING = ("world ", "grow "), ("forget ", "prune ", "sweep ")
 
 START = "start "
-"""What the conditions of such deeds begin with."""
+"""Prefix of the conditions of actions that prepare a start."""
 
 CHECKPOINT = "checkpoint"
 """The phase of a rank that copies a checkpoint, or waits until the one before is on the disk."""
@@ -88,7 +88,7 @@ class Wait:
 
     @property
     def stall(self) -> str:
-        """What stays the same while the wait lasts and nothing moves."""
+        """A key that stays the same while the wait lasts and nothing moves."""
         return f"still {self.key} {self.progress}"
 
 
@@ -162,7 +162,7 @@ def current_waits(view: JobView) -> Iterator[Wait]:
 
 
 def _models(view: JobView) -> Iterator[Wait]:
-    """Fetched by nodes that have not joined yet."""
+    """Waits for models that nodes fetch before they join."""
     joined = {stored.record.node for stored in view.mirror.members.values()}
     for stored in view.mirror.fetches.values():
         fetch = stored.record
@@ -172,7 +172,7 @@ def _models(view: JobView) -> Iterator[Wait]:
 
 
 def _world(view: JobView, head: Head) -> Iterator[Wait]:
-    """A place for a world that was lost, and the ranks of the one that begins."""
+    """Waits for slots of a new train world, and for its ranks."""
     if (away := newest_checkpoint_away(view)) and world_loss(view):
         what = (
             f"no node that is there has {away}, from which a new train world is to start; one that has it is waited for"
@@ -194,7 +194,7 @@ def _world(view: JobView, head: Head) -> Iterator[Wait]:
 
 
 def _engines(view: JobView, head: Head) -> Iterator[Wait]:
-    """Those of this node: their weights, unless they are to sleep, and their answers."""
+    """Waits for this node's engines: for their weights, unless they are to sleep, and for their answers."""
     resting = sleeping_engines(view)
     awake = [engine for name, engine in view.engines.items() if name not in resting]
     if (awake or not view.engines) and not any(engine.version == head.version for engine in awake):
@@ -216,7 +216,7 @@ def _engines(view: JobView, head: Head) -> Iterator[Wait]:
 
 
 def _judges(view: JobView) -> Iterator[Wait]:
-    """Judges of which no engine serves yet, those that do not answer, and questions that wait."""
+    """Waits for judges without a serving engine, for judges that do not answer, and for questions in the queue."""
     job = view.mirror.keys.uid
     serving = {w.judge for w in view.workers.values() if w.job_uid == job and w.state == "serving"}
     for judge in view.spec.served_judges:
@@ -235,7 +235,7 @@ def _judges(view: JobView) -> Iterator[Wait]:
 
 
 def _exchange(view: JobView, seal: Seal) -> Iterator[Wait]:
-    """What the ranks have not been fed yet."""
+    """Waits for responses that are not yet fed to the ranks."""
     late = [rank for rank in range(seal.world_size) if view.missing(seal, rank)]
     what = f"the responses of step {seal.step} are on their way to {ranks_text(late)}"
     if not late and growth_delay_s(view):
@@ -245,7 +245,7 @@ def _exchange(view: JobView, seal: Seal) -> Iterator[Wait]:
 
 
 def _training(view: JobView, seal: Seal) -> Iterator[Wait]:
-    """Ranks that have not applied their share, or whose receipts do not lie safe."""
+    """Waits for ranks that have not applied their share, and for receipts that too few nodes have."""
     behind = [r for r in range(seal.world_size) if r not in view.ranks or view.ranks[r].applied != seal.token]
     phases = {view.ranks[r].phase if r in view.ranks else "not connected" for r in behind}
     if not behind and not has_receipts(view, seal.token):
@@ -264,7 +264,7 @@ def _training(view: JobView, seal: Seal) -> Iterator[Wait]:
 
 
 def _being_written(view: JobView) -> str:
-    """How far the checkpoint is that is on its way to the disk; nothing if none is."""
+    """The progress of the checkpoint that is being written; empty if none is."""
     writing = view.writing
     if writing is None or writing.over:
         fresh = next(iter(unregistered_checkpoints(view)), None)
@@ -281,7 +281,7 @@ def _being_written(view: JobView) -> str:
 
 
 def _under_way(view: JobView) -> Iterator[Wait]:
-    """What this node is at that takes long, or hangs, when a disk does."""
+    """Waits for this node's actions that take as long as its disk does."""
     for condition in sorted(view.under_way):
         if condition.startswith(RECOVERY):
             what = f"{view.node} reads and checks what the next train world is to start from"
@@ -297,7 +297,7 @@ def _under_way(view: JobView) -> Iterator[Wait]:
 
 
 def _groups(view: JobView, head: Head) -> Iterator[Wait]:
-    """What the next step's batch lacks."""
+    """Waits for groups that the next step's batch lacks."""
     chosen = view.chosen
     if isinstance(chosen, AwaitGroups):
         count = "1 more prompt" if chosen.missing == 1 else f"{chosen.missing} more prompts"
@@ -312,7 +312,7 @@ def _groups(view: JobView, head: Head) -> Iterator[Wait]:
 
 
 def _oldest_in_flight(view: JobView, head: Head) -> Iterator[Wait]:
-    """What goes on here since an earlier step, where some staleness is allowed."""
+    """Waits for prompts that are in flight since an earlier step, where some staleness is allowed."""
     left_over = [(version.step, ref, version) for ref, version in view.in_flight.items() if version != head.version]
     if view.rules.staleness and left_over:
         _, ref, version = min(left_over)
@@ -322,7 +322,7 @@ def _oldest_in_flight(view: JobView, head: Head) -> Iterator[Wait]:
 
 
 def _collectives(view: JobView) -> Iterator[Wait]:
-    """What some peers have given in a step, and others have not yet."""
+    """Waits for peers that have not yet given their part of a collective."""
     parts = {member: stored.record for member, stored in view.mirror.parts.items()}
     for at, name in sorted({(part.at, name) for part in parts.values() for name in part.given}):
         if f"{at}/{name}" in view.mirror.agreed:
@@ -335,7 +335,7 @@ def _collectives(view: JobView) -> Iterator[Wait]:
 
 
 def _evaluation(view: JobView) -> Iterator[Wait]:
-    """How far the evaluation of head's weights is, if it is due and not made yet."""
+    """Waits for the evaluation of head's weights, if it is due."""
     version = view.head.version
     if not view.is_evaluated_after(version.step, last=view.is_over) or str(version) in view.mirror.evaluations:
         return
@@ -383,7 +383,7 @@ WHOLE = ("engine", "node")
 
 
 def wait_sentence(wait: Wait) -> str:
-    """What the event says."""
+    """The sentence of the event."""
     if wait.cause in WHOLE:
         return wait.what
     return f"nothing has moved for {PATIENCE_S[wait.cause]:g} s: {wait.what}"

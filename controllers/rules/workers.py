@@ -72,7 +72,7 @@ class Launches:
 
 
 def schedule_workers(view: JobView, launches: Launches, now: float) -> Iterator[StartEngine | StartRank | StopWorker]:
-    """What to start and stop on this node for one running job."""
+    """The workers to start and to stop on this node for one running job."""
     if view.mirror.plan is None or view.mirror.head is None:
         return
     plan, head = view.mirror.plan, view.mirror.head.record
@@ -143,17 +143,17 @@ def is_usable(worker: WorkerRecord) -> bool:
 
 
 def engine_key(place: EnginePlace) -> str:
-    """What an engine's launch is remembered by."""
+    """The key of an engine's launch."""
     return f"judge {place.judge} {place.slot}" if place.judge else f"rollout {place.slot}"
 
 
 def rank_key(place: RankPlace, world: str) -> str:
-    """What a rank's launch is remembered by."""
+    """The key of a rank's launch."""
     return f"train {world} {place.rank}"
 
 
 def launch_key(action: StartEngine | StartRank) -> str:
-    """What a start is remembered by."""
+    """The key of a start."""
     return engine_key(action.place) if isinstance(action, StartEngine) else rank_key(action.place, action.world)
 
 

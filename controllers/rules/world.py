@@ -101,10 +101,10 @@ GROW_AFTER_S = 1.0
 """Between a commit and the forming of a larger world: the others have said by then what lies in their memory."""
 
 HOLD_S = 5.0
-"""So long does a batch wait for a larger world to be formed, at most; then it is trained by the one that is there."""
+"""A batch waits at most so long for a larger world; then the present one trains it."""
 
 STOCK_PATIENCE_S = 3.0
-"""So much longer is a lost world mourned while some node has not said which copies it has."""
+"""A rollback waits so much longer while some node has not reported which copies it has."""
 
 MAX_TRIES_FROM_COPIES = 2
 """Worlds in a row that may start from copies without a step between them; the next starts from a checkpoint."""
@@ -279,7 +279,7 @@ def _names_of_head(view: JobView) -> tuple[StateName, ...]:
 
 
 def placement_snapshot(view: JobView) -> Snapshot:
-    """What may be placed on now."""
+    """The nodes on which a train world may be placed now."""
     return view.remembered.get("snapshot", (view.nodes, view.share), lambda: _snapshot(view))
 
 
@@ -293,7 +293,7 @@ def _snapshot(view: JobView) -> Snapshot:
 
 
 def model_configs(mirror: JobMirror) -> ModelConfigs | None:
-    """What the sizes of the job's models follow from, if that was kept."""
+    """The configurations of the job's models, if they were kept."""
     return None if mirror.job is None else mirror.job.record.models
 
 
@@ -306,7 +306,7 @@ def placeable_nodes(view: JobView) -> Snapshot:
 
 
 def lacking_slots(view: JobView) -> str:
-    """What a train world lacks before it can be placed, for people; nothing if it fits.
+    """Why a train world cannot be placed now, for people; empty if it fits.
 
     Nodes come one by one, after a restart too, so a job waits for them and does not fail for want of them.
     """
@@ -336,7 +336,7 @@ LEFT = "its slots are given back"
 HAS_AGAIN = "it has slots again"
 
 OF_SHARES = (GAVE_BACK, LEFT, HAS_AGAIN)
-"""How the reasons of rollbacks begin that nothing was wrong with."""
+"""Prefixes of the reasons of planned rollbacks."""
 
 NODE_GRACE_S = 15.0
 """A world whose node is away waits so long for the node before it is placed on the others."""
