@@ -2,10 +2,11 @@
 
 The assignment is a pure function of the seal, so holders know what to push where, ranks know what they wait for, and nothing
 about it is stored. A step's groups are cut into mini-batches (one optimizer update each), contiguous in the seal's order, whose
-sizes differ by at most one group. Within a mini-batch the samples, not the groups, are spread over the ranks, longest first,
+sizes differ by at most one group. Within a mini-batch the samples, not the groups, are spread over the ranks, costliest first,
 each to the rank that has least to do so far (the LPT rule: the fullest rank never has more than 4/3 − 1/(3·ranks) of the best
 possible). All arithmetic is on integers and every tie has a fixed winner, so that no platform comes to another layout. A rank
-may get nothing in a mini-batch and then takes part with an empty share.
+may get nothing in a mini-batch and then takes part with an empty share. Samples that a loss compares make one unit and go to
+one rank; a unit of a policy's loss is one sample.
 
 The cost of a sample is a polynomial of its length: linear for the matrices, quadratic for attention. The length at which the
 two are equal depends on the model, so the sealer writes it into the seal (`gcore.ledger.records.cluster`). A masked sample costs
@@ -24,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from gcore.ledger.records.chain import Head, Seal, SealedGroup, SealState
@@ -38,6 +39,15 @@ class SampleSlot:
 
     group: int
     sample: int
+
+
+Unit = tuple[SampleSlot, ...]
+"""Samples that are never on different ranks, nor in different micro-batches."""
+
+
+def single_units(slots: Iterable[SampleSlot]) -> list[Unit]:
+    """Each sample by itself."""
+    return [(slot,) for slot in slots]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +90,10 @@ def slot_cost(seal: Seal, slot: SampleSlot) -> int:
     return sample_cost(group.prompt_tokens + group.response_tokens[slot.sample], seal.attention_equals_at)
 
 
-def balance_samples(seal: Seal) -> StepLayout:
+def balance_samples(seal: Seal, units_of: Callable[[Iterable[SampleSlot]], list[Unit]] = single_units) -> StepLayout:
     """The layout of a seal's samples over `seal.world_size` ranks and `seal.mini_batches` updates.
 
-    Raises ValueError if either number is below 1: such a seal must never be written.
+    `units_of`: the units of a mini-batch's samples; whoever computes the layout must use the same. Raises ValueError if either number is below 1: such a seal must never be written.
     """
     if seal.world_size < 1 or seal.mini_batches < 1:
         raise ValueError(f"a seal for {seal.world_size} ranks and {seal.mini_batches} mini-batches")
@@ -91,7 +101,7 @@ def balance_samples(seal: Seal) -> StepLayout:
         chunks = _by_parts(seal.parts)
     else:
         chunks = _contiguous(len(seal.groups), min(seal.mini_batches, len(seal.groups)))
-    return StepLayout(tuple(_spread(seal, chunk) for chunk in chunks), seal.world_size)
+    return StepLayout(tuple(_spread(seal, chunk, units_of) for chunk in chunks), seal.world_size)
 
 
 def _by_parts(parts: tuple[int, ...]) -> list[range]:
@@ -106,16 +116,18 @@ def _contiguous(count: int, parts: int) -> list[range]:
     return [range(start, end) for start, end in itertools.pairwise(cuts)]
 
 
-def _spread(seal: Seal, groups: range) -> tuple[tuple[SampleSlot, ...], ...]:
-    """Longest first, to the rank with the least load; ties go to fewer samples, then to the lower rank."""
+def _spread(
+    seal: Seal, groups: range, units_of: Callable[[Iterable[SampleSlot]], list[Unit]]
+) -> tuple[tuple[SampleSlot, ...], ...]:
+    """Costliest unit first, to the rank with the least load; ties go to fewer samples, then to the lower rank."""
     slots = (SampleSlot(group, sample) for group in groups for sample in range(len(seal.groups[group].response_tokens)))
-    weighed = sorted((-slot_cost(seal, slot), slot) for slot in slots)
+    weighed = sorted((-sum(slot_cost(seal, slot) for slot in unit), unit) for unit in units_of(slots))
     shares: list[list[SampleSlot]] = [[] for _ in range(seal.world_size)]
     ranks = [(0, 0, rank) for rank in range(seal.world_size)]  # ascending, so already a heap
-    for negative_cost, slot in weighed:
+    for negative_cost, unit in weighed:
         load, taken, rank = ranks[0]
-        shares[rank].append(slot)
-        heapq.heapreplace(ranks, (load - negative_cost, taken + 1, rank))
+        shares[rank].extend(unit)
+        heapq.heapreplace(ranks, (load - negative_cost, taken + len(unit), rank))
     return tuple(tuple(sorted(share)) for share in shares)
 
 

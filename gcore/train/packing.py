@@ -23,13 +23,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from gcore.ledger.balance import SampleSlot, StepLayout, sample_cost
+from gcore.ledger.balance import SampleSlot, StepLayout, Unit, sample_cost, single_units
 from gcore.ledger.records.chain import Seal
 
 Packing = Literal["packed", "bucketed"]
-Unit = tuple[SampleSlot, ...]
-"""Samples that are never in different micro-batches."""
-
 
 PADDING = 25
 """At most one token in so many of a rectangle is padding."""
@@ -92,11 +89,6 @@ class CutSettings:
     budget: int
     packing: Packing
     masked: bool = False
-
-
-def single_units(slots: Iterable[SampleSlot]) -> list[Unit]:
-    """Each sample by itself."""
-    return [(slot,) for slot in slots]
 
 
 def plan_step(

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import subprocess
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from builders import sample_slots, seal_of_lengths
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.ledger.balance import SampleSlot, StepLayout, balance_samples, sample_cost, slot_cost
+from gcore.ledger.balance import SampleSlot, StepLayout, Unit, balance_samples, sample_cost, slot_cost
 from gcore.ledger.records.chain import Seal
 from gcore.ledger.records.cluster import attention_equals_at
 
@@ -41,6 +42,27 @@ def test_every_sample_is_taken_exactly_once(seal: Seal) -> None:
         for slot in layout.share(mini_batch, rank)
     ]
     assert sorted(taken) == sample_slots(seal)
+
+
+def pairs(slots: Iterable[SampleSlot]) -> list[Unit]:
+    """Two neighbours of a group each; the last of an odd group alone."""
+    every = itertools.groupby(slots, key=lambda slot: (slot.group, slot.sample // 2))
+    return [tuple(unit) for _, unit in every]
+
+
+@given(seals)
+def test_a_unit_is_whole_on_one_rank(seal: Seal) -> None:
+    layout = balance_samples(seal, pairs)
+    shares = [share for by_rank in layout.shares for share in by_rank]
+    assert sorted(slot for share in shares for slot in share) == sample_slots(seal)
+    assert all(any(set(unit) <= set(share) for share in shares) for unit in pairs(sample_slots(seal)))
+
+
+def test_a_unit_weighs_what_its_samples_cost_together() -> None:
+    seal = seal_of_lengths([[30, 30, 50, 9]], world_size=2, mini_batches=1, prompt_tokens=1, attention_equals_at=10_000)
+    assert balance_samples(seal, pairs).shares == (
+        ((SampleSlot(0, 0), SampleSlot(0, 1)), (SampleSlot(0, 2), SampleSlot(0, 3))),
+    )
 
 
 @given(seals)

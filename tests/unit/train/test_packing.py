@@ -12,7 +12,7 @@ from builders import sample_slots, seal_of_lengths
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.ledger.balance import SampleSlot, balance_samples, sample_cost
+from gcore.ledger.balance import SampleSlot, balance_samples, sample_cost, single_units
 from gcore.ledger.records.chain import Seal, SealState
 from gcore.train.packing import (
     CutSettings,
@@ -23,7 +23,6 @@ from gcore.train.packing import (
     is_masked,
     plan_step,
     sample_length,
-    single_units,
 )
 
 
