@@ -53,7 +53,6 @@ from placement.assign import assign_split, split_of
 from placement.moves import DecisionContext, MoveProposal, split_from
 from placement.placer import find_bounds, movable_request, place_split, slot_bounds
 from placement.policies.base import SwitchCosts
-from placement.policies.simple import even_split
 from placement.request import PlacementRequest
 from placement.simulator.job import SimulatedJob, draw_workload, replica_pace, true_knowledge
 from placement.simulator.run import (
@@ -67,7 +66,7 @@ from placement.simulator.run import (
     switch_costs,
 )
 from placement.simulator.scenario import Scenario, read_scenario
-from placement.slots import NodeSlots, Snapshot, Split, feasible
+from placement.slots import NodeSlots, Snapshot, Split, even_split, feasible
 
 SCENARIOS = ROOT / "benchmarks" / "scenarios"
 CACHE = ROOT / ".cache" / "placement"

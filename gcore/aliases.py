@@ -69,7 +69,7 @@ MOVED: dict[str, tuple[str, ...]] = {
         "placement.policies.dynamic",
     ),
     "placement.policies.climbing": ("placement.policies.simple",),
-    "placement.policies.fixed": ("placement.policies.simple",),
+    "placement.policies.fixed": ("placement.policies.simple", "placement.slots"),
     "placement.replicas": ("placement.slots",),
     "placement.split": ("placement.slots",),
 }

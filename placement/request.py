@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from gcore.config.spec import JobSpec
 from placement.slots import SINGLE, ReplicaSizes, Snapshot, sizes_of
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the search of placements is loaded with the first job
     from placement.mapping.workload import Workload
 
 

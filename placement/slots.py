@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeVar
+from functools import lru_cache
+from typing import Literal, TypeVar
 
 from gcore.config.spec import JobSpec
 from gcore.ledger.records.cluster import NodeFacts, Slot
+from gcore.ledger.records.job import Plan
 from gcore.types import Pool
-
-if TYPE_CHECKING:
-    from gcore.ledger.records.job import Plan
 
 Mode = Literal["coexisting", "colocated"]
 
@@ -114,6 +113,27 @@ def feasible(bounds: SplitBounds) -> Iterator[Split]:
 
 
 T = TypeVar("T")
+
+
+@lru_cache(maxsize=64)
+def feasible_splits(bounds: SplitBounds) -> tuple[Split, ...]:
+    """Every feasible split, in order."""
+    return tuple(feasible(bounds))
+
+
+@lru_cache(maxsize=4096)
+def nearest_split(bounds: SplitBounds, split: Split) -> Split:
+    """The feasible split that is most like `split`, of the same mode if there is one."""
+    every = feasible_splits(bounds)
+    found = [one for one in every if one.mode == split.mode] or every
+    return min(found, key=lambda one: (split_distance(one, split), one))
+
+
+def even_split(bounds: SplitBounds) -> Split:
+    """What a person would write without having measured anything: half for rollout, and the other half shared out."""
+    quarter = bounds.slots // 4
+    reward = quarter if bounds.judged else 0
+    return nearest_split(bounds, Split("coexisting", bounds.slots - 2 * quarter, reward, quarter))
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ from placement.moves import (
 from placement.policies.base import Decision, SwitchCosts
 from placement.request import PlacementRequest
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it loads numpy, which a daemon without a job does not need
     from placement.laws import PaceTracker
 
 ANSWER_S = 2.0

@@ -29,8 +29,7 @@ from placement.forecast import REWARD, ROLLOUT, TOGETHER, TRAIN, Shapes, shapes_
 from placement.laws import POOLS, DecodeLaw, Floats, plain_offset
 from placement.measurements import EngineSpeed, MeasuredStep
 from placement.policies.base import SwitchCosts
-from placement.policies.simple import feasible_splits
-from placement.slots import Mode, Split, SplitBounds
+from placement.slots import Mode, Split, SplitBounds, feasible_splits
 
 LEARNED = 3
 """First steps of the other mode from which it is learned."""

@@ -8,35 +8,13 @@ what a change costs, or lends within a step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from placement.measurements import MeasuredStep
 from placement.policies.base import Decision, Policy, PolicyStart, Situation
-from placement.slots import Split, SplitBounds, feasible, split_distance
+from placement.slots import Split, SplitBounds, feasible_splits, nearest_split, split_distance
 
-
-def static(start: PolicyStart) -> Policy:
-    """One split for ever: for whoever wants to see what nothing would do."""
-
-    return StaticPolicy(start.first)
-
-
-def colocated(start: PolicyStart) -> Policy:
-    """All slots in turn."""
-
-    return ColocatedPolicy(start.first)
-
-
-def hill_climb(start: PolicyStart) -> Policy:
-    """One unit at a time, from the pool that is used least to the one that is used most."""
-
-    return HillClimbPolicy(start.first)
-
-
-def threshold(start: PolicyStart) -> Policy:
-    """The same, only between pools that are used little and much."""
-
-    return new_threshold_policy(start.first)
+LOW, HIGH = 0.4, 0.7
+"""Shares of use between which `threshold` moves nothing."""
 
 
 @dataclass(frozen=True)
@@ -66,30 +44,6 @@ class ColocatedPolicy:
         if together is None:
             return Decision(nearest_split(situation.bounds, self.otherwise), "a slot cannot hold all models")
         return Decision(together, "all slots in turn")
-
-
-@lru_cache(maxsize=64)
-def feasible_splits(bounds: SplitBounds) -> tuple[Split, ...]:
-    """Every feasible split, in order."""
-    return tuple(feasible(bounds))
-
-
-@lru_cache(maxsize=4096)
-def nearest_split(bounds: SplitBounds, split: Split) -> Split:
-    """The feasible split that is most like `split`, of the same mode if there is one."""
-    every = feasible_splits(bounds)
-    found = [one for one in every if one.mode == split.mode] or every
-    return min(found, key=lambda one: (split_distance(one, split), one))
-
-
-def even_split(bounds: SplitBounds) -> Split:
-    """What a person would write without having measured anything: half for rollout, and the other half shared out."""
-    quarter = bounds.slots // 4
-    reward = quarter if bounds.judged else 0
-    return nearest_split(bounds, Split("coexisting", bounds.slots - 2 * quarter, reward, quarter))
-
-
-LOW, HIGH = 0.4, 0.7
 
 
 @dataclass(frozen=True)
@@ -139,3 +93,23 @@ def shift_slots(bounds: SplitBounds, now: Split, source: str, target: str) -> Sp
         and getattr(one, target) > getattr(now, target)
     ]
     return min(fitting, key=lambda one: (split_distance(one, now), one), default=None)
+
+
+def static(start: PolicyStart) -> Policy:
+    """One split for ever: for whoever wants to see what nothing would do."""
+    return StaticPolicy(start.first)
+
+
+def colocated(start: PolicyStart) -> Policy:
+    """All slots in turn."""
+    return ColocatedPolicy(start.first)
+
+
+def hill_climb(start: PolicyStart) -> Policy:
+    """One unit at a time, from the pool that is used least to the one that is used most."""
+    return HillClimbPolicy(start.first)
+
+
+def threshold(start: PolicyStart) -> Policy:
+    """The same, only between pools that are used little and much."""
+    return new_threshold_policy(start.first)

@@ -18,13 +18,12 @@ import numpy as np
 from placement.forecast import Forecast, LengthProfile, PoolLimits, shapes_of
 from placement.laws import DecodeLaw, Floats, PaceTracker, TrainLaw
 from placement.measurements import MeasuredStep
-from placement.policies.base import Decision, Policy, Situation, SwitchCosts
+from placement.policies.base import Decision, Policy, PolicyStart, Situation, SwitchCosts, find_policy
 from placement.policies.dynamic import DynamicPolicy
 from placement.policies.simple import (
     ColocatedPolicy,
     HillClimbPolicy,
     StaticPolicy,
-    feasible_splits,
     new_threshold_policy,
 )
 from placement.simulator.job import (
@@ -37,7 +36,7 @@ from placement.simulator.job import (
 )
 from placement.simulator.kernel import BY_RULE, BY_SCHEDULE, NEVER, Ints, play_batch
 from placement.simulator.scenario import Scenario, ScenarioEngine
-from placement.slots import Split, count_turns
+from placement.slots import Split, count_turns, feasible_splits
 
 NO_MOVES = np.zeros(0, np.int64)
 
@@ -350,11 +349,7 @@ def new_policy(name: str, scenario: Scenario, seed: int) -> Policy:
     own = policies(scenario, seed).get(name)
     if own is not None:
         return own()
-    from placement.policies.base import (
-        PolicyStart,  # gcore's own need none of what a live job has
-        find_policy,
-    )
-
+    # gcore's own need nothing of what a live job has.
     return find_policy(name)(
         PolicyStart(choose_start(scenario, seed), scenario.rollout.running, scenario.reward.running)
     )

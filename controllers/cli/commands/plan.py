@@ -84,11 +84,10 @@ def simulate(
     So it says what if another policy had planned it, or if it had had more slots.
     """
     from controllers.cli.view.data import progress_bar
-    from placement.policies.simple import feasible_splits
     from placement.simulator.job import SimulatedJob
     from placement.simulator.replay import ReplayedJob, read_run
     from placement.simulator.scenario import read_scenario
-    from placement.slots import SINGLE, count_noun, sizes_of
+    from placement.slots import SINGLE, count_noun, feasible_splits, sizes_of
 
     if (scenario is None) == (run is None):
         raise UsageError("gcore simulate takes a scenario's file, or --run with a run", fix="Give one of them")

@@ -30,13 +30,10 @@ from placement.policies.simple import (
     ColocatedPolicy,
     HillClimbPolicy,
     StaticPolicy,
-    even_split,
-    feasible_splits,
-    nearest_split,
     new_threshold_policy,
     utilisation,
 )
-from placement.slots import Split, SplitBounds, feasible
+from placement.slots import Split, SplitBounds, even_split, feasible, feasible_splits, nearest_split
 
 COSTS = SwitchCosts(5.0, 10.0)
 
