@@ -47,7 +47,7 @@ class CertificatePair:
 
 @dataclass(frozen=True, slots=True)
 class CertificateInfo:
-    """What is in a certificate."""
+    """The fields of a certificate."""
 
     common_name: str
     issuer: str

@@ -117,7 +117,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a call was refused."""
+    """The reason of a refused call."""
 
     code: grpc.StatusCode
     sentence: str

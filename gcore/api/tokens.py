@@ -48,7 +48,7 @@ class TokenRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class UserToken:
-    """What a user shows."""
+    """A user's token."""
 
     id: str
     secret: str = field(repr=False)

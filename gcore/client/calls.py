@@ -93,7 +93,7 @@ MAX_ANSWER_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class WaitPolicy:
-    """How long what is waited for, in seconds."""
+    """Timeouts of the client, in seconds."""
 
     call_s: float = 10.0
     """For the answer to one call."""

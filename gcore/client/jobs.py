@@ -59,7 +59,7 @@ MOST_REFUSALS = 3
 
 
 class _Told:
-    """What of a job's logs was handed out."""
+    """Position in a job's logs: the lines that were handed out."""
 
     def __init__(self) -> None:
         self._places: dict[str, v1_pb.LogPlace] = {}

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What somebody waits for, and since when."""
+    """A wait: its subject, and since when."""
 
     who: str
     what: str
@@ -123,7 +123,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What was used. `by`: of whom, or where."""
+    """Usage of slots. `by`: of whom, or where."""
 
     by: Mapping[str, str]
     slot_hours: float

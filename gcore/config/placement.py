@@ -46,7 +46,7 @@ class SchedulingSpec(Section):
 
 
 class PlacementSpec(Section):
-    """Which slots the job uses."""
+    """The slots that the job uses."""
 
     policy: Annotated[str, Field(pattern=PLUGIN_NAME)] = Field(
         "colocated",

@@ -39,7 +39,7 @@ class NumberedRequest(Protocol):
 
 
 class NumberedOutput(Protocol):
-    """What any engine core has made for a request."""
+    """Output of an engine core for one request, by its number."""
 
     @property
     def number(self) -> int:
@@ -127,7 +127,7 @@ class OutputSpan:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a sample ended. `matched`: the stop string or token; `message`: why it was aborted."""
+    """Reason for which a sample ended. `matched`: the stop string or token; `message`: why it was aborted."""
 
     kind: EndKind
     matched: str | int | None = None
@@ -155,7 +155,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class SpanStart:
-    """Where a span begins."""
+    """The beginning of a span."""
 
     version: str
     start: int

@@ -52,7 +52,7 @@ def single_units(slots: Iterable[SampleSlot]) -> list[Unit]:
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Who trains on what: `shares[mini_batch][rank]` are sample slots, ascending. Of a streamed step, by part in place of
+    """The samples of each rank: `shares[mini_batch][rank]` are sample slots, ascending. Of a streamed step, by part in place of
     mini-batch: all of its parts make one update."""
 
     shares: tuple[tuple[tuple[SampleSlot, ...], ...], ...]

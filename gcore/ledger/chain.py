@@ -45,7 +45,7 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class ChainWriter:
-    """Who writes, and a number used once, by which an answer that never came is recognised later."""
+    """The writer of an entry, and a number used once, by which an answer that never came is recognised later."""
 
     incarnation: str
     nonce: str

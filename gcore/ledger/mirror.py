@@ -63,7 +63,7 @@ class UnreadableHint:
 
 @dataclass(frozen=True)
 class JobMirror:
-    """What is known of one job."""
+    """The records of one job, as last read."""
 
     keys: JobKeys
     revision: int = 0

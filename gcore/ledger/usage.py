@@ -42,7 +42,7 @@ DIMENSIONS = ("namespace", "job", "owner", "pool")
 
 
 class PoolSeconds(RecordPart):
-    """Of one pool: seconds that slots were the job's, and of these, those at work."""
+    """Slot-seconds of one pool: seconds that slots were the job's, and of these, those at work."""
 
     slot_s: NonNegativeFloat = 0.0
     busy_s: NonNegativeFloat = 0.0

@@ -42,7 +42,7 @@ RESULTS = ("won", "stale", "unknown")
 
 
 class StoreMetrics(MetricsBase):
-    """Of this process's calls, and of the members that it can ask."""
+    """Metrics of this process's calls of the store, and of the members that it can ask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class StoreMetrics(MetricsBase):
 
 
 class CallMetrics(MetricsBase):
-    """Of one process. Methods are those that are served; a call of any other is counted as `unknown`."""
+    """Metrics of the calls that a process serves. Methods are those that are served; a call of any other is counted as `unknown`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ JOB_STATES = ("running", "queued", "paused")
 
 
 class MembershipMetrics(MetricsBase):
-    """Of the cluster as this process sees it, and of its own waits."""
+    """Metrics of the cluster as this process sees it, and of its own waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class MoveFigures:
 
 
 class SlotMetrics(MetricsBase):
-    """Of this node's slots, and of the placement of its jobs."""
+    """Metrics of this node's slots, and of the placement of its jobs."""
 
     def __init__(self) -> None:
         super().__init__()

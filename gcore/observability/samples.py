@@ -97,7 +97,7 @@ class KeptGroup(Record):
 
 
 class KeptAdvantage(Record):
-    """Of one sample: the mean over its tokens; the least and the most where they differ."""
+    """Advantage of one sample: the mean over its tokens; the least and the most where they differ."""
 
     digest: str
     sample: int

@@ -16,7 +16,7 @@ from gcore.observability.registry import WORK_BUCKETS_S, MetricsBase
 
 
 class GenerationMetrics(MetricsBase):
-    """Of the requests that this process makes, and of the groups that it holds."""
+    """Metrics of the requests that this process makes, and of the groups that it holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ RESULTS = ("answered", "remembered", "away", "timeout", "refused")
 
 
 class JudgeMetrics(MetricsBase):
-    """Of the questions that this process puts."""
+    """Metrics of the questions that this process puts to judges."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ PHASES = MappingProxyType(
 
 
 class ChainMetrics(MetricsBase):
-    """Of the jobs' chains."""
+    """Metrics of the jobs' chains: their steps and statistics."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ LACKING = "Install the extra: pip install 'gcore[otel]', or leave traces out of 
 
 
 class StepTraces:
-    """Of one process. `tell` never blocks; `close` may, for about `PATIENCE_S`."""
+    """Traces of the steps of one process. `tell` never blocks; `close` may, for about `PATIENCE_S`."""
 
     def __init__(self, endpoint: str, node: str) -> None:
         """Raises UsageError without the extra."""

@@ -250,7 +250,7 @@ def tracker_folder(run_dir: Path, name: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class TrackerDocument:
-    """What the controller says first."""
+    """The launch document of a tracker, which the controller sends first."""
 
     uid: str
     name: str

@@ -156,7 +156,7 @@ MOST_GENERATING = 512
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine says of itself.
+    """Version that an engine serves, and its load.
 
     `version` None: it serves weights that no commit made. `running` and `waiting` are sequences; None where the engine
     keeps no metrics.

@@ -62,7 +62,7 @@ class EngineTimeSums:
 
 
 class EngineTimeMeter:
-    """Of one engine. One thread notes, any may read: what they share is replaced, never changed."""
+    """Meter of one engine's time. One thread notes, any may read: what they share is replaced, never changed."""
 
     def __init__(self, rows: int, now: float) -> None:
         """`rows`: requests that saturate it."""

@@ -296,7 +296,7 @@ class _Again(StoreUnavailable):
 
 
 class ErrorClass(Enum):
-    """What an error says about the call."""
+    """Classes of errors by what they say about the call."""
 
     LEASE_GONE = auto()
     COMPACTED = auto()

@@ -223,7 +223,7 @@ LONGEST_RETRY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
-    """In seconds. `of` fills in what is not said."""
+    """Times of a lease, in seconds. `of` fills in those that are not given."""
 
     ttl_s: int
     tick_s: float

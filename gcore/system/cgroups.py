@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 
 class CannotLimit(GcoreError):
-    """This machine keeps no such limits for this process."""
+    """The machine keeps no such limits for this process."""
 
 
 def limit_files(*, memory_gib: float | None, cpus: float | None, pids: int | None) -> dict[str, str]:

@@ -20,7 +20,7 @@ END_S = 5.0
 
 
 class TaskHung(TimeoutError):
-    """It did not come in time, and does not end when it is told to."""
+    """A task did not finish in time, and does not end when it is cancelled."""
 
 
 async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

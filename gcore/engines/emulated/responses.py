@@ -88,7 +88,7 @@ class EmulatedVerdict:
 
 @dataclass(frozen=True, slots=True)
 class ResponseModel:
-    """Who answers. `longest`: tokens of the longest response that the job asks for; None: what another engine made is taken for a
+    """Makes the responses of an emulated engine. `longest`: tokens of the longest response that the job asks for; None: what another engine made is taken for a
     prompt. `verdict`: of a judge."""
 
     law: TimingModel

@@ -51,7 +51,7 @@ class StreamOptions(BaseModel):
 
 
 class _Asking(BaseModel):
-    """What both routes take."""
+    """Fields that both routes take."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -275,7 +275,7 @@ class CompletionWriter:
 
 @dataclass
 class _Told:
-    """What of a choice has been told."""
+    """Progress of a choice: the text that was sent."""
 
     text: str = ""
     tokens: int = 0

@@ -83,7 +83,7 @@ SMALLEST_PIECE = 32
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """Of a set of rows: how many, the longest, and all their tokens together."""
+    """Size of a set of rows: their number, the longest, and the sum of their tokens."""
 
     rows: int = 0
     longest: int = 0

@@ -49,7 +49,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """What was found, and what was counted along the final lineage. `findings` is empty if all adds up."""
+    """Findings and counts of an audit along the final lineage. `findings` is empty if all adds up."""
 
     findings: tuple[Finding, ...] = ()
     more: int = 0

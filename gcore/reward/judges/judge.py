@@ -59,7 +59,7 @@ Read = Callable[[str], float]
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a response is worth. `example`: how the first answer begins that could not be read, or empty."""
+    """Score of a response. `example`: how the first answer begins that could not be read, or empty."""
 
     value: float
     votes: int

@@ -100,7 +100,7 @@ class JudgeRequestObserver(Protocol):
 
 
 class Budget(Protocol):
-    """What the whole job has spent."""
+    """The spending of the whole job on a judge."""
 
     def overdrawn(self, judge: str) -> str:
         """Why nothing more may be spent on a judge; nothing if it may."""
@@ -139,7 +139,7 @@ class _Away:
 
 
 class RateLimiter:
-    """Of one judge, on one controller. Mutable; one event loop."""
+    """Rate limit of one judge, on one controller. Mutable; one event loop."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ class JudgeAway(JudgeError):
 
 
 class JudgeLate(JudgeAway):
-    """It gave no answer in time."""
+    """A judge gave no answer in time."""
 
 
 def judge_away(error: EngineError) -> JudgeAway:
@@ -48,7 +48,7 @@ Why = Literal["away", "timeout", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a judge wrote."""
+    """The text that a judge wrote."""
 
     text: str
     tokens_in: int
@@ -60,7 +60,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ClassifierAnswer:
-    """What a classifier says."""
+    """The number that a classifier gave."""
 
     number: float
     tokens_in: int

@@ -53,7 +53,7 @@ Reply = tuple[int, str, bytes]
 
 
 class AgentHttpServer:
-    """Of one job, on one controller. Opened by the first response; close it."""
+    """HTTP server for the agents of one job, on one controller. Opened by the first response; close it."""
 
     def __init__(self) -> None:
         self._server: asyncio.Server | None = None
