@@ -484,19 +484,19 @@ class JobWork:
         episodes = new_episode_runner(spec, session.engines, session.episodes, clock, dependencies.errors.note)
         self._orders = CurriculumOrders(spec, data.stream, session.changes.notify)
         self._peer = JobPeer(
-            data,
-            session.look,
-            session.changes,
-            session.engines,
-            session.buffer,
-            LedgerEvaluations(dependencies.ledger, lambda: session.mirror),
-            clock,
-            dependencies.telemetry.stopwatch,
-            self._orders,
-            filters,
-            session.collectives,
-            dependencies.errors,
-            episodes,
+            data=data,
+            look=session.look,
+            changes=session.changes,
+            engines=session.engines,
+            buffer=session.buffer,
+            evaluations=LedgerEvaluations(dependencies.ledger, lambda: session.mirror),
+            clock=clock,
+            stopwatch=dependencies.telemetry.stopwatch,
+            orders=self._orders,
+            filters=filters,
+            collectives=session.collectives,
+            faults=dependencies.errors,
+            episodes=episodes,
         )
         self._reconciler = Reconciler(
             job=session,
