@@ -239,7 +239,7 @@ class MemoryExcess:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFit:
-    """A way that fits. `used`: bytes of the fullest slot of each pool; `cells`, `rows`: of each engine's cache, and what runs in
+    """A layout that fits. `used`: bytes of the fullest slot of each pool; `cells`, `rows`: of each engine's cache, and what runs in
     it at once, by name; `bound`: engines that have less cache than they want."""
 
     used: tuple[tuple[str, float], ...]
@@ -270,42 +270,44 @@ class SlotMemory:
 
 
 def fit_memory(
-    way: PoolLayout, workload: Workload, cluster: ClusterSpec, memory: SlotMemory
+    layout: PoolLayout, workload: Workload, cluster: ClusterSpec, memory: SlotMemory
 ) -> MemoryFit | MemoryExcess:
     """How it fits, or why not: into the slots, and into their hosts."""
-    found = _on_slots(way, workload, memory)
+    found = _on_slots(layout, workload, memory)
     if isinstance(found, MemoryExcess):
         return found
-    return _host_excess(way, workload, cluster, memory) or found
+    return _host_excess(layout, workload, cluster, memory) or found
 
 
-def world_excess(way: PoolLayout, workload: Workload, cluster: ClusterSpec, memory: SlotMemory) -> MemoryExcess | None:
+def world_excess(
+    layout: PoolLayout, workload: Workload, cluster: ClusterSpec, memory: SlotMemory
+) -> MemoryExcess | None:
     """Why its ranks do not fit on slots of their own, whatever the other slots do."""
-    alone = _together("train", rank_needs(workload.training, way.ranks, gpu=memory.gpu), [], way.ranks, memory)
-    return alone if isinstance(alone, MemoryExcess) else _host_excess(way, workload, cluster, memory)
+    alone = _together("train", rank_needs(workload.training, layout.ranks, gpu=memory.gpu), [], layout.ranks, memory)
+    return alone if isinstance(alone, MemoryExcess) else _host_excess(layout, workload, cluster, memory)
 
 
-def _on_slots(way: PoolLayout, workload: Workload, memory: SlotMemory) -> MemoryFit | MemoryExcess:
-    ranks = rank_needs(workload.training, way.ranks, gpu=memory.gpu)
-    rollout = [_engine(workload.rollout, way.rollout_size, way.split.rollout // way.rollout_size, memory)]
-    judges = [_engine(judge, way.reward_size, judge_replicas(judge, way), memory) for judge in workload.judges]
-    if way.split.mode == "colocated":
+def _on_slots(layout: PoolLayout, workload: Workload, memory: SlotMemory) -> MemoryFit | MemoryExcess:
+    ranks = rank_needs(workload.training, layout.ranks, gpu=memory.gpu)
+    rollout = [_engine(workload.rollout, layout.rollout_size, layout.split.rollout // layout.rollout_size, memory)]
+    judges = [_engine(judge, layout.reward_size, judge_replicas(judge, layout), memory) for judge in workload.judges]
+    if layout.split.mode == "colocated":
         engines = [*rollout, *judges]
-        if way.asleep:
-            return _asleep(way, ranks, engines, memory)
-        return _together("every slot", ranks, engines, way.ranks, memory)
+        if layout.asleep:
+            return _asleep(layout, ranks, engines, memory)
+        return _together("every slot", ranks, engines, layout.ranks, memory)
     parts = [
-        _together("train", ranks, [], way.split.train, memory),
-        _together("rollout", (), rollout, way.split.rollout, memory, asleep=len(judges) * workload.resident),
+        _together("train", ranks, [], layout.split.train, memory),
+        _together("rollout", (), rollout, layout.split.rollout, memory, asleep=len(judges) * workload.resident),
     ]
     if judges:
-        parts.append(_together("reward", (), judges, way.split.reward, memory, asleep=int(workload.resident)))
+        parts.append(_together("reward", (), judges, layout.split.reward, memory, asleep=int(workload.resident)))
     return _worst(parts) or _joined([part for part in parts if isinstance(part, MemoryFit)])
 
 
-def judge_replicas(judge: EngineWorkload, way: PoolLayout) -> int:
+def judge_replicas(judge: EngineWorkload, layout: PoolLayout) -> int:
     """Engines of a judge."""
-    most = max(1, way.split.reward // way.reward_size)
+    most = max(1, layout.split.reward // layout.reward_size)
     return most if judge.replicas is None else min(most, judge.replicas)
 
 
@@ -341,16 +343,16 @@ def _together(
 
 
 def _asleep(
-    way: PoolLayout, ranks: Sequence[MemoryNeed], engines: Sequence[_Engine], memory: SlotMemory
+    layout: PoolLayout, ranks: Sequence[MemoryNeed], engines: Sequence[_Engine], memory: SlotMemory
 ) -> MemoryFit | MemoryExcess:
     """Engines while ranks sleep, and ranks while engines sleep; what sleeps keeps its process."""
     processes = memory.process * (len(engines) + 1)
     training = processes + sum(need.stays for need in ranks) + max(need.works for need in ranks)
     serving = processes + sum(one.need.works for one in engines)
-    found = _with_caches("every slot", [], engines, serving, way.split.rollout, memory)
+    found = _with_caches("every slot", [], engines, serving, layout.split.rollout, memory)
     if training > memory.limit:
         names, over = tuple(need.name for need in ranks), training - memory.limit
-        return _worst([found, MemoryExcess(names, way.ranks, memory.all_of_it, over, engines=False)]) or found
+        return _worst([found, MemoryExcess(names, layout.ranks, memory.all_of_it, over, engines=False)]) or found
     if isinstance(found, MemoryExcess):
         return found
     slept = sum(need.stays for need in ranks) + sum(one.need.weights for one in engines)
@@ -414,32 +416,34 @@ def _joined(rooms: Sequence[MemoryFit]) -> MemoryFit:
     )
 
 
-def _host_excess(way: PoolLayout, workload: Workload, cluster: ClusterSpec, memory: SlotMemory) -> MemoryExcess | None:
+def _host_excess(
+    layout: PoolLayout, workload: Workload, cluster: ClusterSpec, memory: SlotMemory
+) -> MemoryExcess | None:
     """GPUs' hosts: ranks load whole models there, and rank 0 keeps a copy of the checkpoint that is being written."""
     if not memory.gpu:
         return None
     kind = min(cluster.nodes, key=lambda one: one.host_memory_gib / one.accelerators)
-    ranks = min(kind.accelerators, -(-way.ranks // cluster.node_count))
+    ranks = min(kind.accelerators, -(-layout.ranks // cluster.node_count))
     processes = HOST_PROCESS_GIB * GIB * 2 * kind.accelerators
     needed = processes + ranks * rank_host_bytes(workload.training) + checkpoint_bytes(workload.training)
-    needed += kind.accelerators * _slept_of_engines(way, workload)
-    if way.asleep:
-        needed += ranks * sum(need.stays for need in rank_needs(workload.training, way.ranks, gpu=True))
+    needed += kind.accelerators * _slept_of_engines(layout, workload)
+    if layout.asleep:
+        needed += ranks * sum(need.stays for need in rank_needs(workload.training, layout.ranks, gpu=True))
     limit = (kind.host_memory_gib - NODE_GIB) * GIB
     if needed <= limit:
         return None
     names = tuple(workload.training.models)
     what = f"{kind.host_memory_gib:.4g} GiB of host memory with {count_noun(ranks, 'rank')} a node"
-    return MemoryExcess(names, way.ranks, kind.host_memory_gib * GIB, needed - limit, engines=False, where=what)
+    return MemoryExcess(names, layout.ranks, kind.host_memory_gib * GIB, needed - limit, engines=False, where=what)
 
 
-def _slept_of_engines(way: PoolLayout, workload: Workload) -> float:
+def _slept_of_engines(layout: PoolLayout, workload: Workload) -> float:
     """Bytes of weights that wait in host memory, at most, for each slot of GPUs."""
-    policy = 2 * workload.rollout.shape.parameters / way.rollout_size
-    judges = sum(2 * judge.shape.parameters for judge in workload.judges) / way.reward_size
-    if way.asleep:
+    policy = 2 * workload.rollout.shape.parameters / layout.rollout_size
+    judges = sum(2 * judge.shape.parameters for judge in workload.judges) / layout.reward_size
+    if layout.asleep:
         return policy + judges
-    return max(policy, judges) if workload.resident and way.split.mode == "coexisting" else 0.0
+    return max(policy, judges) if workload.resident and layout.split.mode == "coexisting" else 0.0
 
 
 def format_gib(size: float) -> str:
@@ -457,8 +461,8 @@ def bound_by_memory(
     together = bounds.all_together()
     colocated = False
     if together is not None:
-        way = PoolLayout(together, bounds.rollout_size, bounds.reward_size, workload.turns[-1 if memory.gpu else 0])
-        colocated = isinstance(fit_memory(way, workload, cluster, memory), MemoryFit)
+        layout = PoolLayout(together, bounds.rollout_size, bounds.reward_size, workload.turns[-1 if memory.gpu else 0])
+        colocated = isinstance(fit_memory(layout, workload, cluster, memory), MemoryFit)
 
     def fits(size: int) -> bool:
         split = Split("coexisting", bounds.slots - size, 0, size)
