@@ -425,7 +425,7 @@ def test_the_policy_that_the_page_on_placement_shows_is_one(tmp_path: Path, monk
     page = (ROOT / "docs" / "placement.md").read_text()
     code: dict[str, Any] = {}
     exec(page.split("```python\n")[1].split("```")[0], code)
-    monkeypatch.setattr("placement.policies.base.find_policy", lambda name: code["idle_first"])
+    monkeypatch.setattr("placement.simulator.run.find_policy", lambda name: code["idle_first"])
     scenario = tmp_path / "small.yaml"
     scenario.write_text(PLAYED)
     words = ["simulate", str(scenario), "--policy", "idle_first", "--cost", "0", "-o", "json"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -28,7 +29,9 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True, check=False)
+    # The suite runs under make itself, whose settings a make inside would take over.
+    env = {name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}}
+    return subprocess.run(["make", *words], cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
 def pytest_call(folder: Path, target: str) -> str:
