@@ -80,6 +80,12 @@ class ProcessPool(Protocol):
     """Processes that `warm` starts."""
     when_closed: str
     """What a caller is told that waits when the pool is closed."""
+    too_long: str
+    """The error of a call that took longer than one second."""
+    killed: str
+    """The error of a call whose process was killed by SIGSEGV."""
+    exited: str
+    """The error of a call whose process ended with exit code 3."""
 
     async def warm(self) -> None: ...
 
@@ -101,6 +107,9 @@ class Rewards:
 
     group, function = "gcore.rewards", "score"
     when_closed = "the rewards of this job are closed"
+    too_long = "reward 'odd' took longer than 1 s (reward.timeout_s)"
+    killed = "reward 'odd' took the process that scores with it, which was killed by SIGSEGV"
+    exited = "reward 'odd' took the process that scores with it, which was ended by itself with exit code 3"
 
     def __init__(self, limits: Limits) -> None:
         self._spec = RewardSpec(name=limits.name, timeout_s=limits.timeout_s)
@@ -138,6 +147,8 @@ class OneTool:
     group, function = "gcore.tools", "tool"
     warmed = 1
     when_closed = "took the process that ran it with it"
+    too_long = "error: tool 'odd' took longer than 1 s"
+    killed = exited = "error: tool 'odd' took the process that ran it with it"  # a model is not told how
 
     def __init__(self, limits: Limits) -> None:
         self._name = limits.name

@@ -121,9 +121,12 @@ def test_what_was_generated_stands_as_it_was_and_the_rest_reads_as_the_template_
     assert sample.prompt_ids == dialogue.before
     assert all(sample.logprobs[i] == 0 for start, end in sample.observed for i in range(start, end))
     assert sample.spans == (VersionSpan(VERSION, 0, len(sample.token_ids)),)
-    borders = [border for part in sample.observed_text for border in part]
-    assert borders == sorted(borders)
-    assert not borders or 0 <= borders[0] <= borders[-1] <= len(sample.text)
+    spoken, at = "", 0
+    for start, end in (*sample.observed_text, (len(sample.text),) * 2):
+        assert at <= start <= end
+        spoken += sample.text[at:start]
+        at = end
+    assert spoken == "".join(answer["content"] or "" for answer in messages[1::2]), "the rest is what the model said"
     # Where the tokens are whole characters, the conversation reads as the template writes it at once, special tokens aside.
     if "\ufffd" not in sample.text and not any("\ufffd" in str(m["content"]) for m in messages):
         at_once = ours.render([*messages[:-1]]).replace(START, "").replace(END, "")
