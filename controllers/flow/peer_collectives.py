@@ -34,11 +34,11 @@ from gcore.types import Version
 COLLECTIVE_LOOK_AGAIN_S = 1.0
 
 TURN_S = 0.5
-"""How long the next in turn waits for the one before to fix an answer."""
+"""Seconds that a peer waits for the peer before it in turn to fix an answer."""
 
 
 class PeerCollectives:
-    """The collectives of one job as one incarnation of a peer takes part in them."""
+    """Takes part in the collectives of one job, for one incarnation of a peer."""
 
     def __init__(
         self, store: Store, mirror: Callable[[], JobMirror], me: str, lease: int, changes: ChangeSignal, clock: Clock
@@ -52,7 +52,7 @@ class PeerCollectives:
         self._at = Version(-1, -1)
 
     def begin(self, at: Version) -> None:
-        """The flow is in the step that begins with version `at`, or waits for it."""
+        """Note that the flow is in the step that begins with version `at`, or waits for it."""
         self._at = at
         self._changes.notify()
 
@@ -83,7 +83,7 @@ class PeerCollectives:
         return exact_sum(await self.gather(at, name, value))
 
     async def answer_others(self) -> None:
-        """For ever: say that the flow is past a step, when others wait in it."""
+        """Run until cancelled: contribute to steps that this flow has passed while other peers wait in them."""
         while True:
             mine = self._parts().get(self._me)
             told = mine.at if mine is not None else Version(-1, -1)
@@ -93,7 +93,7 @@ class PeerCollectives:
                 await self._changes.wait(COLLECTIVE_LOOK_AGAIN_S)
 
     def _somebody_waits(self) -> bool:
-        """Whether a step before mine has something given and not agreed."""
+        """Whether an earlier step has a contribution without an agreed answer."""
         return any(
             self._agreed(part.at, name) is None
             for member, part in self._parts().items()
@@ -115,7 +115,7 @@ class PeerCollectives:
         await self._make(agree(mirror.keys, compute_answer(at, name, self._parts()), forgotten))
 
     async def _make(self, txn: Any) -> None:
-        """Run the transaction, and wait until the mirror has changed: what this or another peer wrote comes through the watch."""
+        """Run the transaction and wait for a change of the mirror, which the watch brings."""
         heard = self._mirror().revision
         try:
             report = await TransactionExecutor(self._store, self._mirror().keys).run(txn)

@@ -84,7 +84,7 @@ log = logging.getLogger(__name__)
 
 
 LONGEST_REASON = 2000
-"""Characters. Foreign code may say whatever it likes, and the store takes 1.5 MiB."""
+"""Characters. Plug-ins may raise errors of any length; the store takes values up to 1.5 MiB."""
 
 
 @dataclass(frozen=True)
@@ -105,18 +105,18 @@ class JobDependencies:
     folders: LocalRunFolders
     """This node's own folders of runs, for jobs whose nodes share none."""
     memory_dir: Path | None
-    """Where copies of the job's train states lie in this node's memory; None: no copies are kept."""
+    """The in-memory copies of the job's train states on this node; None: no copies are kept."""
     cache_dir: Path
     disk_gib: float | None
-    """The disk quota of the job; None: it has none."""
+    """The disk quota of the job; None: no quota."""
     new_recorder: Callable[[Callable[[], JobMirror]], RunRecorder]
-    """Makes what records the run; called with what gives the mirror."""
+    """Makes the run recorder; called with a function that returns the mirror."""
     run_root: Path
     """Where this node keeps the folders of runs, for jobs whose nodes share none."""
     folder_loss: Callable[[Path], str]
-    """Why this node does not see the run's folder any more, or nothing. Blocks."""
+    """Why this node no longer sees the run's folder; empty if it does. Blocks."""
     group_of_job: Callable[[], str]
-    """The control group of the job's processes, or nothing. Blocks."""
+    """The control group of the job's processes; empty without one. Blocks."""
     timers: Timers = field(default_factory=lambda: Timers({}))
     prepare: Callable[[Preparation, JobSpec, JobRecord], Awaitable[JobData | None]] = Preparation.prepare
     find_flow: Callable[[str], Flow] = find_flow
@@ -147,7 +147,7 @@ class FlowRunner:
         self._clock = clock
 
     async def run(self, flow: Flow, peer: Peer) -> None:
-        """Until cancelled. Raises NodeNotReady."""
+        """Run until cancelled. Raises NodeNotReady."""
         me = asyncio.current_task()
         assert me is not None
         while True:
@@ -193,7 +193,7 @@ class Unprepared:
 
 
 class JobSession(LiveJob):
-    """All parts of a job that runs, and what they work on: its records, its view, and how it fails. Not safe for threads."""
+    """The parts of a running job and their shared state: records, view, failure. Not thread-safe."""
 
     def __init__(
         self,
@@ -332,7 +332,7 @@ class JobSession(LiveJob):
         return self.mirror.job.record
 
     def has_more(self) -> bool:
-        """Whether there are steps to make. It may be so again after the last: by a rollback."""
+        """Whether steps are left to train. A rollback after the last step makes this true again."""
         return not self.mirror.has_ended and self.mirror.head is not None and not self.look().is_over
 
     async def fail(self, reason: str) -> None:
@@ -355,7 +355,7 @@ class JobSession(LiveJob):
         return await own_loads(self.look(), self.pools)
 
     def note_scoring(self) -> None:
-        """Look at rewards, judges and the processes of agents and tools, which announce no change."""
+        """Poll rewards, judges and the processes of agents and tools, which report no changes."""
         seen = (
             self._rewards.scoring,
             self._judge_counts.scoring,
@@ -365,12 +365,12 @@ class JobSession(LiveJob):
             self._pools, self._view = seen, None
 
     def note_engines(self) -> None:
-        """Account for engines that have nothing to do."""
+        """Account the idle time of engines."""
         if self.mirror.head is not None:
             self.dependencies.telemetry.note_engines(self.look(), self.engines.busy, held_back=self.work.is_held_back)
 
     async def run(self) -> None:
-        """Until the job has ended."""
+        """Run until the job has ended."""
         head, dependencies = self._head_version(), self.dependencies
         usage = UsageWriter(dependencies.store, self.record, self.node, dependencies.clock)
         await dependencies.telemetry.slot_accounting.begin(self.spec, self.run_dir, head, usage)
@@ -520,7 +520,7 @@ class JobWork:
 
     @property
     def is_held_back(self) -> bool:
-        """Whether no prompt should be begun because of a judge."""
+        """Whether a judge holds up the start of prompts."""
         return self._data.is_held_back
 
     @property
@@ -530,7 +530,7 @@ class JobWork:
 
     @property
     def move_report(self) -> MoveReport | None:
-        """Its report on earlier moves."""
+        """This controller's report on earlier moves."""
         return self._planner.move_report
 
     def note(self, before: JobMirror, after: JobMirror) -> None:
@@ -538,7 +538,7 @@ class JobWork:
         self._planner.note(before, after)
 
     async def run(self) -> None:
-        """Until the job has ended."""
+        """Run until the job has ended."""
         session, dependencies = self._session, self._session.dependencies
         accounting = dependencies.telemetry.slot_accounting
         accounting_task = start_background_task(accounting.run(), f"books {session.uid}")

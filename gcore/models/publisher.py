@@ -28,7 +28,7 @@ from gcore.rollout.api import BroadcastUpdate, TransferManifest, WeightUpdate
 from gcore.types import Version
 
 SENDER = 0
-"""The rank that sends."""
+"""The rank of the sender."""
 
 BACKENDS = ("gloo", "nccl")
 MOST_MEMBERS = 1 << 16
@@ -43,26 +43,26 @@ class NamedTensor:
 
 
 class Publisher(Protocol):
-    """Brings a trainer's weights to engines. Every rank of the trainer has one; only one of them writes or sends."""
+    """Publishes a trainer's weights to engines. Every rank of the trainer has one; one rank writes or sends."""
 
     def stage(self, version: Version, tell: Callable[[], None]) -> WeightUpdate:
-        """Make the weights as they are now ready, as `version`'s; `tell` hears of each tensor. A collective.
+        """Stage the present weights as `version`; call `tell` for each tensor. A collective.
 
         The value is the same on every rank.
         """
         ...
 
     def send(self, update: WeightUpdate) -> None:
-        """Send what is staged to the engines that take part, if staging alone does not bring it. Raises EngineError."""
+        """Send staged weights to the engines that take part; a no-op where engines read staged files. Raises EngineError."""
         ...
 
     def release(self, update: WeightUpdate) -> None:
-        """Free what is staged: no engine takes it any more. Idempotent."""
+        """Free the staged weights. Idempotent."""
         ...
 
 
 def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> TransferManifest:
-    """Of tensors by name, in the mapping's order."""
+    """Describe tensors by name, in the mapping's order."""
     return TransferManifest(
         tuple(tensors),
         tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()),
@@ -71,7 +71,7 @@ def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> TransferManifest:
 
 
 def empty_tensors(manifest: TransferManifest, device: torch.device) -> dict[str, torch.Tensor]:
-    """Tensors to receive into. Raises DataError unless the lists fit together and name types and shapes of torch."""
+    """Allocate the tensors to receive into. Raises DataError if the lists differ in length or name an unknown type or shape."""
     if not len(manifest.names) == len(manifest.dtypes) == len(manifest.shapes):
         raise DataError(
             f"{len(manifest.names)} names came with {len(manifest.dtypes)} dtypes and {len(manifest.shapes)} shapes",
@@ -95,7 +95,7 @@ def empty_tensors(manifest: TransferManifest, device: torch.device) -> dict[str,
 
 
 class WeightGroup:
-    """One side of a group. Closing it twice is allowed."""
+    """One side of a weight group. `close` is idempotent."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group = group
@@ -105,7 +105,7 @@ class WeightGroup:
     def join(
         cls, address: str, port: int, *, rank: int, world_size: int, name: str, backend: str, timeout_s: float
     ) -> WeightGroup:
-        """Meet the others at the sender's `address`; returns when all are there.
+        """Join the group at the sender's `address`; returns when all ranks have joined.
 
         Blocks for up to `timeout_s`, also later in each broadcast. Raises UsageError for values that cannot be,
         EngineError when the others do not come.
@@ -147,11 +147,11 @@ class WeightGroup:
         return cls(group, torch.device("cuda" if backend == "nccl" else "cpu"))
 
     def send(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Rank 0: send these, in order. Returns when they are gone. Raises EngineError when the others do not take part."""
+        """Send these tensors in order, on rank 0. Returns when they are sent. Raises EngineError if other ranks do not take part."""
         self._broadcast([tensor.detach().to(self.device).contiguous() for tensor in tensors.values()])
 
     def receive(self, manifest: TransferManifest) -> dict[str, torch.Tensor]:
-        """The other ranks: what rank 0 sends. Raises DataError for a manifest that cannot be, EngineError."""
+        """Receive the tensors of rank 0, on other ranks. Raises DataError for an invalid manifest, EngineError."""
         tensors = empty_tensors(manifest, self.device)
         self._broadcast(list(tensors.values()))
         return tensors
@@ -173,13 +173,13 @@ class WeightGroup:
 
 
 class BroadcastPublisher:
-    """Implements `Publisher` over a weight group, which other ranks than the sender have none of.
+    """Implements `Publisher` over a weight group; only the sending rank has a group.
 
     Staged tensors are copies, in the memory that the group sends from.
     """
 
     def __init__(self, name: str, group: WeightGroup | None, tensors: Callable[[], Iterator[NamedTensor]]) -> None:
-        """`name`: the group's. `tensors`: the weights as they are now, gathered one by one; a collective."""
+        """`name`: of the group. `tensors`: gathers the present weights one by one; a collective."""
         self._name = name
         self._group = group
         self._tensors = tensors
@@ -197,7 +197,7 @@ class BroadcastPublisher:
         return BroadcastUpdate(version, self._name, describe_tensors(described))
 
     def send(self, update: WeightUpdate) -> None:
-        """Broadcast them. Returns when they are gone."""
+        """Broadcast the staged weights. Returns when they are sent."""
         staged = self._staged.get(update.version)
         if staged is None:
             raise EngineError(f"the weights of version {update.version} are not staged", where=self._name)
@@ -205,5 +205,5 @@ class BroadcastPublisher:
             self._group.send(staged)
 
     def release(self, update: WeightUpdate) -> None:
-        """Let the copies go."""
+        """Free the copies."""
         self._staged.pop(update.version, None)

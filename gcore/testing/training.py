@@ -39,7 +39,7 @@ TOLERANCE = 1e-9
 
 
 def check_advantage(name: str, *, options: Mapping[str, Option] | None = None) -> None:
-    """An estimator: the same whatever order the samples come in and whatever the groups are called, finite, repeatable.
+    """Check an estimator: finite, repeatable, and independent of the order of samples and of the names of groups.
 
     Ranks compute it each for itself, and a group's number means nothing. Raises ContractBroken, PluginFault.
     """
@@ -56,7 +56,7 @@ def check_advantage(name: str, *, options: Mapping[str, Option] | None = None) -
 
 
 def check_loss(name: str, *, options: Mapping[str, Option] | None = None) -> None:
-    """A loss: finite with a finite gradient, the same for a row alone as beside others, whatever stands where the mask is 0.
+    """Check a loss: finite with a finite gradient, equal for a row alone and in a batch, independent of masked values.
 
     Else it would depend on how samples are split over ranks and micro-batches. Raises ContractBroken, PluginFault.
     """
@@ -141,16 +141,16 @@ class FakeTrainBackend:
         loss.backward()
 
     def flush(self) -> None:
-        """Gradients are with the optimizer at once."""
+        """Nothing to do: gradients are not buffered."""
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply them."""
+        """Scale the gradients."""
         for parameter in self._names.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
     def update(self, learning_rate: float) -> UpdateResult:
-        """Clip and apply."""
+        """Clip and apply the gradients."""
         self._adam.param_groups[0]["lr"] = learning_rate
         norm = float(nn.utils.clip_grad_norm_(self._names.values(), self._max_grad_norm))
         applied = norm < float("inf")
@@ -160,12 +160,12 @@ class FakeTrainBackend:
         return UpdateResult(applied, norm if applied else float("inf"))
 
     def tensors(self, kind: TensorKind) -> Iterator[NamedTensor]:
-        """Of the module, or of Adam."""
+        """The module's tensors or Adam's."""
         for name, parameter in self._names.items():
             yield NamedTensor(name, self._tensor(parameter, kind))
 
     def buffers(self) -> Iterator[NamedTensor]:
-        """Those that are saved."""
+        """The module's persistent buffers."""
         saved = self.module.state_dict().keys()
         for name, buffer in self.module.named_buffers():
             if name in saved:
@@ -177,17 +177,17 @@ class FakeTrainBackend:
             yield Extent(name=name, start=0, numel=parameter.numel())
 
     def pieces(self, kind: str, extents: Iterable[Extent]) -> Iterator[Tensor]:
-        """Whole tensors, flat."""
+        """Every tensor, flat."""
         for extent in extents:
             yield self._tensor(self._names[extent.name], kind).flatten()
 
     def restore(self, kind: AdamKind, values: Iterable[NamedTensor]) -> None:
-        """Copy them."""
+        """Copy the tensors into the state."""
         for one in values:
             self._adam.state[self._names[one.name]][kind].copy_(one.tensor)
 
     def restore_optimizer(self, states: Mapping[AdamKind, Path], adam_steps: int) -> None:
-        """Copy the files' tensors."""
+        """Copy the tensors of the files into the state."""
         for kind, path in states.items():
             self.restore(kind, (NamedTensor(name, tensor) for name, tensor in load_file(path).items()))
         self.count_updates(adam_steps)
@@ -198,12 +198,12 @@ class FakeTrainBackend:
             state["step"].fill_(adam_steps)
 
     def forward_tensors(self) -> Iterator[Tensor]:
-        """Of the module."""
+        """The module's tensors."""
         yield from (parameter.data for parameter in self.module.parameters())
         yield from self.module.buffers()
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
-        """Adam's, and the gradients."""
+        """Adam's tensors and the gradients."""
         for parameter, state in self._adam.state.items():
             yield from (value for value in state.values() if isinstance(value, Tensor))
             if parameter.grad is not None:
@@ -217,7 +217,7 @@ class FakeTrainBackend:
 
 
 class FakeObjective:
-    """Implements `Objective` of a policy: each trained token's log-probability is made larger by its advantage, and counts once."""
+    """Implements `Objective` of a policy: raise each trained token's log-probability in proportion to its advantage."""
 
     needs: frozenset[Need] = frozenset()
 
@@ -226,7 +226,7 @@ class FakeObjective:
         return batch.mask
 
     def loss(self, scores: Scores, targets: Targets) -> Tensor:
-        """Minus log-probability times advantage."""
+        """The negative log-probability times the advantage, summed."""
         return torch.where(targets.mask, -scores.logp * targets.advantages, 0.0).sum()
 
     def denominator(self, count: Count) -> float:
@@ -254,14 +254,14 @@ class FakePublisher:
         return FolderUpdate(version, f"memory/{version}")
 
     def send(self, update: WeightUpdate) -> None:
-        """Nothing: they can be read."""
+        """Nothing to do: `read` returns the staged weights."""
 
     def release(self, update: WeightUpdate) -> None:
         """Forget the copies."""
         self._staged.pop(update.version, None)
 
     def read(self, update: WeightUpdate) -> Mapping[str, Tensor]:
-        """Copies by name. Raises EngineError if they are not staged."""
+        """The staged tensors by name. Raises EngineError if there are none."""
         if update.version not in self._staged:
             raise EngineError(f"the weights of version {update.version} are not staged", where="memory")
         return self._staged[update.version]

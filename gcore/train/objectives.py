@@ -62,7 +62,7 @@ class _Own:
     options: Mapping[str, Option]
 
     def called(self, shape: torch.Size, *tensors: Tensor, **more: float) -> Tensor:
-        """What the function returns for them. Raises PluginFault if it raises, or returns no tensor of that shape."""
+        """Call the function. Raises PluginFault if it raises or does not return a tensor of that shape."""
         try:
             found = self.function(*tensors, **more, **self.options)
         except RAISED as error:  # the edge to foreign code
@@ -112,7 +112,7 @@ class PluginLoss:
 
 
 def find_plugin_advantage(train: TrainSpec) -> PluginAdvantage | None:
-    """The spec's estimator, tried, if it is not one of gcore's. Raises PluginFault."""
+    """Load and try the spec's estimator; None for gcore's own. Raises PluginFault."""
     if not is_own_advantage(train.advantage):
         return None
     function = find_plugin(ADVANTAGES, train.advantage)
@@ -122,7 +122,7 @@ def find_plugin_advantage(train: TrainSpec) -> PluginAdvantage | None:
 
 
 def find_plugin_loss(train: TrainSpec) -> PluginLoss | None:
-    """The spec's loss, tried, if it is not one of gcore's. Raises PluginFault."""
+    """Load and try the spec's loss; None for gcore's own. Raises PluginFault."""
     if not is_own_loss(train.loss):
         return None
     found = PluginLoss(_Own(LOSSES, train.loss, find_plugin(LOSSES, train.loss), train.loss_options))
@@ -153,36 +153,36 @@ T = TypeVar("T", contravariant=True)
 
 
 class Objective(Protocol[S, T]):
-    """What a model is trained for. `S`: what it says of a micro-batch; `T`: what that is held against."""
+    """A training objective. `S`: scores, the model's outputs for a micro-batch; `T`: the targets of these scores."""
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What must be computed for it."""
+        """The passes that the trainer computes for this objective."""
         ...
 
     def trained(self, batch: MicroBatch, old: Tensor | None) -> Tensor:
-        """The tokens of a batch that are trained and counted, [b, w] bool: no others than its mask's.
+        """The mask of the tokens that are trained and counted, [b, w] bool; a subset of the batch's mask.
 
         `old` [b, w]: old log-probabilities, if it needs `all_old_logprobs`.
         """
         ...
 
     def loss(self, scores: S, targets: T) -> Tensor:
-        """This micro-batch's part of the loss, a scalar still to be divided by `denominator`."""
+        """The loss of this micro-batch summed over tokens, a scalar; the caller divides it by `denominator`."""
         ...
 
     def denominator(self, count: Count) -> float:
-        """What the sum over all ranks and micro-batches of an update is divided by, from the update's own counts."""
+        """The divisor of the loss summed over all ranks and micro-batches of an update, from the update's counts."""
         ...
 
     def metrics(self, scores: S, targets: T) -> Mapping[str, Tensor]:
-        """Sums over the trained tokens of a micro-batch, scalars by name."""
+        """Metrics summed over the trained tokens of a micro-batch, scalars by name."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Targets:
-    """What the policy's log-probabilities are held against, and where.
+    """Targets of the policy's log-probabilities and the mask of the trained tokens.
 
     `advantages` [b, 1] or [b, w]; `old` and `reference` [b, w]; `mask` [b, w] bool: the tokens that are trained.
     """
@@ -196,7 +196,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ValueFit:
-    """What the critic's values are held against, and where: `returns`, and `old` values that a clip holds them near, [b, w]
+    """Targets of the critic's values and their mask: `returns`, and `old` values for the clip, [b, w]
     float32; `mask` [b, w] bool."""
 
     returns: Tensor
@@ -205,11 +205,11 @@ class ValueFit:
 
 
 PolicyObjective = Objective[Scores, Targets]
-"""Of a model whose outputs are logits."""
+"""Log-probabilities and entropies of a model whose outputs are logits."""
 
 
 def policy_objective(spec: JobSpec) -> PolicyObjective:
-    """The job's. Raises PluginFault for a loss of the user's own that cannot be had."""
+    """Make the job's objective. Raises PluginFault for a user's loss that does not load."""
     horizon = float(spec.train.horizon or spec.rollout.max_new_tokens)
     if spec.train.loss == "sft":
         return Supervised(spec.train, horizon)
@@ -224,37 +224,37 @@ class _TokenObjective:
     horizon: float
 
     def denominator(self, count: Count) -> float:
-        """By the job's aggregation."""
+        """The number of trained tokens or of sequences, by the job's aggregation."""
         return denominator(self.train.aggregation, tokens=count.tokens, sequences=count.sequences, horizon=self.horizon)
 
     def trained(self, batch: MicroBatch, old: Tensor | None) -> Tensor:
-        """All of the batch's mask."""
+        """The batch's whole mask."""
         return batch.mask
 
 
 @dataclass(frozen=True, slots=True)
 class Supervised(_TokenObjective):
-    """Responses are imitated: no engine drew them, nothing was rewarded, there is no ratio."""
+    """Supervised fine-tuning: maximize the likelihood of given responses, without rewards or ratios."""
 
     @property
     def needs(self) -> frozenset[Need]:
-        """By the job's coefficients."""
+        """The passes that the job's coefficients need."""
         return frozenset(_needs(self.train))
 
     def loss(self, scores: Scores, targets: Targets) -> Tensor:
-        """Negative log-likelihood, and the regularizers."""
+        """The negative log-likelihood plus the regularizers."""
         token_loss = _regularized(nll_loss(scores.logp), scores, targets, self.train)
         return loss_sum(token_loss, targets.mask, self.train.aggregation, self.horizon)
 
     @torch.no_grad()
     def metrics(self, scores: Scores, targets: Targets) -> Mapping[str, Tensor]:
-        """Of every objective of a policy."""
+        """Metrics that every objective of a policy reports."""
         return _policy_metrics(scores, targets)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyGradient(_TokenObjective):
-    """What was rewarded is made likelier. `own`: a loss of the user's own, if the spec names one."""
+    """Policy gradient on advantages. `own`: the user's loss, if the spec names one."""
 
     correction: str = "none"
     own: PluginLoss | None = None
@@ -266,7 +266,7 @@ class PolicyGradient(_TokenObjective):
         return frozenset(_needs(self.train) | old)
 
     def loss(self, scores: Scores, targets: Targets) -> Tensor:
-        """The job's loss, corrected, and the regularizers."""
+        """The job's loss with its off-policy correction, plus the regularizers."""
         token_loss = self._policy_loss(scores.logp, targets)
         if self.correction in ("tis", "icepop", "decoupled"):
             token_loss = token_loss * self.weight(targets)
@@ -288,7 +288,7 @@ class PolicyGradient(_TokenObjective):
                 return self.own(logp, old, gain, targets.batch.mask, clip_low=low, clip_high=high)
 
     def weight(self, targets: Targets) -> Tensor:
-        """What the correction multiplies each token's loss by, [b, w]; 1 where there is none."""
+        """The off-policy weight of each token's loss, [b, w]; 1 without a correction."""
         old, engine = targets.old, targets.batch.rollout_logp
         match self.correction:
             case "tis":
@@ -302,7 +302,7 @@ class PolicyGradient(_TokenObjective):
                 return old.new_ones(old.shape)
 
     def trained(self, batch: MicroBatch, old: Tensor | None) -> Tensor:
-        """The batch's mask without the tokens that the correction leaves out."""
+        """The batch's mask without the tokens that the correction masks."""
         if self.correction != "mis":
             return batch.mask
         assert old is not None
@@ -311,7 +311,7 @@ class PolicyGradient(_TokenObjective):
 
     @torch.no_grad()
     def metrics(self, scores: Scores, targets: Targets) -> Mapping[str, Tensor]:
-        """With π_old, and with the engine."""
+        """Metrics of the ratios to π_old and to the engine's probabilities."""
         mask, logp = targets.mask, scores.logp.detach()
         ratio = self.ratio(logp, targets)[mask].double()
         found = {
@@ -335,13 +335,13 @@ class PolicyGradient(_TokenObjective):
         return found
 
     def ratio(self, logp: Tensor, targets: Targets) -> Tensor:
-        """What the clip acts on, [b, w]: the policy's probability over the old one's, of the token or of its sequence."""
+        """The ratio that the clip acts on, [b, w]: new over old probability, of the token or of its sequence."""
         if self.train.loss == "gspo":
             return sequence_ratio(logp, targets.old, targets.batch.mask).expand(logp.shape)
         return token_ratio(logp, targets.old)
 
     def clipped(self, logp: Tensor, targets: Targets) -> Tensor:
-        """1 where the clip holds a token back, or cispo's weight; [b, w]. For a loss of the user's own: where ppo's would."""
+        """1 where the clip is active or caps cispo's weight, [b, w]; for a user's loss, where PPO's clip would be."""
         train, old, gain = self.train, targets.old, targets.advantages
         low, high = train.clip_low, train.clip_high
         match train.loss:
@@ -355,13 +355,13 @@ class PolicyGradient(_TokenObjective):
 
 @dataclass(frozen=True, slots=True)
 class ValueFunction(_TokenObjective):
-    """Values are fitted to returns, in the policy's aggregation and divided by its counts."""
+    """Value regression on returns, with the policy's aggregation and counts."""
 
     critic: CriticSpec
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Nothing of the policy's."""
+        """No pass of the policy."""
         return frozenset()
 
     def loss(self, scores: Tensor, targets: ValueFit) -> Tensor:
@@ -371,13 +371,13 @@ class ValueFunction(_TokenObjective):
 
     @torch.no_grad()
     def metrics(self, scores: Tensor, targets: ValueFit) -> Mapping[str, Tensor]:
-        """How many tokens the clip holds back, and of how many."""
+        """The number of clipped tokens and the number of tokens."""
         held = value_clip_tokens(scores, targets.returns, targets.old, self.critic.clip)
         return {"clipped": held[targets.mask].sum(), "tokens": targets.mask.sum()}
 
 
 def _needs(train: TrainSpec) -> set[Need]:
-    """Of the regularizers."""
+    """Metrics of the regularizers."""
     found: set[Need] = set()
     if train.kl_coef > 0:
         found.add("reference")
@@ -387,7 +387,7 @@ def _needs(train: TrainSpec) -> set[Need]:
 
 
 def _regularized(token_loss: Tensor, scores: Scores, targets: Targets, train: TrainSpec) -> Tensor:
-    """With the KL from the reference, and less the entropy, [b, w]."""
+    """Add the KL to the reference and subtract the entropy, [b, w]."""
     if targets.reference is not None and train.kl_in == "loss":
         token_loss = token_loss + train.kl_coef * kl_estimate(scores.logp, targets.reference, train.kl_kind)
     if train.entropy_coef > 0:

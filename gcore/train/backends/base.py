@@ -50,15 +50,15 @@ class TrainBackend(Protocol):
 
     @property
     def outputs_of(self) -> LogitsOf:
-        """The model's outputs at the scored places, [n, width]."""
+        """Compute the model's outputs at the scored places, [n, width]."""
         ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add this rank's part of the global loss. `last`: of the update."""
+        """Back-propagate this rank's part of the global loss. `last`: the last micro-batch of the update."""
         ...
 
     def flush(self) -> None:
-        """End the gradients of an update whose last micro-batches train nothing."""
+        """Finish the gradients of an update whose last micro-batches have no trained token."""
         ...
 
     def scale_gradients(self, factor: float) -> None:
@@ -70,7 +70,7 @@ class TrainBackend(Protocol):
         ...
 
     def tensors(self, kind: TensorKind) -> Iterator[NamedTensor]:
-        """Every parameter whole, one after the other, on every rank. To be read to the end by all."""
+        """Gather every parameter, one by one, on every rank. A collective: every rank reads to the end."""
         ...
 
     def buffers(self) -> Iterator[NamedTensor]:
@@ -78,7 +78,7 @@ class TrainBackend(Protocol):
         ...
 
     def extents(self) -> Iterator[Extent]:
-        """The part of each parameter that this rank updates; none of some. Not a collective."""
+        """The extent of each parameter that this rank updates, which may be empty. Not a collective."""
         ...
 
     def pieces(self, kind: str, extents: Iterable[Extent]) -> Iterator[Tensor]:
