@@ -125,7 +125,7 @@ class Pair:
         from transformers import AutoModelForCausalLM
 
         from gcore.engines.launch import EngineLaunch
-        from gcore.engines.torch.main import start_engine
+        from gcore.engines.torch.server import start_engine
 
         self.plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.core = start_engine(EngineLaunch(model=str(folder), batch_slots=SLOTS, device="cpu"), None)

@@ -377,7 +377,7 @@ def forked(run: Callable[[], Told]) -> Callable[[], Told]:
 def engine(told: Told) -> list[Told]:
     """An engine that serves, and answers one batch of requests."""
     from gcore.engines.launch import EngineLaunch
-    from gcore.engines.torch.main import serve_engine
+    from gcore.engines.torch.server import serve_engine
 
     out, theirs = os.pipe()
     pid = os.fork()
@@ -426,7 +426,7 @@ def host_main() -> None:
     """What it is told, until its input ends. What the forks use is imported before: see above."""
     import torch
 
-    import gcore.engines.torch.main
+    import gcore.engines.torch.server
     import gcore.train.models
     import gcore.train.step  # noqa: F401
 

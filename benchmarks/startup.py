@@ -72,7 +72,7 @@ def engine_process_imports() -> None:
     from gcore.system.torch_imports import leave_compiler_out
 
     leave_compiler_out()
-    import gcore.engines.torch.main  # noqa: F401
+    import gcore.engines.torch.server  # noqa: F401
 
 
 def rank() -> None:

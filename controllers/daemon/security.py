@@ -18,7 +18,8 @@ import grpc
 from controllers.api.edge.access import NOBODY_IS_TOLD_APART, Authenticator, Caller
 from controllers.api.edge.errors import Unauthenticated
 from controllers.api.edge.gate import CallEntry, CallJournal
-from gcore.api.tls import PLAIN, Connector, ReloadingFiles, TlsMaterial, server_credentials, serving_context
+from gcore.api.rpc import server_credentials
+from gcore.api.tls import PLAIN, Connector, ReloadingFiles, TlsMaterial, serving_context
 from gcore.config.node import NodeConfig, join_host_port
 from gcore.errors import StoreUnavailable, UsageError, explain_os_errors
 from gcore.observability.http import NAMES, MetricsServer, serve_metrics

@@ -1,4 +1,4 @@
-"""What every gRPC call of gcore has: the schema versions of its caller, status details of a refused call, handler wrappers.
+"""What every gRPC call of gcore has: the schema versions of its caller, status details of a refused call, handler wrappers, TLS.
 
 Every RPC carries the schema versions that its caller speaks, as metadata: its own and the one before. The server speaks two
 as well; if they have none in common, it refuses the call in one sentence that names both sides, before it reads the request.
@@ -12,6 +12,7 @@ character that is not ASCII takes three bytes in the sentence, and the details t
 
 gRPC calls the handler of a unary request when the request has come, however long that takes; until then the call holds its
 place unauthenticated. `early_handler` makes a handler that is called as soon as the call begins and reads the request itself.
+So `NodesOnlyInterceptor`, of the train ranks, checks the caller before the request has come.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from gcore import schema
+from gcore.api.tls import SCHEME, PemFiles, ReloadingFiles, parse_cert_name
 from gcore.errors import GcoreError, UsageError
 
 REQUEST_WITHIN_S = 30.0
@@ -254,3 +257,70 @@ def _refusing(handler: Handler, why: str) -> Handler:
         yield  # whoever stands before this goes through its answers
 
     return wrap_handler(handler, refuse_stream if handler.response_streaming else refuse)
+
+
+def server_credentials(watched: ReloadingFiles, *, mutual: bool) -> grpc.ServerCredentials:
+    """`mutual`: whether clients must show a certificate, too."""
+    given = [watched.pem]
+    first = _configuration(given[0], mutual=mutual)
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        newest = watched.pem
+        if newest is given[0]:
+            return None
+        given[0] = newest
+        return _configuration(newest, mutual=mutual)
+
+    return grpc.dynamic_ssl_server_credentials(first, fetch, mutual)  # type: ignore[arg-type]
+
+
+def _configuration(pem: PemFiles, *, mutual: bool) -> grpc.ServerCertificateConfiguration:
+    if pem.key is None or pem.cert is None:
+        raise UsageError("a server has a certificate and its key", where="tls", fix="Name both: cert and key")
+    return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca if mutual else None)
+
+
+class NodesOnlyInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses, with PERMISSION_DENIED, whoever is no node of the cluster."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        either = handler_call(handler)
+
+        async def answered(requests: AsyncIterator[Any], context: Any) -> Any:
+            return await either(await _admitted(handler, requests, context), context)
+
+        async def streamed(requests: AsyncIterator[Any], context: Any) -> Any:
+            async with aclosing(either(await _admitted(handler, requests, context), context)) as answers:
+                async for one in answers:
+                    yield one
+
+        return early_handler(handler, streamed if handler.response_streaming else answered)
+
+
+async def _admitted(handler: Handler, requests: AsyncIterator[Any], context: Any) -> Any:
+    """The request of a node."""
+    names = (value.decode(errors="replace") for value in context.auth_context().get("peer_uri", ()))
+    whose = parse_cert_name([name for name in names if name.startswith(f"{SCHEME}://")])
+    if whose is None or whose.kind != "node":
+        await _refuse(
+            context, grpc.StatusCode.PERMISSION_DENIED, "train ranks serve nodes of the cluster, and nobody else"
+        )
+    try:
+        return await read_request(handler, requests)
+    except LateRequest as error:
+        await _refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
+    except UsageError as error:
+        await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+
+async def _refuse(context: Any, code: grpc.StatusCode, why: str) -> NoReturn:
+    await context.abort(code, why)
+    raise AssertionError("abort raises")

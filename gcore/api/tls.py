@@ -1,4 +1,4 @@
-"""TLS between processes of gcore: the files in use, the names in certificates, connections, and servers.
+"""TLS between processes of gcore: the files in use, the names in certificates, connections, and HTTPS servers.
 
 Certificate files (PEM) are read again whenever they have changed: a renewed certificate counts from the next connection on,
 without a restart. Files that do not fit together, as while one of two is replaced, do not replace what was read before. A key
@@ -9,8 +9,9 @@ certificate of the same authority without one, such as etcd's, has no identity h
 
 A client takes a `Connector` and knows nothing of certificates and tokens; `PLAIN` has none, for loopback. `generation` tells
 those that keep connections open when to reconnect. A token is sent over TLS or to this machine only. Where a server asks for
-client certificates, a client without one of the cluster's authority fails the handshake; a train rank serves nodes only
-(`NodesOnlyInterceptor`), and checks the caller when a call begins, before its request has come.
+client certificates, a client without one of the cluster's authority fails the handshake; `gcore.api.rpc` has what gRPC servers do.
+
+Engines and the SGLang adapter serve HTTP with this module and never load gRPC: only `Connector.channel` imports it.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ import re
 import ssl
 import stat
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
-import grpc
 from pydantic import BaseModel, ConfigDict
 
-from gcore.api.rpc import Handler, LateRequest, early_handler, handler_call, read_request
-from gcore.config.node import is_loopback
 from gcore.errors import UsageError
+from gcore.system.daemon import is_loopback
+
+if TYPE_CHECKING:
+    import grpc
 
 log = logging.getLogger(__name__)
 
@@ -198,6 +199,8 @@ class Connector:
 
     def channel(self, address: str, options: Options = ()) -> grpc.aio.Channel:
         """A channel to `host:port`."""
+        import grpc
+
         if self._watched is None:
             return grpc.aio.insecure_channel(address, options=options)
         pem = self._watched.pem
@@ -361,70 +364,3 @@ def _parse(uri: str) -> CertName | None:
     except (ValueError, UsageError):
         return None
     return found if found.uri == uri else None
-
-
-def server_credentials(watched: ReloadingFiles, *, mutual: bool) -> grpc.ServerCredentials:
-    """`mutual`: whether clients must show a certificate, too."""
-    given = [watched.pem]
-    first = _configuration(given[0], mutual=mutual)
-
-    def fetch() -> grpc.ServerCertificateConfiguration | None:
-        newest = watched.pem
-        if newest is given[0]:
-            return None
-        given[0] = newest
-        return _configuration(newest, mutual=mutual)
-
-    return grpc.dynamic_ssl_server_credentials(first, fetch, mutual)  # type: ignore[arg-type]
-
-
-def _configuration(pem: PemFiles, *, mutual: bool) -> grpc.ServerCertificateConfiguration:
-    if pem.key is None or pem.cert is None:
-        raise UsageError("a server has a certificate and its key", where="tls", fix="Name both: cert and key")
-    return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca if mutual else None)
-
-
-class NodesOnlyInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses, with PERMISSION_DENIED, whoever is no node of the cluster."""
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        """See grpc.aio.ServerInterceptor."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        either = handler_call(handler)
-
-        async def answered(requests: AsyncIterator[Any], context: Any) -> Any:
-            return await either(await _admitted(handler, requests, context), context)
-
-        async def streamed(requests: AsyncIterator[Any], context: Any) -> Any:
-            async with aclosing(either(await _admitted(handler, requests, context), context)) as answers:
-                async for one in answers:
-                    yield one
-
-        return early_handler(handler, streamed if handler.response_streaming else answered)
-
-
-async def _admitted(handler: Handler, requests: AsyncIterator[Any], context: Any) -> Any:
-    """The request of a node."""
-    names = (value.decode(errors="replace") for value in context.auth_context().get("peer_uri", ()))
-    whose = parse_cert_name([name for name in names if name.startswith(f"{SCHEME}://")])
-    if whose is None or whose.kind != "node":
-        await _refuse(
-            context, grpc.StatusCode.PERMISSION_DENIED, "train ranks serve nodes of the cluster, and nobody else"
-        )
-    try:
-        return await read_request(handler, requests)
-    except LateRequest as error:
-        await _refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
-    except UsageError as error:
-        await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
-
-
-async def _refuse(context: Any, code: grpc.StatusCode, why: str) -> NoReturn:
-    await context.abort(code, why)
-    raise AssertionError("abort raises")

@@ -8,7 +8,6 @@ names) and nothing about jobs. A daemon that listens beyond loopback has certifi
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 from pathlib import Path
@@ -30,7 +29,7 @@ from gcore.config.base import Section
 from gcore.errors import UsageError
 from gcore.store.reference import StoreRef
 from gcore.store.types import LeaseTimes
-from gcore.system.daemon import LogFormat
+from gcore.system.daemon import LogFormat, is_loopback
 from gcore.system.slots import slots_problem
 
 
@@ -193,14 +192,6 @@ class AllowSection(Section):
             if not one.startswith(("env:", "file:/")):
                 raise ValueError(f"{one!r} should be env:NAME or file:/PATH")
         return secrets
-
-
-def is_loopback(host: str) -> bool:
-    """Whether nothing beyond this machine reaches `host`."""
-    try:
-        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def listening_problem(hosts: dict[str, str], tls: TlsSection | None) -> str | None:

@@ -8,7 +8,6 @@ machine gets nothing: on loopback only loopback's names are answered to (`is_own
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import socket
 import ssl
@@ -24,7 +23,7 @@ from prometheus_client import make_wsgi_app
 
 from gcore.observability.metrics import Metrics
 from gcore.system.clock import SystemClock
-from gcore.system.daemon import listen_error
+from gcore.system.daemon import is_loopback, listen_error
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -106,18 +105,10 @@ def metrics_app(metrics: Metrics, host: str, others: WSGIApplication) -> WSGIApp
 def is_own_name(host: str, asked: str) -> bool:
     """Whether who asked meant this server. One that listens on loopback is known by loopback's names only; of one that listens elsewhere
     nobody knows all names. `asked`: the header Host, which old clients leave out."""
-    if not _is_loopback(host) or not asked:
+    if not is_loopback(host) or not asked:
         return True
     name = asked.rpartition("]")[0].lstrip("[") if asked.startswith("[") else asked.partition(":")[0]
-    return _is_loopback(name)
-
-
-def _is_loopback(name: str) -> bool:
-    if name.lower() == "localhost":
-        return True
-    with suppress(ValueError):
-        return ipaddress.ip_address(name).is_loopback
-    return False
+    return is_loopback(name)
 
 
 def _refused(start_response: StartResponse, status: str, said: str) -> Iterable[bytes]:

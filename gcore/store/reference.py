@@ -5,6 +5,9 @@ A description has files and names only; a password is read from its file when a 
 When the members' certificates end is reported to people and alerts; nothing is decided by it. gRPC does not tell what a server
 showed, so that is a handshake of its own, after which nothing is sent. It checks that the certificate is of the trusted authority,
 not that it is still valid, because an expired one is to be reported. Certificates on the members' peer port are not seen.
+
+A launch document has a description, and engines and ranks never connect: so the client of etcd, and gRPC with it, is imported by the
+functions that connect.
 """
 
 from __future__ import annotations
@@ -14,15 +17,17 @@ import contextlib
 import os
 import ssl
 from pathlib import Path
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, model_validator
 
 from gcore.errors import UsageError
 from gcore.schema import RecordPart
-from gcore.store.client import EtcdStore
-from gcore.store.connection import EtcdEndpoint, StoreTls, StoreUser
 from gcore.system.clock import Clock
+
+if TYPE_CHECKING:
+    from gcore.store.client import EtcdStore
+    from gcore.store.connection import EtcdEndpoint, StoreTls
 
 
 class TlsFiles(RecordPart):
@@ -60,12 +65,17 @@ class StoreRef(RecordPart):
 
 async def connect_store(store: StoreRef, clock: Clock, lease_call_s: float | None = None) -> EtcdStore:
     """The store that is named so, for a lease whose renewal may take `lease_call_s`. Raises UsageError."""
+    from gcore.store.client import EtcdStore
+    from gcore.store.connection import StoreUser
+
     tls = None if store.tls is None else _tls(store.tls)
     user = None if store.user is None else StoreUser(store.user.name, _password(Path(store.user.password_file)))
     return await EtcdStore.connect(store.endpoints, clock=clock, tls=tls, user=user, lease_call_s=lease_call_s)
 
 
 def _tls(files: TlsFiles) -> StoreTls:
+    from gcore.store.connection import StoreTls
+
     ca, cert, key = (None if path is None else Path(path) for path in (files.ca, files.cert, files.key))
     return StoreTls(ca=ca, cert=cert, key=key)
 
@@ -95,6 +105,8 @@ NO_CHECK_TIME = ssl.VerifyFlags(0x200000)
 
 def tls_endpoints(store: StoreRef) -> tuple[EtcdEndpoint, ...]:
     """The members with which TLS is spoken. Raises UsageError for what is no endpoint."""
+    from gcore.store.connection import EtcdEndpoint
+
     members = map(EtcdEndpoint.parse, store.endpoints)
     return tuple(member for member in members if member.secure or store.tls is not None)
 

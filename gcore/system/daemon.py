@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import json
 import logging
 import os
@@ -153,6 +154,14 @@ PASSING = frozenset({errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.ENETDOWN, errn
 
 PASSING_NAMES = frozenset({socket.EAI_AGAIN})
 """Whoever resolves names does not answer yet."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nothing beyond this machine reaches `host`."""
+    try:
+        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def listen_error(what: str, error: OSError | None) -> GcoreError:

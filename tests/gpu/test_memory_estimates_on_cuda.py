@@ -19,7 +19,7 @@ from ready_seals import ready_seal
 
 from gcore.config import parse_spec
 from gcore.engines.launch import EngineLaunch
-from gcore.engines.torch.main import start_engine
+from gcore.engines.torch.server import start_engine
 from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import SealedGroup
 from gcore.system.clock import SystemClock

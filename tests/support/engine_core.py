@@ -12,7 +12,7 @@ import transformers
 from gcore.engines.launch import EngineLaunch
 from gcore.engines.request import GenerationRequest, RequestOutput, RequestSampling
 from gcore.engines.torch.engine import EngineCore
-from gcore.engines.torch.main import start_engine
+from gcore.engines.torch.server import start_engine
 from gcore.testing.models import VOCABULARY
 
 SMALL = {

@@ -20,8 +20,8 @@ from grpc_health.v1 import health_pb2_grpc
 from controllers.api.edge.access import Authenticator, current_caller
 from controllers.api.edge.gate import AccessGate, CallJournal
 from controllers.api.edge.server import CallLimiter, HealthService, new_server
-from gcore.api.rpc import VersionGate, parse_refusal, version_metadata
-from gcore.api.tls import Connector, ReloadingFiles, TlsMaterial, server_credentials
+from gcore.api.rpc import VersionGate, parse_refusal, server_credentials, version_metadata
+from gcore.api.tls import Connector, ReloadingFiles, TlsMaterial
 from gcore.api.tokens import TokenRecord, new_token
 from gcore.config.node import ApiConfig
 from gcore.store import keys

@@ -86,7 +86,10 @@ class WarmProcess(subprocess.Popen[Any]):
 
 
 class WarmStarter:
-    """A process that has imported `modules`, and forks once a program. It is started for the first one."""
+    """A process that has imported `modules`, and forks once a program. It is started for the first one.
+
+    `module:function` is also called: what a program does before its slow imports.
+    """
 
     def __init__(self, modules: tuple[str, ...], **env: str) -> None:
         self._modules = modules
@@ -132,10 +135,13 @@ class WarmStarter:
 
 COMMANDS = WarmStarter(("controllers.cli.main", "controllers.cli.view", "gcore.client", "gcore.config", "rich.live"))
 """For `controllers.cli.main`."""
-ENGINES = WarmStarter(("gcore.engines.torch.main",))
-"""For `gcore.rollout.engine`."""
+WITHOUT_COMPILER = "gcore.system.torch_imports:leave_compiler_out"
+ENGINES = WarmStarter((WITHOUT_COMPILER, "gcore.engines.torch.server"))
+"""For `gcore.engines.torch`."""
 RANKS = WarmStarter(
-    ("gcore.train.rank.main", "gcore.train.models", "gcore.train.step"), CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu"
+    (WITHOUT_COMPILER, "gcore.train.rank.main", "gcore.train.models", "gcore.train.step"),
+    CUDA_VISIBLE_DEVICES="",
+    DS_ACCELERATOR="cpu",
 )
 """For `gcore.train`."""
 
@@ -143,8 +149,11 @@ RANKS = WarmStarter(
 def serve(line: socket.socket, modules: list[str]) -> None:
     """Fork for each line that comes, until the test is gone."""
     path = list(sys.path)
-    for module in modules:
-        importlib.import_module(module)
+    for name in modules:
+        module, _, function = name.partition(":")
+        imported = importlib.import_module(module)
+        if function:
+            getattr(imported, function)()
     assert len(os.listdir("/proc/self/task")) == 1, "what has threads cannot be forked"
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

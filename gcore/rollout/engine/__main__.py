@@ -1,6 +1,6 @@
 """`python -m gcore.rollout.engine`: the older name of `python -m gcore.engines.torch`."""
 
-from gcore.engines.torch.main import run
+from gcore.engines.torch.__main__ import run
 
 if __name__ == "__main__":
     run()

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
-from gcore.api.rpc import VersionGate
-from gcore.api.tls import NodesOnlyInterceptor, ReloadingFiles, server_credentials
+from gcore.api.rpc import NodesOnlyInterceptor, VersionGate, server_credentials
+from gcore.api.tls import ReloadingFiles
 from gcore.api.v1 import train_pb2_grpc
 from gcore.config.train import STORED
 from gcore.errors import GcoreError

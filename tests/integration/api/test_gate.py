@@ -17,8 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from controllers.api.edge.access import TABLE, Role
 from gcore.api.authority import renew_certificate
-from gcore.api.rpc import VersionGate, version_metadata
-from gcore.api.tls import Connector, NodesOnlyInterceptor, ReloadingFiles, TlsMaterial, server_credentials
+from gcore.api.rpc import NodesOnlyInterceptor, VersionGate, server_credentials, version_metadata
+from gcore.api.tls import Connector, ReloadingFiles, TlsMaterial
 from gcore.api.tokens import new_token
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc

@@ -363,8 +363,8 @@ def test_weights_that_become_nonsense_end_samples_with_a_reason_and_harm_no_late
 def test_many_sets_of_stop_strings_are_forgotten_again(tmp_path: Path) -> None:
     from gcore.engines.detokenizer import Detokenizer
     from gcore.engines.launch import EngineLaunch
-    from gcore.engines.torch.main import start_engine
     from gcore.engines.torch.scheduler import MOST_STOP_SETS
+    from gcore.engines.torch.server import start_engine
 
     folder = make_tiny_model(tmp_path, ends=False)
     text = Detokenizer.load(folder)

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.launch import EngineLaunch
-from gcore.engines.torch.main import start_engine
 from gcore.engines.torch.model import stage_weights
+from gcore.engines.torch.server import start_engine
 from gcore.errors import DataError, EngineError, UsageError
 from gcore.testing.models import make_tiny_model
 

@@ -1,4 +1,4 @@
-"""Controllers, supervisors and the command line start without torch."""
+"""Controllers, supervisors, the command line and the edges of all workers start without torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ LIGHT = (
     "gcore.client",
     "gcore.emulated.host",
     "gcore.emulated.rank",
+    "gcore.engines.sglang.__main__",
+    "gcore.engines.torch.__main__",
     "gcore.flows",
     "gcore.engines.sglang.adapter",
+    "gcore.models.__main__",
     "gcore.testing.contracts",
+    "gcore.tracking.__main__",
+    "gcore.train.__main__",
     "placement.placer",
 )
 
@@ -30,8 +35,13 @@ def loaded(modules: tuple[str, ...], heavy: tuple[str, ...]) -> str:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
 
 
-def test_programs_of_controllers_and_commands_import_no_heavy_package() -> None:
+def test_programs_import_no_heavy_package_before_they_start_their_work() -> None:
+    """Engines and ranks set variables and leave torch's compiler out before they load torch: an import at the top is too soon."""
     assert loaded(LIGHT, HEAVY) == ""
+
+
+def test_engines_serve_http_without_grpc() -> None:
+    assert loaded(("gcore.engines.torch.server", "gcore.engines.sglang.adapter"), ("grpc",)) == ""
 
 
 def test_a_daemon_without_a_job_has_neither_numpy_nor_the_search_of_placements() -> None:

@@ -29,7 +29,7 @@ def run(program: str) -> str:
 
 @pytest.mark.parametrize(
     "program",
-    ["import gcore.engines.torch.main; ", "import gcore.train.models, gcore.train.step; ", TINY],
+    ["import gcore.engines.torch.server; ", "import gcore.train.models, gcore.train.step; ", TINY],
     ids=["an engine", "a rank", "a model and an optimizer's step"],
 )
 def test_no_worker_loads_the_compiler_at_its_start(program: str) -> None:

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 
 from gcore.api.tls import ReloadingFiles, serving_context
 from gcore.engines.detokenizer import Detokenizer
-from gcore.engines.launch import EngineLaunch, check_folder, parse_engine_arguments, parse_engine_launch
+from gcore.engines.launch import EngineLaunch
 from gcore.engines.serving.http import ApiKeys
 from gcore.engines.torch.async_engine import ModelThread
 from gcore.engines.torch.classifier import ClassifierCore, ClassifierRequestHandler, classifier_app, start_classifier
@@ -40,46 +40,9 @@ from gcore.engines.torch.model import (
 )
 from gcore.engines.torch.model_runner import FastRunner
 from gcore.engines.torch.runner_selection import select_runner
-from gcore.errors import GcoreError, UsageError, explain_os_errors
+from gcore.errors import UsageError, explain_os_errors
 from gcore.system.clock import Clock, SystemClock
-from gcore.system.daemon import set_up_logging
-from gcore.system.process import thread_environment
 from gcore.worker.control import ControlLine
-
-INTERRUPTED_EXIT = 130
-
-
-def main() -> int:
-    """Serve; the exit code.
-
-    `python -m gcore.engines.torch`: the process's edge. What is wrong with its arguments is told in one sentence.
-    """
-    # Before torch and transformers are imported: no look-ups, no other frameworks, no threads that spin.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("USE_TORCH", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    control = ControlLine.inherit()
-    set_up_logging(level="WARNING")
-    try:
-        launch = parse_engine_arguments(sys.argv[1:]) if control is None else parse_engine_launch(control.launch)
-        check_folder(launch.model)
-        for name, value in thread_environment(launch.threads).items():
-            os.environ.setdefault(name, value)
-        from gcore.system.torch_imports import leave_compiler_out
-
-        leave_compiler_out()
-
-        serve_engine(launch, control)
-    except GcoreError as error:
-        print(error, file=sys.stderr, flush=True)  # noqa: T201
-        if control is not None:
-            control.send("failed", reason=str(error))
-        return error.exit_code
-    except KeyboardInterrupt:
-        return INTERRUPTED_EXIT
-    return 0
-
 
 SHORTEST = 2
 """Tokens of a request: one of the prompt, one of the response."""
@@ -249,12 +212,3 @@ def _death(control: ControlLine | None) -> Callable[[Exception], None]:
         os._exit(DEATH_EXIT)
 
     return die
-
-
-def run() -> None:
-    """Run the program and end the process."""
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Interpreter shutdown with torch's threads costs time and can abort; everything is closed.
-    os._exit(code)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from gcore.engines.torch.main import _listen
+from gcore.engines.torch.server import _listen
 
 
 def test_an_answers_body_does_not_wait_for_the_receipt_of_its_head() -> None:
