@@ -31,6 +31,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from engine_processes import engine_process
+
 from benchmarks.harness import EXAMPLES, GCORE, PREPARED, Benchmark, Result, own_home, read_process, spread
 from controllers.cli.local import home_processes
 from gcore.client import JobsClient
@@ -38,7 +40,6 @@ from gcore.config.node import NodeConfig
 from gcore.store.etcd import LocalEtcd
 from gcore.store.reference import StoreRef
 from gcore.system.clock import SystemClock
-from gcore.testing.models import engine_process
 
 SPEC = EXAMPLES / "arithmetic" / "grpo.yaml"
 MODEL = PREPARED / "arithmetic" / "model"

@@ -30,8 +30,7 @@ from gcore.errors import EngineUnreachable, GcoreError
 from gcore.flows.filters import CheckedFilter, FilterError, find_filters, untrainable_reason
 from gcore.plugins import plugin_trace
 from gcore.reward.api import OpenReward, Response, RewardError, RewardResult
-from gcore.testing.flows import AnswerScript, Asked, FakeCluster
-from gcore.testing.judges import group_of
+from gcore.testing.flows import AnswerScript, Asked, FakeCluster, group_of
 from gcore.types import Group
 
 Entries = Sequence[Mapping[str, Any]]

@@ -22,8 +22,7 @@ from gcore.ledger.collectives import check_contribution, exact_sum
 from gcore.reward.api import Response, RewardError
 from gcore.reward.pool import DirectScorer, FunctionScorer
 from gcore.rollout.postprocess import drop_truncated, is_truncated, make_scored_group
-from gcore.testing.judges import sample_of, tokens_of
-from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version
+from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan
 
 MOST_ROUNDS = 30
 """Passes over the prompts that may end without a group before a test is told that no step will ever be full."""
@@ -407,3 +406,24 @@ def make_spec(**settings: Mapping[str, Any]) -> JobSpec:
     for section, values in settings.items():
         made[section] = {**made.get(section, {}), **values}
     return new_spec(made)
+
+
+def tokens_of(text: str) -> tuple[int, ...]:
+    """A token for each character; 0 is the end."""
+    return tuple(ord(character) for character in text) or (1,)
+
+
+def sample_of(text: str, version: Version, longest: int) -> Sample:
+    """A response of that text, cut off at `longest` tokens."""
+    tokens = (*(ord(character) for character in text), 0)
+    cut = len(tokens) > longest
+    tokens, text = (tokens[:longest], text[:longest]) if cut else (tokens, text)
+    spans = (VersionSpan(version, 0, len(tokens)),)
+    return Sample(tokens, (-1.0,) * len(tokens), text, "length" if cut else "stop", spans)
+
+
+def group_of(rewards: Sequence[float], prompt: str = "a prompt") -> Group:
+    """A scored group with these rewards."""
+    made = (sample_of(f"response {number}", Version(0, 0), 64) for number in range(len(rewards)))
+    samples = tuple(replace(sample, reward=reward) for sample, reward in zip(made, rewards, strict=True))
+    return Group(PromptRef(0, 0, 0), tokens_of(prompt), samples, "data")

@@ -6,9 +6,10 @@ from pathlib import Path
 import httpx
 import pytest
 from engine_contract import CHAT_TEMPLATE, CONTEXT, FIRST, SLOTS, Serving
+from engine_processes import SglangProcess, engine_process
 
 from gcore.rollout.client import EngineClient
-from gcore.testing.models import SglangProcess, engine_process, make_tiny_model
+from gcore.testing.models import make_tiny_model
 
 ENGINES = ["torch", pytest.param("sglang", marks=pytest.mark.sglang)]
 TIMEOUT_S = 120

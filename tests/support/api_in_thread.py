@@ -7,7 +7,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from gcore.testing.jobs import FakeJobs, Script
+from fake_jobs import FakeJobs, Script
 
 
 @contextlib.contextmanager

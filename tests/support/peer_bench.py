@@ -33,8 +33,7 @@ from gcore.store.keys import JobKeys
 from gcore.store.types import Put, WatchBatch, WatchEvent
 from gcore.system.clock import SystemClock
 from gcore.testing import MemoryCluster, MemoryStore, PerfectNetwork
-from gcore.testing.flows import AnswerScript, Asked, FakeCluster, make_spec
-from gcore.testing.judges import sample_of
+from gcore.testing.flows import AnswerScript, Asked, FakeCluster, make_spec, sample_of
 from gcore.testing.models import save_tokenizer
 from gcore.types import Outcome, PromptRef, Sample, Version
 

@@ -1,12 +1,13 @@
-"""A job at its second step for `gcore.testing.jobs`, with all that commands of the command line tell of one."""
+"""A job at its second step for `fake_jobs`, with all that commands of the command line tell of one."""
 
 from __future__ import annotations
 
 import json
 
+from fake_jobs import Script
+
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.observability.events import JobEvent
-from gcore.testing.jobs import Script
 
 SPEC = {
     "name": "sums",

@@ -142,14 +142,6 @@ def find_python(named: Path | str | None = None, *, environ: Mapping[str, str] |
     return None
 
 
-def require_python(named: Path | str | None = None) -> Path:
-    """Like `find_python`, but none is an error. Raises UsageError."""
-    python = find_python(named)
-    if python is None:
-        raise UsageError("no environment with SGLang was found here", fix=HOW)
-    return python
-
-
 def has_sglang(python: Path) -> bool:
     """Whether `python` is there and SGLang is installed beside it; without starting it, which would take a second."""
     if not (python.is_file() and os.access(python, os.X_OK)):

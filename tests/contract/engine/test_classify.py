@@ -16,11 +16,13 @@ import httpx
 import pytest
 import torch
 from engine_contract import Serving, post, prompt
+from engine_processes import SglangProcess, engine_process
+from tiny_classifiers import make_tiny_classifier
 from transformers import AutoModelForSequenceClassification
 
 from gcore.errors import EngineError, EngineGaveUp, EngineUnreachable
 from gcore.rollout.client import EngineClient, SamplingParams
-from gcore.testing.models import VOCABULARY, SglangProcess, engine_process, make_tiny_classifier
+from gcore.testing.models import VOCABULARY
 from gcore.types import Version
 
 CONTEXT = 2000

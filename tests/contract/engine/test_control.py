@@ -23,10 +23,11 @@ from engine_contract import (
     span_error,
     spans,
 )
+from engine_processes import engine_process
 
 from gcore.errors import EngineError
 from gcore.rollout.client import EngineClient, SamplingParams
-from gcore.testing.models import engine_process, make_tiny_model
+from gcore.testing.models import make_tiny_model
 from gcore.types import Version
 
 TORCH_ONLY = pytest.mark.parametrize("serving", ["torch"], indirect=True)

@@ -5,13 +5,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from engine_processes import engine_process
 
 from gcore.errors import EngineError
 from gcore.rollout.api import Engine, ProgressCallback, SamplingParams
 from gcore.rollout.client import EngineClient
 from gcore.system.clock import SystemClock
 from gcore.testing.engines import FakeEngine
-from gcore.testing.models import engine_process, make_tiny_model
+from gcore.testing.models import make_tiny_model
 from gcore.types import Sample, Version
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=8)

@@ -26,9 +26,10 @@ from engine_contract import (
     reason,
     spans,
 )
+from engine_processes import SglangProcess, engine_process
 
 from gcore.rollout.client import EngineClient, SamplingParams
-from gcore.testing.models import EOS, VOCABULARY, SglangProcess, engine_process, make_tiny_model
+from gcore.testing.models import EOS, VOCABULARY, make_tiny_model
 from gcore.types import Sample, Version
 
 FIRST = Version(0, 0)

@@ -14,10 +14,11 @@ import httpx
 import pytest
 from emulated_hosts import hosting
 from engine_contract import CONTEXT, SLOTS, begin, generate, post, prompt, reason, spans
+from engine_processes import engine_process
 
 from gcore.engines.emulated.law import TimingModel
 from gcore.rollout.client import EngineClient
-from gcore.testing.models import engine_process, make_tiny_model
+from gcore.testing.models import make_tiny_model
 
 ALL = ["kv_cache", "weights"]
 LONG = {"max_new_tokens": 3000, "ignore_eos": True}

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_processes import engine_process
+from fake_openai import FakeFailure, FakeOpenAI
 
 from gcore.config.reward import JudgeSpec
 from gcore.reward.judges.external import ExternalJudgeClient
 from gcore.reward.judges.rate_limit import Cause, RateLimiter
 from gcore.reward.judges.types import JudgeAway, JudgeError, JudgeLate
 from gcore.system.clock import SystemClock
-from gcore.testing.judges import FakeFailure, FakeOpenAI
-from gcore.testing.models import engine_process
 
 KEY = "sk-of-the-test"
 LONGEST = 4

@@ -11,13 +11,14 @@ from uuid import uuid4
 import pytest
 from aetcd import rpc
 from simulated_network import STORE, Network, PendingWatches, RemoteStore, Weather
+from tcp_proxy import Proxy
 
 from gcore.errors import LeaseLost, StoreUnavailable
 from gcore.store.client import EtcdStore
 from gcore.store.etcd import LocalEtcd
 from gcore.store.types import MAX_BYTES, Compare, Delete, Put, Store, WatchBatch
 from gcore.system.clock import SystemClock
-from gcore.testing import MemoryCluster, MemoryStore, Proxy
+from gcore.testing import MemoryCluster, MemoryStore
 
 TIMEOUT_S = 1.0
 LONG_S = 3_600

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Iterator
 import grpc
 import pytest
 from api_in_thread import served
+from fake_jobs import FakeJobs, Script
 
 import gcore
 from gcore.api.v1 import jobs_pb2 as pb
@@ -20,7 +21,6 @@ from gcore.client.client import AsyncClient, Client
 from gcore.client.models import Listing, Node, html_table
 from gcore.errors import NotAllowed, Unreachable, UsageError
 from gcore.observability.events import JobEvent
-from gcore.testing.jobs import FakeJobs, Script
 
 QUICK = WaitPolicy(call_s=5.0, quiet_s=0.2, probe_s=0.5, retry_s=0.02, lost_s=3.0)
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import grpc
 import pytest
 import yaml
+from fake_jobs import FakeJobs, Script
 from warm_programs import COMMANDS, WarmProcess
 
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.observability.events import JobEvent
-from gcore.testing.jobs import FakeJobs, Script
 
 SPEC = {
     "name": "sums",

@@ -5,6 +5,7 @@ from contextlib import aclosing
 
 import grpc
 import pytest
+from fake_jobs import FakeJobs, Script
 
 from controllers.cli.commands import run as creating
 from gcore.api.v1 import jobs_pb2 as pb
@@ -12,7 +13,6 @@ from gcore.client import JobsClient, WaitPolicy
 from gcore.errors import GcoreError, StoreUnavailable, Unreachable, UsageError
 from gcore.observability.events import JobEvent
 from gcore.system.clock import SystemClock
-from gcore.testing.jobs import FakeJobs, Script
 
 QUICK = WaitPolicy(call_s=2.0, quiet_s=0.1, probe_s=0.1, retry_s=0.02, lost_s=0.4)
 

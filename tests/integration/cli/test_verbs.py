@@ -16,6 +16,7 @@ import pytest
 import yaml
 from api_in_thread import served
 from click.testing import Result
+from fake_jobs import Script
 from played_script import SPEC, played_script
 from typer.testing import CliRunner
 
@@ -24,7 +25,6 @@ from controllers.cli.main import app, main
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.errors import GcoreError, UsageError
 from gcore.observability.events import JobEvent
-from gcore.testing.jobs import Script
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ import pytest
 import yaml
 from cluster_run import run_to_the_end
 from run_read import metrics_of, newest_run
+from tiny_classifiers import make_liking_classifier
 
-from gcore.testing.models import make_liking_classifier, make_tiny_model
+from gcore.testing.models import make_tiny_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(300)]
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import yaml
 from cluster_run import ClusterRun, Outcome, run_job, run_to_the_end
+from fake_openai import FakeFailure, FakeOpenAI
 from run_read import metrics_of, newest_run
 
 from gcore.config.local_cluster import LocalCluster
-from gcore.testing.judges import FakeFailure, FakeOpenAI
 from gcore.testing.models import CHARACTERS, make_tiny_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]

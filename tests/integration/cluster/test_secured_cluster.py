@@ -17,6 +17,7 @@ import grpc
 import httpx
 import issued
 import pytest
+from fake_openai import FakeOpenAI
 from secured_cluster import CLOCK, SecuredCluster, secured
 
 from gcore.api.authority import inspect_certificate
@@ -27,7 +28,6 @@ from gcore.config import load_spec
 from gcore.engines.emulated.launch import LAW_FILE
 from gcore.errors import GcoreError, NotAllowed
 from gcore.system.clock import SystemClock
-from gcore.testing.judges import FakeOpenAI
 from gcore.testing.models import make_tiny_model
 from gcore.worker.records import WorkerRecord
 

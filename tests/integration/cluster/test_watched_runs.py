@@ -21,12 +21,12 @@ from typing import Any
 
 import pytest
 from cluster_run import ClusterRun, gcore
+from fake_openai import FakeFailure, FakeOpenAI
 from placement_run import write_job
 from prometheus_server import PrometheusServer, changes
 from trace_collector import Collector
 
 from gcore.config.local_cluster import LocalCluster
-from gcore.testing.judges import FakeFailure, FakeOpenAI
 from tools.monitoring import every_query, rules
 
 pytestmark = [pytest.mark.needs("prometheus"), pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(900)]

@@ -16,14 +16,16 @@ from typing import Any
 
 import pytest
 import torch
+from engine_processes import SglangProcess, require_python
 from sglang_worker import LONG_S, Worker, check_ended, start_worker
+from tiny_classifiers import make_tiny_classifier
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from gcore.engines.launch import SglangLaunch
-from gcore.engines.sglang.command import require_python, server_command
+from gcore.engines.sglang.command import server_command
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.rollout.client import EngineClient, EngineInfo, SamplingParams
-from gcore.testing.models import SglangProcess, make_tiny_classifier, make_tiny_model
+from gcore.testing.models import make_tiny_model
 from gcore.types import Sample, Version
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]

@@ -12,6 +12,7 @@ from contextlib import aclosing
 import pytest
 from aetcd import rpc
 from stored_job import RULES, StoredJob
+from tcp_proxy import Proxy
 
 from gcore.data.order import Cursors, ShardCursor
 from gcore.errors import LeaseLost
@@ -26,7 +27,6 @@ from gcore.store.etcd import LocalEtcd
 from gcore.store.session import Session
 from gcore.store.types import MAX_BYTES, MAX_OPERATIONS, MIN_TTL_S, Compare, Delete, Put
 from gcore.system.clock import SystemClock
-from gcore.testing import Proxy
 from gcore.types import PromptRef
 
 CLOCK = SystemClock()

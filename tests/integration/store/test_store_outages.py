@@ -7,6 +7,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+from tcp_proxy import Proxy
 
 from gcore.errors import LeaseLost, StoreUnavailable
 from gcore.store.client import EtcdStore
@@ -15,7 +16,6 @@ from gcore.store.session import Session
 from gcore.store.types import Compare, Delete, Put
 from gcore.system.clock import SystemClock
 from gcore.system.process import send_signal, wait_process_ended
-from gcore.testing import Proxy
 
 CLOCK = SystemClock()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from aetcd import rpc
+from tcp_proxy import Proxy
 
 from gcore.errors import StoreUnavailable
 from gcore.store.client import EtcdStore
@@ -17,7 +18,6 @@ from gcore.store.etcd import EtcdBinary, LocalEtcd, find_etcd
 from gcore.store.types import Put
 from gcore.system.clock import SystemClock
 from gcore.system.process import spawn_detached, terminate_process
-from gcore.testing import Proxy
 
 CLOCK = SystemClock()
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from engine_processes import engine_process
 
 from gcore.engines.torch.model import load_model
 from gcore.errors import DataError
 from gcore.models.hubs import ModelError
 from gcore.models.resolve import resolve_model
-from gcore.testing.models import engine_process, make_tiny_model
+from gcore.testing.models import make_tiny_model
 from gcore.train.hf_models import load_module
 
 CODE = """

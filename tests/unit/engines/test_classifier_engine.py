@@ -13,11 +13,12 @@ import torch
 import transformers
 from engine_core import LLAMA_LIKE, SMALL
 from safetensors.torch import load_file, save_file
+from tiny_classifiers import make_liking_classifier, make_tiny_classifier
 
 from gcore.engines.torch.classifier import Classifier, ClassifierCore, ClassifierRequest, load_classifier
 from gcore.engines.torch.model import stage_weights
 from gcore.errors import DataError, EngineError
-from gcore.testing.models import CHARACTERS, SPECIAL, VOCABULARY, make_liking_classifier, make_tiny_classifier
+from gcore.testing.models import CHARACTERS, SPECIAL, VOCABULARY
 
 ENCODER = {
     "vocab_size": VOCABULARY,

@@ -35,8 +35,7 @@ from gcore.reward import RewardError
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
-from gcore.testing.flows import make_spec
-from gcore.testing.judges import group_of
+from gcore.testing.flows import group_of, make_spec
 from gcore.types import Group, Outcome, Prompt, PromptRef, Version
 
 KEYS = JobKeys("u")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_jobs import FakeJobs, Script
 from rich.console import Console
 
 from controllers.api.edge.errors import BadFields
@@ -41,7 +42,6 @@ from gcore.observability.samples import (
     step_status,
 )
 from gcore.store.keys import JobKeys
-from gcore.testing.jobs import FakeJobs, Script
 from gcore.types import PromptRef, Version
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fake_judges import RecordingObserver
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,7 +34,6 @@ from gcore.reward.judges.judge import Judge, Judgement
 from gcore.reward.judges.rate_limit import FIRST_AWAY_S, KEY_AGAIN_S, LONGEST_HOLD_S, Cause, RateLimiter
 from gcore.reward.judges.types import Answer, JudgeAway, JudgeError, JudgeLate
 from gcore.testing import FakeClock
-from gcore.testing.judges import RecordingObserver
 from gcore.types import Prompt, PromptRef
 
 KEY = "sk-a-secret"

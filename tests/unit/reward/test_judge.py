@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
+from fake_judges import FakeClassifier, FakeJudge, RecordingObserver
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from gcore.reward.judges.judge import Judge, Judgement, vote_seed
 from gcore.reward.judges.types import ChatCall, JudgeAway, JudgeError, JudgeLate, ScoreCall
 from gcore.system.clock import FIRST_DELAY_S, LONGEST_DELAY_S, retry_delay
 from gcore.testing import FakeClock
-from gcore.testing.judges import FakeClassifier, FakeJudge, RecordingObserver
 from gcore.types import Prompt, PromptRef
 
 T = TypeVar("T")

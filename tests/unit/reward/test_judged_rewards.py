@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from fake_judges import FakeJudge, RecordingObserver
 
 from controllers.flow.evaluation import part_total, score_answers
 from controllers.flow.job_data import JobData, SourcePipeline, rewards_of, sampling_of
@@ -24,7 +25,6 @@ from gcore.reward.judges.types import JudgeAway, JudgeError
 from gcore.reward.pool import DirectScorer
 from gcore.reward.scorer import ResponseNotJudged, Scorer, reward_functions
 from gcore.testing import FakeClock
-from gcore.testing.judges import FakeJudge, RecordingObserver
 from gcore.types import Prompt, PromptRef, Sample, Version, VersionSpan
 
 PROMPT = Prompt(PromptRef(0, 0, 0), "6*7=", (1,), {"answer": "42"})

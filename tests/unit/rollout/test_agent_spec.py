@@ -16,7 +16,7 @@ from gcore.flows.filters import untrainable_reason
 from gcore.reward.api import Response, RewardError, RewardResult, find_reward
 from gcore.rollout.agents.api import parse_result
 from gcore.rollout.postprocess import make_scored_group
-from gcore.testing.judges import group_of
+from gcore.testing.flows import group_of
 from gcore.types import Prompt
 
 AGENT = {"name": "any"}

@@ -20,7 +20,7 @@ from gcore.errors import SpecError
 from gcore.reward.__main__ import parse_batch
 from gcore.reward.api import Response, RewardError, RewardResult, find_reward
 from gcore.reward.pool import batch_line
-from gcore.testing.judges import group_of
+from gcore.testing.flows import group_of
 
 TOOLS = {"name": "tools", "tools": {"names": ["calculator"]}}
 

@@ -25,7 +25,7 @@ from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import OfferedGroup, SealedGroup
 from gcore.observability.samples import make_kept_group
 from gcore.rollout.postprocess import penalize_sample
-from gcore.testing.judges import group_of
+from gcore.testing.flows import group_of
 from gcore.train.advantages import advantages, value_targets
 from gcore.train.batching import BatchIndex, Feeding, ModelInputs, StepTensors, cut_step, score_batch
 from gcore.train.metrics import TrainStepMetrics

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_judges import FakeJudge, RecordingObserver
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from controllers.changes import ChangeSignal
@@ -44,7 +45,6 @@ from gcore.reward.scorer import Scorer
 from gcore.rollout.client import SamplingParams
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
-from gcore.testing.judges import FakeJudge, RecordingObserver
 from gcore.types import FinishReason, Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan
 
 HEAD = Version(0, 0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tiny_classifiers import make_tiny_classifier
 
 from controllers.api.submission.checks import check_judges
 from controllers.changes import ChangeSignal
@@ -28,7 +29,7 @@ from gcore.reward.judges.types import JudgeError
 from gcore.rollout.client import EngineClient
 from gcore.store.reference import StoreRef
 from gcore.testing import FakeClock
-from gcore.testing.models import make_tiny_classifier, make_tiny_model
+from gcore.testing.models import make_tiny_model
 from gcore.types import Prompt, PromptRef
 from gcore.worker.records import WorkerRecord
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_openai import FakeOpenAI
 from job_session import make_session
 
 from controllers.inference.judges import JudgeMetricsObserver, open_judges
@@ -15,7 +16,6 @@ from gcore.observability.metrics import Metrics
 from gcore.store.keys import JobKeys
 from gcore.system.clock import SystemClock
 from gcore.testing import MemoryCluster, MemoryStore
-from gcore.testing.judges import FakeOpenAI
 from gcore.types import Prompt, PromptRef
 
 PROMPT = Prompt(PromptRef(0, 0, 0), "1+2=", (1,), {})

@@ -1,0 +1,131 @@
+"""Engine servers as processes of their own: the torch engine and a real SGLang, started as a worker starts them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from gcore.engines.launch import SglangLaunch
+from gcore.engines.sglang.adapter import SglangServer, free_port, make_scratch
+from gcore.engines.sglang.command import (
+    HOW,
+    check_engine_args,
+    find_python,
+    prepare_head_bias,
+    server_command,
+    server_environment,
+)
+from gcore.errors import EngineError, UsageError
+from gcore.system.clock import Clock, SystemClock
+from gcore.system.process import thread_environment
+
+STOP_S = 20
+
+
+@contextmanager
+def engine_process(model: Path, **options: object) -> Iterator[str]:
+    """A torch engine that serves `model`, as a process of its own; its base URL. For tests and benchmarks. Its errors show.
+
+    `options` as on its command line (`batch_slots=4`).
+    """
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gcore.engines.torch", "--model", str(model), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **thread_environment(1)},
+    )
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if not line.startswith("serving on "):
+            raise EngineError(f"the engine did not start (exit code {process.wait(STOP_S)})", where=str(model))
+        yield f"http://{line.removeprefix('serving on ').strip()}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def require_python(named: Path | str | None = None) -> Path:
+    """Like `find_python`, but none is an error. Raises UsageError."""
+    python = find_python(named)
+    if python is None:
+        raise UsageError("no environment with SGLang was found here", fix=HOW)
+    return python
+
+
+START_S = 600.0
+"""It takes 10 to 20 s on an idle machine, and minutes on one that is busy."""
+
+POLL_S = 0.2
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+class SglangProcess:
+    """A real SGLang server for `model` on a free loopback port, healthy when the constructor returns. A context manager.
+
+    `options` are fields of `SglangLaunch`, e.g. `batch_slots=4, cache_tokens=20_000, engine_args=("--x",)`. Started by the
+    command that a job's worker uses (`gcore.engines.sglang.command`), on the CPU. Raises UsageError where no environment with
+    SGLang is found, EngineError if the server does not come up.
+    """
+
+    def __init__(self, model: Path, **options: Any) -> None:
+        launch = SglangLaunch(python=str(require_python()), model=str(model), **options)
+        port = launch.port or free_port(launch.host)
+        check_engine_args(launch.engine_args)
+        scratch = make_scratch()
+        env = server_environment(launch, {**os.environ, **ENVIRONMENT}, scratch)
+        self.base_url = f"http://{launch.host}:{port}"
+        self._server = SglangServer(
+            server_command(prepare_head_bias(launch, scratch), port), env, scratch, sys.stderr.buffer
+        )
+        try:
+            self._wait(SystemClock())
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Of the process that holds the server; killing it takes the server with it."""
+        return self._server.pid
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The last lines of its output."""
+        return tuple(self._server.lines)
+
+    def stop(self) -> None:
+        """End it, by force: it holds nothing that is worth a farewell. Again: nothing."""
+        self._server.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def _wait(self, clock: Clock) -> None:
+        end = clock.monotonic() + START_S
+        while clock.monotonic() < end:
+            if self._server.wait(POLL_S):
+                raise EngineError(f"SGLang's server did not start: {self._server.death()}")
+            try:
+                if httpx.get(f"{self.base_url}/health", timeout=5.0, trust_env=False).status_code == httpx.codes.OK:
+                    return
+            except httpx.HTTPError:
+                continue
+        raise EngineError(f"SGLang's server did not serve within {START_S:.0f} s")
