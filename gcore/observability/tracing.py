@@ -54,7 +54,7 @@ def step_span(job: str, uid: str, line: AccountLine) -> TraceSpan:
         "gcore.step": book.version.step,
         "gcore.lineage": book.version.lineage,
     }
-    told = about | {"gcore.system.slots": book.slots, "gcore.slot_seconds.unbooked": book.unbooked}
+    told = about | {"gcore.slots": book.slots, "gcore.slot_seconds.unbooked": book.unbooked}
     told |= {f"gcore.slot_seconds.{state.replace(' ', '.')}": seconds for state, seconds in book.booked.items()}
     begin, end = _ns(book.began), _ns(line.until)
     return TraceSpan(f"step {book.version.step}", begin, end, told, tuple(_phases(line, about)))

@@ -42,6 +42,7 @@ def test_nodes_agree_on_the_trace_of_a_step_and_no_two_steps_share_one(uid: str,
 def test_a_step_is_a_span_with_its_slots_seconds_and_a_span_for_each_phase() -> None:
     told = step_span("sums", "1a", line("node-1"))
     assert (told.name, told.begin, told.end) == ("step 7", 1000 * 10**9, 1004 * 10**9)
+    assert told.attributes["gcore.slots"] == 2
     assert told.attributes["gcore.slot_seconds.busy.rollout"] == 5.0
     assert told.attributes["gcore.slot_seconds.unbooked"] == 0.5
     assert (told.attributes["gcore.job"], told.attributes["gcore.node"]) == ("sums", "node-1")
