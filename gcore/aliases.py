@@ -3,7 +3,8 @@
 The import of an old module warns and gives the names of the modules of today; an old name warns with its new one.
 
 `AliasFinder` is last in `sys.meta_path`, so it costs nothing where a module is found under its own name. Programs that daemons
-start with `python -m` keep files of their old names instead.
+start with `python -m` keep files of their old names instead. The finder and its loader have no base classes: `importlib.abc` would
+load `tempfile`, `random` and 30 modules more into every process of gcore.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import importlib
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
 
 REMOVED_IN = "0.3"
 MOVED: dict[str, tuple[str, ...]] = {
@@ -155,17 +159,22 @@ RENAMED: dict[str, dict[str, str]] = {
 """Old module -> old name -> the name that it has in one of the modules of today."""
 
 
-class AliasFinder(MetaPathFinder):
+class AliasFinder:
     """Finds the old names of `MOVED`."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return the spec of an alias, or None for any other name."""
         if name not in MOVED:
             return None
-        return ModuleSpec(name, _AliasLoader(), is_package=any(other.startswith(name + ".") for other in MOVED))
+        return ModuleSpec(
+            name, cast("Loader", _AliasLoader()), is_package=any(other.startswith(name + ".") for other in MOVED)
+        )
 
 
-class _AliasLoader(Loader):
+class _AliasLoader:
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to the import system."""
+
     def exec_module(self, module: ModuleType) -> None:
         """Warn once, and look names up in the modules of today."""
         old, homes = module.__name__, MOVED[module.__name__]

@@ -2,12 +2,13 @@
 
 `exit_code` is what the command line ends with. Anything that is not a `GcoreError` is a defect of gcore and may show
 a traceback; a `GcoreError` never does.
+
+Every process imports this module, and only one that refuses a name compares it: so `nearest_name` imports difflib.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -118,6 +119,8 @@ MAX_COMPARED = 80
 
 def nearest_name(wrong: str, known: Iterable[str], *, cutoff: float = 0.5) -> str | None:
     """The known name that is most like `wrong`; None if none is. `cutoff`: how alike, from 0 to 1 (difflib's ratio)."""
+    import difflib
+
     return next(iter(difflib.get_close_matches(wrong[:MAX_COMPARED], sorted(known), n=1, cutoff=cutoff)), None)
 
 
