@@ -1,9 +1,11 @@
-"""Several pieces of asynchronous work that stand and fall together."""
+"""Several pieces of asynchronous work that stand and fall together.
+
+Each process of agents and tools loads this module, and few have a task that does not end: `_leave` imports ctypes.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -110,6 +112,8 @@ async def cancel_task(task: asyncio.Task[Any], clock: Clock) -> bool:
 
 def _leave(task: asyncio.Task[Any]) -> None:
     """See to it that neither the end of the event loop nor that of the process waits for a task that does not end."""
+    import ctypes
+
     asyncio._unregister_task(task)  # asyncio.run ends with those that are registered
     # Whoever frees a coroutine throws a GeneratorExit into it, and one that keeps that to itself too goes round for ever, with nothing
     # to wait for. So it is never freed.

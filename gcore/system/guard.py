@@ -5,7 +5,8 @@
     guard.py warden SCRATCH COMMAND...       so that it leaves nothing behind; standard input is held open by its owner
 
 It is run by its path, with an interpreter that loads nothing else (`python -I -S`), because between fork and exec of a
-process that has threads no Python may run. No threads here either.
+process that has threads no Python may run. No threads here either. Each subcommand imports what it needs: whatever foreign code
+and every worker is started through enter and tether, and an import of `contextlib` or `signal` would take longer than their work.
 
 enter and tether become the command. tether asks the kernel for a SIGKILL at the parent's death (PR_SET_PDEATHSIG), and the
 request survives the exec.
@@ -17,14 +18,10 @@ the command's folder for temporary files (or nothing), and ends the way the comm
 a kill of its owner's group does not end it before its work.
 """
 
-import contextlib
-import ctypes
 import os
-import resource
-import select
-import signal
 import sys
 
+SIGKILL = 9
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PARENT_IS_DEAD = 70
 NO_SUCH_COMMAND = 127
@@ -50,7 +47,9 @@ def enter(group: str, command: list[str]) -> None:
 
 def tether(parent: str, command: list[str]) -> None:
     """Become the command, which dies with the process `parent`."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):  # it died before we asked
         os._exit(PARENT_IS_DEAD)
     become(command)
@@ -67,7 +66,9 @@ def become(command: list[str]) -> None:
 
 def warden(scratch: str, command: list[str]) -> None:
     """Run the command until it or the owner ends, and end all that it started."""
-    import shutil  # slow to import, and every worker starts through tether
+    import contextlib
+    import ctypes
+    import shutil
     import subprocess
 
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -81,7 +82,7 @@ def warden(scratch: str, command: list[str]) -> None:
     wait_for_end(leader.pid)
     # Before it is collected, its pid, and so its group, cannot be anybody else's.
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader.pid, signal.SIGKILL)
+        os.killpg(leader.pid, SIGKILL)
     code = leader.wait()
     kill_orphans()
     if scratch:
@@ -91,6 +92,8 @@ def warden(scratch: str, command: list[str]) -> None:
 
 def close_inherited() -> None:
     """Let go of what only the command shall hold: whoever is at the other end waits for it to be closed."""
+    import contextlib
+
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd > 2:
             with contextlib.suppress(OSError):  # the one that the listing was read through
@@ -99,6 +102,8 @@ def close_inherited() -> None:
 
 def wait_for_end(pid: int) -> None:
     """Until `pid` has ended, or the owner has."""
+    import select
+
     poll = select.poll()
     poll.register(os.pidfd_open(pid), select.POLLIN)
     poll.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
@@ -110,10 +115,12 @@ def wait_for_end(pid: int) -> None:
 
 def kill_orphans() -> None:
     """What left the group (a session of its own) came to us when its parent died. Until there is none."""
+    import contextlib
+
     while left := list_children():
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, SIGKILL)
         for pid in left:
             reap_child(pid, 0)
 
@@ -129,12 +136,18 @@ def list_children() -> list[int]:
 
 def reap_child(pid: int, how: int) -> None:
     """Wait for it, or only look (WNOHANG)."""
+    import contextlib
+
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, how)
 
 
 def exit_like(code: int) -> None:
     """Exit with the command's code, or die of its signal, without a core."""
+    import contextlib
+    import resource
+    import signal
+
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError, ValueError):

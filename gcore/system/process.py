@@ -12,11 +12,12 @@ than the opposite mistake.
 A worker has as many threads for arithmetic as its slot has cores, whichever library asks, and none of them spins while it waits: on a
 small machine the neighbour needs the core (engine and rank take turns on it). Libraries read these variables when they are loaded, so
 they are set in the environment before the start. torch's own pools are set in the worker (its launch document says `threads`).
+
+Engines set these variables at their entry, and only who waits for a child has an event loop: `wait_child_ended` imports asyncio.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import select
 import signal
@@ -128,6 +129,8 @@ def send_signal(process: ProcessId, number: int) -> bool:
 
 async def wait_child_ended(pid: int) -> None:
     """Return when the child `pid` has ended; it is not collected yet, so the pid is nobody else's."""
+    import asyncio
+
     fd = os.pidfd_open(pid)
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
