@@ -23,9 +23,8 @@ from typing import BinaryIO
 from controllers.changes import ChangeSignal
 from controllers.rules.view import turn_of
 from gcore.config.spec import TrackerSpec
-from gcore.ledger.archive import METRICS_FILE
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records.job import JobRecord
+from gcore.ledger.records.job import METRICS_FILE, JobRecord
 from gcore.observability.tracking import BUSY, TrackerDocument, tracker_folder
 from gcore.system.clock import Clock
 

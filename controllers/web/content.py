@@ -29,9 +29,8 @@ from controllers.rules.waits import current_waits
 from controllers.telemetry.events import Event, EventLog
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config.node import EVERY_ADDRESS
-from gcore.ledger.archive import METRICS_FILE
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records.job import Move
+from gcore.ledger.records.job import METRICS_FILE, Move
 from gcore.ledger.records.slot_accounting import FOLDER, AccountLine, parse_line
 from gcore.observability.metrics_file import Line, decode_line
 from gcore.store.keys import DEFAULT_NAMESPACE, JobKeys, full_name

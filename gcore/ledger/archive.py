@@ -30,7 +30,7 @@ from typing import ClassVar
 from gcore.ledger.chain import HighWater
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Head, LogEntry
-from gcore.ledger.records.job import Evaluation, JobRecord
+from gcore.ledger.records.job import METRICS_FILE, Evaluation, JobRecord
 from gcore.schema import Record, UnreadableRecord
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyListing, KeyValue, WatchBatch, WatchEvent
@@ -153,9 +153,6 @@ def index_lines(folder: Path) -> Iterator[tuple[LinePosition, bytes]]:
 log = logging.getLogger(__name__)
 LOG_FOLDER = "log"
 EVALUATIONS = "evaluations"
-
-METRICS_FILE = "metrics.jsonl"
-"""Written by `gcore.observability.metrics_file`."""
 
 MOST_AT_HAND = 2048
 """Entries that `ArchivedLog` remembers."""

@@ -32,9 +32,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gcore.ledger.archive import METRICS_FILE
 from gcore.ledger.records.chain import LogEntry
-from gcore.ledger.records.job import Evaluation, JobRecord, JobStatus
+from gcore.ledger.records.job import METRICS_FILE, Evaluation, JobRecord, JobStatus
 from gcore.system.files import read_whole_lines
 
 VERSION = 1

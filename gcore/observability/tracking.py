@@ -11,7 +11,8 @@ Each line is given at least once: the cursor (`trackers/NAME/cursor.json` in the
 flushed, so a process that ends in between gives the last lines again, and none is left out. Lines whose number was seen are passed
 over. What the tracker's package prints goes to the log. When stdin ends, the rest of the file is still given, and the process ends
 after a bounded time: a package that waits for a network must not outlive everything. A lock in the tracker's folder keeps two
-processes from feeding it at once.
+processes from feeding it at once. It validates no spec and reads no chain, so it loads neither `gcore.config.spec` nor the rest of
+`gcore.ledger`.
 """
 
 from __future__ import annotations
@@ -28,17 +29,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from gcore.config.base import Option
-from gcore.config.spec import TrackerSpec
 from gcore.errors import GcoreError, SpecError, did_you_mean
-from gcore.ledger.archive import METRICS_FILE
+from gcore.ledger.records.job import METRICS_FILE
 from gcore.observability.metrics_file import Line, read_lines
 from gcore.plugins import PluginKind, error_sentence, find_plugin
 from gcore.schema import Record, UnreadableRecord
 from gcore.system import daemon as logs
 from gcore.system.files import replace_file
+
+if TYPE_CHECKING:
+    from gcore.config.spec import TrackerSpec
 
 Options = Mapping[str, Option]
 

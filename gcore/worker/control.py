@@ -19,6 +19,9 @@ anybody else's), the whole group is killed: what a server left behind would hold
 confines itself before it starts the child, so the child and all that it starts are confined from the beginning. Without its
 cores a worker fails, because it would compute on another's; without its control group it runs, because limits are a courtesy
 to the neighbours and the group may have been removed meanwhile.
+
+Engines and ranks load this module for the child's end. They have no launch file of a supervisor, so the models of
+`gcore.worker.records` and of the store's description are for annotations only.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gcore.errors import explain_os_errors
 from gcore.system.cgroups import CannotLimit, enter_group
@@ -60,7 +63,9 @@ from gcore.worker.lifecycle import (
     LineClosed,
     WorkerEvent,
 )
-from gcore.worker.records import LaunchSpec
+
+if TYPE_CHECKING:
+    from gcore.worker.records import LaunchSpec
 
 CONTROL_FD = "GCORE_CONTROL_FD"
 ORPHANED_EXIT = 70

@@ -25,8 +25,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from gcore.worker.records import LaunchSpec, WorkerState
+if TYPE_CHECKING:
+    from gcore.worker.records import LaunchSpec, WorkerState
 
 
 @dataclass(frozen=True, slots=True)

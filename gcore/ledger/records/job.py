@@ -22,6 +22,9 @@ NEWEST_MOVES = 64
 MOST_SLOTS_TOLD = 16
 """Slots of one move that are named; of more it is told how many."""
 
+METRICS_FILE = "metrics.jsonl"
+"""In a run's folder; written by `gcore.observability.metrics_file`."""
+
 MOST_REASON = 600
 """Characters of a reason, which policies of anybody's write."""
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gcore.config.load import parse_spec
 from gcore.config.spec import TrackerSpec
 from gcore.errors import SpecError
-from gcore.ledger.archive import METRICS_FILE
+from gcore.ledger.records.job import METRICS_FILE
 from gcore.observability import tracking as registry
 from gcore.observability.metrics_file import encode_lines
 from gcore.observability.tracking import (

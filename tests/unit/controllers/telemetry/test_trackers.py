@@ -19,10 +19,9 @@ from controllers.telemetry.events import EventLog
 from controllers.telemetry.run_recorder import MetricsFileWriter
 from controllers.telemetry.trackers import TrackerProcess, TrackerTimeouts
 from gcore.config.spec import TrackerSpec
-from gcore.ledger.archive import METRICS_FILE
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Member
-from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus, Trouble
+from gcore.ledger.records.job import METRICS_FILE, JobPhase, JobRecord, JobStatus, Trouble
 from gcore.ledger.transactions import Versioned
 from gcore.observability.metrics_file import encode_lines
 from gcore.store.keys import JobKeys
