@@ -388,7 +388,7 @@ async def test_garbage_that_is_no_http_closes_the_connection_and_nothing_else(ta
 async def test_the_agent_of_the_guide_works(talk: Talk) -> None:
     (block,) = blocks(ROOT / "docs" / "agents.md", "python")
     names: dict[str, Any] = {}
-    exec(compile(block.text, "docs/agents.md", "exec"), names)
+    exec(compile(block.text, "docs/agents.md", "exec", dont_inherit=True), names)
     await talk.begin(own=60, room=160, context=None)
     talk.policy.words = ["it is 3", "it is 4"]
     rollout = AgentRollout(talk.url, talk.token, {"prompt": "2+2", "answer": "4"}, {"tries": 3}, 7)
