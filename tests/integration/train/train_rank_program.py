@@ -29,6 +29,7 @@ from torch.nn import functional
 from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import Seal, SealedGroup, SealState
 from gcore.system.clock import SystemClock
+from gcore.system.torch_imports import leave_compiler_out
 from gcore.testing.models import rank_launch
 from gcore.train.backends import distributed as meeting_place
 from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample, remaining_parts
@@ -428,9 +429,15 @@ def plain_token_loss(
 def run(folder: Path, plain: Callable[[Path], None], rank: Callable[[Path, int, int], None]) -> None:
     """The plain loop; one rank; two, which may use what the one left. Each a process, forked when all is imported.
 
-    Imports are most of what such a process costs. Nothing has threads before the fork.
+    Imports are most of what such a process costs. Nothing has threads before the fork. Like every rank, they start without
+    torch's compiler.
     """
-    import gcore.train.rank.main  # noqa: F401
+    leave_compiler_out()
+    from transformers import Qwen3ForCausalLM  # noqa: F401
+
+    import gcore.train.models
+    import gcore.train.rank.main
+    import gcore.train.step  # noqa: F401
 
     warnings.filterwarnings("ignore")
     gc.collect()
