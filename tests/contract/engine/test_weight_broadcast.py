@@ -3,7 +3,6 @@
 import asyncio
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-import weight_trainer
 from engine_contract import (
     ENDLESS,
     FIRST,
@@ -26,6 +24,7 @@ from engine_contract import (
     spans,
 )
 from safetensors.torch import load_file
+from warm_programs import ENGINES
 
 from gcore.models.publisher import describe_tensors
 
@@ -45,11 +44,8 @@ class Trainer:
         self.weights = dict(sorted(load_file(folder / "model.safetensors").items()))
         self.port, self.group, self.world_size = port, group, world_size
         arguments = [str(folder), str(port), str(world_size), group]
-        self.process = subprocess.Popen(
-            [sys.executable, weight_trainer.__file__, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+        self.process = ENGINES.popen(
+            "weight_trainer", *arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     async def says(self) -> str:

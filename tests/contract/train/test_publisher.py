@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
-import weight_receiver
 from safetensors.torch import load_file
 from saving_ranks import Model
 from torch import Tensor
+from warm_programs import ENGINES
 
 from gcore.errors import EngineError
 from gcore.models.publisher import SENDER, BroadcastPublisher, Publisher, WeightGroup
@@ -93,11 +92,8 @@ def folder(model: Model, path: Path) -> Published:
 def broadcast(model: Model, path: Path) -> Iterator[Published]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    engine = subprocess.Popen(
-        [sys.executable, weight_receiver.__file__, str(port), "weights"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+    engine = ENGINES.popen(
+        "weight_receiver", str(port), "weights", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert engine.stdin is not None
     assert engine.stdout is not None

@@ -43,8 +43,9 @@ JOB = "job-1"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    program = Path(__file__).with_name("train_rank_program.py")
-    subprocess.run([sys.executable, str(program), "model", str(folder)], check=True, capture_output=True)
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    made = RANKS.run("train_rank_program", "model", str(folder), env=here)
+    assert made.returncode == 0, made.stderr
     return folder / "model"
 
 
