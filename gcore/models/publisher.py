@@ -188,12 +188,13 @@ class BroadcastPublisher:
     def stage(self, version: Version, tell: Callable[[], None]) -> BroadcastUpdate:
         """Copy the weights."""
         described: dict[str, torch.Tensor] = {}
-        staged = self._staged.setdefault(version, {})
+        staged: dict[str, torch.Tensor] = {}
         for one in self._tensors():
             described[one.name] = torch.empty_like(one.tensor, device="meta")
             if self._group is not None:
                 staged[one.name] = one.tensor.detach().to(self._group.device, copy=True).contiguous()
             tell()
+        self._staged[version] = staged
         return BroadcastUpdate(version, self._name, describe_tensors(described))
 
     def send(self, update: WeightUpdate) -> None:

@@ -247,10 +247,11 @@ class FakePublisher:
 
     def stage(self, version: Version, tell: Callable[[], None]) -> FolderUpdate:
         """Copy the weights."""
-        staged = self._staged[version] = {}
+        staged: dict[str, Tensor] = {}
         for one in self._tensors():
             staged[one.name] = one.tensor.detach().clone()
             tell()
+        self._staged[version] = staged
         return FolderUpdate(version, f"memory/{version}")
 
     def send(self, update: WeightUpdate) -> None:

@@ -32,6 +32,10 @@ class NotStaged(Exception):
     """An engine cannot take an update any more."""
 
 
+class Interrupted(Exception):
+    """A staging that ends before its last tensor."""
+
+
 @dataclass
 class Published:
     """A publisher of a model's weights, and what an engine gets that is told of an update."""
@@ -189,3 +193,17 @@ def test_what_is_released_cannot_be_had_any_more(published: Published) -> None:
     published.publisher.release(update)
     with pytest.raises(NotStaged):
         published.take(update)
+
+
+def test_a_staging_that_fails_halfway_leaves_the_weights_that_were_staged(published: Published) -> None:
+    wanted = served(published.model)
+    update = published.stage(FIRST)
+    for value in published.model.values.values():
+        value += 1.0
+
+    def fail() -> None:
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        published.publisher.stage(FIRST, fail)
+    assert_same(published.take(update), wanted)
