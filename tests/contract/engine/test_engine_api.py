@@ -8,7 +8,7 @@ import pytest
 from engine_processes import engine_process
 
 from gcore.errors import EngineError
-from gcore.rollout.api import Engine, ProgressCallback, SamplingParams
+from gcore.rollout.api import Engine, PauseMode, ProgressCallback, SamplingParams
 from gcore.rollout.client import EngineClient
 from gcore.system.clock import SystemClock
 from gcore.testing.engines import FakeEngine
@@ -85,18 +85,65 @@ async def test_progress_reports_samples_that_only_grow(engine: Engine) -> None:
     assert partial
 
 
-async def test_a_pause_holds_samples_until_it_is_resumed(engine: Engine) -> None:
+async def test_an_abort_ends_only_the_samples_that_it_names(engine: Engine) -> None:
     begun = asyncio.Event()
     growing = ProgressCallback(4, lambda index, sample: begun.set())
-    few = SamplingParams(temperature=1.0, max_new_tokens=2000)
+    some = SamplingParams(temperature=1.0, max_new_tokens=200)
+    cut = asyncio.ensure_future(engine.generate_each([[3, 4]], LONG, seeds=[1], rid="one", growing=growing))
+    other = asyncio.ensure_future(engine.generate_each([[5, 6]], some, seeds=[2], rid="other"))
+    await begun.wait()
+    await engine.abort("one", 1)
+    assert (await cut)[0].finish_reason == "abort"
+    assert (await other)[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+async def test_a_pause_holds_samples_until_it_is_resumed(engine: Engine, mode: PauseMode) -> None:
+    begun = asyncio.Event()
+    growing = ProgressCallback(4, lambda index, sample: begun.set())
+    few = SamplingParams(temperature=1.0, max_new_tokens=600)
     request = asyncio.ensure_future(engine.generate_each([[3, 4]], few, seeds=[1], rid="held", growing=growing))
     await begun.wait()
-    await engine.pause("in_place")
+    await engine.pause(mode)
     done, _ = await asyncio.wait([request], timeout=0.5)
     assert not done
     await engine.resume()
     (sample,) = await request
-    assert len(sample.token_ids) == 2000
+    assert len(sample.token_ids) == 600
+
+
+async def test_a_pause_that_aborts_ends_what_runs_and_holds_what_comes(engine: Engine) -> None:
+    begun = asyncio.Event()
+    growing = ProgressCallback(4, lambda index, sample: begun.set())
+    running = asyncio.ensure_future(engine.generate_each([[3, 4]], LONG, seeds=[1], rid="runs", growing=growing))
+    await begun.wait()
+    await engine.pause("abort")
+    (ended,) = await running
+    assert ended.finish_reason == "abort"
+    assert 0 < len(ended.token_ids) < LONG.max_new_tokens
+    late = asyncio.ensure_future(engine.generate_each([[3, 4]], GREEDY, seeds=[1], rid="late"))
+    done, _ = await asyncio.wait([late], timeout=0.5)
+    assert not done
+    await engine.resume()
+    assert len((await late)[0].token_ids) == 8
+
+
+async def test_a_sample_that_runs_during_an_update_has_a_span_of_each_version(engine: Engine, folder: Path) -> None:
+    before = Version((await engine.served() or FIRST).lineage + 1, 1)
+    await engine.update_weights(str(folder), before)
+    begun = asyncio.Event()
+    growing = ProgressCallback(4, lambda index, sample: begun.set())
+    running = asyncio.ensure_future(engine.generate_each([[3, 4]], LONG, seeds=[1], rid="under", growing=growing))
+    await begun.wait()
+    after = Version(before.lineage, 2)
+    await engine.update_weights(str(folder), after)
+    begun.clear()
+    await begun.wait()
+    await engine.abort("under", 1)
+    (sample,) = await running
+    assert [span.version for span in sample.spans] == [before, after]
+    edges = [edge for span in sample.spans for edge in (span.start, span.end)]
+    assert edges == [0, edges[1], edges[1], len(sample.token_ids)]
 
 
 async def test_an_update_of_weights_is_served_and_an_older_one_is_refused(engine: Engine, folder: Path) -> None:
@@ -116,11 +163,33 @@ async def test_an_engine_that_sleeps_holds_no_memory_until_it_is_woken(engine: E
     await engine.sleep()
     assert await engine.sleeps()
     assert await engine.released()
+    assert await engine.served() is None
     await engine.wake(version)
     assert not await engine.sleeps()
     assert not await engine.released()
+    assert await engine.served() == version
     (sample,) = await engine.generate_each([[3, 4]], GREEDY, seeds=[1], rid="woken")
     assert len(sample.token_ids) == 8
+
+
+async def test_sleep_ends_what_runs_and_taking_memory_alone_makes_no_tokens(engine: Engine) -> None:
+    version = await engine.served() or FIRST
+    begun = asyncio.Event()
+    growing = ProgressCallback(4, lambda index, sample: begun.set())
+    running = asyncio.ensure_future(engine.generate_each([[3, 4]], LONG, seeds=[1], rid="put", growing=growing))
+    await begun.wait()
+    await engine.sleep()
+    (ended,) = await running
+    assert ended.finish_reason == "abort"
+    assert 0 < len(ended.token_ids) < LONG.max_new_tokens
+    await engine.take_memory()
+    assert await engine.sleeps()
+    assert not await engine.released()
+    late = asyncio.ensure_future(engine.generate_each([[3, 4]], GREEDY, seeds=[1], rid="soon"))
+    done, _ = await asyncio.wait([late], timeout=0.5)
+    assert not done
+    await engine.wake(version)
+    assert len((await late)[0].token_ids) == 8
 
 
 async def test_a_token_that_the_vocabulary_does_not_have_is_refused(engine: Engine) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -29,6 +29,8 @@ from gcore.train.objectives import (
 )
 
 MASK = torch.tensor([[True, True, False, True], [True, False, False, False], [True, True, True, True]])
+FEWER = torch.tensor([[False, True, False, True], [False, False, False, False], [True, True, False, True]])
+"""Of `MASK`; a sequence is left out as a whole."""
 DRAW = torch.Generator().manual_seed(5)
 OLD, ENGINE, REFERENCE, NEW = (-2 * torch.rand(MASK.shape, generator=DRAW) for _ in range(4))
 GAINS = torch.randn(MASK.shape, generator=DRAW)
@@ -45,6 +47,9 @@ class Case:
     objective: Objective[Any, Any]
     given: Callable[[Tensor, MicroBatch, slice], tuple[Any, Any]]
     outputs: Tensor
+    mean_over: Literal["tokens", "sequences"] = "tokens"
+    by_sequence: bool = False
+    """Whether the loss of a trained token has a gradient by the other tokens of its sequence."""
 
 
 def policy(outputs: Tensor, batch: MicroBatch, rows: slice) -> tuple[Scores, Targets]:
@@ -58,15 +63,17 @@ def values(outputs: Tensor, batch: MicroBatch, rows: slice) -> tuple[Tensor, Val
 
 CASES = {
     "ppo": Case(PolicyGradient(TRAIN, 8.0), policy, NEW),
-    "gspo": Case(PolicyGradient(SEQUENCES.model_copy(update={"loss": "gspo"}), 8.0), policy, NEW),
+    "gspo": Case(
+        PolicyGradient(SEQUENCES.model_copy(update={"loss": "gspo"}), 8.0), policy, NEW, "sequences", by_sequence=True
+    ),
     "cispo": Case(PolicyGradient(TRAIN.model_copy(update={"loss": "cispo"}), 8.0), policy, NEW),
     "tis": Case(PolicyGradient(TRAIN, 8.0, "tis"), policy, NEW),
     "icepop": Case(PolicyGradient(TRAIN, 8.0, "icepop"), policy, NEW),
-    "mis": Case(PolicyGradient(SEQUENCES, 8.0, "mis"), policy, NEW),
+    "mis": Case(PolicyGradient(SEQUENCES, 8.0, "mis"), policy, NEW, "sequences"),
     "supervised": Case(Supervised(TRAIN, 8.0), policy, NEW),
-    "norm": Case(Supervised(TrainSpec(aggregation="seq-mean-token-sum-norm"), 8.0), policy, NEW),
+    "norm": Case(Supervised(TrainSpec(aggregation="seq-mean-token-sum-norm"), 8.0), policy, NEW, "sequences"),
     "values": Case(ValueFunction(TRAIN, 8.0, CriticSpec()), values, VALUES),
-    "values by sequence": Case(ValueFunction(SEQUENCES, 8.0, CriticSpec()), values, VALUES),
+    "values by sequence": Case(ValueFunction(SEQUENCES, 8.0, CriticSpec()), values, VALUES, "sequences"),
     "fake": Case(FakeObjective(), policy, NEW),
 }
 
@@ -114,10 +121,25 @@ def test_a_batch_of_nothing_adds_nothing(case: Case) -> None:
     assert not gradient.any()
 
 
+def test_only_tokens_of_the_targets_mask_are_trained(case: Case) -> None:
+    own = case.outputs.clone().requires_grad_()
+    scores, targets = case.given(own, batch_of(EVERY), EVERY)
+    loss = case.objective.loss(scores, dataclasses.replace(targets, mask=FEWER))
+    (gradient,) = torch.autograd.grad(loss, own)
+    untrained = ~FEWER.any(dim=1) if case.by_sequence else ~FEWER
+    assert not gradient[untrained].any()
+    assert bool(gradient[FEWER].any())
+
+
 def test_the_denominator_depends_on_the_count_alone(case: Case) -> None:
     found = case.objective.denominator(Count(tokens=8, sequences=3))
     assert found > 0
     assert found == case.objective.denominator(Count(8, 3))
+
+
+def test_the_loss_is_a_mean_over_all_tokens_or_all_sequences_of_the_update(case: Case) -> None:
+    for count in (Count(tokens=8, sequences=3), Count(tokens=16, sequences=6), Count(tokens=16, sequences=1)):
+        assert case.objective.denominator(count) == getattr(count, case.mean_over)
 
 
 def test_metrics_are_sums_over_the_rows(case: Case) -> None:

@@ -123,6 +123,13 @@ def close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
     )
 
 
+def near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    """After divisions by roots of small numbers."""
+    return found.keys() == wanted.keys() and all(
+        torch.allclose(found[name], one, rtol=1e-3, atol=1e-5) for name, one in wanted.items()
+    )
+
+
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
     return found.keys() == wanted.keys() and all(torch.equal(found[name], one) for name, one in wanted.items())
 
@@ -153,6 +160,24 @@ def test_an_update_applies_the_clipped_gradient_and_reports_its_norm(backend: Tr
     assert norm_of(gradient) > CLIP
     assert close(applied_gradient(backend), clipped(gradient))
     assert not same(everything(backend, "served"), {n: p.detach() for n, p in Bigram().named_parameters()})
+
+
+def test_updates_are_those_of_adam_at_their_own_rates(backend: TrainBackend) -> None:
+    from gcore.train.hf_models import logits_of
+
+    plain = Bigram()
+    adam = torch.optim.AdamW(plain.parameters(), betas=BETAS, weight_decay=0.0)
+    for rate, target in ((0.1, 1), (0.02, 4)):
+        adam.param_groups[0]["lr"] = rate
+        adam.zero_grad()
+        loss_of(logits_of(plain)(make_dummy(FEEDING).inputs), target).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        adam.step()
+        learn(backend, rate, target)
+    names = dict(plain.named_parameters())
+    assert near(everything(backend, "master"), {name: one.detach() for name, one in names.items()})
+    for kind in ADAM:
+        assert near(everything(backend, kind), {name: adam.state[one][kind] for name, one in names.items()})
 
 
 def test_losses_of_several_backwards_add_up(backend: TrainBackend) -> None:

@@ -162,6 +162,12 @@ async def test_many_calls_are_spread_over_the_processes_and_no_more_are_started(
         assert len(pids) == 2
 
 
+async def test_each_caller_gets_its_own_answer_whichever_comes_first(opened: Open) -> None:
+    async with opened(workers=2) as pool:
+        texts = ["sleep 0.3", *("x" * n for n in range(1, 10)), "sleep 0.20", *("y" * n for n in range(20, 30))]
+        assert await asyncio.gather(*map(pool.ask, texts)) == [len(text) for text in texts]
+
+
 async def test_a_process_that_is_killed_from_outside_is_replaced(opened: Open) -> None:
     async with opened() as pool:
         (process,) = pool.processes
