@@ -14,7 +14,7 @@ import keyword
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from tools.problem import Problem, line_of, main, sources
@@ -241,9 +241,23 @@ def unknown_names(every: Collection[Source]) -> Iterator[Problem]:
             text = str(constant.value)
             for match in NAME.finditer(text):
                 found.append((path, constant.lineno + text.count("\n", 0, match.start()), match[1]))
+    homes = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree for path, _, tree in every}
+    texts = {one.value for _, _, tree in every for one in ast.walk(tree) if isinstance(one, ast.Constant)}
     for path, line, name in sorted(found):
-        if any(word not in known for word in name.split(".")):
+        if any(word not in known for word in name.split(".")) or (name not in texts and _has_moved(name, homes)):
             yield Problem(path, line, f"the docstring names `{name}`, which no code has: write today's name")
+
+
+def _has_moved(name: str, homes: Mapping[str, ast.Module]) -> bool:
+    """Whether a dotted name begins like one of a module, and there is no such module and no such name in one.
+
+    `placement` is a section of the spec too, so what follows it directly may be anything.
+    """
+    parts = name.split(".")
+    home = next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in homes), len(parts))
+    if home == len(parts) or parts[:home] == ["placement"]:
+        return False
+    return parts[home] not in set(_names(homes[".".join(parts[:home])], (), texts=False))
 
 
 def _docstrings(tree: ast.Module) -> set[ast.Constant]:

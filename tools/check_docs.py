@@ -15,7 +15,9 @@ import re
 import shlex
 import sys
 import tempfile
+import textwrap
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -37,6 +39,7 @@ from gcore.errors import GcoreError
 from gcore.schema import FIRST_VERSION, NEWEST_VERSION
 from tools.documents import Block, blocks, commands, documents, inline_commands
 from tools.draw_architecture import drawings
+from tools.old_imports import imports_in_text
 from tools.problem import Problem, line_of, main, relative
 
 CLI: Any = typer.main.get_command(app)
@@ -52,7 +55,11 @@ BASE: dict[str, Any] = {"name": "base", "model": {"path": "m"}, "data": {"path":
 BASE["rollout"] = {"max_new_tokens": 8}
 LEAST_NODE = {"node": "n", "home": "h", "run_root": "r", "slots": ["cpu:0"], "etcd": {"endpoints": ["h:1"]}}
 PLACEHOLDER = re.compile(r"^[A-Z][A-Z_.]*$|^FOLDER/.*")
-LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+LINK = re.compile(
+    r"\]\(<?([^)\s>]+)[^)]*\)|^\[[^\]\n]+\]: *(\S+)|<(?:img|a) [^>]*?(?:src|href)=\"([^\"]+)\"", re.MULTILINE
+)
+"""In the text, as a reference below it, or as HTML."""
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 TEST = re.compile(r"`(?:tests/)?((?:unit|integration|contract|sim|chaos|gpu|trackers|upgrade)/[\w/]+\.py)::(\w+)`")
 DOTTED = re.compile(r"(?<![\w./-])((?:gcore|controllers|placement)(?:\.[A-Za-z_]\w*)+)(?![\w/-])")
 """A module, or a name in one; also an entry-point group, a field of the spec or a gRPC service."""
@@ -79,6 +86,9 @@ def check(root: Path) -> Iterator[Problem]:
         yield from tests_exist(file, root)
         yield from units_exist(file, root)
         yield from names_exist(file, root)
+        yield from imports_exist(file, root)
+    for file in (root / "CHANGELOG.md", *sorted((root / "docs" / "adr").glob("*.md"))):
+        yield from links_lead_somewhere(file, root)
     yield from index_is_complete(root)
     yield from map_is_complete(root)
     yield from drawings_are_current(root)
@@ -161,11 +171,33 @@ def _node_is_valid(block: Block) -> None:
 
 
 def links_lead_somewhere(file: Path, root: Path) -> Iterator[Problem]:
+    """Each link within the repository leads to a file, and one with a `#` to a heading of that page."""
     text = file.read_text(encoding="utf-8")
     for match in LINK.finditer(text):
-        if "://" not in match[1] and not (file.parent / match[1]).exists():
-            line = text.count("\n", 0, match.start()) + 1
-            yield Problem(relative(file, root), line, f"the link leads to {match[1]}, which is not there: correct it")
+        link = next(group for group in match.groups() if group)
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        path, _, heading = link.partition("#")
+        target, line = file.parent / path if path else file, text.count("\n", 0, match.start()) + 1
+        if path.startswith("/") or not target.exists():
+            yield Problem(relative(file, root), line, f"the link leads to {path}, which is not there: correct it")
+        elif heading and target.suffix == ".md" and heading not in _anchors(target):
+            message = f"the link leads to #{heading}, and {relative(target.resolve(), root.resolve())} has no such heading: correct it"
+            yield Problem(relative(file, root), line, message)
+
+
+@cache
+def _anchors(page: Path) -> frozenset[str]:
+    """The names that GitHub gives the headings of a page; a second heading of the same text has another, with a number."""
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    found = Counter[str]()
+    names = set()
+    for title in re.findall(r"^#{1,6} +(.+?) *$", text, re.MULTILINE):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)
+        name = re.sub(r"[^\w -]", "", shown.lower()).replace(" ", "-")
+        names.add(f"{name}-{found[name]}" if found[name] else name)
+        found[name] += 1
+    return frozenset(names)
 
 
 def tests_exist(file: Path, root: Path) -> Iterator[Problem]:
@@ -204,6 +236,15 @@ def names_exist(file: Path, root: Path) -> Iterator[Problem]:
             for match in MODULE_PATH.finditer(code):
                 if not _is_file(match[1], file, root):
                     yield Problem(relative(file, root), number, f"there is no file {match[1]}: write today's path")
+
+
+def imports_exist(file: Path, root: Path) -> Iterator[Problem]:
+    """Each name that a block of Python imports from the product exists, under today's name."""
+    for block in blocks(file, "python"):
+        for statement in imports_in_text(textwrap.dedent(block.text)):
+            name = statement.removeprefix("from ").removeprefix("import ").replace(" import ", ".")
+            if not _is_defined(name, root):
+                yield Problem(relative(file, root), block.line, f"`{statement}`: there is no such name: write today's")
 
 
 def _is_defined(name: str, root: Path) -> bool:

@@ -110,12 +110,42 @@ class Module:
             elif isinstance(node, ast.ImportFrom):
                 origin = self._origin(node)
                 yield from ((origin, alias.name) for alias in node.names)
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "import_module"):
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in self._importers:
+                given = [*node.args[:1], *(word.value for word in node.keywords if word.arg == "name")]
                 yield from (
-                    (arg.value, None)
-                    for arg in node.args[:1]
-                    if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+                    (arg.value, None) for arg in given if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
                 )
+            elif isinstance(node, ast.Attribute) and (name := self._attribute(node)) is not None:
+                yield name
+
+    @cached_property
+    def _importers(self) -> set[str]:
+        """Functions that import by name, as they are called here."""
+        return {"import_module", "__import__"} | {
+            own for own, (origin, name) in self.bindings.items() if (origin, name) == ("importlib", "import_module")
+        }
+
+    @cached_property
+    def _packages(self) -> set[str]:
+        """The first words of what `import package.module` binds."""
+        return {
+            alias.name.partition(".")[0]
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+            if alias.asname is None
+        }
+
+    def _attribute(self, node: ast.Attribute) -> tuple[str, str] | None:
+        """(module, name) of `package.module.name`, where the package was imported by its own name."""
+        words = [node.attr]
+        inner: ast.expr = node.value
+        while isinstance(inner, ast.Attribute):
+            words.append(inner.attr)
+            inner = inner.value
+        if not (isinstance(inner, ast.Name) and inner.id in self._packages and inner.id in PRODUCT):
+            return None
+        return ".".join([inner.id, *reversed(words[1:])]), words[0]
 
     def _origin(self, node: ast.ImportFrom) -> str:
         if not node.level:

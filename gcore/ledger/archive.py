@@ -12,7 +12,7 @@ another end, in a later lineage and at lower revisions.
 
 `highest_in_folder` finds the highest entry number and lineage of which anything is left. They are higher than head's where the
 store was restored to an older state: what was written after that state would pass for what is written now under the same
-number, so a new lineage begins above all of it (`gcore.ledger.chain.rolled_back`). Only the end of each file is read: entries
+number, so a new lineage begins above all of it (`gcore.ledger.chain.rollback_entry`). Only the end of each file is read: entries
 are archived in ascending order but for those of forgotten checkpoints, which come later and are few.
 """
 

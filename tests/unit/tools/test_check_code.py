@@ -22,7 +22,10 @@ ALGORITHM = check_code.ALGORITHMS + "planted.py"
         "from random import choice",
         "from gcore.store import etcd",
         "def f():\n    import time",
-        "import os\nfrom gcore.system.clock import Clock",
+        "import json\nfrom gcore.system.clock import Clock",
+        "def f():\n    from datetime import datetime",
+        "import os",
+        "import socket",
     ],
 )
 def test_a_module_that_calls_itself_pure_and_is_not_is_found(statement: str) -> None:
@@ -143,3 +146,16 @@ def test_a_docstring_that_names_what_no_code_has_is_found() -> None:
         "1 gone_name",
         "6 nowhere",
     ]
+
+
+MOVED = '''"""`gcore.place.found`, `gcore.place.gone`, `gcore.gone`, `gcore.gone.found`, `placement.found` and `gcore.groups`."""
+found = "gone"
+GROUP = "gcore.groups"
+'''
+
+
+def test_a_dotted_name_whose_words_exist_elsewhere_only_is_found() -> None:
+    every = [("gcore/place.py", MOVED, ast.parse(MOVED))]
+    every += [(f"{package}/__init__.py", "", ast.parse("")) for package in ("gcore", "placement")]
+    messages = [problem.message for problem in check_code.unknown_names(every)]
+    assert [message.split("`")[1] for message in messages] == ["gcore.gone", "gcore.gone.found", "gcore.place.gone"]

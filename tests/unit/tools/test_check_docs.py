@@ -67,6 +67,45 @@ def test_each_fault_of_a_page_is_found_with_its_line(tmp_path: Path) -> None:
     assert [line for line, start in zip(found, expected, strict=True) if not line.startswith(start)] == []
 
 
+PAGE = """# A page
+
+## The words `of` it
+
+[Here](#the-words-of-it), [there](there.md#a-part), [again](there.md#a-part-1), [elsewhere](https://example.org/x#y).
+[No part](#the-words) and [no other](there.md#a-part-2), [by reference][one], [absolute](/etc/passwd), [spaces](<go ne.md>).
+<img src="gone.svg">
+
+[one]: gone.md
+
+```python
+from gcore.types import Sample, Simple
+from gcore.system import clock
+import gcore.system.clocks
+```
+"""
+
+
+def test_links_to_headings_references_pictures_and_imports_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(PAGE)
+    (tmp_path / "there.md").write_text("# A part\n```\n# no heading\n```\n# A part\n")
+    (tmp_path / "gcore" / "system").mkdir(parents=True)
+    (tmp_path / "gcore" / "types.py").write_text("class Sample: ...\n")
+    (tmp_path / "gcore" / "system" / "__init__.py").touch()
+    (tmp_path / "gcore" / "system" / "clock.py").touch()
+    rules = (check_docs.links_lead_somewhere, check_docs.imports_exist)
+    found = [str(problem) for rule in rules for problem in rule(tmp_path / "README.md", tmp_path)]
+    assert found == [
+        "README.md:6: the link leads to #the-words, and README.md has no such heading: correct it",
+        "README.md:6: the link leads to #a-part-2, and there.md has no such heading: correct it",
+        "README.md:6: the link leads to /etc/passwd, which is not there: correct it",
+        "README.md:6: the link leads to go, which is not there: correct it",
+        "README.md:7: the link leads to gone.svg, which is not there: correct it",
+        "README.md:9: the link leads to gone.md, which is not there: correct it",
+        "README.md:12: `from gcore.types import Simple`: there is no such name: write today's",
+        "README.md:12: `import gcore.system.clocks`: there is no such name: write today's",
+    ]
+
+
 FAULTS: list[Fault] = [
     ("docs/index.md", "](data.md)", "](model.md)", "docs/index.md:1: no link leads to data.md"),
     ("docs/architecture.md", "`", "`", "the map does not name gcore/planted"),

@@ -182,6 +182,10 @@ def test_a_private_class_an_import_and_an_alternative_are_no_second_definition(
         "from gcore.store import etcd",
         "def f():\n    from gcore.store.etcd import X",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import gcore.store.etcd",
+        "def f():\n    __import__('gcore.store.etcd')",
+        "def f():\n    import importlib\n    importlib.import_module(name='gcore.store.etcd')",
+        "def f():\n    from importlib import import_module as load\n    load('gcore.store.etcd')",
+        "def f():\n    import gcore.store\n    return gcore.store.etcd.X",
     ],
 )
 def test_a_circle_of_modules_is_found(tmp_path: Path, write: Write, back: str) -> None:
