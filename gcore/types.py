@@ -108,6 +108,8 @@ class Prompt:
     source: str
     """The name of the source it comes from."""
 
+    __match_args__ = ("ref", "text", "token_ids", "fields", "source")
+
     def __init__(
         self,
         ref: PromptRef,
@@ -188,6 +190,11 @@ class Sample:
     prompt_ids: tuple[int, ...] | None
     """What stands in front of it, where that is not its prompt's own tokens: an agent's own words. Only until it is in a group
     (`gcore.rollout.postprocess`)."""
+
+    __match_args__ = (
+        *("token_ids", "logprobs", "text", "finish_reason", "spans", "reward", "reward_parts", "masked"),
+        *("observed", "observed_text", "prompt_ids"),
+    )
 
     def __init__(
         self,

@@ -111,6 +111,20 @@ def test_a_replaced_reward_leaves_the_output_itself() -> None:
     assert dataclasses.replace(sample, reward=3.0).output is OUTPUT
 
 
+def test_patterns_by_place_match_fields_in_the_order_of_the_arguments() -> None:
+    match Sample(output=OUTPUT, finish_reason="stop", reward=3.0):
+        case Sample(token_ids, _, text, reason, spans, reward):
+            assert (token_ids, text, reason) == (OUTPUT.token_ids, OUTPUT.text, "stop")
+            assert (spans, reward) == (OUTPUT.spans, 3.0)
+        case _:
+            pytest.fail("no match")
+    match PROMPT:
+        case Prompt(ref, text, token_ids):
+            assert (ref, text, token_ids) == (PROMPT.ref, PROMPT.text, PROMPT.token_ids)
+        case _:
+            pytest.fail("no match")
+
+
 def test_a_sample_or_prompt_without_content_is_refused() -> None:
     with pytest.raises(TypeError):
         Sample((1,), (0.0,), finish_reason="stop")
