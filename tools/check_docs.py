@@ -91,6 +91,7 @@ def check(root: Path) -> Iterator[Problem]:
         yield from links_lead_somewhere(file, root)
     yield from index_is_complete(root)
     yield from map_is_complete(root)
+    yield from moves_lead_somewhere(root)
     yield from drawings_are_current(root)
     yield from protocol_page_is_complete(root)
     yield from failures_page_is_right(root)
@@ -332,6 +333,15 @@ def map_is_complete(root: Path) -> Iterator[Problem]:
                 yield Problem(page, 1, f"the map says of {package} {line!r}, its __init__.py {said!r}: say the same")
     for package in lines:
         yield Problem(page, 1, f"the map names {package}, and there is no such package: take its line out")
+
+
+def moves_lead_somewhere(root: Path) -> Iterator[Problem]:
+    """The table of what moved names today's module, folder or name for each old one."""
+    page = "docs/adr/moved-modules.tsv"
+    for number, line in enumerate((root / page).read_text(encoding="utf-8").splitlines()[1:], 2):
+        new = line.rpartition("\t")[2]
+        if not (_is_defined(new, root) or root.joinpath(*new.split(".")).is_dir()):
+            yield Problem(page, number, f"there is no {new}: write today's name")
 
 
 def drawings_are_current(root: Path) -> Iterator[Problem]:

@@ -112,6 +112,12 @@ FAULTS: list[Fault] = [
     ("docs/architecture.md", "| Workers: an", "| A worker: an", "the map says of gcore/worker 'A worker: an"),
     ("docs/architecture.md", "| `gcore/store` |", "| `gcore/stores` |", "the map names gcore/stores, and there is no"),
     ("docs/architecture.md", "`gcore/emulated`", "`gcore/emulate`", "the page does not name gcore/emulated"),
+    (
+        "docs/adr/moved-modules.tsv",
+        "\tcontrollers.rules.actions\n",
+        "\tcontrollers.rules.deeds\n",
+        "there is no controllers.rules.deeds: write today's",
+    ),
     ("docs/step.svg", "1 produce", "1 generate", "docs/step.svg:1: it is not what its program draws"),
     ("docs/protocol.md", "| 3 |", "| 4 |", "the rules are numbered ['1', '2', '4', '4'"),
     ("docs/protocol.md", "| between seal and READY |", "| x | y | z |\n| between |", "no test that shows it: | x | y"),
@@ -138,6 +144,7 @@ def test_each_fault_of_the_pages_that_must_be_complete_is_found(tmp_path: Path) 
     rules = (
         *(check_docs.index_is_complete, check_docs.map_is_complete, check_docs.drawings_are_current),
         *(check_docs.protocol_page_is_complete, check_docs.failures_page_is_right, check_docs.names_are_listed),
+        check_docs.moves_lead_somewhere,
     )
     found = [problem for rule in rules for problem in rule(root)]
     assert not_found(found, FAULTS) == []
