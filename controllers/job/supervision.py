@@ -99,6 +99,8 @@ async def _tried(runner: RunnableJob) -> tuple[set[str], ExceptionGroup[Exceptio
     """What was wrong, and the defect that was met; nothing if the job has ended. Raises LeaseLost."""
     wrong: set[str] = set()
     defect: ExceptionGroup[Exception] | None = None
+    task = asyncio.current_task()
+    cancelled = task.cancelling() if task is not None else 0
     try:
         await runner.run()
     except* LeaseLost:
@@ -107,6 +109,10 @@ async def _tried(runner: RunnableJob) -> tuple[set[str], ExceptionGroup[Exceptio
         wrong = {f"job {runner.uid} is not worked on here: {error}" for error in _leaves(errors)}
     except* Exception as errors:  # noqa: BLE001  the edge of the job: the others of this daemon go on
         defect = errors
+    # A task group whose task failed leaves a cancel request counted (until Python 3.13). With one, a time limit of this task ends
+    # with CancelledError before Python 3.11.3, and the job would not be tried again.
+    while task is not None and task.cancelling() > cancelled:
+        task.uncancel()
     return wrong, defect
 
 

@@ -107,6 +107,16 @@ async def test_a_job_that_was_left_is_taken_up_again_when_it_can_be_read(
     assert len(caplog.messages) == 2  # what is wrong still is not said again
 
 
+async def test_after_a_failed_try_no_request_to_cancel_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retaking, "JOB_RETRY_S", 0.0)
+    task = asyncio.current_task()
+    assert task is not None
+    tries = Tries(ERRORS[0], ERRORS[1])
+    await work_on_job(tries, lambda: True, ChangeSignal())
+    assert tries.errors == []
+    assert task.cancelling() == 0
+
+
 async def test_a_job_that_was_left_and_ends_is_not_taken_up_again() -> None:
     tries, changes, looks = Tries(*ERRORS), ChangeSignal(), iter((True, True, False))
 
