@@ -4,6 +4,7 @@ No example of a property is judged by how long it took, because machines are sha
 """
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
@@ -45,6 +46,18 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEtcd]:
             yield local
         finally:
             thread.submit(asyncio.run, local.stop()).result()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the garbage collector from what lives to the end: the tests and all that they import."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
