@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+LARGEST_REWARD = 3.4e38
+"""Rewards travel as float32."""
+
 _set = object.__setattr__  # of frozen classes that make their fields themselves
 _NO_FIELDS = (None,) * 6
 

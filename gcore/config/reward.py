@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from gcore.config.base import MOST_SLOTS, SPANS, FilePath, ModelPath, Option, Section, SlotsPerEngine, refuse_torch
+from gcore.types import LARGEST_REWARD
 
 DEFAULT_REWARD = "numeric"
 
@@ -32,9 +33,6 @@ NEEDS_NO_ANSWER = frozenset({"regex", "length"})
 """gcore's own rewards that look at nothing but the response. Of a plug-in it is not known."""
 
 MAX_PARTS = 16
-
-LARGEST = 3.4e38
-"""Rewards travel as float32."""
 
 ANSWER_HELP = "Field of the prompt's entry that holds the expected answer"
 OPTIONS_HELP = "Settings of the reward's own, by name"
@@ -87,7 +85,7 @@ class RewardSpec(Section):
     timeout_s: PositiveFloat = Field(
         10.0, le=3600, description="Longest time one response may take to be scored, in seconds"
     )
-    timeout_value: Annotated[float, Field(ge=-LARGEST, le=LARGEST)] | None = Field(
+    timeout_value: Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)] | None = Field(
         None,
         description="What a response is worth whose scoring took longer or killed its process; default: its prompt fails",
     )

@@ -24,11 +24,20 @@ from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
 from gcore.config.base import Option
-from gcore.config.reward import LARGEST
 from gcore.config.train import FilterSpec, TrainSpec
 from gcore.errors import GcoreError, SpecError
 from gcore.plugins import RAISED, PluginFault, PluginKind, error_sentence, find_plugin, plugin_trace
-from gcore.types import Group, Outcome, OutcomeKind, PromptRef, Sample, Version, VersionSpan, range_problem
+from gcore.types import (
+    LARGEST_REWARD,
+    Group,
+    Outcome,
+    OutcomeKind,
+    PromptRef,
+    Sample,
+    Version,
+    VersionSpan,
+    range_problem,
+)
 
 FILTERS = PluginKind("filter", "gcore.filters", "flow.filters")
 
@@ -219,6 +228,6 @@ def untrainable_reason(group: Group, train: TrainSpec) -> str | None:
         if train.advantage == "remax" and group.baseline is None:
             return "the flow gave a group without a baseline, which train.advantage 'remax' holds its rewards against"
     for what, value in (("baseline", group.baseline), *(("reward", sample.reward) for sample in group.samples)):
-        if value is not None and (not math.isfinite(value) or abs(value) > LARGEST):
+        if value is not None and (not math.isfinite(value) or abs(value) > LARGEST_REWARD):
             return f"the flow gave a {what} of {value}, which is not finite in float32"
     return None

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gcore.config.base import shorten_text
-from gcore.config.reward import LARGEST, RewardPart, RewardSpec
+from gcore.config.reward import RewardPart, RewardSpec
 from gcore.errors import TracedError
 from gcore.plugins import RAISED, PluginFault, PluginKind, error_sentence, find_plugin, plugin_trace
+from gcore.types import LARGEST_REWARD
 
 REWARDS = PluginKind("reward", "gcore.rewards", "reward.name")
 
@@ -154,7 +155,7 @@ class CheckedReward:
         except (TypeError, ValueError, OverflowError) as error:
             shown = shorten_text(repr(value))
             raise RewardError(f"reward {self._name!r} gave {shown} as {what}", fix="Correct the reward") from error
-        if not math.isfinite(number) or abs(number) > LARGEST:
+        if not math.isfinite(number) or abs(number) > LARGEST_REWARD:
             raise RewardError(
                 f"reward {self._name!r} gave {number} as {what}, which is not finite in float32",
                 fix="Correct the reward",
@@ -264,7 +265,7 @@ def compose_reward(spec: RewardSpec, results: Sequence[RewardResult | None]) -> 
     Raises RewardError if it is not finite in float32.
     """
     value = _value(spec, [0.0 if result is None else result.value for result in results])
-    if not math.isfinite(value) or abs(value) > LARGEST:
+    if not math.isfinite(value) or abs(value) > LARGEST_REWARD:
         raise RewardError(
             f"the parts of the reward come to {value}, which is not finite in float32", fix="Lower their weights"
         )

@@ -18,10 +18,9 @@ from itertools import takewhile
 from typing import Literal
 
 from gcore.config.data import SourceSampling
-from gcore.config.reward import LARGEST
 from gcore.config.rollout import RolloutSpec
 from gcore.reward.api import RewardError, RewardResult
-from gcore.types import Group, Outcome, Prompt, Sample, VersionSpan
+from gcore.types import LARGEST_REWARD, Group, Outcome, Prompt, Sample, VersionSpan
 
 
 def align_prompts(prompt_ids: tuple[int, ...], samples: Sequence[Sample]) -> tuple[tuple[int, ...], tuple[Sample, ...]]:
@@ -90,7 +89,7 @@ def penalize_sample(sample: Sample, *, longest: int, cache: int | None, penalty:
     if off == 0.0:
         return sample
     reward = sample.reward + off
-    if abs(reward) > LARGEST:
+    if abs(reward) > LARGEST_REWARD:
         raise RewardError(
             f"a reward of {sample.reward} less {-off} is not finite in float32", fix="Lower rollout.overlong_penalty"
         )
@@ -126,7 +125,7 @@ def treat_truncated(sample: Sample, policy: TruncationPolicy, penalty: float) ->
     if policy == "mask":
         return replace(sample, masked=True)
     reward = sample.reward - penalty
-    if abs(reward) > LARGEST:
+    if abs(reward) > LARGEST_REWARD:
         raise RewardError(
             f"a reward of {sample.reward} less {penalty} is not finite in float32",
             fix="Lower rollout.truncated_penalty",

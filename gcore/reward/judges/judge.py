@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Generic, TypeVar, cast
 
-from gcore.config.reward import LARGEST, JudgeSpec
+from gcore.config.reward import JudgeSpec
 from gcore.reward.judges.parsers import CheckedParser, find_parser
 from gcore.reward.judges.template import Question
 from gcore.reward.judges.types import (
@@ -48,7 +48,7 @@ from gcore.reward.judges.types import (
 )
 from gcore.system.clock import Clock, retry_delay
 from gcore.system.concurrency import gather_or_cancel
-from gcore.types import Prompt, PromptRef
+from gcore.types import LARGEST_REWARD, Prompt, PromptRef
 
 LONGEST_EXAMPLE = 200
 """Characters of an answer that are shown: its beginning."""
@@ -413,7 +413,7 @@ class Judge:
         began, said = await self._tried(lambda: value(question))
         self._seen.asked(self.spec.name, self._clock.monotonic() - began, said.tokens_in, 0)
         number = said.number
-        if not math.isfinite(number) or abs(number) > LARGEST:
+        if not math.isfinite(number) or abs(number) > LARGEST_REWARD:
             raise JudgeError(f"judge {self.spec.name!r} gave {number}, which is not finite in float32")
         return self._told(Judgement(number, 1, 0))
 

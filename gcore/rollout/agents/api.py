@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gcore.config.reward import LARGEST
 from gcore.plugins import RAISED, PluginKind, error_sentence, find_plugin, plugin_trace
 from gcore.rollout.environments.api import EnvironmentFault
+from gcore.types import LARGEST_REWARD
 
 MODEL = "policy"
 """What the policy is called at a rollout's address; an agent may call it anything."""
@@ -87,7 +87,7 @@ def parse_result(made: Any) -> dict[str, Any]:
         number = float(made)
     except (TypeError, ValueError, OverflowError):
         return {"what": f"returned {made!r:.100}, no number", "trace": ""}
-    if not math.isfinite(number) or abs(number) > LARGEST:
+    if not math.isfinite(number) or abs(number) > LARGEST_REWARD:
         return {"what": f"returned {number}, which is not finite in float32", "trace": ""}
     return {"reward": number}
 

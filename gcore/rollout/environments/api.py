@@ -19,11 +19,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from gcore.config.reward import LARGEST
 from gcore.errors import TracedError
 from gcore.plugins import RAISED, PluginFault, PluginKind, error_sentence, find_plugin, plugin_trace
 from gcore.system.concurrency import is_cancelled
-from gcore.types import FinishReason
+from gcore.types import LARGEST_REWARD, FinishReason
 
 Message = Mapping[str, Any]
 
@@ -236,7 +235,7 @@ class CheckedEnvironment:
             number = float(reward)
         except (TypeError, ValueError, OverflowError) as error:
             raise self._wrong(f"gave {reward!r:.100} as its reward", "Give a number") from error
-        if not math.isfinite(number) or abs(number) > LARGEST:
+        if not math.isfinite(number) or abs(number) > LARGEST_REWARD:
             raise self._wrong(f"gave {number} as its reward, which is not finite in float32", "Correct it")
         return Done(number)
 
