@@ -2,8 +2,9 @@
 
 **Start** (`startup`): commands, daemons, workers, and from `gcore run` to the first step. Seconds on the clock, and where it can be
 had, of processor time with children: on a busy machine only that means something. What the imports of each process take is added up by
-package (`python -X importtime`, once each). `--pairs` of each; of commands and daemons each beside a bare process that imports the
-same packages of others and nothing of gcore, the ratio of both being independent of the machine. `--only ratios` measures just that.
+package (`python -X importtime`, once each), each from the entry of the program, because the order of imports decides what is loaded.
+`--pairs` of each; of commands and daemons each beside a bare process that imports the same packages of others and nothing of gcore, the
+ratio of both being independent of the machine. `--only ratios` measures just that.
 
 **Idle** (`idle`): memory, share of a core, wake-ups a second, in three situations, each watched for half a minute: a cluster that has
 just come up; one whose workers wait while the controllers are stopped (SIGSTOP), so that they get no requests; and the same cluster
@@ -53,14 +54,23 @@ def command_line() -> None:
 
 
 def controller_process() -> None:
-    """A daemon without a job."""
-    import controllers.daemon.daemon  # noqa: F401
+    """A daemon without a job: its entry, which ends at a configuration that is not there."""
+    import contextlib
+    import io
+    import sys
+
+    import controllers.daemon.__main__ as entry
+
+    sys.argv[1:] = ["--config", "/nowhere/node.yaml"]
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
+        entry.main()
+    assert "controllers.daemon.daemon" in sys.modules
 
 
-def controller_with_a_job() -> None:
-    """A daemon that has started a job."""
+def first_job() -> None:
+    """What a daemon loads when it starts its first job."""
     import controllers.api.submission.submit
-    import controllers.daemon.daemon  # noqa: F401
+    import controllers.job.runner  # noqa: F401
 
 
 def supervisor() -> None:
@@ -69,31 +79,45 @@ def supervisor() -> None:
 
 
 def engine_process_imports() -> None:
-    """The torch engine."""
-    from gcore.system.torch_imports import leave_compiler_out
+    """The torch engine: its entry, which ends at a port that is taken."""
+    import contextlib
+    import io
+    import socket
+    import sys
+    import tempfile
+    from pathlib import Path
 
-    leave_compiler_out()
-    import gcore.engines.torch.server  # noqa: F401
+    import gcore.engines.torch.__main__ as entry
+
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as taken:
+        (Path(folder) / "config.json").write_text("{}")
+        sys.argv[1:] = ["--model", folder, "--host", "127.0.0.1", "--port", str(taken.getsockname()[1])]
+        with contextlib.redirect_stderr(io.StringIO()):
+            entry.main()
+    assert "gcore.engines.torch.server" in sys.modules
 
 
 def rank() -> None:
-    """A train rank."""
-    from gcore.system.torch_imports import leave_compiler_out
+    """A train rank: its entry, and what it loads once it has its launch document."""
+    import importlib
 
-    leave_compiler_out()
-    import gcore.train.models
+    for name in ("gcore.train.__main__", "torch", "gcore.train.backends.distributed"):  # in this order
+        importlib.import_module(name)
+    from gcore.train.rank.main import _import_the_rest
+
+    _import_the_rest(lambda phase: None)
     import gcore.train.step  # noqa: F401
 
 
 IMPORTS = {
-    "command line": command_line,
-    "controller": controller_process,
-    "controller with a job": controller_with_a_job,
-    "supervisor": supervisor,
-    "engine": engine_process_imports,
-    "rank": rank,
+    "command line": (command_line,),
+    "controller": (controller_process,),
+    "controller with a job": (controller_process, first_job),
+    "supervisor": (supervisor,),
+    "engine": (engine_process_imports,),
+    "rank": (rank,),
 }
-"""What each process imports. The source of these functions runs in a new process."""
+"""What each process imports, from its own entry and in its own order. The source of these functions runs in a new process."""
 BARE = {
     "command line": "typer",
     "controller": "pydantic, grpc.aio, google.protobuf, yaml, asyncio, annotated_types, prometheus_client, aetcd, tenacity",
@@ -213,9 +237,9 @@ def _workers(home: Path, role: str, began: float) -> tuple[float, float]:
     return started, slowest
 
 
-def source(of: Callable[[], None]) -> str:
-    """A program that does what the function does."""
-    return f"{inspect.getsource(of)}\n{of.__name__}()\n"
+def source(*functions: Callable[[], None]) -> str:
+    """A program that does what the functions do, one after the other."""
+    return "".join(f"{inspect.getsource(one)}\n{one.__name__}()\n" for one in functions)
 
 
 def imports(program: str) -> dict[str, Any]:
@@ -260,7 +284,7 @@ def import_ratios(pairs: int, *, slowed: bool) -> dict[str, Any]:
     """Own seconds of a process's imports through those of a bare process, in alternating pairs."""
     ratios = {}
     for what, packages in BARE.items():
-        programs = [source(IMPORTS[what]), f"import {packages}"]
+        programs = [source(*IMPORTS[what]), f"import {packages}"]
         if slowed:
             programs[0] = f"import time; began = time.monotonic()\n{programs[0]}\ntime.sleep(time.monotonic() - began)"
         rows = []
@@ -290,7 +314,7 @@ def measure_start(arguments: argparse.Namespace, taken: Result) -> Result:
         "gcore run to the first step": first_step,
     }
     result["seconds"] = {name: repeated(name, measure, arguments.pairs) for name, measure in measures.items()}
-    result["imports"] = {name: imports(source(of)) for name, of in IMPORTS.items()}
+    result["imports"] = {name: imports(source(*functions)) for name, functions in IMPORTS.items()}
     result["ratios"] = import_ratios(arguments.pairs, slowed=False)
     return result
 
