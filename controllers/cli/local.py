@@ -68,6 +68,11 @@ class HomeProcess:
     kind: Kind
 
 
+def real_path(path: Path) -> Path:
+    """Resolve links; a link to itself stays as it is, where `Path.resolve` raises RuntimeError."""
+    return Path(os.path.realpath(path))
+
+
 def classify_process(arguments: Sequence[str], home: Path) -> Kind | None:
     """What a process with this command line is to `home` (absolute, resolved); None: nothing."""
     if not arguments:
@@ -98,14 +103,14 @@ def home_processes(home: Path) -> tuple[HomeProcess, ...]:
 def _home_of(arguments: Sequence[str]) -> Path | None:
     for position, argument in enumerate(arguments):
         if argument == "--home" and position + 1 < len(arguments):
-            return Path(arguments[position + 1]).resolve()
+            return real_path(Path(arguments[position + 1]))
         if argument.startswith("--home="):
-            return Path(argument.removeprefix("--home=")).resolve()
+            return real_path(Path(argument.removeprefix("--home=")))
     return None
 
 
 def _is_under(folder: str, home: Path) -> bool:
-    return Path(folder).resolve().is_relative_to(home)
+    return real_path(Path(folder)).is_relative_to(home)
 
 
 def _pids() -> Iterable[int]:
@@ -344,7 +349,7 @@ async def start_cluster(
     from gcore.config.local_cluster import FILE_NAME, LocalCluster
     from gcore.engines.emulated.launch import KIND, SAID
 
-    home = request.home.resolve()
+    home = real_path(request.home)
     shares = deal_slots(request.slots, request.controllers)
     check_port("--port", request.port, request.controllers)
     check_port("--etcd-port", request.etcd_port, 1)
@@ -372,7 +377,7 @@ def stop_cluster(home: Path, *, clock: Clock, grace_s: float | None = None) -> S
     from gcore.config.local_cluster import FILE_NAME
     from gcore.models.replicas import MEMORY, home_folder
 
-    home = home.resolve()
+    home = real_path(home)
     if not home.is_dir():
         return ShutdownResult(0, 0)
     with _alone(home):

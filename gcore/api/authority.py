@@ -31,6 +31,8 @@ from gcore.api.tls import NAME, CertName, check_user, parse_cert_name
 from gcore.errors import UsageError, explain_os_errors
 from gcore.system.files import replace_file
 
+MAX_NAME = 64
+"""Characters of a common name, by X.509."""
 SKEW = timedelta(minutes=5)
 """So much earlier does a certificate begin: clocks differ."""
 
@@ -62,9 +64,9 @@ class CertificateInfo:
 
 
 def new_authority(name: str, *, days: int, now: datetime) -> CertificatePair:
-    """An authority that signs nothing but certificates of others."""
+    """An authority that signs nothing but certificates of others. Raises UsageError."""
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    subject = _named(name)
     builder = _begun(subject, subject, key.public_key(), days, now)
     cert = (
         builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -73,6 +75,14 @@ def new_authority(name: str, *, days: int, now: datetime) -> CertificatePair:
         .sign(key, hashes.SHA256())
     )
     return _written(cert, key)
+
+
+def _named(common_name: str) -> x509.Name:
+    if not 1 <= len(common_name) <= MAX_NAME:
+        raise UsageError(
+            f"a certificate's name has 1 to {MAX_NAME} characters, not {len(common_name)}", fix="Choose another name"
+        )
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
 
 
 def issue_certificate(
@@ -103,7 +113,7 @@ def issue_certificate(
     if whose is not None:
         names.append(x509.UniformResourceIdentifier(whose.uri))
     purposes = [_CLIENT] if whose is not None and whose.kind == "user" else [_SERVER, _CLIENT]
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+    subject = _named(common_name)
     builder = _begun(subject, signer.subject, key.public_key(), days, now)
     cert = (
         builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)

@@ -373,7 +373,7 @@ def down(home: Home = DEFAULT_HOME) -> None:
     ended = local.stop_cluster(home, clock=SystemClock())
     killed = f", {ended.killed} of them killed" if ended.killed else ""
     typer.echo(
-        f"{ended.ended} processes have ended{killed}." if ended.ended else f"Nothing was up in {home.resolve()}."
+        f"{ended.ended} processes have ended{killed}." if ended.ended else f"Nothing was up in {local.real_path(home)}."
     )
 
 

@@ -252,3 +252,12 @@ def test_the_commands_make_show_and_renew(tmp_path: Path) -> None:
     (tmp_path / "junk.pem").write_text("junk")
     with pytest.raises(UsageError, match=r"junk.pem: not a certificate"):
         gcore("show", str(tmp_path / "junk.pem"))
+
+
+@pytest.mark.parametrize("name", ["", "n" * 65])
+def test_a_name_that_a_certificate_cannot_have_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=f"1 to 64 characters, not {len(name)}"):
+        new_authority(name, days=1, now=NOW)
+    done = CliRunner().invoke(app, ["certs", "init", "--authority", str(tmp_path / "ca"), "--name", name])
+    assert isinstance(done.exception, UsageError)
+    assert not (tmp_path / "ca").exists()

@@ -15,7 +15,7 @@ from controllers.cli.main import app
 from controllers.cli.output import prepare_hint, program_name, with_program_name
 from gcore.engines.emulated.launch import LAW_FILE
 from gcore.engines.emulated.law import read_timing_model
-from gcore.errors import UsageError
+from gcore.errors import GcoreError, UsageError
 from gcore.quickstart import NAMES
 from gcore.quickstart.__main__ import EXAMPLES
 
@@ -124,3 +124,13 @@ def test_the_help_of_prepare_names_every_example() -> None:
     shown = CliRunner().invoke(app, ["prepare", "--help"]).stdout
     assert all(re.search(rf"gcore prepare {name}\b", shown) for name in NAMES)
     assert all(name in shown.partition("Options")[0] for name in NAMES)
+
+
+def test_a_home_that_is_a_link_to_itself_is_named_in_a_sentence(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.symlink_to(home)
+    ended = CliRunner().invoke(app, ["down", "--home", str(home)])
+    assert (ended.exit_code, ended.output) == (0, f"Nothing was up in {home}.\n")
+    begun = CliRunner().invoke(app, ["up", "--home", str(home)])
+    assert isinstance(begun.exception, GcoreError)
+    assert str(home) in str(begun.exception)
