@@ -1,1 +1,1 @@
-"""SGLang behind an adapter: its command line, and a proxy that adds what the engine contract needs."""
+"""SGLang behind an adapter: its command line, and a worker that starts the server and reports its state."""
