@@ -1,4 +1,4 @@
-"""Options that several commands share, the choice of the cluster that a command talks to, and completion in the shell.
+"""The command `gcore` and its panels, options that several commands share, the choice of the cluster, and completion in the shell.
 
 A command talks to the controllers of `--address`, else of the named context, else of the local cluster in its home, else of the
 current context. Completion asks a controller for at most a second, completes nothing when none answers, and prints nothing.
@@ -7,12 +7,14 @@ current context. Completion asks a controller for at most a second, completes no
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from controllers.cli.output import Output
 from gcore.errors import GcoreError, Unreachable, UsageError
@@ -181,7 +183,115 @@ def _checked(address: str) -> str:
 
 
 T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., None])
 INTERRUPTED = 130
+
+ENDINGS = """
+[bold]Exit codes[/bold]
+
+[bold]0[/bold]  it worked
+
+[bold]1[/bold]  the job failed or was cancelled, or its audit found violations
+
+[bold]2[/bold]  the command, the spec or a file it names is wrong; nothing was started
+
+[bold]3[/bold]  no controller, or no store, answered
+
+[bold]4[/bold]  you are not known there, or may not do this
+
+[bold]130[/bold]  interrupted; the same command goes on
+
+[bold]First steps[/bold]
+
+gcore doctor
+
+gcore init sorting
+"""
+
+RUN, JOBS, FLEET, CLUSTER = "Run", "Jobs", "Cluster", "Local cluster"
+FILES, ACCESS = "Specs and models", "Access"
+"""Panels of the help."""
+
+ORDER = (
+    "init",
+    "run",
+    "submit",
+    "list",
+    "describe",
+    "events",
+    "logs",
+    "cancel",
+    "pause",
+    "resume",
+    "retry",
+    "update",
+    "eval",
+    "delete",
+    "samples",
+    "checkpoints",
+    "audit",
+    "top",
+    "trace",
+    "whoami",
+    "shards",
+    "nodes",
+    "drain",
+    "usage",
+    "quota",
+    "export",
+    "up",
+    "down",
+    "doctor",
+    "gc",
+    "validate",
+    "plan",
+    "simulate",
+    "schema",
+    "prepare",
+    "certs",
+    "token",
+    "context",
+    "placement",
+)
+"""Of the commands in the help, whichever module was imported first."""
+
+
+class OrderedCommands(TyperGroup):
+    """The commands of `gcore` in their order."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """By `ORDER`."""
+        return sorted(super().list_commands(ctx), key=ORDER.index)
+
+
+app = typer.Typer(
+    name="gcore",
+    cls=OrderedCommands,
+    help="Reinforcement-learning post-training of language models on a cluster without a head node.",
+    epilog=ENDINGS,
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def command(name: str, panel: str, *lines: str) -> Callable[[Function], Function]:
+    """Make a function a command of `gcore`. Its help ends with the examples `lines`. One that is interrupted ends with 130, as shells do."""
+
+    def add(call: Function) -> Function:
+        @functools.wraps(call)
+        def interruptible(*args: Any, **options: Any) -> None:
+            try:
+                call(*args, **options)
+            except KeyboardInterrupt:
+                typer.echo("gcore: interrupted", err=True)
+                raise typer.Exit(INTERRUPTED) from None
+
+        app.command(name, epilog=examples(*lines), rich_help_panel=panel)(interruptible)
+        return call
+
+    return add
 
 
 def examples(*commands: str) -> str:
@@ -189,9 +299,9 @@ def examples(*commands: str) -> str:
     return "\n\n".join(("\n[bold]Examples[/bold]", *commands)) + "\n"
 
 
-def verb_examples(verb: str) -> str:
-    """The epilog of a verb that takes a job."""
-    return examples(f"gcore {verb} arithmetic", f"gcore {verb} arithmetic --address 10.0.0.7:7700 -o json")
+def verb_examples(verb: str) -> tuple[str, str]:
+    """Examples of a verb that takes a job."""
+    return f"gcore {verb} arithmetic", f"gcore {verb} arithmetic --address 10.0.0.7:7700 -o json"
 
 
 def command_group(purpose: str, epilog: str) -> typer.Typer:

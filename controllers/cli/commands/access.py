@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from controllers.cli.options import (
+    ACCESS,
     DEFAULT_HOME,
     Address,
     Format,
     Home,
+    command,
     command_group,
     examples,
     find_cluster,
@@ -35,25 +37,26 @@ if TYPE_CHECKING:
     from gcore.client.jobs import AccessClient
 
 
-CERTS_EXAMPLES = examples(
-    "gcore certs init --authority certs",
-    "gcore certs issue node-1 --host node-1.cluster,10.0.0.1 --authority certs",
-    "gcore certs issue ada --for user --role admin --authority certs",
-    "gcore certs show certs/node-1",
+certs_app = command_group(
+    "A private authority, and the certificates of nodes, users and etcd.",
+    examples(
+        "gcore certs init --authority certs",
+        "gcore certs issue node-1 --host node-1.cluster,10.0.0.1 --authority certs",
+        "gcore certs issue ada --for user --role admin --authority certs",
+        "gcore certs show certs/node-1",
+    ),
 )
-
-certs_app = command_group("A private authority, and the certificates of nodes, users and etcd.", CERTS_EXAMPLES)
 
 Authority = Annotated[Path, typer.Option(help="Folder of the authority. Whoever reads its ca-key.pem is everybody.")]
 DEFAULT_AUTHORITY = Path("certs")
 
-INIT_EXAMPLES = examples(
-    "gcore certs init",
-    'gcore certs init --authority /secure/gcore-ca --name "gcore research" --days 3650',
+
+@certs_app.command(
+    "init",
+    epilog=examples(
+        "gcore certs init", 'gcore certs init --authority /secure/gcore-ca --name "gcore research" --days 3650'
+    ),
 )
-
-
-@certs_app.command("init", epilog=INIT_EXAMPLES)
 def create_authority(
     authority: Authority = DEFAULT_AUTHORITY,
     name: Annotated[str, typer.Option(help="What the authority is called.")] = "gcore",
@@ -68,15 +71,15 @@ def create_authority(
     typer.echo(f"{authority / ENGINES}  the engines' keys follow from it; nodes get it with their certificates")
 
 
-ISSUE_EXAMPLES = examples(
-    "[dim]A daemon:[/dim]  gcore certs issue node-1 --host node-1.cluster,10.0.0.1",
-    "[dim]An admin:[/dim]  gcore certs issue ada --for user --role admin",
-    "[dim]A researcher:[/dim]  gcore certs issue bob --for user --role submitter --namespace vision",
-    "[dim]A member of etcd:[/dim]  gcore certs issue etcd-1 --for etcd --host etcd-1.cluster",
+@certs_app.command(
+    "issue",
+    epilog=examples(
+        "[dim]A daemon:[/dim]  gcore certs issue node-1 --host node-1.cluster,10.0.0.1",
+        "[dim]An admin:[/dim]  gcore certs issue ada --for user --role admin",
+        "[dim]A researcher:[/dim]  gcore certs issue bob --for user --role submitter --namespace vision",
+        "[dim]A member of etcd:[/dim]  gcore certs issue etcd-1 --for etcd --host etcd-1.cluster",
+    ),
 )
-
-
-@certs_app.command("issue", epilog=ISSUE_EXAMPLES)
 def issue_node_certificate(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="The node's name as in its configuration, or the user's.")
@@ -103,13 +106,7 @@ def issue_node_certificate(
     typer.echo(f"{folder}  until {made.ends:%Y-%m-%d}")
 
 
-SHOW_EXAMPLES = examples(
-    "gcore certs show certs/node-1",
-    "gcore certs show certs/ca.pem -o json",
-)
-
-
-@certs_app.command("show", epilog=SHOW_EXAMPLES)
+@certs_app.command("show", epilog=examples("gcore certs show certs/node-1", "gcore certs show certs/ca.pem -o json"))
 def show_certificate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A certificate, or a folder with one.")],
     output: Format = Output.TABLE,
@@ -126,13 +123,13 @@ def show_certificate(
         typer.echo(f"{key:<12}{' '.join(value) if isinstance(value, list) else value}")
 
 
-RENEW_EXAMPLES = examples(
-    "gcore certs renew certs/node-1",
-    "[dim]From a timer, only what ends soon:[/dim]  gcore certs renew certs/node-1 certs/node-2 --within-days 30",
+@certs_app.command(
+    "renew",
+    epilog=examples(
+        "gcore certs renew certs/node-1",
+        "[dim]From a timer, only what ends soon:[/dim]  gcore certs renew certs/node-1 certs/node-2 --within-days 30",
+    ),
 )
-
-
-@certs_app.command("renew", epilog=RENEW_EXAMPLES)
 def renew_certificates(
     folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders that `issue` made.")],
     authority: Authority = DEFAULT_AUTHORITY,
@@ -157,13 +154,13 @@ def renew_certificates(
         raise problems[0]
 
 
-TRUST_EXAMPLES = examples(
-    "gcore certs trust certs/node-1 certs/node-2 --authority new-certs",
-    "[dim]Once everything is renewed by it:[/dim]  gcore certs trust certs/node-1 certs/node-2 --authority new-certs --only",
+@certs_app.command(
+    "trust",
+    epilog=examples(
+        "gcore certs trust certs/node-1 certs/node-2 --authority new-certs",
+        "[dim]Once everything is renewed by it:[/dim]  gcore certs trust certs/node-1 certs/node-2 --authority new-certs --only",
+    ),
 )
-
-
-@certs_app.command("trust", epilog=TRUST_EXAMPLES)
 def trust_authority(
     folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders that `issue` made.")],
     authority: Authority = DEFAULT_AUTHORITY,
@@ -204,25 +201,28 @@ T = TypeVar("T")
 DAY_S = 86400.0
 TOKEN = ("id", "name", "role", "namespaces", "created", "expires", "created_by")
 
-TOKEN_EXAMPLES = examples(
-    "gcore token create bob --role submitter --namespace vision --days 30 --to bob.token",
-    "gcore token list",
-    "gcore token revoke k3j9x2m4q8w1",
-)
 
-token_app = command_group("Tokens of users: with what they may do, where, and until when.", TOKEN_EXAMPLES)
+token_app = command_group(
+    "Tokens of users: with what they may do, where, and until when.",
+    examples(
+        "gcore token create bob --role submitter --namespace vision --days 30 --to bob.token",
+        "gcore token list",
+        "gcore token revoke k3j9x2m4q8w1",
+    ),
+)
 
 To = Annotated[
     Path | None, typer.Option(help="File to write the token to, for its owner alone; default: it is printed.")
 ]
 
-CREATE_EXAMPLES = examples(
-    "gcore token create bob --role submitter --namespace vision --to bob.token",
-    "[dim]For Prometheus, which reads the metrics of all:[/dim]  gcore token create prometheus --role viewer --namespace '*' --days 365 --to prometheus.token",
+
+@token_app.command(
+    "create",
+    epilog=examples(
+        "gcore token create bob --role submitter --namespace vision --to bob.token",
+        "[dim]For Prometheus, which reads the metrics of all:[/dim]  gcore token create prometheus --role viewer --namespace '*' --days 365 --to prometheus.token",
+    ),
 )
-
-
-@token_app.command("create", epilog=CREATE_EXAMPLES)
 def create_token(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Whose it is; told in the journal of calls.")],
     role: Annotated[str, typer.Option(help="viewer, submitter or admin.")] = "submitter",
@@ -251,10 +251,7 @@ def create_token(
     typer.echo(made.secret if to is None else str(to))
 
 
-TOKEN_LIST_EXAMPLES = examples("gcore token list -o json")
-
-
-@token_app.command("list", epilog=TOKEN_LIST_EXAMPLES)
+@token_app.command("list", epilog=examples("gcore token list -o json"))
 def list_tokens(address: Address = None, home: Home = DEFAULT_HOME, output: Format = Output.TABLE) -> None:
     """The tokens there are, without their secrets."""
     found = _call(lambda client: client.list_tokens(), address, home).tokens
@@ -269,10 +266,7 @@ def list_tokens(address: Address = None, home: Home = DEFAULT_HOME, output: Form
         )
 
 
-REVOKE_EXAMPLES = examples("gcore token revoke k3j9x2m4q8w1")
-
-
-@token_app.command("revoke", epilog=REVOKE_EXAMPLES)
+@token_app.command("revoke", epilog=examples("gcore token revoke k3j9x2m4q8w1"))
 def revoke_token(
     token_id: Annotated[str, typer.Argument(metavar="ID", help="As `list` shows it.")],
     address: Address = None,
@@ -283,12 +277,10 @@ def revoke_token(
     typer.echo(f"{gone.id}  {gone.name}  revoked")
 
 
-FIRST_EXAMPLES = examples(
-    "[dim]For auth.admin_token_file of every daemon:[/dim]  gcore token first-admin --to admin.token"
+@token_app.command(
+    "first-admin",
+    epilog=examples("[dim]For auth.admin_token_file of every daemon:[/dim]  gcore token first-admin --to admin.token"),
 )
-
-
-@token_app.command("first-admin", epilog=FIRST_EXAMPLES)
 def create_first_admin(to: Annotated[Path, typer.Option(help="File to write, for its owner alone.")]) -> None:
     """Make the token of auth.admin_token_file: an admin's, for as long as daemons are started with it. Asks no cluster."""
     from gcore.api.tokens import new_token
@@ -299,12 +291,7 @@ def create_first_admin(to: Annotated[Path, typer.Option(help="File to write, for
     typer.echo(f"{to}  name it in auth.admin_token_file of every daemon")
 
 
-WHOAMI_EXAMPLES = examples(
-    "gcore whoami",
-    "gcore whoami -o json",
-)
-
-
+@command("whoami", ACCESS, "gcore whoami", "gcore whoami -o json")
 def whoami(address: Address = None, home: Home = DEFAULT_HOME, output: Format = Output.TABLE) -> None:
     """Say whom the cluster takes you for."""
     me = _call(lambda client: client.who_am_i(), address, home)
@@ -339,26 +326,25 @@ def _day(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d}"
 
 
-CONTEXT_EXAMPLES = examples(
-    "gcore context set lab --address gpu-1.lab:7500,gpu-2.lab:7500 --ca lab-ca.pem --token-file lab.token",
-    "gcore context use lab",
-    "gcore context list",
-)
-
 context_app = command_group(
     "The clusters that you talk to: where they answer, their authority, and what you show of yourself.",
-    CONTEXT_EXAMPLES,
+    examples(
+        "gcore context set lab --address gpu-1.lab:7500,gpu-2.lab:7500 --ca lab-ca.pem --token-file lab.token",
+        "gcore context use lab",
+        "gcore context list",
+    ),
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the context.")]
 
-SET_EXAMPLES = examples(
-    "gcore context set lab --address gpu-1.lab:7500 --ca lab-ca.pem --token-file lab.token",
-    "[dim]With a certificate, at the port for these:[/dim]  gcore context set lab --address gpu-1.lab:7501 --ca ada/ca.pem --cert ada/cert.pem --key ada/key.pem",
+
+@context_app.command(
+    "set",
+    epilog=examples(
+        "gcore context set lab --address gpu-1.lab:7500 --ca lab-ca.pem --token-file lab.token",
+        "[dim]With a certificate, at the port for these:[/dim]  gcore context set lab --address gpu-1.lab:7501 --ca ada/ca.pem --cert ada/cert.pem --key ada/key.pem",
+    ),
 )
-
-
-@context_app.command("set", epilog=SET_EXAMPLES)
 def set_context(
     name: Name,
     address: Annotated[str, typer.Option(help="host:port of a controller, or several with commas.")],
@@ -388,10 +374,7 @@ def set_context(
     typer.echo(f"{name}  {' '.join(made.addresses)}{'  current' if changed.current == name else ''}")
 
 
-USE_EXAMPLES = examples("gcore context use lab")
-
-
-@context_app.command("use", epilog=USE_EXAMPLES)
+@context_app.command("use", epilog=examples("gcore context use lab"))
 def use_context(name: Name) -> None:
     """Have commands talk to this cluster, where no other is named and none is up on this machine."""
     from gcore.client import contexts
@@ -403,10 +386,7 @@ def use_context(name: Name) -> None:
     typer.echo(f"{name}  current")
 
 
-CONTEXT_LIST_EXAMPLES = examples("gcore context list")
-
-
-@context_app.command("list", epilog=CONTEXT_LIST_EXAMPLES)
+@context_app.command("list", epilog=examples("gcore context list"))
 def list_contexts(output: Format = Output.TABLE) -> None:
     """The clusters that are known."""
     from gcore.client import contexts
@@ -426,10 +406,7 @@ def list_contexts(output: Format = Output.TABLE) -> None:
         typer.echo(f"{'*' if name == known.current else ' '} {name}  {' '.join(one.addresses)}")
 
 
-REMOVE_EXAMPLES = examples("gcore context remove lab")
-
-
-@context_app.command("remove", epilog=REMOVE_EXAMPLES)
+@context_app.command("remove", epilog=examples("gcore context remove lab"))
 def remove_context(name: Name) -> None:
     """Forget a cluster. Its files stay."""
     from gcore.client import contexts

@@ -18,12 +18,14 @@ import typer
 
 from controllers.cli.options import (
     DEFAULT_HOME,
+    FILES,
+    JOBS,
     Address,
     Format,
     Home,
     JobName,
     call_cluster,
-    examples,
+    command,
     find_cluster,
     run_of_home,
 )
@@ -37,14 +39,14 @@ if TYPE_CHECKING:
     from gcore.api.v1 import jobs_pb2 as pb
 
 
-EXPORT_EXAMPLES = examples(
+@command(
+    "export",
+    FILES,
     "gcore export arithmetic --to ./trained",
     "[dim]The one that its evaluations found best:[/dim]  gcore export arithmetic --best --to ./trained",
     "[dim]The one of a step:[/dim]  gcore export arithmetic --step 200 --to ./at-200",
     "[dim]One of several jobs of that name:[/dim]  gcore export 08d8f27366e5 --to ./trained",
 )
-
-
 def export(
     job: JobName,
     to: Annotated[Path, typer.Option(help="Folder that is new: gets a Hugging Face model.")],
@@ -139,12 +141,8 @@ FIELDS = ("step", "lineage", "folder", "bytes", "written", "kept", "problem", "n
 WIDEST = 400
 """Characters of a folder or a reason that are shown; JSON has all."""
 
-CHECKPOINTS_EXAMPLES = examples(
-    "gcore checkpoints arithmetic",
-    "gcore checkpoints arithmetic -o json",
-)
 
-
+@command("checkpoints", JOBS, "gcore checkpoints arithmetic", "gcore checkpoints arithmetic -o json")
 def checkpoints(
     job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE
 ) -> None:

@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from controllers.cli.options import (
+    CLUSTER,
     DEFAULT_CONTROLLERS,
     DEFAULT_HOME,
     DEFAULT_SLOTS,
+    FLEET,
+    JOBS,
     Address,
     Controllers,
     Format,
@@ -26,7 +29,7 @@ from controllers.cli.options import (
     SglangPython,
     Slots,
     call_cluster,
-    examples,
+    command,
     verb_examples,
 )
 from controllers.cli.output import Output, message_tree, printable_cells, printable_text, rows_table, stdout_console
@@ -45,12 +48,8 @@ HOUR_S = 3600.0
 WORKER = ("instance", "node", "role", "job_uid", "state", "address", "pid", "slot")
 SHARD = ("shard", "node", "incarnation", "data_epoch", "seq", "length", "ahead")
 
-NODES_EXAMPLES = examples(
-    "gcore nodes",
-    "[dim]With the workers on them:[/dim]  gcore nodes --workers",
-)
 
-
+@command("nodes", FLEET, "gcore nodes", "[dim]With the workers on them:[/dim]  gcore nodes --workers")
 def nodes(
     workers: Annotated[bool, typer.Option("--workers", "-w", help="The engines and train ranks on them, too.")] = False,
     home: Home = DEFAULT_HOME,
@@ -82,12 +81,7 @@ def nodes(
         print_table(("WORKER", "ROLE", "NODE", "SLOTS", "JOB", "STATE"), found)
 
 
-DRAIN_EXAMPLES = examples(
-    "gcore drain gpu-07",
-    "[dim]Use it again:[/dim]  gcore drain gpu-07 --undo",
-)
-
-
+@command("drain", FLEET, "gcore drain gpu-07", "[dim]Use it again:[/dim]  gcore drain gpu-07 --undo")
 def drain(
     node: NodeName,
     undo: Annotated[bool, typer.Option("--undo", help="Use the node again.")] = False,
@@ -107,9 +101,7 @@ def drain(
         typer.echo(f"Node {printable_text(found.name)} is being left{still}.")
 
 
-SHARDS_EXAMPLES = verb_examples("shards")
-
-
+@command("shards", JOBS, *verb_examples("shards"))
 def shards(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
     """Who has which shards of a job's prompt stream, and the first prompt of each without an outcome."""
     found = call_cluster(lambda client: client.list_shards(job), address, home)
@@ -123,13 +115,13 @@ def shards(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, out
     print_table(("SHARD", "NODE", "EPOCH", "AT", "DONE AHEAD"), rows)
 
 
-USAGE_EXAMPLES = examples(
+@command(
+    "usage",
+    FLEET,
     "gcore usage",
     "gcore usage --by namespace --by job --since 2026-11-01 --until 2026-11-30",
     "[dim]Hours of slots by pool, for a script:[/dim]  gcore usage --by pool -o json",
 )
-
-
 def usage(
     by: Annotated[
         list[str] | None, typer.Option(help="namespace, job, owner or pool. Repeatable; default: namespace.")
@@ -203,11 +195,6 @@ def print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, n
     stdout_console().print(rows_table(headings, rows, right=headings[len(headings) - numbers :], fold=headings))
 
 
-GC_EXAMPLES = examples(
-    "[dim]What would go, and what stays for which reason:[/dim]  gcore gc --dry-run",
-    "[dim]On a node of a cluster:[/dim]  gcore gc --config /etc/gcore/node.yaml",
-)
-
 GIB = 1 << 30
 
 Configuration = Annotated[
@@ -217,6 +204,12 @@ Configuration = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")]
 
 
+@command(
+    "gc",
+    CLUSTER,
+    "[dim]What would go, and what stays for which reason:[/dim]  gcore gc --dry-run",
+    "[dim]On a node of a cluster:[/dim]  gcore gc --config /etc/gcore/node.yaml",
+)
 def gc(
     config: Configuration = None, home: Home = DEFAULT_HOME, dry_run: DryRun = False, output: Format = Output.TABLE
 ) -> None:
@@ -294,13 +287,13 @@ def _print(verdicts: tuple[GarbageDecision, ...], *, dry_run: bool) -> None:
     typer.echo(f"{len(going)} of {len(verdicts)} {what}, {sum(one.found.bytes for one in going) / GIB:.3f} GiB.")
 
 
-UP_EXAMPLES = examples(
+@command(
+    "up",
+    CLUSTER,
     "[dim]Two daemons with a CPU core each:[/dim]  gcore up",
     "[dim]Four on one machine with eight GPUs:[/dim]  gcore up --controllers 4 --slots cuda:8",
     "[dim]A second cluster beside the first:[/dim]  gcore up --home /tmp/other",
 )
-
-
 def up(
     context: typer.Context,
     home: Home = DEFAULT_HOME,
@@ -360,12 +353,7 @@ def _was_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
 
 
-DOWN_EXAMPLES = examples(
-    "gcore down",
-    "gcore down --home /tmp/other",
-)
-
-
+@command("down", CLUSTER, "gcore down", "gcore down --home /tmp/other")
 def down(home: Home = DEFAULT_HOME) -> None:
     """End the cluster of this machine: daemons, workers and etcd. Data, logs and runs stay; unfinished jobs can go on."""
     from controllers.cli import local
@@ -377,15 +365,16 @@ def down(home: Home = DEFAULT_HOME) -> None:
     )
 
 
-QUOTA_EXAMPLES = examples(
+NO_LIMIT = "none"
+
+
+@command(
+    "quota",
+    FLEET,
     "gcore quota",
     "[dim]At most 8 slots for all jobs of a namespace:[/dim]  gcore quota research 8",
     "[dim]As many as there are:[/dim]  gcore quota research none",
 )
-
-NO_LIMIT = "none"
-
-
 def quota(
     namespace: Annotated[str, typer.Argument(help="Whose quota is set; without it, all are shown.")] = "",
     slots: Annotated[str, typer.Argument(help="Slots that its jobs may have together, or none for no limit.")] = "",

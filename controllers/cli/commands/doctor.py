@@ -23,7 +23,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controllers.cli.options import DEFAULT_HOME, DEFAULT_SLOTS, Format, Home, SglangPython, Slots, examples
+from controllers.cli.options import (
+    CLUSTER,
+    DEFAULT_HOME,
+    DEFAULT_SLOTS,
+    Format,
+    Home,
+    SglangPython,
+    Slots,
+    command,
+)
 from controllers.cli.output import Output, rows_table, stdout_console
 from controllers.cli.view import doctor_checks
 from controllers.cli.view.doctor_checks import FAIL, OK, WARN, Check, PackageFacts, RequestedSlots, grade
@@ -41,15 +50,17 @@ VERSION_S = 20.0
 SYNCS = 5
 _HERE = Path(__file__).resolve().parents[3]
 
-DOCTOR_EXAMPLES = examples(
-    "gcore doctor",
-    "[dim]Before a job on four GPUs with a model from a hub:[/dim]  gcore doctor --slots cuda:4 --online",
-    "[dim]For a script; ends with 1 if anything fails:[/dim]  gcore doctor -o json",
-)
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
+@command(
+    "doctor",
+    CLUSTER,
+    "gcore doctor",
+    "[dim]Before a job on four GPUs with a model from a hub:[/dim]  gcore doctor --slots cuda:4 --online",
+    "[dim]For a script; ends with 1 if anything fails:[/dim]  gcore doctor -o json",
+)
 def doctor(
     home: Home = DEFAULT_HOME,
     slots: Slots = DEFAULT_SLOTS,

@@ -13,6 +13,7 @@ import typer
 
 from controllers.cli.options import (
     DEFAULT_HOME,
+    JOBS,
     Address,
     Format,
     Home,
@@ -20,7 +21,7 @@ from controllers.cli.options import (
     Namespace,
     call_cluster,
     check_utf8,
-    examples,
+    command,
     run_of_home,
     verb_examples,
 )
@@ -46,13 +47,14 @@ if TYPE_CHECKING:
     from gcore.client.jobs import JobsClient
     from gcore.observability.events import JobEvent
 
-LIST_EXAMPLES = examples(
+
+@command(
+    "list",
+    JOBS,
     "gcore list",
     "gcore list --state running --state queued --namespace research",
     "gcore list --address 10.0.0.7:7700 -o json",
 )
-
-
 def list_jobs(
     state: Annotated[
         list[str] | None, typer.Option(help="Only in this state, such as running or queued. Repeatable.")
@@ -91,6 +93,7 @@ def parse_state(word: str) -> int:
     return known[word.lower()]
 
 
+@command("describe", JOBS, *verb_examples("describe"))
 def describe(
     job: JobName,
     events: Annotated[int, typer.Option(min=0, max=1000, help="How many of its last events are shown.")] = 5,
@@ -127,6 +130,7 @@ def describe(
     stdout_console().print(pairs_table(rows))
 
 
+@command("audit", JOBS, *verb_examples("audit"))
 def audit(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
     """Recompute a job's accounts from its log and the ranks' receipts. Ends with 1 if they do not add up.
 
@@ -149,16 +153,15 @@ def audit(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, outp
         raise typer.Exit(1)
 
 
-PAUSE_EXAMPLES, RESUME_EXAMPLES = verb_examples("pause"), verb_examples("resume")
-RETRY_EXAMPLES, EVAL_EXAMPLES = verb_examples("retry"), verb_examples("eval")
 MOST_SLOTS = 1_000_000
 
-CANCEL_EXAMPLES = examples(
+
+@command(
+    "cancel",
+    JOBS,
     "gcore cancel arithmetic",
     "[dim]With a checkpoint, at its next commit:[/dim]  gcore cancel arithmetic --drain",
 )
-
-
 def cancel(
     job: JobName,
     drain: Annotated[
@@ -172,16 +175,19 @@ def cancel(
     _tell(call_cluster(lambda client: client.cancel_job(job, drain=drain), address, home), output)
 
 
+@command("pause", JOBS, *verb_examples("pause"))
 def pause(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
     """Have a job give its slots back at its next commit, with a checkpoint, and begin nothing until it is resumed."""
     _tell(call_cluster(lambda client: client.pause_job(job), address, home), output)
 
 
+@command("resume", JOBS, *verb_examples("resume"))
 def resume(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
     """Have a paused job go on as soon as there are slots for it."""
     _tell(call_cluster(lambda client: client.resume_job(job), address, home), output)
 
 
+@command("retry", JOBS, *verb_examples("retry"))
 def retry(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
     """Begin a job that has ended once more: a new job with the same spec and name.
 
@@ -203,13 +209,13 @@ def retry(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, outp
     _tell(call_cluster(again, address, home), output)
 
 
-UPDATE_EXAMPLES = examples(
+@command(
+    "update",
+    JOBS,
     "gcore update arithmetic --priority 10",
     "gcore update arithmetic --slots-min 2 --slots-max 8",
     "[dim]As many as there are:[/dim]  gcore update arithmetic --slots-max 0",
 )
-
-
 def update(
     job: JobName,
     priority: Annotated[
@@ -233,12 +239,12 @@ def update(
     _tell(call_cluster(lambda client: client.update_job(job, changes), address, home), output)
 
 
-DELETE_EXAMPLES = examples(
+@command(
+    "delete",
+    JOBS,
     "gcore delete arithmetic",
     "[dim]With its checkpoints and everything else in its folder:[/dim]  gcore delete 08d8f27366e5 --files --yes",
 )
-
-
 def delete(
     job: JobName,
     files: Annotated[
@@ -262,6 +268,7 @@ def delete(
     typer.echo(f"Job {printable_text(found.full_name)} ({found.uid}) is forgotten{left}.")
 
 
+@command("eval", JOBS, *verb_examples("eval"))
 def evaluate(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
     """Have the newest weights of a running job evaluated, out of turn. The result is an event, and stands in its metrics."""
     reply = call_cluster(lambda client: client.run_eval(job), address, home)

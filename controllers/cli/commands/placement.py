@@ -17,12 +17,14 @@ import typer
 
 from controllers.cli.options import (
     DEFAULT_HOME,
+    JOBS,
     Address,
     Format,
     Home,
     JobName,
     call_cluster,
     check_utf8,
+    command,
     command_group,
     examples,
     run_of_home,
@@ -41,24 +43,21 @@ if TYPE_CHECKING:
 
 Told = TypeVar("Told")
 
-EXAMPLES = examples(
-    "gcore placement show arithmetic",
-    "gcore placement explain arithmetic --last 3",
-    "gcore placement pin arithmetic --freeze",
-)
 
-app = command_group("Which slot serves which pool, why, and what came of each move; fix something of it.", EXAMPLES)
+app = command_group(
+    "Which slot serves which pool, why, and what came of each move; fix something of it.",
+    examples(
+        "gcore placement show arithmetic",
+        "gcore placement explain arithmetic --last 3",
+        "gcore placement pin arithmetic --freeze",
+    ),
+)
 
 MOST_SLOTS = 1_000_000
 Last = Annotated[int | None, typer.Option("--last", min=1, help="Only so many moves, the newest.")]
 
-SHOW_EXAMPLES = examples(
-    "gcore placement show arithmetic",
-    "gcore placement show arithmetic -o json",
-)
 
-
-@app.command("show", epilog=SHOW_EXAMPLES)
+@app.command("show", epilog=examples("gcore placement show arithmetic", "gcore placement show arithmetic -o json"))
 def show_placement(
     job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE
 ) -> None:
@@ -82,13 +81,9 @@ def show_placement(
         stdout_console().print(slots_table(reply))
 
 
-EXPLAIN_EXAMPLES = examples(
-    "gcore placement explain arithmetic",
-    "gcore placement explain arithmetic --last 3",
+@app.command(
+    "explain", epilog=examples("gcore placement explain arithmetic", "gcore placement explain arithmetic --last 3")
 )
-
-
-@app.command("explain", epilog=EXPLAIN_EXAMPLES)
 def explain_placement(
     job: JobName, last: Last = None, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE
 ) -> None:
@@ -109,13 +104,9 @@ def explain_placement(
         typer.echo(line)
 
 
-HISTORY_EXAMPLES = examples(
-    "gcore placement history arithmetic",
-    "gcore placement history arithmetic -o json",
+@app.command(
+    "history", epilog=examples("gcore placement history arithmetic", "gcore placement history arithmetic -o json")
 )
-
-
-@app.command("history", epilog=HISTORY_EXAMPLES)
 def show_history(
     job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE
 ) -> None:
@@ -131,14 +122,14 @@ def show_history(
         stdout_console().print(history_table(known.moves))
 
 
-PIN_EXAMPLES = examples(
-    "gcore placement pin arithmetic --freeze",
-    "gcore placement pin arithmetic --reward 4",
-    "gcore placement pin arithmetic --release",
+@app.command(
+    "pin",
+    epilog=examples(
+        "gcore placement pin arithmetic --freeze",
+        "gcore placement pin arithmetic --reward 4",
+        "gcore placement pin arithmetic --release",
+    ),
 )
-
-
-@app.command("pin", epilog=PIN_EXAMPLES)
 def pin_placement(
     job: JobName,
     freeze: Annotated[bool, typer.Option("--freeze", help="Nothing moves any more.")] = False,
@@ -220,15 +211,12 @@ def _read_folder(what: Callable[[Path], list[Told]], file: Path) -> list[Told]:
         return what(file)
 
 
-TOP_EXAMPLES = examples(
-    "gcore top",
-    "gcore top arithmetic --address 10.0.0.7:7700",
-    "gcore top arithmetic --once -o json",
-)
-
 LOOK_S = 1.0
 
 
+@command(
+    "top", JOBS, "gcore top", "gcore top arithmetic --address 10.0.0.7:7700", "gcore top arithmetic --once -o json"
+)
 def top(
     job: Annotated[
         str | None,
@@ -328,15 +316,16 @@ def _of_the_last_step(lines: list[AccountLine]) -> Mapping[str, StepAccount]:
     return {line.node: line.book for line in lines if line.book.version == last}
 
 
-TRACE_EXAMPLES = examples(
+MOST = 2**31 - 1
+
+
+@command(
+    "trace",
+    JOBS,
     "gcore trace arithmetic --step 12",
     "gcore trace arithmetic --step 12 --to step.json",
     "[dim]Open the file in https://ui.perfetto.dev or chrome://tracing.[/dim]",
 )
-
-MOST = 2**31 - 1
-
-
 def trace(
     job: JobName,
     step: Annotated[int, typer.Option(help="The step: any that is committed, from 1.", min=1, max=MOST)],

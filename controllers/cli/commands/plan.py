@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controllers.cli.options import DEFAULT_HOME, Format, Home, Set, SpecFile, examples
+from controllers.cli.options import DEFAULT_HOME, FILES, Format, Home, Set, SpecFile, command
 from controllers.cli.output import Output, as_json, printable_text, stdout_console
 from gcore.errors import DataError, UsageError, explain_os_errors
 
@@ -38,15 +38,16 @@ MOST_SEED = 2**63 - 1
 MOST_SHOWN = 2000
 """Characters of what a scenario calls itself."""
 
-SIMULATE_EXAMPLES = examples(
+
+@command(
+    "simulate",
+    FILES,
     "gcore simulate benchmarks/scenarios/judge-slow-apart.yaml",
     "gcore simulate benchmarks/scenarios/growing.yaml --cost 20 --policy dynamic --policy static",
     "[dim]What if the run had had 16 slots, and another policy:[/dim]",
     "gcore simulate --run arithmetic-judge --slots 16",
     "gcore simulate --run .gcore/runs/arithmetic-judge-26559b7ecc10 -o json",
 )
-
-
 def simulate(
     scenario: Annotated[Path | None, typer.Argument(help="A scenario's file (YAML).", show_default=False)] = None,
     run: Annotated[
@@ -289,16 +290,17 @@ def _show(tree: dict[str, Any]) -> None:
         out.print("what could have been had is left out: pip install 'gcore\\[simulate]'", highlight=False)
 
 
-PLAN_EXAMPLES = examples(
-    "gcore plan grpo.yaml --cluster deploy/local/clusters/eight-h100.yaml",
-    "[dim]What to write into the spec:[/dim]  gcore plan grpo.yaml --cluster mine.yaml -o yaml",
-    "[dim]With what is known of the lengths:[/dim]  gcore plan grpo.yaml --cluster mine.yaml --prompt-tokens 180 --response-tokens 700",
-)
-
 MOST_CLUSTER_BYTES = 1 << 16
 MOST_TOKENS = 1 << 24
 
 
+@command(
+    "plan",
+    FILES,
+    "gcore plan grpo.yaml --cluster deploy/local/clusters/eight-h100.yaml",
+    "[dim]What to write into the spec:[/dim]  gcore plan grpo.yaml --cluster mine.yaml -o yaml",
+    "[dim]With what is known of the lengths:[/dim]  gcore plan grpo.yaml --cluster mine.yaml --prompt-tokens 180 --response-tokens 700",
+)
 def plan(
     spec: SpecFile,
     cluster: Annotated[Path, typer.Option("--cluster", help="The nodes, a YAML file; see deploy/local/clusters.")],

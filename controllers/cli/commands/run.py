@@ -36,6 +36,7 @@ from controllers.cli.options import (
     DEFAULT_HOME,
     DEFAULT_SLOTS,
     INTERRUPTED,
+    RUN,
     Address,
     Controllers,
     Format,
@@ -47,7 +48,7 @@ from controllers.cli.options import (
     Slots,
     SpecFile,
     call_cluster,
-    examples,
+    command,
     find_addresses,
     find_cluster,
 )
@@ -73,14 +74,15 @@ if TYPE_CHECKING:
     from gcore.client.jobs import JobsClient
     from gcore.config.spec import JobSpec
 
-SUBMIT_EXAMPLES = examples(
+
+@command(
+    "submit",
+    RUN,
     "gcore submit examples/arithmetic/grpo.yaml",
     "gcore submit grpo.yaml --set train.learning_rate=1e-4 --set flow.steps=200 --follow",
     "[dim]Check it, and submit nothing:[/dim]  gcore submit grpo.yaml --dry-run",
     "[dim]From a script, which may repeat it safely:[/dim]  gcore submit grpo.yaml --request-id nightly-17 --wait -o json",
 )
-
-
 def submit(
     spec: SpecFile,
     set_: Set = None,
@@ -449,14 +451,14 @@ class RepeatedSignals:
             raise KeyboardInterrupt
 
 
-RUN_EXAMPLES = examples(
+@command(
+    "run",
+    RUN,
     "gcore run examples/arithmetic/grpo.yaml",
     "[dim]Afresh, and with another learning rate:[/dim]  gcore run grpo.yaml --new --set train.learning_rate=1e-4",
     "[dim]Three controllers on three cores, into a log:[/dim]  gcore run grpo.yaml --controllers 3 --slots cpu:3 --plain > run.log",
     "[dim]On a cluster that is up elsewhere:[/dim]  gcore run grpo.yaml --address 10.0.0.7:7700",
 )
-
-
 def run(
     spec: SpecFile,
     set_: Set = None,

@@ -22,13 +22,15 @@ from controllers.cli.options import (
     DEFAULT_CONTROLLERS,
     DEFAULT_HOME,
     DEFAULT_SLOTS,
+    FILES,
+    RUN,
     Controllers,
     Format,
     Home,
     Set,
     Slots,
     SpecFile,
-    examples,
+    command,
 )
 from controllers.cli.output import PREPARED, Output, as_json, rows_table, stdout_console
 from gcore.errors import UsageError, explain_os_errors
@@ -46,13 +48,14 @@ if TYPE_CHECKING:
 
 SEED = 0
 
-INIT_EXAMPLES = examples(
+
+@command(
+    "init",
+    RUN,
     "gcore init sorting",
     "gcore init backwards --task reverse",
     "[dim]With a model of your own:[/dim]  gcore init mine --model hf://Qwen/Qwen2.5-0.5B-Instruct",
 )
-
-
 def init(
     name: Annotated[Path, typer.Argument(metavar="NAME", help="The project, and the new folder it is written to.")],
     task: Annotated[str, typer.Option(help="What the model learns: sort or reverse.")] = "sort",
@@ -83,13 +86,13 @@ def init(
         typer.echo(f"{name} is ready. Its model is right on {accuracy:.0%} of the held-out prompts. Next:\n")
     else:
         typer.echo(f"{name} is ready. Next:\n")
-    for command in (
+    for line in (
         f"cd {shlex.quote(str(name))}",
         "pip install --no-build-isolation --no-deps --editable .",
         "pytest",
         "gcore run grpo.yaml",
     ):
-        typer.echo(f"  {command}")
+        typer.echo(f"  {line}")
 
 
 def _write(target: Path, task: StarterTask, own: UserModel | None, *, force: bool) -> float | None:
@@ -264,12 +267,13 @@ def run_length(flow: FlowSpec, prompts: int) -> str:
 
 PREPARED_UNDER = Path(PREPARED)
 
-VALIDATE_EXAMPLES = examples(
+
+@command(
+    "validate",
+    FILES,
     "gcore validate examples/arithmetic/grpo.yaml",
     "gcore validate grpo.yaml --set train.ranks=4 --controllers 4 --slots cuda:8 -o json",
 )
-
-
 def validate(
     spec: SpecFile,
     set_: Set = None,
@@ -330,13 +334,7 @@ def validate(
     typer.echo(f"\n{spec} is valid: {prompts} prompts, {run_length(loaded.flow, prompts)}.")
 
 
-SCHEMA_EXAMPLES = """
-[bold]Example[/bold]
-
-gcore schema > job.schema.json
-"""
-
-
+@command("schema", FILES, "gcore schema > job.schema.json")
 def schema() -> None:
     """The JSON schema of a job spec: every field with its meaning, unit and default."""
     from gcore.config.spec import JobSpec
@@ -344,13 +342,13 @@ def schema() -> None:
     typer.echo(as_json(JobSpec.model_json_schema()))
 
 
-PREPARE_EXAMPLES = examples(
+@command(
+    "prepare",
+    FILES,
     "gcore prepare arithmetic --to .cache/examples/arithmetic",
     "[dim]A judge of its answers:[/dim]  gcore prepare arithmetic-judge",
     "[dim]A model that can ask a calculator:[/dim]  gcore prepare calculator",
 )
-
-
 def prepare(
     example: Annotated[str, typer.Argument(metavar="EXAMPLE", help="What to prepare: " + ", ".join(NAMES) + ".")],
     to: Annotated[Path | None, typer.Option(help="Folder; default: .cache/examples/EXAMPLE.")] = None,

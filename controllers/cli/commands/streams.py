@@ -18,13 +18,14 @@ import typer
 from controllers.cli.options import (
     DEFAULT_HOME,
     INTERRUPTED,
+    JOBS,
     Address,
     Format,
     Home,
     JobName,
     call_cluster,
     check_utf8,
-    examples,
+    command,
     run_of_home,
 )
 from controllers.cli.output import Output, format_time, printable_text, stdout_console, with_program_name
@@ -42,13 +43,14 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 LONGEST = 16 * 1024
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until the job has ended.")]
 
-LOGS_EXAMPLES = examples(
+
+@command(
+    "logs",
+    JOBS,
     "gcore logs arithmetic",
     "gcore logs arithmetic --role train --rank 0 --tail 20 --follow",
     "[dim]Of workers that are gone:[/dim]  gcore logs arithmetic --previous --since 10m",
 )
-
-
 def logs(
     job: JobName,
     role: Annotated[str, typer.Option(help="rollout, reward or train; default: all.")] = "",
@@ -92,13 +94,13 @@ def logs(
     _until_interrupted(read, lambda: f"`gcore logs {job} --follow --tail 10` goes on", address, home)
 
 
-EVENTS_EXAMPLES = examples(
+@command(
+    "events",
+    JOBS,
     "gcore events arithmetic --tail 20",
     "gcore events arithmetic --follow",
     "[dim]For a program, going on where it was:[/dim]  gcore events arithmetic --after 83120 --follow -o json",
 )
-
-
 def events(
     job: JobName,
     after: Annotated[int, typer.Option(min=0, help="Only events with a greater number.")] = 0,
@@ -181,15 +183,16 @@ def _until_interrupted(
         raise typer.Exit(INTERRUPTED) from None
 
 
-SAMPLES_EXAMPLES = examples(
+DEFAULT_LIMIT, MOST = 3, 2**31 - 1
+
+
+@command(
+    "samples",
+    JOBS,
     "gcore samples arithmetic",
     "gcore samples arithmetic --step 12 --best --limit 2",
     "gcore samples arithmetic --source sums --worst -o json",
 )
-
-DEFAULT_LIMIT, MOST = 3, 2**31 - 1
-
-
 def samples(
     job: JobName,
     step: Annotated[
