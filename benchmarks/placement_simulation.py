@@ -36,6 +36,7 @@ from typing import Any
 
 import numpy as np
 from builders import ME, running_job, stored
+from placement_bounds import COSTS, LendingTimes, compare_lending, compare_policies, lower_bound
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from told_nodes import H100, QWEN
 
@@ -55,16 +56,7 @@ from placement.placer import find_bounds, movable_request, place_split, slot_bou
 from placement.policies.base import SwitchCosts
 from placement.request import PlacementRequest
 from placement.simulator.job import SimulatedJob, draw_workload, replica_pace, true_knowledge
-from placement.simulator.run import (
-    COSTS,
-    LendingTimes,
-    best_each_step,
-    compare_lending,
-    compare_policies,
-    lower_bound,
-    play_policy,
-    switch_costs,
-)
+from placement.simulator.run import best_each_step, play_policy, switch_costs
 from placement.simulator.scenario import Scenario, read_scenario
 from placement.slots import NodeSlots, Snapshot, Split, even_split, feasible
 

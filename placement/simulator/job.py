@@ -277,16 +277,6 @@ class SimulatedJob:
             step_s=None if missing else noisy(phases.seconds),
         )
 
-    @property
-    def fastest(self) -> float:
-        """The pace of the fastest replica, below 1."""
-        return float(self._pace.min())
-
-    def fastest_training(self, step: int) -> tuple[float, float]:
-        """Of all splits that the step can have: training, and what is neither that nor production."""
-        found = [self._others(step, split, NOTHING) for split in self._possible[self.scenario.slots_at(step)]]
-        return min(one for one, _ in found), min(other for _, other in found)
-
     def _others(self, step: int, split: Split, produced: SimulatedBatch) -> tuple[float, float]:
         """Training, and what is neither that nor production."""
         told, work = self.scenario, self.work(step)

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from placement_bounds import LendingTimes, best_schedule, compare_lending, compare_policies, lower_bound, within_bound
 
 from gcore.errors import SpecError
 from placement.laws import PaceTracker
@@ -32,20 +33,14 @@ from placement.simulator.job import (
 )
 from placement.simulator.kernel import ALONE_S, BY_RULE, BY_SCHEDULE, NEVER, play_batch
 from placement.simulator.run import (
-    LendingTimes,
     best_each_step,
-    best_schedule,
     best_static,
     choose_start,
-    compare_lending,
-    compare_policies,
-    lower_bound,
     new_policy,
     play_job,
     play_policy,
     policies,
     switch_costs,
-    within_bound,
 )
 from placement.simulator.scenario import Scenario, read_scenario
 from placement.slots import Split, feasible
