@@ -34,7 +34,11 @@ class Action:
     seen_at_once: ClassVar[bool] = False
 
     kind: ClassVar[str]
-    """The action's name in metrics, which does not follow the class's."""
+    """The action's name in metrics, which does not follow the class's. A class gives it where it names its base."""
+
+    def __init_subclass__(cls, kind: str = "") -> None:
+        if kind:  # `slots` makes each class a second time, with what it has by then
+            cls.kind = kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,49 +61,37 @@ class FolderAction(BackgroundAction):
 
 
 @dataclass(frozen=True, slots=True)
-class StartJob(Action):
+class StartJob(Action, kind="startjob"):
     """Write the base entry and the first plan."""
 
-    kind: ClassVar[str] = "startjob"
-
 
 @dataclass(frozen=True, slots=True)
-class JoinJob(Action):
+class JoinJob(Action, kind="join"):
     """Register this incarnation as a member of the job."""
 
-    kind: ClassVar[str] = "join"
-
 
 @dataclass(frozen=True, slots=True)
-class LeaveJob(Action):
+class LeaveJob(Action, kind="leave"):
     """Mark this incarnation's membership: it is about to end."""
 
-    kind: ClassVar[str] = "leave"
-
 
 @dataclass(frozen=True, slots=True)
-class AssignShards(Action):
+class AssignShards(Action, kind="assign"):
     """Write a new assignment."""
-
-    kind: ClassVar[str] = "assign"
 
     assignment: Assignment
 
 
 @dataclass(frozen=True, slots=True)
-class PutOffer(Action):
+class PutOffer(Action, kind="putoffer"):
     """Write this peer's offer: the groups that it holds."""
-
-    kind: ClassVar[str] = "putoffer"
 
     offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
-class MakeSeal(Action):
+class MakeSeal(Action, kind="makeseal"):
     """Close the batch of `step`, or seal one more part of it."""
-
-    kind: ClassVar[str] = "makeseal"
 
     step: int
     chosen: SealStep | SealPart
@@ -108,166 +100,132 @@ class MakeSeal(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class RecordOutcomes(Action):
+class RecordOutcomes(Action, kind="account"):
     """Write an entry of outcomes alone, without a step."""
-
-    kind: ClassVar[str] = "account"
 
     outcomes: tuple[EndedRef, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUpBatch(Action):
+class GiveUpBatch(Action, kind="reseal"):
     """Reopen the slot of a sealed batch, or the part of it that is not READY; its groups can be sealed again."""
-
-    kind: ClassVar[str] = "reseal"
 
     step: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class FeedRank(BackgroundAction):
+class FeedRank(BackgroundAction, kind="feed"):
     """Push this peer's groups of the seal to one rank."""
 
-    kind: ClassVar[str] = "feed"
-
     rank: int
     token: Token
 
 
 @dataclass(frozen=True, slots=True)
-class MarkBatchReady(Action):
+class MarkBatchReady(Action, kind="ready"):
     """Mark the seal READY: every rank holds its share of what is sealed."""
 
-    kind: ClassVar[str] = "ready"
-
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class TrainBatch(BackgroundAction):
+class TrainBatch(BackgroundAction, kind="apply"):
     """Tell one rank to train on the READY seal."""
 
-    kind: ClassVar[str] = "apply"
-
     rank: int
     token: Token
 
 
 @dataclass(frozen=True, slots=True)
-class AccumulateParts(BackgroundAction):
+class AccumulateParts(BackgroundAction, kind="accumulate"):
     """Tell one rank to add the READY parts of the next step to its gradients."""
 
-    kind: ClassVar[str] = "accumulate"
-
     rank: int
     token: Token
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseRank(BackgroundAction):
+class ReleaseRank(BackgroundAction, kind="releaserank"):
     """Release a rank's memory until its next step; `step` is the last that it has done."""
 
-    kind: ClassVar[str] = "releaserank"
-
     rank: int
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreRank(BackgroundAction):
+class RestoreRank(BackgroundAction, kind="restorerank"):
     """Restore a rank's memory."""
 
-    kind: ClassVar[str] = "restorerank"
-
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class CommitStep(Action):
+class CommitStep(Action, kind="commit"):
     """Move head to `step`."""
-
-    kind: ClassVar[str] = "commit"
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class RegisterCheckpoint(Action):
+class RegisterCheckpoint(Action, kind="register"):
     """Write a whole checkpoint into the record of checkpoints."""
-
-    kind: ClassVar[str] = "register"
 
     checkpoint: Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class RetainCheckpoints(BackgroundAction):
+class RetainCheckpoints(BackgroundAction, kind="retain"):
     """Keep these checkpoints, forget the others, then delete their files."""
-
-    kind: ClassVar[str] = "retain"
 
     kept: tuple[Checkpoint, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class PostWarning(Action):
+class PostWarning(Action, kind="warn"):
     """Write a warning about something that does not stop the run; a topic keeps its newest only."""
-
-    kind: ClassVar[str] = "warn"
 
     topic: str
     sentence: str
 
 
 @dataclass(frozen=True, slots=True)
-class PruneLog(BackgroundAction):
+class PruneLog(BackgroundAction, kind="prune"):
     """Move these log entries from the store to the run's folder."""
-
-    kind: ClassVar[str] = "prune"
 
     seqs: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class SweepKeys(BackgroundAction):
+class SweepKeys(BackgroundAction, kind="sweep"):
     """Delete what belongs to past worlds and cut-off weights: in the store, then checkpoints in the run's folder."""
-
-    kind: ClassVar[str] = "sweep"
 
     swept: SweptKeys
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetEvaluations(BackgroundAction):
+class ForgetEvaluations(BackgroundAction, kind="forgetevaluations"):
     """Move these versions' evaluations from the store to the run's folder."""
-
-    kind: ClassVar[str] = "forgetevaluations"
 
     versions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class BeginEpoch(Action):
+class BeginEpoch(Action, kind="beginepoch"):
     """Fix the statistics of a data epoch, and forget the records of these that nothing asks for any more."""
-
-    kind: ClassVar[str] = "beginepoch"
 
     record: EpochRecord
     forgotten: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Rollback(BackgroundAction):
+class Rollback(BackgroundAction, kind="rollback"):
     """Start a new world: from copies of head's state if they are at hand, else from the newest whole checkpoint on its chain.
 
     `between_steps`: only from head's own state, since the world that is there is well. `slots_as_seen`: only if the open steps
     are still what they were. `split`: of the slots, that a policy wants; None: as there was, or as the spec says. `stands_still`: the
     new world has no ranks, and nothing else is placed, until it is followed by another.
     """
-
-    kind: ClassVar[str] = "rollback"
 
     reason: str
     between_steps: bool = False
@@ -277,156 +235,122 @@ class Rollback(BackgroundAction):
 
 
 @dataclass(frozen=True, slots=True)
-class ReportCopies(BackgroundAction):
+class ReportCopies(BackgroundAction, kind="takestock"):
     """Write down which copies of train states this node's memory has, now that head's entry is `seq`."""
-
-    kind: ClassVar[str] = "takestock"
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True)
-class ReportFolder(FolderAction):
+class ReportFolder(FolderAction, kind="sayfolder"):
     """Write down which checkpoints this node's own folder has."""
-
-    kind: ClassVar[str] = "sayfolder"
 
 
 @dataclass(frozen=True, slots=True)
-class FetchWeights(FolderAction):
+class FetchWeights(FolderAction, kind="fetchweights"):
     """Bring staged weights to this node, from `source` if it gives them."""
-
-    kind: ClassVar[str] = "fetchweights"
 
     version: Version
     source: str
 
 
 @dataclass(frozen=True, slots=True)
-class FetchCheckpoint(FolderAction):
+class FetchCheckpoint(FolderAction, kind="fetchcheckpoint"):
     """Bring a copy of a checkpoint to this node."""
-
-    kind: ClassVar[str] = "fetchcheckpoint"
 
     checkpoint: SavedCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
-class FetchStart(FolderAction):
+class FetchStart(FolderAction, kind="bringstart"):
     """Verify every byte of this node's copy of the checkpoint that `world` starts from; fetch it again if it is damaged."""
-
-    kind: ClassVar[str] = "bringstart"
 
     checkpoint: SavedCheckpoint
     world: str
 
 
 @dataclass(frozen=True, slots=True)
-class GatherReceipts(FolderAction):
+class GatherReceipts(FolderAction, kind="gather"):
     """Fetch the receipts of all ranks up to `token` to this node."""
-
-    kind: ClassVar[str] = "gather"
 
     token: Token
 
 
 @dataclass(frozen=True, slots=True)
-class ArchiveRecords(FolderAction):
+class ArchiveRecords(FolderAction, kind="archive"):
     """Write these log entries and evaluations down in this node's own folder."""
-
-    kind: ClassVar[str] = "archive"
 
     seqs: tuple[int, ...] = ()
     evaluations: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class DiscardCheckpoints(FolderAction):
+class DiscardCheckpoints(FolderAction, kind="discard"):
     """Delete this node's own copies of checkpoints."""
-
-    kind: ClassVar[str] = "discard"
 
     versions: tuple[Version, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ChangePlan(Action):
+class ChangePlan(Action, kind="replan"):
     """Change which slots run engines."""
-
-    kind: ClassVar[str] = "replan"
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
-class ReturnSlots(Action):
+class ReturnSlots(Action, kind="giveback"):
     """Return slots that the job no longer uses to the cluster."""
-
-    kind: ClassVar[str] = "giveback"
 
     slots: frozenset[Slot]
 
 
 @dataclass(frozen=True, slots=True)
-class PublishWeights(EngineAction):
+class PublishWeights(EngineAction, kind="publish"):
     """Bring one engine to the committed weights."""
-
-    kind: ClassVar[str] = "publish"
 
     instance: str
     version: Version
 
 
 @dataclass(frozen=True, slots=True)
-class TakeLead(Action):
+class TakeLead(Action, kind="lead"):
     """Become the peer that plans the job's placement."""
-
-    kind: ClassVar[str] = "lead"
 
 
 @dataclass(frozen=True, slots=True)
-class WriteMove(Action):
+class WriteMove(Action, kind="place"):
     """Change the plan as a policy decided, or write down which train world it wants, or what it would do."""
-
-    kind: ClassVar[str] = "place"
 
     proposal: MoveProposal
 
 
 @dataclass(frozen=True, slots=True)
-class ReportMoves(Action):
+class ReportMoves(Action, kind="tellmoves"):
     """Write down the results of moves, if the record is still the one that this was made from."""
-
-    kind: ClassVar[str] = "tellmoves"
 
     report: MoveReport
 
 
 @dataclass(frozen=True, slots=True)
-class SleepEngine(EngineAction):
+class SleepEngine(EngineAction, kind="sleep"):
     """Release an engine's memory. `judge`: whose engine it is; empty: the policy's."""
 
-    kind: ClassVar[str] = "sleep"
-
     instance: str
     judge: str
 
 
 @dataclass(frozen=True, slots=True)
-class WakeEngine(EngineAction):
+class WakeEngine(EngineAction, kind="wake"):
     """Restore an engine's memory."""
 
-    kind: ClassVar[str] = "wake"
-
     instance: str
     judge: str
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUpPrompt(Action):
+class GiveUpPrompt(Action, kind="giveup"):
     """Cancel what is in flight here for `ref`. `stale`: it was issued in vain, and counts."""
-
-    kind: ClassVar[str] = "giveup"
 
     ref: PromptRef
     reason: str
@@ -434,10 +358,8 @@ class GiveUpPrompt(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class SetPhase(Action):
+class SetPhase(Action, kind="setphase"):
     """End the job. `at_head`: only if head and the open steps are still what the decision followed from."""
-
-    kind: ClassVar[str] = "setphase"
 
     phase: JobPhase
     reason: str
