@@ -136,7 +136,7 @@ def update_change(request: pb.UpdateJobRequest) -> Change:
         if "priority" in paths:
             new["priority"] = request.priority
         if "slots_min" in paths:
-            new["least"] = _in_units(request.slots_min, claim.unit)
+            new["least"] = -(-request.slots_min // claim.unit) * claim.unit  # slots of whole engines
         if "slots_max" in paths:
             new["most"] = request.slots_max or None
         made = claim.model_copy(update=new)
@@ -149,11 +149,6 @@ def update_change(request: pb.UpdateJobRequest) -> Change:
         return made
 
     return change
-
-
-def _in_units(slots: int, unit: int) -> int:
-    """Slots of whole engines."""
-    return -(-slots // unit) * unit
 
 
 def add_claim(

@@ -237,7 +237,7 @@ class StreamMethods(JobsServiceBase):
         run_dir = mirror.run_dir
         in_doubt = await asyncio.to_thread(has_no_values, names, all_steps(run_dir, log, StreamPosition(0)))
         before = all_steps(run_dir, log, place)
-        while some := await asyncio.to_thread(_some, before):
+        while some := await asyncio.to_thread(list, islice(before, AT_ONCE)):
             for entry in some:
                 place = StreamPosition(entry.step, entry.lineage)
                 yield entry
@@ -316,7 +316,3 @@ class StreamMethods(JobsServiceBase):
         history = EventLog(keys)
         history.note(JobMirror(keys), batch, JobMirror(keys).fold(batch), self._clock.wall())
         return history
-
-
-def _some(entries: Iterator[LogEntry]) -> list[LogEntry]:
-    return list(islice(entries, AT_ONCE))

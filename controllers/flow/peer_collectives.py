@@ -110,7 +110,7 @@ class PeerCollectives:
     async def _fix(self, at: Version, name: str) -> None:
         mirror = self._mirror()
         forgotten = finished_answers(
-            self._members(), self._parts(), (find_answer(s.record) for s in mirror.agreed.values())
+            self._members(), self._parts(), ((s.record.version, s.record.name) for s in mirror.agreed.values())
         )
         await self._make(agree(mirror.keys, compute_answer(at, name, self._parts()), forgotten))
 
@@ -137,8 +137,3 @@ class PeerCollectives:
     def _agreed(self, at: Version, name: str) -> Agreed | None:
         stored = self._mirror().agreed.get(f"{at}/{name}")
         return stored.record if stored is not None else None
-
-
-def find_answer(agreed: Agreed) -> tuple[Version, str]:
-    """The version and name of an answer."""
-    return agreed.version, agreed.name

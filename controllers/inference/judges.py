@@ -303,7 +303,9 @@ class ExternalJudges:
         if (known := self._asks.get(judge.name)) is not None:
             return known
         key = judge_key(judge, self._environ, f"judges.{number}")
-        gate = RateLimiter(judge.name, judge.external, self.spending, self._counts, self._clock, self._peers)
+        gate = RateLimiter(
+            judge.name, judge.external, self.spending, self._counts, self._clock, lambda: len(self._mirror().members)
+        )
         ask = ExternalJudgeClient(judge, key, gate, self.spending, self._counts, self._clock)
         self._asks[judge.name] = ask
         return ask
@@ -321,9 +323,6 @@ class ExternalJudges:
         await self.spending.finish()
         for ask in self._asks.values():
             await ask.close()
-
-    def _peers(self) -> int:
-        return len(self._mirror().members)
 
     async def _watch(self) -> None:
         while True:

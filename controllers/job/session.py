@@ -342,7 +342,7 @@ class JobSession(LiveJob):
             if done.outcome is not TxnOutcome.WON:
                 await self.changes.wait(LOOK_AGAIN_S)
             else:
-                await self.changes.until(self._has_ended)
+                await self.changes.until(lambda: self.mirror.has_ended)
 
     def prune(self, before: JobMirror) -> None:
         """Drop groups that a new head has made terminal, cut off or too old."""
@@ -422,9 +422,6 @@ class JobSession(LiveJob):
             report_missing,
             lambda spec: open_judges(spec, self.judges, self._judge_counts, self.dependencies.clock, self.external),
         )
-
-    def _has_ended(self) -> bool:
-        return self.mirror.has_ended
 
     def _head_version(self) -> Version | None:
         return None if self.mirror.head is None else self.mirror.head.record.version

@@ -77,11 +77,9 @@ def fits_grant(view: JobView) -> bool:
     """Whether the job can run on what it is granted and is there."""
     if view.claim.ends:
         return False
-    return view.remembered.get("fits", (view.nodes, view.share, view.claim), lambda: _fits(view))
-
-
-def _fits(view: JobView) -> bool:
-    return new_placer(view.spec).fits(placement_snapshot(view))
+    return view.remembered.get(
+        "fits", (view.nodes, view.share, view.claim), lambda: new_placer(view.spec).fits(placement_snapshot(view))
+    )
 
 
 def remove_slots(plan: Plan, slots: frozenset[Slot]) -> Plan | None:

@@ -328,7 +328,7 @@ class PageContent:
         runner = self._runner(uid)
         known = runner is not None and runner.mirror.job is not None and runner.mirror.status is not None
         mirror = runner.mirror if runner is not None and known else await self._jobs.mirror(uid)
-        if mirror.job is None or not may_see(_namespace(mirror)):
+        if mirror.job is None or not may_see(mirror.job.record.namespace):
             raise NotFound(f"there is no job {uid[:40]!r}", fix="The page's list shows the jobs there are")
         return mirror
 
@@ -355,10 +355,6 @@ def reachable_address(listens: str, address: str) -> str:
     """Where others reach what a node serves at `listens`: one that listens at every address is reached as its daemon at `address` is."""
     host, _, port = listens.rpartition(":")
     return f"{address.rpartition(':')[0]}:{port}" if host.strip("[]") in EVERY_ADDRESS else listens
-
-
-def _namespace(mirror: JobMirror) -> str:
-    return mirror.job_record.namespace
 
 
 def _told(message: pb.Job) -> Tree:

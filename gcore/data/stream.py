@@ -165,7 +165,7 @@ class PromptStream:
 
     def found(self, ref: PromptRef) -> tuple[PromptSource, int]:
         """The source and the entry that `ref` stands for. Reads no data. Raises IndexError outside the stream."""
-        order = self._reordered(ref.data_epoch, ref.shard)
+        order = None if self.reorder is None else self.reorder(ref.data_epoch, ref.shard)
         if order is None:
             return self._at(ref.data_epoch, entry_index(self.shape, self._seed, ref))
         return self.at(ref.data_epoch, ref.shard, order.index(ref.seq))
@@ -179,9 +179,6 @@ class PromptStream:
     def _at(self, data_epoch: int, place: int) -> tuple[PromptSource, int]:
         found = self.mixture.at(data_epoch, place)
         return self.sources[found.source], found.entry
-
-    def _reordered(self, data_epoch: int, shard: int) -> ShardPermutation | None:
-        return None if self.reorder is None else self.reorder(data_epoch, shard)
 
 
 def cut_shards(refs: int, shards: int) -> StreamShape:

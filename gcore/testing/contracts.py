@@ -102,7 +102,11 @@ def check_reward(
             _promise(once == again, f"reward {name!r} gives {once}, then {again}, for the same response and entry")
             _promise(math.isfinite(once.value), f"reward {name!r} is {once.value}")
     odd = spec.model_copy(update={"options": {**spec.options, NO_SUCH_OPTION: 1}})
-    _refuses(f"reward {name!r} takes an option it cannot know", lambda: _open_and_score(odd, entries[0]), RewardError)
+    _refuses(
+        f"reward {name!r} takes an option it cannot know",
+        lambda: OpenReward.of(odd)(Response("0"), entries[0]),
+        RewardError,
+    )
     bare = {key: value for key, value in entries[0].items() if key != answer}
     if len(bare) < len(entries[0]):
         _says_so(f"reward {name!r} and an entry without {answer!r}", lambda: reward(Response(""), bare), RewardError)
@@ -196,10 +200,6 @@ def _scored(name: str, reward: OpenReward, response: str, entry: Mapping[str, An
             f"reward {name!r} cannot score the response {shown}: {error}; a response that is nonsense is worth little, and "
             f"is no error{f'{chr(10)}{trace}' if trace else ''}"
         ) from error
-
-
-def _open_and_score(spec: RewardSpec, entry: Mapping[str, Any]) -> None:
-    OpenReward.of(spec)(Response("0"), entry)
 
 
 def _kept(found: CheckedFilter, group: Group, entry: Mapping[str, Any]) -> str | None:

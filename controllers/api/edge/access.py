@@ -336,7 +336,12 @@ class AccessService(access_pb2_grpc.AccessServicer):
     async def WhoAmI(self, request: pb.WhoAmIRequest, context: CallContext) -> pb.WhoAmIReply:
         """Whom this call is taken for."""
         me = current_caller()
-        return pb.WhoAmIReply(name=me.name, role=me.role.word, namespaces=_spaces(me), namespace=me.home)
+        return pb.WhoAmIReply(
+            name=me.name,
+            role=me.role.word,
+            namespaces=[EVERY] if me.namespaces is None else sorted(me.namespaces),
+            namespace=me.home,
+        )
 
     @handle_errors
     async def CreateToken(self, request: pb.CreateTokenRequest, context: CallContext) -> pb.CreateTokenReply:
@@ -406,10 +411,6 @@ class AccessService(access_pb2_grpc.AccessServicer):
             await self._store.transact([], [Delete(keys.token(one.id))])
         if len(records) - len(gone) >= MOST_TOKENS:
             raise GcoreError(f"there are {MOST_TOKENS} tokens already", fix="Revoke those that nobody uses")
-
-
-def _spaces(one: Caller) -> list[str]:
-    return [EVERY] if one.namespaces is None else sorted(one.namespaces)
 
 
 def _field_of(error: UsageError) -> str:

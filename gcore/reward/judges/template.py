@@ -17,7 +17,7 @@ mistakes and endless growth. It is no jail: a hostile template can still make a 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ class BoundedSandbox(Sandbox):
         own = {"join": _joined, "replace": _replaced, "string": render_value, "tojson": _as_json, "round": _rounded}
         own["list"] = _listed
         self.filters = {name: self.filters[name] for name in _FILTERS.split()} | own
-        self.filters |= {_COUNTED: _counted, _TOGETHER: _together, _MADE: _made, _LONG: _long, _WHOLE: _whole}
+        self.filters |= {_COUNTED: _counted, _TOGETHER: _joined, _MADE: _made, _LONG: _long, _WHOLE: _whole}
         self.globals = {name: self.globals[name] for name in ("namespace", "raise_exception")}
         self.globals |= {"dict": _dict, "range": _range}
 
@@ -312,10 +312,6 @@ def _listed(context: Context, values: Iterable[Any]) -> list[Any]:
         items, letters = items + 1 + more, letters + others
         _check_size(items, letters)
     return made
-
-
-def _together(pieces: Sequence[Any]) -> str:
-    return _joined(pieces)
 
 
 def _joined(values: Iterable[Any], separator: str = "", attribute: str | None = None) -> str:
