@@ -61,13 +61,11 @@ class LogprobRequest:
     """Tokens whose log-probabilities are asked for at each position."""
 
 
-class SamplingBody(BaseModel):
-    """`sampling_params`, for one prompt. Null is the default, but for `max_new_tokens`: there it is no limit."""
+class SamplingFields(BaseModel):
+    """What SGLang's and OpenAI's bodies call by the same names."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    max_new_tokens: int | None = 128
-    min_new_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
@@ -76,9 +74,18 @@ class SamplingBody(BaseModel):
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool = False
-    sampling_seed: int | None = None
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+
+
+class SamplingBody(SamplingFields):
+    """`sampling_params`, for one prompt. Null is the default, but for `max_new_tokens`: there it is no limit."""
+
+    model_config = ConfigDict(strict=True)
+
+    max_new_tokens: int | None = 128
+    min_new_tokens: int = 0
+    sampling_seed: int | None = None
     stream_interval: int = 1
 
     @model_validator(mode="before")

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gcore.engines.detokenizer import stable_text
 from gcore.engines.serving.http import checked_body
-from gcore.engines.serving.io_struct import GenerateCall, LogprobRequest, SamplingBody, Texts
+from gcore.engines.serving.io_struct import GenerateCall, LogprobRequest, SamplingBody, SamplingFields
 
 NonNegativeCount = Annotated[int, Field(ge=0)]
 SOME = Field(min_length=1, fail_fast=True)
@@ -50,26 +50,14 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class _Asking(BaseModel):
+class _Asking(SamplingFields):
     """Fields that both routes take."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     model: str = "default"
-    n: int = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
     min_tokens: int = 0
     seed: int | None = None
-    stop: str | Texts | None = None
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    no_stop_trim: bool = False
     user: str | None = None
 
     @model_validator(mode="before")
@@ -89,19 +77,10 @@ class _Asking(BaseModel):
     def sampling(self, max_new_tokens: int | None) -> SamplingBody:
         """As parameters of /generate. Raises EngineError for a value that cannot be."""
         params = SamplingBody(
+            **{name: getattr(self, name) for name in SamplingFields.model_fields},
             max_new_tokens=max_new_tokens,
             min_new_tokens=self.min_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            n=self.n,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
             sampling_seed=self.seed,
-            skip_special_tokens=self.skip_special_tokens,
-            no_stop_trim=self.no_stop_trim,
         )
         params.check()
         return params
