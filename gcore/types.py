@@ -55,6 +55,15 @@ class Version(NamedTuple):
         return cls(int(lineage), int(step))
 
 
+CHECKPOINTS = "checkpoints"
+"""The folder of all checkpoints, in a run's folder."""
+
+
+def checkpoint_file(version: Version) -> str:
+    """Where the checkpoint made at `version` lies, below the run's folder."""
+    return f"{CHECKPOINTS}/{version.lineage}-{version.step}"
+
+
 class Token(NamedTuple):
     """Names one attempt at one step, for ranks and holders. A higher attempt of the same step replaces a lower."""
 

@@ -20,19 +20,25 @@ from controllers.identity import node_of
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config.load import stored_spec
 from gcore.config.spec import SamplesSpec
-from gcore.errors import GcoreError, Unreachable, explain_os_errors
+from gcore.errors import GcoreError, SpecError, Unreachable, explain_os_errors
 from gcore.ledger import archive
 from gcore.ledger.archive import ArchivedLog
-from gcore.ledger.audit.audit import AuditInputs, audit_records
+from gcore.ledger.audit.audit import AuditInputs, ManifestFacts, audit_records
 from gcore.ledger.audit.chain import Audit, Finding
 from gcore.ledger.audit.receipts import ReceiptFolder
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records.chain import Checkpoint
+from gcore.ledger.records.chain import Checkpoint, Head
 from gcore.ledger.records.job import JobPhase
 from gcore.ledger.records.slot_accounting import encode_line, read_step_lines
 from gcore.ledger.retention import Retention, keep_reasons
 from gcore.ledger.selection import rules_of
-from gcore.models.layout import CHECKPOINTS, MANIFEST_FILE, CheckpointDamaged, checkpoints_in, read_manifest
+from gcore.models.layout import (
+    MANIFEST_FILE,
+    CheckpointDamaged,
+    checkpoints_in,
+    manifest_digest,
+    read_manifest,
+)
 from gcore.observability.samples import (
     GroupLine,
     KeptGroup,
@@ -53,7 +59,7 @@ from gcore.observability.samples import (
 )
 from gcore.schema import UnreadableRecord
 from gcore.store.types import WatchBatch
-from gcore.types import Version
+from gcore.types import CHECKPOINTS, Token, Version, checkpoint_file
 
 _ORDERS: dict[int, Order] = {
     pb.SAMPLE_ORDER_UNSPECIFIED: "stream",
@@ -180,37 +186,93 @@ class NoRecordsCopy(Unreachable):
     """A run's folder does not hold what an audit needs, so only a cluster can answer. No violation: nothing was audited."""
 
 
-def audit_of_records(uid: str, batch: WatchBatch, run_dir: Path | None = None) -> Audit:
-    """Audit a job whose records are `batch`. `run_dir`: where its folder lies; None: where its record says. Blocks on the disk."""
+def audit_of_records(
+    uid: str,
+    batch: WatchBatch,
+    run_dir: Path | None = None,
+    known: Collection[tuple[str, Token]] | None = None,
+) -> Audit:
+    """Audit a job whose records are `batch`. `run_dir`: where its folder lies; None: where its record says. `known`: the tokens of which
+    there were receipts before the records were read (`check_uncommitted`). Blocks on the disk."""
     try:
         mirror = archive.mirror_of(uid, batch)
     except UnreadableRecord as error:
-        return Audit((Finding("record", str(error)),))
+        return _violation(str(error))
     if mirror.job is None:
-        return Audit((Finding("record", f"the job's own record is missing ({mirror.keys.job})"),))
-    if mirror.head is None:
-        if mirror.status is None or mirror.status.record.phase is JobPhase.RUNNING:
-            return Audit((Finding("record", f"head is missing ({mirror.keys.head})"),))
-        return Audit()  # it ended, or waits, without having begun
+        return _violation(f"the job's own record is missing ({mirror.keys.job})")
+    if mirror.job.record.uid != uid:
+        return _violation(f"the job's own record ({mirror.keys.job}) is of job {mirror.job.record.uid}")
     folder = run_dir if run_dir is not None else mirror.run_dir
     try:
-        return _audit(mirror, folder)
+        if mirror.head is None:
+            return _audit_without_head(mirror, folder)
+        return _audit(mirror, mirror.head.record, folder, known)
+    except SpecError as error:
+        return _violation(f"the job's own record ({mirror.keys.job}) is of no possible job: {error}")
     except OSError as error:
-        return Audit((Finding("record", f"the run's folder {folder} cannot be read ({error.strerror or error})"),))
+        return _violation(f"the run's folder {folder} cannot be read ({error.strerror or error})")
 
 
-def _audit(mirror: JobMirror, run_dir: Path) -> Audit:
-    assert mirror.head is not None
+def _violation(sentence: str) -> Audit:
+    return Audit((Finding("record", sentence),))
+
+
+def _audit_without_head(mirror: JobMirror, run_dir: Path) -> Audit:
+    """Head is written with the first entry and stays for ever: it is missing where anything shows that the job has begun."""
+    log = ArchivedLog(run_dir, {seq: stored.record for seq, stored in mirror.log.items()})
+    registered = len(mirror.checkpoints.record.entries) if mirror.checkpoints is not None else 0
+    counts = {
+        "log entries": len(log),
+        "receipts": len(known_tokens(run_dir)),
+        "checkpoints": max(registered, len(checkpoints_in(run_dir))),
+        "seals": len(mirror.seals),
+        "evaluations": len(mirror.evaluations),
+    }
+    shown = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    phase = mirror.status.record.phase if mirror.status is not None else None
+    if shown:
+        return _violation(f"head is missing ({mirror.keys.head}), and there are {shown}")
+    if phase is None or phase in (JobPhase.RUNNING, JobPhase.SUCCEEDED):
+        return _violation(f"head is missing ({mirror.keys.head}), and the job is {phase or 'without a state'}")
+    return Audit()  # it ended, or waits, without having begun
+
+
+def _audit(mirror: JobMirror, head: Head, run_dir: Path, known: Collection[tuple[str, Token]] | None) -> Audit:
     log = ArchivedLog(run_dir, {seq: stored.record for seq, stored in mirror.log.items()})
     receipts = ReceiptFolder(run_dir)
+    checkpoints = mirror.checkpoints.record.entries if mirror.checkpoints is not None else ()
     standing = AuditInputs(
+        uid=mirror.job_record.uid,
         seals=[stored.record for stored in mirror.seals.values()],
         offers=[stored.record for stored in mirror.offers.values()],
-        checkpoints=mirror.checkpoints.record.entries if mirror.checkpoints is not None else (),
+        checkpoints=checkpoints,
+        manifests=_manifests(run_dir, checkpoints),
         phase=mirror.status.record.phase if mirror.status is not None else None,
+        known=known,
     )
-    found = audit_records(rules_of(mirror.job_record), mirror.head.record, log, receipts, standing)
-    return found.with_problems((*(one.why for one in mirror.unreadable.values()), *log.problems, *receipts.problems))
+    found = audit_records(rules_of(mirror.job_record), head, log, receipts, standing)
+    stateless = ["the job's state is missing"] if mirror.status is None else []
+    unread = (one.why for one in mirror.unreadable.values())
+    return found.with_problems((*stateless, *unread, *log.problems, *receipts.problems))
+
+
+def _manifests(run_dir: Path, checkpoints: Sequence[Checkpoint]) -> dict[str, ManifestFacts]:
+    """Of those that lie in the run's folder and can be read. Others are no violation: a checkpoint may lie on another node, and one that
+    is damaged is found before a job goes back to it."""
+    found = {}
+    for one in checkpoints:
+        if one.file != checkpoint_file(one.version):
+            continue  # the audit says so, and no path that somebody made up is followed
+        folder = run_dir / one.file
+        with contextlib.suppress(CheckpointDamaged):
+            manifest = read_manifest(folder)
+            found[one.file] = ManifestFacts(manifest.job_uid, manifest.version, manifest_digest(folder))
+    return found
+
+
+def known_tokens(run_dir: Path) -> frozenset[tuple[str, Token]]:
+    """The worlds and tokens of which receipts lie in a run's folder. Raises OSError. Blocks."""
+    return frozenset(ReceiptFolder(run_dir).tokens())
 
 
 def audit_of_folder(run_dir: Path) -> Audit:
@@ -222,14 +284,21 @@ def audit_of_folder(run_dir: Path) -> Audit:
             f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)
         ) from error
     except UnreadableRecord as error:
-        return Audit((Finding("record", str(error)),))
+        return _violation(str(error))
     if copy is None:
         raise NoRecordsCopy(
             "the run's folder has no copy of the job's records",
             where=str(run_dir / archive.COPY_FOLDER),
             fix="Start its cluster (`gcore up`) and ask again: the copy is written when a job ends, or is audited after",
         )
-    return audit_of_records(copy.uid, copy.batch, run_dir)
+    found = audit_of_records(copy.uid, copy.batch, run_dir)
+    with contextlib.suppress(OSError):  # it says so itself
+        newest = archive.highest_in_folder(run_dir).lineage
+        if newest > copy.head.lineage:
+            # A job that has come to an end goes on only where etcd was restored from an older backup.
+            what = f"the copy of the job's records ends in lineage {copy.head.lineage}, and the folder holds lines of lineage {newest}"
+            found = found.with_problems([f"{what}: if its cluster still runs the job, audit it there"])
+    return found
 
 
 def find_run(runs: Path, job: str) -> Path | None:

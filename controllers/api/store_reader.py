@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from controllers.api.edge.access import current_caller, may_see
 from controllers.api.edge.errors import NamespaceNotFound, NotFound
-from controllers.api.run_reader import audit_of_records
+from controllers.api.run_reader import audit_of_records, known_tokens
 from controllers.cluster.mirror import read_record
 from controllers.storage.peer_files import FetchFailed
 from controllers.storage.run_folder import (
@@ -43,6 +43,7 @@ from gcore.schema import Record, UnreadableRecord
 from gcore.store import keys
 from gcore.store.keys import DEFAULT_NAMESPACE, JobKeys
 from gcore.store.types import KeyListing, KeyValue, Store, WatchBatch, WatchEvent
+from gcore.types import Token
 from gcore.worker.records import WorkerRecord
 
 if TYPE_CHECKING:
@@ -249,6 +250,7 @@ class StoreReader:
     async def audit(self, uid: str) -> Audit:
         """Recompute a job's accounts from its log and the ranks' receipts. One that has ended leaves a copy of its records
         in its folder, if there is none yet."""
+        known = await self._known_tokens(uid)
         listing = await self._store.list(JobKeys(uid).prefix)
         batch = _as_heard(listing)
         run_dir: Path | None = None
@@ -256,10 +258,18 @@ class StoreReader:
             mirror = self._here(mirror_of(uid, batch))
             run_dir = None if mirror.job is None else mirror.run_dir
             await self.collect(mirror, collect_records)
-        found = await asyncio.to_thread(audit_of_records, uid, batch, run_dir)
+        found = await asyncio.to_thread(audit_of_records, uid, batch, run_dir, known)
         if run_dir is not None:
             await asyncio.to_thread(_leave_copy, uid, listing, run_dir)
         return found
+
+    async def _known_tokens(self, uid: str) -> Collection[tuple[str, Token]]:
+        """The tokens of which receipts lie in the run's folder by now."""
+        with contextlib.suppress(UnreadableRecord, OSError):  # the audit says so
+            mirror = self._here(mirror_of(uid, _as_heard(await self._store.list(JobKeys(uid).job))))
+            if mirror.job is not None:
+                return await asyncio.to_thread(known_tokens, mirror.run_dir)
+        return ()
 
 
 def _namespace_of(kv: KeyValue) -> str:

@@ -18,11 +18,9 @@ from controllers.rules.world import state_at_hand
 from gcore.errors import GcoreError, SpecError
 from gcore.ledger import chain, transactions
 from gcore.ledger.archive import highest_in_folder
-from gcore.ledger.chain import entry_digest
 from gcore.ledger.records.chain import Checkpoint, LogEntry
 from gcore.ledger.records.job import Plan
 from gcore.ledger.selection import resumable_checkpoints
-from gcore.ledger.statistics import NOTHING
 from gcore.ledger.transactions import Transaction, TxnOutcome, Versioned, keeping_to
 from gcore.models.layout import CheckpointDamaged, highest_lineage, manifest_digest, verify_checkpoint
 
@@ -68,18 +66,17 @@ async def roll_back(action: Rollback, view: JobView, effects: Effects) -> Action
         problem = await _find_problem(target, view, effects)
         if isinstance(problem, ActionResult):
             return problem
-        if entry is None or entry.cursors is None:
-            problem = f"its log entry {target.seq} is not there"
-        if problem or entry is None or entry.cursors is None:
+        if entry is None or entry.cursors is None or entry.tally is None:
+            problem = (
+                f"its log entry {target.seq} {'is not there' if entry is None else 'keeps no cursors or no tally'}"
+            )
+        if problem or entry is None:
             log.warning("checkpoint %s is skipped: %s", target.file, problem)
             skipped.append(f"checkpoint {target.file} is skipped: {problem.rstrip('.')}")
             continue
         reason = "; ".join([reason, *skipped])
         await _warn_of_skipped(skipped, target, view, effects)
-        tally, parent = entry.tally or NOTHING, entry_digest(entry)
-        advance = chain.rollback_entry(
-            head, target, entry.cursors, world, new_writer(view), reason, tally=tally, parent_digest=parent, seen=seen
-        )
+        advance = chain.rollback_entry(head, entry, world, new_writer(view), reason, seen=seen)
         report = await effects.ledger.run(_transaction(action, view, advance, plan))
         sentence = f"rollback from step {head.step} to {target.step}, lineage {advance.head.lineage}: {reason}"
         return ActionResult(report.outcome, sentence, report.revision)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gcore.data.order import Cursors, StreamShape
-from gcore.ledger.records.chain import Checkpoint, EndedRef, Head, Lineage, LogEntry, Seal, SealState, Tally, WorldState
+from gcore.ledger.records.chain import Checkpoint, EndedRef, Head, Lineage, LogEntry, Seal, SealState, WorldState
 from gcore.ledger.records.cluster import ATTENTION_EQUALS_AT
 from gcore.ledger.selection import SealPart, SealStep
 from gcore.ledger.statistics import NOTHING, add_to_tally, start_next_step
@@ -222,31 +222,22 @@ def account_entry(head: Head, outcomes: tuple[EndedRef, ...], shape: StreamShape
 
 
 def rollback_entry(
-    head: Head,
-    target: Checkpoint,
-    cursors: Cursors,
-    world: str,
-    writer: ChainWriter,
-    reason: str,
-    *,
-    tally: Tally,
-    parent_digest: str = "",
-    seen: HighWater = NOTHING_SEEN,
+    head: Head, target: LogEntry, world: str, writer: ChainWriter, reason: str, *, seen: HighWater = NOTHING_SEEN
 ) -> Advance:
-    """Head at the target's step, in a new lineage and a new world.
+    """Head at the step of a checkpoint, whose entry is `target`, in a new lineage and a new world.
 
-    `cursors`, `tally`: those of the target's entry; `parent_digest`: its own. No number that was `seen` is given out twice.
+    No number that was `seen` is given out twice. Raises ValueError for an entry that keeps no cursors or no tally.
     """
-    after = _in_new_lineage(head, target.step, world, writer, seen).model_copy(
-        update={"parent": target.seq, "cursors": cursors, "tally": tally}
-    )
+    if target.cursors is None or target.tally is None:
+        raise ValueError(f"log entry {target.seq} does not keep what a rollback needs")
+    kept = {"cursors": target.cursors, "tally": target.tally}
+    after = _in_new_lineage(head, target.step, world, writer, seen).model_copy(update={"parent": target.seq, **kept})
     return _advance(
         after,
         "rollback",
         writer,
-        parent_digest=parent_digest,
-        cursors=cursors,
-        tally=tally,
+        parent_digest=entry_digest(target),
+        **kept,
         reason=reason,
         follows=_left_out(head, after),
     )

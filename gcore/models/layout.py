@@ -29,13 +29,10 @@ from typing import Literal, Self
 from gcore.errors import DataError, GcoreError, UsageError, explain_os_errors
 from gcore.schema import Record, RecordPart, UnreadableRecord
 from gcore.system.files import replace_folder, sweep_drafts
-from gcore.types import Version
+from gcore.types import CHECKPOINTS, Version, checkpoint_file
 
 FIRST_WEIGHTS = Version(0, 0)
 """What the weights in the model's own folder are called."""
-
-CHECKPOINTS = "checkpoints"
-"""The folder of all checkpoints, in a run's folder."""
 
 MODEL_FILE = "model.safetensors"
 EXP_AVG_FILE = "exp_avg.safetensors"
@@ -109,7 +106,7 @@ def delete_old_staged(parent: Path) -> None:
 
 def checkpoint_folder(run_dir: Path, version: Version) -> Path:
     """Where the checkpoint made at `version` lies."""
-    return run_dir / CHECKPOINTS / f"{version.lineage}-{version.step}"
+    return run_dir / checkpoint_file(version)
 
 
 def highest_lineage(run_dir: Path) -> int:

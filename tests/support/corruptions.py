@@ -8,6 +8,7 @@ not changed along with it, except where that would be given away by a simpler ch
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 from gcore.data.order import Cursors, ShardCursor
 from gcore.ledger.audit.chain import MOST_REFS, Kind
-from gcore.ledger.records.chain import Checkpoints, EndedRef, Head, Lineage, LogEntry, Seal, SealState
+from gcore.ledger.records.chain import Checkpoint, Checkpoints, EndedRef, Head, Lineage, LogEntry, Seal, SealState
 from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
 from gcore.ledger.selection import StreamRules, resumable_checkpoints, rules_of
 from gcore.types import PromptRef, Token, Version
@@ -452,7 +453,150 @@ def said_to_have_succeeded(scene: Scene) -> Refuted:
     return Refuted("end", scene.apart(scene.head.cursors, whole), words)
 
 
+def head_removed(scene: Scene) -> Refuted:
+    """Of a job that has ended, so that it could pass for one that never began."""
+    del scene.records["head"]
+    scene.records["state"] = JobStatus(phase=JobPhase.SUCCEEDED, reason="all is done").encode()
+    return Refuted("record", words="log entries", about="a record")
+
+
+def head_and_log_removed(scene: Scene) -> Refuted:
+    """The receipts, the archive and the checkpoints are left."""
+    for key in [key for key in scene.records if key in ("head", "ckpts") or key.startswith(("log/", "seal/", "eval/"))]:
+        del scene.records[key]
+    for file in (scene.run_dir / "log").glob("*.jsonl"):
+        file.unlink()
+    scene.records["state"] = JobStatus(phase=JobPhase.CANCELLED, reason="nobody wanted it").encode()
+    return Refuted("record", words="receipts", about="a record")
+
+
+def state_removed(scene: Scene) -> Refuted:
+    del scene.records["state"]
+    return Refuted("record", words="state is missing", about="a record")
+
+
+def said_to_be_pending(scene: Scene) -> Refuted:
+    scene.records["state"] = JobStatus(phase=JobPhase.PENDING).encode()
+    return Refuted("record", words="state is PENDING", about="a record")
+
+
+def trained_beyond_head(scene: Scene) -> Refuted:
+    """By every rank, in head's own world, and no seal is READY."""
+    entry = scene.trained[0]
+    assert entry.token is not None
+    return _receipts_under(scene, entry, entry.token._replace(step=scene.head.step + 1), "which no log entry names")
+
+
+def trained_in_no_lineage(scene: Scene) -> Refuted:
+    entry = scene.trained[0]
+    assert entry.token is not None
+    return _receipts_under(scene, entry, entry.token._replace(lineage=scene.head.lineage + 5), "had no such world")
+
+
+def _receipts_under(scene: Scene, entry: LogEntry, token: Token, words: str) -> Refuted:
+    """The receipts of a step once more, under another token and with prompts of their own."""
+    refs: set[PromptRef] = set()
+    for file, _, tree in scene.receipts_of(entry):
+        refs.update(map(PromptRef.parse, (name for name, _, _ in tree["groups"])))
+        with file.open("a") as lines:
+            lines.write(json.dumps({**tree, "token": str(token)}, separators=(",", ":")) + "\n")
+    return Refuted("receipt", tuple(sorted(refs)), words)
+
+
+def head_names_no_entry(scene: Scene) -> Refuted:
+    """And its entry says something else that adds up."""
+    entry = scene.trained[0]
+    scene.put_entry(entry, stats={"reward": 1.0})
+    scene.put_head(digest="")
+    return Refuted("chain", words=f"head does not name its log entry {entry.seq} by content", about="an entry")
+
+
+def entry_names_no_parent(scene: Scene) -> Refuted:
+    entry = scene.trained[0]
+    scene.put_entry(entry, parent_digest="")
+    return Refuted("chain", words=f"log entry {entry.seq} does not name its parent by content", about="an entry")
+
+
+def group_without_content(scene: Scene) -> Refuted:
+    entry = scene.trained[0]
+    old = first_trained(entry)
+    scene.put_entry(entry, delta=swapped(entry, old.model_copy(update={"digest": ""})))
+    return Refuted("receipt", (old.ref,), "without its content")
+
+
+def ranks_not_told(scene: Scene) -> Refuted:
+    entry = scene.trained[0]
+    scene.put_entry(entry, ranks=None)
+    return Refuted("receipt", words="does not say how many ranks", about="an entry")
+
+
+def _registered(scene: Scene) -> tuple[Checkpoint, ...]:
+    entries = Checkpoints.decode(scene.records["ckpts"]).entries
+    assert len(entries) > 2
+    return entries
+
+
+def checkpoints_swapped(scene: Scene) -> Refuted:
+    first, one, other, *rest = _registered(scene)
+    scene.records["ckpts"] = Checkpoints(entries=(first, other, one, *rest)).encode()
+    return Refuted("checkpoint", words="stands behind", about="a record")
+
+
+def checkpoint_doubled(scene: Scene) -> Refuted:
+    entries = _registered(scene)
+    scene.records["ckpts"] = Checkpoints(entries=(*entries, entries[-1])).encode()
+    return Refuted("checkpoint", words="stands behind", about="a record")
+
+
+def checkpoint_elsewhere(scene: Scene) -> Refuted:
+    """A path that climbs out of the run's folder."""
+    *entries, newest = _registered(scene)
+    there = newest.model_copy(update={"file": f"checkpoints/../../{newest.file}"})
+    scene.records["ckpts"] = Checkpoints(entries=(*entries, there)).encode()
+    return Refuted("checkpoint", words=f"should lie in {newest.file}", about="a record")
+
+
+def checkpoint_of_other_content(scene: Scene) -> Refuted:
+    *entries, newest = _registered(scene)
+    other = newest.model_copy(update={"digest": "0" * 64})
+    scene.records["ckpts"] = Checkpoints(entries=(*entries, other)).encode()
+    return Refuted("checkpoint", words="was registered with the manifest 0000", about="a record")
+
+
+def checkpoint_of_another_job(scene: Scene) -> Refuted:
+    """Its folder, and the digest with it."""
+    *entries, newest = _registered(scene)
+    file = scene.run_dir / newest.file / "manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "job_uid": "f" * 12}, separators=(",", ":")))
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    scene.records["ckpts"] = Checkpoints(entries=(*entries, newest.model_copy(update={"digest": digest}))).encode()
+    return Refuted("checkpoint", words=f"of job {'f' * 12}", about="a record")
+
+
+def job_of_no_possible_spec(scene: Scene) -> Refuted:
+    job = JobRecord.decode(scene.records["job"])
+    spec = {**job.spec, "rollout": {**job.spec["rollout"], "staleness": 3}}
+    scene.records["job"] = job.model_copy(update={"spec": spec}).encode()
+    return Refuted("record", words="is of no possible job", about="a record")
+
+
 CORRUPTIONS: tuple[Callable[[Scene], Refuted], ...] = (
+    head_removed,
+    head_and_log_removed,
+    state_removed,
+    said_to_be_pending,
+    trained_beyond_head,
+    trained_in_no_lineage,
+    head_names_no_entry,
+    entry_names_no_parent,
+    group_without_content,
+    ranks_not_told,
+    checkpoints_swapped,
+    checkpoint_doubled,
+    checkpoint_elsewhere,
+    checkpoint_of_other_content,
+    checkpoint_of_another_job,
+    job_of_no_possible_spec,
     entry_removed,
     archived_line_removed,
     archived_line_changed,

@@ -13,7 +13,7 @@ from typing import Any
 from simulated_workers import Content, Floor
 
 from controllers.rules.placement import plan_slots
-from gcore.ledger.audit.audit import audit_records
+from gcore.ledger.audit.audit import AuditInputs, audit_records
 from gcore.ledger.balance import part_digests
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Head, LogEntry, Seal, SealState
@@ -130,7 +130,8 @@ class Invariants:
 
     def _check_head(self, head: Head) -> None:
         self._states[head.version] = self._trained(head)
-        found = audit_records(self._rules, head, self._log, self._floor.receipts)
+        seals = [stored.record for stored in self.mirror.seals.values()]
+        found = audit_records(self._rules, head, self._log, self._floor.receipts, AuditInputs(seals=seals))
         if not found.clean:
             self._wrong(f"the audit: {'; '.join(found.violations)}")
 

@@ -30,7 +30,7 @@ from gcore.config import JobSpec, new_spec
 from gcore.ledger import chain, collectives, evaluation, transactions
 from gcore.ledger import statistics as epochs
 from gcore.ledger.balance import balance_samples
-from gcore.ledger.chain import ChainWriter, entry_digest
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Assignment, EndedRef, Member, Offer, OfferedGroup
 from gcore.ledger.records.job import (
@@ -264,13 +264,9 @@ class LongJob:
         assert plan is not None
         target = known.record.entries[-1]
         entry = mirror.log[target.seq].record
-        assert entry.cursors is not None
-        assert entry.tally is not None
         self.rollbacks += 1
         world = f"world-{self.rollbacks}"
-        advance = chain.rollback_entry(
-            head, target, entry.cursors, world, self.writer(), "a rank died", tally=entry.tally, parent_digest=entry_digest(entry)
-        )  # fmt: skip
+        advance = chain.rollback_entry(head, entry, world, self.writer(), "a rank died")
         self.make(
             transactions.rollback(KEYS, self.slots, known, advance, plan, self.plan(world, plan.record.generation + 1))
         )

@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, cast
 from gcore.ledger import archive, chain, transactions
 from gcore.ledger.archive import mirror_of
 from gcore.ledger.balance import balance_samples
-from gcore.ledger.chain import NOTHING_SEEN, ChainWriter, HighWater, entry_digest
+from gcore.ledger.chain import NOTHING_SEEN, ChainWriter, HighWater
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, EndedRef, Head, Offer, OfferedGroup
 from gcore.ledger.records.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, RankPlace
 from gcore.ledger.selection import OffersView, SealStep, StreamRules, choose_seal, refs_in_order, rules_of
 from gcore.ledger.transactions import Transaction, TransactionExecutor, TxnOutcome
+from gcore.models.layout import MANIFEST_FILE, Manifest, manifest_digest
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyListing, Put, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.train.checkpoint.run_files import ReceiptWriter
 from gcore.train.rank.feed import StepInput
-from gcore.types import PromptRef
+from gcore.types import PromptRef, Version, checkpoint_file
 
 if TYPE_CHECKING:
     from controllers.job.effects import Effects
@@ -160,8 +161,22 @@ class RecordedJob:
             mirror, head = self.mirror, self.head
             assert mirror.head is not None
             assert mirror.checkpoints is not None
-            made = Checkpoint(lineage=head.lineage, step=step, seq=head.seq, file=f"checkpoints/{head.lineage}-{step}")
+            made = Checkpoint(
+                lineage=head.lineage,
+                step=step,
+                seq=head.seq,
+                file=checkpoint_file(head.version),
+                digest=self.write_manifest(head.version, seal.world),
+            )
             self.run(transactions.register(KEYS, mirror.head, mirror.checkpoints, mirror.log[head.seq], made))
+
+    def write_manifest(self, version: Version, world: str) -> str:
+        """A checkpoint's folder, without its files; the digest of its manifest."""
+        folder = self.run_dir / checkpoint_file(version)
+        folder.mkdir(parents=True)
+        manifest = Manifest(job_uid=UID, world=world, lineage=version.lineage, step=version.step, updates=1, files={})
+        (folder / MANIFEST_FILE).write_bytes(manifest.encode())
+        return manifest_digest(folder)
 
     def account(self) -> None:
         """One prompt fails without a step."""
@@ -181,13 +196,8 @@ class RecordedJob:
         assert plan is not None
         target = known.record.entries[-1]
         entry = mirror.log[target.seq].record
-        assert entry.cursors is not None
-        assert entry.tally is not None
         world = f"world-{max(self.head.lineage, seen.lineage) + 1}"
-        advance = chain.rollback_entry(
-            self.head, target, entry.cursors, world, self.writer(), "a rank died",
-            tally=entry.tally, parent_digest=entry_digest(entry), seen=seen,
-        )  # fmt: skip
+        advance = chain.rollback_entry(self.head, entry, world, self.writer(), "a rank died", seen=seen)
         new = self.plan(world, plan.record.generation + 1)
         self.run(transactions.rollback(KEYS, slots, known, advance, plan, new))
 

@@ -21,7 +21,7 @@ from gcore.data.order import Cursors, shard_lengths
 from gcore.ledger import chain, transactions
 from gcore.ledger import staleness as carried
 from gcore.ledger import statistics as epochs
-from gcore.ledger.audit.audit import audit_records
+from gcore.ledger.audit.audit import AuditInputs, audit_records
 from gcore.ledger.audit.receipts import Receipt
 from gcore.ledger.balance import balance_samples, next_part, part_digests
 from gcore.ledger.chain import ChainWriter
@@ -185,7 +185,8 @@ class Simulation:
         mirror = self.fresh()
         assert mirror.head is not None
         log = {seq: stored.record for seq, stored in self.full_log().items()}
-        found = audit_records(self.rules, mirror.head.record, log, self.receipts)
+        seals = [stored.record for stored in mirror.seals.values()]
+        found = audit_records(self.rules, mirror.head.record, log, self.receipts, AuditInputs(seals=seals))
         assert found.clean, "\n".join([*self.history[-40:], *found.violations])
         if self.curriculum:
             self.check_epochs(mirror, log)
@@ -459,10 +460,8 @@ class Simulation:
         assert mirror.plan is not None
         target = resumable_checkpoints(head, mirror.checkpoints.record.entries)[0]
         entry = self.full_log()[target.seq].record
-        assert entry.cursors is not None
-        assert entry.tally is not None
         name = f"w{len(self.worlds)}"
-        advance = chain.rollback_entry(head, target, entry.cursors, name, self.writer(who), "died", tally=entry.tally)
+        advance = chain.rollback_entry(head, entry, name, self.writer(who), "died")
         self.worlds[name] = World(name, advance.head.lineage, target.step)
         plan = self.plan(name, mirror.plan.record.generation + 1)
         await self.run(transactions.rollback(KEYS, slots, mirror.checkpoints, advance, mirror.plan, plan), who)

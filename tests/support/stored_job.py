@@ -112,11 +112,8 @@ class StoredJob:
         assert mirror.checkpoints is not None
         assert mirror.plan is not None
         base = mirror.log[0].record
-        assert base.cursors is not None
-        assert base.tally is not None
-        target = mirror.checkpoints.record.entries[0]
         world = f"w{head.lineage + 1}-{self.name}"
-        advance = chain.rollback_entry(head, target, base.cursors, world, self.writer(), "why", tally=base.tally)
+        advance = chain.rollback_entry(head, base, world, self.writer(), "why")
         plan = self.plan(world, mirror.plan.record.generation + 1)
         return transactions.rollback(
             self.keys, self.slots, mirror.checkpoints, advance, mirror.plan, plan, slots_as_seen=slots_as_seen

@@ -37,9 +37,9 @@ from controllers.cli.view.state import (
 )
 from gcore.errors import StoreUnavailable, Unreachable, explain_os_errors
 from gcore.ledger import archive
-from gcore.models.layout import CHECKPOINTS
 from gcore.schema import UnreadableRecord
 from gcore.system.files import replace_file
+from gcore.types import CHECKPOINTS
 
 if TYPE_CHECKING:
     from gcore.api.v1 import jobs_pb2 as pb

@@ -14,24 +14,33 @@ with the prompts that are at fault:
    cursors call ended, and what an open seal or a live, acceptable offer names (finished groups, outcomes, prompts in flight).
    *In flight* is what of that an open seal or an offer names and no entry of the chain has ended.
 5. *Receipts.* The ranks of an entry's world trained under its token on exactly its groups (by content, where the entry names
-   it), each sample once, every rank; and no world trained one step under two tokens.
+   it), each sample once, every rank; no world trained one step under two tokens, and none trained a step that no entry names,
+   but for the one it was at when it ended, or is at.
 
 Beside these: what a rollback would go back to (checkpoints, and the cursors and tallies that their entries keep) is the sum of
-the entries up to there, and a job that has succeeded has done everything. The assignment, members and leases are not looked at,
-because nothing rests on them, nor are checkpoints' files.
+the entries up to there, and a job that has succeeded has done everything. Of checkpoints that lie in the run's folder the manifest
+is compared, and not the files that it names. The assignment, members and leases are not looked at, because nothing rests on them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from gcore.ledger.audit.chain import Audit, ChainTotals, FindingCollector, check_chain, is_prompt, list_some_refs
-from gcore.ledger.audit.receipts import Receipt, Receipts, ReceiptsInMemory, check_receipts, check_tokens
+from gcore.ledger.audit.receipts import (
+    Receipt,
+    Receipts,
+    ReceiptsInMemory,
+    check_receipts,
+    check_tokens,
+    check_uncommitted,
+)
 from gcore.ledger.records.chain import Checkpoint, Head, LogEntry, Offer, Seal, SealState
 from gcore.ledger.records.job import JobPhase
 from gcore.ledger.selection import StreamRules, is_acceptable, is_ancestor, is_over
-from gcore.types import PromptRef, Version
+from gcore.types import PromptRef, Token, Version, checkpoint_file
 
 MOST_MISSING = 100
 """Prompts without an outcome that are looked for."""
@@ -113,20 +122,57 @@ def _offered(rules: StreamRules, head: Head, offer: Offer) -> set[PromptRef]:
     return refs | {one.ref for one in offer.in_flight if is_acceptable(head, step, (one.version,), rules.staleness)}
 
 
-def check_checkpoints(checkpoints: Sequence[Checkpoint], log: Mapping[int, LogEntry], found: FindingCollector) -> None:
-    """Each is of the entry it names, which keeps what a rollback to it needs; the base is there."""
+@dataclass(frozen=True, slots=True)
+class ManifestFacts:
+    """What the manifest of a checkpoint's folder says, and its SHA-256."""
+
+    job_uid: str
+    version: Version
+    digest: str
+
+
+def check_checkpoints(
+    checkpoints: Sequence[Checkpoint],
+    log: Mapping[int, LogEntry],
+    manifests: Mapping[str, ManifestFacts],
+    uid: str,
+    found: FindingCollector,
+) -> None:
+    """Each is of the entry it names, which keeps what a rollback to it needs, and its folder holds that and nothing else; the base is
+    there; the order is that of their entries."""
     if not any((one.seq, one.lineage, one.step, one.file) == (0, 0, 0, "") for one in checkpoints):
         found.add("checkpoint", "the checkpoints lack the base, without which a job may have nothing to go back to")
+    for earlier, later in itertools.pairwise(checkpoints):
+        if later.seq <= earlier.seq:
+            names = f"{_name(later)} stands behind {_name(earlier)}"
+            found.add("checkpoint", f"{names}, and their log entries are {later.seq} and {earlier.seq}")
     for one in checkpoints:
-        entry = log.get(one.seq)
-        what = f"checkpoint {one.file or 'of the first model'} ({one.lineage}.{one.step})"
+        what, entry = _name(one), log.get(one.seq)
+        if one.seq and one.file != checkpoint_file(one.version):
+            found.add("checkpoint", f"{what} should lie in {checkpoint_file(one.version)}")
+        if bool(one.seq) != bool(one.digest):
+            found.add("checkpoint", f"{what} {'is not named' if one.seq else 'is named'} by the content of a manifest")
         if entry is None:
             found.add("checkpoint", f"{what} is of log entry {one.seq}, which is missing")
         elif (entry.lineage, entry.step) != (one.lineage, one.step) or entry.kind not in ("base", "train"):
             is_of = f"{entry.kind} {entry.lineage}.{entry.step}"
             found.add("checkpoint", f"{what} is of log entry {one.seq}, which is {is_of}")
-        elif entry.cursors is None:
-            found.add("checkpoint", f"{what} is of log entry {one.seq}, which keeps no cursors")
+        elif entry.cursors is None or entry.tally is None:
+            lacks = "cursors" if entry.cursors is None else "tally"
+            found.add("checkpoint", f"{what} is of log entry {one.seq}, which keeps no {lacks}")
+        manifest = manifests.get(one.file)
+        if manifest is None:
+            continue
+        if manifest.digest != one.digest:
+            found.add(
+                "checkpoint", f"{what} was registered with the manifest {one.digest}, and {manifest.digest} lies there"
+            )
+        if (manifest.job_uid, manifest.version) != (uid, one.version):
+            found.add("checkpoint", f"{what}: its folder holds step {manifest.version} of job {manifest.job_uid}")
+
+
+def _name(one: Checkpoint) -> str:
+    return f"checkpoint {one.file or 'of the first model'} ({one.lineage}.{one.step})"
 
 
 def check_end(rules: StreamRules, head: Head, walk: ChainTotals, found: FindingCollector) -> None:
@@ -149,12 +195,19 @@ def check_end(rules: StreamRules, head: Head, walk: ChainTotals, found: FindingC
 
 @dataclass(frozen=True)
 class AuditInputs:
-    """What stands in the store beside head and log. `checkpoints`, `phase` None: not looked at."""
+    """What stands in the store beside head and log, and in the run's folder beside receipts.
 
+    `checkpoints`, `phase` None: not looked at. `manifests`: of the registered checkpoints that lie in the folder, by `Checkpoint.file`.
+    `known`: the tokens of which there were receipts before head was read (`check_uncommitted`); None: all.
+    """
+
+    uid: str = ""
     seals: Sequence[Seal] = ()
     offers: Sequence[Offer] = ()
     checkpoints: Sequence[Checkpoint] | None = None
+    manifests: Mapping[str, ManifestFacts] = field(default_factory=dict)
     phase: JobPhase | None = None
+    known: Collection[tuple[str, Token]] | None = None
 
 
 def audit_records(
@@ -169,18 +222,21 @@ def audit_records(
     papers = ReceiptsInMemory(receipts) if isinstance(receipts, Sequence) else receipts
     standing = standing or AuditInputs()
     facts = check_chain(head, log, found)
-    walk = ChainTotals(rules, head, facts, found, counted=_counts(log))
+    walk = ChainTotals(rules, head, facts, found)
     for seq in facts.chain:
         entry = log[seq]
         walk.add(entry)
         if entry.kind == "train":
             check_receipts(entry, papers, found)
     check_tokens(papers, found)
+    check_uncommitted(facts, head, standing.seals, papers, standing.known, found)
     walk.tell_doubles(log)
     walk.compare([log[seq] for seq in facts.since_step])
     if standing.checkpoints is not None:
-        check_checkpoints(standing.checkpoints, log, found)
+        check_checkpoints(standing.checkpoints, log, standing.manifests, standing.uid, found)
     issued, in_flight = check_open(rules, head, standing.seals, standing.offers, walk, found)
+    if standing.phase is JobPhase.PENDING:
+        found.add("record", "the job's state is PENDING, and it has a head, so it has begun")
     if standing.phase is JobPhase.SUCCEEDED:
         check_end(rules, head, walk, found)
     return Audit(
@@ -196,9 +252,3 @@ def audit_records(
         lineages=head.lineage,
         groups_by_holder=walk.holders,
     )
-
-
-def _counts(log: Mapping[int, LogEntry]) -> bool:
-    """Whether the job has counted from its beginning: one that began under a version without tallies has no whole one."""
-    base = log.get(0)
-    return base is None or base.tally is not None

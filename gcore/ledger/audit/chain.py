@@ -14,7 +14,7 @@ from gcore.data.order import Cursors, ShardCursor
 from gcore.ledger.chain import entry_digest
 from gcore.ledger.records.chain import EndedRef, Head, Lineage, LogEntry, Tally
 from gcore.ledger.selection import StreamRules, is_acceptable, is_ancestor
-from gcore.types import PromptRef, Version
+from gcore.types import PromptRef, Token, Version
 
 Kind = Literal[
     "record",  # a line or a record that cannot be read, or is there in two forms
@@ -106,14 +106,32 @@ def list_some_refs(refs: Sequence[PromptRef], count: int | None = None) -> str:
     return named if total <= 5 else f"{named} and {total - min(len(refs), 5)} more"
 
 
+@dataclass(slots=True)
+class WorldSteps:
+    """What the log says that one world trained; each lineage has a world of its own."""
+
+    world: str
+    last: int
+    """The newest step that was committed, or the one that the world began with."""
+    lost: bool = False
+    """Whether entries of it may be lost: etcd was restored from an older backup while it trained."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChainFacts:
     """`chain`: the numbers of the final lineage's entries that are there, ascending. `lineages`: as the rollbacks in the log
-    began them, or head's where entries are missing. `since_step`: the account entries after the newest step."""
+    began them, or head's where entries are missing. `since_step`: the account entries after the newest step.
+
+    The rest is of all entries, those of cut-off lineages too: `committed`, the tokens of the steps, by world; `worlds`, by lineage;
+    `lost`, the lineages of which a restored store knows nothing.
+    """
 
     chain: tuple[int, ...]
     lineages: tuple[Lineage, ...]
     since_step: tuple[int, ...]
+    committed: frozenset[tuple[str, Token]] = frozenset()
+    worlds: Mapping[int, WorldSteps] = field(default_factory=dict)
+    lost: tuple[range, ...] = ()
 
 
 def check_chain(head: Head, log: Mapping[int, LogEntry], found: FindingCollector) -> ChainFacts:
@@ -125,6 +143,9 @@ def check_chain(head: Head, log: Mapping[int, LogEntry], found: FindingCollector
     begun = [Lineage(number=0, base_step=0)]
     last = max(log, default=-1)
     gap: int | None = None
+    committed: set[tuple[str, Token]] = set()
+    worlds: dict[int, WorldSteps] = {}
+    lost: list[range] = []
     for seq in range(min(head.seq, last) + 1):  # whatever a damaged head says
         if any(seq in numbers for numbers in cut_off):  # whatever lies there is of a future that was cut off
             if gap is not None:
@@ -141,12 +162,21 @@ def check_chain(head: Head, log: Mapping[int, LogEntry], found: FindingCollector
             gap = None
         if entry.kind == "rollback":
             # Greater by more than one where a store was put back: no number of what was lost with it is given out again.
+            if entry.follows is not None:
+                lost.append(range(lineage + 1, entry.lineage))
+                if lineage in worlds:
+                    worlds[lineage].lost = True
             lineage, world = max(lineage + 1, entry.lineage), entry.world
             skipped = None if entry.follows is None else seq
             begun.append(Lineage(number=entry.lineage, base_step=entry.step, entry=skipped))
         _check_place(seq, entry, lineage, world, found)
         _check_parent(entry, before, log, found)
         lineage, world, before = entry.lineage, entry.world, entry
+        of_world = worlds.setdefault(entry.lineage, WorldSteps(entry.world, entry.step))
+        if entry.kind == "train":
+            of_world.last = max(of_world.last, entry.step)
+            if entry.token is not None:
+                committed.add((entry.world, entry.token))
     if head.seq > last and gap is None:
         gap, whole = last + 1, False
     if gap is not None:
@@ -161,7 +191,8 @@ def check_chain(head: Head, log: Mapping[int, LogEntry], found: FindingCollector
         told = " ".join(f"{one.number} from step {one.base_step}" for one in lineages)
         found.add("chain", f"head's lineages are not those that its rollbacks began ({told})")
     _check_head(head, log.get(head.seq), found)
-    return _walk(head, log, lineages, found)
+    chain, since_step = _walk(head, log, found)
+    return ChainFacts(chain, lineages, since_step, frozenset(committed), worlds, tuple(lost))
 
 
 def _cut_off(head: Head, log: Mapping[int, LogEntry]) -> tuple[range, ...]:
@@ -195,7 +226,10 @@ def _check_parent(
     entry: LogEntry, before: LogEntry | None, log: Mapping[int, LogEntry], found: FindingCollector
 ) -> None:
     """The parent is the entry that was there when this one was written."""
-    if not entry.parent_digest or entry.parent is None:
+    if entry.parent is None:
+        return
+    if not entry.parent_digest:
+        found.add("chain", f"log entry {entry.seq} does not name its parent by content")
         return
     parent = before if before is not None and before.seq == entry.parent else log.get(entry.parent)
     if parent is not None and entry_digest(parent) != entry.parent_digest:
@@ -208,7 +242,9 @@ def _check_head(head: Head, entry: LogEntry | None, found: FindingCollector) -> 
         return
     if entry.nonce != head.nonce:
         found.add("chain", f"log entry {head.seq} and head were written by different transactions")
-    elif head.digest and entry_digest(entry) != head.digest:
+    elif not head.digest:
+        found.add("chain", f"head does not name its log entry {head.seq} by content")
+    elif entry_digest(entry) != head.digest:
         found.add("chain", f"log entry {head.seq} is not what it was when head was written with it")
     for name in ("parent", "lineage", "step", "world"):
         of_head, of_entry = getattr(head, name), getattr(entry, name)
@@ -216,9 +252,8 @@ def _check_head(head: Head, entry: LogEntry | None, found: FindingCollector) -> 
             found.add("chain", f"head is at {name} {of_head}, its log entry {head.seq} at {of_entry}")
 
 
-def _walk(
-    head: Head, log: Mapping[int, LogEntry], lineages: tuple[Lineage, ...], found: FindingCollector
-) -> ChainFacts:
+def _walk(head: Head, log: Mapping[int, LogEntry], found: FindingCollector) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The numbers of the entries from the base to head, and of those behind the newest step."""
     chain: list[int] = []
     since: list[int] = []
     stepless = True
@@ -233,7 +268,7 @@ def _walk(
         if stepless:
             since.append(seq)
         seq = entry.parent
-    return ChainFacts(tuple(chain[::-1]), lineages, tuple(since[::-1]))
+    return tuple(chain[::-1]), tuple(since[::-1])
 
 
 SPAN = 1 << 20
@@ -244,16 +279,13 @@ MOST_NAMED = 100
 
 
 class ChainTotals:
-    """What the entries so far add up to. `counted`: whether the job has kept tallies from its beginning."""
+    """What the entries so far add up to."""
 
-    def __init__(
-        self, rules: StreamRules, head: Head, facts: ChainFacts, found: FindingCollector, *, counted: bool
-    ) -> None:
+    def __init__(self, rules: StreamRules, head: Head, facts: ChainFacts, found: FindingCollector) -> None:
         self._rules = rules
         self._head = head
         self._facts = facts
         self._found = found
-        self._counted = counted
         self._doubles: dict[PromptRef, int] = {}
         self._shards = [ShardCursor()] * len(rules.shape.lengths)
         self.step = 0
@@ -339,10 +371,13 @@ class ChainTotals:
 
     def _check_kept(self, entry: LogEntry) -> None:
         """What a rollback would go back to."""
+        if entry.kind in ("base", "rollback") and (entry.cursors is None or entry.tally is None):
+            lacks = "cursors" if entry.cursors is None else "tally"
+            self._found.add("chain", f"log entry {entry.seq} ({entry.kind}) keeps no {lacks}")
         if entry.cursors is not None and entry.cursors != self.cursors:
             what = f"log entry {entry.seq} keeps cursors that are not the sum of the entries up to it"
             self._found.add("cursors", what, self.differing(entry.cursors))
-        if entry.tally is not None and self._counted:
+        if entry.tally is not None:
             for sentence in self._miscounted(entry.tally, f"log entry {entry.seq}"):
                 self._found.add("tally", sentence)
 
@@ -380,8 +415,6 @@ class ChainTotals:
             told = f": {list_some_refs(refs)}" if refs else ""
             what = f"head's cursors are not the sum of the entries along its chain{told}"
             self._found.add("cursors", what, refs)
-        if not self._counted:
-            return
         for sentence in self._miscounted(head.tally, "head"):
             self._found.add("tally", sentence)
         ended = sum(len(entry.delta) for entry in since_step)

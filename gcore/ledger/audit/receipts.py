@@ -1,4 +1,4 @@
-"""The ranks' receipts as the audit reads them: each rank trained on exactly what was committed, each sample once.
+"""The ranks' receipts as the audit reads them: each rank trained on exactly what was committed, each sample once, and nothing else.
 
 Ranks write them (`gcore.train.checkpoint.run_files`), one file a rank and a world, one line a token. There may be very many, so
 a folder is gone through once, and each line is read again when it is asked for. A damaged line is reported, and the others
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gcore.ledger.archive import LinePosition, index_lines
-from gcore.ledger.audit.chain import FindingCollector, list_some_refs
-from gcore.ledger.records.chain import EndedRef, LogEntry
+from gcore.ledger.audit.chain import ChainFacts, FindingCollector, list_some_refs
+from gcore.ledger.records.chain import EndedRef, Head, LogEntry, Seal, SealState
 from gcore.types import PromptRef, Token
 
 FOLDER = "receipts"
@@ -129,24 +129,28 @@ def check_receipts(entry: LogEntry, receipts: Receipts, found: FindingCollector)
     for paper in papers:
         for ref, indexes in paper.samples.items():
             trained.setdefault(ref, []).extend(indexes)
+    for ref, one in sorted(committed.items()):
+        if not one.digest or not one.samples:
+            lacks = "its content" if not one.digest else "how many samples it has"
+            found.add("receipt", f"prompt {ref} was committed at step {entry.step} without {lacks}", [ref])
     incomplete = [ref for ref, one in sorted(committed.items()) if _lacks(one, trained.get(ref, ()))]
     lost = _check_ranks(entry, papers, incomplete, found)
     for paper in papers:
         for ref, digest in paper.digests.items():
-            one = committed.get(ref)
-            if one is not None and one.digest and one.digest != digest:
-                what = f"prompt {ref} was committed at step {entry.step} as group {one.digest}, and rank {paper.rank}"
+            told = committed.get(ref)
+            if told is not None and told.digest and told.digest != digest:
+                what = f"prompt {ref} was committed at step {entry.step} as group {told.digest}, and rank {paper.rank}"
                 found.add("receipt", f"{what} trained on group {digest}", [ref])
     # Where a rank's whole receipt is missing, what stood in it is told with that, and not sample by sample.
-    told = set(incomplete) if lost else set()
+    excused = set(incomplete) if lost else set()
     for who, refs in (
-        ("was committed but no rank trained on it", sorted(committed.keys() - trained.keys() - told)),
+        ("was committed but no rank trained on it", sorted(committed.keys() - trained.keys() - excused)),
         ("was trained on but not committed", sorted(trained.keys() - committed.keys())),
     ):
         for ref in refs:
             found.add("receipt", f"prompt {ref} {who} at step {entry.step}", [ref])
     for ref, samples in sorted(trained.items()):
-        if ref not in told:
+        if ref not in excused:
             _check_samples(entry, ref, committed.get(ref), sorted(samples), found)
 
 
@@ -167,6 +171,7 @@ def _check_ranks(
         what = f"rank {rank} left several receipts for step {entry.step} (token {entry.token})"
         found.add("receipt", what, _named(paper for paper in papers if paper.rank == rank))
     if entry.ranks is None:
+        found.add("receipt", f"log entry {entry.seq} does not say how many ranks trained step {entry.step}")
         return frozenset()
     lost = frozenset(range(entry.ranks)) - set(ranks)
     lacking = f"; samples of {list_some_refs(incomplete)} stand in no other" if incomplete else ""
@@ -203,3 +208,41 @@ def check_tokens(receipts: Receipts, found: FindingCollector) -> None:
             refs = _named(receipts.of(world, token))
             what = f"world {world} trained step {token.step} under two tokens, {first} and {token}"
             found.add("receipt", f"{what}: {list_some_refs(refs)}" if refs else what, refs)
+
+
+def check_uncommitted(
+    facts: ChainFacts,
+    head: Head,
+    seals: Sequence[Seal],
+    receipts: Receipts,
+    known: Collection[tuple[str, Token]] | None,
+    found: FindingCollector,
+) -> None:
+    """Every receipt is of a step that was committed, but for one token of each world.
+
+    In head's world that is the token of the open READY seal, in an ended world that of the step after its last commit: its ranks
+    may have trained what the rollback gave up. `known`: the tokens of which there were receipts before head was read, as ranks
+    go on meanwhile; None: all.
+    """
+    ready = {(seal.world, seal.token) for seal in seals if seal.state is SealState.READY}
+    for world, token in sorted(receipts.tokens()):
+        if (world, token) in facts.committed or (known is not None and (world, token) not in known):
+            continue
+        if any(token.lineage in numbers for numbers in facts.lost):
+            continue
+        steps = facts.worlds.get(token.lineage)
+        what = f"ranks of world {world} left receipts for step {token.step} (token {token})"
+        if steps is None or steps.world != world:
+            why = f"and lineage {token.lineage} had no such world"
+        elif steps.lost and token.step > steps.last:
+            continue
+        elif token.lineage == head.lineage:
+            if (world, token) in ready:
+                continue
+            why = f"which no log entry names: head is at step {head.step}"
+        elif token.step == steps.last + 1:
+            continue
+        else:
+            why = f"which no log entry names: that world ended after step {steps.last}"
+        refs = _named(receipts.of(world, token))
+        found.add("receipt", f"{what}, {why}", refs)

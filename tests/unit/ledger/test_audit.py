@@ -9,12 +9,12 @@ import pytest
 
 from gcore.data.order import shard_lengths
 from gcore.ledger import chain
-from gcore.ledger.audit.audit import audit_records
+from gcore.ledger.audit.audit import AuditInputs, audit_records
 from gcore.ledger.audit.receipts import Receipt
 from gcore.ledger.chain import NOTHING_SEEN, ChainWriter, HighWater
-from gcore.ledger.records.chain import Checkpoint, EndedRef, Head, LogEntry, Offer, OfferedGroup, Tally
+from gcore.ledger.records.chain import EndedRef, Head, LogEntry, Offer, OfferedGroup, Seal, SealState, Tally
 from gcore.ledger.selection import OffersView, SealStep, StreamRules, choose_seal, refs_in_order
-from gcore.types import PromptRef, Version
+from gcore.types import PromptRef, Token, Version
 
 RULES = StreamRules(shard_lengths(40, 4), 8, 4)
 
@@ -54,13 +54,7 @@ def good_run(seen: HighWater = NOTHING_SEEN) -> Run:
     run = Run(base.head, {0: base.entry}, ())
     for nonce in ("n1", "n2", "n3"):
         run = step(run, nonce)
-    target = Checkpoint(lineage=0, step=2, seq=2, file="c")
-    cursors, tally = run.log[2].cursors, run.log[2].tally
-    assert cursors is not None
-    assert tally is not None
-    back = chain.rollback_entry(
-        run.head, target, cursors, "w1", ChainWriter("n1.b", "n4"), "a rank died", tally=tally, seen=seen
-    )
+    back = chain.rollback_entry(run.head, run.log[2], "w1", ChainWriter("n1.b", "n4"), "a rank died", seen=seen)
     run = replace(run, head=back.head, log={**run.log, back.head.seq: back.entry})
     for nonce in ("n5", "n6"):
         run = step(run, nonce)
@@ -189,12 +183,67 @@ def test_missing_entries_in_a_row_are_one_finding() -> None:
     assert missing(6) == ["log entry 6 is missing"]
 
 
-def test_a_tally_that_is_not_the_sum_of_its_chain_is_found_unless_the_job_began_without_one() -> None:
+def test_a_tally_that_is_not_the_sum_of_its_chain_is_found() -> None:
     run = good_run()
     forgetful = run.head.model_copy(update={"tally": Tally()})
     said = audit_records(RULES, forgetful, run.log, run.receipts).violations
     assert any(violation.startswith("head's tally says 0 prompts trained") for violation in said)
-    older = {seq: entry.model_copy(update={"parent_digest": ""}) for seq, entry in run.log.items()}
-    older[0] = older[0].model_copy(update={"tally": None})
-    before_digests = forgetful.model_copy(update={"digest": ""})
-    assert audit_records(RULES, before_digests, older, run.receipts).violations == ()
+
+
+def test_a_chain_without_digests_or_tallies_is_no_older_one() -> None:
+    """The first version that was released writes both everywhere."""
+    run = good_run()
+    without = {seq: entry.model_copy(update={"parent_digest": ""}) for seq, entry in run.log.items()}
+    without[0] = without[0].model_copy(update={"tally": None})
+    said = audit_records(RULES, run.head.model_copy(update={"digest": ""}), without, run.receipts).violations
+    assert said == (
+        *(f"log entry {seq} does not name its parent by content" for seq in range(1, 7)),
+        "head does not name its log entry 6 by content",
+        "log entry 0 (base) keeps no tally",
+    )
+
+
+def beyond(run: Run, token: Token, world: str) -> tuple[str, ...]:
+    """What is said of one more receipt."""
+    more = Receipt(token, world, 0, {PromptRef(0, 0, 9): frozenset({0})})
+    return audit_records(RULES, run.head, run.log, (*run.receipts, more)).violations
+
+
+def test_a_world_that_ended_may_have_trained_the_step_after_its_last_and_no_other() -> None:
+    run = good_run()
+    assert beyond(run, Token(0, 4, 1), "w0") == ()
+    (violation,) = beyond(run, Token(0, 5, 1), "w0")
+    assert violation == (
+        "ranks of world w0 left receipts for step 5 (token 0.5.1), which no log entry names: that world ended after step 3"
+    )
+
+
+def test_heads_world_may_have_trained_the_step_of_a_ready_seal_only() -> None:
+    run = good_run()
+    (violation,) = beyond(run, Token(1, 5, 1), "w1")
+    assert violation.endswith("(token 1.5.1), which no log entry names: head is at step 4")
+    again = step(run, "n7")
+    open_step = replace(again, head=run.head, log=run.log)
+    seal = Seal(lineage=1, step=5, attempt=1, state=SealState.READY, world="w1", world_size=2, mini_batches=1)
+    ready = AuditInputs(seals=[seal])
+    assert audit_records(RULES, run.head, run.log, open_step.receipts, ready).violations == ()
+    sealed = AuditInputs(seals=[seal.model_copy(update={"state": SealState.SEALED})])
+    assert len(audit_records(RULES, run.head, run.log, open_step.receipts, sealed).violations) == 1
+
+
+def test_what_a_rank_writes_while_the_audit_reads_is_no_violation() -> None:
+    """The job goes on meanwhile: only receipts from before head was read must be named by what was read."""
+    run = good_run()
+    ahead = step(run, "n7")
+    known = frozenset((one.world, one.token) for one in run.receipts)
+    assert audit_records(RULES, run.head, run.log, ahead.receipts, AuditInputs(known=known)).clean
+    assert not audit_records(RULES, run.head, run.log, ahead.receipts).clean
+
+
+def test_of_a_store_that_was_restored_the_lost_lineages_may_have_trained_anything() -> None:
+    run = good_run(HighWater(lineage=4, entry=20))
+    assert run.head.lineage == 5
+    for token in (Token(0, 9, 1), Token(2, 1, 1), Token(4, 30, 2)):
+        assert beyond(run, token, "w0" if token.lineage == 0 else "lost") == ()
+    assert len(beyond(run, Token(0, 2, 7), "w0")) == 2, "of a step before what was lost"
+    assert len(beyond(run, Token(7, 2, 1), "lost")) == 1

@@ -324,7 +324,7 @@ def test_an_audit_lets_ready_parts_stand_in_an_open_slot_and_nothing_else() -> N
     def findings(seal: Seal) -> list[str]:
         found = FindingCollector()
         facts = ChainFacts((), cluster.head.lineages, ())
-        walk = ChainTotals(cluster.rules, cluster.head, facts, found, counted=True)
+        walk = ChainTotals(cluster.rules, cluster.head, facts, found)
         check_open(cluster.rules, cluster.head, [seal], (), walk, found)
         return [finding.sentence for finding in found.findings]
 

@@ -18,7 +18,6 @@ from gcore.ledger.audit.audit import audit_records
 from gcore.ledger.audit.receipts import Receipt
 from gcore.ledger.chain import Advance, ChainWriter
 from gcore.ledger.records.chain import (
-    Checkpoint,
     EndedRef,
     Head,
     LogEntry,
@@ -217,12 +216,7 @@ class TestSizes:
         outcomes = tuple(ended(ref, target) for ref in itertools.islice(refs_in_order(job.rules, target, ()), 5))
         job.advance(chain.account_entry(job.head, outcomes, job.rules.shape, ChainWriter("a", "n")))
         assert job.head.tally.since_step.ended == 5
-        checkpoint = Checkpoint(lineage=0, step=3, seq=target.seq, file="c")
-        assert entry.cursors is not None
-        assert entry.tally is not None
-        back = chain.rollback_entry(
-            job.head, checkpoint, entry.cursors, "w2", ChainWriter("a", "m"), "died", tally=entry.tally
-        ).head
+        back = chain.rollback_entry(job.head, entry, "w2", ChainWriter("a", "m"), "died").head
         assert back.tally.since_step.ended == 0
         assert issue_ratio(job.rules, back) == issue_ratio(job.rules, target)
 

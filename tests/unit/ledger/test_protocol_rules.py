@@ -691,12 +691,9 @@ async def test_a_rollback_takes_cursors_and_tally_from_the_entry_of_the_checkpoi
     entry = job.mirror.log[1].record
     assert job.mirror.checkpoints is not None
     assert job.mirror.plan is not None
-    target = job.mirror.checkpoints.record.entries[-1]
-    assert entry.cursors is not None
-    assert entry.tally is not None
     await readied(job)
     await job.won(job.committing())
-    advance = chain.rollback_entry(head_of(job), target, entry.cursors, "w9", job.writer(), "why", tally=entry.tally)
+    advance = chain.rollback_entry(head_of(job), entry, "w9", job.writer(), "why")
     txn = transactions.rollback(
         job.keys, job.slots, job.mirror.checkpoints, advance, job.mirror.plan, job.plan("w9", 2)
     )

@@ -28,7 +28,6 @@ from gcore.ledger.records.chain import (
 )
 from gcore.ledger.records.job import EnginePlace, JobPhase, JobStatus, Plan, RankPlace
 from gcore.ledger.selection import SealStep
-from gcore.ledger.statistics import NOTHING
 from gcore.ledger.transactions import Transaction, Versioned
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Put, WatchBatch, WatchEvent
@@ -268,10 +267,8 @@ class Story:
         if self.chance.random() < 0.5:
             return
         head, base = slots.head.record, view.log[0].record
-        assert base.cursors is not None
         world = f"w{len(self.worlds)}"
-        target = view.checkpoints.record.entries[0]
-        advance = chain.rollback_entry(head, target, base.cursors, world, self.writer(), "all died", tally=NOTHING)
+        advance = chain.rollback_entry(head, base, world, self.writer(), "all died")
         new = plan(world, view.plan.record.generation + 1)
         self.run(transactions.rollback(KEYS, slots, view.checkpoints, advance, view.plan, new))
         self.worlds[world] = (frozenset(), 0)

@@ -19,7 +19,7 @@ from gcore.errors import EngineError
 from gcore.ledger import chain
 from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records.chain import Checkpoint, Head, Member
+from gcore.ledger.records.chain import Head, Member
 from gcore.ledger.records.job import JobPhase, JobStatus
 from gcore.ledger.selection import StreamRules
 from gcore.ledger.transactions import Versioned
@@ -89,10 +89,9 @@ def group_of(version: Version) -> Group:
 
 
 def rolled_back(head: Head) -> Head:
-    base = Checkpoint(lineage=0, step=0, seq=0, file="")
-    return chain.rollback_entry(
-        head, base, head.cursors, "w2", ChainWriter("a", "m"), "a rank died", tally=head.tally
-    ).head
+    base = chain.base_entry(len(head.cursors.shards), "w", ChainWriter("a", "n")).entry
+    kept = base.model_copy(update={"cursors": head.cursors, "tally": head.tally})
+    return chain.rollback_entry(head, kept, "w2", ChainWriter("a", "m"), "a rank died").head
 
 
 def test_what_present_weights_made_is_held() -> None:

@@ -314,11 +314,10 @@ async def test_a_group_that_is_too_old_when_it_is_finished_counts_as_issued_in_v
 async def test_a_group_with_tokens_of_a_cut_off_lineage_is_issued_again_and_does_not_count() -> None:
     peer, answer = Peer(), asyncio.get_running_loop().create_future()
     await begun(peer, answer)
-    back = Checkpoint(lineage=0, step=1, seq=0, file="")
     head = at(2)
-    peer.head = chain.rollback_entry(
-        head, back, head.cursors, "w2", ChainWriter(ME, "m"), "died", tally=head.tally
-    ).head
+    base = chain.base_entry(len(head.cursors.shards), "w", ChainWriter(ME, "n")).entry
+    kept = base.model_copy(update={"step": 1, "cursors": head.cursors, "tally": head.tally})
+    peer.head = chain.rollback_entry(head, kept, "w2", ChainWriter(ME, "m"), "died").head
     answer.set_result(made(REF, OLD, NEW))
     await settled(peer)
     assert not peer.buffer.knows(REF)

@@ -22,7 +22,7 @@ from gcore.data.order import shard_lengths
 from gcore.ledger import chain
 from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records.chain import Checkpoint, Checkpoints, Head, Lineage, LogEntry
+from gcore.ledger.records.chain import Checkpoint, Checkpoints, Head, Lineage, LogEntry, Tally
 from gcore.ledger.records.job import EnginePlace, Plan, RankPlace
 from gcore.ledger.selection import StreamRules, is_ancestor
 from gcore.ledger.transactions import TxnKind, TxnOutcome, Versioned
@@ -111,6 +111,7 @@ def view(*checkpoints: Checkpoint) -> JobView:
                 world="w",
                 nonce="n",
                 cursors=cursors,
+                tally=Tally(),
             ),
             1,
         )

@@ -23,11 +23,10 @@ from controllers.rules.workers import (
 from controllers.rules.world import world_loss
 from controllers.workers.launcher import MAX_LAUNCHES, WorkerLauncher
 from gcore.config import NodeConfig, parse_spec
-from gcore.data.order import Cursors
 from gcore.engines.emulated.launch import HostLaunch
 from gcore.ledger import chain
 from gcore.ledger.chain import ChainWriter
-from gcore.ledger.records.chain import Checkpoint, Checkpoints, Tally, WorldState
+from gcore.ledger.records.chain import Checkpoint, Checkpoints, WorldState
 from gcore.ledger.records.job import EnginePlace, JobRecord, NodeRecord, Plan, RankClaim, RankPlace
 from gcore.ledger.transactions import Versioned
 from gcore.store.reference import StoreRef
@@ -148,11 +147,9 @@ def test_a_new_world_starts_from_what_its_rollback_named() -> None:
     assert world_start(first) == WorldStart(step=0)
     head = first.mirror.head
     assert head is not None
-    target = Checkpoint(lineage=0, step=2, seq=2, file="checkpoints/0-2")
+    target = chain.base_entry(2, "w", ChainWriter("a", "n")).entry.model_copy(update={"seq": 2, "step": 2})
     later = head.record.model_copy(update={"seq": 4, "step": 4})
-    back = chain.rollback_entry(
-        later, target, Cursors.start(2), "w2", ChainWriter("a", "m"), "a rank died", tally=Tally()
-    )
+    back = chain.rollback_entry(later, target, "w2", ChainWriter("a", "m"), "a rank died")
     mirror = replace(
         first.mirror,
         head=Versioned(back.head, 9),
