@@ -26,6 +26,7 @@ from gcore.store.keys import ROOT as STORE
 RULES, DECIDE = "tests/unit/ledger/test_protocol_rules.py", "tests/unit/controllers/rules/test_decide.py"
 PARTS, BEGUN = "tests/unit/ledger/test_balance_parts.py", "tests/unit/train/test_rank_feed_parts.py"
 DECIDED = "tests/unit/controllers/rules/test_parts_decided.py"
+AUDIT = "tests/unit/ledger/test_audit.py"
 SHARES = "tests/unit/ledger/test_share_transactions.py"
 HINTS, ENDS = (
     "tests/unit/ledger/test_transactions_of_hints.py",
@@ -449,6 +450,35 @@ def _takes_what_is_there(make: Any) -> Any:
     return lambda rules, head, found: make(rules, head, replace(found, missing=()))
 
 
+class _Equal(str):
+    """A digest that is that of anything."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+def _names_what_is_asked(make: Any) -> Any:
+    return lambda entry: _Equal()
+
+
+def _never_found(check: Any) -> Any:
+    return lambda *_: None
+
+
+def _without_outcomes(find: Any) -> Any:
+    """What a seal's commit will have ended counts as free until then."""
+    return lambda seals: frozenset(group.ref for seal in seals for group in seal.groups)
+
+
+def _one_step_older(accept: Any) -> Any:
+    return lambda head, step, versions, staleness: accept(head, step, versions, staleness + 1)
+
+
 def _any_share(make: Any) -> Any:
     """A plan compares nothing of who has which slots."""
     return lambda share, txn: txn
@@ -474,6 +504,16 @@ def _mutations() -> list[Mutation]:
                 (f"{step}:refuse_seal", _always(None)),
                 ("gcore.ledger.selection:sealed_refs", _always(frozenset())),
                 ("gcore.data.order:ShardCursor.is_terminal", _always(False)),
+            ),
+            caught_by=RULES,
+        ),
+        Mutation(
+            "1 outcomes of open seals may be sealed again",
+            "1",
+            (
+                ("gcore.ledger.selection:sealed_refs", _without_outcomes),
+                ("controllers.rules.view:sealed_refs", _without_outcomes),
+                ("gcore.ledger.staleness:sealed_refs", _without_outcomes),
             ),
             caught_by=RULES,
         ),
@@ -680,6 +720,30 @@ def _mutations() -> list[Mutation]:
             "shares",
             (("controllers.rules.placement:is_checkpointed", _always(True)),),
             caught_by="tests/unit/controllers/rules/test_placement_preemption.py",
+        ),
+        Mutation(
+            "audit: entries are not named by content",
+            "audit",
+            (("gcore.ledger.audit.chain:entry_digest", _names_what_is_asked),),
+            caught_by=AUDIT,
+        ),
+        Mutation(
+            "audit: versions may be a step older",
+            "audit",
+            (("gcore.ledger.audit.chain:is_acceptable", _one_step_older),),
+            caught_by=AUDIT,
+        ),
+        Mutation(
+            "audit: a job that has succeeded need not be over",
+            "audit",
+            (("gcore.ledger.audit.audit:is_over", _always(True)),),
+            caught_by=AUDIT,
+        ),
+        Mutation(
+            "audit: what no entry names may be trained",
+            "audit",
+            (("gcore.ledger.audit.audit:check_uncommitted", _never_found),),
+            caught_by=AUDIT,
         ),
         Mutation(
             "recovery: a world that lost a rank is left", "I6", ((f"{decide}:recover_world", _never),), caught_by=DECIDE

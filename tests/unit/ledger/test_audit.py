@@ -11,8 +11,9 @@ from gcore.data.order import shard_lengths
 from gcore.ledger import chain
 from gcore.ledger.audit.audit import AuditInputs, audit_records
 from gcore.ledger.audit.receipts import Receipt
-from gcore.ledger.chain import NOTHING_SEEN, ChainWriter, HighWater
+from gcore.ledger.chain import NOTHING_SEEN, ChainWriter, HighWater, entry_digest
 from gcore.ledger.records.chain import EndedRef, Head, LogEntry, Offer, OfferedGroup, Seal, SealState, Tally
+from gcore.ledger.records.job import JobPhase
 from gcore.ledger.selection import OffersView, SealStep, StreamRules, choose_seal, refs_in_order
 from gcore.types import PromptRef, Token, Version
 
@@ -201,6 +202,40 @@ def test_a_chain_without_digests_or_tallies_is_no_older_one() -> None:
         "head does not name its log entry 6 by content",
         "log entry 0 (base) keeps no tally",
     )
+
+
+def test_an_entry_that_still_adds_up_is_not_what_head_or_its_child_names() -> None:
+    run = good_run()
+    for seq, said in (
+        (6, "log entry 6 is not what it was when head was written with it"),
+        (5, "log entry 5 is not what it was"),
+    ):
+        other = run.log[seq].model_copy(update={"stats": {"reward": 1.0}})
+        (violation,) = check(replace(run, log={**run.log, seq: other}))
+        assert violation.startswith(said)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_group_is_as_old_as_the_spec_allows_and_no_older(staleness: int) -> None:
+    run, rules = good_run(), replace(RULES, staleness=staleness)
+    newest = run.log[6]
+    for age in (staleness, staleness + 1):
+        made = Version(1 if age == 0 else 0, 3 - age)
+        older = tuple(
+            one.model_copy(update={"versions": (made,)}) if one.kind == "trained" else one for one in newest.delta
+        )
+        entry = newest.model_copy(update={"delta": older})
+        head = run.head.model_copy(update={"digest": entry_digest(entry)})
+        found = audit_records(rules, head, {**run.log, 6: entry}, run.receipts).findings
+        assert {finding.kind for finding in found} == ({"version"} if age > staleness else set())
+
+
+@pytest.mark.parametrize("steps", [4, 5])
+def test_a_job_of_so_many_steps_has_succeeded_when_it_has_made_them(steps: int) -> None:
+    run = good_run()
+    ended = AuditInputs(phase=JobPhase.SUCCEEDED)
+    found = audit_records(replace(RULES, steps=steps), run.head, run.log, run.receipts, ended).violations
+    assert found == (() if steps == 4 else ("the job has succeeded, and head is at step 4 of 5",))
 
 
 def beyond(run: Run, token: Token, world: str) -> tuple[str, ...]:

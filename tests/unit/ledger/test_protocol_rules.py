@@ -491,6 +491,20 @@ async def test_a_seal_refuses_what_is_terminal_what_is_sealed_and_what_comes_twi
     assert "no group" in str(refusal(outcomes=(fresh,)))
 
 
+def test_an_outcome_that_an_open_seal_holds_is_neither_issued_nor_sealed_again() -> None:
+    """It ends with the seal's commit; head does not know of it yet."""
+    head = chain.base_entry(2, "w", chain.ChainWriter("a", "n")).head
+    ended, due = itertools.islice(refs_in_order(RULES, head, ()), 2)
+    seal = Seal(
+        lineage=0, step=1, attempt=1, state=SealState.READY, world="w", world_size=1, mini_batches=1,
+        outcomes=(EndedRef(ref=ended, kind="filtered", reason="constant"),),
+    )  # fmt: skip
+    assert sealed_refs([seal]) == {ended}
+    assert next(refs_in_order(RULES, head, [seal])) == due
+    again = SealStep((), (EndedRef(ref=ended, kind="failed"),))
+    assert f"{ended} is sealed already" in str(refuse_seal(RULES, head, [seal], again))
+
+
 # Rules 2, 3, 7
 
 
