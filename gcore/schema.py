@@ -12,8 +12,7 @@ come with a version if leaving it out could do harm.
 The environment variable GCORE_SCHEMA_VERSION, set to the version before, pins a process: it reads and writes exactly as that
 version did, for trying a restart from one version to the next, or for going back after one.
 
-`FIRST_VERSION` is the first that was released, so it has no version before. Until there is a second, GCORE_NEXT_SCHEMA=1 makes a
-process one of an invented next version, with the same fields: tests and `make chaos` replace daemons from one to the other.
+`FIRST_VERSION` is the first that was released, so it has no version before.
 
 Which records there are, and what they mean, stands with those who keep them (`gcore.ledger.records`,
 `gcore.worker.records`, ...). Nothing here knows the store.
@@ -33,13 +32,13 @@ from pydantic_core import PydanticSerializationError
 from gcore.errors import GcoreError, UsageError
 
 PIN = "GCORE_SCHEMA_VERSION"
-NEXT = "GCORE_NEXT_SCHEMA"
 
 FIRST_VERSION = 2
 """The oldest that is read."""
 
-NEWEST_VERSION = FIRST_VERSION + (os.environ.get(NEXT) == "1")
-"""What this source code reads and writes; it reads the version before too, if there is one."""
+NEWEST_VERSION = 3
+"""What this source code reads and writes; it reads the version before too, if there is one. What came with each version stands in
+`RecordPart.came_with`."""
 
 
 def cut_text(most: int) -> BeforeValidator:

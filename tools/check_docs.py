@@ -36,7 +36,7 @@ from gcore.config.placement import PlacementSpec
 from gcore.config.rollout import RolloutSpec
 from gcore.config.train import TrainSpec
 from gcore.errors import GcoreError
-from gcore.schema import FIRST_VERSION, NEWEST_VERSION
+from gcore.schema import NEWEST_VERSION
 from tools.documents import Block, blocks, commands, documents, inline_commands
 from tools.draw_architecture import drawings
 from tools.old_imports import imports_in_text
@@ -365,8 +365,7 @@ def protocol_page_is_complete(root: Path) -> Iterator[Problem]:
         numbers = [row.split("|")[1].strip() for row in rows]
         if title == "The rules" and rows and numbers != [str(number) for number in range(1, RULES + 1)]:
             yield Problem(page, line_of(text, rows[0]), f"the rules are numbered {numbers}: number them 1 to {RULES}")
-    before = f"reads version {NEWEST_VERSION - 1}" if NEWEST_VERSION > FIRST_VERSION else "reads no other"
-    versions = f"this gcore is of version {NEWEST_VERSION} and {before}"
+    versions = f"this gcore is of version {NEWEST_VERSION} and reads version {NEWEST_VERSION - 1}"
     if versions not in text:
         yield Problem(page, 1, f"the page does not say '{versions}': correct the versions")
 

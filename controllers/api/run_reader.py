@@ -26,12 +26,13 @@ from gcore.ledger.archive import ArchivedLog
 from gcore.ledger.audit.audit import AuditInputs, ManifestFacts, audit_records
 from gcore.ledger.audit.chain import Audit, Finding
 from gcore.ledger.audit.receipts import ReceiptFolder
+from gcore.ledger.chain import job_digest
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, Head
 from gcore.ledger.records.job import JobPhase
 from gcore.ledger.records.slot_accounting import encode_line, read_step_lines
 from gcore.ledger.retention import Retention, keep_reasons
-from gcore.ledger.selection import rules_of
+from gcore.ledger.selection import StreamRules, rules_of
 from gcore.models.layout import (
     MANIFEST_FILE,
     CheckpointDamaged,
@@ -206,7 +207,11 @@ def audit_of_records(
     try:
         if mirror.head is None:
             return _audit_without_head(mirror, folder)
-        return _audit(mirror, mirror.head.record, folder, known)
+        rules = rules_of(mirror.job_record)
+        if min(rules.shape.lengths) < 1:
+            what = f"{mirror.job_record.prompts} prompts are in {len(rules.shape.lengths)} shards"
+            return _violation(f"the job's own record ({mirror.keys.job}) is of no possible job: {what}")
+        return _audit(mirror, mirror.head.record, rules, folder, known)
     except SpecError as error:
         return _violation(f"the job's own record ({mirror.keys.job}) is of no possible job: {error}")
     except OSError as error:
@@ -237,12 +242,19 @@ def _audit_without_head(mirror: JobMirror, run_dir: Path) -> Audit:
     return Audit()  # it ended, or waits, without having begun
 
 
-def _audit(mirror: JobMirror, head: Head, run_dir: Path, known: Collection[tuple[str, Token]] | None) -> Audit:
+def _audit(
+    mirror: JobMirror,
+    head: Head,
+    rules: StreamRules,
+    run_dir: Path,
+    known: Collection[tuple[str, Token]] | None,
+) -> Audit:
     log = ArchivedLog(run_dir, {seq: stored.record for seq, stored in mirror.log.items()})
     receipts = ReceiptFolder(run_dir)
     checkpoints = mirror.checkpoints.record.entries if mirror.checkpoints is not None else ()
     standing = AuditInputs(
         uid=mirror.job_record.uid,
+        job=job_digest(mirror.job_record),
         seals=[stored.record for stored in mirror.seals.values()],
         offers=[stored.record for stored in mirror.offers.values()],
         checkpoints=checkpoints,
@@ -250,7 +262,7 @@ def _audit(mirror: JobMirror, head: Head, run_dir: Path, known: Collection[tuple
         phase=mirror.status.record.phase if mirror.status is not None else None,
         known=known,
     )
-    found = audit_records(rules_of(mirror.job_record), head, log, receipts, standing)
+    found = audit_records(rules, head, log, receipts, standing)
     stateless = ["the job's state is missing"] if mirror.status is None else []
     unread = (one.why for one in mirror.unreadable.values())
     return found.with_problems((*stateless, *unread, *log.problems, *receipts.problems))

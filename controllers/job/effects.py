@@ -32,6 +32,7 @@ from gcore.ledger.records.job import JobPhase, JobStatus, Moves, Plan, SplitPart
 from gcore.ledger.retention import orphaned_checkpoints
 from gcore.ledger.transactions import OpenSlots, Transaction, TransactionExecutor, TxnOutcome, keeping_to
 from gcore.models.layout import FIRST, checkpoint_folder, versions_in
+from gcore.schema import written_version
 from gcore.store.types import Store
 from gcore.system.clock import Clock
 from gcore.system.fault_injection import FaultPoint, fault_point
@@ -87,7 +88,9 @@ def open_slots(view: JobView) -> OpenSlots:
 
 def new_writer(view: JobView) -> chain.ChainWriter:
     """This incarnation as a writer, with a name for this one transaction."""
-    return chain.ChainWriter(view.me, uuid.uuid4().hex[:16])
+    binds = written_version() >= chain.BINDING_VERSION
+    job = chain.job_digest(view.mirror.job_record) if binds else ""
+    return chain.ChainWriter(view.me, uuid.uuid4().hex[:16], job)
 
 
 def warning_transaction(view: JobView, topic: str, sentence: str, time: float) -> Transaction:

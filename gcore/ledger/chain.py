@@ -12,27 +12,66 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from gcore.data.order import Cursors, StreamShape
+from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import Checkpoint, EndedRef, Head, Lineage, LogEntry, Seal, SealState, WorldState
 from gcore.ledger.records.cluster import ATTENTION_EQUALS_AT
+from gcore.ledger.records.job import JobRecord
 from gcore.ledger.selection import SealPart, SealStep
 from gcore.ledger.statistics import NOTHING, add_to_tally, start_next_step
+from gcore.schema import Record
+from gcore.types import PromptRef
 
 
 def entry_digest(entry: LogEntry) -> str:
     """BLAKE2b of the entry's content; 32 hex digits."""
-    text = _text(entry)
-    if "\\ud" in text:  # half a surrogate pair is stored in other characters than it was written with
-        text = _text(LogEntry.decode(entry.encode()))
+    return _digest(entry)
+
+
+def head_digest(head: Head) -> str:
+    """BLAKE2b of what head says but for its entry's digest, which names this one, and the mark that its job is being deleted."""
+    return _digest(head, "digest", "deleted")
+
+
+def job_digest(job: JobRecord) -> str:
+    """BLAKE2b of what the job is: its spec, with seed and shape, its data and its models; 32 hex digits."""
+    return _digest(job)
+
+
+def shares_digest(shares: Mapping[int, Mapping[PromptRef, Collection[int]]]) -> str:
+    """BLAKE2b of which rank trains which samples, by rank and group; 32 hex digits."""
+    lines = sorted((rank, ref, sorted(samples)) for rank, share in shares.items() for ref, samples in share.items())
+    text = json.dumps([[rank, str(ref), samples] for rank, ref, samples in lines], separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _text(entry: LogEntry) -> str:
-    fields = entry.model_dump(mode="json", exclude={"schema_version"}, exclude_defaults=True)
+def _digest(record: Record, *without: str) -> str:
+    text = _text(record, without)
+    if "\\ud" in text:  # half a surrogate pair is stored in other characters than it was written with
+        text = _text(type(record).decode(record.encode()), without)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _text(record: Record, without: Iterable[str]) -> str:
+    fields = record.model_dump(mode="json", exclude={"schema_version", *without}, exclude_defaults=True)
     return json.dumps(fields, separators=(",", ":"), sort_keys=True)
+
+
+def seal_shares(seal: Seal) -> dict[int, dict[PromptRef, list[int]]]:
+    """By rank and group: the samples of a sealed step that each rank trains."""
+    layout = balance_samples(seal)
+    shares: dict[int, dict[PromptRef, list[int]]] = {rank: {} for rank in range(seal.world_size)}
+    for rank, share in shares.items():
+        for slot in layout.of_rank(rank):
+            share.setdefault(seal.groups[slot.group].ref, []).append(slot.sample)
+    return shares
+
+
+BINDING_VERSION = max(LogEntry.came_with.values())
+"""The schema version from which on entries name what the job is, and what head says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +84,14 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class ChainWriter:
-    """The writer of an entry, and a number used once, by which an answer that never came is recognised later."""
+    """The writer of an entry, and a number used once, by which an answer that never came is recognised later.
+
+    `job`: `job_digest` of the job; empty while nodes of schema version 2 are there, which read no entry that names it.
+    """
 
     incarnation: str
     nonce: str
+    job: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +242,7 @@ def commit_entry(
         parent_digest=head.digest,
         token=seal.token,
         ranks=seal.world_size,
+        shares=shares_digest(seal_shares(seal)) if writer.job else "",
         delta=ended,
         cursors=cursors if keep_cursors else None,
         tally=after.tally if keep_cursors else None,
@@ -240,6 +284,7 @@ def rollback_entry(
         **kept,
         reason=reason,
         follows=_left_out(head, after),
+        undoes=head.digest if writer.job else "",
     )
 
 
@@ -254,6 +299,7 @@ def reform_entry(
         "rollback",
         writer,
         follows=_left_out(head, after),
+        undoes=head.digest if writer.job else "",
         parent_digest=head.digest,
         cursors=head.cursors,
         tally=head.tally,
@@ -322,6 +368,8 @@ def _advance(head: Head, kind: str, writer: ChainWriter, **fields: object) -> Ad
             "world": head.world,
             "nonce": head.nonce,
             "writer": writer.incarnation,
+            "job": writer.job,
+            "head": head_digest(head) if writer.job else "",
             **fields,
         }
     )

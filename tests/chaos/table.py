@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import json
 import math
-import os
 import shutil
 import signal
 import statistics
@@ -29,13 +28,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT)]
-os.environ["GCORE_NEXT_SCHEMA"] = "1"
-
-from gcore import schema  # noqa: E402
-
-# This process reads what daemons of the next schema version write (the fault `schema-restart`); what it starts is of this version.
-del os.environ[schema.NEXT]
-schema.set_written_version(schema.FIRST_VERSION)
 
 from chaos_cluster import TTL_S  # noqa: E402
 from chaos_faults import FAULTS, RECOVERY_GOAL_S, Fault  # noqa: E402

@@ -18,7 +18,7 @@ from gcore.ledger.balance import SampleSlot, StepLayout, balance_samples
 from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, Member, OfferedGroup, Seal, SealedGroup, SealState
-from gcore.ledger.records.job import EnginePlace, JobPhase, JobStatus, NodeRecord, Plan, RankClaim, RankPlace
+from gcore.ledger.records.job import EnginePlace, JobPhase, JobRecord, JobStatus, NodeRecord, Plan, RankClaim, RankPlace
 from gcore.ledger.selection import SealStep, StreamRules, refs_in_order, sealed_group
 from gcore.ledger.transactions import Transaction, TxnKind, TxnOutcome, TxnReport, Versioned
 from gcore.store.keys import JobKeys
@@ -72,6 +72,11 @@ def two_node_plan(*, engines: bool = True) -> Plan:
     )
 
 
+def job_record() -> JobRecord:
+    """Of the job that `KEYS` name."""
+    return JobRecord(uid="u", name="j", spec={}, run_dir="run", created=1.0, prompts=4)
+
+
 def bare_job(
     spec: JobSpec, nodes: Mapping[str, NodeRecord] | None = None, workers: Mapping[str, WorkerRecord] | None = None
 ) -> JobView:
@@ -79,6 +84,7 @@ def bare_job(
     base = chain.base_entry(2, "w", ChainWriter("a", "n"))
     mirror = JobMirror(
         KEYS,
+        job=stored(job_record()),
         head=stored(base.head, 1),
         log={0: stored(base.entry, 1)},
         plan=stored(two_node_plan(), 1),
@@ -93,6 +99,7 @@ def running_job(spec: JobSpec = SPEC, *, engines: bool = False) -> JobView:
     base = chain.base_entry(4, "w", ChainWriter(ME, "n"))
     mirror = JobMirror(
         KEYS,
+        job=stored(job_record()),
         status=stored(JobStatus(phase=JobPhase.RUNNING)),
         head=stored(base.head),
         assign=stored(shard_assignment([ME, PEER], 4, None)),

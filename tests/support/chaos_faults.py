@@ -23,7 +23,7 @@ from chaos_cluster import BACK_S, CLOCK, TTL_S, ChaosCluster, ChaosFailed, Nobod
 from chaos_resumed import demo_survives, four_one_three, losses_equal, losses_equal_elsewhere
 
 from controllers.cli.local import home_processes
-from gcore.schema import FIRST_VERSION, NEXT, PIN
+from gcore.schema import NEWEST_VERSION, PIN
 from gcore.system.process import identify_process, send_signal
 
 Told = dict[str, Any]
@@ -459,21 +459,24 @@ def _is_anew(cluster: ChaosCluster, name: str, old: str | None) -> bool:
     return cluster.ended or cluster.seen.incarnation(name) not in (None, old)
 
 
-async def rewritten_restart(cluster: ChaosCluster) -> Told:
-    """The same, from daemons that are pinned to the first schema version to those of an invented next, their workers among them.
+OLDER_VERSION = NEWEST_VERSION - 1
 
-    What stands in the store is of the first version while one old daemon is there, and of the next when all are new.
+
+async def rewritten_restart(cluster: ChaosCluster) -> Told:
+    """The same, from daemons that are pinned to the schema version before to those of the newest, their workers among them.
+
+    What stands in the store is of the version before while one old daemon is there, and of the newest when all are new.
     """
     for daemon in cluster.daemons.values():
         del daemon.environment[PIN]
     first, *others = cluster.up
-    await _expect_written(cluster, FIRST_VERSION, "before any daemon is new")
+    await _expect_written(cluster, OLDER_VERSION, "before any daemon is new")
     await _restart(cluster, first)
     for name in others:
-        await _expect_written(cluster, FIRST_VERSION, f"while {name} is old")
+        await _expect_written(cluster, OLDER_VERSION, f"while {name} is old")
         await _restart(cluster, name)
-    await _expect_written(cluster, FIRST_VERSION + 1, "when all daemons are new")
-    return {"target": "each daemon", "schema_versions": [FIRST_VERSION, FIRST_VERSION + 1]}
+    await _expect_written(cluster, NEWEST_VERSION, "when all daemons are new")
+    return {"target": "each daemon", "schema_versions": [OLDER_VERSION, NEWEST_VERSION]}
 
 
 async def _expect_written(cluster: ChaosCluster, version: int, when: str) -> None:
@@ -563,7 +566,7 @@ OF_ITS_OWN = ("schema-restart", "lost-answers", "at-start", "at-prune")
 """Faults that need a job, or a cluster, that begins with them or lasts for them."""
 THREE_STORES = Shape(members=3)
 MIXED = Shape(nodes=2, spares=1, members=3, network=True)
-OLD = Shape(environment={NEXT: "1", PIN: str(FIRST_VERSION)})
+OLD = Shape(environment={PIN: str(OLDER_VERSION)})
 NAMESPACES = Shape(network=True)
 LONG = 45
 POINT_RUNS = 2
@@ -605,7 +608,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("rolling-restart", "each daemon restarted in good order", rolling_restart, steps=LONG),
     Fault(
         "schema-restart",
-        "each daemon restarted, from the first schema version to an invented next",
+        "each daemon restarted, from the schema version before to the newest",
         rewritten_restart,
         OLD,
         steps=LONG,

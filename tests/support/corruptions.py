@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from gcore.data.order import Cursors, ShardCursor
 from gcore.ledger.audit.chain import MOST_REFS, Kind
+from gcore.ledger.chain import entry_digest
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, EndedRef, Head, Lineage, LogEntry, Seal, SealState
 from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
 from gcore.ledger.selection import StreamRules, resumable_checkpoints, rules_of
@@ -580,7 +581,47 @@ def job_of_no_possible_spec(scene: Scene) -> Refuted:
     return Refuted("record", words="is of no possible job", about="a record")
 
 
+def job_changed(scene: Scene) -> Refuted:
+    """To one of another seed, which would be as possible."""
+    job = JobRecord.decode(scene.records["job"])
+    spec = {**job.spec, "seed": 77}
+    scene.records["job"] = job.model_copy(update={"spec": spec}).encode()
+    return Refuted("record", words="the job's record is not what it was when log entry 0", about="a record")
+
+
+def binding_dropped(scene: Scene) -> Refuted:
+    """From the newest entry, with the digests to fit."""
+    entry = scene.trained[0].model_copy(update={"job": "", "head": "", "shares": ""})
+    scene.put_entry(entry)
+    scene.put_head(digest=entry_digest(entry))
+    return Refuted("chain", words=f"log entry {entry.seq} does not name what the job is", about="an entry")
+
+
+def tokens_of_tally_changed(scene: Scene) -> Refuted:
+    """Which no entry adds up to."""
+    head = scene.head
+    name, one = next(iter(head.tally.sources.items()))
+    sources = {**head.tally.sources, name: one.model_copy(update={"tokens": one.tokens + 1})}
+    scene.put_head(tally=head.tally.model_copy(update={"sources": sources}))
+    return Refuted("chain", words=f"head is not what it was when log entry {head.seq} was written", about="an entry")
+
+
+def shares_swapped(scene: Scene) -> Refuted:
+    """Two ranks' receipts say that each trained the other's samples; each sample still counts once."""
+    entry = scene.trained[0]
+    papers = scene.receipts_of(entry)
+    assert len(papers) > 1
+    (_, _, one), (_, _, other) = papers[:2]
+    scene.edit_receipt(entry, lambda tree: {**tree, "groups": other["groups"]}, 0)
+    scene.edit_receipt(entry, lambda tree: {**tree, "groups": one["groups"]}, 1)
+    return Refuted("receipt", words=f"did not train the shares of step {entry.step}", about="a step")
+
+
 CORRUPTIONS: tuple[Callable[[Scene], Refuted], ...] = (
+    job_changed,
+    binding_dropped,
+    tokens_of_tally_changed,
+    shares_swapped,
     head_removed,
     head_and_log_removed,
     state_removed,

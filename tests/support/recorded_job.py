@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, cast
 from gcore.ledger import archive, chain, transactions
 from gcore.ledger.archive import mirror_of
 from gcore.ledger.balance import balance_samples
-from gcore.ledger.chain import NOTHING_SEEN, ChainWriter, HighWater
+from gcore.ledger.chain import NOTHING_SEEN, ChainWriter, HighWater, job_digest
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, EndedRef, Head, Offer, OfferedGroup
 from gcore.ledger.records.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, RankPlace
 from gcore.ledger.selection import OffersView, SealStep, StreamRules, choose_seal, refs_in_order, rules_of
-from gcore.ledger.transactions import Transaction, TransactionExecutor, TxnOutcome
+from gcore.ledger.transactions import OpenSlots, Transaction, TransactionExecutor, TxnOutcome
 from gcore.models.layout import MANIFEST_FILE, Manifest, manifest_digest
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyListing, Put, WatchBatch, WatchEvent
@@ -64,6 +64,8 @@ class RecordedJob:
     """One job that is under way."""
 
     run_dir: Path
+    binds: bool = True
+    """Whether entries are written as schema version 3 writes them, binding job, head and shares."""
     cluster: MemoryCluster = field(default_factory=lambda: MemoryCluster(FakeClock()))
     nonces: int = 0
 
@@ -71,6 +73,7 @@ class RecordedJob:
         self.store = MemoryStore(self.cluster)
         self.leases = {holder: self.cluster.grant(1000) for holder in HOLDERS}
         job = JobRecord(uid=UID, name="sums", spec=SPEC, run_dir=str(self.run_dir), created=1.0, prompts=PROMPTS)
+        self.job_digest = job_digest(job)
         self.rules: StreamRules = rules_of(job)
         self.run(transactions.create(KEYS, job, JobStatus(phase=JobPhase.PENDING), 0))
         status = self.mirror.status
@@ -105,7 +108,7 @@ class RecordedJob:
     def writer(self) -> ChainWriter:
         """One that writes once."""
         self.nonces += 1
-        return ChainWriter(HOLDERS[0], f"nonce-{self.nonces}")
+        return ChainWriter(HOLDERS[0], f"nonce-{self.nonces}", self.job_digest if self.binds else "")
 
     def plan(self, world: str, generation: int) -> Plan:
         """Two ranks and two engines."""
@@ -139,9 +142,8 @@ class RecordedJob:
         assert self.mirror.plan is not None
         self.run(transactions.seal(KEYS, slots, chosen, self.mirror.plan.record, 1, HOLDERS[0]))
 
-    def step(self) -> None:
-        """A batch from seal to commit, with the ranks' receipts and, every second step, a checkpoint."""
-        self.sealed()
+    def trained(self, ranks: int = RANKS) -> OpenSlots:
+        """The sealed batch is READY, and so many ranks have trained it and left their receipts."""
         slots = self.mirror.open_slots
         assert slots is not None
         step = self.head.step + 1
@@ -149,10 +151,18 @@ class RecordedJob:
         slots = self.mirror.open_slots
         assert slots is not None
         seal = slots.slots[step].record
-        for rank in range(RANKS):
+        for rank in range(ranks):
             ReceiptWriter(self.run_dir, seal.world, rank).write(
                 StepInput(seal, balance_samples(seal), rank, {}), loss=0.5
             )
+        return slots
+
+    def step(self) -> None:
+        """A batch from seal to commit, with the ranks' receipts and, every second step, a checkpoint."""
+        self.sealed()
+        slots = self.trained()
+        step = self.head.step + 1
+        seal = slots.slots[step].record
         keep = step % 2 == 0
         self.run(
             transactions.commit(KEYS, slots, self.rules.shape, self.writer(), keep_cursors=keep, stats={"reward": 0.5})
@@ -173,7 +183,7 @@ class RecordedJob:
     def write_manifest(self, version: Version, world: str) -> str:
         """A checkpoint's folder, without its files; the digest of its manifest."""
         folder = self.run_dir / checkpoint_file(version)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         manifest = Manifest(job_uid=UID, world=world, lineage=version.lineage, step=version.step, updates=1, files={})
         (folder / MANIFEST_FILE).write_bytes(manifest.encode())
         return manifest_digest(folder)
@@ -248,4 +258,25 @@ def a_job_under_way(run_dir: Path) -> RecordedJob:
         job.step()
     job.sealed()
     job.prune(3)
+    return job
+
+
+def a_job_with_a_ready_step(run_dir: Path) -> RecordedJob:
+    """The same, and the open seal is READY, and one of its ranks has trained it."""
+    job = a_job_under_way(run_dir)
+    job.trained(ranks=1)
+    return job
+
+
+def a_finished_job(run_dir: Path) -> RecordedJob:
+    """All prompts have their outcome, after a rollback; the job has succeeded."""
+    job = RecordedJob(run_dir)
+    for _ in range(3):
+        job.step()
+    job.roll_back()
+    job.account()
+    while any(True for _ in refs_in_order(job.rules, job.head, ())):
+        job.step()
+    job.prune(3)
+    job.end(JobPhase.SUCCEEDED)
     return job

@@ -33,6 +33,8 @@ from gcore.ledger.audit.receipts import (
     Receipt,
     Receipts,
     ReceiptsInMemory,
+    check_cut_off,
+    check_ready,
     check_receipts,
     check_tokens,
     check_uncommitted,
@@ -202,6 +204,8 @@ class AuditInputs:
     """
 
     uid: str = ""
+    job: str = ""
+    """Digest of the job's record; empty: not looked at."""
     seals: Sequence[Seal] = ()
     offers: Sequence[Offer] = ()
     checkpoints: Sequence[Checkpoint] | None = None
@@ -221,13 +225,17 @@ def audit_records(
     found = FindingCollector()
     papers = ReceiptsInMemory(receipts) if isinstance(receipts, Sequence) else receipts
     standing = standing or AuditInputs()
-    facts = check_chain(head, log, found)
+    facts = check_chain(head, log, standing.job, found)
     walk = ChainTotals(rules, head, facts, found)
     for seq in facts.chain:
         entry = log[seq]
         walk.add(entry)
         if entry.kind == "train":
             check_receipts(entry, papers, found)
+    for seq in facts.cut_off:
+        check_cut_off(log[seq], papers, found)
+    for seal in standing.seals:
+        check_ready(seal, papers, found)
     check_tokens(papers, found)
     check_uncommitted(facts, head, standing.seals, papers, standing.known, found)
     walk.tell_doubles(log)

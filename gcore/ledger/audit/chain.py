@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gcore.data.order import Cursors, ShardCursor
-from gcore.ledger.chain import entry_digest
+from gcore.ledger.chain import entry_digest, head_digest
 from gcore.ledger.records.chain import EndedRef, Head, Lineage, LogEntry, Tally
 from gcore.ledger.selection import StreamRules, is_acceptable, is_ancestor
 from gcore.types import PromptRef, Token, Version
@@ -91,6 +91,11 @@ class FindingCollector:
         self.findings: list[Finding] = []
         self.more = 0
 
+    @property
+    def count(self) -> int:
+        """How many there are so far."""
+        return len(self.findings) + self.more
+
     def add(self, kind: Kind, sentence: str, refs: Iterable[PromptRef] = ()) -> None:
         """One violation."""
         if len(self.findings) >= MOST_FOUND:
@@ -122,20 +127,21 @@ class ChainFacts:
     """`chain`: the numbers of the final lineage's entries that are there, ascending. `lineages`: as the rollbacks in the log
     began them, or head's where entries are missing. `since_step`: the account entries after the newest step.
 
-    The rest is of all entries, those of cut-off lineages too: `committed`, the tokens of the steps, by world; `worlds`, by lineage;
+    `cut_off`: the steps' entries that are not on it. The rest is of all entries: `committed`, the tokens of the steps, by world; `worlds`, by lineage;
     `lost`, the lineages of which a restored store knows nothing.
     """
 
     chain: tuple[int, ...]
     lineages: tuple[Lineage, ...]
     since_step: tuple[int, ...]
+    cut_off: tuple[int, ...] = ()
     committed: frozenset[tuple[str, Token]] = frozenset()
     worlds: Mapping[int, WorldSteps] = field(default_factory=dict)
     lost: tuple[range, ...] = ()
 
 
-def check_chain(head: Head, log: Mapping[int, LogEntry], found: FindingCollector) -> ChainFacts:
-    """Every entry up to head's, whatever lineage it is of, then the walk from head."""
+def check_chain(head: Head, log: Mapping[int, LogEntry], job: str, found: FindingCollector) -> ChainFacts:
+    """Every entry up to head's, whatever lineage it is of, then the walk from head. `job`: digest of the job's record; empty: not looked at."""
     before: LogEntry | None = None
     whole = True
     cut_off = _cut_off(head, log)
@@ -143,6 +149,8 @@ def check_chain(head: Head, log: Mapping[int, LogEntry], found: FindingCollector
     begun = [Lineage(number=0, base_step=0)]
     last = max(log, default=-1)
     gap: int | None = None
+    binding = JobBinding(job)
+    steps: set[int] = set()
     committed: set[tuple[str, Token]] = set()
     worlds: dict[int, WorldSteps] = {}
     lost: list[range] = []
@@ -171,9 +179,11 @@ def check_chain(head: Head, log: Mapping[int, LogEntry], found: FindingCollector
             begun.append(Lineage(number=entry.lineage, base_step=entry.step, entry=skipped))
         _check_place(seq, entry, lineage, world, found)
         _check_parent(entry, before, log, found)
+        binding.check(entry, found)
         lineage, world, before = entry.lineage, entry.world, entry
         of_world = worlds.setdefault(entry.lineage, WorldSteps(entry.world, entry.step))
         if entry.kind == "train":
+            steps.add(seq)
             of_world.last = max(of_world.last, entry.step)
             if entry.token is not None:
                 committed.add((entry.world, entry.token))
@@ -192,7 +202,8 @@ def check_chain(head: Head, log: Mapping[int, LogEntry], found: FindingCollector
         found.add("chain", f"head's lineages are not those that its rollbacks began ({told})")
     _check_head(head, log.get(head.seq), found)
     chain, since_step = _walk(head, log, found)
-    return ChainFacts(chain, lineages, since_step, frozenset(committed), worlds, tuple(lost))
+    cut_off_steps = tuple(sorted(steps - set(chain)))
+    return ChainFacts(chain, lineages, since_step, cut_off_steps, frozenset(committed), worlds, tuple(lost))
 
 
 def _cut_off(head: Head, log: Mapping[int, LogEntry]) -> tuple[range, ...]:
@@ -225,7 +236,11 @@ def _check_place(seq: int, entry: LogEntry, lineage: int, world: str | None, fou
 def _check_parent(
     entry: LogEntry, before: LogEntry | None, log: Mapping[int, LogEntry], found: FindingCollector
 ) -> None:
-    """The parent is the entry that was there when this one was written."""
+    """The parent is the entry that was there when this one was written; and so is what a rollback undoes."""
+    if entry.undoes:
+        undone = log.get(entry.seq - 1 if entry.follows is None else entry.follows)
+        if undone is not None and entry_digest(undone) != entry.undoes:
+            found.add("chain", f"log entry {undone.seq} is not what it was when entry {entry.seq} undid it")
     if entry.parent is None:
         return
     if not entry.parent_digest:
@@ -234,6 +249,27 @@ def _check_parent(
     parent = before if before is not None and before.seq == entry.parent else log.get(entry.parent)
     if parent is not None and entry_digest(parent) != entry.parent_digest:
         found.add("chain", f"log entry {entry.parent} is not what it was when entry {entry.seq} was written after it")
+
+
+class JobBinding:
+    """That the job's record is what the entries name, from the first that names it on: those of schema version 2 do not."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._first: int | None = None
+        self._told = False
+
+    def check(self, entry: LogEntry, found: FindingCollector) -> None:
+        """The next entry, whatever lineage it is of."""
+        if not entry.job:
+            if self._first is not None:
+                what = f"log entry {entry.seq} does not name what the job is, and entry {self._first} did"
+                found.add("chain", what)
+            return
+        self._first = entry.seq if self._first is None else self._first
+        if self._job and entry.job != self._job and not self._told:
+            self._told = True
+            found.add("record", f"the job's record is not what it was when log entry {entry.seq} was written")
 
 
 def _check_head(head: Head, entry: LogEntry | None, found: FindingCollector) -> None:
@@ -246,6 +282,8 @@ def _check_head(head: Head, entry: LogEntry | None, found: FindingCollector) -> 
         found.add("chain", f"head does not name its log entry {head.seq} by content")
     elif entry_digest(entry) != head.digest:
         found.add("chain", f"log entry {head.seq} is not what it was when head was written with it")
+    if entry.head and head_digest(head) != entry.head:
+        found.add("chain", f"head is not what it was when log entry {head.seq} was written with it")
     for name in ("parent", "lineage", "step", "world"):
         of_head, of_entry = getattr(head, name), getattr(entry, name)
         if of_head != of_entry:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from gcore.ledger.archive import LinePosition, index_lines
 from gcore.ledger.audit.chain import ChainFacts, FindingCollector, list_some_refs
+from gcore.ledger.chain import seal_shares, shares_digest
 from gcore.ledger.records.chain import EndedRef, Head, LogEntry, Seal, SealState
 from gcore.types import PromptRef, Token
 
@@ -41,9 +42,9 @@ class Receipt:
         samples: dict[PromptRef, frozenset[int]] = {}
         digests: dict[PromptRef, str] = {}
         for name, digest, indexes in line["groups"]:
-            ref = PromptRef.parse(name)
-            if ref in samples or len(set(indexes)) != len(indexes):
-                raise ValueError(f"prompt {ref} or a sample of it stands in it twice")
+            ref = PromptRef.parse(str(name))
+            if ref in samples or list(indexes) != sorted(set(indexes)):
+                raise ValueError(f"prompt {ref} or a sample of it stands in it twice, or not in order")
             samples[ref] = frozenset(int(i) for i in indexes)
             digests[ref] = str(digest)
         return cls(Token.parse(line["token"]), str(line["world"]), int(line["rank"]), samples, digests)
@@ -121,6 +122,7 @@ def check_receipts(entry: LogEntry, receipts: Receipts, found: FindingCollector)
         found.add("receipt", f"log entry {entry.seq} trained step {entry.step} under token {token}")
     papers = receipts.of(entry.world, token)
     committed = {one.ref: one for one in entry.delta if one.kind == "trained"}
+    told = found.count
     if not papers:
         what = f"no rank left a receipt for step {entry.step} (token {token})"
         found.add("receipt", what, sorted(committed))
@@ -137,10 +139,16 @@ def check_receipts(entry: LogEntry, receipts: Receipts, found: FindingCollector)
     lost = _check_ranks(entry, papers, incomplete, found)
     for paper in papers:
         for ref, digest in paper.digests.items():
-            told = committed.get(ref)
-            if told is not None and told.digest and told.digest != digest:
-                what = f"prompt {ref} was committed at step {entry.step} as group {told.digest}, and rank {paper.rank}"
+            group = committed.get(ref)
+            if group is not None and group.digest and group.digest != digest:
+                what = f"prompt {ref} was committed at step {entry.step} as group {group.digest}, and rank {paper.rank}"
                 found.add("receipt", f"{what} trained on group {digest}", [ref])
+    order = {ref: number for number, ref in enumerate(committed)}
+    for paper in papers:
+        numbers = [order[ref] for ref in paper.samples if ref in order]
+        if numbers != sorted(numbers):
+            what = f"rank {paper.rank} names the groups of step {entry.step} in another order than the commit"
+            found.add("receipt", what, _named([paper]))
     # Where a rank's whole receipt is missing, what stood in it is told with that, and not sample by sample.
     excused = set(incomplete) if lost else set()
     for who, refs in (
@@ -152,6 +160,37 @@ def check_receipts(entry: LogEntry, receipts: Receipts, found: FindingCollector)
     for ref, samples in sorted(trained.items()):
         if ref not in excused:
             _check_samples(entry, ref, committed.get(ref), sorted(samples), found)
+    trained_shares = shares_digest({paper.rank: paper.samples for paper in papers})
+    if entry.shares not in ("", trained_shares) and found.count == told:
+        found.add("receipt", f"the ranks did not train the shares of step {entry.step} that it was cut into")
+
+
+def check_cut_off(entry: LogEntry, receipts: Receipts, found: FindingCollector) -> None:
+    """The same of a step that a rollback undid. Its receipts may be gone with their node: then there is nothing to check."""
+    if (
+        entry.token is not None
+        and entry.ranks is not None
+        and len(receipts.of(entry.world, entry.token)) >= entry.ranks
+    ):
+        check_receipts(entry, receipts, found)
+
+
+def check_ready(seal: Seal, receipts: Receipts, found: FindingCollector) -> None:
+    """The ranks that have trained a READY step already, whose commit is to come, trained their shares of it."""
+    papers = receipts.of(seal.world, seal.token) if seal.state is SealState.READY else ()
+    if not papers or sum(seal.parts) not in (
+        0,
+        len(seal.groups),
+    ):  # of parts that are no parts of it, something else tells
+        return
+    shares, digests = seal_shares(seal), {group.ref: group.digest for group in seal.groups}
+    for paper in papers:
+        share = {ref: frozenset(samples) for ref, samples in shares.get(paper.rank, {}).items()}
+        if list(paper.samples.items()) != list(share.items()) or any(
+            digests[ref] != digest for ref, digest in paper.digests.items()
+        ):
+            what = f"rank {paper.rank} did not train its share of the READY seal of step {seal.step}"
+            found.add("receipt", f"{what} (token {seal.token})", _named([paper]))
 
 
 def _lacks(one: EndedRef, samples: Collection[int]) -> bool:

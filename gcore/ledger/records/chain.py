@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PlainSerializer, PositiveInt
 
@@ -216,8 +216,8 @@ class Seal(Record):
     attempt: int
     state: SealState
     world: str
-    world_size: int
-    mini_batches: int
+    world_size: PositiveInt
+    mini_batches: PositiveInt
     groups: tuple[SealedGroup, ...] = ()
     outcomes: tuple[EndedRef, ...] = ()
     sealer: str = ""
@@ -337,8 +337,11 @@ class LogEntry(Record):
     """`log/{seq}`: how head came to be. `stats` are numbers for people (reward, loss, seconds a phase).
 
     Each entry names its parent by digest too, and head names its own entry so: what is changed anywhere along the chain later,
-    in the store or in the run's folder, is found from head (`gcore.ledger.chain`).
+    in the store or in the run's folder, is found from head (`gcore.ledger.chain`). From schema version 3 on an entry also binds what
+    the job is, and what head said when it was written.
     """
+
+    came_with: ClassVar[Mapping[str, int]] = {"job": 3, "head": 3, "shares": 3, "undoes": 3}
 
     seq: int
     parent: int | None
@@ -364,6 +367,14 @@ class LogEntry(Record):
     follows: int | None = None
     """Of a rollback in a store that had been put back to an older state: the number that head had before it. Those between are of
     what was cut off, as far as anything is left of it in the run's folder, and are given to nothing else."""
+    job: str = ""
+    """Digest of the job's record (`gcore.ledger.chain.job_digest`)."""
+    head: str = ""
+    """Digest of head as this entry left it (`gcore.ledger.chain.head_digest`)."""
+    shares: str = ""
+    """Of a step: digest of which rank trained which samples (`gcore.ledger.chain.shares_digest`)."""
+    undoes: str = ""
+    """Of a rollback: digest of the entry that head was at, the newest of what it cuts off, or the one that it goes on from."""
 
 
 class EpochRecord(Record):

@@ -16,7 +16,7 @@ import pytest
 
 from gcore.config import NodeConfig
 from gcore.ledger.records.job import NodeRecord
-from gcore.schema import FIRST_VERSION, NEXT, PIN
+from gcore.schema import NEWEST_VERSION, PIN
 from gcore.store import keys
 from gcore.store.client import EtcdStore
 from gcore.store.etcd import LocalEtcd
@@ -24,8 +24,7 @@ from gcore.store.reference import StoreRef
 from gcore.system.clock import SystemClock
 
 CLOCK = SystemClock()
-OLDER, NEWEST = FIRST_VERSION, FIRST_VERSION + 1
-ALL_OF_NEXT = {**os.environ, NEXT: "1"}
+OLDER, NEWEST = NEWEST_VERSION - 1, NEWEST_VERSION
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(120)]
 
 
@@ -57,7 +56,7 @@ class Nodes:
         pin = {PIN: str(version)} if version is not None else {}
         self.daemons[name] = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "controllers.daemon", "--home", str(home), "--config", str(file)),
-            env={**ALL_OF_NEXT, **pin},
+            env=os.environ | pin,
             stderr=(home / "log").open("wb"),
         )
         await self.until(lambda there: keys.node(name) in there)
@@ -139,7 +138,7 @@ async def test_a_daemon_that_is_asked_to_end_leaves_nothing_under_its_lease(node
 async def test_a_daemon_that_is_pinned_to_what_it_does_not_know_says_so(nodes: Nodes) -> None:
     daemon = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "controllers.daemon", "--home", "h", "--config", "c"),
-        env={**ALL_OF_NEXT, PIN: "9"},
+        env=os.environ | {PIN: "9"},
         stderr=asyncio.subprocess.PIPE,
     )
     _, said = await daemon.communicate()

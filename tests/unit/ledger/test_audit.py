@@ -31,8 +31,8 @@ def group(ref: PromptRef, version: Version) -> OfferedGroup:
     return OfferedGroup(ref=ref, digest=f"d{ref}", prompt_tokens=3, response_tokens=(2, 2), versions=(version,))
 
 
-def step(run: Run, nonce: str) -> Run:
-    """One sealed and committed step with a filtered ref, and the receipts of two ranks."""
+def ready_seal(run: Run) -> Seal:
+    """The next step of four groups and a filtered ref, READY for two ranks."""
     refs = list(refs_in_order(RULES, run.head, ()))[:5]
     offer = Offer(
         incarnation="n0.a",
@@ -41,10 +41,16 @@ def step(run: Run, nonce: str) -> Run:
     )
     chosen = choose_seal(RULES, run.head, (), OffersView.collect(RULES, run.head, [offer]))
     assert isinstance(chosen, SealStep)
-    seal = chain.ready_slot(chain.seal_slot(None, run.head, chosen, world_size=2, mini_batches=1, sealer="n0.a"))
+    return chain.ready_slot(chain.seal_slot(None, run.head, chosen, world_size=2, mini_batches=1, sealer="n0.a"))
+
+
+def step(run: Run, nonce: str) -> Run:
+    """That step sealed and committed, and the ranks' receipts."""
+    seal = ready_seal(run)
     advance = chain.commit_entry(run.head, seal, RULES.shape, ChainWriter("n0.a", nonce), keep_cursors=True)
     receipts = tuple(
-        Receipt(seal.token, run.head.world, rank, {g.ref: frozenset({rank}) for g in seal.groups}) for rank in range(2)
+        Receipt(seal.token, run.head.world, rank, {ref: frozenset(one) for ref, one in share.items()})
+        for rank, share in chain.seal_shares(seal).items()
     )
     return Run(advance.head, {**run.log, advance.head.seq: advance.entry}, run.receipts + receipts)
 
@@ -259,7 +265,7 @@ def test_heads_world_may_have_trained_the_step_of_a_ready_seal_only() -> None:
     assert violation.endswith("(token 1.5.1), which no log entry names: head is at step 4")
     again = step(run, "n7")
     open_step = replace(again, head=run.head, log=run.log)
-    seal = Seal(lineage=1, step=5, attempt=1, state=SealState.READY, world="w1", world_size=2, mini_batches=1)
+    seal = ready_seal(run)
     ready = AuditInputs(seals=[seal])
     assert audit_records(RULES, run.head, run.log, open_step.receipts, ready).violations == ()
     sealed = AuditInputs(seals=[seal.model_copy(update={"state": SealState.SEALED})])

@@ -76,9 +76,9 @@ def test_most_kinds_of_damage_are_about_prompts_and_the_others_say_about_what(tm
         about.setdefault(damage(job, corruption).about, set()).add(corruption.__name__)
     assert {kind: len(names) for kind, names in about.items()} == {
         "prompts": 25,
-        "an entry": 9,
-        "a record": 15,
-        "a step": 1,
+        "an entry": 11,
+        "a record": 16,
+        "a step": 2,
     }
 
 
@@ -159,6 +159,20 @@ async def test_a_controller_leaves_one_copy_when_the_job_has_ended(job: Recorded
     copy = store_copy.read_copy(job.run_dir)
     assert copy is not None
     assert copy.job.uid == UID
+
+
+def test_a_job_of_schema_version_2_goes_on_and_binds_from_its_next_entry_on(tmp_path: Path) -> None:
+    job = RecordedJob(tmp_path, binds=False)
+    job.step()
+    job.step()
+    assert audited(job).clean
+    job.binds = True
+    job.step()
+    job.roll_back()
+    assert audited(job).clean
+    job.binds = False
+    job.step()
+    assert "does not name what the job is, and entry 3 did" in audited(job).violations[0]
 
 
 def test_very_many_violations_are_counted_not_told() -> None:

@@ -1,7 +1,7 @@
 """Stored records: each says its version, and what the first version wrote is read for ever.
 
 `records_of_version_2/` holds one record of each kind as the first version writes it, with every field set, and which fields each kind
-has then. They are never written anew. What holds between two versions is in `tests/next_schema`.
+has then. They are never written anew. What holds between two versions is in `test_schema_versions.py`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_every_field_that_the_first_version_did_not_have_says_since_when_it_is_t
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b'{"schema_version":3,"incarnation":"n.a","node":"n","address":"a:1"}', "schema version 3 of the member is"),
+        (b'{"schema_version":4,"incarnation":"n.a","node":"n","address":"a:1"}', "schema version 4 of the member is"),
         (b'{"schema_version":1,"incarnation":"n.a","node":"n","address":"a:1"}', "schema version 1 of the member is"),
         (
             b'{"schema_version":true,"incarnation":"n.a","node":"n","address":"a:1"}',
@@ -116,7 +116,7 @@ def test_what_cannot_be_read_is_told_with_where_and_what_to_do(data: bytes, word
 
 def test_a_kind_of_record_is_called_in_words_and_not_by_its_class() -> None:
     assert LogEntry.kind_in_words() == "log entry"
-    cut_off = b'{"schema_version":2,"uid":"u","revision":1,"records":{"job":"'
+    cut_off = b'{"schema_version":3,"uid":"u","revision":1,"records":{"job":"'
     with pytest.raises(
         UnreadableRecord, match=r"no copy of a job's records that this gcore can read \(Invalid JSON: EOF"
     ):
@@ -129,12 +129,7 @@ def test_a_record_whose_keys_stand_in_another_order_is_the_same_record() -> None
     assert Member.decode(turned) == member
 
 
-@pytest.mark.parametrize("value", [None, "", str(FIRST_VERSION)])
-def test_a_process_can_be_pinned_to_the_first_version(value: str | None) -> None:
-    assert schema.pinned_version(value) == FIRST_VERSION
-
-
-@pytest.mark.parametrize("value", ["0", "1", "3", "one", "2.0"])
+@pytest.mark.parametrize("value", ["0", "1", "4", "one", "2.0"])
 def test_a_process_cannot_be_pinned_to_what_it_does_not_know(value: str) -> None:
     with pytest.raises(UsageError, match="cannot be spoken"):
         schema.pinned_version(value)

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from controllers.rules.retention import KEEP_LOG, PRUNE_AT
 from gcore.ledger.transactions import TxnKind
 from gcore.reward.pool import SETTLED, LatencyTrend
-from gcore.schema import FIRST_VERSION, PIN
+from gcore.schema import NEWEST_VERSION, PIN
 from gcore.store import client as watching
 from gcore.store.connection import RevisionCompacted
 from gcore.store.types import KeyListing
@@ -323,7 +323,7 @@ class Versioned(Played):
 
 
 async def test_a_restart_to_a_new_schema_version_looks_at_what_stands_in_the_store() -> None:
-    before, now = FIRST_VERSION, FIRST_VERSION + 1
+    before, now = NEWEST_VERSION - 1, NEWEST_VERSION
     right: Any = Versioned(lambda old: before if old else now)
     assert (await chaos_faults.rewritten_restart(right))["schema_versions"] == [before, now]
     for written, when in (

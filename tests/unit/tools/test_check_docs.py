@@ -121,7 +121,12 @@ FAULTS: list[Fault] = [
     ("docs/step.svg", "1 produce", "1 generate", "docs/step.svg:1: it is not what its program draws"),
     ("docs/protocol.md", "| 3 |", "| 4 |", "the rules are numbered ['1', '2', '4', '4'"),
     ("docs/protocol.md", "| between seal and READY |", "| x | y | z |\n| between |", "no test that shows it: | x | y"),
-    ("docs/protocol.md", "reads no other", "knows no other", "docs/protocol.md:1: the page does not say 'this gcore"),
+    (
+        "docs/protocol.md",
+        "reads version 2, the first",
+        "knows version 2, the first",
+        "docs/protocol.md:1: the page does not say 'this gcore",
+    ),
     ("docs/failures.md", "| `reward` |", "| `rewards` |", "the wait reward becomes an event after"),
     (
         "docs/failures.md",

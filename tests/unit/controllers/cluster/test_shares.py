@@ -14,6 +14,7 @@ from controllers.cluster.shares import ShareWriter, change_claim
 from gcore.errors import StoreUnavailable
 from gcore.ledger.records.cluster import Claim, Drained, Quotas, Shares, SickSlots, slots_of_share
 from gcore.ledger.records.job import NodeRecord
+from gcore.schema import SCHEMA_VERSION
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete, Put, TxnResult
@@ -27,7 +28,9 @@ def memory() -> MemoryCluster:
     memory = MemoryCluster(FakeClock())
     for name in ("a", "b"):
         node = NodeRecord(name=name, incarnation=f"{name}.x", address="h:1", slots=("cpu:0", "cpu:1"), pid=1)
-        memory.transact((), (Put(keys.node(name), node.encode()), Put(keys.readable_version(name), b"2")))
+        memory.transact(
+            (), (Put(keys.node(name), node.encode()), Put(keys.readable_version(name), str(SCHEMA_VERSION).encode()))
+        )
     return memory
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from builders import KEYS, RecordingLedger, node_record
+from builders import KEYS, RecordingLedger, job_record, node_record
 
 from controllers.job.executor import apply_action
 from controllers.rules.actions import Rollback
@@ -126,6 +126,7 @@ def view(*checkpoints: Checkpoint) -> JobView:
     )
     mirror = JobMirror(
         KEYS,
+        job=Versioned(job_record(), 1),
         head=Versioned(head, 1),
         log=log,
         plan=Versioned(plan, 1),

@@ -43,7 +43,7 @@ async def heard(**nodes: bytes) -> dict[str, NodeRecord]:
 
 
 async def test_a_registration_of_another_version_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
-    later = NODE.encode().replace(b'"schema_version":2', b'"schema_version":7')
+    later = NODE.encode().replace(b'"schema_version":3', b'"schema_version":7')
     assert await heard(node_0=NODE.encode(), node_1=later, node_2=b"?") == {"node-0": NODE}
     assert "schema version 7" in caplog.text
 

@@ -147,9 +147,10 @@ def test_a_new_world_starts_from_what_its_rollback_named() -> None:
     assert world_start(first) == WorldStart(step=0)
     head = first.mirror.head
     assert head is not None
-    target = chain.base_entry(2, "w", ChainWriter("a", "n")).entry.model_copy(update={"seq": 2, "step": 2})
+    target = Checkpoint(lineage=0, step=2, seq=2, file="checkpoints/0-2")
+    entry = chain.base_entry(2, "w", ChainWriter("a", "n")).entry.model_copy(update={"seq": 2, "step": 2})
     later = head.record.model_copy(update={"seq": 4, "step": 4})
-    back = chain.rollback_entry(later, target, "w2", ChainWriter("a", "m"), "a rank died")
+    back = chain.rollback_entry(later, entry, "w2", ChainWriter("a", "m"), "a rank died")
     mirror = replace(
         first.mirror,
         head=Versioned(back.head, 9),

@@ -203,7 +203,17 @@ def going_back(seen: JobView, digests: Mapping[int, str]) -> JobView:
     head = seen.head.model_copy(update={"step": 8, "seq": 8})
     log = {
         step: stored(
-            LogEntry(seq=step, kind="train", parent=0, lineage=0, step=step, world="w", cursors=head.cursors, nonce="n")
+            LogEntry(
+                seq=step,
+                kind="train",
+                parent=0,
+                lineage=0,
+                step=step,
+                world="w",
+                cursors=head.cursors,
+                tally=head.tally,
+                nonce="n",
+            )
         )
         for step in digests
     }

@@ -1,4 +1,4 @@
-"""Records of the first version and of the next: a process of the next reads both, and writes either."""
+"""Records of the version before and of this one: a process reads both, and writes either."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import pytest
 
 from gcore import schema
 from gcore.ledger.records.chain import Member
-from gcore.schema import FIRST_VERSION, NEWEST_VERSION, PIN, Record, RecordPart, UnreadableRecord, pinned_version
+from gcore.schema import NEWEST_VERSION, PIN, Record, RecordPart, UnreadableRecord, pinned_version
 
-FOLDER = Path(__file__).parents[1] / "golden" / f"records_of_version_{FIRST_VERSION}"
+OLDER = NEWEST_VERSION - 1
+FOLDER = Path(__file__).parents[2] / "golden" / f"records_of_version_{OLDER}"
 GOLDEN = sorted(path for path in FOLDER.glob("*.json") if path.name != "fields.json")
 
 
@@ -47,10 +48,6 @@ class Note(Record):
     parts: tuple[NotePart, ...] = ()
 
 
-def test_the_process_is_of_the_version_after_the_first() -> None:
-    assert NEWEST_VERSION == FIRST_VERSION + 1
-
-
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_a_record_of_the_version_before_is_read_whole_and_written_as_it_was(path: Path) -> None:
     data = path.read_bytes().strip()
@@ -58,7 +55,7 @@ def test_a_record_of_the_version_before_is_read_whole_and_written_as_it_was(path
     kind = getattr(importlib.import_module(module), name)
     record = kind.decode(data, "a golden record")
     assert record.schema_version == NEWEST_VERSION  # from here on there is one shape only
-    assert json.loads(record.encode(FIRST_VERSION)) == json.loads(data)
+    assert json.loads(record.encode(OLDER)) == json.loads(data)
     again = kind.decode(record.encode())
     assert again == record
 
@@ -66,19 +63,19 @@ def test_a_record_of_the_version_before_is_read_whole_and_written_as_it_was(path
 def test_what_came_later_is_left_out_for_readers_of_the_version_before() -> None:
     note = Note(node="n", leaving=True)
     assert json.loads(note.encode())["leaving"] is True
-    assert json.loads(note.encode(FIRST_VERSION)) == {"schema_version": FIRST_VERSION, "node": "n"}
-    assert Note.decode(note.encode(FIRST_VERSION)) == note.model_copy(update={"leaving": False})
+    assert json.loads(note.encode(OLDER)) == {"schema_version": OLDER, "node": "n"}
+    assert Note.decode(note.encode(OLDER)) == note.model_copy(update={"leaving": False})
 
 
 def test_what_came_later_is_left_out_at_any_depth() -> None:
-    tree = json.loads(Note(node="n", parts=(NotePart(ref=(1, 2), digest="d"),)).encode(FIRST_VERSION))
+    tree = json.loads(Note(node="n", parts=(NotePart(ref=(1, 2), digest="d"),)).encode(OLDER))
     assert tree["parts"] == [{"ref": [1, 2]}]
 
 
 def test_a_field_that_its_version_does_not_have_is_refused() -> None:
     note = Note(node="n", leaving=True)
-    newer, older = f'"schema_version":{NEWEST_VERSION}'.encode(), f'"schema_version":{FIRST_VERSION}'.encode()
-    with pytest.raises(UnreadableRecord, match=f"leaving: no field of version {FIRST_VERSION}"):
+    newer, older = f'"schema_version":{NEWEST_VERSION}'.encode(), f'"schema_version":{OLDER}'.encode()
+    with pytest.raises(UnreadableRecord, match=f"leaving: no field of version {OLDER}"):
         Note.decode(note.encode().replace(newer, older), "here")
     with pytest.raises(UnreadableRecord, match="Extra inputs"):
         Note.decode(note.encode().replace(b'"leaving"', b'"unknown"'), "here")
@@ -86,13 +83,13 @@ def test_a_field_that_its_version_does_not_have_is_refused() -> None:
 
 def test_a_record_of_the_version_before_that_lacks_something_is_refused() -> None:
     with pytest.raises(UnreadableRecord, match="incarnation: Field required"):
-        Member.decode(f'{{"schema_version":{FIRST_VERSION},"node":"n","address":"a:1"}}'.encode())
+        Member.decode(f'{{"schema_version":{OLDER},"node":"n","address":"a:1"}}'.encode())
 
 
 def test_a_process_writes_what_it_was_told_to_speak() -> None:
     note = Note(node="n", leaving=True)
-    schema.set_written_version(FIRST_VERSION)
-    assert json.loads(note.encode())["schema_version"] == FIRST_VERSION
+    schema.set_written_version(OLDER)
+    assert json.loads(note.encode())["schema_version"] == OLDER
     schema.set_written_version(NEWEST_VERSION)
     assert json.loads(note.encode())["schema_version"] == NEWEST_VERSION
     with pytest.raises(ValueError, match="not among"):
@@ -104,7 +101,7 @@ def test_a_process_writes_what_it_was_told_to_speak() -> None:
     [
         (None, NEWEST_VERSION),
         ("", NEWEST_VERSION),
-        (str(FIRST_VERSION), FIRST_VERSION),
+        (str(OLDER), OLDER),
         (str(NEWEST_VERSION), NEWEST_VERSION),
     ],
 )
@@ -141,5 +138,5 @@ for data in (b'{"schema_version":3,"node":"n"}', b'{"schema_version":2,"node":"n
 
 
 def test_a_pinned_process_reads_and_writes_exactly_what_the_version_before_did() -> None:
-    environment = {**os.environ, PIN: str(FIRST_VERSION)}
+    environment = {**os.environ, PIN: str(OLDER)}
     subprocess.run([sys.executable, "-c", PINNED, str(FOLDER)], env=environment, check=True, timeout=60)
