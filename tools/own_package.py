@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import tempfile
 import tomllib
@@ -15,11 +16,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def put_on_path() -> Path:
-    """Write the package's metadata from the project file, and look there first. Returns the folder, for `PYTHONPATH` of other processes."""
+    """Write the package's metadata from the project file, and look there first. Returns the folder, for `PYTHONPATH` of other processes.
+
+    Each user has a folder: importlib.metadata takes files of another user that it cannot read for a package without entry points.
+    """
     text = (ROOT / "pyproject.toml").read_text()
     project = tomllib.loads(text)["project"]
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    folder = Path(tempfile.gettempdir()) / f"gcore-entry-points-{digest}"
+    folder = Path(tempfile.gettempdir()) / f"gcore-entry-points-{os.getuid()}-{digest}"
     info = folder / "gcore-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     groups = {"console_scripts": project["scripts"], **project["entry-points"]}
