@@ -38,6 +38,7 @@ from gcore.schema import UnreadableRecord
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, Store
 from gcore.system.clock import Clock
+from gcore.system.concurrency import limit_time
 from gcore.worker.sandbox.pool import PoolStatus
 
 TOLD_AT = 10
@@ -219,7 +220,7 @@ class JudgeBudget:
     async def finish(self) -> None:
         """Write down what is left."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WRITE_S):
+            async with limit_time(LAST_WRITE_S):
                 while self._mine != self._landed and not await self._write():
                     await self._clock.sleep(WRITE_S / 10)
 

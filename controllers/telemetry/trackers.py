@@ -27,6 +27,7 @@ from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import METRICS_FILE, JobRecord
 from gcore.observability.tracking import BUSY, TrackerDocument, tracker_folder
 from gcore.system.clock import Clock
+from gcore.system.concurrency import limit_time
 
 WarnPeople = Callable[[str, str], Awaitable[None]]
 """Tells people: what has trouble, and a sentence."""
@@ -198,7 +199,7 @@ class TrackerProcess:
         assert process.stdin is not None
         process.stdin.close()
         try:
-            async with asyncio.timeout(LET_GO_S):
+            async with limit_time(LET_GO_S):
                 await process.wait()
         except TimeoutError:
             _kill(process)

@@ -6,8 +6,8 @@ Each process of agents and tools loads this module, and few have a task that doe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from gcore.system.clock import Clock
@@ -50,6 +50,24 @@ def is_cancelled() -> bool:
     cancelled, or somebody raised it."""
     me = asyncio.current_task()
     return me is not None and me.cancelling() > 0
+
+
+@asynccontextmanager
+async def limit_time(seconds: float) -> AsyncIterator[None]:
+    """`asyncio.timeout` for work that a cancelled task finishes. Raises TimeoutError.
+
+    Before Python 3.11.3 `asyncio.timeout` ends with CancelledError in a task that was cancelled before.
+    """
+    task = asyncio.current_task()
+    cancelled = task.cancelling() if task is not None else 0
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            yield
+    except asyncio.CancelledError as error:
+        if limit.expired() and task is not None and task.cancelling() <= cancelled:
+            raise TimeoutError from error
+        raise
 
 
 class Pausable:
