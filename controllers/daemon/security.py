@@ -25,7 +25,7 @@ from gcore.errors import StoreUnavailable, UsageError, explain_os_errors
 from gcore.observability.http import NAMES, MetricsServer, serve_metrics
 from gcore.observability.metrics import Metrics
 from gcore.system.clock import Clock
-from gcore.system.daemon import describe_listen_error, listen_error
+from gcore.system.network import describe_listen_error, listen_error
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

@@ -29,14 +29,19 @@ def address(config: Mapping[str, Any]) -> str:
     return f"{EVERY_ADDRESS.get(host, f'[{host}]' if ':' in host else host)}:{port}"
 
 
+INSIDE = [("grpc.enable_http_proxy", 0)]
+"""The daemon is on this machine: no proxy for the web is between."""
+
+
 def channel(config: Mapping[str, Any], folder: Path) -> grpc.Channel:
     """To the daemon; with TLS, to the name that its own certificate says."""
     tls = config.get("tls")
     if not tls:
-        return grpc.insecure_channel(address(config))
+        return grpc.insecure_channel(address(config), INSIDE)  # noqa: TID251
     ca, cert, key = ((folder / tls[name]).read_bytes() for name in ("ca", "cert", "key"))
     credentials = grpc.ssl_channel_credentials(ca, key, cert)
-    return grpc.secure_channel(address(config), credentials, [("grpc.ssl_target_name_override", named(config))])
+    named_so = ("grpc.ssl_target_name_override", named(config))
+    return grpc.secure_channel(address(config), credentials, [named_so, *INSIDE])  # noqa: TID251
 
 
 def named(config: Mapping[str, Any]) -> str:

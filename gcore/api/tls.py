@@ -24,7 +24,7 @@ import re
 import ssl
 import stat
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,7 +33,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 from pydantic import BaseModel, ConfigDict
 
 from gcore.errors import UsageError
-from gcore.system.daemon import is_loopback
+from gcore.system.network import ChannelOptions, is_loopback, open_channel
 
 if TYPE_CHECKING:
     import grpc
@@ -170,7 +170,6 @@ def _unreadable(error: OSError) -> UsageError:
     )
 
 
-Options = Sequence[tuple[str, Any]]
 AUTHORIZATION = "authorization"
 
 
@@ -197,15 +196,14 @@ class Connector:
         self._watched.look()
         return self._watched.generation
 
-    def channel(self, address: str, options: Options = ()) -> grpc.aio.Channel:
+    def channel(self, address: str, options: ChannelOptions = ()) -> grpc.aio.Channel:
         """A channel to `host:port`."""
+        if self._watched is None:
+            return open_channel(address, options=options)
         import grpc
 
-        if self._watched is None:
-            return grpc.aio.insecure_channel(address, options=options)
         pem = self._watched.pem
-        credentials = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
-        return grpc.aio.secure_channel(address, credentials, options=options)
+        return open_channel(address, grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert), options)
 
     def metadata(self, address: str) -> tuple[tuple[str, str], ...]:
         """What each call to `address` carries to say whose it is. Raises UsageError rather than tell a token to the network."""

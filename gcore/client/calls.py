@@ -134,8 +134,6 @@ CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # Controllers stand in the same network; a proxy for the web has no business in between.
-    ("grpc.enable_http_proxy", 0),
 )
 
 

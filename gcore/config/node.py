@@ -29,7 +29,8 @@ from gcore.config.base import Section
 from gcore.errors import UsageError
 from gcore.store.reference import StoreRef
 from gcore.store.types import LeaseTimes
-from gcore.system.daemon import LogFormat, is_loopback
+from gcore.system.daemon import LogFormat
+from gcore.system.network import is_loopback
 from gcore.system.slots import slots_problem
 
 

@@ -23,7 +23,7 @@ from prometheus_client import make_wsgi_app
 
 from gcore.observability.metrics import Metrics
 from gcore.system.clock import SystemClock
-from gcore.system.daemon import is_loopback, listen_error
+from gcore.system.network import is_loopback, listen_error
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

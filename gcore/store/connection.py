@@ -30,6 +30,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 
 from gcore.errors import LeaseLost, StoreUnavailable, Unreachable, UsageError
 from gcore.system.clock import Clock
+from gcore.system.network import open_channel
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,6 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),  # a connection of our own: its state is then this store's alone
     ("grpc.service_config_disable_resolution", 1),
-    ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
@@ -239,9 +239,9 @@ def _made(endpoints: Sequence[EtcdEndpoint], tls: StoreTls | None) -> list[EtcdC
     connections = []
     for endpoint in endpoints:
         if credentials is not None and (tls is not None or endpoint.secure):
-            channel = grpc.aio.secure_channel(endpoint.target, credentials, options=_OPTIONS)
+            channel = open_channel(endpoint.target, credentials, _OPTIONS)
         else:
-            channel = grpc.aio.insecure_channel(endpoint.target, options=_OPTIONS)
+            channel = open_channel(endpoint.target, options=_OPTIONS)
         connections.append(EtcdConnection(endpoint, channel))
     return connections
 

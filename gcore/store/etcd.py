@@ -31,6 +31,7 @@ from typing import Final
 
 from gcore.errors import GcoreError
 from gcore.system.clock import Clock
+from gcore.system.network import http_client
 from gcore.system.process import ProcessId, is_running, spawn_detached, terminate_process
 
 
@@ -245,7 +246,7 @@ class LocalEtcd:
         import httpx  # only whoever starts an etcd needs it
 
         try:
-            async with httpx.AsyncClient(trust_env=False, timeout=2.0) as http:
+            async with http_client(2.0) as http:
                 answer = await http.get(f"http://{self.endpoint}/health")
                 return answer.status_code == 200 and str(answer.json().get("health")) == "true"
         except (httpx.HTTPError, ValueError):

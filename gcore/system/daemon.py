@@ -1,4 +1,4 @@
-"""What every process of gcore does as a service: logging, systemd's notifications, and errors of listening.
+"""What every process of gcore does as a service: logging and systemd's notifications.
 
 A log is lines of text for people, or lines of JSON: `time` (UTC), `level`, `logger`, `message`, and as far as it is known
 `controller` (the node's name), `worker`, `role`, `job` (its uid), `job_name`, `step` (the newest committed one) and `trace`. What a
@@ -7,30 +7,23 @@ The environment says which of the two (`GCORE_LOG_FORMAT`, `GCORE_LOG_LEVEL`), s
 cut at `MOST_CHARACTERS`. Logs are not rotated, kept or sent.
 
 Notifications (sd_notify) are datagrams to the socket that NOTIFY_SOCKET names. One that cannot be sent is not repeated.
-
-An address that cannot be listened on may pass by itself, as at a machine's start (`CannotListen`: try again), or the configuration
-names what cannot be had, such as a port that needs rights (`UsageError`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import ipaddress
 import json
 import logging
 import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import closing
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, Literal, TextIO
 
-from gcore.errors import CannotListen, GcoreError, UsageError
 from gcore.system.files import parse_object
 
 LogFormat = Literal["text", "json"]
@@ -148,43 +141,3 @@ def clear_environment(environment: dict[str, str] | os._Environ[str]) -> None:
     """Take out what is this process's alone: its workers must not speak for it."""
     for name in (SOCKET, WATCHDOG_USEC, WATCHDOG_PID):
         environment.pop(name, None)
-
-
-PASSING = frozenset({errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.ENETDOWN, errno.ENOBUFS, errno.ENOMEM, errno.EMFILE})
-
-PASSING_NAMES = frozenset({socket.EAI_AGAIN})
-"""Whoever resolves names does not answer yet."""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether nothing beyond this machine reaches `host`."""
-    try:
-        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
-def listen_error(what: str, error: OSError | None) -> GcoreError:
-    """The error to raise. `what` cannot be done, and so says the system; None: it would not refuse any more."""
-    said = "somebody else had it a moment ago" if error is None else error.strerror or str(error)
-    if error is None or error.errno in (PASSING_NAMES if isinstance(error, socket.gaierror) else PASSING):
-        return CannotListen(
-            f"{what} ({said})",
-            fix="Another start may find it free, or the address up; if not, choose another in the configuration",
-        )
-    return UsageError(f"{what} ({said})", fix="Choose another address or port in the configuration")
-
-
-def describe_listen_error(host: str, port: int) -> OSError | None:
-    """What the system says of listening there now, for servers that do not tell; None: nothing."""
-    try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
-            with closing(socket.socket(family, kind, protocol)) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-                probe.listen(1)
-    except OSError as error:
-        return error
-    return None

@@ -38,6 +38,7 @@ from controllers.cli.view import doctor_checks
 from controllers.cli.view.doctor_checks import FAIL, OK, WARN, Check, PackageFacts, RequestedSlots, grade
 from gcore.errors import GcoreError
 from gcore.system.clock import Clock, SystemClock
+from gcore.system.network import http_client
 from gcore.system.process import thread_environment
 
 if TYPE_CHECKING:
@@ -306,7 +307,7 @@ async def _hub(name: str, endpoint: str, fix: str) -> Check:
     import httpx
 
     try:
-        async with httpx.AsyncClient(timeout=ANSWER_S, follow_redirects=True) as http:
+        async with httpx.AsyncClient(timeout=ANSWER_S, follow_redirects=True) as http:  # noqa: TID251 - a hub is outside
             answer = await http.get(endpoint)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return Check(name, WARN, f"{endpoint} does not answer ({error or type(error).__name__})", fix)
@@ -379,7 +380,7 @@ async def _etcd_problem(known: LocalCluster) -> str:
 
     where = known.etcd.endpoint
     try:
-        async with httpx.AsyncClient(timeout=ANSWER_S, trust_env=False) as http:
+        async with http_client(ANSWER_S) as http:
             health = (await http.get(f"http://{where}/health")).json().get("health")
     except (httpx.HTTPError, ValueError) as error:
         return f"does not answer at {where} ({error or type(error).__name__})"

@@ -17,6 +17,7 @@ from gcore.engines.launch import SglangLaunch
 from gcore.errors import UsageError
 from gcore.models.checks import read_config
 from gcore.models.hubs import INDEX
+from gcore.system.network import bypass_proxies
 from gcore.system.process import thread_environment
 
 CPU_CACHE_TOKENS = 65536
@@ -110,6 +111,7 @@ def server_environment(launch: SglangLaunch, base: Mapping[str, str], scratch: P
     kept = {name: value for name, value in base.items() if name not in DROPPED}
     return kept | {
         **thread_environment(launch.threads),
+        **bypass_proxies(base, launch.host, "127.0.0.1", "localhost"),
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
         # Longer than the client keeps an idle connection: none is closed in the moment in which it is used again.

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 from gcore.rollout.agents.api import AgentRollout, call_agent, find_agent
+from gcore.system.network import bypass_proxies
 from gcore.worker.sandbox.child import serve_calls
 
 ENDING_S = 0.2
-PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
 
 def load_agent(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """The function that runs the agent of `setup` for one response. Raises PluginFault."""
-    bypass_proxies()
+    os.environ.update(bypass_proxies(os.environ, "127.0.0.1"))
     agent = find_agent(setup["agent"])
     ours = frozenset(threading.enumerate())
 
@@ -48,13 +48,6 @@ def threads_left(ours: frozenset[threading.Thread]) -> int:
     for one in others:
         one.join(ENDING_S / len(others))
     return sum(one.is_alive() for one in others)
-
-
-def bypass_proxies() -> None:
-    """What a proxy is named for does not go for the policy's address, which no proxy reaches."""
-    if any(os.environ.get(name) or os.environ.get(name.lower()) for name in PROXIES):
-        for name in ("NO_PROXY", "no_proxy"):
-            os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
 
 
 if __name__ == "__main__":

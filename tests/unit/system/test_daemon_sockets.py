@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from gcore.errors import CannotListen, GcoreError, UsageError
-from gcore.system.daemon import describe_listen_error, listen_error
+from gcore.system.network import describe_listen_error, listen_error
 
 
 def of(number: int) -> OSError:

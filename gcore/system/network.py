@@ -1,0 +1,96 @@
+"""Connections inside a cluster, and errors of listening.
+
+Nodes, ranks, engines and etcd reach one another by addresses of the cluster. The environment's settings for the outside
+(`http_proxy`, `https_proxy`, `all_proxy`, `SSL_CERT_FILE`, netrc) do not apply to them: a proxy for the web would hold back every call to a rank.
+So all channels and HTTP clients to such addresses are made here; ruff refuses others (`banned-api`). External judges and hubs are
+outside, and use the environment.
+
+An address that cannot be listened on may pass by itself, as at a machine's start (`CannotListen`: try again), or the configuration
+names what cannot be had, such as a port that needs rights (`UsageError`).
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from gcore.errors import CannotListen, GcoreError, UsageError
+
+if TYPE_CHECKING:
+    import grpc
+    import httpx
+
+ChannelOptions = Sequence[tuple[str, Any]]
+
+
+def open_channel(
+    address: str, credentials: grpc.ChannelCredentials | None = None, options: ChannelOptions = ()
+) -> grpc.aio.Channel:
+    """A channel to `host:port` inside the cluster; without `credentials` in plain text."""
+    import grpc  # engines open none
+
+    inside = (*options, ("grpc.enable_http_proxy", 0))
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=inside)
+    return grpc.aio.secure_channel(address, credentials, options=inside)
+
+
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+
+
+def bypass_proxies(environ: Mapping[str, str], *hosts: str) -> dict[str, str]:
+    """Variables for a program of others that asks `hosts` inside the cluster: no proxy is between. Nothing if no proxy is named."""
+    if not any(environ.get(name) or environ.get(name.upper()) for name in PROXIES):
+        return {}
+    return {name: ",".join(filter(None, (environ.get(name), *hosts))) for name in ("NO_PROXY", "no_proxy")}
+
+
+def http_client(timeout_s: float) -> httpx.AsyncClient:
+    """An HTTP client for addresses inside the cluster."""
+    import httpx  # only who starts an etcd, or looks at one, needs it
+
+    return httpx.AsyncClient(timeout=timeout_s, trust_env=False)
+
+
+PASSING = frozenset({errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.ENETDOWN, errno.ENOBUFS, errno.ENOMEM, errno.EMFILE})
+
+PASSING_NAMES = frozenset({socket.EAI_AGAIN})
+"""Whoever resolves names does not answer yet."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nothing beyond this machine reaches `host`."""
+    try:
+        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def listen_error(what: str, error: OSError | None) -> GcoreError:
+    """The error to raise. `what` cannot be done, and so says the system; None: it would not refuse any more."""
+    said = "somebody else had it a moment ago" if error is None else error.strerror or str(error)
+    if error is None or error.errno in (PASSING_NAMES if isinstance(error, socket.gaierror) else PASSING):
+        return CannotListen(
+            f"{what} ({said})",
+            fix="Another start may find it free, or the address up; if not, choose another in the configuration",
+        )
+    return UsageError(f"{what} ({said})", fix="Choose another address or port in the configuration")
+
+
+def describe_listen_error(host: str, port: int) -> OSError | None:
+    """What the system says of listening there now, for servers that do not tell; None: nothing."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            with closing(socket.socket(family, kind, protocol)) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+                probe.listen(1)
+    except OSError as error:
+        return error
+    return None

@@ -1,0 +1,62 @@
+"""Connections inside the cluster do not go by the environment's proxies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from gcore.api.tls import Connector
+from gcore.store.connection import EtcdEndpoint, _made
+from gcore.system.network import bypass_proxies, http_client, open_channel
+
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.fixture(params=["http_proxy", "https_proxy", "all_proxy", "grpc_proxy"])
+def proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy that nobody is at, for everything but what NO_PROXY names, which is nothing."""
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(request.param, NOWHERE)
+
+
+@pytest.fixture(params=["127.0.0.1", "[::1]"])
+async def server(request: pytest.FixtureRequest) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    port = server.add_insecure_port(f"{request.param}:0")
+    await server.start()
+    yield f"{request.param}:{port}"
+    await server.stop(None)
+
+
+@pytest.mark.usefixtures("proxy")
+async def test_channels_inside_the_cluster_are_ready_with_a_proxy_in_the_environment(server: str) -> None:
+    (to_store,) = _made([EtcdEndpoint.parse(server)], None)
+    for channel in (open_channel(server), Connector().channel(server), to_store.channel):
+        async with asyncio.timeout(20):
+            await channel.channel_ready()
+        await channel.close()
+
+
+@pytest.mark.usefixtures("proxy")
+async def test_http_inside_the_cluster_does_not_ask_a_proxy() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as serving, http_client(20.0) as http:
+        port = serving.sockets[0].getsockname()[1]
+        assert (await http.get(f"http://127.0.0.1:{port}/")).text == "ok"
+        serving.close()
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "HTTPS_PROXY", "all_proxy"])
+def test_programs_of_others_are_told_what_no_proxy_is_for(name: str) -> None:
+    assert bypass_proxies({}, "10.0.0.1") == {}
+    named = bypass_proxies({name: NOWHERE, "no_proxy": "internal.example"}, "10.0.0.1", "localhost")
+    assert named == {"NO_PROXY": "10.0.0.1,localhost", "no_proxy": "internal.example,10.0.0.1,localhost"}
