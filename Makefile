@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints/cpu.txt
 # The stamp's name carries what it depends on, so a changed pin installs again and a second run does nothing.
 STAMP := $(VENV)/.gcore-$(shell cat pyproject.toml $(CONSTRAINTS) Makefile deploy/local/setup.sh 2>/dev/null | sha256sum | cut -c1-12)
-# More pytest workers than cores, for many tests wait for processes; one thread for each torch.
+# Four pytest workers on two cores, for many tests wait for processes; one thread for each torch.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 EXAMPLE := .cache/examples/arithmetic
 JUDGE := .cache/examples/arithmetic-judge
@@ -32,7 +32,6 @@ unexport PYTHONDONTWRITEBYTECODE
 TOOLS := $(BIN)/python tests/support/system_tools.py
 # What `make test-SUBJECT` knows: folders with tests in them.
 SUBJECTS = $(sort $(foreach file,$(wildcard $(addsuffix /test_*.py,tests/unit/* tests/unit/*/* tests/contract/*)),$(word 3,$(subst /, ,$(file)))))
-IN_ORDER := --dist loadfile --no-loadscope-reorder
 NOT_ELSEWHERE := not gpu and not sglang and not trackers and not deploy and not chaos and not large
 
 .PHONY: chaos compiled tools test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers test-gpu fuzz sim sim-long mutations lint proto clean bench-check bench-page simulate-setup trl-setup
@@ -86,16 +85,13 @@ demo-sglang: prepare sglang-setup ## The demo with the real SGLang as its engine
 tools: setup ## promtool, Chromium, etcd, openssl and libseccomp for the tests: as root, apt installs what is missing
 	@$(TOOLS) install test
 
-# Tests of whole clusters wait half of their time, so they run beside the others, two at a time; their report comes last.
-# In order of the files, not of their number of tests: a file of few long tests that is begun last leaves a core idle.
 # One closing line, after a failure too, names the tests that both calls of pytest left out.
 test: setup tools ## Everything that is checked on each commit
 	@$(MAKE) --no-print-directory -j 2 lint prepare compiled # on one core each; tests of whole clusters need what is prepared
-	@export $(TEST_ENV) GCORE_LEFT_OUT=$$(mktemp); clusters=$$(mktemp); ended=0; \
-	trap '$(TOOLS) left-out "$$GCORE_LEFT_OUT"; rm -f "$$GCORE_LEFT_OUT" "$$clusters"' EXIT; \
-	$(BIN)/python -m pytest tests/integration -n 2 $(IN_ORDER) -m "serial and $(NOT_ELSEWHERE)" $(PYTEST_ARGS) >"$$clusters" 2>&1 & \
-	$(BIN)/python -m pytest -n 3 $(IN_ORDER) -m "not serial and $(NOT_ELSEWHERE)" $(PYTEST_ARGS) || ended=$$?; \
-	wait $$! || ended=$$?; cat "$$clusters"; exit $$ended
+	@export $(TEST_ENV) GCORE_LEFT_OUT=$$(mktemp); \
+	trap '$(TOOLS) left-out "$$GCORE_LEFT_OUT"; rm -f "$$GCORE_LEFT_OUT"' EXIT; \
+	$(BIN)/python -m pytest -n 4 --dist loadfile -m "not serial and $(NOT_ELSEWHERE)" $(PYTEST_ARGS); \
+	$(BIN)/python -m pytest tests/integration -n 2 --dist loadfile -m "serial and $(NOT_ELSEWHERE)" $(PYTEST_ARGS)
 
 # The folders of that name in tests/unit and tests/contract. make prefers explicit targets (test-deploy, test-gpu, ...) to this rule.
 test-%: ## The tests of one subject, in tests/unit and tests/contract

@@ -1,7 +1,7 @@
 """Connections inside a cluster, and errors of listening.
 
 Nodes, ranks, engines and etcd reach one another by addresses of the cluster. The environment's settings for the outside
-(`http_proxy`, `https_proxy`, `all_proxy`, `SSL_CERT_FILE`, netrc) do not apply to them: a proxy for the web would hold back every call to a rank.
+(`HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY`, `SSL_CERT_FILE`) do not apply to them: a proxy for the web would hold back every call to a rank.
 So all channels and HTTP clients to such addresses are made here; ruff refuses others (`banned-api`). External judges and hubs are
 outside, and use the environment.
 
@@ -39,12 +39,12 @@ def open_channel(
     return grpc.aio.secure_channel(address, credentials, options=inside)
 
 
-PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 def bypass_proxies(environ: Mapping[str, str], *hosts: str) -> dict[str, str]:
     """Variables for a program of others that asks `hosts` inside the cluster: no proxy is between. Nothing if no proxy is named."""
-    if not any(environ.get(name) or environ.get(name.upper()) for name in PROXIES):
+    if not any(environ.get(name) or environ.get(name.lower()) for name in PROXIES):
         return {}
     return {name: ",".join(filter(None, (environ.get(name), *hosts))) for name in ("NO_PROXY", "no_proxy")}
 
