@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from gcore.system.concurrency import limit_time
+
 REST = 2.0
 LONGEST_REST_S = 0.05
 
@@ -42,7 +44,7 @@ class ChangeSignal:
         """Until the next change, or for `timeout` seconds."""
         event = self._event
         try:
-            async with asyncio.timeout(timeout):
+            async with limit_time(timeout):
                 await event.wait()
         except TimeoutError:
             return

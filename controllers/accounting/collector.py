@@ -34,7 +34,7 @@ from gcore.rollout.engine_time import parse_reading
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, Store
 from gcore.system.clock import Clock
-from gcore.system.concurrency import cancel_all
+from gcore.system.concurrency import cancel_all, limit_time
 from gcore.types import Version
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class AccountCollector:
         self._run_dir, self._usage = run_dir, usage
         before: AccountLine | None = None
         with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(BEGIN_S):
+            async with limit_time(BEGIN_S):
                 before = await asyncio.to_thread(newest_line, run_dir, self._node)
         now, wall = self._clock.monotonic(), self._clock.wall()
         gap = 0.0 if before is None else wall - before.until
@@ -148,7 +148,7 @@ class AccountCollector:
     async def _rest(self, seconds: float) -> None:
         """Wait for so long, or until a step has ended."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
+            async with limit_time(seconds):
                 while not self._step_ended:
                     await self._wanted.wait()
 

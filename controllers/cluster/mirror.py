@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
@@ -17,6 +16,7 @@ from gcore.ledger.transactions import Versioned
 from gcore.schema import FIRST_VERSION, Record, UnreadableRecord, written_version
 from gcore.store import keys
 from gcore.store.types import KeyValue, Store, WatchBatch
+from gcore.system.concurrency import limit_time
 from gcore.worker.records import WorkerRecord
 from placement.shares import ClusterSlots, queue_jobs
 
@@ -211,7 +211,7 @@ class ClusterMirror:
         """The same, when the claims were heard up to `revision` of the store: a change that was just made is in it. As it is, if that takes
         long."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(HEARD_S):
+            async with limit_time(HEARD_S):
                 await self._changes.until(lambda: self.is_complete and self.revisions.get(keys.ACTIVE, 0) >= revision)
         return self.queue
 

@@ -32,6 +32,7 @@ from gcore.errors import EngineError, EngineUnreachable
 from gcore.observability.metrics import Metrics
 from gcore.rollout.client import EngineReach, plain_reach
 from gcore.system.clock import Clock, SystemClock
+from gcore.system.concurrency import limit_time
 from gcore.types import ServingPool, Version
 from gcore.worker.records import WorkerRecord
 
@@ -164,7 +165,7 @@ class EnginePool(Requests):
             running: int | None = None
             waiting: int | None = None
             with contextlib.suppress(EngineError, TimeoutError):
-                async with asyncio.timeout(LOAD_S):
+                async with limit_time(LOAD_S):
                     running, waiting = await connection.client.load()
             return (connection.in_flight if running is None else running), waiting or 0
 
@@ -264,7 +265,7 @@ class EnginePool(Requests):
 
     async def _probe(self, connection: EngineConnection) -> None:
         try:
-            async with asyncio.timeout(self._patience.probe_s):
+            async with limit_time(self._patience.probe_s):
                 await connection.client.scheduler_state()
         except (EngineUnreachable, TimeoutError) as error:
             log.debug("%s: %s", connection.client.base_url, error)

@@ -39,6 +39,7 @@ from gcore.reward.judges.judge import Judge
 from gcore.reward.pool import FunctionScorer
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, Store
+from gcore.system.concurrency import limit_time
 from gcore.system.process import GUARD
 
 PUT_BACK = "Put them back as they were, or start it with --new to end the job and begin afresh on these"
@@ -262,5 +263,5 @@ class Preparation:
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
+            async with limit_time(seconds):
                 await self.changes.until(self._ended)

@@ -27,6 +27,7 @@ from gcore.schema import UnreadableRecord
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store
 from gcore.system.clock import Clock
+from gcore.system.concurrency import limit_time
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ async def work_on_job(
                 await runner.end_left(f"a defect of gcore was met {defects} times in a row: {place}")
         del runner, defect  # a job's memory is not kept while it is left
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(JOB_RETRY_S):
+            async with limit_time(JOB_RETRY_S):
                 await changes.until(lambda: not is_active())
                 return
 

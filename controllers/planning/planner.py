@@ -35,6 +35,7 @@ from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import MOST_REASON, HoldPeriod, MoveKind, Moves, Plan
 from gcore.plugins import RAISED, error_sentence
 from gcore.system.clock import Clock
+from gcore.system.concurrency import limit_time
 from gcore.types import Version
 from placement.assign import assign_split
 from placement.lending import EngineRows
@@ -117,7 +118,7 @@ class PolicyRunner:
         self._thread = threading.Thread(target=ask, name="placement policy", daemon=True)
         self._thread.start()
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with limit_time(self._limit_s):
                 await asyncio.wait({answer})
         except TimeoutError:
             raise PolicyFailed(f"it has not answered for {self._limit_s:.0f} s") from None
@@ -370,7 +371,7 @@ class Planner:
                 self._wait_s = POLL_S
                 await self._turn()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._wait_s):
+                    async with limit_time(self._wait_s):
                         await self._job.changes.until(self._is_news)
         finally:
             leader = self._job.mirror.leader

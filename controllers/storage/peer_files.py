@@ -24,6 +24,7 @@ from gcore.api.tls import PLAIN, Connector
 from gcore.api.v1 import files_pb2 as pb
 from gcore.api.v1 import files_pb2_grpc
 from gcore.errors import GcoreError
+from gcore.system.concurrency import limit_time
 from gcore.system.files import DiskFull, replace_folder, sweep_drafts, sync_path
 
 DRAFTS = ".fetched"
@@ -131,7 +132,7 @@ class PeerFiles:
         call = stub.Read(pb.ReadFileRequest(job_uid=self.uid, file=name, offset=offset))
         try:
             while True:
-                async with asyncio.timeout(self.silent_s):
+                async with limit_time(self.silent_s):
                     chunk = await call.read()
                 if chunk is grpc.aio.EOF:
                     break

@@ -17,7 +17,6 @@ So `NodesOnlyInterceptor`, of the train ranks, checks the caller before the requ
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
@@ -31,6 +30,7 @@ from google.rpc import error_details_pb2, status_pb2
 from gcore import schema
 from gcore.api.tls import SCHEME, PemFiles, ReloadingFiles, parse_cert_name
 from gcore.errors import GcoreError, UsageError
+from gcore.system.concurrency import limit_time
 
 REQUEST_WITHIN_S = 30.0
 """From the beginning of a call to its request, of whoever may call: the largest, over a slow line."""
@@ -74,7 +74,7 @@ async def read_request(handler: Handler, requests: AsyncIterator[Any], within_s:
     if handler.request_streaming:
         return requests
     try:
-        async with asyncio.timeout(within_s):
+        async with limit_time(within_s):
             return await anext(requests)
     except TimeoutError as error:
         raise LateRequest(

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import h11
 import httpx
 
+from gcore.system.concurrency import limit_time
+
 READ_BYTES = 1 << 16
 
 STREAMED = "gcore_streamed"
@@ -105,7 +107,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
     async def _connect(self, url: httpx.URL, limit_s: float | None) -> _Line:
         secure = url.scheme == "https"
         try:
-            async with asyncio.timeout(limit_s):
+            async with limit_time(limit_s):
                 reader, writer = await asyncio.open_connection(
                     url.host, url.port or (443 if secure else 80), ssl=self._tls() if secure else None
                 )

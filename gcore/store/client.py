@@ -56,6 +56,7 @@ from gcore.store.types import (
     check_transaction,
 )
 from gcore.system.clock import Clock
+from gcore.system.concurrency import limit_time
 
 _EVERYTHING = b"\0"
 
@@ -179,7 +180,7 @@ class _Stream:
         connection = await caller.connection(caller.timeout_s)
         call: Any = None
         try:
-            async with asyncio.timeout(caller.timeout_s):
+            async with limit_time(caller.timeout_s):
                 metadata = await caller.metadata(connection, caller.timeout_s)
                 call = connection.watch.Watch(metadata=metadata)
                 create = rpc.WatchCreateRequest(

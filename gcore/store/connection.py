@@ -30,6 +30,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 
 from gcore.errors import LeaseLost, StoreUnavailable, Unreachable, UsageError
 from gcore.system.clock import Clock
+from gcore.system.concurrency import limit_time
 from gcore.system.network import open_channel
 
 log = logging.getLogger(__name__)
@@ -402,7 +403,7 @@ class EtcdCaller:
         within = left / 2 if repeatable and len(self.pool) > 1 else left
         sent = False
         try:
-            async with asyncio.timeout(within + _SLACK_S):
+            async with limit_time(within + _SLACK_S):
                 metadata = await self.metadata(connection, within)
                 sent = True
                 answer = await action(connection, metadata, within)

@@ -24,6 +24,7 @@ from pydantic import Field, model_validator
 from gcore.errors import UsageError
 from gcore.schema import RecordPart
 from gcore.system.clock import Clock
+from gcore.system.concurrency import limit_time
 
 if TYPE_CHECKING:
     from gcore.store.client import EtcdStore
@@ -124,7 +125,7 @@ async def store_certificate_expiries(store: StoreRef) -> dict[str, float]:
 
 async def _shown_end(member: EtcdEndpoint, context: ssl.SSLContext) -> float | None:
     try:
-        async with asyncio.timeout(WITHIN_S):
+        async with limit_time(WITHIN_S):
             _, writer = await asyncio.open_connection(
                 member.host, member.port, ssl=context, server_hostname=member.host, ssl_shutdown_timeout=WITHIN_S
             )

@@ -53,14 +53,14 @@ def is_cancelled() -> bool:
 
 
 @asynccontextmanager
-async def limit_time(seconds: float) -> AsyncIterator[None]:
-    """`asyncio.timeout` for work that a cancelled task finishes. Raises TimeoutError.
+async def limit_time(seconds: float | None) -> AsyncIterator[None]:
+    """`asyncio.timeout`, also for work that a cancelled task finishes. None: no limit. Raises TimeoutError.
 
     Before Python 3.11.3 `asyncio.timeout` ends with CancelledError in a task that was cancelled before.
     """
     task = asyncio.current_task()
     cancelled = task.cancelling() if task is not None else 0
-    limit = asyncio.timeout(seconds)
+    limit = asyncio.timeout(seconds)  # noqa: TID251
     try:
         async with limit:
             yield

@@ -15,7 +15,6 @@ for tests of its own, and for a run.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from gcore.errors import EngineUnreachable, GcoreError
 from gcore.flows.filters import CheckedFilter, FilterError, find_filters, untrainable_reason
 from gcore.plugins import plugin_trace
 from gcore.reward.api import OpenReward, Response, RewardError, RewardResult
+from gcore.system.concurrency import limit_time
 from gcore.testing.flows import AnswerScript, Asked, FakeCluster, group_of
 from gcore.types import Group
 
@@ -152,7 +152,7 @@ def alternate_answers(asked: Asked) -> str:
 
 async def _to_its_end(name: str, cluster: FakeCluster) -> None:
     try:
-        async with asyncio.timeout(HANGS_S):
+        async with limit_time(HANGS_S):
             await cluster.run(find_flow(name))
     except TimeoutError as error:
         waits = f"step {cluster.head + 1} of {cluster.spec.flow.steps}"

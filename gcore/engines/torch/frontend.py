@@ -55,6 +55,7 @@ from gcore.engines.torch.engine import EngineCore
 from gcore.engines.torch.weight_routes import WeightRoutes
 from gcore.errors import EngineError, GcoreError
 from gcore.system.clock import Clock
+from gcore.system.concurrency import limit_time
 
 BIG_ANSWER_TOKENS = 16_384
 """From so many on (or other entries of its lists), an answer is put together off the event loop."""
@@ -351,7 +352,7 @@ async def health_generate(desk: RequestHandler, request: Request) -> Response:
     body = generate_body({"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
     made = desk.generated_tokens
     try:
-        async with asyncio.timeout(HEALTH_GENERATE_S):
+        async with limit_time(HEALTH_GENERATE_S):
             await desk.answers(desk.admit(body))
     except TimeoutError:
         # With a long queue this one may not have had its turn; then others have.

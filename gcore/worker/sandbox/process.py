@@ -20,6 +20,7 @@ from typing import Any
 
 from gcore.errors import GcoreError, explain_os_errors
 from gcore.plugins import PluginFault
+from gcore.system.concurrency import limit_time
 from gcore.system.process import (
     GUARD,
     CannotStart,
@@ -109,11 +110,11 @@ class SandboxProcess(asyncio.Protocol):
         """The next answer. Raises ProcessEnded, and TimeoutError if it takes longer than `timeout_s`."""
         if not self._answers:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
+                async with limit_time(timeout_s):
                     await self._hear()
             # Late to look, an answer may be there; or on its way, if this process was held up and that one was not.
             if not self._answers and not self._closed:
-                async with asyncio.timeout(LATE_S):
+                async with limit_time(LATE_S):
                     await self._hear()
         if not self._answers:
             raise ProcessEnded("the process has died")
@@ -215,7 +216,7 @@ class SandboxProcess(asyncio.Protocol):
 async def _ended_within(child: subprocess.Popen[bytes], limit_s: float) -> None:
     """Until that child has ended, or `limit_s` is over."""
     with contextlib.suppress(TimeoutError, RuntimeError):  # nor is a thread to be had
-        async with asyncio.timeout(limit_s):
+        async with limit_time(limit_s):
             try:
                 await wait_child_ended(child.pid)
             except OSError:  # no descriptor is left to wait with
