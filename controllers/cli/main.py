@@ -7,7 +7,9 @@ shows its traceback. Commands import what they need when they run, so that `--he
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -28,6 +30,7 @@ from controllers.cli.options import ACCESS, JOBS, app
 from controllers.cli.output import prepare_hint, with_program_name
 from gcore import __version__
 from gcore.errors import GcoreError
+from gcore.system.process import accept_signals
 
 __all__ = ["app", "main"]
 
@@ -35,6 +38,23 @@ app.add_typer(access.certs_app, name="certs", rich_help_panel=ACCESS)
 app.add_typer(access.token_app, name="token", rich_help_panel=ACCESS)
 app.add_typer(access.context_app, name="context", rich_help_panel=ACCESS)
 app.add_typer(placement.app, name="placement", rich_help_panel=JOBS)
+
+
+def interrupt_on_sigterm() -> None:
+    """Make SIGTERM what Ctrl-C is: every command ends in order.
+
+    In the background of a script SIGINT is ignored, and so would be the SIGINT that this raises. So it is blocked in place of ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _raise_interrupt)
+
+
+def _raise_interrupt(number: int, frame: FrameType | None) -> None:
+    """Within a run of asyncio SIGINT cancels what is awaited, while a KeyboardInterrupt in the middle of some task would show a traceback."""
+    signal.raise_signal(signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _print_version(wanted: bool) -> None:
@@ -62,6 +82,8 @@ def top(
 
 def main() -> None:
     """The console script."""
+    accept_signals()
+    interrupt_on_sigterm()
     try:
         app()
     except GcoreError as error:

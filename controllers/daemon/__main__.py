@@ -23,6 +23,7 @@ from gcore.errors import GcoreError
 from gcore.system.clock import SystemClock
 from gcore.system.daemon import ServiceManager, choose_log_format, clear_environment, set_up_logging
 from gcore.system.memory import limit_library_pools
+from gcore.system.process import accept_signals
 
 
 def main() -> None:
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--home", help="folder of the cluster on this machine; shown, not used")
     parser.add_argument("--config", required=True, type=Path, help="the node's configuration, a YAML file")
     arguments = parser.parse_args()
+    accept_signals()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     limit_library_pools()
     manager = ServiceManager.from_environment(os.environ, os.getpid())

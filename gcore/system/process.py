@@ -33,6 +33,17 @@ from gcore.errors import GcoreError, explain_os_errors
 GUARD = (sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")))
 """Begins a command line of `gcore.system.guard`, which is run by its path; a subcommand follows."""
 
+
+def accept_signals() -> None:
+    """Undo what this process inherited: SIGTERM is neither ignored nor blocked, SIGINT is not blocked.
+
+    Where SIGINT is ignored, as in the background of a script, it stays so.
+    """
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
+
+
 DEAD_STATES = frozenset("ZXx")
 """Process states, as in /proc/PID/stat, of what has ended."""
 

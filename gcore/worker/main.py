@@ -28,7 +28,7 @@ from gcore.store.types import LeaseTimes
 from gcore.system import daemon as logs
 from gcore.system.clock import SystemClock
 from gcore.system.files import replace_file
-from gcore.system.process import CannotStart, ProcessId, process_status, spawn_detached
+from gcore.system.process import CannotStart, ProcessId, accept_signals, process_status, spawn_detached
 from gcore.worker.records import LaunchSpec
 from gcore.worker.supervisor import Supervisor
 
@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--home", required=True, help="folder of the cluster it belongs to; shown, not used")
     parser.add_argument("--launch", required=True, type=Path, help="launch document, a JSON file")
     arguments = parser.parse_args()
+    accept_signals()
     code = 0
     try:
         logs.set_up_logging()

@@ -425,12 +425,6 @@ async def create_job(client: JobsClient, spec_json: str, *, request_id: str, new
         creating.cancel()
 
 
-def raise_interrupt(number: int, frame: FrameType | None) -> None:
-    """A handler by which another signal is what Ctrl-C is then: within a run of asyncio that cancels what is awaited, while a
-    KeyboardInterrupt in the middle of some task would be told of with a traceback."""
-    signal.raise_signal(signal.SIGINT)
-
-
 class RepeatedSignals:
     """From its making on, SIGINT and SIGTERM are remembered; from `heed` on, each is a KeyboardInterrupt."""
 
@@ -485,7 +479,6 @@ def run(
     begun = clock.monotonic()
     loaded = load_spec(spec, set_ or ())
     warn_of_trust(loaded.model)
-    signal.signal(signal.SIGTERM, raise_interrupt)
     console = stdout_console()
     screen = choose_screen(console, clock, plain=plain)
     started, further, share = False, None, None

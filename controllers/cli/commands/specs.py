@@ -11,7 +11,6 @@ import asyncio
 import os
 import shlex
 import shutil
-import signal
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -77,7 +76,6 @@ def init(
     _refuse_occupied(target, force=force)
     package_name(target.name)
     own = None if model is None else _own_model(model)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it, too, leaves nothing half-made
     with explain_os_errors(
         "the project cannot be written here", UsageError, where=target, fix="Name a folder that can be made"
     ):
