@@ -80,17 +80,19 @@ def is_commit(revision: str) -> bool:
 
 
 SMALL = (
-    "config.json",
-    "generation_config.json",
+    "*.json",
     "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "*.safetensors.index.json",
+    "vocab*",
+    "*.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "LICENSE*",
+    "NOTICE*",
+    "README*",
 )
-"""Configuration, tokenizer and templates: what a controller itself reads. None of them is large."""
+"""Configuration, tokenizer, templates, and what goes with the model into an export. None of them is large."""
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -210,7 +212,7 @@ def total_size(files: Iterable[HubFile]) -> int:
 
 def _matches(name: str, pattern: str) -> bool:
     # A file in a folder of its own is another model's, or another format's; code may be a package.
-    return fnmatchcase(name, pattern) and ("/" not in name or pattern == "*.py")
+    return fnmatchcase(name, pattern) and ("/" not in name or "/" in pattern or pattern == "*.py")
 
 
 HUGGINGFACE_BRANCH = "main"

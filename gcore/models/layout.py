@@ -48,6 +48,9 @@ TRAINING_FILES = frozenset({EXP_AVG_FILE, EXP_AVG_SQ_FILE, MANIFEST_FILE})
 """What a checkpoint has beyond a model."""
 
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
+NESTED_SUFFIXES = frozenset({".jinja", ".json", ".txt", ".model", ".vocab", ".tiktoken", ".py"})
+"""Of companion files in folders of their own, such as `additional_chat_templates/tool_use.jinja`."""
+
 READ_BYTES = 1 << 20
 
 STAGED = 3
@@ -156,23 +159,40 @@ def receipts_file(run_dir: Path, world: str, rank: int) -> Path:
     return run_dir / "receipts" / f"{world}-{rank}.jsonl"
 
 
-def companion_files(model: Path) -> tuple[Path, ...]:
-    """What belongs to a model besides its weights: config, tokenizer, templates. Sorted.
+def companion_files(model: Path) -> tuple[str, ...]:
+    """What belongs to a model besides its weights: config, tokenizer, templates, code. Sorted names below the folder.
 
-    Raises DataError if the folder has no config.json.
+    Of folders within it only files of the kinds that a tokenizer or a model's code has count: others hold other formats of the weights,
+    or another training's state. Raises DataError if the folder has no config.json.
     """
     if not (model / "config.json").is_file():
         raise DataError("no model here: there is no config.json", where=str(model))
+    top = (path for path in model.iterdir() if path.name not in TRAINING_FILES)
+    nested = (path for folder in model.iterdir() if _is_companion(folder) for path in folder.rglob("*"))
+    found = (*top, *(path for path in nested if path.suffix in NESTED_SUFFIXES))
+    names = ((path, path.relative_to(model).as_posix()) for path in found)
     return tuple(
         sorted(
-            path
-            for path in model.iterdir()
+            name
+            for path, name in names
             if path.is_file()
-            and not path.name.startswith(".")
-            and not path.name.endswith(WEIGHT_SUFFIXES)
-            and path.name not in TRAINING_FILES
+            and not any(part.startswith(".") for part in name.split("/"))
+            and not name.endswith(WEIGHT_SUFFIXES)
         )
     )
+
+
+def _is_companion(folder: Path) -> bool:
+    return folder.is_dir() and folder.name != CRITIC_FOLDER and not (folder / "config.json").exists()
+
+
+def copy_companions(model: Path, to: Path, copy: Callable[[Path, Path], object] = shutil.copyfile) -> tuple[str, ...]:
+    """Copy what belongs to a model besides its weights into `to`; the names. Raises DataError and OSError."""
+    names = companion_files(model)
+    for name in names:
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        copy(model / name, to / name)
+    return names
 
 
 def file_entry(path: Path) -> FileEntry:
@@ -238,12 +258,13 @@ def copy_model(checkpoint: Path, to: Path, digest: str = "") -> None:
     proven = verify_checkpoint(checkpoint).files
     if digest and manifest_digest(checkpoint) != digest:
         raise CheckpointDamaged("it is not the checkpoint that was registered", where=str(checkpoint / MANIFEST_FILE))
-    sources = [*companion_files(checkpoint), *sorted(checkpoint.glob("*.safetensors*"))]
-    sources = [path for path in sources if path.name in proven and path.name not in TRAINING_FILES]
+    weights = sorted(path.name for path in checkpoint.glob("*.safetensors*") if path.name not in TRAINING_FILES)
+    names = [name for name in (*companion_files(checkpoint), *weights) if name in proven]
     to.parent.mkdir(parents=True, exist_ok=True)
     with replace_folder(to, owner="copy", durable=True) as temporary:
-        for source in sources:
-            shutil.copyfile(source, temporary / source.name)
+        for name in names:
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checkpoint / name, temporary / name)
 
 
 FIRST = Version(0, 0)

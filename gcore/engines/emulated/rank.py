@@ -29,7 +29,7 @@ from gcore.models.layout import (
     MODEL_FILE,
     FileEntry,
     Manifest,
-    companion_files,
+    copy_companions,
     file_entry,
     sweep_unfinished,
     verify_checkpoint,
@@ -155,8 +155,7 @@ class EmulatedTrainer:
         launch = self._launch
         self._writer.folder.check()
         with replace_folder(target, owner=launch.world, durable=False) as folder:
-            for source in companion_files(launch.model_path):
-                shutil.copyfile(source, folder / source.name)
+            copy_companions(launch.model_path, folder)
             _mark(folder)
         versions = sorted(
             Version(*map(int, path.name.split("-"))) for path in target.parent.glob("[0-9]*-[0-9]*") if path.is_dir()
@@ -170,13 +169,16 @@ class EmulatedTrainer:
             tell(CHECKPOINT)
 
         def fill(folder: Path, tick: WriteCallback) -> None:
-            for source in companion_files(launch.model_path):
-                shutil.copyfile(source, folder / source.name)
+            copy_companions(launch.model_path, folder)
             _mark(folder)
             for name in (MODEL_FILE, EXP_AVG_FILE, EXP_AVG_SQ_FILE):
                 (folder / name).write_bytes(_no_tensors())
                 tick(len(_no_tensors()))
-            files: dict[str, FileEntry] = {path.name: file_entry(path) for path in sorted(folder.iterdir())}
+            files: dict[str, FileEntry] = {
+                path.relative_to(folder).as_posix(): file_entry(path)
+                for path in sorted(folder.rglob("*"))
+                if path.is_file()
+            }
             manifest = Manifest(
                 job_uid=launch.job_uid,
                 world=launch.world,

@@ -32,7 +32,7 @@ from gcore.models.layout import (
     Manifest,
     TensorsFile,
     TensorShape,
-    companion_files,
+    copy_companions,
     critic_folder,
     delete_old_staged,
     file_entry,
@@ -213,8 +213,7 @@ class FolderPublisher:
             if self._writes:
                 self._writer.folder.check()
                 with replace_folder(target, owner=self._launch.world, durable=False) as folder:
-                    for source in companion_files(self._launch.model_path):
-                        _link_or_copy(source, folder / source.name)
+                    copy_companions(self._launch.model_path, folder, _link_or_copy)
                     self._write_served(folder / MODEL_FILE, tensors, tell)
                 delete_old_staged(target.parent)
         finally:
@@ -364,9 +363,8 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 def _copied(model: Path, to: Path) -> Iterator[tuple[str, FileEntry]]:
     """What belongs to a model besides its weights, copied."""
-    for source in companion_files(model):
-        shutil.copyfile(source, to / source.name)
-        yield source.name, file_entry(to / source.name)
+    for name in copy_companions(model, to):
+        yield name, file_entry(to / name)
 
 
 def _link_or_copy(source: Path, to: Path) -> None:

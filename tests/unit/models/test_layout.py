@@ -17,9 +17,12 @@ from gcore.models.layout import (
     TensorsFile,
     TensorShape,
     checkpoint_folder,
+    companion_files,
+    copy_companions,
     copy_model,
     file_entry,
     manifest_digest,
+    read_manifest,
     sweep_unfinished,
     verify_checkpoint,
 )
@@ -225,3 +228,46 @@ def test_what_the_manifest_does_not_name_is_not_copied(tmp_path: Path) -> None:
     (folder / "more.json").write_text("{}")
     copy_model(folder, tmp_path / "to")
     assert not list((tmp_path / "to").glob("more*"))
+
+
+NESTED = ("additional_chat_templates/tool_use.jinja", "code/modeling.py", "vocabularies/de/words.txt")
+"""What belongs to a model and lies in a folder of its own."""
+
+
+def model_with_folders(folder: Path) -> Path:
+    """A model whose tokenizer and code have folders, beside what belongs to no model."""
+    (folder / "model").mkdir()
+    others = (
+        "original/weights.pth",
+        ".git/config.json",
+        "other/config.json",
+        "onnx/graph.onnx",
+        "critic/tokenizer.json",
+    )
+    for name in ("config.json", "tokenizer.json", "LICENSE", *NESTED, *others):
+        path = folder / "model" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    return folder / "model"
+
+
+def test_companions_are_also_the_tokenizer_s_and_the_code_s_files_in_folders(tmp_path: Path) -> None:
+    model = model_with_folders(tmp_path)
+    expected = tuple(sorted(("LICENSE", "config.json", "tokenizer.json", *NESTED)))
+    assert companion_files(model) == expected
+    assert copy_companions(model, tmp_path / "to") == expected
+    assert sorted(
+        str(path.relative_to(tmp_path / "to")) for path in (tmp_path / "to").rglob("*") if path.is_file()
+    ) == list(expected)
+
+
+def test_a_copied_model_has_its_templates_in_folders(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, 5)
+    template = folder / NESTED[0]
+    template.parent.mkdir()
+    template.write_text("{{ messages }}")
+    manifest = read_manifest(folder)
+    files = {**manifest.files, NESTED[0]: file_entry(template)}
+    (folder / MANIFEST_FILE).write_bytes(manifest.model_copy(update={"files": files}).encode())
+    copy_model(folder, tmp_path / "to")
+    assert (tmp_path / "to" / NESTED[0]).read_text() == "{{ messages }}"
