@@ -57,7 +57,7 @@ from controllers.workers.ranks import RankConnections
 from gcore.api.tls import Connector
 from gcore.api.v1.placement_pb2 import LoadsReply
 from gcore.config.load import find_flow
-from gcore.config.spec import JobSpec
+from gcore.config.spec import JobSpec, outdated_settings
 from gcore.data.dataset import DataChanged
 from gcore.errors import GcoreError
 from gcore.flows.api import Flow, Peer
@@ -82,6 +82,9 @@ from placement.moves import MoveProposal, MoveReport
 
 log = logging.getLogger(__name__)
 
+
+SPEC_TOPIC = "spec"
+"""Topic of a warning about what a new job could not say."""
 
 LONGEST_REASON = 2000
 """Characters. Plug-ins may raise errors of any length; the store takes values up to 1.5 MiB."""
@@ -395,6 +398,7 @@ class JobSession(LiveJob):
             if self.own_folder is not None:
                 await self.own_folder.files.sweep()
             self.spec = data.spec
+            self.warnings.hold(SPEC_TOPIC, outdated_settings(data.spec))
             self.recorder.samples.open(data.spec, data.stream, self.run_dir)
             self.look_anew()
             return JobWork(self, data)

@@ -19,8 +19,8 @@ class RolloutSpec(Section):
     engine: Literal["torch", "sglang"] = Field("torch", description="What serves the rollout pool")
     slots_per_engine: SlotsPerEngine = Field(1, description=SPANS)
     temperature: Temperature = Field(1.0, description="Sampling temperature; the trainer divides its logits by it too")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus; below 1 needs `correction`")
-    top_k: int | None = Field(None, ge=1, description="Keep only the k likeliest tokens; needs `correction`")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus; below 1 cannot be trained")
+    top_k: int | None = Field(None, ge=1, description="Keep only the k likeliest tokens; cannot be trained")
     min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="Drop tokens below this share of the likeliest one's probability; needs `correction`"
     )
@@ -99,12 +99,7 @@ class RolloutSpec(Section):
     )
 
     @model_validator(mode="after")
-    def _truncation_needs_a_correction(self) -> RolloutSpec:
-        if (self.top_p < 1 or self.top_k is not None or self.min_p > 0) and self.correction == "none":
-            raise ValueError(
-                "top_p < 1, top_k or min_p truncates what is sampled, so its log-probabilities are not those that are "
-                "trained; set rollout.correction: tis, or top_p: 1 without top_k and min_p"
-            )
+    def _lengths_fit(self) -> RolloutSpec:
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens ({self.min_new_tokens}) is above max_new_tokens ({self.max_new_tokens})")
         if self.overlong_tokens is not None and self.overlong_tokens > self.max_new_tokens:

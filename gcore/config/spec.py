@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Annotated
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, ValidationInfo, model_validator
 
 from gcore.config.base import NAMESPACE, FilePath, ModelPath, Option, Section
 from gcore.config.data import (
@@ -29,7 +29,7 @@ from gcore.config.data import (
 from gcore.config.placement import PlacementSpec, SchedulingSpec
 from gcore.config.reward import MOST_JUDGES, JudgeSpec, RewardSpec, ScoringSpec
 from gcore.config.rollout import AgentSpec, EnvironmentSpec, RolloutSpec
-from gcore.config.train import FlowSpec, TrainSpec
+from gcore.config.train import FlowSpec, TrainSpec, is_stored
 from gcore.config.validation import (
     check_agent,
     check_best,
@@ -47,6 +47,7 @@ from gcore.config.validation import (
     check_stale,
     check_streamed,
     check_tracking,
+    check_truncation,
     check_turns,
     check_warmup,
     reward_names,
@@ -182,8 +183,9 @@ class JobSpec(Section):
     tracking: tuple[TrackerSpec, ...] = Field((), description="Where the run's numbers go besides metrics.jsonl")
 
     @model_validator(mode="after")
-    def _fits_together(self) -> JobSpec:
-        if (why := next((why for rule in _RULES for why in rule(self)), None)) is not None:
+    def _fits_together(self, info: ValidationInfo) -> JobSpec:
+        rules = _RULES if is_stored(info) else (*_RULES, *_RULES_OF_NEW_JOBS)
+        if (why := next((why for rule in rules for why in rule(self)), None)) is not None:
             raise ValueError(why)
         return self
 
@@ -321,3 +323,11 @@ _RULES: tuple[Callable[[JobSpec], Iterator[str]], ...] = (
     lambda s: check_context(s.rollout.max_new_tokens, s.model.max_length),
 )
 """The checks across sections, in the order in which a spec that breaks several reports them."""
+
+_RULES_OF_NEW_JOBS: tuple[Callable[[JobSpec], Iterator[str]], ...] = (lambda s: check_truncation(training_sources(s)),)
+"""Those that came later: a job that was stored before them goes on, with a warning."""
+
+
+def outdated_settings(spec: JobSpec) -> str:
+    """What a new job could not say, of one that was stored before that was known; empty: nothing."""
+    return next((why for rule in _RULES_OF_NEW_JOBS for why in rule(spec)), "")

@@ -22,6 +22,10 @@ Schedule = Literal["constant", "linear", "cosine"]
 """Of the learning rate after its warm-up: as it is, or to zero at the last update along a line or half a cosine."""
 
 
+CLIPS: dict[str, dict[str, float]] = {"gspo": {"clip_low": 3e-4, "clip_high": 4e-4}, "cispo": {"clip_low": 1.0}}
+"""Of the losses whose papers clip otherwise than PPO's (arXiv 2507.18071, 2506.13585). A ratio is never below 0, so 1 is no bound."""
+
+
 class CriticSpec(Section):
     """The critic's model and optimizer. ZeRO stage, dtype, betas, schedule, mini-batches and packing are the policy's."""
 
@@ -55,6 +59,12 @@ class CriticSpec(Section):
 STORED = {"stored": True}
 """The validation context of a spec that was stored."""
 
+
+def is_stored(info: ValidationInfo) -> bool:
+    """Whether a spec that was stored is read."""
+    return bool((info.context or {}).get("stored"))
+
+
 ADVANTAGES = PluginKind("advantage estimator", "gcore.advantages", "train.advantage")
 LOSSES = PluginKind("loss", "gcore.losses", "train.loss")
 BuiltInAdvantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "gae"]
@@ -72,7 +82,7 @@ def is_own_loss(name: str) -> bool:
 
 
 def _provided(name: str, info: ValidationInfo, kind: PluginKind, built_in: Sequence[str]) -> str:
-    if name in built_in or (info.context or {}).get("stored"):
+    if name in built_in or is_stored(info):
         return name
     own = sorted({point.name for point in entry_points(group=kind.group)} - set(built_in))
     if name in own:
@@ -218,8 +228,13 @@ class TrainSpec(Section):
         None, description="With loss ppo, a token of negative advantage is worth at most this many times it"
     )
     entropy_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the entropy bonus")
-    clip_low: PositiveFloat = Field(0.2, description="The ratio is clipped below 1 - clip_low")
-    clip_high: PositiveFloat = Field(0.2, description="The ratio is clipped above 1 + clip_high")
+    clip_low: PositiveFloat = Field(
+        0.2,
+        description="The ratio is clipped below 1 - clip_low; loss: gspo has 3e-4 and cispo 1 (no bound) where none is given",
+    )
+    clip_high: PositiveFloat = Field(
+        0.2, description="The ratio is clipped above 1 + clip_high; loss: gspo has 4e-4 where none is given"
+    )
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
         "token-mean", description="How token losses become one; denominators are global"
     )
@@ -293,6 +308,14 @@ class TrainSpec(Section):
         if isinstance(tree, dict) and tree.get("advantage") == "gae" and tree.get("critic") is None:
             return {**tree, "critic": {}}
         return tree
+
+    @model_validator(mode="before")
+    @classmethod
+    def _clips_are_the_loss_s(cls, tree: Any, info: ValidationInfo) -> Any:
+        """A new job has its loss's own clips; one that was stored has those that it was stored with."""
+        if not isinstance(tree, dict) or is_stored(info):
+            return tree
+        return {**CLIPS.get(str(tree.get("loss")), {}), **tree}
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainSpec:

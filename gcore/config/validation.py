@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from gcore.config.data import EvalSet, EvalSpec, ResolvedSource
+from gcore.config.data import ONLY_SOURCE, EvalSet, EvalSpec, ResolvedSource
 from gcore.config.placement import PlacementSpec
 from gcore.config.reward import JudgeSpec, RewardSpec
 from gcore.config.rollout import AgentSpec, EnvironmentSpec, RolloutSpec
@@ -293,13 +293,26 @@ def check_warmup(train: TrainSpec, steps: int | None) -> Iterator[str]:
         yield f"train.critic.warmup_steps ({train.critic.warmup_steps}) leaves none of flow.steps ({steps}) to the policy"
 
 
+def check_truncation(sources: Sequence[ResolvedSource]) -> Iterator[str]:
+    """Training draws from the whole distribution. Only asked of new jobs: those that were stored before go on."""
+    for source in sources:
+        own = source.sampling
+        set_ = {"top_p": own.top_p, "top_k": own.top_k, "min_p": own.min_p}
+        neutral = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
+        cutting = ", ".join(f"{name}: {value}" for name, value in set_.items() if value != neutral[name])
+        if cutting:
+            whose = "rollout" if source.name == ONLY_SOURCE else f"source {source.name!r}"
+            yield (
+                f"{whose} has {cutting}, and responses that are trained are drawn from all tokens: no weight brings back the tokens that "
+                "were cut off, whatever rollout.correction says; leave top_p, top_k and min_p out (evaluation may use eval.top_p)"
+            )
+
+
 def check_sources(rollout: RolloutSpec, sources: Sequence[ResolvedSource], sets: Sequence[EvalSet]) -> Iterator[str]:
     """What each source draws can be trained as `rollout` says, and each held-out set's answers can be long enough."""
     for source in sources:
         own = source.sampling
         allows = f"source {source.name!r} allows {own.max_new_tokens} new tokens"
-        if (own.top_p < 1 or own.top_k is not None or own.min_p > 0) and rollout.correction == "none":
-            yield f"source {source.name!r} truncates what is sampled (top_p, top_k or min_p); set rollout.correction: tis"
         if own.max_new_tokens < rollout.min_new_tokens:
             yield f"{allows}, fewer than rollout.min_new_tokens ({rollout.min_new_tokens})"
         if rollout.overlong_tokens is not None and own.max_new_tokens < rollout.overlong_tokens:

@@ -15,6 +15,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gcore.config import JobSpec, apply_overrides, dump_explicit, load_spec, parse_spec
+from gcore.config.load import stored_spec
+from gcore.config.spec import outdated_settings
 from gcore.errors import SpecError
 
 MINIMAL: dict[str, Any] = {
@@ -318,8 +320,9 @@ def test_a_path_that_cannot_be_one_is_told_with_its_key(tmp_path: Path, key: str
         pytest.param("rollout.staleness", -1, r"rollout\.staleness: .*\(got -1\)", id="older than the newest"),
         pytest.param("rollout.staleness", 1, r"rollout\.staleness is 1, .*set rollout\.correction: tis, icepop, mis or decoupled, or train\.old_logprobs: engine", id="stale tokens without a correction"),
         pytest.param("rollout.top_p", 0, r"rollout\.top_p: .*greater than 0", id="an empty nucleus"),
-        pytest.param("rollout.top_p", 0.9, r"rollout: .*set rollout\.correction: tis", id="truncation without correction"),
-        pytest.param("rollout.top_k", 5, r"rollout: .*set rollout\.correction: tis", id="top_k without correction"),
+        pytest.param("rollout.top_p", 0.9, r"rollout has top_p: 0\.9, .*leave top_p, top_k and min_p out", id="a nucleus"),
+        pytest.param("rollout.top_k", 5, r"rollout has top_k: 5, ", id="the likeliest tokens"),
+        pytest.param("rollout.min_p", 0.1, r"rollout has min_p: 0\.1, ", id="the least likely ones cut off"),
         pytest.param("flow.samples_per_prompt", 1, r"samples_per_prompt is 1.*use at least 2", id="a group of one"),
         pytest.param("train.mini_batches", 33, r"train\.mini_batches \(33\) is more than flow\.groups_per_step \(32\)", id="more updates than groups"),
         pytest.param("train.betas", [0.9, 1.0], r"train\.betas\.1: .*\(got 1\.0\)", id="a beta of one"),
@@ -451,3 +454,46 @@ def test_what_is_sent_is_what_was_said_and_means_the_same(file: Path, overrides:
     assert parse_spec(said) == spec
     written = yaml.safe_load(file.read_text())
     assert not {"namespace", "scheduling"} & (said.keys() - written.keys())
+
+
+@pytest.mark.parametrize("correction", ["none", "tis", "mis"])
+def test_what_training_draws_is_not_cut_off_but_a_job_that_was_stored_so_goes_on(correction: str) -> None:
+    old = {"max_new_tokens": 8, "top_p": 0.9, "correction": correction}
+    if correction != "none":
+        old["staleness"] = 1
+    tree = {**MINIMAL, "rollout": old}
+    with pytest.raises(SpecError, match=r"rollout has top_p: 0\.9, .*whatever rollout\.correction says"):
+        parse_spec(tree)
+    assert "no weight brings back" in outdated_settings(stored_spec(tree))
+    assert outdated_settings(parse_spec(MINIMAL)) == ""
+
+
+def test_an_evaluation_may_draw_from_the_nucleus() -> None:
+    parse_spec({**MINIMAL, "eval": {"path": "e.jsonl", "samples": 4, "temperature": 0.6, "top_p": 0.95}})
+
+
+def test_a_source_that_cuts_off_is_named() -> None:
+    source = {"name": "sums", "path": "a.jsonl", "sampling": {"min_p": 0.05}}
+    with pytest.raises(SpecError, match=r"source 'sums' has min_p: 0\.05, "):
+        parse_spec({**MINIMAL, "data": {"sources": [source, {"name": "rest", "path": "b.jsonl"}]}})
+
+
+@pytest.mark.parametrize(
+    ("train", "clips"),
+    [
+        ({}, (0.2, 0.2)),
+        ({"loss": "gspo", "aggregation": "seq-mean-token-mean"}, (3e-4, 4e-4)),
+        ({"loss": "gspo", "aggregation": "seq-mean-token-mean", "clip_high": 0.1}, (3e-4, 0.1)),
+        ({"loss": "cispo"}, (1.0, 0.2)),
+        ({"loss": "cispo", "clip_low": 0.3}, (0.3, 0.2)),
+    ],
+    ids=str,
+)
+def test_a_loss_has_the_clips_of_its_paper_unless_the_spec_or_a_stored_job_says_others(
+    train: dict[str, Any], clips: tuple[float, float]
+) -> None:
+    spec = parse_spec({**MINIMAL, "train": train})
+    assert (spec.train.clip_low, spec.train.clip_high) == clips
+    assert stored_spec(spec.model_dump(mode="json")) == spec
+    before = stored_spec({**MINIMAL, "train": train})
+    assert (before.train.clip_low, before.train.clip_high) == (train.get("clip_low", 0.2), train.get("clip_high", 0.2))

@@ -24,7 +24,8 @@ from controllers.flow.step import JobBatch, JobStep
 from controllers.rules.view import JobView
 from controllers.telemetry.notices import PluginErrorLog
 from controllers.telemetry.step_stats import StepTimer
-from gcore.config import JobSpec, parse_spec
+from gcore.config import JobSpec
+from gcore.config.load import stored_spec
 from gcore.config.reward import JudgeSpec, RewardSpec
 from gcore.config.spec import training_sources
 from gcore.data.stream import open_prompts
@@ -78,7 +79,7 @@ def make_spec(tmp_path: Path, **rollout: Any) -> JobSpec:
         sums | {"max_prompt_tokens": None},
         letters | {"sampling": {"stop": ["."]}, "max_new_tokens": 3},
     ]
-    return parse_spec(
+    return stored_spec(  # of a time when training could cut off tokens
         {
             "name": "t",
             "model": {"path": str(tmp_path / "model")},
@@ -398,7 +399,7 @@ def test_every_reward_of_a_job_is_found_under_a_name_also_where_evaluation_calls
 ) -> None:
     tree = make_spec(tmp_path).model_dump(mode="json")
     tree["eval"]["sources"][1]["reward"] = {"name": "length", "options": {"limit": 3}}
-    spec = parse_spec(tree)
+    spec = stored_spec(tree)
     found = rewards_of(spec)
     assert {name: reward.name for name, reward in found.items()} == {
         "sums": "exact",
