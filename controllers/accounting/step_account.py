@@ -439,7 +439,12 @@ class StepAccountBuilder:
             engine.failing = asked_at
 
     def close(self, now: float, *, final: bool = False) -> list[ClosedStep]:
-        """Steps that can be closed, oldest first. `final`: no report will come any more."""
+        """Steps that can be closed, oldest first. `final`: no report will come any more.
+
+        Of a controller that was away none before its first update, however late that is: workers' totals are of all the time before it.
+        """
+        if not self._gap.is_seen and not final:
+            return []
         failing = {
             name
             for name, one in self._engines.items()

@@ -592,3 +592,61 @@ def test_whatever_a_rank_was_taken_for_every_second_of_it_is_told_once(
             assert sum(telling.seconds.values()) == pytest.approx(telling.end - telling.begin)
             covered = telling.end
     assert covered >= words[-1][0] - 1e-9
+
+
+def check_sum(book: StepAccount) -> None:
+    assert sum(book.booked.values()) + book.unbooked == pytest.approx(book.seconds * book.slots, abs=1e-4)
+    assert book.unbooked >= 0
+
+
+def test_a_controller_that_looks_late_books_its_absence_in_the_step_that_it_is_of() -> None:
+    view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
+    kept = kept_until(10.0, job(place("cpu:1"), workers=(engine_of("e", "cpu:1"),), rank=True))
+    books = StepAccountBuilder(SPEC, 50.0, 1050.0, head=STEP, gap_s=40.0, kept=kept)
+    books.head_moved(Version(0, 2), 50.1, 1050.1)
+    assert books.close(50.1 + PATIENCE_S) == []
+    books.update(view, "no_work", 55.4)
+    books.engine_read("e", reading(55.5, busy_s=55.0))
+    books.head_moved(Version(0, 3), 57.0, 1057.0)
+    books.engine_read("e", reading(57.1, busy_s=56.0))
+    away, newest = (found.book for found in books.close(57.0 + PATIENCE_S))
+    assert (away.seconds, newest.seconds) == (pytest.approx(40.1), pytest.approx(6.9))
+    for book in (away, newest):
+        check_sum(book)
+
+
+WHAT = st.sampled_from(["look", "look elsewhere", "read", "head", "close", "unreachable"])
+
+
+@given(
+    gap_s=st.sampled_from([0.0, 3.0, 40.0]),
+    events=st.lists(st.tuples(st.floats(0.01, 8.0), WHAT, st.floats(0, 1)), max_size=25),
+)
+def test_whatever_comes_first_window_booked_and_unbooked_agree(
+    gap_s: float, events: list[tuple[float, str, float]]
+) -> None:
+    """A controller comes back: head moves, it looks at the job, engines answer, in any order and as late as can be."""
+    here = job(place("cpu:1"), workers=(engine_of("e", "cpu:1"),), rank=True)
+    elsewhere = job(place("cpu:2"), workers=(engine_of("f", "cpu:2"),))
+    now, step, busy_s = 50.0, 1, 0.0
+    kept = kept_until(now - gap_s, here) if gap_s else {}
+    books = StepAccountBuilder(SPEC, now, 1000.0 + now, head=STEP, gap_s=gap_s, kept=kept)
+    closed_until = now - gap_s
+    for passed, what, share in [*events, (9.0, "look", 0.0), (1.0, "head", 0.0), (PATIENCE_S + 0.1, "close", 0.0)]:
+        now += passed
+        if what.startswith("look"):
+            books.update(here if what == "look" else elsewhere, "no_work", now)
+        elif what == "read":
+            busy_s += share * passed
+            books.engine_read("e", reading(now, busy_s=min(busy_s, now)))
+        elif what == "head":
+            step += 1
+            books.head_moved(Version(0, step), now, 1000.0 + now)
+        elif what == "unreachable":
+            books.engine_unreachable("e", now)
+        for found in books.close(now):
+            check_sum(found.book)
+            if gap_s:  # else a start that was over before the first look has no book
+                assert found.book.began == pytest.approx(1000.0 + closed_until, abs=0.5)
+            closed_until = found.book.began - 1000.0 + found.book.seconds
+    assert closed_until > 50.0, "the last step is closed"
