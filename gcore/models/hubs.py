@@ -80,19 +80,21 @@ def is_commit(revision: str) -> bool:
 
 
 SMALL = (
-    "*.json",
+    "config.json",
+    "generation_config.json",
     "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "vocab*",
-    "*.txt",
+    "merges.txt",
     "*.model",
     "*.tiktoken",
-    "*.jinja",
+    "tekken.json",
+    "chat_template*",
     "additional_chat_templates/*.jinja",
-    "LICENSE*",
-    "NOTICE*",
-    "README*",
+    "*.safetensors.index.json",
 )
-"""Configuration, tokenizer, templates, and what goes with the model into an export. None of them is large."""
+"""Configuration, tokenizer and templates: what a controller itself reads. None of them is large."""
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"

@@ -56,11 +56,19 @@ CASES: dict[str, dict[str, Any]] = {
     "gspo": {
         "old_logprobs": "engine",
         "loss": "gspo",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
         "advantage": "rloo",
         "aggregation": "seq-mean-token-mean",
         "entropy_coef": 0.2,
     },
-    "cispo": {"old_logprobs": "engine", "loss": "cispo", "advantage": "reinforce_pp_baseline", "clip_high": 0.28},
+    "cispo": {
+        "old_logprobs": "engine",
+        "loss": "cispo",
+        "advantage": "reinforce_pp_baseline",
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+    },
     "plus": {
         "old_logprobs": "recompute",
         "advantage": "reinforce_pp",
