@@ -206,14 +206,14 @@ def audit_of_records(
     folder = run_dir if run_dir is not None else mirror.run_dir
     try:
         if mirror.head is None:
-            return _audit_without_head(mirror, folder)
+            return _audit_without_head(mirror, folder, known)
         rules = rules_of(mirror.job_record)
         if min(rules.shape.lengths) < 1:
             what = f"{mirror.job_record.prompts} prompts are in {len(rules.shape.lengths)} shards"
-            return _violation(f"the job's own record ({mirror.keys.job}) is of no possible job: {what}")
+            return _violation(f"the job's own record ({mirror.keys.job}) describes no valid job: {what}")
         return _audit(mirror, mirror.head.record, rules, folder, known)
     except SpecError as error:
-        return _violation(f"the job's own record ({mirror.keys.job}) is of no possible job: {error}")
+        return _violation(f"the job's own record ({mirror.keys.job}) describes no valid job: {error}")
     except OSError as error:
         return _violation(f"the run's folder {folder} cannot be read ({error.strerror or error})")
 
@@ -222,13 +222,13 @@ def _violation(sentence: str) -> Audit:
     return Audit((Finding("record", sentence),))
 
 
-def _audit_without_head(mirror: JobMirror, run_dir: Path) -> Audit:
-    """Head is written with the first entry and stays for ever: it is missing where anything shows that the job has begun."""
+def _audit_without_head(mirror: JobMirror, run_dir: Path, known: Collection[tuple[str, Token]] | None) -> Audit:
+    """The first transaction of a job writes head, and none deletes it alone. Whatever a job has after that shows that head is missing."""
     log = ArchivedLog(run_dir, {seq: stored.record for seq, stored in mirror.log.items()})
     registered = len(mirror.checkpoints.record.entries) if mirror.checkpoints is not None else 0
     counts = {
         "log entries": len(log),
-        "receipts": len(known_tokens(run_dir)),
+        "receipts": len(known_tokens(run_dir) if known is None else known),
         "checkpoints": max(registered, len(checkpoints_in(run_dir))),
         "seals": len(mirror.seals),
         "evaluations": len(mirror.evaluations),
@@ -269,12 +269,12 @@ def _audit(
 
 
 def _manifests(run_dir: Path, checkpoints: Sequence[Checkpoint]) -> dict[str, ManifestFacts]:
-    """Of those that lie in the run's folder and can be read. Others are no violation: a checkpoint may lie on another node, and one that
-    is damaged is found before a job goes back to it."""
+    """The manifests that the run's folder has and that can be read. A missing one is no violation: a checkpoint may be on another node.
+    A rollback verifies a checkpoint before it uses it."""
     found = {}
     for one in checkpoints:
         if one.file != checkpoint_file(one.version):
-            continue  # the audit says so, and no path that somebody made up is followed
+            continue  # a violation of its own; an invented path is not read
         folder = run_dir / one.file
         with contextlib.suppress(CheckpointDamaged):
             manifest = read_manifest(folder)
@@ -304,12 +304,12 @@ def audit_of_folder(run_dir: Path) -> Audit:
             fix="Start its cluster (`gcore up`) and ask again: the copy is written when a job ends, or is audited after",
         )
     found = audit_of_records(copy.uid, copy.batch, run_dir)
-    with contextlib.suppress(OSError):  # it says so itself
+    with contextlib.suppress(OSError):  # the audit reports an unreadable folder
         newest = archive.highest_in_folder(run_dir).lineage
         if newest > copy.head.lineage:
-            # A job that has come to an end goes on only where etcd was restored from an older backup.
-            what = f"the copy of the job's records ends in lineage {copy.head.lineage}, and the folder holds lines of lineage {newest}"
-            found = found.with_problems([f"{what}: if its cluster still runs the job, audit it there"])
+            # An ended job continues only after etcd was restored from an older backup.
+            what = f"the copy of the job's records ends in lineage {copy.head.lineage}, but the folder has lines of lineage {newest}"
+            found = found.with_problems([f"{what}: if a cluster still runs the job, audit it there"])
     return found
 
 

@@ -264,8 +264,8 @@ class StoreReader:
         return found
 
     async def _known_tokens(self, uid: str) -> Collection[tuple[str, Token]]:
-        """The tokens of which receipts lie in the run's folder by now."""
-        with contextlib.suppress(UnreadableRecord, OSError):  # the audit says so
+        """The worlds and tokens of the receipts that the run's folder has now."""
+        with contextlib.suppress(UnreadableRecord, OSError):  # the audit reports them
             mirror = self._here(mirror_of(uid, _as_heard(await self._store.list(JobKeys(uid).job))))
             if mirror.job is not None:
                 return await asyncio.to_thread(known_tokens, mirror.run_dir)

@@ -37,8 +37,11 @@ def head_digest(head: Head) -> str:
 
 
 def job_digest(job: JobRecord) -> str:
-    """BLAKE2b of what the job is: its spec, with seed and shape, its data and its models; 32 hex digits."""
-    return _digest(job)
+    """BLAKE2b of what the job is: its spec with seed and shards, its data and its models; 32 hex digits.
+
+    The run's folder does not count: where nodes share none, each has its own, and its controller's view of the record names that one.
+    """
+    return _digest(job, "run_dir")
 
 
 def shares_digest(shares: Mapping[int, Mapping[PromptRef, Collection[int]]]) -> str:

@@ -491,7 +491,7 @@ def trained_beyond_head(scene: Scene) -> Refuted:
 def trained_in_no_lineage(scene: Scene) -> Refuted:
     entry = scene.trained[0]
     assert entry.token is not None
-    return _receipts_under(scene, entry, entry.token._replace(lineage=scene.head.lineage + 5), "had no such world")
+    return _receipts_under(scene, entry, entry.token._replace(lineage=scene.head.lineage + 5), "has no such world")
 
 
 def _receipts_under(scene: Scene, entry: LogEntry, token: Token, words: str) -> Refuted:
@@ -509,26 +509,26 @@ def head_names_no_entry(scene: Scene) -> Refuted:
     entry = scene.trained[0]
     scene.put_entry(entry, stats={"reward": 1.0})
     scene.put_head(digest="")
-    return Refuted("chain", words=f"head does not name its log entry {entry.seq} by content", about="an entry")
+    return Refuted("chain", words=f"head has no digest of its log entry {entry.seq}", about="an entry")
 
 
 def entry_names_no_parent(scene: Scene) -> Refuted:
     entry = scene.trained[0]
     scene.put_entry(entry, parent_digest="")
-    return Refuted("chain", words=f"log entry {entry.seq} does not name its parent by content", about="an entry")
+    return Refuted("chain", words=f"log entry {entry.seq} has no digest of its parent", about="an entry")
 
 
 def group_without_content(scene: Scene) -> Refuted:
     entry = scene.trained[0]
     old = first_trained(entry)
     scene.put_entry(entry, delta=swapped(entry, old.model_copy(update={"digest": ""})))
-    return Refuted("receipt", (old.ref,), "without its content")
+    return Refuted("receipt", (old.ref,), "has no digest")
 
 
 def ranks_not_told(scene: Scene) -> Refuted:
     entry = scene.trained[0]
     scene.put_entry(entry, ranks=None)
-    return Refuted("receipt", words="does not say how many ranks", about="an entry")
+    return Refuted("receipt", words="has no number of ranks", about="an entry")
 
 
 def _registered(scene: Scene) -> tuple[Checkpoint, ...]:
@@ -540,13 +540,13 @@ def _registered(scene: Scene) -> tuple[Checkpoint, ...]:
 def checkpoints_swapped(scene: Scene) -> Refuted:
     first, one, other, *rest = _registered(scene)
     scene.records["ckpts"] = Checkpoints(entries=(first, other, one, *rest)).encode()
-    return Refuted("checkpoint", words="stands behind", about="a record")
+    return Refuted("checkpoint", words="is listed after", about="a record")
 
 
 def checkpoint_doubled(scene: Scene) -> Refuted:
     entries = _registered(scene)
     scene.records["ckpts"] = Checkpoints(entries=(*entries, entries[-1])).encode()
-    return Refuted("checkpoint", words="stands behind", about="a record")
+    return Refuted("checkpoint", words="is listed after", about="a record")
 
 
 def checkpoint_elsewhere(scene: Scene) -> Refuted:
@@ -554,14 +554,14 @@ def checkpoint_elsewhere(scene: Scene) -> Refuted:
     *entries, newest = _registered(scene)
     there = newest.model_copy(update={"file": f"checkpoints/../../{newest.file}"})
     scene.records["ckpts"] = Checkpoints(entries=(*entries, there)).encode()
-    return Refuted("checkpoint", words=f"should lie in {newest.file}", about="a record")
+    return Refuted("checkpoint", words=f"has another path than {newest.file}", about="a record")
 
 
 def checkpoint_of_other_content(scene: Scene) -> Refuted:
     *entries, newest = _registered(scene)
     other = newest.model_copy(update={"digest": "0" * 64})
     scene.records["ckpts"] = Checkpoints(entries=(*entries, other)).encode()
-    return Refuted("checkpoint", words="was registered with the manifest 0000", about="a record")
+    return Refuted("checkpoint", words="was registered with manifest 0000", about="a record")
 
 
 def checkpoint_of_another_job(scene: Scene) -> Refuted:
@@ -578,7 +578,7 @@ def job_of_no_possible_spec(scene: Scene) -> Refuted:
     job = JobRecord.decode(scene.records["job"])
     spec = {**job.spec, "rollout": {**job.spec["rollout"], "staleness": 3}}
     scene.records["job"] = job.model_copy(update={"spec": spec}).encode()
-    return Refuted("record", words="is of no possible job", about="a record")
+    return Refuted("record", words="describes no valid job", about="a record")
 
 
 def job_changed(scene: Scene) -> Refuted:
@@ -594,7 +594,7 @@ def binding_dropped(scene: Scene) -> Refuted:
     entry = scene.trained[0].model_copy(update={"job": "", "head": "", "shares": ""})
     scene.put_entry(entry)
     scene.put_head(digest=entry_digest(entry))
-    return Refuted("chain", words=f"log entry {entry.seq} does not name what the job is", about="an entry")
+    return Refuted("chain", words=f"log entry {entry.seq} has no digest of the job's record", about="an entry")
 
 
 def tokens_of_tally_changed(scene: Scene) -> Refuted:
@@ -614,7 +614,7 @@ def shares_swapped(scene: Scene) -> Refuted:
     (_, _, one), (_, _, other) = papers[:2]
     scene.edit_receipt(entry, lambda tree: {**tree, "groups": other["groups"]}, 0)
     scene.edit_receipt(entry, lambda tree: {**tree, "groups": one["groups"]}, 1)
-    return Refuted("receipt", words=f"did not train the shares of step {entry.step}", about="a step")
+    return Refuted("receipt", words=f"trained other shares of step {entry.step}", about="a step")
 
 
 CORRUPTIONS: tuple[Callable[[Scene], Refuted], ...] = (

@@ -126,7 +126,7 @@ def _offered(rules: StreamRules, head: Head, offer: Offer) -> set[PromptRef]:
 
 @dataclass(frozen=True, slots=True)
 class ManifestFacts:
-    """What the manifest of a checkpoint's folder says, and its SHA-256."""
+    """Job and version of a checkpoint's manifest, and the manifest's SHA-256."""
 
     job_uid: str
     version: Version
@@ -140,20 +140,20 @@ def check_checkpoints(
     uid: str,
     found: FindingCollector,
 ) -> None:
-    """Each is of the entry it names, which keeps what a rollback to it needs, and its folder holds that and nothing else; the base is
-    there; the order is that of their entries."""
+    """Each checkpoint belongs to the entry it names, the entry keeps what a rollback needs, and the checkpoint's folder has the registered
+    manifest. The base is registered, and checkpoints are in the order of their entries."""
     if not any((one.seq, one.lineage, one.step, one.file) == (0, 0, 0, "") for one in checkpoints):
         found.add("checkpoint", "the checkpoints lack the base, without which a job may have nothing to go back to")
     for earlier, later in itertools.pairwise(checkpoints):
         if later.seq <= earlier.seq:
-            names = f"{_name(later)} stands behind {_name(earlier)}"
-            found.add("checkpoint", f"{names}, and their log entries are {later.seq} and {earlier.seq}")
+            order = f"{_name(later)} is listed after {_name(earlier)}"
+            found.add("checkpoint", f"{order}, and its log entry {later.seq} is not after entry {earlier.seq}")
     for one in checkpoints:
         what, entry = _name(one), log.get(one.seq)
         if one.seq and one.file != checkpoint_file(one.version):
-            found.add("checkpoint", f"{what} should lie in {checkpoint_file(one.version)}")
+            found.add("checkpoint", f"{what} has another path than {checkpoint_file(one.version)}")
         if bool(one.seq) != bool(one.digest):
-            found.add("checkpoint", f"{what} {'is not named' if one.seq else 'is named'} by the content of a manifest")
+            found.add("checkpoint", f"{what} has {'no' if one.seq else 'a'} manifest digest")
         if entry is None:
             found.add("checkpoint", f"{what} is of log entry {one.seq}, which is missing")
         elif (entry.lineage, entry.step) != (one.lineage, one.step) or entry.kind not in ("base", "train"):
@@ -167,10 +167,10 @@ def check_checkpoints(
             continue
         if manifest.digest != one.digest:
             found.add(
-                "checkpoint", f"{what} was registered with the manifest {one.digest}, and {manifest.digest} lies there"
+                "checkpoint", f"{what} was registered with manifest {one.digest}, and its folder has {manifest.digest}"
             )
         if (manifest.job_uid, manifest.version) != (uid, one.version):
-            found.add("checkpoint", f"{what}: its folder holds step {manifest.version} of job {manifest.job_uid}")
+            found.add("checkpoint", f"{what}: its folder has step {manifest.version} of job {manifest.job_uid}")
 
 
 def _name(one: Checkpoint) -> str:
@@ -244,7 +244,7 @@ def audit_records(
         check_checkpoints(standing.checkpoints, log, standing.manifests, standing.uid, found)
     issued, in_flight = check_open(rules, head, standing.seals, standing.offers, walk, found)
     if standing.phase is JobPhase.PENDING:
-        found.add("record", "the job's state is PENDING, and it has a head, so it has begun")
+        found.add("record", "the job's state is PENDING, but it has a head")
     if standing.phase is JobPhase.SUCCEEDED:
         check_end(rules, head, walk, found)
     return Audit(

@@ -113,13 +113,13 @@ def list_some_refs(refs: Sequence[PromptRef], count: int | None = None) -> str:
 
 @dataclass(slots=True)
 class WorldSteps:
-    """What the log says that one world trained; each lineage has a world of its own."""
+    """The committed steps of one world. Each lineage has its own world."""
 
     world: str
     last: int
-    """The newest step that was committed, or the one that the world began with."""
+    """The newest committed step, or the step that the world started from."""
     lost: bool = False
-    """Whether entries of it may be lost: etcd was restored from an older backup while it trained."""
+    """Whether entries may be lost: etcd was restored from an older backup while this world trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +127,8 @@ class ChainFacts:
     """`chain`: the numbers of the final lineage's entries that are there, ascending. `lineages`: as the rollbacks in the log
     began them, or head's where entries are missing. `since_step`: the account entries after the newest step.
 
-    `cut_off`: the steps' entries that are not on it. The rest is of all entries: `committed`, the tokens of the steps, by world; `worlds`, by lineage;
-    `lost`, the lineages of which a restored store knows nothing.
+    `cut_off`: the step entries that are not on the chain. The rest covers all entries. `committed`: world and token of each step. `worlds`: by
+    lineage. `lost`: the lineages that a restored store does not know.
     """
 
     chain: tuple[int, ...]
@@ -244,7 +244,7 @@ def _check_parent(
     if entry.parent is None:
         return
     if not entry.parent_digest:
-        found.add("chain", f"log entry {entry.seq} does not name its parent by content")
+        found.add("chain", f"log entry {entry.seq} has no digest of its parent")
         return
     parent = before if before is not None and before.seq == entry.parent else log.get(entry.parent)
     if parent is not None and entry_digest(parent) != entry.parent_digest:
@@ -252,7 +252,7 @@ def _check_parent(
 
 
 class JobBinding:
-    """That the job's record is what the entries name, from the first that names it on: those of schema version 2 do not."""
+    """Compares the job's record with the digest in each entry. Entries of schema version 2 have none; after one that has it, all have."""
 
     def __init__(self, job: str) -> None:
         self._job = job
@@ -263,7 +263,7 @@ class JobBinding:
         """The next entry, whatever lineage it is of."""
         if not entry.job:
             if self._first is not None:
-                what = f"log entry {entry.seq} does not name what the job is, and entry {self._first} did"
+                what = f"log entry {entry.seq} has no digest of the job's record, and entry {self._first} has one"
                 found.add("chain", what)
             return
         self._first = entry.seq if self._first is None else self._first
@@ -279,7 +279,7 @@ def _check_head(head: Head, entry: LogEntry | None, found: FindingCollector) -> 
     if entry.nonce != head.nonce:
         found.add("chain", f"log entry {head.seq} and head were written by different transactions")
     elif not head.digest:
-        found.add("chain", f"head does not name its log entry {head.seq} by content")
+        found.add("chain", f"head has no digest of its log entry {head.seq}")
     elif entry_digest(entry) != head.digest:
         found.add("chain", f"log entry {head.seq} is not what it was when head was written with it")
     if entry.head and head_digest(head) != entry.head:

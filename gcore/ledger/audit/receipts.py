@@ -44,7 +44,7 @@ class Receipt:
         for name, digest, indexes in line["groups"]:
             ref = PromptRef.parse(str(name))
             if ref in samples or list(indexes) != sorted(set(indexes)):
-                raise ValueError(f"prompt {ref} or a sample of it stands in it twice, or not in order")
+                raise ValueError(f"prompt {ref} or a sample of it occurs twice, or out of order")
             samples[ref] = frozenset(int(i) for i in indexes)
             digests[ref] = str(digest)
         return cls(Token.parse(line["token"]), str(line["world"]), int(line["rank"]), samples, digests)
@@ -133,8 +133,8 @@ def check_receipts(entry: LogEntry, receipts: Receipts, found: FindingCollector)
             trained.setdefault(ref, []).extend(indexes)
     for ref, one in sorted(committed.items()):
         if not one.digest or not one.samples:
-            lacks = "its content" if not one.digest else "how many samples it has"
-            found.add("receipt", f"prompt {ref} was committed at step {entry.step} without {lacks}", [ref])
+            lacks = "digest" if not one.digest else "number of samples"
+            found.add("receipt", f"the commit of prompt {ref} at step {entry.step} has no {lacks}", [ref])
     incomplete = [ref for ref, one in sorted(committed.items()) if _lacks(one, trained.get(ref, ()))]
     lost = _check_ranks(entry, papers, incomplete, found)
     for paper in papers:
@@ -162,33 +162,28 @@ def check_receipts(entry: LogEntry, receipts: Receipts, found: FindingCollector)
             _check_samples(entry, ref, committed.get(ref), sorted(samples), found)
     trained_shares = shares_digest({paper.rank: paper.samples for paper in papers})
     if entry.shares not in ("", trained_shares) and found.count == told:
-        found.add("receipt", f"the ranks did not train the shares of step {entry.step} that it was cut into")
+        found.add("receipt", f"the ranks trained other shares of step {entry.step} than its seal gave them")
 
 
 def check_cut_off(entry: LogEntry, receipts: Receipts, found: FindingCollector) -> None:
-    """The same of a step that a rollback undid. Its receipts may be gone with their node: then there is nothing to check."""
-    if (
-        entry.token is not None
-        and entry.ranks is not None
-        and len(receipts.of(entry.world, entry.token)) >= entry.ranks
-    ):
+    """Check a step that a rollback undid, if all of its receipts are there: some may be lost with a node."""
+    if entry.token is None or entry.ranks is None:
+        return
+    if len(receipts.of(entry.world, entry.token)) >= entry.ranks:
         check_receipts(entry, receipts, found)
 
 
 def check_ready(seal: Seal, receipts: Receipts, found: FindingCollector) -> None:
-    """The ranks that have trained a READY step already, whose commit is to come, trained their shares of it."""
+    """Compare the receipts of a READY step, which is not committed yet, with the shares that its seal gives to the ranks."""
     papers = receipts.of(seal.world, seal.token) if seal.state is SealState.READY else ()
-    if not papers or sum(seal.parts) not in (
-        0,
-        len(seal.groups),
-    ):  # of parts that are no parts of it, something else tells
+    fits = sum(seal.parts) in (0, len(seal.groups))  # else check_open reports the seal
+    if not papers or not fits:
         return
     shares, digests = seal_shares(seal), {group.ref: group.digest for group in seal.groups}
     for paper in papers:
-        share = {ref: frozenset(samples) for ref, samples in shares.get(paper.rank, {}).items()}
-        if list(paper.samples.items()) != list(share.items()) or any(
-            digests[ref] != digest for ref, digest in paper.digests.items()
-        ):
+        share = [(ref, frozenset(samples)) for ref, samples in shares.get(paper.rank, {}).items()]
+        same = list(paper.samples.items()) == share
+        if not same or any(digests[ref] != digest for ref, digest in paper.digests.items()):
             what = f"rank {paper.rank} did not train its share of the READY seal of step {seal.step}"
             found.add("receipt", f"{what} (token {seal.token})", _named([paper]))
 
@@ -210,7 +205,7 @@ def _check_ranks(
         what = f"rank {rank} left several receipts for step {entry.step} (token {entry.token})"
         found.add("receipt", what, _named(paper for paper in papers if paper.rank == rank))
     if entry.ranks is None:
-        found.add("receipt", f"log entry {entry.seq} does not say how many ranks trained step {entry.step}")
+        found.add("receipt", f"log entry {entry.seq} has no number of ranks for step {entry.step}")
         return frozenset()
     lost = frozenset(range(entry.ranks)) - set(ranks)
     lacking = f"; samples of {list_some_refs(incomplete)} stand in no other" if incomplete else ""
@@ -257,11 +252,11 @@ def check_uncommitted(
     known: Collection[tuple[str, Token]] | None,
     found: FindingCollector,
 ) -> None:
-    """Every receipt is of a step that was committed, but for one token of each world.
+    """Every receipt belongs to a committed step, except for one token of each world.
 
-    In head's world that is the token of the open READY seal, in an ended world that of the step after its last commit: its ranks
-    may have trained what the rollback gave up. `known`: the tokens of which there were receipts before head was read, as ranks
-    go on meanwhile; None: all.
+    In head's world the exception is the token of the open READY seal. In an ended world it is the step after the last commit, which ranks
+    may have trained before the rollback. `known`: the tokens that had receipts before head was read, because ranks continue
+    meanwhile; None: all.
     """
     ready = {(seal.world, seal.token) for seal in seals if seal.state is SealState.READY}
     for world, token in sorted(receipts.tokens()):
@@ -272,7 +267,7 @@ def check_uncommitted(
         steps = facts.worlds.get(token.lineage)
         what = f"ranks of world {world} left receipts for step {token.step} (token {token})"
         if steps is None or steps.world != world:
-            why = f"and lineage {token.lineage} had no such world"
+            why = f"but lineage {token.lineage} has no such world"
         elif steps.lost and token.step > steps.last:
             continue
         elif token.lineage == head.lineage:

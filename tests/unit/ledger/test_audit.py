@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
+from controllers.storage.run_folder import localize_mirror
 from gcore.data.order import shard_lengths
 from gcore.ledger import chain
 from gcore.ledger.audit.audit import AuditInputs, audit_records
 from gcore.ledger.audit.receipts import Receipt
 from gcore.ledger.chain import NOTHING_SEEN, ChainWriter, HighWater, entry_digest
+from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import EndedRef, Head, LogEntry, Offer, OfferedGroup, Seal, SealState, Tally
-from gcore.ledger.records.job import JobPhase
+from gcore.ledger.records.job import JobPhase, JobRecord
 from gcore.ledger.selection import OffersView, SealStep, StreamRules, choose_seal, refs_in_order
+from gcore.ledger.transactions import Versioned
+from gcore.store.keys import JobKeys
 from gcore.types import PromptRef, Token, Version
 
 RULES = StreamRules(shard_lengths(40, 4), 8, 4)
@@ -204,8 +209,8 @@ def test_a_chain_without_digests_or_tallies_is_no_older_one() -> None:
     without[0] = without[0].model_copy(update={"tally": None})
     said = audit_records(RULES, run.head.model_copy(update={"digest": ""}), without, run.receipts).violations
     assert said == (
-        *(f"log entry {seq} does not name its parent by content" for seq in range(1, 7)),
-        "head does not name its log entry 6 by content",
+        *(f"log entry {seq} has no digest of its parent" for seq in range(1, 7)),
+        "head has no digest of its log entry 6",
         "log entry 0 (base) keeps no tally",
     )
 
@@ -288,3 +293,12 @@ def test_of_a_store_that_was_restored_the_lost_lineages_may_have_trained_anythin
         assert beyond(run, token, "w0" if token.lineage == 0 else "lost") == ()
     assert len(beyond(run, Token(0, 2, 7), "w0")) == 2, "of a step before what was lost"
     assert len(beyond(run, Token(7, 2, 1), "lost")) == 1
+
+
+def test_all_nodes_of_a_job_compute_one_digest_of_it_although_each_has_its_own_folder() -> None:
+    spec = {"storage": {"copies": 2}}
+    job = JobRecord(uid="u", name="j", spec=spec, run_dir="/first/runs/j-u", created=1.0, prompts=40)
+    here = localize_mirror(JobMirror(JobKeys("u"), job=Versioned(job, 1)), Path("/second/runs"))
+    assert here.job_record.run_dir == "/second/runs/j-u"
+    assert chain.job_digest(here.job_record) == chain.job_digest(job)
+    assert chain.job_digest(job.model_copy(update={"prompts": 41})) != chain.job_digest(job)

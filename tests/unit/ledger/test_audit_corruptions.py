@@ -172,7 +172,7 @@ def test_a_job_of_schema_version_2_goes_on_and_binds_from_its_next_entry_on(tmp_
     assert audited(job).clean
     job.binds = False
     job.step()
-    assert "does not name what the job is, and entry 3 did" in audited(job).violations[0]
+    assert "has no digest of the job's record, and entry 3 has one" in audited(job).violations[0]
 
 
 def test_very_many_violations_are_counted_not_told() -> None:

@@ -179,7 +179,7 @@ async def test_an_end_that_was_cut_off_is_not_taken_for_the_new_one(tmp_path: Pa
     if over:
         assert audit_of_folder(tmp_path).clean
     else:
-        assert "ends in lineage 0, and the folder holds lines of lineage 1" in audit_of_folder(tmp_path).violations[0]
+        assert "ends in lineage 0, but the folder has lines of lineage 1" in audit_of_folder(tmp_path).violations[0]
     assert store_copy.has_copy(tmp_path, job.head) == over
 
 
