@@ -41,9 +41,9 @@ app.add_typer(placement.app, name="placement", rich_help_panel=JOBS)
 
 
 def interrupt_on_sigterm() -> None:
-    """Make SIGTERM what Ctrl-C is: every command ends in order.
+    """Handle SIGTERM as Ctrl-C, so that every command ends in order.
 
-    In the background of a script SIGINT is ignored, and so would be the SIGINT that this raises. So it is blocked in place of ignored.
+    The handler raises SIGINT. Where SIGINT is ignored, as in a script's background, it is blocked instead, and the handler unblocks it.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -52,7 +52,7 @@ def interrupt_on_sigterm() -> None:
 
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:
-    """Within a run of asyncio SIGINT cancels what is awaited, while a KeyboardInterrupt in the middle of some task would show a traceback."""
+    """Raise SIGINT: asyncio cancels the main task for it, while a KeyboardInterrupt inside another task would show a traceback."""
     signal.raise_signal(signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 

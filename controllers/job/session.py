@@ -84,7 +84,7 @@ log = logging.getLogger(__name__)
 
 
 SPEC_TOPIC = "spec"
-"""Topic of a warning about what a new job could not say."""
+"""Topic of a warning about settings that a new job could not have."""
 
 LONGEST_REASON = 2000
 """Characters. Plug-ins may raise errors of any length; the store takes values up to 1.5 MiB."""

@@ -325,9 +325,9 @@ _RULES: tuple[Callable[[JobSpec], Iterator[str]], ...] = (
 """The checks across sections, in the order in which a spec that breaks several reports them."""
 
 _RULES_OF_NEW_JOBS: tuple[Callable[[JobSpec], Iterator[str]], ...] = (lambda s: check_truncation(training_sources(s)),)
-"""Those that came later: a job that was stored before them goes on, with a warning."""
+"""Checks for new jobs only. A stored job that breaks one continues, with a warning."""
 
 
 def outdated_settings(spec: JobSpec) -> str:
-    """What a new job could not say, of one that was stored before that was known; empty: nothing."""
+    """Why a new job with this spec would be refused although a stored one continues; empty if it would not be."""
     return next((why for rule in _RULES_OF_NEW_JOBS for why in rule(spec)), "")

@@ -23,7 +23,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 
 CLIPS: dict[str, dict[str, float]] = {"gspo": {"clip_low": 3e-4, "clip_high": 4e-4}, "cispo": {"clip_low": 1.0}}
-"""Of the losses whose papers clip otherwise than PPO's (arXiv 2507.18071, 2506.13585). A ratio is never below 0, so 1 is no bound."""
+"""Clips of losses whose papers differ from PPO's (arXiv 2507.18071, 2506.13585). A ratio is at least 0, so a clip_low of 1 is no bound."""
 
 
 class CriticSpec(Section):
@@ -312,7 +312,7 @@ class TrainSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _clips_are_the_loss_s(cls, tree: Any, info: ValidationInfo) -> Any:
-        """A new job has its loss's own clips; one that was stored has those that it was stored with."""
+        """Give a new job the clips of its loss's paper. A stored job keeps its own."""
         if not isinstance(tree, dict) or is_stored(info):
             return tree
         return {**CLIPS.get(str(tree.get("loss")), {}), **tree}

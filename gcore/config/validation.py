@@ -294,7 +294,7 @@ def check_warmup(train: TrainSpec, steps: int | None) -> Iterator[str]:
 
 
 def check_truncation(sources: Sequence[ResolvedSource]) -> Iterator[str]:
-    """Training draws from the whole distribution. Only asked of new jobs: those that were stored before go on."""
+    """Training samples from the whole distribution. Only new jobs are checked; stored ones continue."""
     for source in sources:
         own = source.sampling
         set_ = {"top_p": own.top_p, "top_k": own.top_k, "min_p": own.min_p}
@@ -303,8 +303,8 @@ def check_truncation(sources: Sequence[ResolvedSource]) -> Iterator[str]:
         if cutting:
             whose = "rollout" if source.name == ONLY_SOURCE else f"source {source.name!r}"
             yield (
-                f"{whose} has {cutting}, and responses that are trained are drawn from all tokens: no weight brings back the tokens that "
-                "were cut off, whatever rollout.correction says; leave top_p, top_k and min_p out (evaluation may use eval.top_p)"
+                f"{whose} sets {cutting}, which training does not support: no importance weight restores the tokens that truncation "
+                "removed, so rollout.correction does not help; remove top_p, top_k and min_p (evaluation may use eval.top_p)"
             )
 
 

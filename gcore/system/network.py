@@ -1,9 +1,8 @@
 """Connections inside a cluster, and errors of listening.
 
-Nodes, ranks, engines and etcd reach one another by addresses of the cluster. The environment's settings for the outside
-(`HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY`, `SSL_CERT_FILE`) do not apply to them: a proxy for the web would hold back every call to a rank.
-So all channels and HTTP clients to such addresses are made here; ruff refuses others (`banned-api`). External judges and hubs are
-outside, and use the environment.
+Nodes, ranks, engines and etcd use addresses of the cluster. The environment's settings for other networks (`HTTP_PROXY`, `HTTPS_PROXY`,
+`ALL_PROXY`, `SSL_CERT_FILE`) do not apply to these: with a proxy in between, no call would reach a rank. So this module makes all channels and
+HTTP clients for the cluster, and ruff refuses others (`banned-api`). External judges and hubs are outside, and use the environment.
 
 An address that cannot be listened on may pass by itself, as at a machine's start (`CannotListen`: try again), or the configuration
 names what cannot be had, such as a port that needs rights (`UsageError`).
@@ -43,7 +42,7 @@ PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 def bypass_proxies(environ: Mapping[str, str], *hosts: str) -> dict[str, str]:
-    """Variables for a program of others that asks `hosts` inside the cluster: no proxy is between. Nothing if no proxy is named."""
+    """Variables that keep a foreign program's requests to `hosts` away from the proxies in `environ`; none if `environ` names no proxy."""
     if not any(environ.get(name) or environ.get(name.lower()) for name in PROXIES):
         return {}
     return {name: ",".join(filter(None, (environ.get(name), *hosts))) for name in ("NO_PROXY", "no_proxy")}
@@ -51,7 +50,7 @@ def bypass_proxies(environ: Mapping[str, str], *hosts: str) -> dict[str, str]:
 
 def http_client(timeout_s: float) -> httpx.AsyncClient:
     """An HTTP client for addresses inside the cluster."""
-    import httpx  # only who starts an etcd, or looks at one, needs it
+    import httpx  # only processes that start or check an etcd load it
 
     return httpx.AsyncClient(timeout=timeout_s, trust_env=False)
 

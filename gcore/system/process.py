@@ -35,9 +35,9 @@ GUARD = (sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")))
 
 
 def accept_signals() -> None:
-    """Undo what this process inherited: SIGTERM is neither ignored nor blocked, SIGINT is not blocked.
+    """Reset inherited signal settings: SIGTERM is neither ignored nor blocked, and SIGINT is not blocked.
 
-    Where SIGINT is ignored, as in the background of a script, it stays so.
+    An ignored SIGINT stays ignored: a shell sets that for background jobs of a script.
     """
     if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

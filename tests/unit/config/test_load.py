@@ -320,9 +320,9 @@ def test_a_path_that_cannot_be_one_is_told_with_its_key(tmp_path: Path, key: str
         pytest.param("rollout.staleness", -1, r"rollout\.staleness: .*\(got -1\)", id="older than the newest"),
         pytest.param("rollout.staleness", 1, r"rollout\.staleness is 1, .*set rollout\.correction: tis, icepop, mis or decoupled, or train\.old_logprobs: engine", id="stale tokens without a correction"),
         pytest.param("rollout.top_p", 0, r"rollout\.top_p: .*greater than 0", id="an empty nucleus"),
-        pytest.param("rollout.top_p", 0.9, r"rollout has top_p: 0\.9, .*leave top_p, top_k and min_p out", id="a nucleus"),
-        pytest.param("rollout.top_k", 5, r"rollout has top_k: 5, ", id="the likeliest tokens"),
-        pytest.param("rollout.min_p", 0.1, r"rollout has min_p: 0\.1, ", id="the least likely ones cut off"),
+        pytest.param("rollout.top_p", 0.9, r"rollout sets top_p: 0\.9, .*remove top_p, top_k and min_p", id="a nucleus"),
+        pytest.param("rollout.top_k", 5, r"rollout sets top_k: 5, ", id="the likeliest tokens"),
+        pytest.param("rollout.min_p", 0.1, r"rollout sets min_p: 0\.1, ", id="the least likely ones cut off"),
         pytest.param("flow.samples_per_prompt", 1, r"samples_per_prompt is 1.*use at least 2", id="a group of one"),
         pytest.param("train.mini_batches", 33, r"train\.mini_batches \(33\) is more than flow\.groups_per_step \(32\)", id="more updates than groups"),
         pytest.param("train.betas", [0.9, 1.0], r"train\.betas\.1: .*\(got 1\.0\)", id="a beta of one"),
@@ -462,9 +462,9 @@ def test_what_training_draws_is_not_cut_off_but_a_job_that_was_stored_so_goes_on
     if correction != "none":
         old["staleness"] = 1
     tree = {**MINIMAL, "rollout": old}
-    with pytest.raises(SpecError, match=r"rollout has top_p: 0\.9, .*whatever rollout\.correction says"):
+    with pytest.raises(SpecError, match=r"rollout sets top_p: 0\.9, .*rollout\.correction does not help"):
         parse_spec(tree)
-    assert "no weight brings back" in outdated_settings(stored_spec(tree))
+    assert "no importance weight restores" in outdated_settings(stored_spec(tree))
     assert outdated_settings(parse_spec(MINIMAL)) == ""
 
 
@@ -474,7 +474,7 @@ def test_an_evaluation_may_draw_from_the_nucleus() -> None:
 
 def test_a_source_that_cuts_off_is_named() -> None:
     source = {"name": "sums", "path": "a.jsonl", "sampling": {"min_p": 0.05}}
-    with pytest.raises(SpecError, match=r"source 'sums' has min_p: 0\.05, "):
+    with pytest.raises(SpecError, match=r"source 'sums' sets min_p: 0\.05, "):
         parse_spec({**MINIMAL, "data": {"sources": [source, {"name": "rest", "path": "b.jsonl"}]}})
 
 

@@ -107,8 +107,8 @@ REFUSED = {
     ),
     "streamed whole": ({"stream": True, "stream_min": 64, "groups": 16}, "has 16 groups .* each would come whole"),
     "a part of nothing": ({"stream_min": 3}, "stream_min belongs to stream: true"),
-    "truncated": ({"top_p": 0.9}, r"rollout has top_p: 0\.9, "),
-    "truncated and corrected": ({"top_p": 0.9, "correction": "tis"}, "whatever rollout.correction says"),
+    "truncated": ({"top_p": 0.9}, r"rollout sets top_p: 0\.9, "),
+    "truncated and corrected": ({"top_p": 0.9, "correction": "tis"}, "rollout.correction does not help"),
     "truncated and uncorrected": ({"top_p": 0.9, "correction": "tis", "old_logprobs": "engine"}, "they are the same"),
 }
 
