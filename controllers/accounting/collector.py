@@ -75,8 +75,9 @@ class AccountCollector:
         clock: Clock,
         connect: EngineReach = plain_reach,
         tell: Callable[[AccountLine], None] = lambda line: None,
+        finished: Callable[[], None] = lambda: None,
     ) -> None:
-        """`tell`: is called with each line; never blocks."""
+        """`tell`: is called with each line; `finished`: once workers are not read any more. Neither blocks."""
         self._store = store
         self._keys = keys
         self._node = node
@@ -85,6 +86,9 @@ class AccountCollector:
         self._clock = clock
         self._connect = connect
         self._tell = tell
+        self._finished = finished
+        self.is_reading = False
+        """Whether the job's workers are read; if they end before this ends, their last seconds stay unbooked."""
         self._account: StepAccountBuilder | None = None
         self._run_dir = Path()
         self._clients: dict[str, tuple[str, Engine]] = {}
@@ -133,7 +137,8 @@ class AccountCollector:
             self._wanted.notify()
 
     async def run(self) -> None:
-        """Read and write until cancelled."""
+        """Read and write until cancelled; then `finish` is due."""
+        self.is_reading = True
         while True:
             seen, self._step_ended = self._wanted.count, False
             took = await self._round()
@@ -154,8 +159,12 @@ class AccountCollector:
 
     async def finish(self) -> None:
         """Close the last step as far as it can be read within `FINISH_S`; close connections."""
-        closing = asyncio.create_task(self._round(last=True), name=f"last books {self._keys.uid}")
-        await self._in_time(closing)
+        try:
+            closing = asyncio.create_task(self._round(last=True), name=f"last books {self._keys.uid}")
+            await self._in_time(closing)
+        finally:
+            self.is_reading = False
+            self._finished()
         if self._writing is not None:
             await self._in_time(self._writing)
         if self._usage is not None:

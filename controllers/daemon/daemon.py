@@ -125,14 +125,16 @@ class Daemon:
                 await asyncio.to_thread(self._own.traces.close)
 
     async def depart(self) -> None:
-        """Hand over what the jobs' runners have, for a bounded time; at once if the whole local cluster is being ended."""
+        """Hand over what the jobs' runners have, for a bounded time. If the whole local cluster is being ended, only close accounts."""
         runners = list(self._own.runners.values())
         await self._notifying.stopping(f"hands over {len(runners)} jobs" if runners else "stops")
         for runner in runners:
             runner.leave()
         end = self._clock.monotonic() + LEAVE_WITHIN_S
         stopping = Path(self._config.home) / STOPPING
-        while self._clock.monotonic() < end and not (self._config.local_cluster and stopping.exists()):
+        while self._clock.monotonic() < end:
+            if self._config.local_cluster and stopping.exists() and not any(runner.is_ending for runner in runners):
+                return
             if all(runner.has_handed_over for runner in runners):
                 log.info("handed over")
                 return

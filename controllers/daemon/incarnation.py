@@ -16,7 +16,7 @@ import logging
 import signal
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +44,7 @@ from gcore.store.types import Store
 from gcore.system.clock import Clock
 from gcore.system.memory import trim_memory
 from gcore.system.process import send_signal
+from gcore.worker.records import WorkerRecord
 
 if TYPE_CHECKING:
     from controllers.job.runner import JobRunner
@@ -190,6 +191,7 @@ class Incarnation:
             own.connector,
             groups=own.groups,
             traces=own.traces,
+            released=self._changes.notify,
         )
         return JobRunner(uid, identity, self._cluster, changes, needs)
 
@@ -215,14 +217,20 @@ class Incarnation:
 
     def _sweep(self, asked: set[str]) -> None:
         """Stop this node's workers of jobs that have ended, once: asked twice, a worker does not drain."""
-        workers = self._cluster.workers
-        asked &= workers.keys()
-        for worker in workers.values():
-            good = worker.state in ("starting", "serving") and worker.instance not in asked
-            if worker.node == self._config.node and not self._is_active(worker.job_uid) and good:
+        needed = {uid for uid, runner in self._own.runners.items() if runner.needs_workers}
+        asked &= self._cluster.workers.keys()
+        for worker in unneeded_workers(self._cluster.workers, self._config.node, self._cluster.active | needed):
+            if worker.instance not in asked:
                 asked.add(worker.instance)
                 log.info("stop %s: its job has ended", worker.instance)
                 send_signal(worker.process, signal.SIGTERM)
+
+
+def unneeded_workers(workers: Mapping[str, WorkerRecord], node: str, jobs: Collection[str]) -> Iterator[WorkerRecord]:
+    """The node's workers that start or serve, and are of none of the `jobs`."""
+    for worker in workers.values():
+        if worker.node == node and worker.job_uid not in jobs and worker.state in ("starting", "serving"):
+            yield worker
 
 
 @dataclass

@@ -5,6 +5,7 @@ until the job has ended. `make_dependencies` makes what a job on a daemon's node
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -54,8 +55,10 @@ def make_dependencies(
     connector: Connector = PLAIN,
     groups: JobGroups | None = None,
     traces: StepTraces | None = None,
+    released: Callable[[], None] = lambda: None,
 ) -> JobDependencies:
-    """The dependencies of a job on a daemon's node. `traces`: the collector to which steps are exported; None: none."""
+    """The dependencies of a job on a daemon's node. `traces`: the collector to which steps are exported; None: none. `released`: called
+    once the job's workers are not read any more."""
     keys, home = JobKeys(uid), Path(config.home)
     launcher, reach = WorkerLauncher(config, clock, connector, groups), engine_reach(connector)
     return JobDependencies(
@@ -67,7 +70,7 @@ def make_dependencies(
         connect_engine=reach,
         launcher=launcher,
         ranks=RankConnections(clock, changes.notify, connector),
-        telemetry=JobTelemetry(store, keys, identity, metrics, clock, reach, traces),
+        telemetry=JobTelemetry(store, keys, identity, metrics, clock, reach, traces, released),
         warnings=WarningLog(store, keys, identity.node, clock),
         errors=PluginErrorLog(store, keys, identity.node),
         folders=folders,
@@ -117,6 +120,11 @@ class JobRunner:
         return self._session
 
     @property
+    def needs_workers(self) -> bool:
+        """Whether the job's workers must not end yet: their last seconds are still to be read."""
+        return self.telemetry.slot_accounting.is_reading
+
+    @property
     def waits(self) -> Timers:
         """Since when the job waits for what."""
         return self.session.waits
@@ -124,7 +132,12 @@ class JobRunner:
     @property
     def has_handed_over(self) -> bool:
         """Whether nothing is left that it is worth staying for."""
-        return self._session is None or has_handed_over(self._session.look())
+        return self._session is None or (not self.is_ending and has_handed_over(self._session.look()))
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the job has ended and its last step is being accounted for, which takes a bounded time."""
+        return self.needs_workers and self.mirror.has_ended
 
     def look(self) -> JobView:
         """The view now."""

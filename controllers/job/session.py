@@ -561,7 +561,7 @@ class JobWork:
                 for task in tasks:
                     task.cancel()
         finally:
-            # Before this process may be ended too.
+            # Before this process may be ended too, and the daemon ends the job's workers.
             await cancel_all([accounting_task])
             await accounting.finish()
             # First of all what is being published: it lets its engine go on.

@@ -84,8 +84,9 @@ class JobTelemetry:
         clock: Clock,
         reach: EngineReach,
         traces: StepTraces | None,
+        released: Callable[[], None] = lambda: None,
     ) -> None:
-        """`traces`: where steps are told as spans; None: nowhere."""
+        """`traces`: where steps are told as spans; None: nowhere. `released`: called once workers are not read any more."""
         self._keys = keys
         self._incarnation = identity.incarnation
         self._metrics = metrics
@@ -96,7 +97,7 @@ class JobTelemetry:
         self.events = EventLog(keys)
         self.stopwatch = StepTimer()
         self.slot_accounting = AccountCollector(
-            store, keys, identity.node, identity.lease, metrics, clock, reach, self._trace
+            store, keys, identity.node, identity.lease, metrics, clock, reach, self._trace, released
         )
 
     @property

@@ -119,7 +119,7 @@ def left_over(to: Path) -> list[Path]:
 
 async def test_any_node_answers_with_what_lies_on_others(folder: Path) -> None:
     async with ChaosCluster.running(folder / "cluster", Shape(nodes=2, apart=True), random.Random("ask")) as cluster:
-        await cluster.submit(spec_file(folder, 4), *APART, "samples.every=1")
+        await cluster.submit(spec_file(folder, 4), *APART, "samples.every=1", "checkpoint.every=9")
         await cluster.until("end of the job", lambda: cluster.ended, 300.0)
         for name in ("checkpoints", "samples", "log", "receipts", "evaluations"):
             shutil.rmtree(run_of(cluster, "node-0") / name, ignore_errors=True)

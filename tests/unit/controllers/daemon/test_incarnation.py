@@ -1,4 +1,4 @@
-"""What is imported late is imported by one thread at a time."""
+"""What is imported late is imported by one thread at a time; which workers a node ends."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from builders import worker_record
 
-from controllers.daemon.incarnation import import_in_thread
+from controllers.daemon.incarnation import import_in_thread, unneeded_workers
 
 LATE = """
 import time, late_probe
@@ -39,3 +40,11 @@ async def test_what_cannot_be_imported_is_told_and_the_next_is_imported() -> Non
     with pytest.raises(ModuleNotFoundError):
         await import_in_thread("controllers.nothing_of_that_name")
     await import_in_thread("controllers.daemon.incarnation")
+
+
+def test_workers_of_other_jobs_on_this_node_are_ended_once_nothing_reads_them() -> None:
+    states = {"a": "serving", "b": "starting", "c": "stopping", "d": "failed"}
+    workers = {name: worker_record(name, "rollout", "node-0", state=state) for name, state in states.items()}
+    workers["e"] = worker_record("e", "rollout", "node-1")
+    assert [worker.instance for worker in unneeded_workers(workers, "node-0", {"another"})] == ["a", "b"]
+    assert not list(unneeded_workers(workers, "node-0", {"u"}))
