@@ -83,6 +83,7 @@ def damaged(home: Path, uid: str, run_dir: Path, corruption: Callable[[Scene], R
     kept = run_dir.parent / "kept"
     for folder in ("log", "receipts"):
         shutil.copytree(run_dir / folder, kept / folder)
+    manifests = {file: file.read_bytes() for file in run_dir.glob("checkpoints/*/manifest.json")}
     scene = Scene(dict(before), run_dir)
     try:
         refuted = corruption(scene)
@@ -94,13 +95,15 @@ def damaged(home: Path, uid: str, run_dir: Path, corruption: Callable[[Scene], R
             shutil.rmtree(run_dir / folder)
             shutil.copytree(kept / folder, run_dir / folder)
         shutil.rmtree(kept)
+        for file, content in manifests.items():
+            file.write_bytes(content)
 
 
 def test_a_real_jobs_accounts_are_proved_and_every_damage_to_them_is_refuted(spec: Path, home: Path) -> None:
     gcore("up", "--home", str(home), "--controllers", "2", "--slots", "cpu:2")
-    answer = gcore(
-        "submit", str(spec), "--home", str(home), "--set", "flow.steps=6", "--set", "eval.every=6", "-o", "json"
-    )
+    few = ("flow.steps=6", "eval.every=6", "checkpoint.every=2")
+    sets = [word for one in few for word in ("--set", one)]
+    answer = gcore("submit", str(spec), "--home", str(home), *sets, "-o", "json")
     uid, run_dir = (json.loads(answer.stdout)[key] for key in ("uid", "run_dir"))
     run_dir = Path(run_dir)
     state, while_running = "", 0
