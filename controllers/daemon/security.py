@@ -20,12 +20,12 @@ from controllers.api.edge.errors import Unauthenticated
 from controllers.api.edge.gate import CallEntry, CallJournal
 from gcore.api.rpc import server_credentials
 from gcore.api.tls import PLAIN, Connector, ReloadingFiles, TlsMaterial, serving_context
-from gcore.config.node import NodeConfig, join_host_port
+from gcore.config.node import NodeConfig
 from gcore.errors import StoreUnavailable, UsageError, explain_os_errors
 from gcore.observability.http import NAMES, MetricsServer, serve_metrics
 from gcore.observability.metrics import Metrics
 from gcore.system.clock import Clock
-from gcore.system.network import describe_listen_error, listen_error
+from gcore.system.network import describe_listen_error, join_host_port, listen_error
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

@@ -30,7 +30,7 @@ from gcore.errors import UsageError
 from gcore.store.reference import StoreRef
 from gcore.store.types import LeaseTimes
 from gcore.system.daemon import LogFormat
-from gcore.system.network import is_loopback
+from gcore.system.network import is_loopback, join_host_port
 from gcore.system.slots import slots_problem
 
 
@@ -430,11 +430,6 @@ class NodeConfig(Section):
             )
         folders = {name: whole(getattr(self, name)) for name in ("home", "run_root", "memory_dir")}
         return self.model_copy(update={**folders, "etcd": etcd, "tls": tls, "auth": auth})
-
-
-def join_host_port(host: str, port: int) -> str:
-    """`host:port`, `[v6]:port`."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _tree(path: Path) -> Any:

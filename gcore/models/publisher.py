@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from gcore.errors import DataError, EngineError, UsageError
 from gcore.rollout.api import BroadcastUpdate, TransferManifest, WeightUpdate
+from gcore.system.network import join_host_port
 from gcore.types import Version
 
 SENDER = 0
@@ -124,10 +125,10 @@ class WeightGroup:
             raise UsageError("the group's name is empty", fix="Give the group a name")
         if backend == "nccl" and not torch.cuda.is_available():
             raise UsageError("there is no GPU for the backend nccl", where=name, fix="Use the backend gloo")
-        host = f"[{address}]" if ":" in address else address
+        at = join_host_port(address, port)
         timeout = timedelta(seconds=timeout_s)
         try:
-            store, rank, world_size = next(iter(rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=timeout)))
+            store, rank, world_size = next(iter(rendezvous(f"tcp://{at}", rank, world_size, timeout=timeout)))
             store.set_timeout(timeout)
             group, _ = c10d._new_process_group_helper(
                 world_size,
@@ -141,7 +142,7 @@ class WeightGroup:
         except (RuntimeError, ValueError, OSError) as error:  # torch's DistError is a RuntimeError
             raise EngineError(
                 f"the weight group did not come together ({' '.join(str(error).split())[:200]})",
-                where=f"{name} at {host}:{port}",
+                where=f"{name} at {at}",
             ) from error
         c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
         return cls(group, torch.device("cuda" if backend == "nccl" else "cpu"))

@@ -31,7 +31,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 from gcore.errors import LeaseLost, StoreUnavailable, Unreachable, UsageError
 from gcore.system.clock import Clock
 from gcore.system.concurrency import limit_time
-from gcore.system.network import open_channel
+from gcore.system.network import join_host_port, open_channel
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class EtcdEndpoint:
     @property
     def target(self) -> str:
         """As gRPC wants it."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return join_host_port(self.host, self.port)
 
 
 @dataclass(frozen=True, slots=True)

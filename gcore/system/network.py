@@ -1,4 +1,4 @@
-"""Connections inside a cluster, and errors of listening.
+"""Connections and addresses inside a cluster, and errors of listening.
 
 Nodes, ranks, engines and etcd use addresses of the cluster. The environment's settings for other networks (`HTTP_PROXY`, `HTTPS_PROXY`,
 `ALL_PROXY`, `SSL_CERT_FILE`) do not apply to these: with a proxy in between, no call would reach a rank. So this module makes all channels and
@@ -53,6 +53,23 @@ def http_client(timeout_s: float) -> httpx.AsyncClient:
     import httpx  # only processes that start or check an etcd load it
 
     return httpx.AsyncClient(timeout=timeout_s, trust_env=False)
+
+
+def join_host_port(host: str, port: int) -> str:
+    """`host:port`, `[v6]:port`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """Inverse of `join_host_port`."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def listen(host: str, port: int = 0, backlog: int = 128) -> socket.socket:
+    """A socket that listens at the first address, of IPv4 or IPv6, that `host` has; at `port` 0 a free one. Raises OSError."""
+    family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server((host, port), family=family, backlog=backlog)
 
 
 PASSING = frozenset({errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.ENETDOWN, errno.ENOBUFS, errno.ENOMEM, errno.EMFILE})

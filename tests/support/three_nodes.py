@@ -1,4 +1,5 @@
-"""Three daemons, as a deployment starts them, and a real etcd of three members, on one machine; nothing computes, for the slots are emulated."""
+"""Three daemons, as a deployment starts them, and a real etcd of three members, on one machine; by default nothing computes, for the slots are
+emulated."""
 
 from __future__ import annotations
 
@@ -18,63 +19,68 @@ from gcore.config.node import NodeConfig
 from gcore.store.etcd import EtcdBinary, find_etcd
 from gcore.store.reference import StoreRef
 from gcore.system.clock import SystemClock
+from gcore.system.network import join_host_port
 from gcore.system.process import ProcessId, send_signal, spawn_detached, terminate_process, wait_process_ended
 
 CLOCK = SystemClock()
 READY_S = 120.0
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Nobody listens there now."""
-    probes = [socket.socket() for _ in range(count)]
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    probes = [socket.socket(family) for _ in range(count)]
     for probe in probes:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
     ports = [int(probe.getsockname()[1]) for probe in probes]
     for probe in probes:
         probe.close()
     return ports
 
 
-def start_etcd(folder: Path, members: int = 3) -> tuple[list[str], list[ProcessId]]:
+def start_etcd(folder: Path, members: int = 3, host: str = "127.0.0.1") -> tuple[list[str], list[ProcessId]]:
     """Their endpoints, and the processes."""
     binary = find_etcd()
     assert isinstance(binary, EtcdBinary)
-    ports = free_ports(2 * members)
+    ports = [join_host_port(host, port) for port in free_ports(2 * members, host)]
     clients, peers = ports[:members], ports[members:]
-    cluster = ",".join(f"m{i}=http://127.0.0.1:{port}" for i, port in enumerate(peers))
+    cluster = ",".join(f"m{i}=http://{peer}" for i, peer in enumerate(peers))
     processes = []
     folder.mkdir(parents=True, exist_ok=True)
     for i, (client, peer) in enumerate(zip(clients, peers, strict=True)):
-        at, beside = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
+        at, beside = f"http://{client}", f"http://{peer}"
         command = [
             *(str(binary.path), f"--name=m{i}", f"--data-dir={folder / str(i)}", f"--initial-cluster={cluster}"),
             *(f"--listen-client-urls={at}", f"--advertise-client-urls={at}"),
             *(f"--listen-peer-urls={beside}", f"--initial-advertise-peer-urls={beside}"),
         ]
         processes.append(spawn_detached(command, log_file=folder / f"{i}.log"))
-    return [f"127.0.0.1:{port}" for port in clients], processes
+    return clients, processes
 
 
 @dataclass
 class Nodes:
-    """`addresses`, by node."""
+    """`addresses`, by node; `device`: what their slots are."""
 
     folder: Path
     endpoints: list[str]
+    host: str = "127.0.0.1"
+    device: str = "emulated"
     addresses: dict[str, str] = field(default_factory=dict)
     processes: dict[str, ProcessId] = field(default_factory=dict)
 
     def start(self, name: str, slots: int) -> None:
         """A daemon."""
-        (port,) = free_ports(1)
+        (port,) = free_ports(1, self.host)
         home = self.folder / name
         home.mkdir(parents=True, exist_ok=True)
         config = NodeConfig(
             node=name,
             home=str(home),
+            listen_host=self.host,
             listen_port=port,
             etcd=StoreRef(endpoints=tuple(self.endpoints)),
-            slots=tuple(f"emulated:{number}" for number in range(slots)),
+            slots=tuple(f"{self.device}:{number}" for number in range(slots)),
             run_root=str(self.folder / "runs"),
             orphan_grace_s=5.0,
         )
@@ -82,7 +88,7 @@ class Nodes:
         file.write_text(json.dumps(config.model_dump(mode="json", exclude_none=True)))
         command = [sys.executable, "-P", "-m", "controllers.daemon", "--home", str(home), "--config", str(file)]
         self.processes[name] = spawn_detached(command, log_file=home / "daemon.log")
-        self.addresses[name] = f"127.0.0.1:{port}"
+        self.addresses[name] = join_host_port(self.host, port)
 
     def kill(self, name: str) -> None:
         """As a crash does."""
@@ -95,10 +101,12 @@ class Nodes:
 
 
 @contextlib.asynccontextmanager
-async def three_nodes(folder: Path, slots: int = 4) -> AsyncIterator[Nodes]:
+async def three_nodes(
+    folder: Path, slots: int = 4, *, host: str = "127.0.0.1", device: str = "emulated"
+) -> AsyncIterator[Nodes]:
     """Ready; all of it has ended afterwards."""
-    endpoints, members = start_etcd(folder / "etcd")
-    nodes = Nodes(folder, endpoints)
+    endpoints, members = start_etcd(folder / "etcd", host=host)
+    nodes = Nodes(folder, endpoints, host, device)
     try:
         (folder / "runs").mkdir()
         for name in ("node-0", "node-1", "node-2"):

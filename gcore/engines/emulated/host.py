@@ -38,6 +38,7 @@ from gcore.store.session import Session
 from gcore.store.types import MAX_OPERATIONS, Compare, Delete, Put, Store
 from gcore.system.clock import Clock, SystemClock
 from gcore.system.daemon import set_up_logging
+from gcore.system.network import join_host_port
 from gcore.system.process import CannotStart, ProcessId, process_status, wait_child_ended
 from gcore.worker.records import WorkerRecord, WorkerState
 
@@ -317,7 +318,7 @@ class EngineHost:
         self._engines[port] = engine
         self._keys[port] = placed.api_key
         try:
-            show("serving", f"{launch.host}:{port}")
+            show("serving", join_host_port(launch.host, port))
             await ended
             log.info("%s was ended", placed.instance)
         finally:

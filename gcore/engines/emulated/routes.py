@@ -34,6 +34,7 @@ from gcore.engines.serving.routes import (
     run_unless_disconnected,
 )
 from gcore.errors import EngineError
+from gcore.system.network import listen
 
 UNSERVED = (
     "/init_weights_update_group",
@@ -131,7 +132,7 @@ class EngineListeners:
     async def open(self) -> int:
         """A port of its own for one engine."""
         await self._server.up.wait()
-        listener = socket.create_server((self._host, 0), backlog=BACKLOG)
+        listener = listen(self._host, backlog=BACKLOG)
         # Inherited by each connection; asyncio does not set it on sockets that it has not made.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         port = int(listener.getsockname()[1])

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from gcore.errors import EngineError, EngineUnreachable, GcoreError, UsageError,
 from gcore.rollout.client import EngineClient
 from gcore.rollout.transport import EngineTransport
 from gcore.system.clock import Clock, SystemClock
+from gcore.system.network import join_host_port, listen
 from gcore.system.process import GUARD, LAST_WORDS, exit_sentence, out_of_memory_kills
 from gcore.types import Version
 from gcore.worker.control import ControlLine
@@ -43,7 +43,7 @@ LAST_WORD_S = 1.0
 
 def free_port(host: str) -> int:
     """A port that is free now. If another process takes it before the server does, the server ends with that error."""
-    with socket.create_server((host, 0)) as listener:
+    with listen(host) as listener:
         port: int = listener.getsockname()[1]
         return port
 
@@ -154,7 +154,7 @@ class SglangAdapter:
         self._control = control
         self._clock = clock
         port = launch.port or free_port(launch.host)
-        self._address = f"{launch.host}:{port}"
+        self._address = join_host_port(launch.host, port)
         check_engine_args(launch.engine_args)  # before there is a folder that would be left behind
         scratch = make_scratch()
         command = server_command(prepare_head_bias(launch, scratch), port)

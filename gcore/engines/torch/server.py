@@ -42,6 +42,7 @@ from gcore.engines.torch.model_runner import FastRunner
 from gcore.engines.torch.runner_selection import select_runner
 from gcore.errors import UsageError, explain_os_errors
 from gcore.system.clock import Clock, SystemClock
+from gcore.system.network import join_host_port, listen
 from gcore.worker.control import ControlLine
 
 SHORTEST = 2
@@ -166,7 +167,7 @@ async def _run(
     runner.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     # The socket listens since before the model was loaded: whoever connects from here on is answered.
-    address = f"{launch.host}:{listener.getsockname()[1]}"
+    address = join_host_port(launch.host, listener.getsockname()[1])
     if control is None:
         print(f"serving on {address}", flush=True)  # noqa: T201
     else:
@@ -185,9 +186,9 @@ def _raise_descriptor_limit() -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     with explain_os_errors(
-        "cannot listen there", UsageError, where=f"{host}:{port}", fix="Choose another host or port"
+        "cannot listen there", UsageError, where=join_host_port(host, port), fix="Choose another host or port"
     ):
-        listener = socket.create_server((host, port), backlog=BACKLOG)
+        listener = listen(host, port, BACKLOG)
         # Inherited by each connection. asyncio sets it only on sockets that name their protocol, which these do not; and
         # without it an answer's body waits for the receipt of its head, which a client delays by 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -16,12 +16,14 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gcore.errors import GcoreError
+from gcore.system.network import is_loopback, join_host_port, listen, split_host_port
 
 SIOCGIFADDR = 0x8915
 
@@ -121,11 +123,13 @@ class Collective:
 
 def find_interface(host: str) -> str | None:
     """The network interface that has the address of `host`; None if none has (then the libraries choose)."""
+    if is_loopback(host):
+        return "lo"
     try:
         address = socket.gethostbyname(host)
     except OSError:
-        return None
-    if address.startswith("127."):
+        return _interface_v6(host)
+    if is_loopback(address):
         return "lo"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
@@ -138,11 +142,22 @@ def find_interface(host: str) -> str | None:
     return None
 
 
+def _interface_v6(host: str) -> str | None:
+    """The same for an address of IPv6, as the kernel lists them."""
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_INET6, socket.SOCK_STREAM)[0][4][0]
+        packed = socket.inet_pton(socket.AF_INET6, str(found).partition("%")[0]).hex()
+        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()]
+    except OSError:
+        return None
+    return next((row[-1] for row in rows if row[0] == packed), None)
+
+
 def open_store(meeting: Rendezvous) -> OpenStore:
     """Rank 0's store, listening at its own address. Raises RendezvousFailed."""
     with _meeting_errors(meeting):
         # The store would listen on every interface; handed a socket, it listens where we say.
-        listener = socket.create_server((meeting.host, 0), backlog=128)
+        listener = listen(meeting.host)
         port = listener.getsockname()[1]
         store = TCPStore(
             meeting.host,
@@ -153,14 +168,14 @@ def open_store(meeting: Rendezvous) -> OpenStore:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-    return OpenStore(store, f"{meeting.host}:{port}")
+    return OpenStore(store, join_host_port(meeting.host, port))
 
 
 def find_store(address: str, meeting: Rendezvous) -> TCPStore:
     """Rank 0's store, from another rank. Raises RendezvousFailed."""
-    host, _, port = address.rpartition(":")
+    host, port = split_host_port(address)
     with _meeting_errors(meeting):
-        return TCPStore(host, int(port), meeting.size, is_master=False, timeout=MEETING_TIMEOUT, wait_for_workers=False)
+        return TCPStore(host, port, meeting.size, is_master=False, timeout=MEETING_TIMEOUT, wait_for_workers=False)
 
 
 @contextlib.contextmanager

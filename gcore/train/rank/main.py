@@ -36,6 +36,7 @@ from gcore.ledger.balance import content_sha256
 from gcore.models.layout import Manifest, has_critic, read_manifest, verify_checkpoint
 from gcore.system.clock import Clock
 from gcore.system.daemon import set_up_logging
+from gcore.system.network import join_host_port
 from gcore.train.checkpoint.run_files import CHECKPOINT, BackgroundWriter
 from gcore.train.rank.feed import FeedState, StepInput, StepPartInput, WorldName
 from gcore.train.rank.launch import CannotOffload, PhaseMeter, PhaseTotals, RankLaunch, StepResult
@@ -310,10 +311,10 @@ class RankProcess:
         train_pb2_grpc.add_TrainRankServicer_to_server(
             TrainRankService(self._board, self._begin, self._begin_part, self._rest), self._server
         )
-        port = self._listen(f"{self._launch.host}:0")
+        port = self._listen(join_host_port(self._launch.host, 0))
         await self._server.start()
         log.info("rank %d of %s serves", self._launch.rank, self._board.state.name)
-        self._control.send("serving", address=f"{self._launch.host}:{port}")
+        self._control.send("serving", address=join_host_port(self._launch.host, port))
         self._pulse.tell("waiting")
 
     def _listen(self, address: str) -> int:

@@ -1,8 +1,9 @@
-"""Connections inside the cluster do not go by the environment's proxies."""
+"""Connections inside the cluster do not go by the environment's proxies, and addresses may be of IPv6."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 
 import grpc
@@ -10,7 +11,7 @@ import pytest
 
 from gcore.api.tls import Connector
 from gcore.store.connection import EtcdEndpoint, _made
-from gcore.system.network import bypass_proxies, http_client, open_channel
+from gcore.system.network import bypass_proxies, http_client, join_host_port, listen, open_channel, split_host_port
 
 NOWHERE = "http://127.0.0.1:9"
 
@@ -60,3 +61,16 @@ def test_programs_of_others_are_told_what_no_proxy_is_for(name: str) -> None:
     assert bypass_proxies({}, "10.0.0.1") == {}
     named = bypass_proxies({name: NOWHERE, "no_proxy": "internal.example"}, "10.0.0.1", "localhost")
     assert named == {"NO_PROXY": "10.0.0.1,localhost", "no_proxy": "internal.example,10.0.0.1,localhost"}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_what_listens_at_an_address_of_either_version_is_reached_there(host: str) -> None:
+    with listen(host) as listener:
+        address = join_host_port(host, listener.getsockname()[1])
+        with socket.create_connection(split_host_port(address), timeout=20):
+            pass
+
+
+@pytest.mark.parametrize("host", ["10.0.0.7", "fd00::1", "gpu-7.cluster"])
+def test_an_address_is_split_as_it_was_joined(host: str) -> None:
+    assert split_host_port(join_host_port(host, 7)) == (host, 7)
