@@ -34,7 +34,7 @@ TOOLS := $(BIN)/python tests/support/system_tools.py
 SUBJECTS = $(sort $(foreach file,$(wildcard $(addsuffix /test_*.py,tests/unit/* tests/unit/*/* tests/contract/*)),$(word 3,$(subst /, ,$(file)))))
 NOT_ELSEWHERE := not gpu and not sglang and not trackers and not deploy and not chaos and not large
 
-.PHONY: chaos compiled tools test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers test-gpu fuzz sim sim-long mutations lint proto clean bench-check bench-page simulate-setup trl-setup
+.PHONY: chaos compiled tools test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers test-gpu fuzz sim sim-long mutations lint proto clean bench-check bench-page release-check simulate-setup trl-setup
 
 help: ## What there is to make
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {sub("test-%", "test-SUBJECT", $$1); sub("%", "NAME", $$1); printf "  make %-14s %s\n", $$1, $$2}'
@@ -145,11 +145,13 @@ test-gpu: setup ## What needs a CUDA device (tests/gpu); fails without one
 	@$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make test-gpu: no CUDA device here, or a torch without CUDA (constraints/cuda.txt)')"
 	@$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
-fuzz: setup ## Every request of the job API, and specs, of any shape and as raw bytes: GCORE_FUZZ=500 lists of each kind
+FUZZ_LIMIT = $(or $(FUZZ_FLAGS),-runs=$(or $(FUZZ_RUNS),200000))
+
+fuzz: setup ## Every request of the job API, and specs, of any shape and as raw bytes: GCORE_FUZZ=500 lists of each kind, FUZZ_RUNS=200000 or FUZZ_FLAGS=-max_total_time=SECONDS
 	@GCORE_FUZZ=$(or $(GCORE_FUZZ),500) $(TEST_ENV) $(BIN)/python -m pytest tests/integration/api/test_api_bounds.py --timeout 3600 $(PYTEST_ARGS)
 	@$(BIN)/pip install -qq -c $(CONSTRAINTS) atheris
-	@$(TEST_ENV) $(BIN)/python tests/fuzz/spec_bytes.py -runs=$(or $(FUZZ_RUNS),200000) -max_len=4096 -timeout=10
-	@$(TEST_ENV) $(BIN)/python tests/fuzz/request_bytes.py -runs=$(or $(FUZZ_RUNS),200000) -max_len=1024 -timeout=10
+	@$(TEST_ENV) $(BIN)/python tests/fuzz/spec_bytes.py $(FUZZ_LIMIT) -max_len=4096 -timeout=10
+	@$(TEST_ENV) $(BIN)/python tests/fuzz/request_bytes.py $(FUZZ_LIMIT) -max_len=1024 -timeout=10
 
 test-large: prepare prepare-judge ## What takes long: millions of prompts, wide models, every ZeRO stage, 500 examples of each property
 	@$(TEST_ENV) $(BIN)/python -m pytest -m "large" $(PYTEST_ARGS)
@@ -166,6 +168,10 @@ sim: setup ## Whole clusters and the step protocol under random faults: SEEDS=20
 
 sim-long: setup ## The store's size and the audit over STEPS=100000 steps, in simulation
 	@GCORE_SIM_STEPS=$(or $(STEPS),100000) $(TEST_ENV) $(BIN)/python -m pytest -q tests/sim/test_store_bound.py
+
+release-check: prepare prepare-judge ## Everything that is checked before a release, over several hours: PARTS="sim-0 fuzz" MINUTES=90; benchmarks/results/release.json
+	@$(TOOLS) install chaos
+	@$(BIN)/python -m tools.release_check $(PARTS) $(if $(MINUTES),--minutes $(MINUTES))
 
 mutations: setup ## Each compare and rule of the protocol taken out in turn, and what notices it; benchmarks/results/mutations.json
 	@$(TEST_ENV) $(BIN)/python -m benchmarks run mutations $(BENCH_ARGS)

@@ -135,9 +135,10 @@ def line(result: Result) -> str:
 
 
 def changed(root: Path, but: Path) -> list[str]:
-    """The files of the repository at `root` that differ from its commit, without the results file."""
+    """The files of the repository at `root` that differ from its commit, without results."""
     names = _git(root, "-c", "core.quotePath=off", "diff", "--name-only", "--no-renames", "HEAD").splitlines()
-    return [name for name in names if (root / name).resolve() != but.resolve()]
+    results = (root / "benchmarks" / "results").resolve()
+    return [name for name in names if (file := (root / name).resolve()) != but.resolve() and file.parent != results]
 
 
 def commit_of(root: Path, but: Path) -> str:
