@@ -2,9 +2,9 @@
 
 Checks every document of `documents()`: each `gcore` command exists with its options, each YAML block is a valid part
 of a spec or of a daemon's configuration, each link leads to a file, each named test, systemd unit, module, function and
-Python file exists. Checks
-the pages that must be complete: the index, the map of the code, the step protocol, failures, algorithms and the
-daemon's configuration. Checks that the help of each verb has an example that can be typed.
+Python file exists, each table is whole. Checks the pages that must be complete: the index, the map of the code, the
+step protocol, failures, algorithms and the daemon's configuration. Checks that the help of each verb has an example that
+can be typed.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def check(root: Path) -> Iterator[Problem]:
         yield from units_exist(file, root)
         yield from names_exist(file, root)
         yield from imports_exist(file, root)
+        yield from tables_are_whole(file, root)
     for file in (root / "CHANGELOG.md", *sorted((root / "docs" / "adr").glob("*.md"))):
         yield from links_lead_somewhere(file, root)
     yield from index_is_complete(root)
@@ -199,6 +200,28 @@ def _anchors(page: Path) -> frozenset[str]:
         names.add(f"{name}-{found[name]}" if found[name] else name)
         found[name] += 1
     return frozenset(names)
+
+
+def tables_are_whole(file: Path, root: Path) -> Iterator[Problem]:
+    """Each table has a header, and each of its rows as many cells: others are shown as text, or lose cells."""
+    text = FENCED.sub(lambda block: "\n" * block[0].count("\n"), file.read_text(encoding="utf-8"))
+    rows: list[str] = []
+    for number, line in enumerate([*text.splitlines(), ""], start=1):
+        if line.startswith("|"):
+            rows.append(line)
+            continue
+        if rows:
+            first = number - len(rows)
+            cells = [len(re.findall(r"(?<!\\)\|", row.rstrip())) - 1 for row in rows]
+            if len(rows) < 2 or not re.fullmatch(r"\|(?: *:?-+:? *\|)+ *", rows[1]):
+                yield Problem(
+                    relative(file, root), first, "a row of a table without a header: is a blank line above it?"
+                )
+            for place, count in enumerate(cells):
+                if count != cells[0]:
+                    what = f"a row of a table has {count} cells, and its header {cells[0]}"
+                    yield Problem(relative(file, root), first + place, what)
+        rows = []
 
 
 def tests_exist(file: Path, root: Path) -> Iterator[Problem]:

@@ -184,11 +184,12 @@ class StoreReader:
         return [(kv.value.decode(errors="replace"), kv.create_revision) for kv in listing.kvs]
 
     async def summary(self, uid: str) -> JobMirror | UnreadableJob | None:
-        """What a list tells of a job: a few of its records, however many it has. None: it is not there."""
+        """What a list tells of a job: a few of its records, with the newest evaluation, however many it has. None: it is not there."""
         job_keys = JobKeys(uid)
         names = (job_keys.job, job_keys.state, job_keys.head, job_keys.assign, job_keys.checkpoints)
-        found = await asyncio.gather(*(self._store.get(name) for name in names))
-        there = tuple(kv for kv in found if kv is not None)
+        evaluated = self._store.newest(job_keys.eval_prefix, 1)
+        newest, *found = await asyncio.gather(evaluated, *(self._store.get(name) for name in names))
+        there = (*(kv for kv in found if kv is not None), *newest.kvs)
         try:
             mirror = self._here(JobMirror(job_keys).fold(_as_heard(KeyListing(there, 0))))
         except UnreadableRecord as error:

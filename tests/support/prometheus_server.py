@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,14 @@ Series = dict[tuple[tuple[str, str], ...], list[float]]
 
 
 class PrometheusServer:
-    """Use it as a context, in tests with the mark `needs("prometheus")`. `folder`: for its data."""
+    """Use it as a context, in tests with the mark `needs("prometheus")`. `folder`: for its data; `scraped`: instead of what `scrape` names."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, scraped: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._folder = folder
         folder.mkdir()
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._address = f"127.0.0.1:{free.getsockname()[1]}"
-        scraped = [
+        scraped = scraped or [
             {"job_name": name, "honor_labels": name == "gcore", "file_sd_configs": [_files(folder, name)]}
             for name in ("gcore", "etcd")
         ]

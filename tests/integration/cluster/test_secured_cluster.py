@@ -17,7 +17,9 @@ import grpc
 import httpx
 import issued
 import pytest
+import yaml
 from fake_openai import FakeOpenAI
+from prometheus_server import PrometheusServer
 from secured_cluster import CLOCK, SecuredCluster, secured
 
 from gcore.api.authority import inspect_certificate
@@ -33,6 +35,7 @@ from gcore.worker.records import WorkerRecord
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
 
+ROOT = Path(__file__).parents[3]
 CANARY = "canary-4f1d7c9a2b"
 STEPS = 4
 
@@ -239,6 +242,33 @@ async def test_a_daemon_with_certificates_answers_whoever_shows_one_or_a_token(t
                 if {name: float(end) for name, end in told} == {name: end.timestamp() for name, end in ends.items()}:
                     break
                 await CLOCK.sleep(0.1)
+
+
+def documented_settings(cluster: SecuredCluster) -> dict[str, Any]:
+    """What docs/watching.md has one write for a cluster with certificates, with this cluster's files."""
+    text = (ROOT / "docs" / "watching.md").read_text()
+    (lines,) = re.findall(r"^    scheme: https\n(?:    .*\n)+", text, re.MULTILINE)
+    found: dict[str, Any] = yaml.safe_load(lines)
+    found["tls_config"]["ca_file"] = str(cluster.ca / "ca.pem")
+    found["authorization"]["credentials_file"] = str(cluster.root / "admin.token")
+    return found
+
+
+@pytest.mark.needs("prometheus")
+async def test_prometheus_finds_and_scrapes_controllers_with_a_token_over_tls(tmp_path: Path) -> None:
+    cluster = SecuredCluster(tmp_path / "cluster")
+    cluster.names = ("node-0",)
+    async with secured(cluster):
+        settings = documented_settings(cluster)
+        asked = {key: value for key, value in settings.items() if key != "scheme"}
+        targets = f"https://127.0.0.1:{cluster.metrics['node-0']}/targets"
+        discovery = {"url": targets, "refresh_interval": "1s", **asked}
+        scraped = [{"job_name": "gcore", "honor_labels": True, **settings, "http_sd_configs": [discovery]}]
+        with PrometheusServer(tmp_path / "prometheus", scraped) as prometheus:
+            async with asyncio.timeout(60):
+                while not (up := await asyncio.to_thread(prometheus.ask, 'up{job="gcore"} == 1')):
+                    await CLOCK.sleep(0.2)
+    assert [dict(labels)["node"] for labels in up] == ["node-0"]
 
 
 async def test_daemons_do_not_start_with_what_does_not_fit(tmp_path: Path) -> None:

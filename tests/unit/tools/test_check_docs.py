@@ -85,6 +85,16 @@ import gcore.system.clocks
 """
 
 
+def test_rows_without_a_header_and_rows_of_another_width_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    whole = "| a | b |\n|---|:-:|\n| 1 \\| 2 | 3 |\n"
+    page.write_text(f"{whole}\n```\n| no table |\n```\n\n{whole}\n| apart | 4 |\n\n{whole}| one |\n")
+    assert [str(problem) for problem in check_docs.tables_are_whole(page, tmp_path)] == [
+        "README.md:13: a row of a table without a header: is a blank line above it?",
+        "README.md:18: a row of a table has 1 cells, and its header 2",
+    ]
+
+
 def test_links_to_headings_references_pictures_and_imports_are_followed(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(PAGE)
     (tmp_path / "there.md").write_text("# A part\n```\n# no heading\n```\n# A part\n")

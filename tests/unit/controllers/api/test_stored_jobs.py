@@ -7,11 +7,13 @@ from typing import Any
 
 from stored_job import StoredJob
 
+from controllers.api.job_messages import source_reports
 from controllers.api.store_reader import StoreReader, UnreadableJob
-from gcore.ledger.records.job import NodeRecord
+from gcore.ledger.records.job import Evaluation, NodeRecord, SourceScore
 from gcore.store import keys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
+from gcore.types import Version
 
 
 async def all_of(store: MemoryStore) -> list[Any]:
@@ -53,3 +55,21 @@ def test_a_node_that_cannot_be_read_hides_no_other() -> None:
         return [node.name for node in (await StoreReader(store).cluster()).nodes]
 
     assert asyncio.run(there()) == ["node-0"]
+
+
+def test_a_list_tells_of_the_newest_evaluation() -> None:
+    store = MemoryStore(MemoryCluster(FakeClock()))
+    stored = StoredJob(store, "scored", "n0.me")
+
+    async def listed() -> Any:
+        await stored.create()
+        for step, share in ((0, 0.25), (10, 0.5)):
+            score = SourceScore(accuracy=share, count=8, samples=8, metrics={"mean@1": share})
+            version = Version(0, step)
+            one = Evaluation(version=version, accuracy=share, count=8, by_source={"data": score})
+            await store.transact((), (Put(stored.keys.evaluation(str(version)), one.encode()),))
+        return await StoreReader(store).summary("scored")
+
+    (source,) = source_reports(asyncio.run(listed()))
+    assert (source.name, source.accuracy, source.eval_samples) == ("data", 0.5, 8)
+    assert dict(source.metrics) == {"mean@1": 0.5}
