@@ -209,10 +209,11 @@ _TEMPLATES = {
 
 @dataclass(frozen=True, slots=True)
 class UserModel:
-    """A model that the user brought: a folder or a hub's name. `chat`: its prompts go through a chat template."""
+    """A model that the user brought: a folder or a hub's name. `chat`: its prompts go through a chat template; `gpu`: it is trained on GPUs."""
 
     path: str
     chat: bool
+    gpu: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +268,7 @@ def project_files(name: str, task: StarterTask, model: UserModel | StarterModel,
         "own_model": own,
         "model": model.path if isinstance(model, UserModel) else "",
         "chat": model.chat if isinstance(model, UserModel) else False,
+        "gpu": model.gpu if isinstance(model, UserModel) else False,
         "accuracy": model.accuracy if isinstance(model, StarterModel) else 0.0,
     }
     # Files for Python, YAML and TOML: what goes in is checked above or written as JSON, so nothing is to be escaped.

@@ -133,11 +133,13 @@ def _refuse_occupied(target: Path, *, force: bool) -> None:
 
 def _own_model(given: str) -> UserModel:
     """What `--model` names. Raises UsageError."""
+    from controllers.cli.local import count_gpus
     from gcore.models.hubs import hub_model
     from gcore.quickstart.starter import UserModel
 
+    gpu = count_gpus() != 0  # where it cannot be told, under WSL, there is one
     if hub_model(given) is not None:
-        return UserModel(given, chat=True)
+        return UserModel(given, chat=True, gpu=gpu)
     if "://" in given:
         raise UsageError(
             f"{given!r} is neither a folder nor a hub's model", where="--model", fix="Write hf://OWNER/NAME"
@@ -145,7 +147,7 @@ def _own_model(given: str) -> UserModel:
     folder = _absolute(Path(given))
     if not (folder / "config.json").is_file():
         raise UsageError("this is no model folder: it has no config.json", where=str(folder), fix="Name another")
-    return UserModel(str(folder), chat=_has_chat_template(folder))
+    return UserModel(str(folder), chat=_has_chat_template(folder), gpu=gpu)
 
 
 def _absolute(path: Path) -> Path:

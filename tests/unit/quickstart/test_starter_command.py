@@ -249,9 +249,23 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: dict[st
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "rate", "steps", "tokens"), [(True, "bf16", 1e-6, 200, 64), (False, "fp32", 1e-5, 40, 32)]
+)
+def test_a_project_with_ones_own_model_fits_the_machine(
+    tmp_path: Path, gpu: bool, dtype: str, rate: float, steps: int, tokens: int
+) -> None:
+    files = project_files("mine", SORT, UserModel("hf://a/b", chat=True, gpu=gpu), seed=0)
+    (tmp_path / "grpo.yaml").write_text(files["grpo.yaml"])
+    spec = load_spec(tmp_path / "grpo.yaml")
+    assert (spec.train.dtype, spec.train.learning_rate) == (dtype, rate)
+    assert (spec.flow.steps, spec.rollout.max_new_tokens) == (steps, tokens)
+    assert ("without a GPU" in files["README.md"]) is not gpu
+
+
 def test_texts_of_the_user_are_quoted_where_they_are_written() -> None:
     odd = 'hf://a/b"\n# {{ x }}'
-    spec = project_files("mine", SORT, UserModel(odd, chat=True), seed=0)["grpo.yaml"]
+    spec = project_files("mine", SORT, UserModel(odd, chat=True, gpu=False), seed=0)["grpo.yaml"]
     import yaml
 
     assert yaml.safe_load(spec)["model"]["path"] == odd
