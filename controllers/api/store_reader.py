@@ -187,9 +187,9 @@ class StoreReader:
         """What a list tells of a job: a few of its records, with the newest evaluation, however many it has. None: it is not there."""
         job_keys = JobKeys(uid)
         names = (job_keys.job, job_keys.state, job_keys.head, job_keys.assign, job_keys.checkpoints)
-        evaluated = self._store.newest(job_keys.eval_prefix, 1)
-        newest, *found = await asyncio.gather(evaluated, *(self._store.get(name) for name in names))
-        there = (*(kv for kv in found if kv is not None), *newest.kvs)
+        reading = asyncio.gather(*(self._store.get(name) for name in names))
+        found, evaluated = await asyncio.gather(reading, self._store.newest(job_keys.eval_prefix, 1))
+        there = (*(kv for kv in found if kv is not None), *evaluated.kvs)
         try:
             mirror = self._here(JobMirror(job_keys).fold(_as_heard(KeyListing(there, 0))))
         except UnreadableRecord as error:

@@ -30,7 +30,7 @@ from controllers.cli.view.state import (
     WaitPoint,
     WarningPoint,
 )
-from gcore.config.data import OF_PART
+from gcore.config.data import OF_PART, REWARD
 from gcore.quickstart import NAMES
 
 if TYPE_CHECKING:
@@ -152,11 +152,11 @@ def _cells(count: int, width: int) -> tuple[range, ...]:
 
 
 def format_measure(metric: str, value: float) -> str:
-    """`accuracy 98.5%`, `pass@4 71.2%`; `mean@4 0.712`, because rewards need not be shares. A part's mean is read beside the
+    """`accuracy 98.5%`, `pass@4 71.2%`; `reward 0.712`, `mean@4 0.712`, because rewards need not be shares. A part's mean is read beside the
     accuracy, and looks like it where it can: `judged 95.3%`; `stars 3.214`."""
     if metric.startswith(OF_PART):
         return f"{metric.removeprefix(OF_PART)} {f'{value:.1%}' if 0 <= value <= 1 else f'{value:.3f}'}"
-    number = f"{value:.3f}" if metric.rpartition("/")[2].startswith("mean@") else f"{value:.1%}"
+    number = f"{value:.3f}" if metric == REWARD or metric.rpartition("/")[2].startswith("mean@") else f"{value:.1%}"
     return f"{metric} {number}"
 
 

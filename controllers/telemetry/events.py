@@ -329,12 +329,15 @@ def _evaluation(evaluation: Evaluation) -> Derived:
         "step": evaluation.version.step,
         "lineage": evaluation.version.lineage,
         "accuracy": evaluation.accuracy,
+        "mean_reward": evaluation.mean_reward,
+        "graded": evaluation.is_graded,
         "count": evaluation.count,
         "unscored": evaluation.unscored,
         "samples": [sample.model_dump() for sample in evaluation.samples],
         "by_source": {name: score.model_dump(exclude_defaults=True) for name, score in evaluation.by_source.items()},
     }
-    message = f"accuracy {evaluation.accuracy:.1%} after step {evaluation.version.step}"
+    graded = f", mean reward {evaluation.mean_reward:.3f}" if evaluation.is_graded else ""
+    message = f"accuracy {evaluation.accuracy:.1%}{graded} after step {evaluation.version.step}"
     if evaluation.unscored:
         why = next((f": {score.why_unscored}" for score in evaluation.by_source.values() if score.why_unscored), "")
         message += f"; {evaluation.unscored} responses could not be scored and count as not correct{why}"

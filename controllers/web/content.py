@@ -45,9 +45,13 @@ CURVES_MOST_BYTES = 4 << 20
 
 MOST_POINTS = 400
 
+EVALUATED = {"accuracy": "accuracy", "held_out_reward": "reward"}
+"""Curves of evaluations, and what their lines call it."""
+
 NAMES = (
     "reward",
     "accuracy",
+    "held_out_reward",
     "kl",
     "kl_reference",
     "entropy",
@@ -129,7 +133,7 @@ def curves_stamp(run_dir: Path) -> object:
 def build_curves(lines: Iterable[Line], *, partial: bool = False) -> Curves:
     """The curves of a run's lines."""
     steps: dict[int, dict[str, float]] = {}
-    evals: dict[int, float] = {}
+    evals: dict[int, dict[str, float]] = {}
     for line in lines:
         kind, step = line["kind"], line.get("step", 0)
         if kind == "rollback":
@@ -137,13 +141,12 @@ def build_curves(lines: Iterable[Line], *, partial: bool = False) -> Curves:
             evals = {at: one for at, one in evals.items() if at <= step}
         elif kind == "step":
             steps[step] = _numbers(line)
-        elif kind == "eval" and "accuracy" in (found := _numbers(line)):
-            evals[step] = found["accuracy"]
+        elif kind == "eval":
+            evals[step] = _numbers(line)
     curves = Curves(newest=max(steps, default=0), partial=partial)
     for name in NAMES:
-        points = [(at, one[name]) for at, one in sorted(steps.items()) if name in one]
-        if name == "accuracy":
-            points = sorted(evals.items())
+        of, key = (evals, EVALUATED[name]) if name in EVALUATED else (steps, name)
+        points = [(at, one[key]) for at, one in sorted(of.items()) if key in one]
         if points:
             curves.points[name] = thin_points(points)
     return curves

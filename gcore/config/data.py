@@ -163,6 +163,9 @@ MOST_SETS, MOST_KS = 256, 32
 """What all of them measure stands in one record, which the store must take."""
 
 ACCURACY = "accuracy"
+REWARD = "reward"
+"""The mean reward over all sets."""
+ACCURACY_OR_REWARD = "accuracy, or reward where rewards are graded"
 """The share of correct responses; without a set before it, over the prompts of all sets."""
 
 NO_BEST = "none"
@@ -275,11 +278,15 @@ class EvalSpec(SourcesSection):
         """Everything that is measured, as `checkpoint.best` may name it: `accuracy`, `SET/accuracy`, `SET/pass@4`, ..."""
         if not self.wanted:
             return ()
-        return (ACCURACY, *(f"{name}/{metric}" for name, draws in self.drawn.items() for metric in draws.metrics))
+        return (
+            ACCURACY,
+            REWARD,
+            *(f"{name}/{metric}" for name, draws in self.drawn.items() for metric in draws.metrics),
+        )
 
     def refuse_metric(self, name: str) -> str | None:
         """Why `name` cannot tell which checkpoint is best, with the nearest name; None if it can."""
-        if name in self.metrics:
+        if name in self.metrics or (name == ACCURACY_OR_REWARD and self.wanted):
             return None
         if not self.wanted:
             return f"best is {name!r}, and nothing is evaluated; name held-out prompts in eval, or say best: {NO_BEST}"

@@ -14,7 +14,7 @@ from pydantic import Field, PositiveInt, ValidationInfo, model_validator
 
 from gcore.config.base import NAMESPACE, FilePath, ModelPath, Option, Section
 from gcore.config.data import (
-    ACCURACY,
+    ACCURACY_OR_REWARD,
     NO_BEST,
     ONLY_SOURCE,
     DataSpec,
@@ -108,8 +108,9 @@ class CheckpointSpec(Section):
     )
     best: str | None = Field(
         None,
-        description="The evaluated metric whose best checkpoint is kept too: accuracy (over all sets), SET/accuracy, "
-        "SET/mean@N, SET/pass@K, or none; default: accuracy, if anything is evaluated. Evaluated steps then have checkpoints",
+        description="The evaluated metric whose best checkpoint is kept too: accuracy or reward (over all sets), "
+        "SET/accuracy, SET/mean@N, SET/pass@K, or none; default: accuracy, if anything is evaluated, and reward where rewards are "
+        "not only 0 and 1. Evaluated steps then have checkpoints",
     )
 
     @model_validator(mode="after")
@@ -213,7 +214,7 @@ class JobSpec(Section):
     def best_metric(self) -> str | None:
         """By which the best checkpoint is told; None if none is."""
         if self.checkpoint.best is None:
-            return ACCURACY if self.eval.wanted else None
+            return ACCURACY_OR_REWARD if self.eval.wanted else None
         return None if self.checkpoint.best == NO_BEST else self.checkpoint.best
 
     def evaluates_after(self, step: int, *, last: bool) -> bool:

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gcore.config.data import ACCURACY, OF_PART, EvalSampling
+from gcore.config.data import ACCURACY, ACCURACY_OR_REWARD, OF_PART, REWARD, EvalSampling
 from gcore.ledger.records.chain import Head
 from gcore.ledger.records.job import EvalAsked, EvalPart, EvalSample, Evaluation, SourceScore
 from gcore.ledger.selection import MOST_BYTES, is_ancestor
@@ -198,9 +198,11 @@ def interleave_samples(by_source: Sequence[Sequence[EvalSample]], count: int) ->
 
 
 def metric_value(evaluation: Evaluation, metric: str) -> float | None:
-    """What `metric` (`accuracy`, `SET/accuracy`, `SET/pass@4`, ...) is in an evaluation; None if it was not measured."""
+    """What `metric` (`accuracy`, `reward`, `SET/accuracy`, `SET/pass@4`, ...) is in an evaluation; None if it was not measured."""
     if metric == ACCURACY:
         return evaluation.accuracy
+    if metric == REWARD:
+        return evaluation.mean_reward
     name, _, of_set = metric.rpartition("/")
     score = evaluation.by_source.get(name)
     if score is None:
@@ -222,12 +224,21 @@ def best_evaluation(head: Head, evaluations: Iterable[Evaluation], metric: str |
     measurement."""
     if metric is None:
         return None
+    reached = [one for one in evaluations if not one.asked and is_ancestor(head, one.version)]
+    metric = resolve_metric(metric, reached)
     found = [
         BestEvaluation(one.version, metric, value)
-        for one in evaluations
-        if not one.asked and is_ancestor(head, one.version) and (value := metric_value(one, metric)) is not None
+        for one in reached
+        if (value := metric_value(one, metric)) is not None
     ]
     return min(found, key=lambda b: (-b.value, b.version.step, b.version.lineage), default=None)
+
+
+def resolve_metric(metric: str, evaluations: Iterable[Evaluation]) -> str:
+    """The metric to compare these evaluations by, where `metric` leaves it to what their rewards are."""
+    if metric != ACCURACY_OR_REWARD:
+        return metric
+    return REWARD if any(one.is_graded for one in evaluations) else ACCURACY
 
 
 def ask(keys: JobKeys, head: Versioned[Head], known: Revisioned | None, asked: EvalAsked) -> Transaction:

@@ -19,7 +19,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from gcore.config.spec import JobSpec
-from gcore.ledger.evaluation import best_evaluation, metric_value
+from gcore.ledger.evaluation import best_evaluation, metric_value, resolve_metric
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, Head
 from gcore.ledger.records.job import (
     EvalPart,
@@ -156,6 +156,7 @@ def superfluous_evaluations(
     first = min(on_chain, key=lambda one: one.version.step, default=None)
     kept |= {str(first.version)} if first is not None else set()
     if metric is not None:
+        metric = resolve_metric(metric, on_chain)
         for step in {head.step, *(target.step for target in resumable_checkpoints(head, checkpoints))}:
             reached = [one for one in on_chain if one.version.step <= step and metric_value(one, metric) is not None]
             best = best_evaluation(head, reached, metric)

@@ -173,6 +173,8 @@ def _entry(entry: LogEntry, step_before: int, job: JobRecord) -> Line:
 
 def _evaluation(id_: str, evaluation: Evaluation) -> Line:
     shown = evaluation.model_dump(mode="json", exclude=NO_FIGURES)
+    if evaluation.is_graded:
+        shown["reward"] = evaluation.mean_reward
     version = evaluation.version
     return {
         "kind": "eval",

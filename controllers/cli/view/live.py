@@ -184,8 +184,9 @@ def _charts(state: ViewState, width: int) -> RenderableType:
     cells = max(10, (width - 14) // 2)
     steps = max(1, state.steps, state.step)
     rewards = [((p.step - 1) / steps, p.stats["reward"]) for p in state.points if "reward" in p.stats]
-    accuracies = [(e.step / steps, e.accuracy) for e in state.evals]
-    low, high = min([0.0, *(v for _, v in rewards)]), max([1.0, *(v for _, v in rewards)])
+    held_out = [(e.step / steps, e.accuracy) for e in state.evals]
+    if state.is_graded:
+        held_out = [(e.step / steps, e.mean_reward) for e in state.evals if e.mean_reward is not None]
     end = int((state.step / steps) * cells)
     table = Table.grid(padding=(0, 4, 0, 0))
     table.add_row(
@@ -193,31 +194,39 @@ def _charts(state: ViewState, width: int) -> RenderableType:
             "reward",
             fill_gaps(bin_points(rewards, cells), end),
             f"{rewards[-1][1]:.3f}" if rewards else "-",
-            low,
-            high,
+            *_scale([value for _, value in rewards]),
             "cyan",
         ),
         _chart(
-            "held-out accuracy",
-            fill_gaps(bin_points(accuracies, cells), end),
-            _accuracy(state),
-            0.0,
-            1.0,
+            "held-out reward" if state.is_graded else "held-out accuracy",
+            fill_gaps(bin_points(held_out, cells), end),
+            _held_out(state),
+            *(_scale([value for _, value in held_out]) if state.is_graded else (0.0, 1.0)),
             "green",
         ),
     )
     return table
 
 
-def _accuracy(state: ViewState) -> str:
-    """`97.1%`, and where it was best if that is not now."""
+def _scale(values: Sequence[float]) -> tuple[float, float]:
+    """What a chart of rewards spans: from 0, or the least if that is negative, to the greatest; to 1 where that is near."""
+    high = max(values, default=1.0)
+    return min([0.0, *values]), 1.0 if 0.5 < high <= 1.0 or high <= 0.0 else high
+
+
+def _held_out(state: ViewState) -> str:
+    """`97.1%`, and where it was best if that is not now; with graded rewards `0.367, accuracy 20.0%`."""
     if not state.evals:
         return "-"
-    now = f"{state.evals[-1].accuracy:.1%}"
+    newest = state.evals[-1]
+    now = f"{newest.accuracy:.1%}"
+    if newest.is_graded and newest.mean_reward is not None:
+        now = f"{newest.mean_reward:.3f}, accuracy {now}"
     best = state.best
-    if best is None or best.step == state.evals[-1].step:
+    if best is None or best.step == newest.step:
         return now
-    return f"{now}, best {format_measure(best.metric, best.value).removeprefix('accuracy ')} (step {best.step})"
+    value = format_measure(best.metric, best.value).removeprefix("accuracy ").removeprefix("reward ")
+    return f"{now}, best {value} (step {best.step})"
 
 
 def _chart(

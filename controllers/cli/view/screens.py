@@ -93,7 +93,7 @@ def step_line(state: ViewState, point: StepPoint) -> str:
 def _eval_lines(state: ViewState, point: EvalPoint) -> Iterator[str]:
     one_by_one = len(point.by_source) > 1 or any(one.samples > 1 for one in point.sets.values())
     parts = [] if one_by_one else [part for one in point.sets.values() for part in format_part_measures(one.metrics)]
-    measured = printable_text(", ".join([f"accuracy {point.accuracy:.1%}", *parts]), 500)
+    measured = printable_text(", ".join([point.measured, *parts]), 500)
     yield f"eval: {measured} on {point.count} held-out prompts after step {point.step}"
     if one_by_one:
         sets = [set_line(point, name) for name in sorted(point.by_source)]

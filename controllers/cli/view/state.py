@@ -79,7 +79,7 @@ class SetPoint:
 
 @dataclass(frozen=True, slots=True)
 class EvalPoint:
-    """One evaluation. `accuracy` is between 0 and 1."""
+    """One evaluation. `accuracy` is between 0 and 1; `mean_reward` says more than that if it `is_graded`."""
 
     step: int
     lineage: int
@@ -90,6 +90,14 @@ class EvalPoint:
     """Accuracies, by set."""
     sets: Mapping[str, SetPoint] = field(default_factory=dict)
     unscored: int = 0
+    mean_reward: float | None = None
+    is_graded: bool = False
+
+    @property
+    def measured(self) -> str:
+        """`accuracy 20.0%`, and with rewards that are not only 0 and 1 `accuracy 20.0%, mean reward 0.367`."""
+        told = self.is_graded and self.mean_reward is not None
+        return f"accuracy {self.accuracy:.1%}" + (f", mean reward {self.mean_reward:.3f}" if told else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +343,11 @@ class ViewState:
         return totals
 
     @property
+    def is_graded(self) -> bool:
+        """Whether rewards of evaluations are not only 0 and 1."""
+        return any(one.is_graded for one in self.evals)
+
+    @property
     def accuracy_before(self) -> float | None:
         """The first evaluation's."""
         return self.evals[0].accuracy if self.evals else None
@@ -530,9 +543,11 @@ def _eval(state: ViewState, event: JobEvent) -> ViewState:
         },
         {name: parse_set(score) for name, score in by_source.items()},
         get_count(event.data, "unscored") or 0,
+        finite_or_none(event.data.get("mean_reward")),
+        event.data.get("graded") is True,
     )
     evals = (*(e for e in state.evals if e.step < step), point)
-    text = f"accuracy {accuracy:.1%} on {point.count} held-out prompts after step {step}"
+    text = f"{point.measured} on {point.count} held-out prompts after step {step}"
     return replace(state, evals=evals)._logged(event, text)
 
 

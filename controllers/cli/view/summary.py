@@ -117,6 +117,9 @@ class Summary:
     """Who waited for whom in a usual step, in seconds: the medians of its waits, by their names in `metrics.jsonl`."""
     bottleneck: str
     """What holds steps up because of that; empty if it is not known."""
+    eval_reward_before: float | None = None
+    """The mean reward over all sets, like `eval_reward_after`; None where rewards are only 0 and 1, for then it is the accuracy."""
+    eval_reward_after: float | None = None
 
     @property
     def succeeded(self) -> bool:
@@ -139,6 +142,8 @@ def summarize(state: ViewState, job: JobSnapshot, audit: AuditVerdict, wall_seco
         rollbacks=state.rollbacks,
         eval_accuracy_before=state.accuracy_before,
         eval_accuracy_after=state.accuracy_after,
+        eval_reward_before=state.evals[0].mean_reward if state.is_graded else None,
+        eval_reward_after=state.evals[-1].mean_reward if state.is_graded and later else None,
         wall_seconds=round(wall_seconds, 3),
         job_seconds=round(job.ended - job.created, 3) if job.ended and job.created else None,
         tokens_per_second=state.tokens_per_second,
@@ -192,6 +197,9 @@ def summary_rows(summary: Summary, again: str) -> dict[str, str]:
     def share(value: float | None) -> str:
         return "-" if value is None else f"{value:.1%}"
 
+    def mean(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3f}"
+
     rate = summary.tokens_per_second
     groups = ", ".join(f"{printable_text(name)} {count}" for name, count in summary.groups_by_controller.items())
 
@@ -223,6 +231,9 @@ def summary_rows(summary: Summary, again: str) -> dict[str, str]:
         "audit": summary.audit if isinstance(summary.audit, str) else _first_of(summary.audit),
         "run folder": summary.run_dir,
     }
+    if summary.eval_reward_before is not None or summary.eval_reward_after is not None:
+        told = f"{mean(summary.eval_reward_before)} before, {mean(summary.eval_reward_after)} after"
+        shown["accuracy"] += f"; mean reward {told}"
     if len(summary.sources) > 1:
         shown["sources"] = sources
     if summary.best is not None:

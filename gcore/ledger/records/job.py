@@ -6,6 +6,7 @@ and the next planner read that; no step rests on it. A move names the generation
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -380,6 +381,18 @@ class SourceScore(RecordPart):
     why_unscored: str = ""
     """What the reward said of the first of those."""
 
+    @property
+    def mean_reward(self) -> float | None:
+        """Of the scored responses; None if none was scored."""
+        return self.metrics.get(f"mean@{self.samples}")
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether the mean reward says more than the accuracy: not every scored response has reward 1 if correct, and 0 if not."""
+        responses = self.count * self.samples
+        rewards = (self.mean_reward or 0.0) * (responses - self.unscored)
+        return self.mean_reward is not None and not math.isclose(rewards, self.accuracy * responses, abs_tol=1e-6)
+
 
 class Evaluation(Record):
     """`eval/{version}`: written once for a policy version, from its parts, whoever made them.
@@ -399,6 +412,18 @@ class Evaluation(Record):
     """Responses, by the incarnation of the controller that had them made."""
     asked: bool = False
     """Whether it was made out of turn, because a person asked for it. It is never the best: its step may have no checkpoint."""
+
+    @property
+    def mean_reward(self) -> float | None:
+        """The mean over all prompts of all sets of the mean reward of the scored responses; None without any."""
+        scored = [(one.count, one.mean_reward) for one in self.by_source.values() if one.mean_reward is not None]
+        count = sum(prompts for prompts, _ in scored)
+        return math.fsum(prompts * mean for prompts, mean in scored) / count if count else None
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether the mean reward says more than the accuracy."""
+        return any(score.is_graded for score in self.by_source.values())
 
 
 class EvalAsked(Record):

@@ -418,3 +418,17 @@ def test_each_verb_is_listed_with_one_line_of_its_own():
     group = typer.main.get_command(app)
     broken = [name for name, verb in group.commands.items() if "\n" in verb.help.strip().partition("\n\n")[0]]
     assert broken == [], "a line that is broken in the source is broken in the middle of the list of verbs"
+
+
+def test_the_mean_reward_stands_beside_the_accuracy_where_rewards_are_graded():
+    state = ViewState()
+    for number, (share, mean, graded) in enumerate(((0.0, 0.0, False), (0.2, 0.367, True))):
+        data = {"step": 10 * number, "accuracy": share, "count": 5, "mean_reward": mean, "graded": graded}
+        state = state.apply(JobEvent(number + 1, 1.0, "eval", data=data))
+    assert [point.measured for point in state.evals] == ["accuracy 0.0%", "accuracy 20.0%, mean reward 0.367"]
+    summary = summarize(state, JOB, AuditVerdict(), 1.0)
+    assert (summary.eval_reward_before, summary.eval_reward_after) == (0.0, 0.367)
+    shown = summaries.summary_rows(summary, again="x")["accuracy"]
+    assert shown == "0.0% before, 20.0% after; mean reward 0.000 before, 0.367 after"
+    best = summaries.summary_rows(dataclasses.replace(summary, best=BestPoint(10, "reward", 0.367, "/c")), again="x")
+    assert best["best"] == "step 10, reward 0.367: /c"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from controllers.flow.evaluation import clip_for_record
 from controllers.rules.step import TAKEOVER_S, evaluation_order, evaluation_turn, parts_to_take
 from gcore.config import JobSpec, parse_spec
-from gcore.config.data import MOST_SETS, EvalSampling
+from gcore.config.data import ACCURACY_OR_REWARD, MOST_SETS, EvalSampling
 from gcore.config.spec import eval_sets
 from gcore.errors import SpecError
 from gcore.ledger.chain import ChainWriter, base_entry
@@ -27,8 +27,10 @@ from gcore.ledger.evaluation import (
     pass_at_k,
     plan_parts,
 )
-from gcore.ledger.records.chain import Head, Lineage
+from gcore.ledger.records.chain import Checkpoint, Head, Lineage
 from gcore.ledger.records.job import EvalPart, EvalSample, Evaluation, SourceScore
+from gcore.ledger.retention import superfluous_evaluations
+from gcore.ledger.transactions import Versioned
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, check_transaction
 from gcore.types import Version
@@ -243,6 +245,43 @@ SETS = [
 ]
 
 
+def graded(version: Version, accuracy: float, **means: float) -> Evaluation:
+    """Sets of four prompts with two responses each."""
+    scores = {
+        name: SourceScore(accuracy=accuracy, count=4, samples=2, metrics={"mean@2": mean, "pass@1": accuracy})
+        for name, mean in means.items()
+    }
+    return Evaluation(version=version, accuracy=accuracy, count=4 * len(scores), by_source=scores)
+
+
+def test_the_mean_reward_tells_more_than_the_accuracy_where_rewards_are_not_only_0_and_1() -> None:
+    plain = graded(Version(0, 0), 0.5, a=0.5, b=0.5)
+    assert (plain.is_graded, plain.mean_reward) == (False, 0.5)
+    some = graded(Version(0, 8), 0.25, a=0.25, b=0.75)
+    assert (some.is_graded, some.mean_reward) == (True, 0.5)
+    unscored = SourceScore(accuracy=0.25, count=4, samples=2, metrics={"mean@2": 0.5}, unscored=4)
+    assert not unscored.is_graded, "of four scored responses two have reward 1, and of eight two are correct"
+    assert graded(Version(0, 8), 0.0).mean_reward is None
+
+
+def test_the_best_goes_by_the_mean_reward_where_rewards_are_graded() -> None:
+    made = [graded(Version(0, 0), 0.2, a=0.2), graded(Version(0, 8), 0.1, a=0.4), graded(Version(0, 16), 0.0, a=0.3)]
+    head = head_at(16)
+    assert best_evaluation(head, made, ACCURACY_OR_REWARD) == BestEvaluation(Version(0, 8), "reward", 0.4)
+    assert best_evaluation(head, made[:1], ACCURACY_OR_REWARD) == BestEvaluation(Version(0, 0), "accuracy", 0.2)
+    assert best_evaluation(head, made, "accuracy") == BestEvaluation(Version(0, 0), "accuracy", 0.2)
+
+
+def test_the_evaluation_of_the_best_by_reward_stays_in_the_store() -> None:
+    means = {1: 0.9}
+    made = [graded(Version(0, step), 0.2 if step == 2 else 0.1, a=means.get(step, 0.3)) for step in range(14)]
+    stored = {str(one.version): Versioned(one, number) for number, one in enumerate(made)}
+    known = [Checkpoint(lineage=0, step=13, seq=13, file="checkpoints/0-13")]
+    gone = superfluous_evaluations(head_at(13), known, stored, ACCURACY_OR_REWARD)
+    assert gone == ("0.2", "0.3", "0.4", "0.5")
+    assert "0.1" in superfluous_evaluations(head_at(13), known, stored, "accuracy")
+
+
 def test_a_set_says_how_it_is_drawn_and_the_section_says_the_rest() -> None:
     spec = spec_of({"sources": SETS, "top_p": 1.0, "limit": 50, "max_new_tokens": 32, "threshold": 0.5})
     greedy, drawn = eval_sets(spec)
@@ -251,7 +290,7 @@ def test_a_set_says_how_it_is_drawn_and_the_section_says_the_rest() -> None:
     assert (greedy.source.sampling.temperature, drawn.source.sampling.temperature) == (0.0, 0.6)
     assert (greedy.source.sampling.max_new_tokens, greedy.source.sampling.stop) == (32, (".",))
     assert drawn.draws.metrics == ("accuracy", "mean@8", "pass@1", "pass@8")
-    assert spec.eval.metrics[:3] == ("accuracy", "greedy/accuracy", "greedy/mean@1")
+    assert spec.eval.metrics[:4] == ("accuracy", "reward", "greedy/accuracy", "greedy/mean@1")
 
 
 @pytest.mark.parametrize(
@@ -311,7 +350,8 @@ def test_what_cannot_be_measured_is_refused(evaluation: dict[str, Any], said: st
 @pytest.mark.parametrize(
     ("best", "evaluation", "metric"),
     [
-        pytest.param(None, {"path": "e"}, "accuracy", id="the accuracy, if anything is evaluated"),
+        pytest.param(None, {"path": "e"}, ACCURACY_OR_REWARD, id="what rewards tell, if anything is evaluated"),
+        pytest.param("reward", {"path": "e"}, "reward", id="the mean reward over all sets"),
         pytest.param(None, {}, None, id="nothing evaluated"),
         pytest.param("none", {"path": "e"}, None, id="not wanted"),
         pytest.param("data/mean@1", {"path": "e"}, "data/mean@1", id="the only set"),
@@ -333,7 +373,7 @@ def test_a_metric_tells_which_checkpoint_is_best(
         pytest.param("drawn/pass@4", {"sources": SETS}, "did you mean 'drawn/pass@8'", id="another k"),
         pytest.param("acuracy", {"path": "e"}, "did you mean 'accuracy'", id="misspelt"),
         pytest.param(
-            "loss", {"path": "e"}, r"measured: accuracy, data/accuracy, data/mean@1, data/pass@1", id="no such"
+            "loss", {"path": "e"}, r"measured: accuracy, reward, data/accuracy, data/mean@1, data/pass@1", id="no such"
         ),
         pytest.param("accuracy", {}, "nothing is evaluated", id="no set"),
     ],

@@ -200,11 +200,12 @@ def test_a_curve_follows_the_chain_that_holds() -> None:
         {"kind": "eval", "lineage": 0, "step": 4, "metrics": {"accuracy": 0.9}},
         {"kind": "rollback", "lineage": 1, "step": 3},
         step(4, 1, reward=0.7),
-        {"kind": "eval", "lineage": 1, "step": 2, "metrics": {"accuracy": 0.5, "unscored": 3}},
+        {"kind": "eval", "lineage": 1, "step": 2, "metrics": {"accuracy": 0.5, "unscored": 3, "reward": 0.3}},
     ]
     found = curves.build_curves(lines)
     assert found.points["reward"] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.7)]
     assert found.points["accuracy"] == [(2, 0.5)]
+    assert found.points["held_out_reward"] == [(2, 0.3)]
     assert (found.newest, "kl" in found.points) == (4, False)
 
 
