@@ -80,8 +80,7 @@ def classify_process(arguments: Sequence[str], home: Path) -> Kind | None:
     if Path(arguments[0]).name == "etcd":
         folders = [a.removeprefix("--data-dir=") for a in arguments if a.startswith("--data-dir=")]
         return "etcd" if any(_is_under(folder, home) for folder in folders) else None
-    # The program is the module behind -m, the script behind the interpreter, or the first word itself.
-    program = next((_PROGRAMS[name] for a in arguments[:9] if (name := Path(a).name) in _PROGRAMS), None)
+    program = _program_of(arguments)
     return program if program is not None and _home_of(arguments) == home else None
 
 
@@ -98,6 +97,63 @@ def home_processes(home: Path) -> tuple[HomeProcess, ...]:
         kinds.setdefault(pid, "child")
     found = ((identify_process(pid), kind) for pid, kind in sorted(kinds.items()))
     return tuple(HomeProcess(process, kind) for process, kind in found if process is not None)
+
+
+def _program_of(arguments: Sequence[str]) -> Kind | None:
+    """The program is the module behind -m, the script behind the interpreter, or the first word itself."""
+    return next((_PROGRAMS[name] for word in arguments[:9] if (name := Path(word).name) in _PROGRAMS), None)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalWorker:
+    """The supervisor of an engine or a rank on this machine, or the host of emulated ones. `has_daemon`: whether a daemon of its home runs."""
+
+    process: ProcessId
+    instance: str
+    home: Path
+    has_daemon: bool
+
+
+def local_workers() -> tuple[LocalWorker, ...]:
+    """This user's workers of all homes. While a daemon runs whose home cannot be told, all of them have one."""
+    found: list[tuple[ProcessId, str, Path]] = []
+    daemons: set[Path | None] = set()
+    for pid in _pids():
+        arguments = _arguments(pid)
+        program, home = _program_of(arguments), _home_of(arguments)
+        if program == "controller":
+            daemons.add(home or _configured_home(pid, arguments))
+        elif program == "worker" and home is not None and (process := identify_process(pid)) is not None:
+            launch = arguments.index("--launch") + 1 if "--launch" in arguments[:-1] else None
+            found.append((process, "" if launch is None else Path(arguments[launch]).stem, home))
+    return tuple(
+        LocalWorker(process, instance, home, home in daemons or None in daemons)
+        for process, instance, home in sorted(found, key=lambda one: (one[2], one[1], one[0].pid))
+    )
+
+
+def _configured_home(pid: int, arguments: Sequence[str]) -> Path | None:
+    """The home of a daemon that names only its configuration; None if that cannot be read."""
+    from gcore.config.node import NodeConfig
+
+    names = [after for before, after in itertools.pairwise(arguments) if before == "--config"]
+    names += [word.removeprefix("--config=") for word in arguments if word.startswith("--config=")]
+    try:
+        return real_path(Path(NodeConfig.load(Path(os.readlink(f"/proc/{pid}/cwd")) / names[0]).home))
+    except (OSError, IndexError, GcoreError):
+        return None
+
+
+def end_leftover_workers(homes: Iterable[Path], *, clock: Clock, grace_s: float | None = None) -> ShutdownResult:
+    """End the workers of these homes, of which no daemon runs, with all that they started."""
+    ended = killed = 0
+    for home in homes:
+        there = home_processes(home)  # of a worker that has ended nobody can tell any more what it started
+        for kind in ("worker", "child"):
+            some = [one.process for one in there if one.kind == kind and is_running(one.process)]
+            ended += len(some)
+            killed += _end(some, GRACES_S[kind] if grace_s is None else grace_s, clock)
+    return ShutdownResult(ended, killed)
 
 
 def _home_of(arguments: Sequence[str]) -> Path | None:

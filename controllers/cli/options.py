@@ -235,6 +235,7 @@ ORDER = (
     "whoami",
     "shards",
     "nodes",
+    "workers",
     "drain",
     "usage",
     "quota",

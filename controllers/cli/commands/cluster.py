@@ -1,4 +1,5 @@
-"""Commands about nodes and slots: `gcore nodes`, `drain`, `shards`, `usage`, `quota`, `gc`, `up` and `down`.
+"""Commands about nodes and slots: `gcore nodes`, `workers`, `drain`, `shards`, `usage`, `quota`, `gc`, `up` and
+`down`.
 
 `gc` reads the daemon's configuration and asks the store which jobs have ended, so it works without a daemon.
 """
@@ -363,6 +364,47 @@ def down(home: Home = DEFAULT_HOME) -> None:
     typer.echo(
         f"{ended.ended} processes have ended{killed}." if ended.ended else f"Nothing was up in {local.real_path(home)}."
     )
+
+
+@command(
+    "workers",
+    FLEET,
+    "gcore workers",
+    "[dim]End those whose daemon has ended, before a backup is restored:[/dim]  gcore workers --end",
+)
+def workers(
+    end: Annotated[
+        bool, typer.Option("--end", help="End those whose daemon does not run, with all they started.")
+    ] = False,
+    home: Annotated[
+        Path | None, typer.Option(help="Only those of the cluster, or of the node, in this folder.")
+    ] = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """This user's engines and train ranks on this machine, as its processes tell, without asking a daemon or the store."""
+    from controllers.cli import local
+
+    found = local.local_workers()
+    if home is not None:
+        found = tuple(one for one in found if one.home == local.real_path(home))
+    left = sorted({one.home for one in found if not one.has_daemon})
+    ended = local.end_leftover_workers(left, clock=SystemClock()) if end else None
+    if output.is_for_programs:
+        rows = [
+            {"instance": one.instance, "pid": one.process.pid, "home": str(one.home), "left_over": not one.has_daemon}
+            for one in found
+        ]
+        typer.echo(output.text({"workers": rows, "ended": 0 if ended is None else ended.ended}))
+        return
+    if ended is not None:
+        killed = f", {ended.killed} of them killed" if ended.killed else ""
+        typer.echo(f"{ended.ended} processes have ended{killed}." if left else "No worker is left over.")
+        return
+    cells = [
+        printable_cells(one.instance, one.process.pid, str(one.home), "-" if one.has_daemon else "left over")
+        for one in found
+    ]
+    print_table(("WORKER", "PID", "HOME", "STATE"), cells)
 
 
 NO_LIMIT = "none"
