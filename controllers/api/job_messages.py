@@ -489,8 +489,11 @@ class JobsServiceBase(jobs_pb2_grpc.JobsServicer):
         if len(name) > LONGEST_NAME:
             raise bad_field("job", f"{name[:40]!r}... is longer than a name can be", "`gcore list` shows the jobs")
         uid = await self._jobs.find(name, current_caller().home)
-        if uid is None or not may_see(await self._jobs.namespace(uid)):
+        namespace = "" if uid is None else await self._jobs.namespace(uid)
+        if uid is None or not may_see(namespace):
             raise JobNotFound(f"there is no job {name!r}", fix="`gcore list` shows the jobs there are")
+        if not namespace:
+            await self._jobs.check_record(uid)
         return uid
 
     async def _mirror(self, name: str) -> JobMirror:

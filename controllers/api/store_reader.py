@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from controllers.api.edge.access import current_caller, may_see
-from controllers.api.edge.errors import NamespaceNotFound, NotFound
+from controllers.api.edge.errors import JobNotFound, NamespaceNotFound, NotFound
 from controllers.api.run_reader import audit_of_records, known_tokens
 from controllers.cluster.mirror import read_record
 from controllers.storage.peer_files import FetchFailed
@@ -36,7 +36,7 @@ from gcore.ledger.archive import mirror_of
 from gcore.ledger.audit.chain import Audit
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.cluster import Claim, QueuePosition, Quotas, Shares, SickSlots
-from gcore.ledger.records.job import JobRecord, NodeRecord
+from gcore.ledger.records.job import JobRecord, JobStatus, NodeRecord
 from gcore.ledger.transactions import TransactionExecutor, Versioned
 from gcore.models.layout import checkpoints_in
 from gcore.schema import Record, UnreadableRecord
@@ -109,8 +109,21 @@ class StoreReader:
 
     async def _is_seen(self, uid: str) -> bool:
         """Whether there is a job of that uid for the caller."""
-        kv = await self._store.get(JobKeys(uid).job)
-        return kv is not None and may_see(_namespace_of(kv))
+        job_keys = JobKeys(uid)
+        if (kv := await self._store.get(job_keys.job)) is not None:
+            return may_see(_namespace_of(kv))
+        return may_see("") and await self._store.get(job_keys.state) is not None
+
+    async def check_record(self, uid: str) -> None:
+        """Raises JobNotFound if the job's own record is not in the store, with what the store still says of the job."""
+        job_keys = JobKeys(uid)
+        if await self._store.get(job_keys.job) is not None:
+            return
+        kv = await self._store.get(job_keys.state)
+        status = None if kv is None else read_record(JobStatus, kv, None)
+        state = "" if status is None else f"; it is {status.phase}: {status.reason}"
+        fix = "Restore etcd from a backup, or begin a new job"
+        raise JobNotFound(f"the store has lost {job_keys.job}, the record of job {uid}{state}", fix=fix)
 
     async def batch(self, uid: str) -> WatchBatch:
         """All records of a job, as if just heard."""

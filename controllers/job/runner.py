@@ -5,15 +5,23 @@ until the job has ended. `make_dependencies` makes what a job on a daemon's node
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from controllers.changes import ChangeSignal
+from controllers.changes import LOOK_AGAIN_S, ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
 from controllers.identity import Identity
 from controllers.job.session import JobDependencies, JobRecords, JobSession
-from controllers.job.supervision import fail_abandoned_job, withdraw_member
+from controllers.job.supervision import (
+    RecordsLost,
+    fail_abandoned_job,
+    fail_lost_job,
+    find_lost_records,
+    lost_sentence,
+    withdraw_member,
+)
 from controllers.rules.decide import has_handed_over
 from controllers.rules.view import JobView, Timers
 from controllers.storage.run_folder import (
@@ -31,6 +39,7 @@ from gcore.api.v1.placement_pb2 import LoadsReply
 from gcore.config.load import stored_spec
 from gcore.config.node import NodeConfig
 from gcore.config.spec import JobSpec
+from gcore.errors import StoreUnavailable
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import JobRecord
 from gcore.ledger.transactions import TransactionExecutor
@@ -162,8 +171,12 @@ class JobRunner:
         """End the job as failed, if nobody works on it any more."""
         await fail_abandoned_job(self._dependencies.store, self._records.keys, self._dependencies.clock, reason)
 
+    async def end_lost(self) -> None:
+        """End the job as failed, if the store has lost records of it."""
+        await fail_lost_job(self._dependencies.store, self._records.keys, self._dependencies.clock)
+
     async def run(self) -> None:
-        """Until the job has ended."""
+        """Until the job has ended. Raises RecordsLost."""
         logs.set_log_context(lambda: self.telemetry.about)
         watching = asyncio.create_task(self._watch(), name=f"watch {self.uid}")
         try:
@@ -217,6 +230,22 @@ class JobRunner:
         )
 
     async def _watch(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch_records(), name=f"records {self.uid}")
+            group.create_task(self._watch_claim(), name=f"claim {self.uid}")
+
+    async def _watch_claim(self) -> None:
+        """Until the job has ended. Raises RecordsLost if its claim, which is none of its records, is gone before."""
+        store, clock = self._dependencies.store, self._dependencies.clock
+        while True:
+            await self.changes.until(lambda: self.uid not in self._cluster.active)
+            with contextlib.suppress(StoreUnavailable):
+                if (lost := await find_lost_records(store, self._records.keys)) is not None:
+                    raise RecordsLost(lost_sentence(lost.keys))
+                return
+            await clock.sleep(LOOK_AGAIN_S)
+
+    async def _watch_records(self) -> None:
         async for batch in self._dependencies.store.watch(self._records.keys.prefix):
             self._note(batch)
             self.changes.notify()
@@ -225,7 +254,10 @@ class JobRunner:
         before, wall = self.mirror, self._dependencies.clock.wall()
         for one in split_by_revision(batch):
             so_far = self.mirror
-            self._records.mirror = localize_mirror(so_far.fold(one), self._dependencies.run_root)
+            now = localize_mirror(so_far.fold(one), self._dependencies.run_root)
+            if lost := now.lost_keys():  # before anybody looks at it
+                raise RecordsLost(lost_sentence(lost))
+            self._records.mirror = now
             self.telemetry.events.note(so_far, one, self.mirror, wall)
         for key in self.mirror.unreadable.keys() - before.unreadable.keys():
             sentence = f"{self.mirror.unreadable[key].why}; it is as if it were not there"

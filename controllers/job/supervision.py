@@ -13,19 +13,23 @@ import asyncio
 import contextlib
 import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from controllers.changes import LOOK_AGAIN_S, ChangeSignal
+from controllers.cluster.mirror import read_record
 from controllers.identity import Identity
 from gcore.errors import GcoreError, LeaseLost, StoreUnavailable, UsageError
 from gcore.ledger import transactions
+from gcore.ledger.archive import mirror_of
+from gcore.ledger.records.cluster import Claim
 from gcore.ledger.records.job import JobPhase, JobStatus
 from gcore.ledger.transactions import TransactionExecutor, TxnOutcome, Versioned
 from gcore.schema import UnreadableRecord
 from gcore.store.keys import JobKeys
-from gcore.store.types import Store
+from gcore.store.types import Store, WatchBatch, WatchEvent
 from gcore.system.clock import Clock
 from gcore.system.concurrency import limit_time
 
@@ -36,6 +40,9 @@ JOB_RETRY_S = 10.0
 
 MOST_DEFECTS = 3
 """In a row; then the job is ended, if nobody else works on it."""
+
+MOST_NAMED = 4
+"""Lost keys that are named."""
 
 LONGEST_SAID = 500
 """Characters of what a defect says, in the reason of the job's end."""
@@ -48,13 +55,17 @@ class NodeNotReady(GcoreError):
     """This node lacks what the job needs, which can be put right, and the job must not end for it."""
 
 
+class RecordsLost(GcoreError):
+    """The store has lost records of a job that has not ended."""
+
+
 class RunnableJob(Protocol):
     """One try at a job: `controllers.job`'s."""
 
     uid: str
 
     async def run(self) -> None:
-        """Until the job has ended. Raises UnreadableRecord, UsageError, NodeNotReady."""
+        """Until the job has ended. Raises UnreadableRecord, UsageError, NodeNotReady, RecordsLost."""
         ...
 
     async def withdraw(self) -> None:
@@ -63,6 +74,10 @@ class RunnableJob(Protocol):
 
     async def end_left(self, reason: str) -> None:
         """End it as failed, if it has no members."""
+        ...
+
+    async def end_lost(self) -> None:
+        """End it as failed, if the store has lost records of it."""
         ...
 
 
@@ -84,6 +99,7 @@ async def work_on_job(
             # The loop's handler logs it with its traceback; where a defect has to end everything, in a simulation, it does.
             loop.call_exception_handler({"message": f"job {runner.uid} met a defect of gcore", "exception": defect})
         await runner.withdraw()
+        await runner.end_lost()
         defects = 0 if loop.time() - began >= CALM_S else defects
         if (place := _place(defect)) is not None:
             defects += 1
@@ -106,7 +122,7 @@ async def _tried(runner: RunnableJob) -> tuple[set[str], ExceptionGroup[Exceptio
         await runner.run()
     except* LeaseLost:
         raise  # it is the life's, not the job's
-    except* (UnreadableRecord, UsageError, NodeNotReady) as errors:
+    except* (UnreadableRecord, UsageError, NodeNotReady, RecordsLost) as errors:
         wrong = {f"job {runner.uid} is not worked on here: {error}" for error in _leaves(errors)}
     except* Exception as errors:  # noqa: BLE001  the edge of the job: the others of this daemon go on
         defect = errors
@@ -154,3 +170,43 @@ async def fail_abandoned_job(store: Store, keys: JobKeys, clock: Clock, reason: 
         if not old.record.phase.ended:
             new = JobStatus(phase=JobPhase.FAILED, reason=reason, changed=clock.wall())
             await TransactionExecutor(store, keys).run(transactions.set_status(keys, old, new, None))
+
+
+async def find_lost_records(store: Store, keys: JobKeys) -> LostRecords | None:
+    """What the store has lost of a job that has not ended; None if nothing is. Raises StoreUnavailable, UnreadableRecord."""
+    # The claim first: a job that ends loses it in the transaction that writes its state.
+    kv = await store.get(keys.active)
+    listing = await store.list(keys.prefix)
+    events = tuple(WatchEvent("put", one) for one in listing.kvs)
+    mirror = mirror_of(keys.uid, WatchBatch(events, listing.revision, reset=True))
+    lost = mirror.lost_keys(claimed=kv is not None)
+    claim = None if kv is None else Versioned(read_record(Claim, kv, Claim()), kv.mod_revision)
+    return LostRecords(lost, mirror.status, claim) if lost else None
+
+
+@dataclass(frozen=True, slots=True)
+class LostRecords:
+    """The keys that a job has lost, with its state and its claim on slots as they were read then; None: absent."""
+
+    keys: tuple[str, ...]
+    status: Versioned[JobStatus] | None
+    claim: Versioned[Claim] | None
+
+
+def lost_sentence(keys: Sequence[str]) -> str:
+    """What happened and what to do, for the reason of the job's end."""
+    named = ", ".join(keys[:MOST_NAMED]) + (f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else "")
+    return (
+        f"the store has lost {named}: somebody deleted what gcore never deletes alone, so the run cannot be proven and ends; "
+        "restore etcd from a backup, or begin a new job, which may start from a checkpoint in the run's folder (model.path)"
+    )
+
+
+async def fail_lost_job(store: Store, keys: JobKeys, clock: Clock) -> None:
+    """End a job as failed if the store has lost records of it. While the store is away, or another node was first, nothing is done."""
+    with contextlib.suppress(StoreUnavailable, UnreadableRecord):
+        if (lost := await find_lost_records(store, keys)) is None:
+            return
+        failed = JobStatus(phase=JobPhase.FAILED, reason=lost_sentence(lost.keys), changed=clock.wall())
+        txn = transactions.fail_lost(keys, lost.status, lost.claim, lost.keys, failed)
+        await TransactionExecutor(store, keys).run(txn)

@@ -201,6 +201,30 @@ class JobMirror:
         parts = (stored.record for stored in self.eval_parts.values())
         return {part.number: part for part in parts if part.version == version}
 
+    def lost_keys(self, *, claimed: bool = True) -> tuple[str, ...]:
+        """The keys that must be there, as the others show, and are not: somebody deleted them, for gcore writes and deletes them together.
+        Empty where nothing is lost, where the whole job was deleted, and of a job that has ended, which the audit looks at.
+
+        `claimed`: whether the job's claim on slots is there, which stands outside of its records. All records must have been read.
+        """
+        if self.has_ended or (self.job is None and self.status is None and not claimed):
+            return ()
+        needed: dict[str, object] = {
+            self.keys.job: self.job,
+            self.keys.state: self.status,
+            self.keys.active: claimed or None,
+        }
+        if self.is_running:
+            needed |= {
+                self.keys.head: self.head,
+                self.keys.checkpoints: self.checkpoints,
+                self.keys.plan: self.plan,
+            }
+            registered = self.checkpoints.record.entries if self.checkpoints is not None else ()
+            seqs = [one.seq for one in registered] + ([self.head.record.seq] if self.head is not None else [])
+            needed |= {self.keys.log(seq): self.log.get(seq) for seq in seqs}
+        return tuple(key for key, record in needed.items() if record is None)
+
     def _apply(self, event: WatchEvent, changes: dict[str, Any]) -> None:
         key = event.kv.key
         single = _SINGLE.get(key.removeprefix(self.keys.prefix))

@@ -472,6 +472,24 @@ def set_status(keys: JobKeys, old: Versioned[JobStatus], new: JobStatus, open_sl
     return Transaction(TxnKind.STATUS, tuple(compares), (Put(keys.state, new.encode()), *ending))
 
 
+def fail_lost(
+    keys: JobKeys,
+    status: Versioned[JobStatus] | None,
+    claim: Revisioned | None,
+    lost: Sequence[str],
+    failed: JobStatus,
+) -> Transaction:
+    """End a job whose records are lost, while its state and its claim are what was read and the `lost` keys are still absent."""
+    seen = {key: 0 for key in lost} | {
+        keys.state: status.revision if status is not None else 0,
+        keys.active: claim.revision if claim is not None else 0,
+    }
+    if not lost or failed.phase is not JobPhase.FAILED or (status is not None and status.record.phase.ended):
+        raise ValueError("only a job that has not ended fails for lost records")
+    compares = tuple(Compare(key, revision) for key, revision in seen.items())
+    return Transaction(TxnKind.STATUS, compares, (Put(keys.state, failed.encode()), Delete(keys.active)))
+
+
 def take_stock(keys: JobKeys, old: Revisioned | None, new: NodeCopies, lease: int) -> Transaction:
     """What lies in a node's memory, under its controller's lease. Compares only itself: it is a hint."""
     return put_if_unchanged(TxnKind.STOCK, keys.copies(new.node), old, new, lease)

@@ -169,6 +169,7 @@ COMPARED = {
     "delete_rest": ("head", "state"),
     "start": ("state", "head"),
     "set_status": ("state", "head", "seal/"),
+    "fail_lost": ("state", "active/", "head"),
     "replan": ("plan",),
     "lead": ("placement/",),
     "place": ("plan", "placement/"),

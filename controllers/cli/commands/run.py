@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import fcntl
 import os
 import shlex
@@ -278,8 +279,37 @@ async def follow_job(
 ) -> JobSnapshot:
     """Show `job` until it has ended, and return how it then stands.
 
-    `run_dir`: where `events.jsonl` is written; None: nowhere. Raises GcoreError.
+    `run_dir`: where `events.jsonl` is written; None: nowhere. A job that the store has lost meanwhile is FAILED. Raises GcoreError.
     """
+    try:
+        return await _follow_to_end(client, job, screen, clock, run_dir)
+    except UsageError as error:
+        if error.refusal is None or error.refusal.reason != JOB_NOT_FOUND:
+            raise
+        ended = lost_job(job, str(error), screen.state.step)
+        screen.observe(ended)
+        return ended
+
+
+JOB_NOT_FOUND = "JOB_NOT_FOUND"
+
+
+def lost_job(job: JobSnapshot, error: str, step: int) -> JobSnapshot:
+    """How a job stands that was there, and that the store does not have any more. `error`: the controller's answer; `step`: the last
+    that was heard of."""
+    from gcore.models.layout import checkpoints_in
+
+    found = checkpoints_in(Path(job.run_dir)) if Path(job.run_dir).is_dir() else {}
+    newest = str(found[max(found)]) if found else ""
+    start = f"; it can start from {newest} (model.path)" if newest else ""
+    why = f"the store has lost the job, which it had: {error}. Its data were deleted, or another etcd answers there"
+    reason = f"{why}. The same command begins a new job{start}"
+    return dataclasses.replace(job, state="FAILED", reason=reason, step=step, checkpoint=newest)
+
+
+async def _follow_to_end(
+    client: JobsClient, job: JobSnapshot, screen: Screen, clock: Clock, run_dir: Path | None
+) -> JobSnapshot:
     screen.observe(job)
     with contextlib.ExitStack() as stack:
         record = stack.enter_context(EventFile(run_dir)) if run_dir is not None else None

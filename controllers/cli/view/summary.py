@@ -278,7 +278,12 @@ def describe_finished_run(home: Path, job: str, unreachable: Unreachable) -> dic
         raise unreachable
     if found is None and (left := find_unfinished_run(home / "runs", job)) is not None:
         what = f"job {left[0]!r} ({left[1]}) has not finished, and {unreachable.what}"
-        fix = "`gcore up`, or `gcore run` with its spec, goes on with it"
+        etcd = home / "etcd"
+        fix = (
+            "`gcore up`, or `gcore run` with its spec, goes on with it"
+            if etcd.is_dir()
+            else f"{etcd}, which had its records, is gone: restore it from a backup, or begin a new job with `gcore run`"
+        )
         raise Unreachable(what, where=str(home), fix=fix) from unreachable
     if found is None:
         finished = finished_jobs(home / "runs")

@@ -84,6 +84,7 @@ def test_a_newer_run_that_has_not_finished_is_never_passed_over(home: Path) -> N
 
 @pytest.mark.parametrize("asked", ["k", "u7"])
 def test_a_run_that_has_not_finished_is_named_with_what_goes_on_with_it(home: Path, asked: str) -> None:
+    (home / "etcd").mkdir()
     for uid, at in (("u7", 2e9), ("u6", 1e9)):
         run_dir = home / "runs" / f"k-{uid}"
         run_dir.mkdir()

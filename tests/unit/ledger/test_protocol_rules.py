@@ -336,6 +336,18 @@ async def claimed(job: StoredJob) -> None:
     CLAIMS[job.keys.uid] = Versioned(Claim.decode(there.value, there.key), there.mod_revision)
 
 
+async def head_lost(job: StoredJob) -> None:
+    await claimed(job)
+    await job.store.transact((), (Delete(job.keys.head),))
+
+
+def failing(job: StoredJob) -> Transaction:
+    """For want of head."""
+    failed = JobStatus(phase=JobPhase.FAILED, reason="why")
+    lost = job.mirror.lost_keys()
+    return transactions.fail_lost(job.keys, job.mirror.status, CLAIMS[job.keys.uid], lost, failed)
+
+
 def claiming(job: StoredJob) -> Transaction:
     return share_transactions.set_claim(job.keys, CLAIMS[job.keys.uid], Claim(paused=True))
 
@@ -399,6 +411,7 @@ TABLE = [
     pytest.param("give_back", nothing, giving_back, {"shares", "plan"}, id="give back"),
     pytest.param("set_claim", claimed, claiming, {"active/"}, id="set claim"),
     pytest.param("set_status", nothing, ending, {"state", "head", "seal/2"}, id="end at head"),
+    pytest.param("fail_lost", head_lost, failing, {"state", "active/", "head"}, id="fail for lost records"),
 ]
 """The function that makes the transaction, how the job comes to where it is made, a maker, and what is compared."""
 

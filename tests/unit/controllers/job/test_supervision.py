@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from job_session import make_runner
+from stored_job import StoredJob
 
 from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import NO_SHARES, ClusterMirror
@@ -64,7 +65,11 @@ class Tries:
         self.ended: list[str] = []
 
     def __call__(self) -> Any:
-        return SimpleNamespace(run=self.run, uid="u", withdraw=self.withdraw, end_left=self.end_left)
+        calls = {"withdraw": self.withdraw, "end_left": self.end_left, "end_lost": self.end_lost}
+        return SimpleNamespace(run=self.run, uid="u", **calls)
+
+    async def end_lost(self) -> None:
+        pass
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -194,6 +199,49 @@ async def test_a_job_is_ended_by_who_leaves_it_last_only(tmp_path: Path) -> None
     ended = JobStatus.decode(there[KEYS.state])
     assert (ended.phase, ended.reason) == (JobPhase.FAILED, "a mistake")
     assert KEYS.active not in there
+
+
+@pytest.mark.parametrize(
+    "key", [KEYS.job, KEYS.state, KEYS.head, KEYS.checkpoints, KEYS.plan, KEYS.log(0), KEYS.active, KEYS.prefix]
+)
+async def test_a_job_whose_central_record_is_gone_ends_with_its_name_and_no_try_goes_on(
+    key: str, tmp_path: Path
+) -> None:
+    """Also where the claim is gone, or everything but the claim."""
+    memory = MemoryCluster(FakeClock())
+    store = MemoryStore(memory)
+    await StoredJob(store, "u", "a").create()
+    runner = make_runner(tmp_path, store, FakeClock())
+    runner._cluster.active = frozenset({"u"} if key != KEYS.active else ())
+    memory.transact((), (Delete(key, prefix=key == KEYS.prefix),))
+
+    def is_active() -> bool:
+        return bool(memory.listing(KEYS.active).kvs)
+
+    changes = ChangeSignal()
+    work = asyncio.create_task(work_on_job(lambda: runner, is_active, changes))
+    async with asyncio.timeout(5):
+        while not (found := memory.listing(KEYS.state).kvs) or b"FAILED" not in found[0].value:
+            await asyncio.sleep(0.01)
+    changes.notify()
+    await work
+    status = JobStatus.decode(found[0].value)
+    lost = KEYS.job if key == KEYS.prefix else key
+    assert status.reason.startswith(f"the store has lost {lost}")
+    assert "model.path" in status.reason
+    assert not is_active()
+
+
+async def test_nothing_is_ended_for_what_is_there_again_or_for_a_job_that_was_deleted(tmp_path: Path) -> None:
+    memory = MemoryCluster(FakeClock())
+    store = MemoryStore(memory)
+    await StoredJob(store, "u", "a").create()
+    runner = make_runner(tmp_path, store, FakeClock())
+    await runner.end_lost()
+    assert b"RUNNING" in memory.listing(KEYS.state).kvs[0].value
+    memory.transact((), (Delete(KEYS.prefix, prefix=True), Delete(KEYS.active)))
+    await runner.end_lost()
+    assert not memory.listing(KEYS.prefix).kvs
 
 
 async def fail(error: BaseException) -> None:
