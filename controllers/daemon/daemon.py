@@ -108,7 +108,7 @@ class Daemon:
                     looking = watch_certificates(watched, config.etcd, self._own.metrics, self._clock)
                     group.create_task(looking, name="certificates")
                 if config.local_cluster:
-                    self._keeper = ProcessKeeper(config, store, self._clock)
+                    self._keeper = ProcessKeeper(Path(config.home), config.node, store, self._clock)
                     group.create_task(self._keeper.run(), name="keeper")
                 else:
                     group.create_task(self._doubt(etcd), name="etcd's version")

@@ -1,7 +1,7 @@
 """In local mode: brings back what died on this machine, etcd on its own data and missing daemons.
 
-On a cluster that is systemd's, Kubernetes' or Slurm's work; a laptop has none of them. Whoever lives does it, one at a
-time under a file lock, and writes the new process into `cluster.json`. A daemon is started again only after its lease has
+On a cluster that is systemd's, Kubernetes' or Slurm's work; a laptop has none of them. Each daemon does it for the others, and `gcore run`
+for all of them, one at a time under a file lock, and writes the new process into `cluster.json`. A daemon is started again only after its lease has
 ended, so that its shards were somebody else's meanwhile, as they would be on a cluster. While `gcore down` is at work
 (the file `stopping`), nothing is brought back.
 """
@@ -18,14 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gcore.config.local_cluster import FILE_NAME, ControllerProcess, LocalCluster
-from gcore.config.node import NodeConfig
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.store import keys
 from gcore.store.etcd import LocalEtcd, last_error_line
 from gcore.store.types import Store
 from gcore.system.clock import Clock
 from gcore.system.files import replace_file
-from gcore.system.process import ProcessId, is_running, send_signal, spawn_detached
+from gcore.system.process import ProcessId, ending_signal, is_running, send_signal, spawn_detached
 
 log = logging.getLogger(__name__)
 LOOK_S = 1.0
@@ -44,9 +43,10 @@ def daemon_command(home: str, config_file: str) -> list[str]:
 class ProcessKeeper:
     """Restarts the processes of a local cluster that have died. Looks every second."""
 
-    def __init__(self, config: NodeConfig, store: Store, clock: Clock) -> None:
-        self._config = config
-        self._home = Path(config.home)
+    def __init__(self, home: Path, node: str, store: Store, clock: Clock) -> None:
+        """`node`: the daemon that this process is; empty: none of them."""
+        self._home = home
+        self._node = node
         self._store = store
         self._clock = clock
         self.trouble = ""
@@ -100,7 +100,7 @@ class ProcessKeeper:
                         raise GcoreError(f"etcd has ended and cannot be started again: {error}") from error
             return
         for daemon in cluster.controllers:
-            if daemon.name != self._config.node and not is_running(daemon.process):
+            if daemon.name != self._node and not is_running(daemon.process):
                 with contextlib.suppress(StoreUnavailable):
                     if await self._store.get(keys.node(daemon.name)) is None:
                         with self._alone() as alone:
@@ -133,7 +133,8 @@ class ProcessKeeper:
             log_file=self._home / "logs" / "etcd.log",
             clock=self._clock,
         )
-        log.warning("etcd had died; it is back, on the same data, as process %d", started.pid)
+        how = _ending(known.process)
+        log.warning("etcd %s; it is back, on the same data, as process %d", how, started.pid)
         changed = known.model_copy(update={"pid": started.process.pid, "started": started.process.started})
         self._write(cluster.model_copy(update={"etcd": changed}), started.process)
 
@@ -144,7 +145,7 @@ class ProcessKeeper:
         process = spawn_detached(
             daemon_command(cluster.home, daemon.config_file), log_file=self._home / "logs" / f"{name}.log"
         )
-        log.warning("%s had died; it is back as process %d", name, process.pid)
+        log.warning("%s %s; it is back as process %d", name, _ending(daemon.process), process.pid)
         self._write(_replaced(cluster, daemon, process), process)
 
     @contextlib.contextmanager
@@ -165,6 +166,11 @@ class ProcessKeeper:
         except OSError:
             send_signal(started, signal.SIGKILL)
             raise
+
+
+def _ending(process: ProcessId) -> str:
+    killed = ending_signal(process)
+    return f"was ended by {killed}" if killed else "had died"
 
 
 def _replaced(cluster: LocalCluster, daemon: ControllerProcess, process: ProcessId) -> LocalCluster:

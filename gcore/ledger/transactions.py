@@ -480,7 +480,7 @@ def fail_lost(
     failed: JobStatus,
 ) -> Transaction:
     """End a job whose records are lost, while its state and its claim are what was read and the `lost` keys are still absent."""
-    seen = {key: 0 for key in lost} | {
+    seen = dict.fromkeys(lost, 0) | {
         keys.state: status.revision if status is not None else 0,
         keys.active: claim.revision if claim is not None else 0,
     }

@@ -32,7 +32,14 @@ from typing import Final
 from gcore.errors import GcoreError
 from gcore.system.clock import Clock
 from gcore.system.network import http_client
-from gcore.system.process import ProcessId, is_running, spawn_detached, terminate_process
+from gcore.system.process import (
+    EndedBySignal,
+    ProcessId,
+    ending_signal,
+    is_running,
+    spawn_detached,
+    terminate_process,
+)
 
 
 class EtcdNotFound(GcoreError):
@@ -342,6 +349,8 @@ async def _healthy(started: _Started, clock: Clock) -> None:
                 raise _PortTaken
             if (newer := _written_by(text)) is not None:
                 raise _DataTooNew(etcd, newer)
+            if killed := ending_signal(etcd.process):
+                raise EndedBySignal(f"etcd was ended by {killed} before it was ready", where=str(etcd.log_file))
             raise EtcdFailed("etcd ended right after its start", where=str(etcd.log_file), fix=_last_words(text))
         if await etcd.is_healthy():
             return

@@ -90,6 +90,34 @@ def is_running(process: ProcessId) -> bool:
     return identify_process(process.pid) == process
 
 
+_CHILDREN: dict[ProcessId, subprocess.Popen[bytes]] = {}
+"""What this process has started detached: the kernel tells how a process ended to its parent alone."""
+
+COLLECTED_S = 1.0
+"""After its end a child's exit status is there within so long."""
+
+
+class EndedBySignal(GcoreError):
+    """A process was ended by a signal before it was ready. Another start may succeed."""
+
+    exit_code = 3
+
+
+def ending_signal(process: ProcessId) -> str:
+    """The name of the signal that ended a process, `SIGKILL`; empty if it lives, has ended by itself, or is no child of this process."""
+    child = _CHILDREN.get(process)
+    if child is None or is_running(process):
+        return ""
+    try:
+        code = child.wait(COLLECTED_S)
+    except subprocess.TimeoutExpired:
+        return ""
+    if code >= 0:
+        return ""
+    names = {one.value: one.name for one in signal.Signals}
+    return names.get(-code, f"signal {-code}")
+
+
 def spawn_detached(
     command: Sequence[str], *, env: Mapping[str, str] | None = None, log_file: Path, cwd: Path | None = None
 ) -> ProcessId:
@@ -121,6 +149,7 @@ def spawn_detached(
         raise CannotStart(f"{command[0]!r} (pid {process.pid}) cannot be seen under /proc", fix="Mount /proc")
     # While the starter lives it must collect what ended, or zombies pile up; the thread ends with either of them.
     threading.Thread(target=process.wait, name=f"reap-{process.pid}", daemon=True).start()
+    _CHILDREN[status.identity] = process
     return status.identity
 
 

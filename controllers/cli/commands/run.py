@@ -1,6 +1,6 @@
 """`gcore run` and `gcore submit`: create a job, follow it, and record its events.
 
-`run` starts a local cluster if none is up and stops it at the end. The same command after an interruption continues the job. The
+`run` starts a local cluster if none is up and stops it at the end. Meanwhile it brings back etcd and daemons that have died. The same command after an interruption continues the job. The
 first Ctrl-C (or SIGTERM) ends in good order what this command started, the second one at once. A cluster that was up before
 stays up; so does one that other commands or newer jobs use. For that, each `run` holds a shared lock on the home. The command that
 stops the cluster takes the lock alone: a `run` that comes meanwhile waits and starts another cluster.
@@ -24,7 +24,7 @@ import signal
 import sys
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -512,6 +512,7 @@ def run(
     console = stdout_console()
     screen = choose_screen(console, clock, plain=plain)
     started, further, share = False, None, None
+    local_home = home if address is None else None
     stack = contextlib.ExitStack()
     runner = stack.enter_context(asyncio.Runner())
     try:
@@ -523,7 +524,7 @@ def run(
                 result = runner.run(local.start_cluster(request, clock=clock, say=typer.echo))
                 started = result.started
             cluster = find_cluster(address, home)
-            summary = runner.run(_submit_and_follow(loaded, screen, cluster, new=new, begun=begun))
+            summary = runner.run(_submit_and_follow(loaded, screen, cluster, home=local_home, new=new, begun=begun))
         except KeyboardInterrupt:
             further = RepeatedSignals()
             if address is None and not started:
@@ -539,20 +540,59 @@ def run(
 
     console.print()
     console.print(pairs_table(summary_rows(summary, again=_again())))
+    if address is None and not started:
+        typer.echo(f"The cluster in {home} was up before, so it stays up; `{program_name()} down` ends it.", err=True)
     if not summary.succeeded:
         raise typer.Exit(1)
 
 
 async def _submit_and_follow(
-    spec: JobSpec, screen: Screen, cluster: ClusterAddress, *, new: bool, begun: float
+    spec: JobSpec, screen: Screen, cluster: ClusterAddress, *, home: Path | None, new: bool, begun: float
 ) -> Summary:
+    """`home`: of the local cluster; None: it is elsewhere, and others look after its processes."""
     from gcore.client.jobs import JobsClient
     from gcore.config.load import dump_explicit
 
     clock = SystemClock()
-    async with JobsClient(cluster.addresses, clock=clock, connector=cluster.connector) as client:
+    async with contextlib.AsyncExitStack() as stack:
+        if home is not None:
+            await stack.enter_async_context(keep_processes(home, screen, clock))
+        client = await stack.enter_async_context(
+            JobsClient(cluster.addresses, clock=clock, connector=cluster.connector)
+        )
         job = await create_job(client, dump_explicit(spec), request_id=uuid.uuid4().hex, new=new)
         return await record_job(client, job_snapshot(job), screen, clock, begun=begun)
+
+
+@contextlib.asynccontextmanager
+async def keep_processes(home: Path, screen: Screen, clock: Clock) -> AsyncIterator[None]:
+    """While the block runs, bring back etcd and daemons of the local cluster that have died, as each daemon does for the others: all of
+    them may be gone. What cannot be brought back is shown."""
+    from controllers.cli.local import real_path
+    from controllers.daemon.keeper import LOOK_S, ProcessKeeper
+    from gcore.config.local_cluster import LocalCluster
+    from gcore.store.reference import StoreRef, connect_store
+
+    cluster = LocalCluster.load(home)
+    if cluster is None:
+        yield
+        return
+    store = await connect_store(StoreRef(endpoints=(cluster.etcd.endpoint,)), clock)
+    keeper = ProcessKeeper(real_path(home), "", store, clock)
+
+    async def keep() -> None:
+        while True:
+            await clock.sleep(LOOK_S)
+            await keeper.look()
+            screen.trouble("the cluster's processes", keeper.trouble, clock.wall())
+
+    keeping = asyncio.create_task(keep(), name="keeper")
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await store.close()
 
 
 def _clear_half_started(home: Path) -> None:

@@ -21,11 +21,9 @@ from controllers.cli.commands.run import FILE_NAME, EventFile
 from controllers.cli.view.screens import PlainScreen, trouble_lines
 from controllers.cli.view.state import ViewState, WaitPoint
 from controllers.daemon.keeper import ProcessKeeper
-from gcore.config import NodeConfig
 from gcore.config.local_cluster import EtcdProcess, LocalCluster
 from gcore.errors import StoreUnavailable
 from gcore.observability.events import JobEvent
-from gcore.store.reference import StoreRef
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
 AWAY = "the store cannot be reached, tried for 5.0 s"
@@ -125,11 +123,8 @@ async def test_the_keeper_says_why_etcd_cannot_be_started_again_until_it_can(tmp
     (tmp_path / "cluster.json").write_text(
         LocalCluster(home=str(tmp_path), etcd=etcd, controllers=()).model_dump_json()
     )
-    config = NodeConfig(
-        node="node-0", home=str(tmp_path), etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="r"
-    )
     clock = FakeClock()
-    keeper = ProcessKeeper(config, MemoryStore(MemoryCluster(clock), "node-0"), clock)
+    keeper = ProcessKeeper(tmp_path, "node-0", MemoryStore(MemoryCluster(clock), "node-0"), clock)
     (tmp_path / "data").write_text("a file where its folder should be")
     await keeper.look()
     assert keeper.trouble.startswith("etcd has ended and cannot be started again: etcd: its data folder")
@@ -143,11 +138,8 @@ async def test_the_keeper_says_why_when_etcd_is_started_again_and_again(tmp_path
     (tmp_path / "logs" / "etcd.log").write_text(
         '{"level":"info","msg":"started"}\n{"level":"fatal","msg":"failed to write","error":"no space left on device"}\ngoroutine 1\n'
     )
-    config = NodeConfig(
-        node="node-0", home=str(tmp_path), etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="r"
-    )
     clock = FakeClock()
-    keeper = ProcessKeeper(config, MemoryStore(MemoryCluster(clock), "node-0"), clock)
+    keeper = ProcessKeeper(tmp_path, "node-0", MemoryStore(MemoryCluster(clock), "node-0"), clock)
     keeper._bring_back_etcd = AsyncMock()  # type: ignore[method-assign]
     for number in range(4):  # the first is the one that was there
         assert keeper.trouble == ""

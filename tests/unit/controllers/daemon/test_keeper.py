@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from controllers.daemon.keeper import ProcessKeeper
-from gcore.config import NodeConfig
 from gcore.config.local_cluster import ControllerProcess, EtcdProcess, LocalCluster
-from gcore.store.reference import StoreRef
+from gcore.store import keys
+from gcore.store.types import Delete, Put
 from gcore.system.process import is_running, spawn_detached, terminate_process, wait_process_ended
 from gcore.testing import FakeClock
 from gcore.testing.store import MemoryCluster, MemoryStore
@@ -24,11 +24,8 @@ DAEMON = ControllerProcess(
 
 @pytest.fixture
 def keeper(tmp_path: Path) -> ProcessKeeper:
-    config = NodeConfig(
-        node="node-0", home=str(tmp_path), etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="r"
-    )
     clock = FakeClock()
-    return ProcessKeeper(config, MemoryStore(MemoryCluster(clock), "node-0"), clock)
+    return ProcessKeeper(tmp_path, "node-0", MemoryStore(MemoryCluster(clock), "node-0"), clock)
 
 
 def test_what_was_brought_back_and_cannot_be_noted_is_ended(tmp_path: Path, keeper: ProcessKeeper) -> None:
@@ -50,3 +47,36 @@ def test_what_was_brought_back_and_noted_goes_on(tmp_path: Path, keeper: Process
         assert is_running(process)
     finally:
         terminate_process(process, grace_s=5)
+
+
+async def test_a_keeper_that_is_no_daemon_brings_back_all_of_them_once_their_leases_are_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `gcore run` does, which lives on when every daemon is killed at once."""
+    clock = FakeClock()
+    memory = MemoryCluster(clock)
+    alive = spawn_detached(SLEEP, log_file=tmp_path / "log")
+    etcd = ETCD.model_copy(update={"pid": alive.pid, "started": alive.started})
+    daemons = tuple(DAEMON.model_copy(update={"name": f"node-{number}"}) for number in range(2))
+    document = LocalCluster(home=str(tmp_path), etcd=etcd, controllers=daemons)
+    (tmp_path / "cluster.json").write_text(document.model_dump_json())
+    monkeypatch.setattr("controllers.daemon.keeper.daemon_command", lambda home, config: SLEEP)
+    memory.transact((), (Put(keys.node("node-1"), b"{}"),))
+    keeper = ProcessKeeper(tmp_path, "", MemoryStore(memory), clock)
+
+    def running() -> list[str]:
+        cluster = LocalCluster.load(tmp_path)
+        assert cluster is not None
+        return [one.name for one in cluster.controllers if is_running(one.process)]
+
+    try:
+        await keeper.look()
+        assert running() == ["node-0"]
+        memory.transact((), (Delete(keys.node("node-1")),))
+        await keeper.look()
+        assert running() == ["node-0", "node-1"]
+    finally:
+        cluster = LocalCluster.load(tmp_path)
+        assert cluster is not None
+        for process in (alive, *(one.process for one in cluster.controllers)):
+            terminate_process(process, grace_s=5)

@@ -220,12 +220,14 @@ async def test_a_job_whose_central_record_is_gone_ends_with_its_name_and_no_try_
 
     changes = ChangeSignal()
     work = asyncio.create_task(work_on_job(lambda: runner, is_active, changes))
+    states = store.watch(KEYS.state)
     async with asyncio.timeout(5):
-        while not (found := memory.listing(KEYS.state).kvs) or b"FAILED" not in found[0].value:
-            await asyncio.sleep(0.01)
+        async for batch in states:
+            if found := [event.kv.value for event in batch.events if b"FAILED" in event.kv.value]:
+                break
     changes.notify()
     await work
-    status = JobStatus.decode(found[0].value)
+    status = JobStatus.decode(found[0])
     lost = KEYS.job if key == KEYS.prefix else key
     assert status.reason.startswith(f"the store has lost {lost}")
     assert "model.path" in status.reason
