@@ -510,7 +510,7 @@ class JobsServiceBase(jobs_pb2_grpc.JobsServicer):
             now, wall = self._clock.monotonic(), self._clock.wall()
             for wait in current_waits(runner.look()):
                 since = wall - (now - runner.waits.since.get(wait.key, now))
-                message.waiting.add(who=runner.node, what=wait.what, since=since)
+                message.waiting.add(who=runner.node, what=wait.what, since=since, cause=wait.cause)
         return message
 
     def _looking(self, uid: str) -> Callable[[], Awaitable[JobMirror]]:

@@ -230,6 +230,8 @@ class JobSession(LiveJob):
         self.identity = identity
         self.cluster = cluster
         self._records = records
+        self._unanswered = (0, 0)
+        """How many of the job's transactions had no answer, and up to which revision it was heard at the last of them."""
         self._memo = Memo()
         self._missing_input = ""
         self._pools: tuple[PoolStatus | None, PoolStatus | None, PoolStatus | None] = (None, None, None)
@@ -434,6 +436,13 @@ class JobSession(LiveJob):
         # A spec is checked whole to give them: too much for whatever is heard.
         return self._memo.get("rules", (job,), lambda: rules_of(job))
 
+    def _find_store_trouble(self) -> str:
+        """Why the last write had no answer. A change that is heard later shows that the store takes writes again, whoever made it."""
+        ledger, revision = self.dependencies.ledger, self.mirror.revision
+        if ledger.unanswered != self._unanswered[0]:
+            self._unanswered = ledger.unanswered, revision
+        return ledger.trouble if revision <= self._unanswered[1] else ""
+
     def _new_view(self) -> JobView:
         cluster, dependencies, head = self.cluster, self.dependencies, self.mirror.head
         reward_pool, judge_pool, tool_pool = self._pools
@@ -465,6 +474,7 @@ class JobSession(LiveJob):
             reward_pool=reward_pool,
             judge_pool=judge_pool,
             tool_pool=tool_pool,
+            store_trouble=self._find_store_trouble(),
             failed_start=dependencies.launcher.failed_start(cluster.workers),
             proposal=self.work.proposal,
             move_report=self.work.move_report,

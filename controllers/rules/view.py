@@ -253,6 +253,8 @@ class JobView:
     """The state of this peer's questions to judges."""
     tool_pool: PoolStatus | None = None
     """The state of this peer's processes of agents and tools."""
+    store_trouble: str = ""
+    """Why the store took no write of this controller since anything was last heard of the job; empty: it took the last one."""
     failed_start: str = ""
     """Why a worker of the job cannot be started here, after several tries; empty: none failed."""
     leaving: bool = False

@@ -43,6 +43,7 @@ CHECKPOINT = "checkpoint"
 
 PATIENCE_S: Mapping[str, float] = MappingProxyType(
     {
+        "store": 5.0,
         "start": 30.0,
         "model": 120.0,
         "material": 30.0,
@@ -69,7 +70,7 @@ PATIENCE_S: Mapping[str, float] = MappingProxyType(
 an engine that answers nothing is told by `controllers.inference.rules`' times."""
 
 LOCAL = frozenset(
-    {"material", "engines", "engine", "order", "reward", "judge", "agent", "tools", "recovery", "tidying"}
+    {"store", "material", "engines", "engine", "order", "reward", "judge", "agent", "tools", "recovery", "tidying"}
 )
 """Causes of this node alone: it tells them itself. The others are told by one of the peers for all."""
 
@@ -110,6 +111,10 @@ def current_waits(view: JobView) -> Iterator[Wait]:
     """Everything the job waits for now, as this controller sees it."""
     mirror = view.mirror
     if mirror.status is None or mirror.status.record.phase.ended:
+        return
+    if view.store_trouble:
+        # No step goes on without a write, so whatever else is awaited is not the cause.
+        yield Wait("store", f"{view.node} cannot write to the store: {view.store_trouble.rstrip('.')}", "wait store")
         return
     yield from _models(view)
     for node, newest in view.outdated_nodes.items():

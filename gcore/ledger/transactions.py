@@ -137,6 +137,10 @@ class TransactionExecutor:
     def __init__(self, store: Store, keys: JobKeys) -> None:
         self._store = store
         self._keys = keys
+        self.trouble = ""
+        """Why the last transaction had no answer, or was refused by the store; empty if it had one."""
+        self.unanswered = 0
+        """How many had none so far."""
 
     async def run(self, txn: Transaction) -> TxnReport:
         """Make `txn` once. Never repeats it: after an unknown answer it reads, and compares seq and nonce."""
@@ -147,8 +151,10 @@ class TransactionExecutor:
         except LeaseLost:
             return TxnReport(TxnOutcome.STALE, 0)
         except StoreUnavailable as error:
+            self.trouble, self.unanswered = str(error), self.unanswered + 1
             report = await self._find_out(txn)
             return replace(report, why=str(error)) if report.outcome is TxnOutcome.UNKNOWN else report
+        self.trouble = ""
         return TxnReport(TxnOutcome.WON if result.won else TxnOutcome.STALE, result.revision)
 
     async def _find_out(self, txn: Transaction) -> TxnReport:

@@ -278,8 +278,12 @@ def last_error_line(log_file: Path) -> str:
         lines = [line for line in _log_since(log_file, 0).splitlines() if line.strip()]
     except OSError as error:
         return f"its log cannot be read ({error.strerror or error})"
-    wrong = [line for line in lines if any(f'"level":"{level}"' in line for level in _WRONG)]
-    return _sentence((wrong or lines or ["it said nothing"])[-1])
+    return _sentence((_wrong_lines(lines) or lines or ["it said nothing"])[-1])
+
+
+def _wrong_lines(lines: Sequence[str]) -> list[str]:
+    """Those that say what was wrong: not the stack of goroutines that Go prints after them."""
+    return [line for line in lines if any(f'"level":"{level}"' in line for level in _WRONG)]
 
 
 class _PortTaken(Exception):
@@ -384,8 +388,9 @@ def _written_by(text: str) -> str | None:
 
 
 def _last_words(text: str) -> str:
-    lines = [_sentence(line) for line in text.splitlines() if line.strip()]
-    return "It last said: " + " / ".join(lines[-3:]) if lines else "It said nothing"
+    lines = [line for line in text.splitlines() if line.strip()]
+    told = [_sentence(line) for line in _wrong_lines(lines)[-1:] or lines[-3:]]
+    return "It last said: " + " / ".join(told) if told else "It said nothing"
 
 
 def _sentence(line: str) -> str:

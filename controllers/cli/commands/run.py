@@ -366,10 +366,17 @@ async def audit_job(client: JobsClient, job: str) -> AuditVerdict:
 
 
 async def _ask(client: JobsClient, uid: str, screen: Screen, clock: Clock) -> None:
+    cut_off: set[str] = set()
     while True:
         await clock.sleep(ASK_INTERVAL_S)
         try:
-            screen.observe(job_snapshot(await client.get_job(uid)))
+            job = job_snapshot(await client.get_job(uid))
+            screen.observe(job)
+            # No event can tell of it: events are written to the store.
+            found = {wait.who: wait.what for wait in job.waiting if wait.cause == "store"}
+            for who in sorted(cut_off | found.keys()):
+                screen.trouble(who, found.get(who, ""), clock.wall())
+            cut_off = set(found)
         except GcoreError as error:
             screen.trouble("the cluster", str(error), clock.wall())
         else:

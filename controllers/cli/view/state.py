@@ -154,6 +154,8 @@ class WaitPoint:
     who: str
     what: str
     since: float
+    cause: str = ""
+    """One of the words in docs/failures.md; empty where the command itself found it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,14 +208,16 @@ class ShardShare(_message.Message):
     def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[str] = ..., shards: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Waiting(_message.Message):
-    __slots__ = ("who", "what", "since")
+    __slots__ = ("who", "what", "since", "cause")
     WHO_FIELD_NUMBER: _ClassVar[int]
     WHAT_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
     who: str
     what: str
     since: float
-    def __init__(self, who: _Optional[str] = ..., what: _Optional[str] = ..., since: _Optional[float] = ...) -> None: ...
+    cause: str
+    def __init__(self, who: _Optional[str] = ..., what: _Optional[str] = ..., since: _Optional[float] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class CreateJobRequest(_message.Message):
     __slots__ = ("request_id", "spec_json", "mode")

@@ -163,3 +163,15 @@ async def test_a_daemon_of_a_cluster_warns_once_when_the_store_answers(
         store = Members({}, {"a:1": "3.5.2"})
         await clock.run(daemon._doubt(store))
     assert [record.message for record in caplog.records] == [version_warning({"a:1": "3.5.2"})]
+
+
+def test_the_last_words_of_an_etcd_without_room_name_the_error_and_no_line_of_its_stack() -> None:
+    from gcore.store.etcd import _last_words
+
+    text = (
+        '{"level":"info","msg":"starting an etcd server"}\n'
+        '{"level":"panic","msg":"failed to create WAL","error":"write 0.tmp: no space left on device","stacktrace":"a\\n\\tb.go:1"}\n'
+        "panic: failed to create WAL\n\ngoroutine 1 [running]:\nmain.main()\n\tgo.etcd.io/etcd/main.go:28 +0x17\n"
+    )
+    assert _last_words(text) == "It last said: failed to create WAL: write 0.tmp: no space left on device"
+    assert _last_words("flag provided but not defined: -x\n") == "It last said: flag provided but not defined: -x"

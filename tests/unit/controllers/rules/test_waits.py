@@ -179,6 +179,18 @@ def test_that_it_is_to_be_ended_is_another_wait_than_that_it_is_silent() -> None
     assert len(stalls) == 2
 
 
+def test_a_store_that_takes_no_write_is_the_only_cause_that_is_named_whatever_else_is_awaited() -> None:
+    view = sealed_job()
+    assert "store" not in waits(view)
+    refused = replace(view, store_trouble="the store's database is full. Compact and defragment it.")
+    (wait,) = current_waits(refused)
+    assert (wait.cause, wait.key) == ("store", "wait store")
+    assert (
+        wait.what == f"{view.node} cannot write to the store: the store's database is full. Compact and defragment it"
+    )
+    assert told(wait, PATIENCE_S["store"], MEMBERS[0])
+
+
 def test_rewards_that_wait_are_named_and_move_when_one_is_scored() -> None:
     one, two = (
         waits(replace(running_job(), reward_pool=PoolStatus(4, scored, "4 responses wait to be scored by reward 'r'")))[
