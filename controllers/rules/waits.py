@@ -383,7 +383,7 @@ def _first(view: JobView, topic: str) -> bool:
     return (turn_of(members, view.me, topic) if members else turn_of(view.nodes, view.node, topic)) == 0
 
 
-WHOLE = ("engine", "node")
+WHOLE = ("engine", "node", "store")
 """Causes whose waits say all that there is to say, for others go on without what is waited for."""
 
 

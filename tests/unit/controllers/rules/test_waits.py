@@ -189,6 +189,7 @@ def test_a_store_that_takes_no_write_is_the_only_cause_that_is_named_whatever_el
         wait.what == f"{view.node} cannot write to the store: the store's database is full. Compact and defragment it"
     )
     assert told(wait, PATIENCE_S["store"], MEMBERS[0])
+    assert wait_sentence(wait) == wait.what
 
 
 def test_rewards_that_wait_are_named_and_move_when_one_is_scored() -> None:
