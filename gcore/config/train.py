@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from gcore.config.base import HUB_SCHEMES, MOST_SLOTS, FilePath, Option, Section
+from gcore.config.base import HUB_SCHEMES, MOST_SLOTS, FilePath, Option, Section, is_unset
 from gcore.plugins import PluginKind
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -136,6 +136,9 @@ def _of_train(train: TrainSpec) -> Iterator[str]:
         yield f"critic belongs to advantage: gae; advantage {train.advantage!r} asks no critic"
     if train.gae_lambda != 1 and train.advantage != "gae":
         yield f"gae_lambda belongs to advantage: gae, not to {train.advantage!r}"
+    if train.kl_max is not None and not (train.kl_coef > 0 and train.kl_kind == "k3"):
+        why = f"the estimator is {train.kl_kind!r}" if train.kl_coef > 0 else "kl_coef is 0"
+        yield f"kl_max is a bound of k3, and {why}; leave it out, or set kl_coef above 0 and kl_estimator: k3"
     if train.correction_band[0] >= train.correction_band[1]:
         yield f"correction_band {list(train.correction_band)} holds nothing; its first must be below its second"
     yield from _of_stream(train)
@@ -249,6 +252,12 @@ class TrainSpec(Section):
         None,
         description="Estimator of the KL; k3+ has the value of k3 and the gradient of k2; default: k3 in the loss, and k1, "
         "the unbiased one, in the reward",
+    )
+    kl_max: PositiveFloat | None = Field(
+        None,
+        exclude_if=is_unset,
+        description="The most that k3 of one token counts, in nats: a token beyond counts this and has no gradient. 10 is the bound "
+        "of verl and OpenRLHF; default: no bound",
     )
     old_logprobs: Literal["current", "recompute", "engine"] = Field(
         "recompute",

@@ -389,7 +389,8 @@ def _needs(train: TrainSpec) -> set[Need]:
 def _regularized(token_loss: Tensor, scores: Scores, targets: Targets, train: TrainSpec) -> Tensor:
     """Add the KL to the reference and subtract the entropy, [b, w]."""
     if targets.reference is not None and train.kl_in == "loss":
-        token_loss = token_loss + train.kl_coef * kl_estimate(scores.logp, targets.reference, train.kl_kind)
+        kl = kl_estimate(scores.logp, targets.reference, train.kl_kind, most=train.kl_max)
+        token_loss = token_loss + train.kl_coef * kl
     if train.entropy_coef > 0:
         token_loss = token_loss - train.entropy_coef * scores.entropy
     return token_loss

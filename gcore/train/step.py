@@ -418,7 +418,8 @@ class StepTrainer:
             tally.fed(batch)
             if reference and self._train.rewards_kl:
                 policy = batch.rollout_logp if self._train.old_logprobs == "engine" else old[place]
-                kl = torch.where(batch.scored, kl_estimate(policy, reference[place], self._train.kl_kind), 0.0)
+                kl = kl_estimate(policy, reference[place], self._train.kl_kind, most=self._train.kl_max)
+                kl = torch.where(batch.scored, kl, 0.0)
                 penalties[place] = self._train.kl_coef * kl.double()
         return penalties
 

@@ -270,11 +270,14 @@ def _inside(weight: Tensor, low: float, high: float) -> Tensor:
 MAX_EXPONENT = 20.0
 
 
-def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: Literal["k1", "k2", "k3", "k3+"]) -> Tensor:
+def kl_estimate(
+    logp: Tensor, ref_logp: Tensor, kind: Literal["k1", "k2", "k3", "k3+"], *, most: float | None = None
+) -> Tensor:
     """With d = logp - ref_logp: k1 = d; k2 = d²/2; k3 = e^(-d) - 1 + d (Schulman, 2020); "k3+" with the value of k3 and the gradient of k2.
 
     Both inputs of one shape, such as [batch, tokens]; returns that shape, nats, in the type of `logp`. The gradient goes through `logp` only. The
-    exponent is held below 20, so that a token the policy all but excludes does not overflow.
+    exponent is held below 20, so that a token the policy all but excludes does not overflow. `most`: k3 of a token is held at so many nats, and
+    has no gradient beyond (public implementations hold it at 10, which is d below -2.6); None: no bound.
     """
     d = logp - ref_logp.detach()
     match kind:
@@ -283,7 +286,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: Literal["k1", "k2", "k3", 
         case "k2":
             return d * d / 2
         case "k3":
-            return _k3(d)
+            return _k3(d) if most is None else _k3(d).clamp(max=most)
         case "k3+":
             k2 = d * d / 2
             return _k3(d).detach() + (k2 - k2.detach())  # the bracket is exactly 0 and has k2's gradient

@@ -194,6 +194,16 @@ def test_the_gradient_of_the_loss_agrees_with_finite_differences(seed: int, mode
     assert torch.autograd.gradcheck(loss, (generic(seed + 300, 3, 5).requires_grad_(),), atol=1e-6)
 
 
+def test_k3_has_no_bound_unless_one_is_given_and_no_gradient_beyond_it() -> None:
+    policy = torch.tensor([-8.0, -2.7, -2.5, 3.0], dtype=torch.float64, requires_grad=True)
+    free, held = (kl_estimate(policy, torch.zeros(4, dtype=torch.float64), "k3", most=most) for most in (None, 10.0))
+    assert free.tolist() == pytest.approx([math.exp(-d) - 1 + d for d in policy.tolist()])
+    assert held.tolist() == pytest.approx([10.0, 10.0, *free.tolist()[2:]])
+    (of_free,), (of_held,) = (torch.autograd.grad(one.sum(), policy) for one in (free, held))
+    assert of_free[0] == pytest.approx(1 - math.exp(8))
+    assert of_held.tolist() == pytest.approx([0.0, 0.0, *of_free.tolist()[2:]])
+
+
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_the_gradient_of_a_kl_estimate_agrees_with_finite_differences(kind: Literal["k1", "k2", "k3"]) -> None:
     ref = generic(1, 2, 4)
