@@ -416,7 +416,7 @@ def make_demonstration(prompt: Prompt, opened: PromptSource, version: Version, m
     it has failed.
 
     The answer is the field that the reward of the prompt's source names. Text is taken as it is, anything else as JSON writes it; the
-    tokenizer's end of sequence comes after it. It is never cut: half an answer is another answer.
+    end token comes after it that the chat template writes behind an answer, or the tokenizer's. It is never cut: half an answer is another answer.
     """
     field = opened.source.reward.answer
     answer = prompt.fields.get(field)
@@ -427,7 +427,7 @@ def make_demonstration(prompt: Prompt, opened: PromptSource, version: Version, m
         tokens = opened.renderer.tokenizer.encode(text, add_special_tokens=False)
     except DataError as error:
         return Outcome("failed", error.what)
-    end = opened.renderer.eos_token_id
+    end = opened.renderer.answer_end(prompt.fields)
     tokens = tokens if end is None else (*tokens, end)
     if not tokens:
         return Outcome("failed", f"the answer in field {field!r} has no tokens, and the tokenizer names no end")

@@ -371,7 +371,9 @@ def judge_renderer(number: int, judge: JudgeSpec) -> PromptRenderer:
     """How questions become tokens, for judge `number`, which the cluster serves. Blocks. Raises DataError."""
     assert judge.model is not None
     with blame_judge(number, judge):
-        return PromptRenderer.load(Path(judge.model.path), chat=judge.chat, system=judge.system)
+        return PromptRenderer.load(
+            Path(judge.model.path), chat=judge.chat, system=judge.system, variables=judge.template_variables
+        )
 
 
 @contextmanager

@@ -6,12 +6,14 @@ sentences, each with its key and the nearest known key.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date, datetime
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from gcore.errors import did_you_mean, nearest_name
 
@@ -46,6 +48,41 @@ ModelPath = Annotated[str, PathMark(hub=True)]
 
 Option = str | int | float | bool
 """A setting of a plug-in's own: what it may be is the plug-in's to say."""
+
+
+def is_unset(value: object) -> bool:
+    """Whether an option that has no default was left out.
+
+    `exclude_if=is_unset` keeps a field that came later out of stored specs that do not set it: nodes of an older gcore, which refuse
+    fields that they do not know, read these.
+    """
+    return value is None
+
+
+def _template_variables(given: dict[str, Any]) -> dict[str, Any]:
+    """As JSON. Dates, which YAML makes of 2026-01-01, become text. Raises ValueError."""
+    for name in given:
+        if name in RENDERED:
+            raise ValueError(f"{name} is what a prompt is rendered from, and no variable; leave it out")
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(given, allow_nan=False, default=date.isoformat))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"a variable should be text, a number, true or false, a list or an object ({error})"
+        ) from error
+    if "strftime_now" in found:
+        try:
+            datetime.fromisoformat(found["strftime_now"])
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"strftime_now should be a date such as 2026-01-01, not {found['strftime_now']!r:.50}"
+            ) from None
+    return found
+
+
+RENDERED = ("messages", "tools", "add_generation_prompt")
+TemplateVariables = Annotated[dict[str, Any], AfterValidator(_template_variables)]
+VARIABLES_HELP = "Variables of the chat template, by name, such as enable_thinking: false; strftime_now: 2026-01-01 is the date that templates show"
 
 
 class Section(BaseModel):

@@ -13,11 +13,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from gcore.config.base import FilePath, Option, Section, StopString, Temperature
+from gcore.config.base import (
+    VARIABLES_HELP,
+    FilePath,
+    Option,
+    Section,
+    StopString,
+    Temperature,
+    TemplateVariables,
+    is_unset,
+)
 from gcore.config.reward import RewardSpec
 from gcore.errors import did_you_mean
 
@@ -64,6 +73,9 @@ class SourceSpec(Section):
     template: FilePath | None = Field(None, description=TEMPLATE_HELP)
     system: str | None = Field(None, description=SYSTEM_HELP)
     tools: FilePath | None = Field(None, description=TOOLS_HELP)
+    template_variables: TemplateVariables | None = Field(
+        None, exclude_if=is_unset, description=f"{VARIABLES_HELP}; default: data.template_variables"
+    )
     min_prompt_tokens: PositiveInt | None = Field(None, description="Shorter prompts are filtered")
     max_prompt_tokens: PositiveInt | None = Field(None, description="Longer prompts are filtered")
     reward: RewardSpec | None = Field(None, description="Scoring of this source; default: the job's")
@@ -98,10 +110,14 @@ class SourcesSection(Section):
 class DataSpec(SourcesSection):
     """The prompt stream."""
 
-    prompt: str = Field("prompt", description="Field with the prompt: a string, or a list of chat messages")
+    prompt: str = Field(
+        "prompt",
+        description="Field with the prompt: a string, or a list of chat messages, whose content is a text or a list of text parts",
+    )
     template: FilePath | None = Field(None, description=TEMPLATE_HELP)
     system: str | None = Field(None, description=SYSTEM_HELP)
     tools: FilePath | None = Field(None, description=TOOLS_HELP)
+    template_variables: TemplateVariables | None = Field(None, exclude_if=is_unset, description=VARIABLES_HELP)
     min_prompt_tokens: PositiveInt | None = Field(None, description="Shorter prompts are filtered")
     max_prompt_tokens: PositiveInt | None = Field(None, description="Longer prompts are filtered")
     shards: PositiveInt = Field(64, description="Slices of the stream; at least 16 times the most controllers expected")
@@ -148,6 +164,7 @@ class ResolvedSource:
     template: str | None
     system: str | None
     tools: str | None
+    template_variables: dict[str, Any]
     min_prompt_tokens: int | None
     max_prompt_tokens: int | None
     reward: RewardSpec

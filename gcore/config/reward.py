@@ -24,7 +24,19 @@ from pydantic import (
     model_validator,
 )
 
-from gcore.config.base import MOST_SLOTS, SPANS, FilePath, ModelPath, Option, Section, SlotsPerEngine, refuse_torch
+from gcore.config.base import (
+    MOST_SLOTS,
+    SPANS,
+    VARIABLES_HELP,
+    FilePath,
+    ModelPath,
+    Option,
+    Section,
+    SlotsPerEngine,
+    TemplateVariables,
+    is_unset,
+    refuse_torch,
+)
 from gcore.types import LARGEST_REWARD
 
 DEFAULT_REWARD = "numeric"
@@ -363,6 +375,9 @@ class JudgeSpec(Section):
         False, description="Wrap what it is shown with the tokenizer's chat template; otherwise plain text"
     )
     system: str | None = Field(None, description="System message before it; needs chat, or an external judge")
+    template_variables: TemplateVariables | None = Field(
+        None, exclude_if=is_unset, description=f"{VARIABLES_HELP}; needs chat and a model of the cluster's"
+    )
     temperature: Annotated[float, Field(ge=0, le=1e6)] = Field(
         0.0,
         description="Sampling temperature. 0: the likeliest token, always (greedy); above: drawn, each vote from a seed of its own",
@@ -405,6 +420,8 @@ class JudgeSpec(Section):
             raise ValueError("serving is for a judge with a model; an external one has its own engines")
         if self.system is not None and not (self.chat or self.external is not None):
             raise ValueError("system needs chat: true")
+        if self.template_variables and not (self.chat and self.model is not None):
+            raise ValueError("template_variables are a chat template's; they need model and chat: true")
         if 0 < self.temperature < 1e-6:
             raise ValueError(f"a temperature of {self.temperature} is neither greedy (0) nor at least 1e-06")
         if self.votes > 1 and self.temperature == 0:

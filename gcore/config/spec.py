@@ -261,6 +261,9 @@ def resolve_source(spec: JobSpec, source: SourceSpec) -> ResolvedSource:
         template=source.template or data.template,
         system=data.system if source.system is None else source.system,
         tools=source.tools or data.tools,
+        template_variables=(data.template_variables or {})
+        if source.template_variables is None
+        else source.template_variables,
         min_prompt_tokens=source.min_prompt_tokens or data.min_prompt_tokens,
         max_prompt_tokens=source.max_prompt_tokens or data.max_prompt_tokens,
         reward=source.reward or spec.reward,

@@ -31,6 +31,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from gcore.data.messages import parts_problem
 from gcore.errors import DataError
 from gcore.system.files import refuse_constant
 
@@ -169,9 +170,13 @@ def _message_problem(prompt: Any) -> str | None:
     for number, message in enumerate(prompt, 1):
         if not isinstance(message, dict):
             return f"a list whose item {number} is {_kind(message)}, not a chat message"
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str) and not (key == "content" and _calls_tools(message)):
-                return f"a list whose message {number} has no text in {key!r}"
+        if not isinstance(message.get("role"), str):
+            return f"a list whose message {number} has no text in 'role'"
+        content = message.get("content")
+        if content is None and not _calls_tools(message):
+            return f"a list whose message {number} has no text in 'content'"
+        if content is not None and not isinstance(content, str) and (problem := parts_problem(content)) is not None:
+            return f"a list whose message {number} has no text in 'content': it {problem}"
     return None
 
 

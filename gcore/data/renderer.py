@@ -2,8 +2,11 @@
 
 With `chat` a prompt is put into a chat template, with the opening of the assistant's turn; a string counts as one message
 of the user. Without it the string is the text. The result agrees with `AutoTokenizer.apply_chat_template(messages, tools=...,
-add_generation_prompt=True)` and `AutoTokenizer(text)`, but for the clock that templates do not get here
-(`gcore.data.templates`).
+add_generation_prompt=True, **variables)` and `AutoTokenizer(text)`, but for the clock, which templates get from a variable
+here (`gcore.data.templates`), and for text parts that a template does not read (`gcore.data.messages`).
+
+A model may have several end tokens. What comes behind an answer is what the template writes there, and the end of the turn stands
+there once, whichever end token the answer has.
 
 A template writes its own special tokens, so the tokenizer adds none to what it wrote: a leading token is never there twice.
 A source's system message goes before messages that have none of their own; an entry that begins with one keeps it. It does
@@ -13,16 +16,21 @@ not cut: a prompt that is too long is an error, or filtered (`gcore.data.stream`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from gcore.data.messages import MARK, ContentForms, Messages, prepare_messages
 from gcore.data.templates import (
     FOREIGN_FAILURES,
     ToolDefinitions,
+    bind_variables,
+    check_variables,
     compile_template,
+    explain_failure,
     read_template,
     read_tools,
     template_of_model,
@@ -31,16 +39,13 @@ from gcore.data.templates import (
 from gcore.data.tokenizer import ModelTokenizer
 from gcore.errors import DataError
 
-Messages = Sequence[Mapping[str, Any]]
-SYSTEM_ROLES = ("system", "developer")
-
-_ANSWER = "\ue000answer\ue000"
-"""Stands for an answer in a template: no text has it."""
-
 _CONTEXT = 16
-"""Tokens in front of a text that is encoded behind them."""
+"""Tokens in front of a text that is encoded behind them, and of an answer that are compared with what a template writes."""
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+_SOME_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +56,29 @@ class ChatForm:
     tool_template: jinja2.Template
     system: str = ""
     tools: ToolDefinitions = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def load(
-        cls, tokenizer: ModelTokenizer, model_dir: Path, *, template: str | None, system: str | None, tools: str | None
+        cls,
+        tokenizer: ModelTokenizer,
+        model_dir: Path,
+        *,
+        template: str | None,
+        system: str | None,
+        tools: str | None,
+        variables: Mapping[str, Any],
     ) -> ChatForm:
         """`template` and `tools` are files, in place of the model's template and of none. Raises DataError."""
         definitions = () if tools is None else read_tools(Path(tools))
         if template is not None:
-            own = compile_template(read_template(Path(template)), template)
-            return cls(own, own, system or "", definitions)
-        plain = compile_template(*template_of_model(model_dir, tokenizer.settings, for_tools=False))
-        with_tools = compile_template(*template_of_model(model_dir, tokenizer.settings, for_tools=True))
-        return cls(plain, with_tools, system or "", definitions)
+            sources = [(read_template(Path(template)), template)]
+        else:
+            settings = tokenizer.settings
+            sources = [template_of_model(model_dir, settings, for_tools=given) for given in (False, True)]
+        compiled = [compile_template(source, where) for source, where in dict.fromkeys(sources)]
+        check_variables([source for source, _ in sources], variables, sources[0][1])
+        return cls(compiled[0], compiled[-1], system or "", definitions, bind_variables(variables))
 
 
 class PromptRenderer:
@@ -73,6 +88,11 @@ class PromptRenderer:
         self.tokenizer = tokenizer
         self._form = form
         self._where = where
+        if form is not None:
+            self._contents = ContentForms(partial(self._tried, form.template, None))
+            self._tool_contents = ContentForms(
+                partial(self._tried, form.tool_template, list(form.tools) or [_SOME_TOOL])
+            )
 
     @classmethod
     def load(
@@ -83,9 +103,10 @@ class PromptRenderer:
         template: str | None = None,
         system: str | None = None,
         tools: str | None = None,
+        variables: Mapping[str, Any] | None = None,
         tokenizer: ModelTokenizer | None = None,
     ) -> PromptRenderer:
-        """For a Hugging Face model folder; `tokenizer`: that of the folder, if it is loaded already.
+        """For a Hugging Face model folder. `variables`: of the template; `tokenizer`: that of the folder, if it is loaded already.
 
         Raises DataError: no such model, no chat template for `chat`, files that cannot be read or are not what they
         should be, and whatever only a chat template can show without one.
@@ -93,9 +114,12 @@ class PromptRenderer:
         folder = Path(model_dir)
         tokenizer = tokenizer or ModelTokenizer.load(folder)
         if chat:
-            form = ChatForm.load(tokenizer, folder, template=template, system=system, tools=tools)
+            form = ChatForm.load(
+                tokenizer, folder, template=template, system=system, tools=tools, variables=variables or {}
+            )
             return cls(tokenizer, form, where=str(folder))
-        for name, given in (("template", template), ("system", system), ("tools", tools)):
+        only_chat = {"template": template, "system": system, "tools": tools, "template_variables": variables}
+        for name, given in only_chat.items():
             if given:
                 raise DataError(
                     f"`{name}` is given, and the prompts are shown as plain text",
@@ -109,17 +133,22 @@ class PromptRenderer:
         return self._form is not None
 
     @property
-    def eos_token_id(self) -> int | None:
-        """The token that ends a response, if the tokenizer names one."""
-        return self.tokenizer.eos_token_id
-
-    @property
     def max_length(self) -> int | None:
         """The model's context, in tokens; None if its configuration does not say."""
         return self.tokenizer.max_length
 
-    def render(self, value: str | Messages, fields: Mapping[str, Any] | None = None) -> str:
-        """The text that the model is shown for a prompt field of the entry `fields`. Raises DataError."""
+    def render(
+        self,
+        value: str | Messages,
+        fields: Mapping[str, Any] | None = None,
+        *,
+        opens: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text that the model is shown for a prompt field of the entry `fields`.
+
+        `opens`: with the opening of an answer behind it; `variables`: of the template, beside those of the source. Raises DataError.
+        """
         form = self._form
         if form is None:
             if isinstance(value, str):
@@ -129,42 +158,68 @@ class PromptRenderer:
                 where=self._where,
                 fix="Set model.chat: true, or write prompts as strings",
             )
-        tools = tools_of_entry(fields or {}, form.tools)
-        template = form.tool_template if tools else form.template
+        tools = list(tools_of_entry(fields or {}, form.tools)) or None
+        template, contents = (form.tool_template, self._tool_contents) if tools else (form.template, self._contents)
+        own = bind_variables(variables or {})
         try:
-            return template.render(
-                messages=_messages(value, form.system),
-                tools=list(tools) or None,
-                documents=None,
-                add_generation_prompt=True,
-                **self.tokenizer.special_tokens,
-            )
+            messages = [contents.fit(message) for message in prepare_messages(value, form.system)]
+            return self._written(template, tools, messages, opens=opens, variables=own)
         except FOREIGN_FAILURES as error:
             raise DataError(
                 f"the chat template does not take the prompt ({type(error).__name__}: {error})",
                 where=self._where,
-                fix="Change the messages, or the template",
+                fix=explain_failure(error),
             ) from error
 
-    def behind(self, messages: Messages, fields: Mapping[str, Any], *, ended: bool) -> str:
+    def _written(
+        self,
+        template: jinja2.Template,
+        tools: list[dict[str, Any]] | None,
+        messages: list[dict[str, Any]],
+        *,
+        opens: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        assert self._form is not None
+        return template.render(
+            {
+                "documents": None,
+                **self.tokenizer.special_tokens,
+                **self._form.variables,
+                **(variables or {}),
+                "messages": messages,
+                "tools": tools,
+                "add_generation_prompt": opens,
+            }
+        )
+
+    def _tried(
+        self, template: jinja2.Template, tools: list[dict[str, Any]] | None, messages: list[dict[str, Any]]
+    ) -> str:
+        try:
+            return self._written(template, tools, messages)
+        except FOREIGN_FAILURES:
+            return ""
+
+    def behind(self, messages: Messages, fields: Mapping[str, Any], *, said: Sequence[int]) -> str:
         """What the template writes between an answer of the assistant and its next one, if `messages` come between them.
 
-        `ended`: the answer has its end token already. Raises DataError.
+        `said`: the tokens of the answer; where they end the turn themselves, its end is left out. Raises DataError.
         """
-        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *messages]
-        _, found, rest = self.render(asked, fields).rpartition(_ANSWER)
+        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}, *messages]
+        _, found, rest = self.render(asked, fields).rpartition(MARK)
         if not found:
             raise DataError("the chat template leaves an answer out", where=self._where, fix="Change the template")
-        end = self.tokenizer.special_tokens.get("eos_token")
-        return rest.removeprefix(end) if ended and end is not None else rest
+        return self._without_end(rest, said, asked[:2], fields)
 
-    def continued(self, messages: Messages, answer: int, fields: Mapping[str, Any], *, ended: bool) -> str:
+    def continued(self, messages: Messages, answer: int, fields: Mapping[str, Any], *, said: Sequence[int]) -> str:
         """What the template writes behind the assistant's message at place `answer`, up to the opening of the next answer.
 
-        `ended`: the answer has its end token already. Raises DataError, also for a template that does not show where that is.
+        `said`: the tokens of the answer; where they end the turn themselves, its end is left out. Raises DataError, also for a
+        template that does not show where an answer ends.
         """
-        asked = [*messages[:answer], {"role": "assistant", "content": _ANSWER}, *messages[answer + 1 :]]
-        _, *rest = self.render(asked, fields).split(_ANSWER)
+        asked = [*messages[:answer], {"role": "assistant", "content": MARK}, *messages[answer + 1 :]]
+        _, *rest = self.render(asked, fields).split(MARK)
         if len(rest) != 1:
             how = "leaves out" if not rest else "writes more than once"
             raise DataError(
@@ -172,42 +227,62 @@ class PromptRenderer:
                 where=self._where,
                 fix="Change the template",
             )
-        end = self.tokenizer.special_tokens.get("eos_token")
-        return rest[0].removeprefix(end) if ended and end is not None else rest[0]
+        return self._without_end(rest[0], said, asked[: answer + 1], fields)
+
+    def answer_end(self, fields: Mapping[str, Any]) -> int | None:
+        """The token that ends an answer: the end token that the chat template writes behind one, else the first that there is."""
+        ends: dict[str, int] = {self.tokenizer.special_text(token): token for token in self.tokenizer.end_token_ids}
+        if self.chat:
+            asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
+            closing = self._closing(asked, fields).lstrip()
+            written = [text for text in ends if text and closing.startswith(text)]
+            if written:
+                return ends[max(written, key=len)]
+        return next(iter(self.tokenizer.end_token_ids), None)
+
+    def _without_end(self, rest: str, said: Sequence[int], asked: Messages, fields: Mapping[str, Any]) -> str:
+        """`rest`, which the template writes behind an answer, without the end of the turn if the answer `said` ends with one.
+
+        The end is what the answer ended with. An answer may also end with another end token than the template's; then
+        the end is the end token that the template writes behind the last answer of a conversation too, which is therefore no
+        opening of the next turn.
+        """
+        own = self.tokenizer.special_text(said[-1]) if said else ""
+        if not own:
+            return rest
+        head, found, tail = rest.partition(own)
+        if found and (not head.strip() or self.tokenizer.spell(said[-_CONTEXT:-1]).endswith(head)):
+            return tail
+        if said[-1] not in self.tokenizer.end_token_ids:
+            return rest
+        closing, begun = self._closing(asked, fields).lstrip(), rest.lstrip()
+        ends = [self.tokenizer.special_text(token) for token in self.tokenizer.end_token_ids]
+        end = max((text for text in ends if closing.startswith(text) and begun.startswith(text)), key=len, default="")
+        return begun[len(end) :] if end else rest
+
+    def _closing(self, asked: Messages, fields: Mapping[str, Any]) -> str:
+        """What the template writes behind the answer `MARK`, with which `asked` ends; empty for a template that does not take that."""
+        try:
+            return self.render(asked, fields, opens=False).rpartition(MARK)[2]
+        except DataError:
+            return ""
 
     def encode_behind(self, before: Sequence[int], text: str) -> tuple[int, ...]:
         """Token ids of a text that stands behind the tokens `before`, which stay as they are. Raises DataError.
 
-        No special tokens are added, nor the space that some tokenizers begin a text with.
+        They are those that the text has within the whole, where no token of the whole lies across its beginning.
         """
-        alone = self.tokenizer.encode(text, add_special_tokens=False)
-        near = tuple(before[-_CONTEXT:])
-        said = self.tokenizer.decode(near)
-        if self.tokenizer.decode(near + alone) == said + text:
-            return alone
-        again = self.tokenizer.encode(said, add_special_tokens=False)
-        both = self.tokenizer.encode(said + text, add_special_tokens=False)
-        return both[len(again) :] if both[: len(again)] == again else alone
+        known = self.tokenizer.spell(before[-_CONTEXT:])
+        again = self.tokenizer.encode(known, add_special_tokens=False)
+        both = self.tokenizer.encode(known + text, add_special_tokens=False)
+        if both[: len(again)] == again:
+            return both[len(again) :]
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a rendered text. Plain text gets the model's leading special tokens. Raises DataError."""
         return self.tokenizer.encode(text, add_special_tokens=not self.chat)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out."""
+        """The text of token ids, special tokens and end tokens left out."""
         return self.tokenizer.decode(ids)
-
-
-def _messages(value: str | Messages, system: str) -> list[dict[str, Any]]:
-    given: Messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    messages = [_as_templates_expect(message) for message in given]
-    if system and messages[0].get("role") not in SYSTEM_ROLES:
-        messages.insert(0, {"role": "system", "content": system})
-    return messages
-
-
-def _as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Without keys that are null, and with its reasoning under the names that templates read, as transformers does."""
-    there = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((there[name] for name in _REASONING if name in there), None)
-    return there if reasoning is None else {"thinking": reasoning, **there, "reasoning_content": reasoning}

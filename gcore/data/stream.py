@@ -234,7 +234,6 @@ class JobPrompts:
     identity: DataIdentity
     context: int | None
     """Longest prompt plus response, in tokens; None if neither the spec nor the model says."""
-    eos_token_id: int | None
 
     @property
     def prompts(self) -> int:
@@ -286,7 +285,7 @@ def open_prompts(
         [(s.source, s.dataset) for s in sources], [(held.source, held.opened.dataset) for held in evaluation]
     )
     stream = PromptStream(sources, shards=spec.data.shards, seed=spec.seed)
-    return JobPrompts(stream, evaluation, identity, context, tokenizer.eos_token_id)
+    return JobPrompts(stream, evaluation, identity, context)
 
 
 def identify_data(spec: JobSpec, cache_dir: Path) -> DataIdentity:
@@ -322,6 +321,7 @@ def _renderer(source: ResolvedSource, section: str, model_dir: Path, tokenizer: 
             template=source.template,
             system=source.system,
             tools=source.tools,
+            variables=source.template_variables,
             tokenizer=tokenizer,
         )
     except DataError as error:

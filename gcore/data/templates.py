@@ -1,8 +1,10 @@
 """Chat templates, the sandbox that templates run in, and tool definitions.
 
-A template is foreign code: it runs in Jinja's immutable sandbox, sees plain JSON values only, and has no clock (`strftime_now` is
-undefined, and templates that ask for the date fall back to the one they were made with), because a prompt must be the same on
-every node and on every day. Whitespace, filters and extensions are those that transformers gives templates. How much a template
+A template is foreign code: it runs in Jinja's immutable sandbox, sees plain JSON values only, and has no clock, because a prompt must
+be the same on every node and on every day. A spec gives it variables (`template_variables`), which transformers takes
+as keywords: `enable_thinking: false`. The variable `strftime_now` is a date, such as `2026-01-01`: the template then has a function
+of that name, which formats this date. Without it the function is undefined, and many templates fall back to the date they were made
+with. Whitespace, filters and extensions are those that transformers gives templates. How much a template
 may write is not bounded here; `gcore.reward.judges.template` does that for templates that run in a controller.
 
 A source names a JSON file with a list of tool definitions. An entry with a field `tools` that is not null has its own in their
@@ -13,18 +15,19 @@ objects of different forms. Definitions go to the chat template as they are.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from gcore.errors import DataError
+from gcore.errors import DataError, did_you_mean
 
 FOREIGN_FAILURES = (
     jinja2.TemplateError,
@@ -55,6 +58,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
         self.globals["namespace"] = _PlainNamespace
 
+
+_OWN_NAMES = frozenset(("messages", "tools", "add_generation_prompt", "raise_exception", "namespace", "range", "dict"))
+"""What a template has without being given it."""
 
 UNCOMPILED = (jinja2.TemplateSyntaxError, SyntaxError, ValueError, RecursionError, MemoryError)
 """What comes of a template that cannot be compiled: by Jinja, or by Python, which is handed what Jinja makes of it."""
@@ -113,6 +119,44 @@ def compile_template(source: str, where: str) -> jinja2.Template:
             where=where,
             fix="Correct it, or name another in `template`",
         ) from error
+
+
+CLOCK = "strftime_now"
+"""The function with which templates ask for the date."""
+
+
+def check_variables(sources: Iterable[str], variables: Mapping[str, Any], where: str) -> None:
+    """Raises DataError for a variable that none of a model's templates, which compile, reads: it would change nothing."""
+    parse = Sandbox(extensions=[_GenerationBlock]).parse
+    reads = {name for source in sources for name in meta.find_undeclared_variables(parse(source))} - _OWN_NAMES
+    unread = sorted(variables.keys() - reads)
+    if unread:
+        raise DataError(
+            f"the chat template reads no variable {unread[0]!r}{did_you_mean(unread[0], reads)}",
+            where=where,
+            fix=f"Remove it from template_variables (the template reads {', '.join(sorted(reads)) or 'none'})",
+        )
+
+
+def bind_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables as a template reads them: the date `strftime_now` is the function that formats it. Raises DataError if it is no date."""
+    bound = dict(variables)
+    if CLOCK in bound:
+        try:
+            bound[CLOCK] = datetime.fromisoformat(bound[CLOCK]).strftime
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"the template variable {CLOCK} is {bound[CLOCK]!r:.50}, which is no date",
+                fix="Write one such as 2026-01-01",
+            ) from error
+    return bound
+
+
+def explain_failure(error: Exception) -> str:
+    """What to do about a template that failed while it rendered."""
+    if isinstance(error, jinja2.UndefinedError) and CLOCK in str(error):
+        return f"The template asks for the date: set template_variables: {{{CLOCK}: 2026-01-01}} with a date of your choice"
+    return "Change the messages, the template, or template_variables"
 
 
 def read_template(path: Path) -> str:

@@ -27,15 +27,25 @@ class ModelTokenizer:
     """Encodes and decodes for one model folder. Stateless; may be used from several threads."""
 
     def __init__(
-        self, tokenizer: Any, *, special_tokens: Mapping[str, str], settings: Mapping[str, Any], max_length: int | None
+        self,
+        tokenizer: Any,
+        *,
+        special_tokens: Mapping[str, str],
+        settings: Mapping[str, Any],
+        max_length: int | None,
+        end_token_ids: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
+        self._added = tokenizer.get_added_tokens_decoder()
         self.special_tokens = dict(special_tokens)
         """Text of each special token that the tokenizer names, by name (`eos_token`)."""
         self.settings = dict(settings)
         """What stands in tokenizer_config.json."""
         self.max_length = max_length
         """The model's context, in tokens; None if its configuration does not say."""
+        own = self._id_of("eos_token")
+        self.end_token_ids = tuple(dict.fromkeys((*(() if own is None else (own,)), *end_token_ids)))
+        """Every token that ends a response, the tokenizer's own first; empty if neither it nor the model names one."""
 
     @classmethod
     def load(cls, folder: Path) -> ModelTokenizer:
@@ -57,13 +67,13 @@ class ModelTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         settings = _read_json(folder / "tokenizer_config.json", optional=True)
-        special = _special_tokens(settings, folder)
-        return cls(tokenizer, special_tokens=special, settings=settings, max_length=_context(config))
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The token that ends a response, if the tokenizer names one."""
-        return self._id_of("eos_token")
+        return cls(
+            tokenizer,
+            special_tokens=_special_tokens(folder),
+            settings=settings,
+            max_length=_context(config),
+            end_token_ids=end_tokens(folder, config, tokenizer.token_to_id),
+        )
 
     @property
     def unknown_token_id(self) -> int | None:
@@ -89,15 +99,27 @@ class ModelTokenizer:
             ids = self.encode(text, add_special_tokens=False)
         except DataError:
             return False
-        # With special tokens: they are a text's as well.
-        said: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        said = self.spell(ids)  # special tokens are a text's as well
         unknown = self.unknown_token_id
         return _plain(said) == _plain(text) and (unknown is None or unknown not in ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        """The text of token ids, special tokens and end tokens left out."""
+        kept = [token for token in ids if token not in self.end_token_ids]
+        text: str = self._tokenizer.decode(kept, skip_special_tokens=True)
         return text
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """The text of token ids with special tokens in it, as a chat template writes them."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def special_text(self, token_id: int) -> str:
+        """How a template writes a special token or an end token; empty for any other token."""
+        added = self._added.get(token_id)
+        if added is not None and (added.special or token_id in self.end_token_ids):
+            return str(added.content)
+        return self.spell((token_id,)) if token_id in self.end_token_ids else ""
 
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
@@ -110,8 +132,25 @@ def _plain(text: str) -> str:
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def _special_tokens(settings: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    known = {**_read_json(folder / "special_tokens_map.json", optional=True), **settings}
+def end_tokens(folder: Path, config: Mapping[str, Any], token_id: Callable[[str], int | None]) -> tuple[int, ...]:
+    """Every token that the tokenizer, `generation_config.json` or `config` calls the end, in that order, each once.
+
+    `config`: the folder's `config.json`. `token_id`: the ID of a token by its text. Raises DataError for a file that is not JSON.
+    """
+    name = _special_tokens(folder).get("eos_token")
+    found = [] if name is None else [token_id(name)]
+    inner = config.get("text_config")
+    for settings in (_read_json(folder / "generation_config.json", optional=True), config, inner):
+        value = settings.get("eos_token_id") if isinstance(settings, Mapping) else None
+        found += value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys(token for token in found if isinstance(token, int) and not isinstance(token, bool)))
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    known = {
+        **_read_json(folder / "special_tokens_map.json", optional=True),
+        **_read_json(folder / "tokenizer_config.json", optional=True),
+    }
     texts: dict[str, str] = {}
     for name in _SPECIAL_TOKENS:
         token = known.get(name)

@@ -15,7 +15,7 @@ import importlib.util
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +44,6 @@ def require_config(folder: Path) -> dict[str, Any]:
             f"the model's config.json cannot be read ({error})", where=str(folder), fix="Name the folder of a model"
         ) from error
     return config
-
-
-def end_tokens(folder: Path, config: Mapping[str, Any], token_id: Callable[[str], int | None]) -> tuple[int, ...]:
-    """Every token that config, generation config or tokenizer call the end. `token_id`: of a token by its name."""
-    found: set[int] = set()
-    for settings in (config, _optional_json(folder / "generation_config.json")):
-        value = settings.get("eos_token_id")
-        found.update([value] if isinstance(value, int) else value or ())
-    token = _optional_json(folder / "tokenizer_config.json").get("eos_token")
-    end = token.get("content") if isinstance(token, dict) else token
-    if isinstance(end, str) and (known := token_id(end)) is not None:
-        found.add(known)
-    return tuple(sorted(found))
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

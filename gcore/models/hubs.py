@@ -90,7 +90,13 @@ SMALL = (
     "*.model",
     "*.tiktoken",
     "tekken.json",
+    "*.spm",
+    "*.vocab",
+    "*.codes",
+    "normalizer.json",
+    "*processor_config.json",
     "chat_template*",
+    "*.jinja",
     "additional_chat_templates/*.jinja",
     "*.safetensors.index.json",
 )

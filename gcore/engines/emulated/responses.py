@@ -24,11 +24,12 @@ from pathlib import Path
 import numpy as np
 
 from gcore.config.reward import VerdictSpec
+from gcore.data.tokenizer import end_tokens
 from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.emulated.law import ResponseLengths, TimingModel, named_generator
 from gcore.engines.request import Finish, RequestSampling, prompt_key
 from gcore.errors import DataError, GcoreError
-from gcore.models.checks import end_tokens, require_config
+from gcore.models.checks import require_config
 from gcore.reward.judges.parsers import find_parser
 
 MOST_ORDINARY = 4096

@@ -21,8 +21,8 @@ NonNegativeCount = Annotated[int, Field(ge=0)]
 SOME = Field(min_length=1, fail_fast=True)
 Ids = Annotated[list[int], SOME]
 
-Render = Callable[[Sequence[Mapping[str, Any]]], list[int]]
-"""From messages to the tokens that the model is shown."""
+Render = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], list[int]]
+"""From messages, and variables of the chat template, to the tokens that the model is shown."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -100,19 +100,29 @@ class CompletionBody(_Asking):
         return [one] if isinstance(one, str) or isinstance(one[0], int) else list(one)
 
 
+class ContentPart(BaseModel):
+    """A part of a message's content."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["text"]
+    text: str
+
+
 class ChatMessage(BaseModel):
     """One message; the chat template sees it as it is."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str
+    content: str | Annotated[list[ContentPart], SOME]
 
 
 class ChatBody(_Asking):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions. `chat_template_kwargs`: variables of the chat template, as SGLang calls them."""
 
     messages: Annotated[list[ChatMessage], SOME]
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -124,7 +134,7 @@ def parse_chat(value: Any, render: Render) -> CompletionRequest:
     body = checked_body(ChatBody, value)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     asked = LogprobRequest(output=True, top=body.top_logprobs, text=True) if body.logprobs else LogprobRequest()
-    ids = render([message.model_dump() for message in body.messages])
+    ids = render([message.model_dump() for message in body.messages], body.chat_template_kwargs)
     return _asking(body, [ids], body.sampling(most), asked, chat=True)
 
 

@@ -294,10 +294,10 @@ class OpenAIRoutes:
             yield encode_event(chunk)
         yield STREAM_END
 
-    def _render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
         if self._renderer is None:
             self._renderer = PromptRenderer.load(self._folder, chat=True)
-        text = self._renderer.render(messages)
+        text = self._renderer.render(messages, variables=variables)
         ids = list(self._renderer.encode(text))
         if not ids:
             raise EngineError("the messages have no tokens")

@@ -22,13 +22,14 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from gcore.data.tokenizer import end_tokens
 from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.launch import EngineLaunch
 from gcore.engines.torch.attention import NAME, EngineAttention
 from gcore.engines.torch.fast_path import FastDecodeStep, patch_norms
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.errors import DataError, EngineError, UsageError
-from gcore.models.checks import check_code, end_tokens, require_config
+from gcore.models.checks import check_code, require_config
 from gcore.system.memory import host_memory, is_out_of_memory, release_free_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

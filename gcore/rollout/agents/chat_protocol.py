@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from gcore.data.messages import join_parts, parts_problem
 from gcore.rollout.agents.api import MODEL, AgentRequestRefused
 
 Message = Mapping[str, Any]
@@ -74,12 +75,9 @@ def _content(given: Any, number: int) -> str:
         return ""
     if isinstance(given, str):
         return given
-    if not isinstance(given, list):
-        raise _bad(number, "has a content that is no text")
-    for part in given:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise _bad(number, "has a part that is no text, and the policy reads nothing else")
-    return "".join(part["text"] for part in given)
+    if (problem := parts_problem(given)) is not None:
+        raise _bad(number, f"has a content that {problem}")
+    return str(join_parts(given))
 
 
 def _calls(given: Any, number: int) -> list[dict[str, Any]]:

@@ -69,7 +69,7 @@ class Dialogue:
         self._renderer = renderer
         self._tools = question.tools
         self._messages: tuple[Message, ...] = ()
-        self._ended = False
+        self._said: tuple[int, ...] = ()
         self._whole = Transcript()
         self.before = self._taken(lambda: self._first(question, room))
         """The tokens of the first question."""
@@ -118,7 +118,7 @@ class Dialogue:
         last = len(self._messages) - 1
 
         def added() -> DialogueDelta:
-            text = self._renderer.continued(question.messages, last, self._fields, ended=self._ended)
+            text = self._renderer.continued(question.messages, last, self._fields, said=self._said)
             check_length(text, room, self._renderer.encode)
             ids = self._renderer.encode_behind(self.token_ids, text)
             return DialogueDelta(ids, decode_suffix(ids, self.token_ids, self._renderer))
@@ -129,7 +129,7 @@ class Dialogue:
         """The policy was shown that, said `sample`, which reads `text`, and the agent was sent `answer`."""
         self._whole.observe(shown.ids, shown.text)
         self._whole.turn(sample, text)
-        self._ended = sample.token_ids[-1:] == (self._renderer.eos_token_id,)
+        self._said = sample.token_ids
         self._messages = (*question.messages, parse_message(answer, len(question.messages)))
 
     def text_of(self, sample: Sample, shown: DialogueDelta) -> str:

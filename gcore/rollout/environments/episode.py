@@ -164,7 +164,7 @@ async def play_episode(environment: CheckedEnvironment, say: Say, scene: Episode
 
 async def _played(environment: CheckedEnvironment, say: Say, scene: EpisodeSetting) -> Sample:
     limits, whole = scene.limits, Transcript()
-    shown = await _encoded(await _in_time(environment.reset(), scene), whole, scene, ended=False)
+    shown = await _encoded(await _in_time(environment.reset(), scene), whole, scene, said=())
     if shown is None or len(shown[0]) >= limits.room:
         has = f"more than {limits.room}" if shown is None else len(shown[0])
         raise EnvironmentFault(
@@ -184,7 +184,7 @@ async def _played(environment: CheckedEnvironment, say: Say, scene: EpisodeSetti
         found = await _in_time(environment.step(turn, chat=scene.renderer.chat), scene)
         if isinstance(found, Done):
             return _worth(whole.sample("stop"), found.reward)
-        shown = await _encoded(found, whole, scene, ended=made.token_ids[-1:] == (scene.renderer.eos_token_id,))
+        shown = await _encoded(found, whole, scene, said=made.token_ids)
         if shown is None or _is_cut_off(whole, len(shown[0]), limits):
             cut: FinishReason = "length"
             return whole.sample(cut)
@@ -203,21 +203,25 @@ Shown = tuple[tuple[int, ...], str]
 """The tokens and the text of an observation behind what there is."""
 
 
-async def _encoded(found: Observation, whole: Transcript, scene: EpisodeSetting, *, ended: bool) -> Shown | None:
+async def _encoded(
+    found: Observation, whole: Transcript, scene: EpisodeSetting, *, said: tuple[int, ...]
+) -> Shown | None:
     """None if there is no room for it by far. A long one is tokenized in a thread."""
     before, room = whole.token_ids, scene.limits.room - len(whole.token_ids)
     try:
-        return await run_by_size(_characters(found), lambda: _shown(found, before, room, scene, ended=ended))
+        return await run_by_size(_characters(found), lambda: _shown(found, before, room, scene, said=said))
     except TextTooLong:
         return None
     except DataError as error:
         raise EnvironmentFault(f"what is to be shown cannot be ({error.what})", fix=error.fix) from error
 
 
-def _shown(found: Observation, made: tuple[int, ...], room: int, scene: EpisodeSetting, *, ended: bool) -> Shown:
+def _shown(
+    found: Observation, made: tuple[int, ...], room: int, scene: EpisodeSetting, *, said: tuple[int, ...]
+) -> Shown:
     """Raises DataError, TextTooLong."""
     renderer, before = scene.renderer, scene.prompt_ids + made
-    text = renderer.behind(found.messages, scene.fields, ended=ended) if found.messages else found.text
+    text = renderer.behind(found.messages, scene.fields, said=said) if found.messages else found.text
     if not text:
         return (), ""
     check_length(text, room, lambda part: renderer.encode_behind(before, part))

@@ -56,6 +56,9 @@ async def test_a_chat_is_shown_through_the_models_template(http: httpx.AsyncClie
     assert choice["message"]["content"] == made["text"]
     assert choice["finish_reason"] == "length"
     assert told["usage"]["prompt_tokens"] == made["meta_info"]["prompt_tokens"]
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in QUESTION]
+    of_parts = await post(http, CHAT, model="m", messages=parts, max_tokens=10, **GREEDY)
+    assert of_parts["choices"][0]["message"] == choice["message"]
     ids = list(Detokenizer.load(serving.weights[0]).encode(SHOWN))  # type: ignore[union-attr]
     plain = chosen(plain_logprobs(serving.weights[0], ids + made["output_ids"]), ids + made["output_ids"])
     content = choice["logprobs"]["content"]

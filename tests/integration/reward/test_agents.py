@@ -125,12 +125,12 @@ PARAMS = SamplingParams(temperature=1.0, max_new_tokens=40)
 class ChatLetters:
     """A token is a character; 0 ends an answer. Messages stand behind each other, each of them ended."""
 
-    chat, eos_token_id, max_length = True, 0, 500
+    chat, max_length = True, 500
 
     def render(self, value: Sequence[Any], fields: Any = None) -> str:
         return "".join(f"{m['role'][0]}:{m['content']}\n" for m in value) + "a:"
 
-    def continued(self, messages: Sequence[Any], answer: int, fields: Any, *, ended: bool) -> str:
+    def continued(self, messages: Sequence[Any], answer: int, fields: Any, *, said: Sequence[int]) -> str:
         return "\n" + self.render(messages[answer + 1 :])
 
     def encode(self, text: str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gcore.config import JobSpec, apply_overrides, dump_explicit, load_spec, parse_spec
 from gcore.config.load import stored_spec
-from gcore.config.spec import outdated_settings
+from gcore.config.spec import outdated_settings, training_sources
 from gcore.errors import SpecError
 
 MINIMAL: dict[str, Any] = {
@@ -497,3 +497,88 @@ def test_a_loss_has_the_clips_of_its_paper_unless_the_spec_or_a_stored_job_says_
     assert stored_spec(spec.model_dump(mode="json")) == spec
     before = stored_spec({**MINIMAL, "train": train})
     assert (before.train.clip_low, before.train.clip_high) == (train.get("clip_low", 0.2), train.get("clip_high", 0.2))
+
+
+def test_template_variables_are_json_and_dates_become_text(tmp_path: Path) -> None:
+    spec = load_spec(
+        write(tmp_path, TEXT),
+        ["data.template_variables={strftime_now: 2026-01-01, enable_thinking: false, tools_on: [a, 1, null]}"],
+    )
+    assert spec.data.template_variables == {
+        "strftime_now": "2026-01-01",
+        "enable_thinking": False,
+        "tools_on": ["a", 1, None],
+    }
+    (source,) = training_sources(spec)
+    assert source.template_variables == spec.data.template_variables
+    assert stored_spec(spec.model_dump(mode="json")) == spec
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"messages": []}, "messages is what a prompt is rendered from"),
+        ({"strftime_now": "today"}, "strftime_now should be a date such as 2026-01-01, not 'today'"),
+        ({"strftime_now": 3}, "strftime_now should be a date"),
+        ({"budget": float("nan")}, "a variable should be text, a number"),
+        ([1], "it is a section with keys of its own"),
+    ],
+)
+def test_template_variables_that_cannot_be_are_refused(variables: Any, words: str) -> None:
+    with pytest.raises(SpecError, match=words) as caught:
+        parse_spec({**MINIMAL, "data": {**MINIMAL["data"], "template_variables": variables}})
+    assert "data.template_variables" in str(caught.value)
+
+
+def test_a_source_has_variables_of_its_own_in_place_of_its_sections() -> None:
+    sources = [
+        {"name": "a", "path": "a.jsonl"},
+        {"name": "b", "path": "b.jsonl", "template_variables": {}},
+        {"name": "c", "path": "c.jsonl", "template_variables": {"x": 1}},
+    ]
+    data = {"sources": sources, "template_variables": {"y": 2}}
+    assert [one.template_variables for one in training_sources(parse_spec({**MINIMAL, "data": data}))] == [
+        {"y": 2},
+        {},
+        {"x": 1},
+    ]
+
+
+LATER = (
+    ("data", "template_variables", {"x": 1}),
+    ("train", "kl_max", 10.0),
+)
+"""Fields that came after the first release: a section, a field, and a value."""
+
+
+@pytest.mark.parametrize(("section", "name", "value"), LATER)
+def test_nodes_of_before_read_a_stored_spec_that_does_not_set_a_later_field(
+    section: str, name: str, value: Any
+) -> None:
+    spec = parse_spec(MINIMAL)
+    assert getattr(getattr(spec, section), name) is None
+    stored = spec.model_dump(mode="json")
+    assert name not in stored[section], "a node of before refuses a field that it does not know"
+    assert name not in json.dumps(stored)
+    with_it = parse_spec(
+        {
+            **MINIMAL,
+            section: {**MINIMAL.get(section, {}), name: value, **({"kl_coef": 0.1} if name == "kl_max" else {})},
+        }
+    )
+    assert with_it.model_dump(mode="json")[section][name] == value
+    assert stored_spec(with_it.model_dump(mode="json")) == with_it
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        ({"kl_max": 10}, "kl_coef is 0"),
+        ({"kl_max": 10, "kl_coef": 0.1, "kl_estimator": "k2"}, "the estimator is 'k2'"),
+        ({"kl_max": 10, "kl_coef": 0.1, "kl_in": "reward"}, "the estimator is 'k1'"),
+        ({"kl_max": 0, "kl_coef": 0.1}, "kl_max"),
+    ],
+)
+def test_a_bound_of_k3_needs_k3(train: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        parse_spec({**MINIMAL, "train": train})

@@ -156,7 +156,7 @@ TOKENIZER = make_tokenizer(bos_by_processor=False)
 
 def test_the_end_and_the_context_come_from_the_models_own_files(make_model: Maker) -> None:
     renderer = PromptRenderer.load(make_model(), chat=False)
-    assert renderer.eos_token_id == 1
+    assert renderer.tokenizer.end_token_ids == (1,)
     assert renderer.max_length == 128
     assert not renderer.chat
 
@@ -177,11 +177,11 @@ def test_the_context_is_found_wherever_models_write_it(
 
 def test_a_special_token_may_be_written_as_an_object(make_model: Maker) -> None:
     folder = make_model(settings={"eos_token": {"content": "<|im_start|>", "lstrip": False}})
-    assert PromptRenderer.load(folder, chat=False).eos_token_id == 2
+    assert PromptRenderer.load(folder, chat=False).tokenizer.end_token_ids == (2,)
 
 
 def test_a_tokenizer_without_an_end_token_has_none(make_model: Maker) -> None:
-    assert PromptRenderer.load(make_model(settings={"eos_token": None}), chat=False).eos_token_id is None
+    assert PromptRenderer.load(make_model(settings={"eos_token": None}), chat=False).tokenizer.end_token_ids == ()
 
 
 @pytest.mark.parametrize(

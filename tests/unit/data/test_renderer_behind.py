@@ -53,7 +53,8 @@ def renderer(tmp_path: Path, tokenizer: Tokenizer, template: str | None = None) 
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_the_template_writes_what_stands_between_two_answers(ended: bool, tmp_path: Path) -> None:
-    shown = renderer(tmp_path, byte_level(), CHATML).behind(TOLD, {}, ended=ended)
+    ours = renderer(tmp_path, byte_level(), CHATML)
+    shown = ours.behind(TOLD, {}, said=(60, *ours.tokenizer.end_token_ids) if ended else (60,))
     between = "\n<|im_start|>user\n<tool_response>42</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert shown == ("" if ended else ENDED) + between
 
@@ -62,17 +63,17 @@ def test_an_answer_and_what_is_behind_it_read_as_the_template_would_write_them_a
     ours = renderer(tmp_path, byte_level(), CHATML)
     question: list[dict[str, Any]] = [{"role": "user", "content": "12 + 34"}]
     whole = ours.render([*question, {"role": "assistant", "content": "I ask."}, *TOLD])
-    assert ours.render(question) + "I ask." + ours.behind(TOLD, {}, ended=False) == whole
+    assert ours.render(question) + "I ask." + ours.behind(TOLD, {}, said=()) == whole
 
 
 def test_a_template_that_leaves_answers_out_or_takes_no_tool_is_told_about(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="leaves an answer out"):
-        renderer(tmp_path, byte_level(), "{{ messages[0].content }}").behind(TOLD, {}, ended=False)
+        renderer(tmp_path, byte_level(), "{{ messages[0].content }}").behind(TOLD, {}, said=())
     refusing = CHATML.replace(
         "{% for", "{% if messages[-1].role == 'tool' %}{{ raise_exception('no') }}{% endif %}{% for", 1
     )
     with pytest.raises(DataError, match="does not take"):
-        renderer(tmp_path, byte_level(), refusing).behind(TOLD, {}, ended=False)
+        renderer(tmp_path, byte_level(), refusing).behind(TOLD, {}, said=())
 
 
 def test_a_text_behind_tokens_gets_no_space_that_nobody_wrote(tmp_path: Path) -> None:

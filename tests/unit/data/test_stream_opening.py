@@ -62,7 +62,7 @@ def opened(spec: JobSpec, folder: Path) -> JobPrompts:
 def test_one_path_is_one_source_and_means_what_its_content_is(folder: Path) -> None:
     spec = spec_of(folder, {"path": "sums.jsonl"}, eval={"path": "held.jsonl"})
     prompts = opened(spec, folder)
-    assert (prompts.prompts, list(prompts.sources), prompts.eos_token_id, prompts.context) == (20, ["data"], 2, 16)
+    assert (prompts.prompts, list(prompts.sources), prompts.context) == (20, ["data"], 16)
     assert prompts.digest == prompts.stream.sources[0].dataset.digest
     assert prompts.identity == identify_data(spec, folder / "cache")
     assert [(len(held), held.prompt(2).text) for held in prompts.evaluation] == [(3, "1")]

@@ -30,15 +30,15 @@ HUGE = b"1" + b"0" * 400
 class Letters:
     """A token is a character; 0 ends an answer. Messages stand behind each other, each of them ended."""
 
-    chat, eos_token_id = True, EOS
+    chat = True
 
     def render(self, value: Sequence[Any], fields: Any = None) -> str:
         return "".join(f"{m['role'][0]}:{m['content']}\n" for m in value) + "a:"
 
-    def continued(self, messages: Sequence[Any], answer: int, fields: Any, *, ended: bool) -> str:
+    def continued(self, messages: Sequence[Any], answer: int, fields: Any, *, said: Sequence[int]) -> str:
         return "\n" + self.render(messages[answer + 1 :])
 
-    def behind(self, messages: Any, fields: Any, *, ended: bool) -> str:
+    def behind(self, messages: Any, fields: Any, *, said: Sequence[int]) -> str:
         raise NotImplementedError
 
     def encode(self, text: str) -> tuple[int, ...]:

@@ -242,10 +242,10 @@ def test_a_transcript_holds_every_token_once_under_a_version_and_knows_which_the
 class Letters:
     """A token is a character; 0 ends an answer."""
 
-    chat, eos_token_id = False, 0
+    chat = False
 
-    def behind(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], *, ended: bool) -> str:
-        return f"{'' if ended else '.'}[{messages[0]['content']}]"
+    def behind(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], *, said: Sequence[int]) -> str:
+        return f"{'' if said[-1:] == (0,) else '.'}[{messages[0]['content']}]"
 
     def encode_behind(self, before: Sequence[int], text: str) -> tuple[int, ...]:
         if "\x00" in text:

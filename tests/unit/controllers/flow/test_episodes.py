@@ -29,7 +29,7 @@ PARAMS = SamplingParams(temperature=1.0, max_new_tokens=40, min_new_tokens=3, st
 class Letters:
     """A token is a character; 0 ends an answer."""
 
-    chat, eos_token_id = False, 0
+    chat = False
 
     def encode_behind(self, before: Sequence[int], text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))

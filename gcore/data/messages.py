@@ -1,0 +1,115 @@
+"""The content of chat messages: a text, or a list of text parts, each in the form that a chat template reads.
+
+    "2 + 2"                                    a text
+    [{"type": "text", "text": "2 + 2"}]        the same as parts, as OpenAI's API and many data sets write it
+
+Some templates read texts only, some read parts only, some read both. A template that reads both is given the content as it was
+written, as transformers gives it. A template that reads texts only is given the parts joined; one that reads parts only is given a
+text as one part. transformers gives them the content as it is, and the prompt then holds Python's spelling of a list, or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+Messages = Sequence[Mapping[str, Any]]
+SYSTEM_ROLES = ("system", "developer")
+MARK = "\ue000\ue001\ue000"
+"""Stands for a text in a template: no text has it, and Python's spelling of a list escapes it."""
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def parts_problem(content: Any) -> str | None:
+    """What is wrong with a content that is no text, for messages; None if it is a list of text parts."""
+    if not isinstance(content, list):
+        return "is no text and no list of text parts"
+    for number, part in enumerate(content, 1):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            return f"has a part {number} of type {kind!r:.50}; only parts of type 'text' are read"
+        if not isinstance(part.get("text"), str):
+            return f"has a part {number} of type 'text' without a text"
+    return None
+
+
+def join_parts(content: Any) -> Any:
+    """The text of a list of text parts, joined without anything in between; any other content as it is."""
+    if isinstance(content, list) and parts_problem(content) is None:
+        return "".join(part["text"] for part in content)
+    return content
+
+
+def prepare_messages(value: str | Messages, system: str) -> list[dict[str, Any]]:
+    """A prompt field as messages: a string is one message of the user. `system` goes before messages that begin with none.
+
+    Keys that are null are left out, and reasoning stands under the names that templates read, as in transformers.
+    """
+    given: Messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    messages = [_with_reasoning(message) for message in given]
+    if system and messages[0].get("role") not in SYSTEM_ROLES:
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    there = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((there[name] for name in _REASONING if name in there), None)
+    return there if reasoning is None else {"thinking": reasoning, **there, "reasoning_content": reasoning}
+
+
+ContentForm = Literal["text", "parts", "as written"]
+
+
+class ContentForms:
+    """Which form of content a template reads, by the message's role. Found by rendering short conversations, once for each role.
+
+    May be used from several threads: two of them find the same.
+    """
+
+    def __init__(self, render: Callable[[list[dict[str, Any]]], str]) -> None:
+        """`render`: what the template makes of messages; an empty text if it does not take them."""
+        self._render = render
+        self._known: dict[str, ContentForm] = {}
+
+    def fit(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with its content in a form that the template reads."""
+        content = message.get("content")
+        if not isinstance(content, str | list):
+            return message
+        form = self._form(str(message.get("role")))
+        if form == "text":
+            return message | {"content": join_parts(content)}
+        if form == "parts" and isinstance(content, str):
+            return message | {"content": _as_parts(content)}
+        return message
+
+    def _form(self, role: str) -> ContentForm:
+        if role not in self._known:
+            self._known[role] = self._find(role)
+        return self._known[role]
+
+    def _find(self, role: str) -> ContentForm:
+        text, parts = (self._render(self._conversation(role, content)) for content in (MARK, _as_parts(MARK)))
+        if MARK in text:
+            return "as written" if text == parts else "text"
+        return "parts" if MARK in parts else "as written"
+
+    def _conversation(self, role: str, content: Any) -> list[dict[str, Any]]:
+        """The shortest one with a message of that role and content that templates take."""
+        message: dict[str, Any] = {"role": role, "content": content}
+        if role == "user":
+            return [message]
+        user = self.fit({"role": "user", "content": "?"})
+        if role == "assistant":
+            return [user, message, user]
+        if role == "tool":
+            call = {"id": "000000001", "type": "function", "function": {"name": "f", "arguments": {}}}
+            calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+            return [user, self.fit(calling), message | {"name": "f", "tool_call_id": "000000001"}]
+        return [message, user]
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
