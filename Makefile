@@ -34,7 +34,7 @@ TOOLS := $(BIN)/python tests/support/system_tools.py
 SUBJECTS = $(sort $(foreach file,$(wildcard $(addsuffix /test_*.py,tests/unit/* tests/unit/*/* tests/contract/*)),$(word 3,$(subst /, ,$(file)))))
 NOT_ELSEWHERE := not gpu and not sglang and not trackers and not deploy and not chaos and not large
 
-.PHONY: chaos compiled tools test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers test-gpu fuzz sim sim-long mutations lint proto clean bench-check bench-page release-check simulate-setup trl-setup
+.PHONY: chaos compiled tools test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers test-gpu gpu-wheels fuzz sim sim-long mutations lint proto clean bench-check bench-page release-check simulate-setup trl-setup
 
 help: ## What there is to make
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {sub("test-%", "test-SUBJECT", $$1); sub("%", "NAME", $$1); printf "  make %-14s %s\n", $$1, $$2}'
@@ -141,9 +141,35 @@ trl-setup:
 test-trackers: $(TRACKERS_STAMP) ## TensorBoard, W&B, MLflow and SwanLab themselves, off line, in an environment of their own
 	@$(TRACKERS_VENV)/bin/python -m pytest -m "trackers" tests/trackers $(PYTEST_ARGS)
 
-test-gpu: setup ## What needs a CUDA device (tests/gpu); fails without one
-	@$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make test-gpu: no CUDA device here, or a torch without CUDA (constraints/cuda.txt)')"
-	@$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+# With PYTHON on the command line: that Python with its own torch, no virtual environment and no network. Packages that it lacks come from
+# the wheels that `make gpu-wheels` has put into .whl, for Python $(GPU_PYTHON).
+GPU_PYTHON ?= 3.12
+GPU_SITE := .gpu-site
+GPU_PACKAGES := aetcd grpcio grpcio-health-checking grpcio-reflection googleapis-common-protos protobuf pydantic pydantic_core annotated-types \
+	typing_inspection tenacity httpx2 httpcore2 truststore cryptography cffi pycparser starlette uvicorn hjson hypothesis sortedcontainers \
+	pytest-asyncio pytest-timeout
+GPU_PLATFORMS := $(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64 manylinux1_x86_64)
+ifeq ($(origin PYTHON),command line)
+test-gpu: GPU_RUN = PYTHONPATH="$(CURDIR):$(abspath $(GPU_SITE))" DS_ACCELERATOR=cuda HF_HUB_OFFLINE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(PYTHON)
+test-gpu: GPU_PLUGINS = -p pytest_asyncio -p pytest_timeout
+test-gpu: $(if $(wildcard .whl/*.whl),$(GPU_SITE))
+else
+test-gpu: GPU_RUN = $(BIN)/python
+test-gpu: setup
+endif
+test-gpu: ## What needs a CUDA device (tests/gpu); with PYTHON=python3 by that Python as it is, without setup
+	@$(GPU_RUN) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make test-gpu: no CUDA device here, or a torch without CUDA (constraints/cuda.txt)')"
+	@$(GPU_RUN) -m pytest $(GPU_PLUGINS) -m gpu tests/gpu $(PYTEST_ARGS)
+
+$(GPU_SITE): $(wildcard .whl/*.whl)
+	@$(PYTHON) -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target $@ $^
+	@touch $@
+
+gpu-wheels: setup ## Wheels for `make test-gpu PYTHON=python3` on a machine without network, into .whl
+	@$(BIN)/pip download -q --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp $(GPU_PLATFORMS) \
+	  -c constraints/cuda.txt -d .whl $(GPU_PACKAGES)
+	@DS_ACCELERATOR=cuda DS_BUILD_OPS=0 $(BIN)/pip wheel -q --no-deps --no-build-isolation -c constraints/cuda.txt -w .whl deepspeed
+	@$(BIN)/pip wheel -q --no-deps --no-build-isolation -w .whl . # for its entry points; the code is the tree's
 
 FUZZ_LIMIT = $(or $(FUZZ_FLAGS),-runs=$(or $(FUZZ_RUNS),200000))
 

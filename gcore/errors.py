@@ -105,6 +105,10 @@ class EngineLate(EngineUnreachable):
     """Nothing came from an engine in time."""
 
 
+class EngineMemoryUnknown(EngineError):
+    """An engine was left on its way to sleep or awake; to release or take its memory again may end its server."""
+
+
 class EngineGaveUp(EngineError):
     """An engine was told to give up on a request, or was paused; the request may be put again."""
 

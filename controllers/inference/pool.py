@@ -28,7 +28,7 @@ from controllers.changes import ChangeSignal
 from controllers.inference.requests import EngineConnection, Requests
 from controllers.inference.rules import EngineHealth, HealthLimits, HealthState
 from controllers.rules.view import EngineView
-from gcore.errors import EngineError, EngineUnreachable
+from gcore.errors import EngineError, EngineMemoryUnknown, EngineUnreachable
 from gcore.observability.metrics import Metrics
 from gcore.rollout.client import EngineReach, plain_reach
 from gcore.system.clock import Clock, SystemClock
@@ -130,7 +130,8 @@ class EnginePool(Requests):
         connection = self._connection_of(instance)
         connection.distrust()
         with self._note_trouble(connection):
-            if not await connection.client.sleeps():
+            # A peer may have done so, or this controller before it was started again.
+            if not (await connection.client.sleeps() and await connection.client.released()):
                 began = self._clock.monotonic()
                 await connection.client.sleep()
                 self._slept.append(self._clock.monotonic() - began)
@@ -152,11 +153,19 @@ class EnginePool(Requests):
         try:
             yield
             connection.view = replace(connection.view, trouble="")
+            connection.health = replace(connection.health, unknown=None)
         except EngineError as error:
             connection.view = replace(connection.view, trouble=error.what)
+            self._note_memory(connection, error)
             raise
         finally:
             self._changes.notify()
+
+    def _note_memory(self, connection: EngineConnection, error: EngineError) -> None:
+        """An engine whose memory stays unknown is ended: SGLang's server does not survive a guess."""
+        if isinstance(error, EngineMemoryUnknown):
+            connection.health = connection.health.loses_memory(self._clock.monotonic())
+            self._looked = -HEALTH_CHECK_S
 
     async def loads(self, instances: Collection[str]) -> dict[str, tuple[int, int]]:
         """Requests that these engines run, and that wait there. An engine that does not say counts as running what this pool asked of it."""
@@ -216,6 +225,7 @@ class EnginePool(Requests):
             connection.view = replace(
                 connection.view, version=None, trouble="" if connection.view.asleep else error.what
             )
+            self._note_memory(connection, error)
             if isinstance(error, EngineUnreachable):
                 connection.health = connection.health.in_vain(asked)
                 self._looked = -HEALTH_CHECK_S  # that it is silent is seen before the next try is decided on

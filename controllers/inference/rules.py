@@ -74,6 +74,9 @@ PROBES = 3
 SILENT_PROBE_S = 1.0
 """From one question to a silent engine to the next: it is missed."""
 
+LEFT_S = 30.0
+"""An engine that is found between awake and asleep for so long was left there: its controller died in between."""
+
 WHOLE_TIME = 0.9
 """A request that fails after this part of its time ran out of it; sooner, the engine refused it, or died."""
 
@@ -107,12 +110,20 @@ class EngineHealth:
 
     `sign`: its last answer, or when it was given work after it had none. `silent`: from that verdict on until it answers.
     `ran_out`: when a request first ran out of time since its last response. `stuck`: one that was begun after that did too.
+    `unknown`: since when nobody knows whether it has its memory; `lost`: for too long.
     """
 
     sign: float
     silent: bool = False
     ran_out: float | None = None
     stuck: bool = False
+    unknown: float | None = None
+    lost: bool = False
+
+    def loses_memory(self, now: float) -> EngineHealth:
+        """It was found on its way to sleep or awake. Who began that may be about it; after `LEFT_S` it is gone."""
+        since = now if self.unknown is None else self.unknown
+        return replace(self, unknown=since, lost=self.lost or now - since >= LEFT_S)
 
     def begins(self, now: float) -> EngineHealth:
         """It is given work, after it had none. That is no sign of one that is silent."""
@@ -150,7 +161,7 @@ class EngineHealth:
 
     def verdict(self, patience: HealthLimits, now: float) -> HealthState:
         """How it is at `now`."""
-        if self.stuck or (self.silent and now - self.sign >= patience.watchdog_s):
+        if self.stuck or self.lost or (self.silent and now - self.sign >= patience.watchdog_s):
             return HealthState.HUNG
         return HealthState.SILENT if self.silent else HealthState.WELL
 
@@ -158,6 +169,8 @@ class EngineHealth:
         """What is wrong with it, for people; nothing yet of one that may just have died, which others will tell."""
         if self.stuck:
             return f"answers, but no request within {patience.request_s:g} s, twice in a row; it is ended, and another started"
+        if self.lost:
+            return f"was left on its way to sleep or awake for {LEFT_S:g} s; it is ended, and another started"
         if self.verdict(patience, now) is HealthState.HUNG:
             return f"has answered nothing for {patience.watchdog_s:g} s; it is ended, and another started"
         if self.silent and now - self.sign >= patience.silent_s:

@@ -11,11 +11,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from controllers.rules.memory import ranks_taking_turns, takes_turns
 from controllers.rules.replication import may_start
 from controllers.rules.view import JobView
 from gcore.ledger.records.job import EnginePlace, RankPlace
 from gcore.system.process import ProcessId
 from gcore.system.slots import is_cuda
+from gcore.train.rank.launch import PARTS
 from gcore.worker.records import WorkerRecord
 
 MAX_BACKOFF_S = 30.0
@@ -89,7 +91,8 @@ def schedule_workers(view: JobView, launches: Launches, now: float) -> Iterator[
         ripe = now >= launches.last.get(key, 0.0) + launch_backoff_s(launches, key)
         if _is_taken(view, place.slots):
             continue
-        if not running and key not in launches.pending and ripe and _has_memory(view, place, mine):
+        has_memory = _has_memory(view, place, mine) and not _is_rank_awake(view, place, mine, launches)
+        if not running and key not in launches.pending and ripe and has_memory:
             yield StartEngine(place)
     for rank in plan.record.ranks:
         if rank.node != view.node or plan.record.world != head.world:
@@ -101,6 +104,7 @@ def schedule_workers(view: JobView, launches: Launches, now: float) -> Iterator[
         key = rank_key(rank, head.world)
         ripe = now >= launches.last.get(key, 0.0) + launch_backoff_s(launches, key)
         has_slot = not view.has_lost(rank.node, (rank.slot,)) and not _is_taken(view, (rank.slot,))
+        has_slot = has_slot and not _engines_load_first(view, rank, mine, launches)
         if claim is None and not there and key not in launches.pending and ripe and has_slot and may_start(view):
             yield StartRank(rank, head.world)
     for instance, worker in mine.items():
@@ -131,6 +135,40 @@ def _has_memory(view: JobView, place: EnginePlace, mine: Mapping[str, WorkerReco
     loaded = {(w.slots, w.judge) for w in engines.values() if not slots.isdisjoint(w.slots)}
     first = {(p.slots, p.judge) for p in here if p.asleep and p != place} if not place.asleep else set()
     return loaded | first <= asleep
+
+
+def _is_rank_awake(view: JobView, place: EnginePlace, mine: Mapping[str, WorkerRecord], launches: Launches) -> bool:
+    """Whether a train rank has the memory of a GPU that it takes in turns with an engine, or loads there. Its turn ends with a commit; an
+    engine that is started meanwhile takes what the rank needs."""
+    ranks = {
+        rank.slot: rank for rank in ranks_taking_turns(view).values() if rank.node == place.node and is_cuda(rank.slot)
+    }
+    for slot in ranks.keys() & set(place.slots):
+        known, world = view.ranks.get(ranks[slot].rank), view.head.world
+        rests = known is not None and (known.released >= PARTS or known.unrested)
+        there = {w.world for w in mine.values() if w.role == "train" and w.slot == slot and is_usable(w)}
+        if there - {world} or ((there or rank_key(ranks[slot], world) in launches.pending) and not rests):
+            return True
+    return False
+
+
+def _engines_load_first(view: JobView, rank: RankPlace, mine: Mapping[str, WorkerRecord], launches: Launches) -> bool:
+    """Whether an engine with which a rank takes turns on a GPU has still to load and to sleep: it sizes its cache by what is free.
+
+    An engine that did not start, or that cannot be put to sleep, is not waited for.
+    """
+    if not is_cuda(rank.slot) or not takes_turns(view.spec, rank.slot):
+        return False
+    known = {**view.engines, **view.judges}
+    for place in view.plan.engines:
+        if place.node != rank.node or rank.slot not in place.slots or view.has_lost(place.node, place.slots):
+            continue
+        key, running = engine_key(place), [i for i, w in mine.items() if _is_of(w, place) and is_usable(w)]
+        if any(i not in known or not (known[i].asleep or known[i].trouble) for i in running):
+            return True
+        if not running and (key in launches.pending or not launches.tries.get(key)):
+            return True
+    return False
 
 
 def _is_of(worker: WorkerRecord, place: EnginePlace) -> bool:

@@ -130,8 +130,8 @@ class Engine(Protocol):
         """Whether it was put to sleep."""
         ...
 
-    async def released(self) -> bool | None:
-        """Whether any of its memory is released; None where the engine does not report it."""
+    async def released(self) -> bool:
+        """Whether any of its memory is released. Raises EngineMemoryUnknown."""
         ...
 
     async def load(self) -> tuple[int | None, int | None]:

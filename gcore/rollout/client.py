@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import httpx
 
 from gcore.api.tls import PLAIN, Connector
-from gcore.errors import EngineError, EngineGaveUp, EngineLate, EngineUnreachable
+from gcore.errors import EngineError, EngineGaveUp, EngineLate, EngineMemoryUnknown, EngineUnreachable
 from gcore.rollout.api import Engine, PauseMode
 from gcore.rollout.api import ProgressCallback as ProgressCallback
 from gcore.rollout.api import SamplingParams as SamplingParams
@@ -138,6 +138,10 @@ CONTINUE = "/continue_generation"
 
 ASLEEP = "asleep"
 """What the weights of an engine that sleeps are called, by which everybody who asks it can tell, whoever put it to sleep."""
+
+FALLING_ASLEEP, WAKING, WOKEN = "falling-asleep", "waking", "woken"
+"""The same of an engine that does not report its memory, as SGLang: while its memory is released, while it is taken again, and between that
+and the next weights. Released or taken twice, SGLang's server ends."""
 
 MEMORY = {"tags": ["kv_cache", "weights"]}
 """All that an engine gives back."""
@@ -324,7 +328,7 @@ class EngineClient:
 
     async def call_weights(self, version: Version) -> None:
         """Call the weights that are served `version`; they stay as they are. Raises EngineError."""
-        await self._call("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        await self._name(str(version))
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
         """Make no more tokens: end what runs, take it back into the queue, or leave it as it stands."""
@@ -338,15 +342,24 @@ class EngineClient:
         """Give the memory of cache and weights back. What is under way comes back with the tokens it has ("abort"), and nothing
         more is made until `wake`. Doing it twice does no harm. Raises EngineError."""
         await self.pause("abort")
-        if await self.released() is not True:
+        reported = await self._reported_release()
+        if not (await self._named_release() if reported is None else reported):
+            if reported is None:
+                await self._name(FALLING_ASLEEP)
             await self._call("POST", "/release_memory_occupation", MEMORY)
-        await self._call("POST", "/update_weight_version", {"new_version": ASLEEP, "abort_all_requests": False})
+        await self._name(ASLEEP)
 
     async def take_memory(self) -> None:
-        """Take the memory again that `sleep` gave back. What the weights are is nobody's promise: they are still called ASLEEP, and
-        no tokens are made before `wake` or `update_weights`. Raises EngineError."""
-        if await self.released() is not False:
-            await self._call("POST", "/resume_memory_occupation", MEMORY)
+        """Take the memory again that `sleep` gave back. Twice does no harm. What the weights are is nobody's promise: `sleeps` is still true,
+        and no tokens are made before `wake` or `update_weights`. Raises EngineError."""
+        reported = await self._reported_release()
+        if not (await self._named_release() if reported is None else reported):
+            return
+        if reported is None:
+            await self._name(WAKING)
+        await self._call("POST", "/resume_memory_occupation", MEMORY)
+        if reported is None:
+            await self._name(WOKEN)
 
     async def wake(self, version: Version) -> None:
         """The same of an engine whose weights never change, and go on being called `version`. Raises EngineError."""
@@ -355,11 +368,30 @@ class EngineClient:
         await self.resume()
 
     async def sleeps(self) -> bool:
-        """Whether it was put to sleep. One request. Raises EngineError."""
-        return await self._called() == ASLEEP
+        """Whether it was put to sleep, and has no weights since. One request. Raises EngineError."""
+        return await self._called() in (ASLEEP, FALLING_ASLEEP, WAKING, WOKEN)
 
-    async def released(self) -> bool | None:
-        """Whether any of its memory is given back; None where the engine does not say. Raises EngineError."""
+    async def released(self) -> bool:
+        """Whether any of its memory is given back. Raises EngineError; EngineMemoryUnknown where that cannot be known."""
+        reported = await self._reported_release()
+        return await self._named_release() if reported is None else reported
+
+    async def _named_release(self) -> bool:
+        """The same of an engine that does not report it, by what its weights are called."""
+        called = await self._called()
+        if called in (FALLING_ASLEEP, WAKING):
+            raise EngineMemoryUnknown(
+                f"the engine was left {called}, and whether it has its memory is not known",
+                where=self.base_url,
+                fix="Wait until who began it is done, or end the engine",
+            )
+        return called == ASLEEP
+
+    async def _name(self, weights: str) -> None:
+        await self._call("POST", "/update_weight_version", {"new_version": weights, "abort_all_requests": False})
+
+    async def _reported_release(self) -> bool | None:
+        """Whether its memory is given back, as its scheduler says; None where that says nothing about it."""
         states = (await self.scheduler_state()).get("internal_states")
         first = states[0] if isinstance(states, list) and states else None
         released = first.get("released") if isinstance(first, dict) else None

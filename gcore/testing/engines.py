@@ -140,7 +140,7 @@ class FakeEngine:
         """Whether it was put to sleep."""
         return self._asleep
 
-    async def released(self) -> bool | None:
+    async def released(self) -> bool:
         """Whether memory is released."""
         return self._released
 

@@ -10,6 +10,7 @@ so is attention across what the rectangles do not cover. Which model can be pack
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,6 +51,7 @@ class PackedAttention:
         self.context = 0
         """The longest sequence there can be; a sliding window at least as long is none."""
         self._varlen: Varlen | None = None
+        self._takes_gqa = True
 
     def register(self) -> None:
         """Models set to `NAME` use it from now on."""
@@ -85,6 +87,8 @@ class PackedAttention:
             kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
             dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
             self._varlen = varlen_attn
+            # Without the word torch 2.11 takes fewer heads of keys; what comes out is compared below.
+            self._takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
             off = self._varlen_error((heads, kv_heads, dim), dtype, device)
         except (ImportError, RuntimeError, ValueError, TypeError, AttributeError) as error:
             self._varlen = None
@@ -160,7 +164,7 @@ class PackedAttention:
             self._longest,
             scale=scale,
             window_size=(-1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
+            **({"enable_gqa": query.shape[1] != key.shape[1]} if self._takes_gqa else {}),
         )
         return out.unsqueeze(0)
 

@@ -75,6 +75,28 @@ def test_a_target_of_its_own_is_no_subject(checkout: Path, target: str) -> None:
     assert f"tests/unit/{name}" not in pytest_call(checkout, target).split()
 
 
+def test_gpu_tests_start_with_the_python_that_is_there_and_carried_wheels(checkout: Path) -> None:
+    assert pytest_call(checkout, "test-gpu").startswith(".venv/bin/python ")
+    bare = make(checkout, "--dry-run", "test-gpu", "PYTHON=python3").stdout
+    assert ".venv" not in bare
+    assert "pip install" not in bare, "nothing was carried"
+    (checkout / ".whl").mkdir()
+    (checkout / ".whl" / "one-1-py3-none-any.whl").touch()
+    said = make(checkout, "--dry-run", "test-gpu", "PYTHON=python3").stdout
+    assert "python3 -m pip install -q --no-index" in said
+    assert ".venv" not in said
+    (call,) = (line for line in said.splitlines() if " -m pytest " in line)
+    assert f'PYTHONPATH="{checkout}:{checkout}/.gpu-site"' in call
+    assert call.endswith("python3 -m pytest -p pytest_asyncio -p pytest_timeout -m gpu tests/gpu ")
+
+
+def test_wheels_are_carried_for_every_package_in_its_pinned_version(checkout: Path) -> None:
+    text = (checkout / "Makefile").read_text().replace("\\\n", " ")
+    (packages,) = re.findall(r"^GPU_PACKAGES := (.*)$", text, re.MULTILINE)
+    pins = (checkout / "constraints" / "cuda.txt").read_text().lower().replace("_", "-")
+    assert [name for name in packages.split() if f"{name.replace('_', '-')}==" not in pins] == []
+
+
 def test_help_names_the_rules_of_subjects_and_of_benchmarks(checkout: Path) -> None:
     said = make(checkout, "help").stdout
     assert "make test-SUBJECT " in said

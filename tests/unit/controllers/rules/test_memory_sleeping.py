@@ -16,13 +16,14 @@ from placed_views import SERVED, name_of, place, placed
 
 from controllers.changes import ChangeSignal
 from controllers.inference.pool import EnginePool
+from controllers.inference.rules import LEFT_S
 from controllers.rules.actions import Intent, PublishWeights, SleepEngine, WakeEngine
 from controllers.rules.memory import apply_sleep_plan, sleeping_engines
 from controllers.rules.step import publish_weights
 from controllers.rules.view import EngineView, JobView
 from controllers.rules.waits import current_waits
 from controllers.rules.workers import Launches, StartEngine, schedule_workers
-from gcore.errors import EngineError
+from gcore.errors import EngineError, EngineMemoryUnknown
 from gcore.rollout.client import SamplingParams
 from gcore.testing import FakeClock
 from gcore.types import Sample, Version, VersionSpan
@@ -284,3 +285,39 @@ async def test_one_engine_that_slept_long_for_once_does_not_make_every_change_de
         await one.book.sleep("busy")
         await one.book.wake("busy", Version(0, 2))
     assert one.book.slept_s == 1.0
+
+
+class LeftHalfway(Sleeper):
+    """Its controller died while it released its memory."""
+
+    async def released(self) -> bool:
+        raise EngineMemoryUnknown("the engine was left falling-asleep")
+
+    async def take_memory(self) -> None:
+        await self.released()
+
+
+@pytest.mark.parametrize("again", ["sleep", "wake"])
+async def test_an_engine_that_was_left_between_awake_and_asleep_is_ended_after_a_while(again: str) -> None:
+    engine, clock = LeftHalfway(), FakeClock()
+    engine.asleep = True
+    book = EnginePool(
+        ChangeSignal(),
+        timeout_s=1.0,
+        connect=lambda url, **_: engine,
+        told_every=1,
+        clock=clock,  # type: ignore[arg-type, return-value]
+    )
+    await book.aim(engines_at(busy="h:1"))
+
+    async def ask() -> None:
+        with pytest.raises(EngineMemoryUnknown):
+            await (book.sleep("busy") if again == "sleep" else book.wake("busy"))
+        book.look_after()
+
+    await ask()
+    assert not book.views["busy"].hung, "a peer may be about it"
+    await clock.advance(LEFT_S)
+    await ask()
+    assert book.views["busy"].hung
+    assert "left on its way to sleep or awake" in book.views["busy"].why
