@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -147,6 +147,18 @@ class Prompt:
     def text(self) -> str:
         """All its text, as one."""
         return "".join(part.text for part in self.content)
+
+
+def entry_value(entry: Mapping[str, Any], path: str) -> Any:
+    """The value of field `path` of a data entry: a field of that very name, or else, where it has dots, a field of a nested object.
+
+    None if there is none: of {"a": {"b": "2"}} the path a.b is "2".
+    """
+    if path in entry:
+        return entry[path]
+    name, dot, rest = path.partition(".")
+    inner = entry.get(name) if dot else None
+    return entry_value(inner, rest) if isinstance(inner, Mapping) else None
 
 
 Range = tuple[int, int]

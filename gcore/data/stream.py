@@ -417,7 +417,7 @@ def check_lengths(
     fit, or if the filters leave none.
     """
     count = len(opened) if among is None else min(among, len(opened))
-    chosen = _spread(count, sample)
+    chosen = spread_entries(count, sample)
     tokens = np.zeros(len(chosen), dtype=np.uint32)
     filtered: Counter[str] = Counter()
     unknown_id = opened.renderer.tokenizer.unknown_token_id
@@ -448,7 +448,8 @@ def check_lengths(
     return LengthReport(len(chosen), count, tokens[:shown], dict(filtered), longest_entry, unknown, first)
 
 
-def _spread(count: int, sample: int | None) -> range | list[int]:
+def spread_entries(count: int, sample: int | None) -> range | list[int]:
+    """Of `count` entries, all, or `sample` of them spread evenly, the first and the last included."""
     if sample is None or sample >= count:
         return range(count)
     if sample < 2:

@@ -1,7 +1,8 @@
 """`python -m gcore.reward FD BEGUN`: a process that scores for a controller (`gcore.worker.sandbox.child`).
 
     controller -> process   {"rewards": [[SOURCE, SPEC]...], "memory_mb": 4096}                                  once
-    controller -> process   [[REWARD, FIELDS, [[TEXT, TOKENS, TRUNCATED, ENVIRONMENT]...]]...]     a batch; REWARD is an index
+    controller -> process   [[REWARD, FIELDS, [[TEXT, TOKENS, TRUNCATED, ENVIRONMENT]...]]...]     a batch; REWARD is an index;
+                                                                                            null for a response: check FIELDS
     process -> controller   [VALUE, [[PART, NUMBER]...]] or {"what": ...}        for each response, in order, a few at once
 
 It loads the rewards that it is told of, and nothing else of gcore than they need: no engine, no torch, no store. One response
@@ -28,7 +29,9 @@ TOGETHER_S = 0.002
 def parse_batch(batch: Any) -> list[ScoringCall]:
     """Inverse of `batch_line`."""
     return [
-        (reward, fields, Response(text, *known)) for reward, fields, responses in batch for text, *known in responses
+        (reward, fields, None if response is None else Response(*response))
+        for reward, fields, responses in batch
+        for response in responses
     ]
 
 

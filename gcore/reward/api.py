@@ -17,13 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Protocol
 
 from gcore.config.base import shorten_text
 from gcore.config.reward import RewardPart, RewardSpec
 from gcore.errors import TracedError
 from gcore.plugins import RAISED, PluginFault, PluginKind, error_sentence, find_plugin, plugin_trace
-from gcore.types import LARGEST_REWARD
+from gcore.types import LARGEST_REWARD, entry_value
 
 REWARDS = PluginKind("reward", "gcore.rewards", "reward.name")
 
@@ -101,6 +102,18 @@ class CheckedReward:
             raise
         except RAISED as error:  # the edge to foreign code
             raise self._raised(error, "while it was started") from error
+
+    def check(self, fields: Mapping[str, Any], spec: RewardSpec) -> None:
+        """Check an entry before a job begins, if the reward has a `check` of its own. Raises RewardError and nothing else."""
+        check: Callable[[Mapping[str, Any], RewardSpec], object] | None = getattr(self._reward, "check", None)
+        if check is None:
+            return
+        try:
+            check(fields, spec)
+        except RewardError:
+            raise
+        except RAISED as error:  # the edge to foreign code
+            raise self._raised(error, "while it checked an entry") from error
 
     def __call__(self, response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
         """As the reward. Raises RewardError and nothing else."""
@@ -198,9 +211,44 @@ def truth_option(spec: RewardSpec, name: str, default: bool) -> bool:
     return truth
 
 
+AnswerType = type[str] | type[int] | type[float] | type[bool]
+
+
+def accepted_answers(fields: Mapping[str, Any], spec: RewardSpec, types: Sequence[AnswerType]) -> list[Any]:
+    """The expected answer, or each of several: a list of them are all accepted. Raises RewardError for another type than `types`."""
+    answer = answer_field(fields, spec)
+    answers = answer if isinstance(answer, list) else [answer]
+    if not answers:
+        raise RewardError(f"field {spec.answer!r} is an empty list of answers", fix="Write at least one answer")
+    for one in answers:
+        if type(one) not in types:
+            raise RewardError(f"field {spec.answer!r} {_type_problem(one, spec)}", fix=_type_fix(one, spec))
+    return answers
+
+
+def decimal_text(number: float) -> str:
+    """A number as a person writes it: all its decimal digits, and no exponent."""
+    return format(Decimal(repr(number)), "f")
+
+
+def _type_problem(answer: Any, spec: RewardSpec) -> str:
+    kinds = {dict: "an object", list: "a list within a list", bool: "true or false", type(None): "null"}
+    return f"holds {kinds.get(type(answer), 'a number')}, which reward {spec.name!r} cannot compare"
+
+
+def _type_fix(answer: Any, spec: RewardSpec) -> str:
+    if not isinstance(answer, dict) or not answer:
+        return "Write text or a number, or name another field in reward.answer"
+    inner = [name for name, value in answer.items() if not isinstance(value, dict | list)] or list(answer)
+    named = next(
+        (name for name in inner if name in ("ground_truth", "answer", "solution", "label", "target")), inner[0]
+    )
+    return f"Name a field within it, such as reward.answer: {spec.answer}.{named}"
+
+
 def answer_field(fields: Mapping[str, Any], spec: RewardSpec) -> Any:
     """What the entry says of the answer. Raises RewardError if it says nothing."""
-    answer = fields.get(spec.answer)
+    answer = entry_value(fields, spec.answer)
     if answer is None:
         raise RewardError(
             f"the prompt's entry has no answer in field {spec.answer!r}", fix="Name the field in reward.answer"
@@ -240,6 +288,14 @@ class OpenReward:
         return compose_reward(
             self._spec, [self._scored(number, response, fields) for number in range(len(self._parts))]
         )
+
+    def check(self, fields: Mapping[str, Any]) -> None:
+        """Check an entry. Raises RewardError if it cannot be scored, whatever the response."""
+        for number, (spec, reward) in enumerate(self._parts):
+            try:
+                reward.check(fields, spec)
+            except RewardError as error:
+                raise (blame_part(self._spec.parts[number], error) if self._spec.parts else error) from error
 
     def _scored(self, number: int, response: str, fields: Mapping[str, Any]) -> RewardResult:
         spec, reward = self._parts[number]
@@ -286,13 +342,16 @@ def _value(spec: RewardSpec, values: Sequence[float]) -> float:
 
 Scored = RewardResult | RewardError
 
-ScoringCall = tuple[int, Mapping[str, Any], Response]
-"""The number of a reward, a prompt's entry, a response."""
+ScoringCall = tuple[int, Mapping[str, Any], Response | None]
+"""The number of a reward, a prompt's entry, a response; None: the entry is checked."""
 
 
-def score_response(reward: OpenReward, response: Response, fields: Mapping[str, Any]) -> Scored:
-    """The reward's result, or its error."""
+def score_response(reward: OpenReward, response: Response | None, fields: Mapping[str, Any]) -> Scored:
+    """The reward's result, or its error. Without a response the entry is checked: 0 if it is good."""
     try:
+        if response is None:
+            reward.check(fields)
+            return RewardResult(0.0)
         return reward(response, fields)
     except RewardError as error:
         return error

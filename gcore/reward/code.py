@@ -27,6 +27,7 @@ from gcore.reward.api import (
     word_option,
 )
 from gcore.system.clock import SystemClock
+from gcore.types import entry_value
 from gcore.worker.sandbox.box import ProgramSandbox, SandboxError
 
 OPTIONS = ("timeout_s", "memory_mb", "value", "before", "packages", "most_tests")
@@ -85,6 +86,11 @@ class CodeReward:
             raise RewardError("programs are run from a main thread only", fix="Score them as a job does")
         self._box(_settings(spec))
 
+    def check(self, fields: Mapping[str, Any], spec: RewardSpec) -> None:
+        """Raises RewardError if the entry's tests cannot be read."""
+        parse_checks(answer_field(fields, spec), spec.answer, MOST_TESTS)
+        program_prefix(fields, spec)
+
     def __call__(self, response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
         """As the class says."""
         settings = _settings(spec)
@@ -141,7 +147,7 @@ def program_prefix(fields: Mapping[str, Any], spec: RewardSpec) -> str:
     name = spec.options.get("before")
     if name is None:
         return ""
-    text = fields.get(str(name))
+    text = entry_value(fields, str(name))
     if not isinstance(text, str):
         raise RewardError(f"the prompt's entry has no text in field {name!r}", fix="Name it in reward.options.before")
     return text

@@ -17,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -78,11 +79,13 @@ def setup_line(sources: Sequence[str], specs: Sequence[RewardSpec], memory_mb: i
 
 def batch_line(calls: Sequence[ScoringCall]) -> bytes:
     """A batch. An entry that neighbours share is written once."""
-    groups: list[tuple[int, Mapping[str, Any], list[tuple[str, int | None, bool, float | None]]]] = []
+    groups: list[tuple[int, Mapping[str, Any], list[tuple[str, int | None, bool, float | None] | None]]] = []
     for reward, fields, response in calls:
         if not groups or groups[-1][0] != reward or groups[-1][1] is not fields:
             groups.append((reward, fields, []))
-        groups[-1][2].append((response, response.tokens, response.truncated, response.environment))
+        groups[-1][2].append(
+            None if response is None else (response, response.tokens, response.truncated, response.environment)
+        )
     return encode_line(groups)
 
 
@@ -118,7 +121,7 @@ class ScoringItem:
     place: int
     reward: int
     fields: Mapping[str, Any]
-    response: Response
+    response: Response | None
     tried: bool = False
     """Whether a process has died with it. It goes first in a fresh one then, and alone."""
 
@@ -260,9 +263,12 @@ class RewardPool:
         self._tasks = [asyncio.create_task(self._serve(slot), name="rewards") for slot in self._slots]
 
     async def score(
-        self, spec: RewardSpec, fields: Mapping[str, Any], responses: Sequence[Response]
+        self, spec: RewardSpec, fields: Mapping[str, Any], responses: Sequence[Response | None]
     ) -> tuple[Scored, ...]:
-        """What each response is worth, in their order. Raises SpecError if the rewards cannot be had any more."""
+        """What each response is worth, in their order; of None, whether the entry can be scored at all (0, or the error).
+
+        Raises SpecError if the rewards cannot be had any more.
+        """
         await self.warm()
         if self._broken is not None:
             raise self._broken
@@ -420,7 +426,7 @@ class RewardPool:
     def _blame(self, call: ScoringItem, part: str, how: str) -> None:
         spec = self._specs[call.reward]
         what = f"reward {spec.shown_as!r} {how}"
-        log.warning("%s; the response began with %r", what, call.response[:100])
+        log.warning("%s; the response began with %r", what, (call.response or "")[:100])
         if spec.timeout_value is None:
             self._settle(call, RewardError(what, fix="Correct the reward, or see reward.timeout_value"))
         else:
@@ -441,6 +447,16 @@ class RewardPool:
     async def _notify(self) -> None:
         async with self._news:
             self._news.notify_all()
+
+
+ENTRIES_AT_ONCE = 256
+
+
+def _batched(entries: Iterable[Mapping[str, Any]], size: int) -> Iterator[list[Mapping[str, Any]]]:
+    """`entries` in lists of `size`, of which the last may be shorter."""
+    left = iter(entries)
+    while some := list(islice(left, size)):
+        yield some
 
 
 class RewardTrial:
@@ -468,6 +484,20 @@ class RewardTrial:
         """What one response is worth, or why that cannot be said. Raises SpecError."""
         (result,) = self._runner.run(self._pool.score(spec, fields, (response,)))
         return result
+
+    def first_bad_entry(self, spec: RewardSpec, entries: Iterable[Mapping[str, Any]]) -> tuple[int, RewardError] | None:
+        """The place of the first of `entries` that cannot be scored, whatever the response, and why. Raises SpecError."""
+        place = 0
+        for some in _batched(entries, ENTRIES_AT_ONCE):
+            for result in self._runner.run(self._check(spec, some)):
+                if isinstance(result, RewardError):
+                    return place, result
+                place += 1
+        return None
+
+    async def _check(self, spec: RewardSpec, entries: Sequence[Mapping[str, Any]]) -> list[Scored]:
+        work = [self._pool.score(spec, fields, (None,)) for fields in entries]
+        return [result for (result,) in await asyncio.gather(*work)]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -6,9 +6,11 @@ the response's environment or agent said. A setting in `reward.options` that a r
 change nothing in silence.
 
 Mathematical answers are compared by what they mean: 1/2, 0.5 and \frac{1}{2} are equal, so are x+1 and 1+x, {1,2} and {2,1}.
-math-verify (`gcore[math]`, on SymPy) reads and compares them. It limits its own time by alarm signals, so it runs in the main thread
-of a process of its own; what it gives up on counts as wrong, and a part says so. It is imported with its first use: SymPy takes a
-second.
+`gcore.reward.mathematics` reads and compares them, with the LaTeX parser of math-verify (`gcore[math]`, on SymPy). It is imported
+with its first use, which takes a second.
+
+An expected answer keeps the type that it has in the data. A list is several accepted answers. What a rule cannot compare, such as
+an object, is an error of the entry, which `check` finds before a job begins.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import logging
 import re
+import threading
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -27,12 +29,15 @@ from gcore.reward.api import (
     Response,
     RewardError,
     RewardResult,
+    accepted_answers,
     answer_field,
+    decimal_text,
     number_option,
     refuse_unknown,
     truth_option,
     word_option,
 )
+from gcore.system.process import ProcessorTimeUsed, limit_processor_time
 
 LONGEST_NUMBER = 400
 """Characters looked at before the last digit, or behind a marker: a response that runs on in digits must not take
@@ -62,9 +67,11 @@ def numeric(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> Rewar
     differ by no more are equal. Raises RewardError if the expected answer is no number, or an option is wrong.
     """
     after, tolerance = _numeric_options(spec)
-    expected = _expected_number(fields, spec, after)
+    accepted = _expected_numbers(fields, spec, after)
     found = last_number(response) if after is None else number_after(response, after)
-    correct = found is not None and (found == expected or (tolerance > 0 and _distance(found, expected) <= tolerance))
+    correct = found is not None and any(
+        found == expected or (tolerance > 0 and _distance(found, expected) <= tolerance) for expected in accepted
+    )
     if after is None:
         return _result(correct)
     return RewardResult(float(correct), (("correct", float(correct)), ("marked", float(after in response))))
@@ -73,12 +80,34 @@ def numeric(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> Rewar
 def exact(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
     """1.0 if the response is the expected answer, character by character, apart from white space around either.
 
-    An answer that is no string is compared as JSON writes it. Raises RewardError if there is no expected answer.
+    A number, or true or false, is compared as JSON writes it; a number also without an exponent. Of a list each answer is accepted,
+    and the list as JSON writes it. Raises RewardError if there is no expected answer, or it is an object.
     """
     refuse_unknown(spec, ())
-    answer = answer_field(fields, spec)
-    text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
-    return _result(response.strip() == text.strip())
+    answers = accepted_answers(fields, spec, (str, int, float, bool))
+    texts = {text for answer in answers for text in _texts(answer)}
+    if isinstance(answer_field(fields, spec), list):
+        texts.add(json.dumps(answers, ensure_ascii=False))
+    return _result(response.strip() in texts)
+
+
+def _texts(answer: str | float | bool) -> tuple[str, ...]:
+    if isinstance(answer, str):
+        return (answer.strip(),)
+    written = json.dumps(answer)
+    return (written,) if isinstance(answer, bool) else (written, decimal_text(answer))
+
+
+def _check_text(fields: Mapping[str, Any], spec: RewardSpec) -> None:
+    accepted_answers(fields, spec, (str, int, float, bool))
+
+
+def _check_numbers(fields: Mapping[str, Any], spec: RewardSpec) -> None:
+    _expected_numbers(fields, spec, _numeric_options(spec)[0])
+
+
+exact.check = _check_text  # type: ignore[attr-defined]
+numeric.check = _check_numbers  # type: ignore[attr-defined]
 
 
 def last_number(text: str) -> Decimal | None:
@@ -125,13 +154,14 @@ def _result(correct: bool) -> RewardResult:
     return RewardResult(value, (("correct", value),))
 
 
-def _expected_number(fields: Mapping[str, Any], spec: RewardSpec, after: str | None) -> Decimal:
-    answer = answer_field(fields, spec)
+def _expected_numbers(fields: Mapping[str, Any], spec: RewardSpec, after: str | None) -> list[Decimal]:
+    return [_expected_number(answer, spec, after) for answer in accepted_answers(fields, spec, (str, int, float))]
+
+
+def _expected_number(answer: str | float, spec: RewardSpec, after: str | None) -> Decimal:
     if after is not None and isinstance(answer, str):
         answer = answer.rpartition(after)[2]
     try:
-        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-            raise InvalidOperation
         number = Decimal(str(answer).strip().replace(",", "").replace("\u2212", "-"))
         if not number.is_finite():
             raise InvalidOperation
@@ -236,11 +266,13 @@ def _handed(response: str, spec: RewardSpec, who: str, fix: str) -> RewardResult
     )
 
 
-log = logging.getLogger(__name__)
 OPTIONS = ("digits", "longest")
 
-LIMIT_S = 2
-"""Seconds for reading a text, and for comparing two."""
+LIMIT_S = 2.0
+"""Processor time for a response, in seconds."""
+
+EXPECTED_LIMIT_S = 5.0
+"""Processor time for reading an expected answer, in seconds."""
 
 LONGEST = 20_000
 """Characters of a response's end that are looked at."""
@@ -249,64 +281,74 @@ LONGEST = 20_000
 class MathReward:
     """1.0 if the response gives the expected answer, else 0.0.
 
-    The response's answer is what stands in its last \\boxed{}, or else the last that looks like an answer, in LaTeX or plain.
-    Options: `digits`: decimal places to which numbers are compared (6); `longest`: only so many characters of the response's end
-    are looked at (20000). Parts: `correct`; `found`: whether there was any answer to compare; `gave_up`: whether comparing
-    took too long. Raises RewardError if the expected answer cannot be read.
+    The response's answer is what stands in its last \\boxed{}, or else as `gcore.reward.mathematics.grading` says. Options: `digits`:
+    significant digits to which numbers that are not whole must agree (default: exactly, but for decimals of 6 digits and more that
+    stand for a number which no decimal writes); `longest`: only so many characters of the response's end are looked at (20000).
+    Parts: `correct`; `found`: whether there was any answer to compare; `gave_up`: whether it used up its processor time, or
+    is too large a number to be computed. Raises RewardError if the expected answer cannot be read.
     """
 
     def start(self, spec: RewardSpec) -> None:
-        """Import the library. Raises RewardError if it is not installed."""
-        _library()
+        """Import the library. Raises RewardError if it is not installed, and outside a main thread."""
+        _mathematics()
+        if threading.current_thread() is not threading.main_thread():
+            raise RewardError("mathematics is compared in a main thread only", fix="Score it as a job does")
+
+    def check(self, fields: Mapping[str, Any], spec: RewardSpec) -> None:
+        """Raises RewardError if the expected answer cannot be read."""
+        for answer in accepted_answers(fields, spec, (str, int, float)):
+            _expected(_as_mathematics(answer), spec.answer)
 
     def __call__(self, response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
         """As the class says."""
         refuse_unknown(spec, OPTIONS)
-        digits = int(number_option(spec, "digits", 6, least=0, whole=True))
+        digits = int(number_option(spec, "digits", 6, least=1, whole=True)) if "digits" in spec.options else None
         longest = int(number_option(spec, "longest", LONGEST, least=1, whole=True))
-        library = _library()
-        expected = _expected(str(answer_field(fields, spec)), spec.answer)
-        gave_up, found, correct = 0.0, [], False
+        library = _mathematics()
+        answers = accepted_answers(fields, spec, (str, int, float))
+        expected = [_expected(_as_mathematics(answer), spec.answer) for answer in answers]
+        gave_up, grades = False, []
         try:
-            found = library.parse(str(response)[-longest:], parsing_timeout=LIMIT_S, raise_on_error=True)
-            correct = bool(found) and bool(
-                library.verify(
-                    list(expected), found, float_rounding=digits, timeout_seconds=LIMIT_S, raise_on_error=True
-                )
-            )
-        except library.errors.TimeoutException:
-            gave_up = 1.0
-        except Exception as error:  # noqa: BLE001  as the library itself says: what SymPy chokes on is no answer
-            log.debug("not comparable: %s", error)
-        parts = (("correct", float(correct)), ("found", float(bool(found))), ("gave_up", gave_up))
-        return RewardResult(float(correct), parts)
+            with limit_processor_time(LIMIT_S):
+                for one in expected:
+                    grades.append(library.grade(one, str(response)[-longest:], digits))
+        except ProcessorTimeUsed:
+            gave_up = True
+        correct, found = any(one.correct for one in grades), gave_up or any(one.found for one in grades)
+        gave_up = gave_up or any(one.too_large for one in grades)
+        return RewardResult(
+            float(correct), (("correct", float(correct)), ("found", float(found)), ("gave_up", float(gave_up)))
+        )
 
 
 math = MathReward()
 
 
-def _library() -> Any:
+def _mathematics() -> Any:
     try:
-        library = importlib.import_module("math_verify")
+        importlib.import_module("math_verify")
+        return importlib.import_module("gcore.reward.mathematics.grading")
     except ImportError as error:
         raise RewardError(
             f"reward 'math' needs the package math-verify, which cannot be imported ({error})",
             fix="Install it where controllers run: pip install 'gcore[math]'",
         ) from error
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of each text that it gives up on
-    return library
+
+
+def _as_mathematics(answer: str | float) -> str:
+    """Text as it is; a number of the data without an exponent, whose `e` would be read as a letter."""
+    return answer if isinstance(answer, str) else decimal_text(answer)
 
 
 @functools.lru_cache(maxsize=4096)
-def _expected(answer: str, field: str) -> tuple[Any, ...]:
-    """The expected answer as the library reads it: as LaTeX if it does not look like it, as in `x+1`. Raises RewardError."""
-    library = _library()
-    marked = any(mark in answer for mark in ("$", "\\boxed", "\\[", "\\("))
-    for text in (answer,) if marked else (f"${answer}$", answer):
-        expected = library.parse(text, parsing_timeout=LIMIT_S)
-        if expected:
-            return tuple(expected)
-    raise RewardError(
-        f"the expected answer {answer[:100]!r} in field {field!r} cannot be read as mathematics",
-        fix="Name another field in reward.answer, or use reward.name: exact",
-    )
+def _expected(answer: str, field: str) -> Any:
+    """An expected answer, read. Raises RewardError."""
+    library = _mathematics()
+    try:
+        with limit_processor_time(EXPECTED_LIMIT_S):
+            return library.ExpectedAnswer.of(answer)
+    except (ValueError, ArithmeticError, ProcessorTimeUsed) as error:
+        raise RewardError(
+            f"the expected answer {answer[:100]!r} in field {field!r} cannot be read as mathematics",
+            fix="Name another field in reward.answer, or use reward.name: exact",
+        ) from error

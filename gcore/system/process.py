@@ -24,9 +24,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from gcore.errors import GcoreError, explain_os_errors
 
@@ -46,6 +48,33 @@ def accept_signals() -> None:
 
 DEAD_STATES = frozenset("ZXx")
 """Process states, as in /proc/PID/stat, of what has ended."""
+
+
+PROCESSOR_TIME_AGAIN_S = 0.05
+"""The signal is repeated: foreign code may have swallowed the first."""
+
+
+class ProcessorTimeUsed(BaseException):
+    """A block has used up its processor time. No `Exception`, because foreign code within the block catches those."""
+
+
+@contextmanager
+def limit_processor_time(seconds: float) -> Iterator[None]:
+    """Raise ProcessorTimeUsed within the block once the process has computed for `seconds`, however long it waited.
+
+    Uses SIGPROF, so it is for the main thread. Code that is not Python's is interrupted when it returns.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise ProcessorTimeUsed
+
+    before = signal.signal(signal.SIGPROF, end)
+    try:
+        signal.setitimer(signal.ITIMER_PROF, seconds, PROCESSOR_TIME_AGAIN_S)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 class CannotStart(GcoreError):

@@ -24,7 +24,7 @@ from gcore.config.rollout import EnvironmentSpec
 from gcore.config.spec import JobSpec
 from gcore.config.validation import SAYS_NOTHING
 from gcore.data.renderer import PromptRenderer
-from gcore.data.stream import JobPrompts, LengthReport, PromptSource, check_lengths, open_prompts
+from gcore.data.stream import JobPrompts, LengthReport, PromptSource, check_lengths, open_prompts, spread_entries
 from gcore.engines.emulated.launch import is_emulated
 from gcore.engines.sglang.command import HOW, check_engine_args, find_python
 from gcore.errors import DataError, GcoreError, SpecError
@@ -411,9 +411,10 @@ def _counted(
 
 
 def _try_reward(rewards: RewardTrial, checked: CheckedSource, spec: JobSpec) -> None:
-    """Score an empty response to a few prompts: an option that is misspelt, or answers of the wrong kind, fail all alike.
+    """Score an empty response to a few prompts: an option that is misspelt fails all alike. Then check the expected answer of every
+    entry whose prompt was counted.
 
-    Raises SpecError if none can be scored; a single one that cannot fails alone, when its turn comes. Judges are not asked.
+    Raises SpecError if none of the few can be scored, and for the first entry whose answer the reward cannot use. Judges are not asked.
     """
     source, dataset = checked.opened.source, checked.opened.dataset
     for reward in reward_functions(source.reward, {judge.name: judge for judge in spec.judges}):
@@ -423,9 +424,16 @@ def _try_reward(rewards: RewardTrial, checked: CheckedSource, spec: JobSpec) -> 
             failed = result if isinstance(result, RewardError) else None
             if failed is None:
                 break
+        where = f"reward of source {source.name!r}"
         if failed is not None:
-            where = f"reward of source {source.name!r}"
             raise PluginFault(failed.what, where=where, fix=failed.fix, trace=failed.trace) from failed
+        chosen = spread_entries(checked.lengths.entries, checked.lengths.checked)
+        bad = rewards.first_bad_entry(reward, (dataset.entry(index) for index in chosen))
+        if bad is not None:
+            place, error = bad
+            raise PluginFault(
+                error.what, where=f"{where}, {dataset.name_of(chosen[place])}", fix=error.fix, trace=error.trace
+            ) from error
 
 
 def _check_step_size(spec: JobSpec) -> None:

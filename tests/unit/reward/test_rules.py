@@ -5,6 +5,7 @@ Rewards for the form of a response, and for mathematics.
 
 from __future__ import annotations
 
+import functools
 import sys
 from decimal import Decimal
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.config.reward import RewardSpec
-from gcore.reward.api import Response, RewardError
+from gcore.reward.api import CheckedReward, Response, RewardError
 from gcore.reward.rules import exact, last_number, length, numeric, regex
 from gcore.reward.rules import math as mathematics
 
@@ -165,12 +166,47 @@ def test_the_end_of_a_number_that_runs_on_is_not_taken_for_a_number(response: st
 
 @pytest.mark.parametrize(
     "answer",
-    ["forty-six", "", "4 6", "46 apples", True, [46], {"a": 1}, float("inf"), "nan", "Infinity"],
+    [
+        "forty-six",
+        "",
+        "4 6",
+        "46 apples",
+        True,
+        [],
+        [[46]],
+        [46, "forty-six"],
+        {"a": 1},
+        float("inf"),
+        "nan",
+        "Infinity",
+    ],
     ids=repr,
 )
 def test_an_expected_answer_that_is_no_number_is_an_error(answer: Any) -> None:
-    with pytest.raises(RewardError, match="is no number"):
+    with pytest.raises(RewardError, match=r"is no number|cannot compare|empty list"):
         numeric("46", {"answer": answer}, SPEC)
+    with pytest.raises(RewardError, match=r"is no number|cannot compare|empty list"):
+        CheckedReward("numeric", numeric).check({"answer": answer}, SPEC)
+
+
+@pytest.mark.parametrize("reward", [numeric, exact])
+def test_each_of_several_accepted_answers_is_right(reward: Any) -> None:
+    fields = {"answer": ["45", 46]}
+    assert [reward(response, fields, SPEC).value for response in ("45", "46", "47")] == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("reward", [numeric, exact])
+def test_an_object_as_expected_answer_is_refused_with_the_field_to_name(reward: Any) -> None:
+    fields = {"reward_model": {"style": "rule", "ground_truth": "46"}}
+    spec = RewardSpec(answer="reward_model")
+    for call in (CheckedReward("rule", reward).check, functools.partial(reward, "46")):
+        with pytest.raises(RewardError, match=r"holds an object.*reward\.answer: reward_model\.ground_truth"):
+            call(fields, spec)
+    assert reward("46", fields, RewardSpec(answer="reward_model.ground_truth")).value == 1.0
+
+
+def test_a_field_whose_name_has_dots_is_that_field() -> None:
+    assert exact("46", {"a.b": "46", "a": {"b": "47"}}, RewardSpec(answer="a.b")).value == 1.0
 
 
 @pytest.mark.parametrize("reward", [numeric, exact])
@@ -197,6 +233,7 @@ def test_the_answer_stands_in_the_field_that_the_spec_names() -> None:
         pytest.param("46.0", 46, 0, id="a number written otherwise"),
         pytest.param("true", True, 1, id="a truth"),
         pytest.param('["ä"]', ["ä"], 1, id="a list"),
+        pytest.param("0.00001", 0.00001, 1, id="a small number without an exponent"),
         pytest.param("", "", 1, id="the empty answer"),
     ],
 )
@@ -301,7 +338,7 @@ def test_a_length_in_tokens_needs_somebody_who_counted_them() -> None:
         pytest.param(72, "The answer is 72.", 1.0, id="a number in the data"),
         pytest.param("12", "The answer is 13", 0.0, id="another number"),
         pytest.param("x+1", r"\boxed{1+x}", 1.0, id="an expression in a box"),
-        pytest.param("x+1", "1+x", 0.0, id="a plain expression is not read, as the guide says"),
+        pytest.param("x+1", "1+x", 1.0, id="a plain expression that is all of the response"),
         pytest.param("5", r"first \boxed{5}, no: \boxed{6}", 0.0, id="the last box counts"),
         pytest.param("5", "I do not know", 0.0, id="no answer"),
         pytest.param("5", r"\boxed{\frac{", 0.0, id="cut off"),
