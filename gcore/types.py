@@ -6,6 +6,7 @@ Frozen and small. Nothing here knows the store, an engine or torch.
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -159,6 +160,12 @@ def entry_value(entry: Mapping[str, Any], path: str) -> Any:
     name, dot, rest = path.partition(".")
     inner = entry.get(name) if dot else None
     return entry_value(inner, rest) if isinstance(inner, Mapping) else None
+
+
+def entry_text(entry: Mapping[str, Any], path: str) -> str:
+    """The value of a field as text, for people and demonstrations: text as it is, anything else as JSON writes it, nothing for null."""
+    value = entry_value(entry, path)
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 Range = tuple[int, int]

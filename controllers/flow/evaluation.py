@@ -38,7 +38,7 @@ from gcore.reward.scorer import ResponseNotJudged
 from gcore.rollout.environments.episode import mark_observed
 from gcore.system.clock import Clock, retry_delay
 from gcore.system.concurrency import cancel_all, gather_or_cancel
-from gcore.types import Prompt, Sample, Version
+from gcore.types import Prompt, Sample, Version, entry_text
 
 log = logging.getLogger(__name__)
 
@@ -328,7 +328,7 @@ async def score_answers(
         shown = EvalSample(
             prompt=clip_for_record(prompt.text),
             response=clip_for_record(text),
-            answer=clip_for_record(str(prompt.fields.get(pipeline.source.reward.answer, ""))),
+            answer=clip_for_record(entry_text(prompt.fields, pipeline.source.reward.answer)),
             reward=reward,
             source=pipeline.source.name,
             correct=not why and meets_threshold(reward, threshold),

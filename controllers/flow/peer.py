@@ -11,7 +11,6 @@ group that supervised training is fed.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,7 +40,7 @@ from gcore.rollout.length_prediction import NONE, SiblingLengths, SourceLengths,
 from gcore.rollout.postprocess import drop_truncated, make_scored_group
 from gcore.system.clock import Clock
 from gcore.system.concurrency import cancel_all
-from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan
+from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan, entry_text, entry_value
 
 NEWEST_GROUPS = 64
 """Groups of a source that stand for its recent lengths."""
@@ -419,10 +418,9 @@ def make_demonstration(prompt: Prompt, opened: PromptSource, version: Version, m
     end token comes after it that the chat template writes behind an answer, or the tokenizer's. It is never cut: half an answer is another answer.
     """
     field = opened.source.reward.answer
-    answer = prompt.fields.get(field)
-    if answer is None:
+    if entry_value(prompt.fields, field) is None:
         return Outcome("failed", f"the entry has no answer in field {field!r} (reward.answer)")
-    text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    text = entry_text(prompt.fields, field)
     try:
         tokens = opened.renderer.tokenizer.encode(text, add_special_tokens=False)
     except DataError as error:

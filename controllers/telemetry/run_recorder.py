@@ -44,7 +44,7 @@ from gcore.rollout.client import EngineReach
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, Store, WatchBatch
 from gcore.system.clock import Clock
-from gcore.types import Group, Token, Version
+from gcore.types import Group, Token, Version, entry_text
 
 log = logging.getLogger(__name__)
 
@@ -395,10 +395,10 @@ class SampleWriter:
     def _kept(self, held: _Held, characters: int) -> KeptGroup:
         try:
             prompt = held.source.unfiltered(held.entry, held.group.ref)
-            text, answer = prompt.text, prompt.fields.get(held.source.source.reward.answer, "")
+            text, answer = prompt.text, entry_text(prompt.fields, held.source.source.reward.answer)
         except GcoreError as error:
             text, answer = f"(the prompt cannot be read: {error})", ""
-        return make_kept_group(held.group, held.digest, text, str(answer), self._me, characters)
+        return make_kept_group(held.group, held.digest, text, answer, self._me, characters)
 
 
 @dataclass(frozen=True, slots=True)

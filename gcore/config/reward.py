@@ -41,12 +41,16 @@ from gcore.types import LARGEST_REWARD
 
 DEFAULT_REWARD = "numeric"
 
-NEEDS_NO_ANSWER = frozenset({"regex", "length"})
-"""gcore's own rewards that look at nothing but the response. Of a plug-in it is not known."""
+DEFAULT_ANSWER = "answer"
+
+NEEDS_ANSWER = frozenset({"numeric", "math", "exact", "code"})
+"""gcore's own rewards that compare with an expected answer. A plug-in says itself what it needs, unless the spec names a field."""
 
 MAX_PARTS = 16
 
-ANSWER_HELP = "Field of the prompt's entry that holds the expected answer"
+ANSWER_HELP = (
+    "Field of the prompt's entry that holds the expected answer, or a path to a nested one: reward_model.ground_truth"
+)
 OPTIONS_HELP = "Settings of the reward's own, by name"
 JUDGE_HELP = "The judge of `judges` that scores, in place of a reward's name"
 
@@ -86,7 +90,7 @@ class RewardSpec(Section):
         description="Reward, by its entry-point name in `gcore.rewards`; a composed one has parts instead",
     )
     judge: str | None = Field(None, description=JUDGE_HELP)
-    answer: str = Field("answer", description=ANSWER_HELP)
+    answer: str = Field(DEFAULT_ANSWER, description=ANSWER_HELP)
     options: dict[str, Option] = Field({}, description=OPTIONS_HELP)
     parts: tuple[RewardPart, ...] = Field((), description="Rewards that together make the response's")
     compose: Literal["sum", "gate", "min"] = Field(
@@ -136,7 +140,8 @@ class RewardSpec(Section):
         wanted = [(part.name, part.answer or self.answer) for part in self.parts if part.judge is None]
         if not self.parts:
             wanted = [(self.name, self.answer)]
-        return tuple(dict.fromkeys(answer for name, answer in wanted if name not in NEEDS_NO_ANSWER))
+        needed = (answer for name, answer in wanted if name in NEEDS_ANSWER or _is_named(name, answer))
+        return tuple(dict.fromkeys(needed))
 
     @property
     def judges(self) -> tuple[str, ...]:
@@ -157,6 +162,11 @@ class RewardSpec(Section):
         return RewardSpec(
             name=part.name, answer=part.answer or self.answer, options=part.options, timeout_s=self.timeout_s
         )
+
+
+def _is_named(name: str | None, answer: str) -> bool:
+    """Whether the spec names the field for a reward of somebody else's."""
+    return answer != DEFAULT_ANSWER and name not in ("regex", "length", "environment", "agent")
 
 
 class ScoringSpec(Section):

@@ -34,6 +34,7 @@ import numpy.typing as npt
 from gcore.data.messages import parts_problem
 from gcore.errors import DataError
 from gcore.system.files import refuse_constant
+from gcore.types import entry_value
 
 SHOWN_FIELDS = 8
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -119,7 +120,7 @@ class EntryReader:
         prompt = entry.get(self._prompt_field)
         if not prompt or (type(prompt) is not str and _message_problem(prompt) is not None):
             return False
-        return all(entry.get(field) is not None for field in self._answer_fields)
+        return all(entry_value(entry, field) is not None for field in self._answer_fields)
 
     def _check_prompt(self, entry: dict[str, Any], where: str) -> None:
         field = self._prompt_field
@@ -142,7 +143,7 @@ class EntryReader:
 
     def _check_answers(self, entry: dict[str, Any], where: str) -> None:
         for field in self._answer_fields:
-            if entry.get(field) is None:
+            if entry_value(entry, field) is None:
                 missing = f"the entry has no field {field!r}, only {_names(entry)}"
                 raise DataError(
                     f"field {field!r} is null" if field in entry else missing,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from gcore.ledger.collectives import check_contribution, exact_sum
 from gcore.reward.api import Response, RewardError
 from gcore.reward.pool import DirectScorer, FunctionScorer
 from gcore.rollout.postprocess import drop_truncated, is_truncated, make_scored_group
-from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan
+from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan, entry_text, entry_value
 
 MOST_ROUNDS = 30
 """Passes over the prompts that may end without a group before a test is told that no step will ever be full."""
@@ -118,10 +117,9 @@ class FakePeer:
     async def demonstrate(self, prompt: Prompt) -> Group | Outcome:
         """The entry's answer."""
         field_ = training_sources(self.cluster.spec)[0].reward.answer
-        answer = prompt.fields.get(field_)
-        if answer is None:
+        if entry_value(prompt.fields, field_) is None:
             return Outcome("failed", f"the entry has no answer in field {field_!r} (reward.answer)")
-        text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+        text = entry_text(prompt.fields, field_)
         longest = self.cluster.spec.rollout.max_new_tokens
         sample = sample_of(text, self.version, longest)
         if sample.finish_reason == "length":
