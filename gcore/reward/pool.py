@@ -4,6 +4,7 @@ Rewards are foreign code, and rules meet any text at all, so none of it runs in 
 (`scoring.workers`) take responses in turn; quick rewards are sent in batches, slow ones one by one, so that no process waits
 while another has a queue. A response that takes longer than its `reward.timeout_s` costs the process that scores it: it is
 killed and replaced, the response has failed (or is worth `reward.timeout_value`), and those behind it go to another process.
+The first call in a process has longer, because it may load a library.
 So with a process that dies. But what killed it may have been left by an earlier response, so a response that it took with it
 is tried once more, first in a fresh process, before it is blamed.
 
@@ -18,7 +19,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import TracebackType
 from typing import Any, Protocol
@@ -128,9 +129,10 @@ class ScoringItem:
 
 @dataclass(eq=False, slots=True)
 class ProcessSlot:
-    """Where a process is, and how long its responses take."""
+    """Where a process is, and how long its responses take. `answered`: the rewards that have scored in this process."""
 
     process: SandboxProcess | None = None
+    answered: set[int] = field(default_factory=set)
     seconds: float = BATCH_S
     """A moving average, seconds a response; at first, such that it gets one."""
 
@@ -188,6 +190,9 @@ class LatencyTrend:
 
 log = logging.getLogger(__name__)
 
+FIRST_ROOM = 4.0
+"""How many times as long as first calls have taken the next one may take beyond `reward.timeout_s`."""
+
 LARGEST_BATCH = 64
 """Responses sent to a process at once."""
 
@@ -222,6 +227,8 @@ class RewardPool:
         self._on_fault = on_fault
         self._on_pace = on_pace
         self._paces = [LatencyTrend() for _ in self._specs]
+        self._first_s: dict[int, float] = {}
+        """The longest first call of a reward in a process so far, in seconds, of those that were answered."""
         self._scored = 0
         self._queue: deque[ScoringItem] = deque()
         self._requests: set[ScoringRequest] = set()
@@ -369,22 +376,37 @@ class RewardPool:
         began = self._clock.monotonic()
         process.send_batch(batch_line([(call.reward, call.fields, call.response) for call in batch]))
         for number, call in enumerate(batch):
-            limit = self._specs[call.reward].timeout_s
             asked = self._clock.monotonic()
+            first = call.reward not in slot.answered
+            limit = self._limit(call.reward, first=first)
             try:
                 self._settle(call, parse_answer(await process.answer(limit)))
             except (TimeoutError, ProcessEnded, ValueError) as error:
                 # The answers before this one may have been on their way; they are made again.
                 place = max(number, min(process.begun, len(batch) - 1))
-                await self._lost(slot, batch[place], late=isinstance(error, TimeoutError))
+                late = limit if isinstance(error, TimeoutError) else None
+                await self._lost(slot, batch[place], late, first=first)
                 await self._back(batch[number:place] + batch[place + 1 :])
                 return
-            if (slow := self._clock.monotonic() - asked) >= LEAST_S:
+            if first:
+                slot.answered.add(call.reward)
+                took = self._clock.monotonic() - asked
+                self._first_s[call.reward] = max(took, self._first_s.get(call.reward, 0.0))
+            elif (slow := self._clock.monotonic() - asked) >= LEAST_S:
                 self._note_pace(call.reward, slow)  # not only when the batch is through
         taken = (self._clock.monotonic() - began) / len(batch)
         slot.seconds = 0.8 * slot.seconds + 0.2 * taken
         if taken < LEAST_S:
             self._note_pace(batch[0].reward, taken)
+
+    def _limit(self, reward: int, *, first: bool) -> float:
+        """Seconds that a response may take. The first call of a process may load what the reward needs, so it has longer:
+        `start_timeout_s` until one was answered in any process, and then what such calls have taken, with room."""
+        limit, start = self._specs[reward].timeout_s, self._scoring.start_timeout_s
+        if not first:
+            return limit
+        known = self._first_s.get(reward)
+        return max(limit, start) if known is None else limit + min(start, FIRST_ROOM * known)
 
     def _note_pace(self, reward: int, seconds: float) -> None:
         """Responses of `reward` have taken so long each."""
@@ -393,12 +415,14 @@ class RewardPool:
         if news := self._paces[reward].news(before, spec.shown_as):
             self._on_pace(news)
 
-    async def _lost(self, slot: ProcessSlot, call: ScoringItem, *, late: bool) -> None:
-        """The process in `slot` hangs or has died at `call`."""
-        limit = self._specs[call.reward].timeout_s
+    async def _lost(self, slot: ProcessSlot, call: ScoringItem, late: float | None, *, first: bool) -> None:
+        """The process in `slot` has taken longer than its limit `late` at `call`, or has died. `first`: it had answered nothing before."""
         how = await self._end(slot)
-        if late:
-            self._blame(call, TIMED_OUT, f"took longer than {limit:g} s (reward.timeout_s)")
+        if late is not None:
+            limit = self._specs[call.reward].timeout_s
+            own = f"took longer than {limit:g} s (reward.timeout_s)"
+            told = f"took longer than {late:.3g} s in the first call of its process; if it loads a library, load it in `start`"
+            self._blame(call, TIMED_OUT, told if first and late >= limit + LEAST_S else own)
         elif call.tried:
             self._blame(call, KILLED, f"took the process that scores with it, which was {how}")
         else:
@@ -434,6 +458,7 @@ class RewardPool:
 
     async def _end(self, slot: ProcessSlot) -> str:
         process, slot.process = slot.process, None
+        slot.answered.clear()
         return "" if process is None else await process.end()
 
     def _give_up(self, error: GcoreError) -> None:

@@ -82,10 +82,12 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
     install(tmp_path / "odd", monkeypatch, CODE)
 
     @asynccontextmanager
-    async def open_pool(workers: int = 1, memory_mb: int = 4096, **reward: Any) -> AsyncIterator[RewardPool]:
+    async def open_pool(
+        workers: int = 1, memory_mb: int = 4096, start_timeout_s: float = 120.0, **reward: Any
+    ) -> AsyncIterator[RewardPool]:
         errors: list[RewardError] = []
         spec = RewardSpec(name="odd", **{"timeout_s": 30.0, **reward})
-        scoring = ScoringSpec(workers=workers, memory_mb=memory_mb)
+        scoring = ScoringSpec(workers=workers, memory_mb=memory_mb, start_timeout_s=start_timeout_s)
         pool = RewardPool({"data": spec}, scoring, SystemClock(), errors.append)
         pool.spec, pool.errors = spec, errors  # type: ignore[attr-defined]
         await pool.warm()
@@ -126,6 +128,7 @@ async def test_a_reward_knows_how_many_tokens_a_response_has_and_whether_it_was_
 
 async def test_what_takes_too_long_is_worth_what_the_spec_says_and_a_part_tells(opened: Opened) -> None:
     async with opened(timeout_s=0.5, timeout_value=-1.0) as pool:
+        await score(pool, "a")
         assert await score(pool, "hang") == (RewardResult(-1.0, (("timed_out", 1.0),)),)
         assert await score(pool, "exit") == (RewardResult(-1.0, (("killed", 1.0),)),)
 
@@ -144,6 +147,33 @@ async def test_in_a_batch_of_quick_responses_only_the_bad_one_is_lost(opened: Op
             assert how in str(results[place])
             good = [r.value if isinstance(r, RewardResult) else None for n, r in enumerate(results) if n != place]
             assert good == [len(text) for n, text in enumerate(texts) if n != place]
+
+
+async def test_the_first_call_of_a_process_may_take_longer_than_a_response(opened: Opened) -> None:
+    async with opened(timeout_s=0.3) as pool:
+        (result,) = await score(pool, "sleep 1")
+        assert isinstance(result, RewardResult)
+        (result,) = await score(pool, "sleep 1")
+        assert "took longer than 0.3 s (reward.timeout_s)" in str(result)
+        (result,) = await score(pool, "sleep 1")  # in a fresh process, where it may load again
+        assert isinstance(result, RewardResult)
+
+
+async def test_a_first_call_that_takes_too_long_is_told_where_to_load(opened: Opened) -> None:
+    async with opened(timeout_s=0.2, start_timeout_s=3) as pool:
+        (result,) = await score(pool, "hang")
+        assert re.search(r"took longer than 3 s in the first call of its process.*load it in `start`", str(result))
+
+
+async def test_an_entry_is_checked_without_a_response() -> None:
+    pool = RewardPool({"data": RewardSpec(name="numeric")}, ScoringSpec(), SystemClock())
+    try:
+        (good,) = await pool.score(RewardSpec(name="numeric"), {"answer": "2"}, [None])
+        (bad,) = await pool.score(RewardSpec(name="numeric"), {"answer": "two"}, [None])
+    finally:
+        await pool.close()
+    assert good == RewardResult(0.0)
+    assert "'two' in field 'answer' is no number" in str(bad)
 
 
 async def test_a_response_is_not_blamed_for_what_another_left_behind(opened: Opened, tmp_path: Path) -> None:
