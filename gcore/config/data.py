@@ -15,7 +15,14 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from gcore.config.base import (
     VARIABLES_HELP,
@@ -45,6 +52,21 @@ TEMPLATE_HELP = "Jinja file with a chat template in place of the tokenizer's, re
 TOOLS_HELP = "JSON file with a list of tool definitions for the chat template, relative to the spec's folder"
 
 
+COLUMNS_HELP = "Columns that are read, beside those of the prompt and the answer; default: all that JSON can say. The others may hold anything"
+
+
+class ColumnsSection(Section):
+    """What may name the columns that are read."""
+
+    columns: tuple[str, ...] | None = Field(None, description=COLUMNS_HELP)
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without `columns` where it says nothing: a daemon from before there was one reads the rest."""
+        tree: dict[str, Any] = written(self)
+        return tree if self.columns is not None else {name: value for name, value in tree.items() if name != "columns"}
+
+
 class SamplingSpec(Section):
     """What a source draws differently from `rollout`."""
 
@@ -58,7 +80,7 @@ class SamplingSpec(Section):
     stop: tuple[StopString, ...] | None = Field(None, description="Strings that end a response")
 
 
-class SourceSpec(Section):
+class SourceSpec(ColumnsSection):
     """One of several sources."""
 
     name: SourceName = Field(description="The source's name in metrics and views")
@@ -82,7 +104,7 @@ class SourceSpec(Section):
     sampling: SamplingSpec = SamplingSpec()
 
 
-class SourcesSection(Section):
+class SourcesSection(ColumnsSection):
     """What `data` and `eval` have in common: one path, or several sources."""
 
     path: FilePath | None = Field(None, description="File or folder with the prompts, relative to the spec's folder")
@@ -102,8 +124,8 @@ class SourcesSection(Section):
     def _one_form(self) -> SourcesSection:
         if self.path is not None and self.sources:
             raise ValueError("give one path or several sources, not both")
-        if self.path is None and (self.split is not None or self.format != "auto"):
-            raise ValueError("format and split belong to path; a source has its own")
+        if self.path is None and (self.split is not None or self.format != "auto" or self.columns is not None):
+            raise ValueError("format, split and columns belong to path; a source has its own")
         return self
 
 
@@ -158,6 +180,7 @@ class ResolvedSource:
     path: str
     format: DataFormat
     split: str | None
+    columns: tuple[str, ...] | None
     weight: float
     prompt: str
     chat: bool

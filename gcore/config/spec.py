@@ -244,7 +244,10 @@ def training_sources(spec: JobSpec) -> tuple[ResolvedSource, ...]:
 def _listed(origin: SourcesSection) -> tuple[SourceSpec, ...]:
     if origin.path is None:
         return origin.sources
-    return (SourceSpec(name=ONLY_SOURCE, path=origin.path, format=origin.format, split=origin.split),)
+    one = SourceSpec(
+        name=ONLY_SOURCE, path=origin.path, format=origin.format, split=origin.split, columns=origin.columns
+    )
+    return (one,)
 
 
 def resolve_source(spec: JobSpec, source: SourceSpec) -> ResolvedSource:
@@ -255,6 +258,7 @@ def resolve_source(spec: JobSpec, source: SourceSpec) -> ResolvedSource:
         path=source.path,
         format=source.format,
         split=source.split,
+        columns=source.columns,
         weight=source.weight,
         prompt=data.prompt if source.prompt is None else source.prompt,
         chat=spec.model.chat if source.chat is None else source.chat,

@@ -27,7 +27,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -200,21 +200,23 @@ FORMAT = 1
 
 
 class CopyManifest(BaseModel):
-    """What a copy was made from, and what came of it. `sources` and `written`: size, mtime_ns, inode."""
+    """What a copy was made from, and what came of it. `sources` and `written`: size, mtime_ns, inode. `left_out`: why, by column."""
 
     version: int
     sources: list[tuple[str, int, int, int]]
     written: tuple[int, int, int]
     rows: list[int]
+    left_out: dict[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class RowCopy:
-    """A copy that is there. `path`: the JSON lines. `rows`: of each file, in order."""
+    """A copy that is there. `path`: the JSON lines. `rows`: of each file, in order. `left_out`: why a column is not in it, by name."""
 
     data: DataFiles
     path: Path
     rows: tuple[int, ...]
+    left_out: Mapping[str, str]
 
     def name_of(self, row: int) -> str:
         """How messages name a row (from 0): by its number in its file; of a saved dataset, which is one whole, in it."""
@@ -225,14 +227,36 @@ class RowCopy:
         return f"{self.data.files[number]}, row {row - ends[number] + self.rows[number]}"
 
 
-def find_or_make_copy(data: DataFiles, split: str | None, cache_dir: Path, progress: Progress | None = None) -> RowCopy:
+@dataclass(frozen=True, slots=True)
+class WantedColumns:
+    """`needed`: columns that must be there as JSON; `only`: whether the others are not read."""
+
+    needed: frozenset[str] = frozenset()
+    only: bool = False
+
+    @classmethod
+    def of(cls, prompt: str, answers: Iterable[str], columns: Sequence[str] | None) -> WantedColumns:
+        """Those of the prompt, of the answers (paths) and of `columns`."""
+        roots = {prompt, *answers, *(answer.partition(".")[0] for answer in answers)}
+        return cls(frozenset(roots | set(columns or ())), columns is not None)
+
+
+def find_or_make_copy(
+    data: DataFiles,
+    split: str | None,
+    cache_dir: Path,
+    progress: Progress | None = None,
+    wanted: WantedColumns = WantedColumns(),
+) -> RowCopy:
     """The copy of those files in `cache_dir`; made now if there is none. Blocks. Raises DataError.
 
+    A column that JSON cannot say is refused if it is `wanted`, and else left out.
     `progress` is called with rows done and rows in all, only when a copy is made.
     """
-    named = blake2b(repr((str(data.path), data.kind, split)).encode(), digest_size=8).hexdigest()
+    key = (str(data.path), data.kind, split, *(sorted(wanted.needed) if wanted.only else ()))
+    named = blake2b(repr(key).encode(), digest_size=8).hexdigest()
     stem = f".{data.path.name[:40]}.{named}"
-    made = _Copy(data, cache_dir / f"{stem}.rows", cache_dir / f"{stem}.copy")
+    made = _Copy(data, cache_dir / f"{stem}.rows", cache_dir / f"{stem}.copy", wanted)
     found = made.find()
     if found is not None:
         mark_used(made.manifest)
@@ -263,6 +287,7 @@ class _Copy:
     data: DataFiles
     lines: Path
     manifest: Path
+    wanted: WantedColumns
 
     def find(self) -> RowCopy | None:
         """The copy, if it is whole and made from what lies there now. Raises DataError if a source is not there."""
@@ -274,14 +299,16 @@ class _Copy:
             return None
         if manifest.version != FORMAT or not whole or manifest.sources != sources:
             return None
-        return RowCopy(self.data, self.lines, tuple(manifest.rows))
+        if self.wanted.needed & manifest.left_out.keys():
+            return None  # it is made again, to say why the column cannot be read
+        return RowCopy(self.data, self.lines, tuple(manifest.rows), manifest.left_out)
 
     def make(self, lock: int, progress: Progress | None) -> RowCopy:
         """Under the lock, an open file. Raises DataError, OSError."""
         sources = self._sources()
         part = self.lines.with_suffix(".part")
         try:
-            rows = _convert(self.data, part, lock, progress)
+            rows, left_out = _convert(self.data, part, self.wanted, lock, progress)
             if self._sources() != sources:
                 raise DataError(
                     "the data changed while they were read",
@@ -292,12 +319,12 @@ class _Copy:
                 raise DataError("the data hold no prompts", where=str(self.data.path), fix="Name another file")
             part.replace(self.lines)
             written = _known(identify_file(self.lines))
-            manifest = CopyManifest(version=FORMAT, sources=sources, written=written, rows=rows)
+            manifest = CopyManifest(version=FORMAT, sources=sources, written=written, rows=rows, left_out=left_out)
             part.write_text(manifest.model_dump_json())
             part.replace(self.manifest)
         finally:
             part.unlink(missing_ok=True)
-        return RowCopy(self.data, self.lines, tuple(rows))
+        return RowCopy(self.data, self.lines, tuple(rows), left_out)
 
     def _sources(self) -> list[tuple[str, int, int, int]]:
         return [(str(file), *_known(identify_file(file))) for file in self.data.files]
@@ -307,8 +334,11 @@ def _known(identity: FileIdentity) -> tuple[int, int, int]:
     return identity.size, identity.mtime_ns, identity.inode
 
 
-def _convert(data: DataFiles, to: Path, lock: int, progress: Progress | None) -> list[int]:
-    request = {"kind": data.kind, "files": [str(file) for file in data.files], "to": str(to)}
+def _convert(
+    data: DataFiles, to: Path, wanted: WantedColumns, lock: int, progress: Progress | None
+) -> tuple[list[int], dict[str, str]]:
+    request: dict[str, Any] = {"kind": data.kind, "files": [str(file) for file in data.files], "to": str(to)}
+    request |= {"needed": sorted(wanted.needed), "only": wanted.only}
     command = [sys.executable, "-P", "-m", "gcore.prompts.tables"]
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -329,7 +359,7 @@ def _convert(data: DataFiles, to: Path, lock: int, progress: Progress | None) ->
         finally:
             process.kill()  # it has ended by itself, or is not wanted any more
     if "written" in answer:
-        return list(answer["written"])
+        return list(answer["written"]), dict(answer["left_out"])
     if "error" in answer:
         told = answer["error"]
         raise DataError(told["what"], where=told["where"], fix=told["fix"])
@@ -370,27 +400,35 @@ class Dataset:
         answer_fields: tuple[str, ...] = (),
         format: DataFormat = "auto",
         split: str | None = None,
+        columns: Sequence[str] | None = None,
         cache_dir: Path | None = None,
         progress: Progress | None = None,
     ) -> Dataset:
         """Open what lies at `path`; the first time, and when it has changed, check all of it and build its index.
 
-        `answer_fields` must be there in every entry. The index, and the copy of what is no JSONL file, lie in
+        `answer_fields` must be there in every entry. `columns`: what else is read; None: all that JSON can say. The index, and the copy of what is no JSONL file, lie in
         `cache_dir`, or beside the data. `progress` is called with how much is done and how much there is in all, only
         when a copy or an index is made: rows of the first, bytes of the second. Raises DataError.
         """
         path = Path(path).absolute()
         data = find_files(path, format, split)
         cache_dir = cache_dir or path.parent
+        wanted = WantedColumns.of(prompt_field, answer_fields, columns)
         if data.kind == "jsonl":
             copy, lines, name_line = None, path, None
         else:
-            copy = find_or_make_copy(data, split, cache_dir, progress)
+            copy = find_or_make_copy(data, split, cache_dir, progress, wanted)
             lines, name_line = copy.path, lambda line: copy.name_of(line - 1)
-        reader = EntryReader(path, prompt_field, answer_fields, name_line)
+        reader = EntryReader(path, prompt_field, answer_fields, name_line, wanted.needed, only=wanted.only)
         identity = identify_file(lines)
         # What was checked is part of the name, so that a spec with another field does not trust this check.
-        checked = blake2b(repr((str(lines), prompt_field, sorted(set(answer_fields)))).encode(), digest_size=8)
+        named = (
+            str(lines),
+            prompt_field,
+            sorted(set(answer_fields)),
+            *([sorted(columns)] if columns is not None else []),
+        )
+        checked = blake2b(repr(named).encode(), digest_size=8)
         index_path = cache_dir / f".{path.name[:40]}.{checked.hexdigest()}.index"
         index = load_index(index_path, identity) or build_index(lines, index_path, reader, progress)
         mark_used(index_path)
@@ -424,6 +462,11 @@ class Dataset:
                 if self._copy is None
                 else f"Remove the copy of the data, {self._copy.path}",
             ) from error
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Why a column is not read, by its name."""
+        return {} if self._copy is None else self._copy.left_out
 
     def name_of(self, i: int) -> str:
         """How messages name entry `i`."""

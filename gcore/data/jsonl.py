@@ -52,7 +52,13 @@ class EntryReader:
         prompt_field: str,
         answer_fields: tuple[str, ...] = (),
         name_line: Callable[[int], str] | None = None,
+        needed: frozenset[str] = frozenset(),
+        *,
+        only: bool = False,
     ) -> None:
+        """`needed`: fields that must be JSON; another that is none is left out. `only`: no other field is read."""
+        self._needed = needed | {prompt_field}
+        self._only = only
         self._path = path
         self._name_line = name_line
         self._prompt_field = prompt_field
@@ -88,7 +94,7 @@ class EntryReader:
     def parse(self, line: str, where: str, *, cut_off: bool = False) -> dict[str, Any]:
         """The entry on a line, which stands at `where`. `cut_off`: it ends without a newline. Raises DataError."""
         try:
-            entry = json.loads(line, parse_constant=refuse_constant)
+            entry = self._decoded(line)
         except (ValueError, RecursionError) as error:
             if cut_off:
                 raise DataError(
@@ -108,11 +114,30 @@ class EntryReader:
                 where=where,
                 fix=f'Write {{"{self._prompt_field}": ...}}, one object a line',
             )
+        if self._only:
+            entry = {name: value for name, value in entry.items() if name in self._needed}
         self._check_prompt(entry, where)
         self._check_answers(entry, where)
         if _SURROGATE.search(line):
+            entry = {name: value for name, value in entry.items() if name in self._needed or _is_text(value)}
             self._check_text(entry, where)
         return entry
+
+    def _decoded(self, line: str) -> Any:
+        """The value on a line, without fields that are not needed and hold NaN or Infinity. Raises ValueError, RecursionError."""
+        try:
+            return json.loads(line, parse_constant=refuse_constant)
+        except json.JSONDecodeError:
+            raise
+        except ValueError:
+            entry = json.loads(line)
+            if not isinstance(entry, dict):
+                raise
+            for name in [name for name in entry if name not in self._needed and not _is_finite(entry[name])]:
+                del entry[name]
+            if not _is_finite(entry):
+                raise
+            return entry
 
     def _fits(self, entry: Any) -> bool:
         if type(entry) is not dict:
@@ -160,6 +185,24 @@ class EntryReader:
                 where=where,
                 fix="Remove it, or write the character itself",
             ) from error
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a value holds no NaN and no Infinity."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value holds no half of a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _message_problem(prompt: Any) -> str | None:

@@ -308,6 +308,7 @@ def _open_dataset(source: ResolvedSource, cache_dir: Path, progress: OpeningProg
         answer_fields=source.reward.answers,
         format=source.format,
         split=source.split,
+        columns=source.columns,
         cache_dir=cache_dir,
         progress=tell,
     )

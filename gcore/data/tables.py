@@ -40,9 +40,15 @@ class UnsuitableColumn(Exception):
     """A column's type cannot be said in JSON."""
 
 
-def write_rows(kind: str, files: list[Path], to: Path, out: TextIO) -> list[int]:
-    """Write all rows to `to`, one a line; the rows of each file. Raises DataError."""
-    readers = [_Reader(kind, file) for file in files]
+def write_rows(
+    kind: str, files: list[Path], to: Path, out: TextIO, needed: frozenset[str] = frozenset(), *, only: bool = False
+) -> tuple[list[int], dict[str, str]]:
+    """Write all rows to `to`, one a line; the rows of each file, and why columns or values were left out, by column.
+
+    What JSON cannot say is refused in columns that are `needed`, and else left out. `only`: no other column is read. Raises DataError.
+    """
+    left_out: dict[str, str] = {}
+    readers = [_Reader(kind, file, needed, left_out, only=only) for file in files]
     total = sum(reader.rows for reader in readers)
     written: list[int] = []
     with to.open("wb", buffering=BUFFER_BYTES) as lines:
@@ -50,7 +56,7 @@ def write_rows(kind: str, files: list[Path], to: Path, out: TextIO) -> list[int]
             rows = 0
             pieces = (piece for batch in reader.batches() for piece in _pieces(batch))
             for number, batch in enumerate(pieces):
-                text = _as_lines(batch, reader.path, rows)
+                text = _as_lines(batch, reader, rows)
                 lines.write(text)
                 rows += batch.num_rows
                 if number % TELL_EVERY == 0 and sum(written) + rows < total:
@@ -59,14 +65,16 @@ def write_rows(kind: str, files: list[Path], to: Path, out: TextIO) -> list[int]
         lines.flush()
         os.fsync(lines.fileno())
     _tell(out, {"rows": total, "of": total})
-    return written
+    return written, left_out
 
 
 class _Reader:
     """One file. Rows are counted from its metadata, or by passing over it."""
 
-    def __init__(self, kind: str, path: Path) -> None:
+    def __init__(self, kind: str, path: Path, needed: frozenset[str], left_out: dict[str, str], *, only: bool) -> None:
         self.path = path
+        self.needed = needed
+        self.left_out = left_out
         self._kind = kind
         with _Told(path, kind):
             if kind == "parquet":
@@ -75,19 +83,46 @@ class _Reader:
             else:
                 with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
                     schema, self.rows = stream.schema, sum(batch.num_rows for batch in stream)
-        _check_columns(schema, path)
+        self._names = self._readable(schema, only=only)
+
+    def _readable(self, schema: Any, *, only: bool) -> list[str]:
+        """The columns that are read. Raises DataError for a needed one that JSON cannot say."""
+        names = [name for name in schema.names if not only or name in self.needed]
+        for name in list(names):
+            if schema.names.count(name) > 1:
+                raise DataError(f"two columns are called {name!r}", where=str(self.path), fix="Rename one of them")
+            try:
+                _plain(schema.field(name).type)
+            except UnsuitableColumn as error:
+                if name not in self.needed:
+                    self.left_out[name] = f"it holds {error}"
+                    names.remove(name)
+                    continue
+                raise DataError(
+                    f"column {name!r} holds {error}, which no prompt can",
+                    where=str(self.path),
+                    fix="Remove the column from the data, or write it as text",
+                ) from error
+        if not names and self.left_out:
+            name, reason = next(iter(self.left_out.items()))
+            raise DataError(
+                f"no column can be read: of {name!r}, {reason}",
+                where=str(self.path),
+                fix="Write the prompts in a column of text",
+            )
+        return names
 
     def batches(self) -> Iterator[Any]:
         with _Told(self.path, self._kind):
             if self._kind == "parquet":
                 # A buffer instead of whole column chunks: writers often put a million rows into one row group.
                 with pq.ParquetFile(self.path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
-                    yield from file.iter_batches(batch_size=BATCH_ROWS, use_threads=False)
+                    yield from file.iter_batches(batch_size=BATCH_ROWS, use_threads=False, columns=self._names)
             else:
                 with pa.memory_map(str(self.path)) as source, pa.ipc.open_stream(source) as stream:
                     for batch in stream:
                         for start in range(0, batch.num_rows, BATCH_ROWS):
-                            yield batch.slice(start, BATCH_ROWS)
+                            yield batch.select(self._names).slice(start, BATCH_ROWS)
 
 
 class _Told:
@@ -112,21 +147,6 @@ class _Told:
                 f"the file is not {self._kind}, or is damaged ({reason})",
                 where=str(self._path),
                 fix="Copy or write the file again, or name another `format`",
-            ) from error
-
-
-def _check_columns(schema: Any, path: Path) -> None:
-    names = list(schema.names)
-    for name in names:
-        if names.count(name) > 1:
-            raise DataError(f"two columns are called {name!r}", where=str(path), fix="Rename one of them")
-        try:
-            _plain(schema.field(name).type)
-        except UnsuitableColumn as error:
-            raise DataError(
-                f"column {name!r} holds {error}, which no prompt can",
-                where=str(path),
-                fix="Remove the column from the data, or write it as text",
             ) from error
 
 
@@ -164,34 +184,40 @@ def _pieces(batch: Any) -> Iterator[Any]:
     return (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
 
 
-def _as_lines(batch: Any, path: Path, first: int) -> bytes:
+def _as_lines(batch: Any, reader: _Reader, first: int) -> bytes:
     """The rows of a batch, of which the first is row `first` of the file."""
-    columns = []
+    columns: dict[str, list[Any]] = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         plain = _plain(column.type)
         try:
             values = (column if plain == column.type else column.cast(plain)).to_pylist(maps_as_pydicts="strict")
         except (ValueError, LookupError, pa.ArrowException) as error:
-            raise _of_row(_bad_row(column), path, first, name, str(error).split("\n")[0]) from error
-        columns.append([_without_null(value) for value in values] if types.is_nested(plain) else values)
-    names = batch.schema.names
-    rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+            said, number = str(error).split("\n")[0], _bad_row(column)
+            if name in reader.needed:
+                raise _of_row(number, reader.path, first, name, said) from error
+            reader.left_out.setdefault(name, f"{said} in row {first + number}")
+            continue
+        columns[name] = [_without_null(value) for value in values] if types.is_nested(plain) else values
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     try:
         return "".join([_encode(row) + "\n" for row in rows]).encode("utf-8")
     except ValueError:
-        return _slowly(rows, path, first)
+        return _slowly(rows, reader, first)
 
 
-def _slowly(rows: list[dict[str, Any]], path: Path, first: int) -> bytes:
-    """As `_as_lines`, but it knows which value is the one that cannot be said."""
+def _slowly(rows: list[dict[str, Any]], reader: _Reader, first: int) -> bytes:
+    """As `_as_lines`, without the values that cannot be said. Raises DataError for one of a needed column."""
     for number, row in enumerate(rows):
-        for name, value in row.items():
+        for name, value in list(row.items()):
             try:
                 _encode(value).encode("utf-8")
             except ValueError as error:
                 said = "half a surrogate pair" if isinstance(error, UnicodeEncodeError) else "NaN or Infinity"
-                raise _of_row(number, path, first, name, f"{said} is not JSON") from error
-    raise AssertionError("every value can be said, and the rows cannot")
+                if name in reader.needed:
+                    raise _of_row(number, reader.path, first, name, f"{said} is not JSON") from error
+                reader.left_out.setdefault(name, f"values that are no JSON, such as {said} in row {first + number}")
+                del row[name]
+    return "".join([_encode(row) + "\n" for row in rows]).encode("utf-8")
 
 
 def _bad_row(column: Any) -> int:
@@ -234,8 +260,13 @@ def main() -> int:
     pa.set_io_thread_count(1)
     request = json.loads(sys.stdin.read())
     try:
-        written = write_rows(
-            request["kind"], [Path(file) for file in request["files"]], Path(request["to"]), sys.stdout
+        written, left_out = write_rows(
+            request["kind"],
+            [Path(file) for file in request["files"]],
+            Path(request["to"]),
+            sys.stdout,
+            frozenset(request.get("needed", ())),
+            only=request.get("only", False),
         )
     except BrokenPipeError:
         return 1  # whoever asked is gone
@@ -246,5 +277,5 @@ def main() -> int:
     except DataError as error:
         _tell(sys.stdout, {"error": {"what": error.what, "where": error.where, "fix": error.fix}})
         return 2
-    _tell(sys.stdout, {"written": written})
+    _tell(sys.stdout, {"written": written, "left_out": left_out})
     return 0

@@ -232,6 +232,7 @@ def data_notes(sources: Sequence[CheckedSource]) -> list[str]:
         if lengths.checked < lengths.entries:
             found.append(f"{name}: {lengths.checked:,} of {lengths.entries:,} prompts were counted, spread evenly.")
         found += [f"{name}: {count:,} filtered: {reason}." for reason, count in lengths.filtered.items()]
+        found += [f"{name}: column {c!r} is left out: {why}." for c, why in checked.opened.dataset.left_out.items()]
         if lengths.unknown:
             found.append(f"{name}: {lengths.unknown:,} prompts hold text that the model's tokenizer does not know.")
     return found

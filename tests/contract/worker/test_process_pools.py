@@ -91,6 +91,7 @@ async def test_a_call_that_hangs_fails_alone_and_its_process_is_replaced(opened:
 
 async def test_a_call_that_hangs_does_not_keep_other_processes_from_answering(opened: Open) -> None:
     async with opened(workers=2, timeout_s=3.0) as pool:
+        await pool.ask("a")
         hanging = asyncio.create_task(pool.ask("hang"))
         assert [await pool.ask("a") for _ in range(20)] == [1] * 20
         assert not hanging.done()
@@ -99,6 +100,7 @@ async def test_a_call_that_hangs_does_not_keep_other_processes_from_answering(op
 
 async def test_the_event_loop_goes_on_while_foreign_code_computes(opened: Open) -> None:
     async with opened(timeout_s=1.0) as pool:
+        await pool.ask("a")
         turns = 0
         hanging = asyncio.create_task(pool.ask("hang"))
         while not hanging.done():

@@ -65,7 +65,7 @@ def spec_of(folder: Path, job: str, **letters: Any) -> Path:
         },
         "flow": {"steps": 3, "groups_per_step": 8, "samples_per_prompt": 2},
         "rollout": {"max_new_tokens": 5},
-        "scoring": {"workers": 2},
+        "scoring": {"workers": 2, "start_timeout_s": 30},
     }
     file = folder / f"{job}.yaml"
     file.write_text(yaml.safe_dump(spec))

@@ -20,9 +20,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gcore.config.reward import RewardSpec
 from gcore.data import tables
 from gcore.data.dataset import DataChanged, Dataset
 from gcore.errors import DataError
+from gcore.reward.api import find_reward
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(7)]
 CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -177,7 +179,7 @@ def test_whatever_is_written_is_read_back(tmp_path: Path, rows: list[dict[str, A
     )
     path = write_parquet(tmp_path / "rows.parquet", pa.Table.from_pylist(rows, schema=schema), row_group_size=4)
     with (tmp_path / "said").open("w") as out:
-        assert tables.write_rows("parquet", [path], tmp_path / "lines", out) == [len(rows)]
+        assert tables.write_rows("parquet", [path], tmp_path / "lines", out) == ([len(rows)], {})
     assert [json.loads(line) for line in (tmp_path / "lines").read_bytes().split(b"\n")[:-1]] == rows
 
 
@@ -289,7 +291,7 @@ def test_large_rows_are_written_a_few_at_a_time(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(tables, "_as_lines", noted)
     monkeypatch.setattr(tables, "PIECE_BYTES", 4000)
-    assert tables.write_rows("parquet", [path], tmp_path / "pieces", io.StringIO()) == [10]
+    assert tables.write_rows("parquet", [path], tmp_path / "pieces", io.StringIO()) == ([10], {})
     assert sum(sizes) == 10
     assert max(sizes) == 3
     assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()
@@ -329,9 +331,14 @@ def test_a_value_that_json_cannot_say_is_told_with_column_and_row(
 ) -> None:
     table = pa.table({"prompt": ["a", "b"], "answer": [1, 2], "x": column})
     path = write_parquet(tmp_path / "data.parquet", table)
-    error = error_of(path, cache)
-    assert message in str(error)
-    assert error.where == f"{path}, row 1"
+    for used in ({"answer_fields": ("x",)}, {"columns": ["x"]}):
+        error = error_of(path, cache, **used)
+        assert message in str(error)
+        assert error.where == f"{path}, row 1"
+    with open_dataset(path, cache) as data:
+        assert [entry["answer"] for entry in data] == [1, 2]
+        assert "row 1" in data.left_out["x"]
+    assert message in str(error_of(path, cache, columns=["x"]))  # the copy without it does not hide why
 
 
 @pytest.mark.parametrize(
@@ -347,7 +354,51 @@ def test_a_column_that_json_cannot_say_is_refused_before_anything_is_read(
 ) -> None:
     schema = pa.schema([("prompt", pa.string()), ("answer", pa.int64()), ("x", kind)])
     path = write_parquet(tmp_path / "data.parquet", schema.empty_table())
-    assert message in str(error_of(path, cache))
+    assert message in str(error_of(path, cache, columns=["x"]))
+    table = pa.table({"prompt": ["a"], "answer": [1], "x": pa.nulls(1, kind)})
+    with open_dataset(write_parquet(tmp_path / "unused.parquet", table), cache) as data:
+        assert list(data) == [{"prompt": "a", "answer": 1}]
+        assert list(data.left_out) == ["x"]
+
+
+def test_only_the_columns_that_a_source_names_are_read(tmp_path: Path, cache: Path) -> None:
+    table = pa.table({"prompt": ["a"], "answer": [1], "x": [2], "y": [3]})
+    path = write_parquet(tmp_path / "data.parquet", table)
+    lines = tmp_path / "data.jsonl"
+    lines.write_text('{"prompt": "a", "answer": 1, "x": 2, "y": NaN}\n')
+    for file in (path, lines):
+        with open_dataset(file, cache, columns=["x"]) as data:
+            assert list(data) == [{"prompt": "a", "answer": 1, "x": 2}]
+
+
+def test_a_field_that_is_no_json_and_that_is_not_used_is_left_out(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a", "answer": 1, "x": NaN, "y": "\\ud800", "z": 3}\n')
+    with open_dataset(path, cache) as data:
+        assert list(data) == [{"prompt": "a", "answer": 1, "z": 3}]
+    assert "NaN is not JSON" in str(error_of(path, cache, columns=["x"]))
+    assert "half a surrogate pair" in str(error_of(path, cache, columns=["y"]))
+
+
+SHAPES = json.loads((Path(__file__).parents[2] / "data" / "prompts" / "shapes.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_data_in_the_shape_of_another_trainer_are_read_as_they_are(
+    tmp_path: Path, cache: Path, name: str, kind: str
+) -> None:
+    shape = SHAPES[name]
+    path = tmp_path / f"data.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in shape["rows"]))
+    else:
+        write_parquet(path, pa.Table.from_pylist(shape["rows"]))
+    reward = RewardSpec(name=shape["reward"], answer=shape["answer"])
+    with Dataset.open(path, prompt_field=shape["prompt"], answer_fields=reward.answers, cache_dir=cache) as data:
+        rule = find_reward(shape["reward"])
+        values = [rule(shape["responses"][number], entry, reward).value for number, entry in enumerate(data)]
+    assert values == [1.0] * len(shape["rows"])
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path, cache: Path) -> None:
