@@ -164,6 +164,19 @@ MISTAKES: list[tuple[str, tuple[str, ...], Callable[[Path], object], str]] = [
         "has no option 'tolerence'",
     ),
     (
+        "an expected answer that the reward cannot compare, far behind the first",
+        (),
+        lambda f: (f / "sums.jsonl").open("a").write('{"prompt": "1 + 1 + 1 =", "answer": {"value": "2"}}\n'),
+        "sums.jsonl, entry 40: field 'answer' holds an object, which reward 'numeric' cannot compare. Name a field within it, such as "
+        "reward.answer: answer.value",
+    ),
+    (
+        "an expected answer that is no number, far behind the first",
+        (),
+        lambda f: (f / "sums.jsonl").open("a").write('{"prompt": "1 + 1 + 1 =", "answer": "two"}\n'),
+        "sums.jsonl, entry 40: the expected answer 'two' in field 'answer' is no number",
+    ),
+    (
         "more shards than prompts",
         ("--set", "data.shards=39"),
         lambda f: None,

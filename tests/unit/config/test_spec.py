@@ -18,6 +18,15 @@ def test_the_defaults_are_valid_themselves() -> None:
     assert JobSpec.model_validate(spec.model_dump()) == spec
 
 
+def test_a_spec_that_names_no_columns_is_written_as_before_there_were_any() -> None:
+    tree = make(steps=1).model_dump(mode="json")
+    assert "columns" not in tree["data"]
+    tree["data"] = {"sources": [{"name": "a", "path": "d", "columns": ["topic"]}, {"name": "b", "path": "d"}]}
+    sources = JobSpec.model_validate(tree).model_dump(mode="json")["data"]["sources"]
+    assert [source.get("columns") for source in sources] == [["topic"], None]
+    assert "columns" not in sources[1]
+
+
 def make(*, steps: int, checkpoint: int = 50, evaluation: bool = False, every: int | None = None) -> JobSpec:
     return parse_spec(
         {
