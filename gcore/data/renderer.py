@@ -273,9 +273,12 @@ class PromptRenderer:
         They are those that the text has within the whole, where no token of the whole lies across its beginning.
         """
         known = self.tokenizer.spell(before[-_CONTEXT:])
-        again = self.tokenizer.encode(known, add_special_tokens=False)
-        both = self.tokenizer.encode(known + text, add_special_tokens=False)
-        if both[: len(again)] == again:
+        try:
+            again = self.tokenizer.encode(known, add_special_tokens=False)
+            both = self.tokenizer.encode(known + text, add_special_tokens=False)
+        except DataError:  # what was generated need not be a text that the vocabulary has
+            again = both = ()
+        if both[: len(again)] == again and both:
             return both[len(again) :]
         return self.tokenizer.encode(text, add_special_tokens=False)
 

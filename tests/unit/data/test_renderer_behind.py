@@ -91,3 +91,14 @@ def test_a_text_behind_tokens_is_its_own_tokens_and_changes_none_before_it(tmp_p
     ids = ours.encode_behind(before, "4 = 46")
     assert ids == ours.tokenizer.encode("4 = 46", add_special_tokens=False)
     assert ours.encode_behind((), "4") == ours.tokenizer.encode("4", add_special_tokens=False)
+
+
+def test_a_text_stands_behind_tokens_whose_text_the_vocabulary_does_not_have(tmp_path: Path) -> None:
+    """A token of half a character reads as one that no token stands for."""
+    made = Tokenizer(models.WordLevel({"a": 0, "\u2581": 1, "b": 2}, unk_token="<none>"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.decoder = decoders.Sequence([decoders.Replace("\u2581", "?"), decoders.Fuse()])
+    ours = renderer(tmp_path, made)
+    with pytest.raises(DataError):
+        ours.tokenizer.encode("?", add_special_tokens=False)
+    assert ours.encode_behind((0, 1), "b") == (2,)
