@@ -38,7 +38,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(20) for b in range(20)]
     (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
     job = {
-        "name": "lost",
         "model": {"path": "model"},
         "data": {"path": "train.jsonl", "shards": 32},
         "flow": {"steps": STEPS, "groups_per_step": 16, "samples_per_prompt": 2},
@@ -46,7 +45,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         "checkpoint": {"every": 2},
     }
     spec = tmp_path / "job.yaml"
-    spec.write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in job.items()) + "\n")
+    spec.write_text("name: lost\n" + "\n".join(f"{key}: {json.dumps(value)}" for key, value in job.items()) + "\n")
     found = ClusterRun(spec, tmp_path / "home", "--slots", "emulated:4")
     try:
         found.until_step(2)
