@@ -172,7 +172,8 @@ def test_a_composed_reward_survives_the_store() -> None:
         ({"answer": "sum"}, ("sum",)),
         ({"name": "regex", "options": {"pattern": "a"}}, ()),
         ({"parts": [{"name": "length"}, {"name": "math", "answer": "x"}, {"name": "exact"}]}, ("x", "answer")),
-        ({"name": "of_another_package"}, ("answer",)),
+        ({"name": "of_another_package"}, ()),
+        ({"name": "of_another_package", "answer": "letter"}, ("letter",)),
     ],
 )
 def test_an_entry_must_have_the_fields_that_its_rewards_look_at(told: dict[str, Any], fields: tuple[str, ...]) -> None:
