@@ -39,7 +39,7 @@ MOST_FAULTS = 64
 TOPICS = 16
 """Things of the job that may have trouble, beside trackers."""
 
-NODE_TOPICS = 12
+NODE_TOPICS = 13
 """Things of a node: waits of its own (`controllers.rules.waits.LOCAL`), its engines, its rewards. And on each slot the start of an
 engine and of a rank."""
 
