@@ -24,7 +24,7 @@ from stopping import stop_process
 from controllers.cluster.rules import FAILURES
 from gcore.api.authority import CertificateRequest, issue_certificate_into, make_authority
 from gcore.errors import CannotListen, StoreUnavailable, UsageError
-from gcore.ledger.records.cluster import SickSlots
+from gcore.ledger.records.cluster import Claim, Shares, SickSlots
 from gcore.ledger.records.job import NodeRecord
 from gcore.store import keys
 from gcore.store.client import EtcdStore
@@ -208,8 +208,10 @@ async def test_a_slot_on_which_starts_fail_is_told_to_the_cluster_under_the_daem
 ) -> None:
     service = Service(tmp_path, etcd.endpoint)
     service.config["slots"] = ["cpu:0", "cpu:1"]
-    await service.start()
     store = await EtcdStore.connect([etcd.endpoint], clock=CLOCK)
+    # Until slots were shared out, a daemon works on every job.
+    await store.transact((), (Put(keys.SHARES, Shares().encode()),))
+    await service.start()
 
     def worker(instance: str, slot: str, **more: Any) -> Put:
         record = WorkerRecord(
@@ -224,7 +226,12 @@ async def test_a_slot_on_which_starts_fail_is_told_to_the_cluster_under_the_daem
     try:
         await service.hears("READY=1")
         await store.transact(
-            (), (Put(JobKeys("j").active, b""), worker("good", "cpu:1", state="serving", address="h:1"))
+            (),
+            (
+                # Of a paused job, which no controller works on: of one that goes on the store would have lost the records.
+                Put(JobKeys("j").active, Claim(paused=True).encode()),
+                worker("good", "cpu:1", state="serving", address="h:1"),
+            ),
         )
         for number in range(FAILURES):
             assert await told() is None
