@@ -77,7 +77,7 @@ class AccountCollector:
         tell: Callable[[AccountLine], None] = lambda line: None,
         finished: Callable[[], None] = lambda: None,
     ) -> None:
-        """`tell`: is called with each line; `finished`: once workers are not read any more. Neither blocks."""
+        """`tell`: is called with each line; `finished`: after the last reading. Neither blocks."""
         self._store = store
         self._keys = keys
         self._node = node

@@ -150,7 +150,7 @@ def end_leftover_workers(homes: Iterable[Path], *, clock: Clock, grace_s: float 
     """End the workers of these homes, of which no daemon runs, with all that they started."""
     ended = killed = 0
     for home in homes:
-        there = home_processes(home)  # of a worker that has ended nobody can tell any more what it started
+        there = home_processes(home)  # before workers end: their children would have another parent then
         for kind in ("worker", "child"):
             some = [one.process for one in there if one.kind == kind and is_running(one.process)]
             ended += len(some)

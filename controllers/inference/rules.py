@@ -75,7 +75,7 @@ SILENT_PROBE_S = 1.0
 """From one question to a silent engine to the next: it is missed."""
 
 LEFT_S = 30.0
-"""An engine that is found between awake and asleep for so long was left there: its controller died in between."""
+"""After so long between awake and asleep an engine counts as abandoned: its controller died in between."""
 
 WHOLE_TIME = 0.9
 """A request that fails after this part of its time ran out of it; sooner, the engine refused it, or died."""
@@ -110,7 +110,7 @@ class EngineHealth:
 
     `sign`: its last answer, or when it was given work after it had none. `silent`: from that verdict on until it answers.
     `ran_out`: when a request first ran out of time since its last response. `stuck`: one that was begun after that did too.
-    `unknown`: since when nobody knows whether it has its memory; `lost`: for too long.
+    `unknown`: since when it is not known whether the engine has its memory; `lost`: that this lasted for `LEFT_S`.
     """
 
     sign: float
@@ -121,7 +121,7 @@ class EngineHealth:
     lost: bool = False
 
     def loses_memory(self, now: float) -> EngineHealth:
-        """It was found on its way to sleep or awake. Who began that may be about it; after `LEFT_S` it is gone."""
+        """The engine was found between awake and asleep. Another controller may be changing it; after `LEFT_S` it counts as abandoned."""
         since = now if self.unknown is None else self.unknown
         return replace(self, unknown=since, lost=self.lost or now - since >= LEFT_S)
 

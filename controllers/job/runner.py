@@ -67,7 +67,7 @@ def make_dependencies(
     released: Callable[[], None] = lambda: None,
 ) -> JobDependencies:
     """The dependencies of a job on a daemon's node. `traces`: the collector to which steps are exported; None: none. `released`: called
-    once the job's workers are not read any more."""
+    after the last reading of the job's workers."""
     keys, home = JobKeys(uid), Path(config.home)
     launcher, reach = WorkerLauncher(config, clock, connector, groups), engine_reach(connector)
     return JobDependencies(
@@ -130,7 +130,7 @@ class JobRunner:
 
     @property
     def needs_workers(self) -> bool:
-        """Whether the job's workers must not end yet: their last seconds are still to be read."""
+        """Whether the job's workers must not end yet: slot accounting has not read their last seconds."""
         return self.telemetry.slot_accounting.is_reading
 
     @property

@@ -86,7 +86,7 @@ class JobTelemetry:
         traces: StepTraces | None,
         released: Callable[[], None] = lambda: None,
     ) -> None:
-        """`traces`: where steps are told as spans; None: nowhere. `released`: called once workers are not read any more."""
+        """`traces`: where steps are exported as spans; None: nowhere. `released`: called after the last reading of workers."""
         self._keys = keys
         self._incarnation = identity.incarnation
         self._metrics = metrics

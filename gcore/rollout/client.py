@@ -350,8 +350,8 @@ class EngineClient:
         await self._name(ASLEEP)
 
     async def take_memory(self) -> None:
-        """Take the memory again that `sleep` gave back. Twice does no harm. What the weights are is nobody's promise: `sleeps` is still true,
-        and no tokens are made before `wake` or `update_weights`. Raises EngineError."""
+        """Allocate the memory that `sleep` released. A second call does nothing. The weights are undefined: `sleeps` is still true, and no tokens
+        are generated before `wake` or `update_weights`. Raises EngineError."""
         reported = await self._reported_release()
         if not (await self._named_release() if reported is None else reported):
             return
@@ -383,7 +383,7 @@ class EngineClient:
             raise EngineMemoryUnknown(
                 f"the engine was left {called}, and whether it has its memory is not known",
                 where=self.base_url,
-                fix="Wait until who began it is done, or end the engine",
+                fix="Wait until the other controller is done, or end the engine",
             )
         return called == ASLEEP
 

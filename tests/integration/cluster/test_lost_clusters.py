@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from pathlib import Path
@@ -13,14 +12,13 @@ import grpc
 import pytest
 from aetcd import rpc
 from cluster_run import ClusterRun, gcore
+from emulated_job import write_emulated_job
 
 from gcore.config.local_cluster import LocalCluster
-from gcore.engines.emulated.launch import LAW_FILE
 from gcore.store.client import EtcdStore
 from gcore.store.keys import JobKeys
 from gcore.store.types import Delete
 from gcore.system.clock import SystemClock
-from gcore.testing.models import make_tiny_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(300)]
 
@@ -31,21 +29,8 @@ STEPS = 12
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A run of `STEPS` steps on emulated slots, after its second step."""
-    law = tmp_path / "law.json"
-    law.write_text(json.dumps({"speedup": 2.0, "load_s": 0.2}))
-    monkeypatch.setenv(LAW_FILE, str(law))
-    make_tiny_model(tmp_path / "model", seed=1)
-    lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(20) for b in range(20)]
-    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
-    job = {
-        "model": {"path": "model"},
-        "data": {"path": "train.jsonl", "shards": 32},
-        "flow": {"steps": STEPS, "groups_per_step": 16, "samples_per_prompt": 2},
-        "rollout": {"max_new_tokens": 80},
-        "checkpoint": {"every": 2},
-    }
-    spec = tmp_path / "job.yaml"
-    spec.write_text("name: lost\n" + "\n".join(f"{key}: {json.dumps(value)}" for key, value in job.items()) + "\n")
+    flow = {"steps": STEPS, "groups_per_step": 16, "samples_per_prompt": 2}
+    spec = write_emulated_job(tmp_path, monkeypatch, "lost", speedup=2.0, flow=flow, checkpoint={"every": 2})
     found = ClusterRun(spec, tmp_path / "home", "--slots", "emulated:4")
     try:
         found.until_step(2)

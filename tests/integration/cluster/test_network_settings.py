@@ -43,7 +43,7 @@ def small(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(PROXIES, id="proxies that nobody answers"),
+        pytest.param(PROXIES, id="proxies that do not answer"),
         pytest.param({**PROXIES, **ELSEWHERE}, id="and others are reached without"),
         pytest.param({"SSL_CERT_FILE": "no-such-file.pem", "SSL_CERT_DIR": "no-such-folder"}, id="no certificates"),
     ],

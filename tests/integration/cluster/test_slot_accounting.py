@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 from booked_run import MOST_ERROR, MOST_LOST, books_of, check_steps, check_sums, unbooked
 from cluster_run import ClusterRun, gcore, processes_of
+from emulated_job import write_emulated_job
 from placement_run import write_job
-
-from gcore.engines.emulated.launch import LAW_FILE
-from gcore.testing.models import make_tiny_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
 
@@ -23,21 +21,8 @@ pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
 @pytest.fixture
 def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A job on emulated slots whose steps take about a second."""
-    law = tmp_path / "law.json"
-    law.write_text(json.dumps({"speedup": 4.0, "load_s": 0.2}))
-    monkeypatch.setenv(LAW_FILE, str(law))
-    make_tiny_model(tmp_path / "model", seed=1)
-    lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(20) for b in range(20)]
-    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
-    job = {
-        "model": {"path": "model"},
-        "data": {"path": "train.jsonl", "shards": 32},
-        "flow": {"steps": 8, "groups_per_step": 32, "samples_per_prompt": 2},
-        "rollout": {"max_new_tokens": 80, "batch_slots": 8},
-    }
-    file = tmp_path / "job.yaml"
-    file.write_text("name: emulated\n" + "\n".join(f"{key}: {json.dumps(value)}" for key, value in job.items()) + "\n")
-    return file
+    flow = {"steps": 8, "groups_per_step": 32, "samples_per_prompt": 2}
+    return write_emulated_job(tmp_path, monkeypatch, flow=flow, rollout={"max_new_tokens": 80, "batch_slots": 8})
 
 
 def test_on_emulated_slots_too_and_top_shows_them_while_it_runs(emulated: Path, home: Path) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
+from emulated_job import write_emulated_job
 from three_nodes import Nodes, three_nodes
 
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config import dump_explicit, load_spec
-from gcore.engines.emulated.launch import LAW_FILE
 from gcore.observability.events import JobEvent
-from gcore.testing.models import make_tiny_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(300)]
 STEPS = 8
@@ -22,22 +20,14 @@ STEPS = 8
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A job whose model is only read for its vocabulary."""
-    law = tmp_path / "law.json"
-    law.write_text(json.dumps({"speedup": 4.0, "load_s": 0.2}))
-    monkeypatch.setenv(LAW_FILE, str(law))
-    make_tiny_model(tmp_path / "model", seed=1)
-    lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(20) for b in range(20)]
-    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
-    job = {
-        "name": "followed",
-        "model": {"path": "model"},
-        "data": {"path": "train.jsonl", "shards": 48},
-        "flow": {"steps": STEPS, "groups_per_step": 12, "samples_per_prompt": 2},
-        "rollout": {"max_new_tokens": 80},
-        "checkpoint": {"every": 1},
-    }
-    file = tmp_path / "job.yaml"
-    file.write_text(json.dumps(job))
+    file = write_emulated_job(
+        tmp_path,
+        monkeypatch,
+        "followed",
+        data={"path": "train.jsonl", "shards": 48},
+        flow={"steps": STEPS, "groups_per_step": 12, "samples_per_prompt": 2},
+        checkpoint={"every": 1},
+    )
     return dump_explicit(load_spec(file))
 
 
