@@ -50,6 +50,7 @@ from gcore.store.reference import StoreRef, connect_store, store_certificate_exp
 from gcore.store.types import Store
 from gcore.system.clock import Clock
 from gcore.system.daemon import ServiceManager
+from gcore.system.memory import trim_memory
 
 if TYPE_CHECKING:
     from controllers.api.submission.submit import Submitter
@@ -99,6 +100,7 @@ class Daemon:
         server, address, for_peers = await self._serve(store, jobs)
         addresses = Addresses(address, metrics.address, for_peers)
         log.info("%s answers on %s, metrics and a page on %s", config.node, address, metrics.address)
+        trim_memory()  # imports have freed some
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(watch_members(etcd.standing, self._own.metrics, self._clock), name="store's size")

@@ -95,9 +95,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_free_memory() -> None:
-    """What the C library holds of freed memory goes back to the system (where that is Linux's)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
+    """Return memory that the C library has freed to the system, where the library can do that."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def view_memory(address: int, size: int) -> memoryview:
@@ -134,6 +135,4 @@ def limit_library_pools() -> None:
 def trim_memory() -> None:
     """Return freed memory to the system. Takes some milliseconds."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    release_free_memory()
