@@ -90,7 +90,8 @@ class RecordPart(BaseModel):
     `came_with`: the fields that came after the first version, and the version that each came with.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+    # A daemon that has no job yet reads few kinds of records: the validators of the others are built with their first use.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants", defer_build=True)
     came_with: ClassVar[Mapping[str, int]] = {}
 
 

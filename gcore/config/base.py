@@ -88,7 +88,8 @@ VARIABLES_HELP = "Variables of the chat template, by name, such as enable_thinki
 class Section(BaseModel):
     """Base of all sections."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    # A daemon reads no spec before it has a job: validators are built with their first use.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
     @field_validator("*", mode="before")
     @classmethod
