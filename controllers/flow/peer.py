@@ -28,7 +28,7 @@ from controllers.flow.step import JobStep, StepContext
 from controllers.inference.pool import EnginePool
 from controllers.inference.rules import LengthExpectation, VersionFollower
 from controllers.rules.view import JobView
-from controllers.telemetry.notices import PluginErrorLog
+from controllers.telemetry.notices import EqualRewardsWatch, PluginErrorLog, WarningLog
 from controllers.telemetry.step_stats import StepTimer
 from gcore.data.dataset import DataChanged
 from gcore.data.stream import PromptFiltered, PromptSource
@@ -41,6 +41,9 @@ from gcore.rollout.postprocess import drop_truncated, make_scored_group
 from gcore.system.clock import Clock
 from gcore.system.concurrency import cancel_all
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan, entry_text, entry_value
+
+MANY_STEPS = 10
+"""A source whose rewards are all equal in as many groups as so many steps hold is warned of."""
 
 NEWEST_GROUPS = 64
 """Groups of a source that stand for its recent lengths."""
@@ -69,6 +72,7 @@ class JobPeer:
         filters: tuple[CheckedFilter, ...],
         collectives: PeerCollectives,
         faults: PluginErrorLog,
+        warnings: WarningLog,
         episodes: EpisodeRunner | None = None,
     ) -> None:
         """`episodes`: of a job with an environment, or an agent."""
@@ -89,6 +93,7 @@ class JobPeer:
         self.context = StepContext(look, changes, buffer, clock, data, collectives, faults, self.check_filtered)
         self._early: set[asyncio.Task[None]] = set()
         """Responses that are judged before their groups are finished."""
+        self._equal_rewards = EqualRewardsWatch(MANY_STEPS * data.spec.flow.groups_per_step, warnings)
         rollout = data.spec.rollout
         self._longest_first = rollout.order == "longest_first"
         self._weighs_tokens = rollout.balance == "tokens"
@@ -280,6 +285,7 @@ class JobPeer:
         results = await pipeline.scored(prompt, samples)
         group = make_scored_group(prompt, samples, results, rollout, pipeline.source.sampling)
         self.buffer.note_scores(group)
+        self._equal_rewards.note(prompt.source, [sample.reward for sample in group.samples])
         return group
 
     async def filter(self, prompt: Prompt, group: Group | Outcome) -> Group | Outcome:

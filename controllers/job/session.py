@@ -507,6 +507,7 @@ class JobWork:
             filters=filters,
             collectives=session.collectives,
             faults=dependencies.errors,
+            warnings=session.warnings,
             episodes=episodes,
         )
         self._reconciler = Reconciler(

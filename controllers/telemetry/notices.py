@@ -190,6 +190,42 @@ class WarningLog:
         return True
 
 
+class EqualRewardsWatch:
+    """Warns of a source whose responses have all had the same reward for long: a policy learns nothing from them.
+
+    Of the groups that this controller scored since its start, before filters.
+    """
+
+    def __init__(self, groups: int, warnings: WarningLog) -> None:
+        """`groups`: so many in a row are long."""
+        self._most = groups
+        self._warnings = warnings
+        self._equal: dict[str, tuple[float, int, int]] = {}
+        """By source: the reward, and how many groups and responses in a row have had it."""
+
+    def note(self, source: str, rewards: Sequence[float]) -> None:
+        """Note the rewards of one group's responses."""
+        if not rewards:
+            return
+        last, groups, responses = self._equal.get(source, (rewards[-1], 0, 0))
+        if any(reward != last for reward in rewards):
+            self._equal[source] = (rewards[-1], 0, 0)
+            self._warnings.hold(_equal_rewards_topic(source), "")
+            return
+        groups, responses = groups + 1, responses + len(rewards)
+        self._equal[source] = (last, groups, responses)
+        if groups == self._most:
+            sentence = (
+                f"source {source!r}: the last {responses} responses, to {groups} prompts, all had reward {last:g}; equal rewards "
+                "teach the policy nothing. Compare responses with the expected answers: gcore samples"
+            )
+            self._warnings.hold(_equal_rewards_topic(source), sentence)
+
+
+def _equal_rewards_topic(source: str) -> str:
+    return f"equal-rewards-{source}"
+
+
 class PluginErrorLog:
     """Writes each error of a plug-in, and why prompts failed, to the store: once for the job, whichever controller meets it.
 

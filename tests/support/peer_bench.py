@@ -15,7 +15,7 @@ from controllers.flow.job_data import make_job_data
 from controllers.flow.peer import JobPeer
 from controllers.flow.peer_collectives import PeerCollectives
 from controllers.rules.view import JobView
-from controllers.telemetry.notices import PluginErrorLog
+from controllers.telemetry.notices import PluginErrorLog, WarningLog
 from controllers.telemetry.step_stats import StepTimer
 from gcore.config import new_spec
 from gcore.data.stream import open_prompts
@@ -109,6 +109,7 @@ class RealBench:
             find_filters(self.spec.flow.filters),
             PeerCollectives(self.store, self.mirror, "me", self.lease, self.changes, self.clock),
             self.faults,
+            WarningLog(self.store, self.keys, "n", self.clock),
         )
 
     def _write_records(self) -> None:

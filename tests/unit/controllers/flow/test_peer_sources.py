@@ -22,7 +22,7 @@ from controllers.flow.peer import JobPeer
 from controllers.flow.peer_collectives import PeerCollectives
 from controllers.flow.step import JobBatch, JobStep
 from controllers.rules.view import JobView
-from controllers.telemetry.notices import PluginErrorLog
+from controllers.telemetry.notices import PluginErrorLog, WarningLog
 from controllers.telemetry.step_stats import StepTimer
 from gcore.config import JobSpec
 from gcore.config.load import stored_spec
@@ -167,6 +167,7 @@ class Alone:
             find_filters(self.spec.flow.filters),
             PeerCollectives(store, lambda: self.mirror, "me", 0, self.changes, self.clock),
             self.faults,
+            WarningLog(store, self.mirror.keys, "n", self.clock),
         )
 
     def look(self) -> JobView:
@@ -226,6 +227,30 @@ async def test_an_answer_is_scored_as_its_source_says_and_the_group_carries_sour
     assert isinstance(letters, Group)
     assert (sums.source, sums.temperature, sums.samples[0].reward) == ("sums", 1.0, 0.0)
     assert (letters.source, letters.temperature, letters.samples[0].reward) == ("letters", 0.5, 1.0)
+
+
+async def test_a_source_whose_rewards_have_been_equal_for_ten_steps_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Alone(tmp_path)
+    wrong, right = job.prompt("sums"), job.prompt("letters")
+    for _ in range(79):
+        await job.group(wrong)
+        await job.group(right)
+    assert caplog.messages == []
+    for _ in range(20):
+        await job.group(wrong)
+    said = (
+        "source 'sums': the last 160 responses, to 80 prompts, all had reward 0; equal rewards teach the policy nothing. "
+        "Compare responses with the expected answers: gcore samples"
+    )
+    assert caplog.messages == [said]
+    job.engines.texts = [wrong.fields["answer"], "x"]
+    await job.group(wrong)
+    job.engines.texts = ["x"]
+    for _ in range(80):
+        await job.group(wrong)
+    assert caplog.messages == [said, said], "after a reward that was another one it begins anew"
 
 
 @pytest.mark.parametrize("policy", ["keep", "mask", "penalise", "drop_group"])
