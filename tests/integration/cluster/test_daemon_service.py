@@ -209,8 +209,10 @@ async def test_a_slot_on_which_starts_fail_is_told_to_the_cluster_under_the_daem
     service = Service(tmp_path, etcd.endpoint)
     service.config["slots"] = ["cpu:0", "cpu:1"]
     store = await EtcdStore.connect([etcd.endpoint], clock=CLOCK)
-    # Until slots were shared out, a daemon works on every job.
-    await store.transact((), (Put(keys.SHARES, Shares().encode()),))
+    # Until slots were shared out, a daemon works on every job. The job is paused, so that no controller works on it: of one that goes on
+    # the store would have lost the records. It is there before its workers: a daemon watches both apart, and stops workers of no job.
+    before = (Put(keys.SHARES, Shares().encode()), Put(JobKeys("j").active, Claim(paused=True).encode()))
+    await store.transact((), before)
     await service.start()
 
     def worker(instance: str, slot: str, **more: Any) -> Put:
@@ -225,14 +227,7 @@ async def test_a_slot_on_which_starts_fail_is_told_to_the_cluster_under_the_daem
 
     try:
         await service.hears("READY=1")
-        await store.transact(
-            (),
-            (
-                # Of a paused job, which no controller works on: of one that goes on the store would have lost the records.
-                Put(JobKeys("j").active, Claim(paused=True).encode()),
-                worker("good", "cpu:1", state="serving", address="h:1"),
-            ),
-        )
+        await store.transact((), (worker("good", "cpu:1", state="serving", address="h:1"),))
         for number in range(FAILURES):
             assert await told() is None
             failed = worker(f"bad-{number}", "cpu:0", state="failed", reason="the device does not answer")
