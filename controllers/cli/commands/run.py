@@ -69,6 +69,7 @@ from gcore.observability.events import JobEvent
 from gcore.system.clock import Clock, SystemClock
 
 if TYPE_CHECKING:
+    from controllers.cli.view.state import ViewState
     from controllers.cli.view.summary import AuditVerdict, Summary
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.client.contexts import ClusterAddress
@@ -444,6 +445,9 @@ def register_command(home: Path, clock: Clock, *, say: Callable[[str], None]) ->
 QUIET_S = 3.0
 """So long nothing is said."""
 
+CHECKPOINT_S, RESUMED_S = 10.0, 2.0
+"""How long an interrupted run waits for a checkpoint of its last commit, and then until the job may go on again."""
+
 NOTICE = "The controller reads and checks the data before it creates the job; the first time, large data take minutes."
 
 
@@ -469,6 +473,11 @@ class RepeatedSignals:
         self._pressed = self._heeded = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
+
+    @property
+    def pressed(self) -> bool:
+        """Whether one was remembered."""
+        return self._pressed
 
     def heed(self) -> None:
         """Raises KeyboardInterrupt now if one was remembered, and wherever the caller is at the next."""
@@ -538,6 +547,8 @@ def run(
                 _clear_half_started(home)
             started = started and not _is_shared(share, home, screen, runner)
             _say_interrupted(screen, started=started)
+            if started and _may_lose_steps(screen.state):
+                runner.run(keep_last_commit(find_cluster(address, home), screen.state.uid, further))
             raise typer.Exit(INTERRUPTED) from None
     finally:
         # After a key press that was asked already.
@@ -602,6 +613,33 @@ async def keep_processes(home: Path, screen: Screen, clock: Clock) -> AsyncItera
         await store.close()
 
 
+async def keep_last_commit(cluster: ClusterAddress, uid: str, further: RepeatedSignals) -> None:
+    """Wait until the job's newest commit has a checkpoint, which its next commit brings: until `CHECKPOINT_S` have passed, or a further signal."""
+    clock = SystemClock()
+    over = clock.monotonic() + CHECKPOINT_S
+    pausing = asyncio.create_task(_pause_once(cluster, uid, clock))
+    while not pausing.done() and not further.pressed and clock.monotonic() < over:
+        await asyncio.wait((pausing,), timeout=0.1)
+    pausing.cancel()
+    await asyncio.wait((pausing,), timeout=RESUMED_S)
+
+
+async def _pause_once(cluster: ClusterAddress, uid: str, clock: Clock) -> None:
+    """A pause gives the slots back with a checkpoint. Then the job may go on: when the cluster is up again."""
+    from gcore.api.v1 import jobs_pb2 as pb
+    from gcore.client.jobs import JobsClient
+
+    with contextlib.suppress(GcoreError):  # it may end meanwhile; and what is not saved is made again
+        async with JobsClient(cluster.addresses, clock=clock, connector=cluster.connector) as client:
+            try:
+                job = await client.pause_job(uid)
+                while job.state == pb.JOB_STATE_RUNNING:
+                    await clock.sleep(0.1)
+                    job = await client.get_job(uid)
+            finally:
+                await client.resume_job(uid)
+
+
 def _clear_half_started(home: Path) -> None:
     """`up` cleans up behind itself; this is for a second key press that interrupted that too."""
     from controllers.cli import local
@@ -622,11 +660,17 @@ def _is_shared(share: HomeUser | None, home: Path, screen: Screen, runner: async
     return True
 
 
+def _may_lose_steps(state: ViewState) -> bool:
+    """Whether a commit was seen that a checkpoint may lack."""
+    return state.step > 0 and not state.ended
+
+
 def _say_interrupted(screen: Screen, *, started: bool) -> None:
     state = screen.state
     where = f" at step {state.step} of {state.steps}" if state.steps else ""
     if started:
-        typer.echo(f"Interrupted{where}; the cluster is being stopped (once more to kill it).", err=True)
+        after = f", after a checkpoint if that takes less than {CHECKPOINT_S:.0f} s" if _may_lose_steps(state) else ""
+        typer.echo(f"Interrupted{where}; the cluster is being stopped{after} (once more to kill it).", err=True)
         typer.echo(f"The same command goes on from there: {_again()}", err=True)
     elif state.uid:
         typer.echo(

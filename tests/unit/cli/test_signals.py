@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
+
+from controllers.cli.commands import run as run_command
+from gcore.client.contexts import ClusterAddress
+from gcore.system.clock import SystemClock
 
 COMMAND = """
 import asyncio, sys
@@ -96,3 +102,17 @@ def test_sigint_that_was_ignored_stays_so_as_in_the_background_of_a_script() -> 
         command.stdin.flush()
         assert command.stdout.readline() == "still here\n"
         assert end(command, signal.SIGTERM) == "in order\n"
+
+
+@pytest.mark.parametrize("pressed", [False, True], ids=["in time", "a second key press"])
+async def test_an_interrupted_run_waits_for_a_checkpoint_no_longer_than_it_says(
+    monkeypatch: pytest.MonkeyPatch, pressed: bool
+) -> None:
+    clock = SystemClock()
+    monkeypatch.setattr(run_command, "CHECKPOINT_S", 30.0 if pressed else 0.5)
+    signals = SimpleNamespace(pressed=pressed)
+    began = clock.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and answers nothing
+        cluster = ClusterAddress((f"127.0.0.1:{silent.getsockname()[1]}",))
+        await run_command.keep_last_commit(cluster, "a job", signals)  # type: ignore[arg-type]
+    assert clock.monotonic() - began < 20.0
