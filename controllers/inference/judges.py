@@ -59,6 +59,8 @@ class JudgeMetricsObserver:
         """What is tried in vain is no progress: a wait for a server that refuses everything must be told."""
         self._unreadable: Counter[str] = Counter()
         self._next_told: dict[str, int] = {}
+        self._readable: set[str] = set()
+        self._last_told: dict[str, str] = {}
         self._waits: dict[str, str] = {}
         """By judge: why its requests are held back."""
 
@@ -97,6 +99,7 @@ class JudgeMetricsObserver:
 
     def verdict(self, judge: str, value: float) -> None:
         """A question was judged."""
+        self._readable.add(judge)
         self._metrics.judge_verdicts.labels(judge).observe(value)
 
     def unreadable(self, judge: str, example: str, why: str) -> None:
@@ -104,11 +107,18 @@ class JudgeMetricsObserver:
         self._metrics.judge_unreadable.labels(judge).inc()
         self._unreadable[judge] += 1
         count = self._unreadable[judge]
+        self._last_told[judge] = f"such as {example!r}: {why}. {READABLE}"
         if count >= self._next_told.get(judge, 1):
             self._next_told[judge] = count * TOLD_AT
             many = "an answer" if count == 1 else f"{count} answers"
-            sentence = f"judge {judge!r} gave {many} that cannot be read, such as {example!r}: {why}. {READABLE}"
-            self._tell(f"judge-{judge}", sentence)
+            self._tell(f"judge-{judge}", f"judge {judge!r} gave {many} that cannot be read, {self._last_told[judge]}")
+
+    def never_read(self, answers: int) -> str:
+        """A sentence about a judge that gave so many answers and more, of which none could be read; empty if there is none."""
+        for judge, count in self._unreadable.items():
+            if count >= answers and judge not in self._readable:
+                return f"judge {judge!r} gave {count} answers and none of them can be read, {self._last_told[judge]}"
+        return ""
 
     def remembered(self, judge: str) -> None:
         """A question was not asked, for its verdict was known."""

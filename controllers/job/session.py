@@ -86,6 +86,9 @@ log = logging.getLogger(__name__)
 SPEC_TOPIC = "spec"
 """Topic of a warning about settings that a new job could not have."""
 
+UNJUDGED_LOOK_S = 1.0
+"""Between two looks at whether any verdict of a judge could be read."""
+
 LONGEST_REASON = 2000
 """Characters. Plug-ins may raise errors of any length; the store takes values up to 1.5 MiB."""
 
@@ -369,6 +372,22 @@ class JobSession(LiveJob):
         if seen != self._pools:
             self._pools, self._view = seen, None
 
+    async def fail_unjudged(self) -> None:
+        """End a job none of whose responses could be judged: in a whole step's worth of a judge's answers here no verdict could be read, and
+        nothing was scored anywhere since the job began. Otherwise it would go on to the end of its first data epoch."""
+        answers = self.spec.flow.groups_per_step * self.spec.flow.samples_per_prompt
+        while not (reason := self._judge_counts.never_read(answers)) or self._has_scores():
+            await self.dependencies.clock.sleep(UNJUDGED_LOOK_S)
+        await self.fail(reason)
+
+    def _has_scores(self) -> bool:
+        if self.mirror.head is None:
+            return False
+        view = self.look()
+        tally = view.head.tally
+        kept = view.head.step or tally.since_step.scored or any(source.kept for source in tally.sources.values())
+        return bool(kept or view.offered.groups or view.holdings)
+
     def note_engines(self) -> None:
         """Account the idle time of engines."""
         if self.mirror.head is not None:
@@ -565,6 +584,8 @@ class JobWork:
                     "collectives": session.collectives.answer_others(),
                     "external": session.external.run(),
                 } | ({"placement": self._planner.run()} if self._data.spec.placement.is_live else {})
+                if self._data.spec.judges:
+                    work["unjudged"] = session.fail_unjudged()
                 if dependencies.disk_gib is not None:
                     work["quota"] = self._quota(dependencies.disk_gib).run()
                 tasks = [parts.create_task(one, name=f"{name} {session.uid}") for name, one in work.items()]

@@ -117,6 +117,31 @@ def test_judges_are_served_beside_the_policy_and_an_engine_of_each_that_is_kille
     assert all(0.1 < reward < 0.9 for reward in rewards)
 
 
+def test_a_job_whose_judge_is_never_readable_ends_early_and_says_why_unless_another_reward_takes_its_place(
+    spec: Path, tmp_path: Path
+) -> None:
+    judge = {
+        "name": "tutor",
+        "model": {"path": "model"},
+        "template": "{{ prompt }}{{ response }}",
+        "max_new_tokens": 1,
+        "verdict": {"parser": "words", "words": {"there is no room for this": 1}},
+    }
+    jobs = spec.read_text()
+    for on_error, code in (("retry", 1), ({"fallback": "numeric"}, 0)):
+        sections = {"judges": [{**judge, "on_error": on_error}], "reward": {"judge": "tutor"}}
+        spec.write_text(jobs + "".join(f"{name}: {json.dumps(value)}\n" for name, value in sections.items()))
+        run = ClusterRun(spec, tmp_path / f"home{code}", "--slots", "emulated:8")
+        try:
+            ended = run.wait()
+        finally:
+            run.close()
+        assert ended.code == code, ended.output
+        assert ended.summary["audit"] == "clean"
+        assert ("answers and none of them can be read, such as" in run.log.read_text()) == bool(code)
+        assert ended.summary["steps"] == (0 if code else STEPS)
+
+
 def test_the_model_of_an_emulated_job_cannot_be_taken_for_one(spec: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     run = ClusterRun(spec, home, "--slots", "emulated:4")
