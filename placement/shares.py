@@ -12,7 +12,7 @@ In this order, as numbered in the code:
 
 A slot that another job may still be using is granted to nobody, nor are those that would be one engine with it. It is free when that job
 has given it back, and then this is asked again.
-Slots of a node that is away stay whose they were, and count for nothing. So that wide engines find room, they choose before narrow ones,
+Slots of a node that is away stay whose they were, and count for nothing, but as many as were replaced for a job that may have no more. So that wide engines find room, they choose before narrow ones,
 which may have to move for them; so nobody is counted any slots (2, 3) that those who were counted before then could not find.
 """
 
@@ -70,6 +70,12 @@ class ClusterSlots:
         out = {Slot(node, slot) for node in drained for slot in nodes.get(node, ())}
         return cls(nodes, frozenset(out | slots_of_share(sick)), quotas)
 
+    def with_absent(self, nodes: Mapping[str, tuple[str, ...]], shares: Shares) -> ClusterSlots:
+        """With nodes that left a moment ago and may be back soon: what jobs have there counts, and nobody is given any of the rest."""
+        had = {slot for share in shares.jobs.values() for slot in slots_of_share(share.granted)}
+        free = {Slot(node, slot) for node, slots in nodes.items() for slot in slots} - had
+        return ClusterSlots({**self.nodes, **nodes}, self.out | free, self.quotas)
+
     def units(self, size: int) -> list[Unit]:
         """All that can be used, as replicas of so many slots."""
         found = [
@@ -88,7 +94,8 @@ def divide_slots(cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Sha
     chosen = _chosen(cluster, wanting, turns, counting.counts, holders, has)
     jobs: dict[str, Share] = {}
     for uid in sorted(claims):
-        away = frozenset(one for one in has[uid] if one[0] not in cluster.nodes) if uid in wanting else frozenset()
+        gone = sorted(one for one in has[uid] if one[0] not in cluster.nodes) if uid in wanting else []
+        away = frozenset(gone[: counting.more(uid)])
         whole = (unit for unit in chosen.get(uid, ()) if all(holders.get(slot, uid) == uid for slot in unit))
         granted = frozenset(slot for unit in whole for slot in unit) | away
         held = granted | (slots_of_share(shares.jobs[uid].held) if uid in shares.jobs else frozenset())
@@ -144,6 +151,14 @@ class _Counting:
                 self._over_quota.add(uid)
             elif (claim.most is None or least <= claim.most) and self._has_room(claim.unit, least):
                 self._give(uid, least)
+
+    def more(self, uid: str) -> int | None:
+        """How many slots a job may have beside those that it was counted; None: any number."""
+        claim = self._claims.get(uid)
+        quota = None if claim is None else self._quotas.get(claim.namespace)
+        most = [] if claim is None or claim.most is None else [claim.most - self.counts[uid]]
+        left = [] if claim is None or quota is None else [quota - self._used[claim.namespace]]
+        return max(0, min(most + left)) if most or left else None
 
     def why(self, uid: str) -> str:
         """Why a job has none; nothing of one that has some. Asked when all are counted."""

@@ -3,6 +3,9 @@ has what now, by a transaction that compares what it went by; if it does not, an
 
 That anybody may do it, and that any may be late, does no harm: what is granted is within what nobody else holds, in one record.
 
+A node that leaves is waited for as long as a train world waits for it (`NODE_GRACE_S`): until then its jobs get no other slots in place of
+those that they have there, which they would keep when the node is back, so that a daemon that is only restarted moves nothing.
+
 `change_claim` is how people change what a job wants: its priority, its bounds, whether it is paused.
 """
 
@@ -15,6 +18,7 @@ from collections.abc import Callable
 from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
 from controllers.rules.view import Memo, Timers, turn_of
+from controllers.rules.world import NODE_GRACE_S
 from gcore.errors import StoreUnavailable
 from gcore.ledger import transactions as share_transactions
 from gcore.ledger.records.cluster import Claim, Shares
@@ -22,7 +26,7 @@ from gcore.ledger.transactions import TransactionExecutor, TxnOutcome, Versioned
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store
 from gcore.system.clock import Clock
-from placement.shares import divide_slots
+from placement.shares import ClusterSlots, divide_slots
 
 log = logging.getLogger(__name__)
 LOOK_AGAIN_S = 1.0
@@ -39,13 +43,18 @@ class ShareWriter:
         self._clock = clock
         self._remembered = Memo()
         self._waits = Timers({})
+        self._slots: dict[str, tuple[str, ...]] = {}
+        """Of the nodes that were there at the last look, or are waited for."""
+        self._absent: dict[str, float] = {}
+        """The nodes that are waited for, and until when."""
 
     async def run(self) -> None:
         """For ever."""
         while True:
             wanted = self._wanted()
             if wanted is None:
-                await self._changes.wait()
+                ends = min(self._absent.values(), default=None)
+                await self._changes.wait(None if ends is None else max(0.01, ends - self._clock.monotonic()))
                 continue
             known, shares = wanted
             now = self._clock.monotonic()
@@ -78,9 +87,25 @@ class ShareWriter:
         if not cluster.is_complete or cluster.shares is None:
             return None
         there, claims, shares = cluster.there, cluster.claims, cluster.shares
-        sources = (there, claims, shares)
-        found = self._remembered.get("wanted", sources, lambda: divide_slots(there, claims, shares.record))
+        self._note_absent(there)
+        absent = {node: self._slots[node] for node in sorted(self._absent)}
+        found = self._remembered.get(
+            "wanted",
+            (there, claims, shares, *absent),
+            lambda: divide_slots(there.with_absent(absent, shares.record), claims, shares.record),
+        )
         return None if found is cluster.shares.record else (cluster.shares, found)
+
+    def _note_absent(self, there: ClusterSlots) -> None:
+        """Which nodes were here a moment ago, as far as this daemon has seen."""
+        now = self._clock.monotonic()
+        for node in self._slots.keys() - there.nodes.keys() - self._absent.keys():
+            self._absent[node] = now + NODE_GRACE_S
+        back = {node for node, ends in self._absent.items() if node in there.nodes or now >= ends}
+        self._absent = {node: ends for node, ends in self._absent.items() if node not in back}
+        waited = self._absent.keys() - self._cluster.drained
+        self._slots = {node: self._slots[node] for node in waited} | dict(there.nodes)
+        self._absent = {node: self._absent[node] for node in waited}
 
 
 async def change_claim(store: Store, uid: str, change: Callable[[Claim], Claim]) -> Claim | None:

@@ -155,7 +155,7 @@ def _why(view: JobView) -> str:
         return f"{LEFT}: {view.claim.ends}"
     if view.claim.paused:
         return f"{LEFT}: the job is paused"
-    return GAVE_BACK if view.queued is None else f"{GAVE_BACK}: {view.queued.reason}"
+    return f"{LEFT}: its share is smaller now" if view.queued is None else f"{GAVE_BACK}: {view.queued.reason}"
 
 
 def resume(view: JobView) -> Iterator[Intent]:

@@ -132,6 +132,31 @@ def test_the_slots_of_a_node_that_is_away_stay_its_jobs() -> None:
     assert counts(back)["one"] == 2
 
 
+@pytest.mark.parametrize("limit", ["most", "quota"])
+def test_a_job_that_may_have_no_more_loses_the_slots_that_were_replaced_while_their_node_was_away(limit: str) -> None:
+    quotas, claim = ({}, Claim(most=2)) if limit == "most" else ({"": 2}, Claim(namespace=""))
+    claims, on_m = {"one": claim}, {"m": ("cpu:0", "cpu:1")}
+    before = Shares(jobs={"one": Share(granted=on_m, held=on_m)})
+    away = divide_slots(ClusterSlots(nodes(k=1), quotas=quotas), claims, before)
+    assert away.jobs["one"].granted == {"k": ("cpu:0",), "m": ("cpu:0",)}
+    away = divide_slots(ClusterSlots(nodes(k=3), quotas=quotas), claims, before)
+    assert away.jobs["one"].granted == {"k": ("cpu:0", "cpu:1")}
+    assert away.jobs["one"].surplus == slots_of_share(on_m), "nobody else gets them before it gives them back"
+    back = divide_slots(ClusterSlots(nodes(k=3, m=2), quotas=quotas), claims, away)
+    assert back.jobs["one"].granted == {"k": ("cpu:0", "cpu:1")}, "and it stays where it is"
+
+
+def test_slots_of_a_node_that_may_be_back_soon_count_and_are_given_to_nobody() -> None:
+    on_m = {"m": ("cpu:0",)}
+    claims = {"one": Claim(most=1), "two": Claim(created=1.0)}
+    before = settled(ClusterSlots(nodes(m=2)), {"one": Claim(most=1)})
+    assert before.jobs["one"].granted == on_m
+    cluster = ClusterSlots(nodes(k=2)).with_absent(nodes(m=2), before)
+    found = divide_slots(cluster, claims, before)
+    assert found.jobs["one"].granted == on_m
+    assert found.jobs["two"].granted == {"k": ("cpu:0", "cpu:1")}
+
+
 def test_wide_engines_find_room_and_narrow_ones_move_for_them() -> None:
     cluster = ClusterSlots(nodes(n=4, m=4))
     scattered = Shares(

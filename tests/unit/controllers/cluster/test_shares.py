@@ -11,8 +11,9 @@ import pytest
 from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
 from controllers.cluster.shares import ShareWriter, change_claim
+from controllers.rules.world import NODE_GRACE_S
 from gcore.errors import StoreUnavailable
-from gcore.ledger.records.cluster import Claim, Drained, Quotas, Shares, SickSlots, slots_of_share
+from gcore.ledger.records.cluster import Claim, Drained, Quotas, Share, Shares, SickSlots, slots_of_share
 from gcore.ledger.records.job import NodeRecord
 from gcore.schema import SCHEMA_VERSION
 from gcore.store import keys
@@ -35,8 +36,10 @@ def memory() -> MemoryCluster:
 
 
 @asynccontextmanager
-async def daemon(memory: MemoryCluster, name: str, store: MemoryStore | None = None) -> AsyncIterator[ClusterMirror]:
-    store, changes, clock = store or MemoryStore(memory), ChangeSignal(), FakeClock()
+async def daemon(
+    memory: MemoryCluster, name: str, store: MemoryStore | None = None, clock: FakeClock | None = None
+) -> AsyncIterator[ClusterMirror]:
+    store, changes, clock = store or MemoryStore(memory), ChangeSignal(), clock or FakeClock()
     mirror = ClusterMirror(store, changes)
     sharing = ShareWriter(name, store, mirror, changes, clock)
     work = (*(watch() for watch in mirror.watches.values()), sharing.run())
@@ -60,6 +63,46 @@ def shares(memory: MemoryCluster) -> dict[str, int]:
     if known is None:
         return {}
     return {uid: len(slots_of_share(share.granted)) for uid, share in Shares.decode(known.value).jobs.items()}
+
+
+def granted(memory: MemoryCluster, uid: str) -> set[str]:
+    """The nodes on which a job is granted slots."""
+    known = memory.get(keys.SHARES)
+    assert known is not None
+    return {slot.node for slot in slots_of_share(Shares.decode(known.value).jobs[uid].granted)}
+
+
+async def test_a_node_that_is_back_soon_moves_nothing_and_one_that_stays_away_is_replaced_for_good(
+    memory: MemoryCluster,
+) -> None:
+    """A job that may have one slot has it on `b`, and `a` has one free."""
+    clock = FakeClock()
+    share = Share(granted={"b": ("cpu:0",)}, held={"b": ("cpu:0",)})
+    memory.transact(
+        (), (Put(ONE.active, Claim(most=1).encode()), Put(keys.SHARES, Shares(jobs={"one": share}).encode()))
+    )
+    node = memory.get(keys.node("b"))
+    assert node is not None
+    async with daemon(memory, "a", clock=clock):
+        for away_s in (NODE_GRACE_S - 1, NODE_GRACE_S - 1):
+            memory.transact((), (Delete(keys.node("b")),))
+            await rested()
+            await clock.advance(away_s)
+            memory.transact((), (Put(keys.QUOTAS, Quotas().encode()),))  # something changes
+            await rested()
+            assert granted(memory, "one") == {"b"}
+            memory.transact((), (Put(keys.node("b"), node.value),))
+            await rested()
+            assert granted(memory, "one") == {"b"}
+        memory.transact((), (Delete(keys.node("b")),))
+        await rested()
+        await clock.advance(NODE_GRACE_S + 1)
+        memory.transact((), (Put(keys.QUOTAS, Quotas().encode()),))
+        await rested()
+        assert granted(memory, "one") == {"a"}
+        memory.transact((), (Put(keys.node("b"), node.value),))
+        await rested()
+        assert granted(memory, "one") == {"a"}
 
 
 async def test_without_jobs_nothing_is_written(memory: MemoryCluster) -> None:

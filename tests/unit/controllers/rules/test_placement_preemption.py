@@ -14,7 +14,7 @@ from controllers.rules.placement import is_suspended, remove_slots, wants_checkp
 from controllers.rules.view import CheckpointProgress, JobView, RankView, SavedCheckpoint, Timers
 from controllers.rules.waits import current_waits, overdue_waits
 from controllers.rules.workers import Launches, StartEngine, StopWorker, schedule_workers
-from controllers.rules.world import GAVE_BACK, HAS_AGAIN, LEFT, fruitless_rollbacks, placement_snapshot
+from controllers.rules.world import HAS_AGAIN, LEFT, fruitless_rollbacks, placement_snapshot
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, LogEntry
 from gcore.ledger.records.cluster import Claim, KnownShare, QueuePosition, Share, Shares, group_by_node
 from gcore.ledger.records.job import EnginePlace, JobPhase, JobStatus, NodeRecord
@@ -97,7 +97,7 @@ def test_only_granted_slots_are_planned_with() -> None:
 def test_a_smaller_world_is_formed_between_two_steps_from_heads_own_state() -> None:
     (action,) = intents(job(FIRST, step=1, saved=1), Rollback)
     assert (action.between_steps, action.slots_as_seen, action.stands_still) == (True, True, False)
-    assert action.reason.startswith(GAVE_BACK)
+    assert action.reason == f"{LEFT}: its share is smaller now"
     assert intents(job(FIRST, step=2, saved=1), Rollback) == [], "head has no checkpoint yet"
 
 
