@@ -1,7 +1,7 @@
 """Runs a program of train ranks (`train_rank_program.run`): a plain loop, one rank, two, with all cases in each process.
 
-Two ranks run everything at ZeRO 3, and with `make test-large` at 1 and 2 too, which are the same code of DeepSpeed's; a single one,
-which has nothing to share out, at one of them.
+With `make test-large` two ranks run everything at each ZeRO stage. Without, at stage 3 only, and of the gradients' cases those in which ranks
+exchange more than gradients, or have unequal work. A single rank, which has nothing to share out, runs everything at one stage.
 """
 
 from __future__ import annotations
@@ -11,23 +11,26 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-STAGES = (1, 2, 3) if "GCORE_ALL_STAGES" in os.environ else (3,)
+WHOLE = "GCORE_ALL_STAGES" in os.environ
+STAGES = (1, 2, 3) if WHOLE else (3,)
 """At which two ranks run everything."""
 WORLDS = [(1, 2), *((2, stage) for stage in STAGES)]
 """Number of ranks and ZeRO stage."""
 RUNS = [pytest.param(size, stage, id=f"{size} x ZeRO {stage}") for size, stage in WORLDS]
 
 
-def run_worlds(program: Path, folder: Path, *words: str, limit_s: float) -> None:
-    """`program WORDS FOLDER`, with all its processes, on a machine without a compiler."""
+def run_worlds(program: Path, folder: Path, *words: str, limit_s: float, crossing: Sequence[str] = ()) -> None:
+    """`program WORDS FOLDER`, with all its processes, on a machine without a compiler. `crossing`: the cases that two ranks run."""
     env = {
         **os.environ,
         "PATH": "/nonexistent",
         "STAGES": " ".join(map(str, STAGES)),
+        "CROSSING": "" if WHOLE else " ".join(crossing),
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "CUDA_VISIBLE_DEVICES": "",

@@ -7,6 +7,7 @@ Tiny models; by the definitions, in float64, sample by sample; then the same ste
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -256,6 +257,7 @@ class Rank:
 
     def trainer(self, run: Path, tree: dict[str, Any], start: dict[str, Any] | None = None) -> Any:
         """As `gcore.train.rank.main` makes one, but for the reference, which is another model than the policy."""
+        gc.freeze()  # what the trainers before have left, too
         from gcore.train.backends.packed_attention import NAME
         from gcore.train.checkpoint.writer import (
             CheckpointWriter,

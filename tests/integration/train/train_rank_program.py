@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,8 @@ STAGES = tuple(int(stage) for stage in os.environ.get("STAGES", "1 2 3").split()
 """Of ZeRO, at which two ranks run everything."""
 FEW = ("engine", "updates")
 """Cases that are run at every stage; the others one rank runs at stage 2 only, and two at `STAGES`."""
+CROSSING = os.environ.get("CROSSING", "").split()
+"""The cases that two ranks run, and those in parts, `streamed-engine`; empty: all."""
 CORRECTIONS = {"tis": "tis", "plus": "icepop", "remax": "decoupled", "mis": "mis", "updates": "decoupled"}
 SIZES = {"dual": (2, 3, 3), "mis": (3, 2, 3)}
 """Cases in which groups are of different sizes."""
@@ -173,6 +175,11 @@ def spec(folder: Path, case: str, stage: int, **train: Any) -> dict[str, Any]:
         | CASES.get(case, {})
         | train,
     }
+
+
+def cases_of(cases: Sequence[str], size: int, prefix: str = "") -> list[str]:
+    """Those of them that so many ranks run."""
+    return [case for case in cases if not CROSSING or size == 1 or prefix + case in CROSSING]
 
 
 def make_step() -> tuple[Seal, dict[str, TrainGroup]]:
@@ -501,6 +508,7 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
     seal, held = make_step()
 
     def trainer(name: str, spec_: dict[str, Any]) -> StepTrainer:
+        gc.freeze()  # what the trainers before have left, too
         launch = rank_launch(spec_, folder / f"{name}-{size}", rank=rank, world_size=size)
         train = launch.spec.train
         models = load_models(launch, world.device, world.max, lambda: None)
@@ -531,14 +539,14 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
     made_policies: dict[str, TrainBackend] = {}
     for stage in (1, 2, 3):
         whole = stage in STAGES if size > 1 else stage == 2
-        for case in [*CASES, "updates", "lonely"] if whole else FEW:
+        for case in cases_of([*CASES, "updates", "lonely"], size) if whole else FEW:
             name = f"{case}-{stage}"
             work = sealed(case, GROUPS if case in ("updates", "lonely") else 1)
             result = trainer(name, spec(folder, case, stage)).run(work, lambda phase: None)
             (folder / f"{name}-{size}" / f"metrics-{rank}.json").write_text(json.dumps(dict(result.metrics)))
         if not whole:
             continue
-        for case in (*STREAMED, "half"):
+        for case in cases_of([*STREAMED, "half"], size, "streamed-"):
             (parts, before), half = STREAMED.get(case, ((1, 2), 1)), {"dtype": "bf16"} if case == "half" else {}
             of = "recompute" if case == "half" else case
             name = f"streamed-{case}-{stage}"
