@@ -39,7 +39,7 @@ def test_whatever_happens_to_nodes_that_share_no_folder_their_job_ends_with_ever
 
 def test_the_same_seed_is_the_same_history_in_any_process() -> None:
     """A failing seed can be looked at again."""
-    seed = 9
+    seed = 7
     here = tell_story(Story.of(seed)).history
     assert any("* " in line for line in here)
     again = "\n".join(tell_story(Story.of(seed)).history)

@@ -332,6 +332,7 @@ def test_a_scenario_that_is_not_one_is_refused_with_its_key(tmp_path: Path) -> N
         read_scenario(tmp_path / "none.yaml")
 
 
+@pytest.mark.large  # what it tells changes with the kernel only, and compiling takes 17 s
 def test_without_a_compiler_the_results_are_the_same() -> None:
     script = """
 import os, sys
