@@ -149,9 +149,7 @@ class _Submission:
 
     async def run(self, client: JobsClient) -> None:
         """Raises JobFailed if the job was waited for, and failed or was cancelled."""
-        from gcore.config.load import dump_explicit
-
-        job = await create_job(client, dump_explicit(self._spec), request_id=self._request, new=self._new)
+        job = await begin_job(client, self._spec, request_id=self._request, new=self._new)
         self.uid = job.uid
         if self._output is Output.TABLE:
             found = job_snapshot(job)
@@ -451,6 +449,25 @@ CHECKPOINT_S, RESUMED_S = 10.0, 2.0
 NOTICE = "The controller reads and checks the data before it creates the job; the first time, large data take minutes."
 
 
+async def begin_job(client: JobsClient, spec: JobSpec, *, request_id: str, new: bool) -> pb.Job:
+    """`create_job`; says on standard error if a finished job of that name is not gone on with, and how to begin with its weights."""
+    from gcore.config.load import dump_explicit
+
+    old = None
+    with contextlib.suppress(GcoreError):  # there is none, as a rule
+        old = job_snapshot(await client.get_job(f"{spec.namespace}/{spec.name}"))
+    job = await create_job(client, dump_explicit(spec), request_id=request_id, new=new)
+    if old is not None and old.state == "SUCCEEDED" and job.uid != old.uid:
+        steps = f"all {old.steps} steps" if old.steps else "all steps"
+        weights = f"; --set model.path={old.checkpoint} begins with its weights" if old.checkpoint else ""
+        typer.echo(
+            f"Job {old.full_name} ({old.uid}) has finished {steps}. This is a new one of that name, which begins with "
+            f"{spec.model.path}{weights}.",
+            err=True,
+        )
+    return job
+
+
 async def create_job(client: JobsClient, spec_json: str, *, request_id: str, new: bool) -> pb.Job:
     """`JobsClient.create_job`, with a sentence on standard error when it takes long. Raises GcoreError."""
     from gcore.api.v1 import jobs_pb2 as pb
@@ -569,7 +586,6 @@ async def _submit_and_follow(
 ) -> Summary:
     """`home`: of the local cluster; None: it is elsewhere, and others look after its processes."""
     from gcore.client.jobs import JobsClient
-    from gcore.config.load import dump_explicit
 
     clock = SystemClock()
     async with contextlib.AsyncExitStack() as stack:
@@ -578,7 +594,7 @@ async def _submit_and_follow(
         client = await stack.enter_async_context(
             JobsClient(cluster.addresses, clock=clock, connector=cluster.connector)
         )
-        job = await create_job(client, dump_explicit(spec), request_id=uuid.uuid4().hex, new=new)
+        job = await begin_job(client, spec, request_id=uuid.uuid4().hex, new=new)
         return await record_job(client, job_snapshot(job), screen, clock, begun=begun)
 
 
