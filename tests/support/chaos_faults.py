@@ -7,6 +7,7 @@ the run's seed. What all runs have in common (the job, the moment, its end, the 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import json
@@ -23,6 +24,8 @@ from chaos_cluster import BACK_S, CLOCK, TTL_S, ChaosCluster, ChaosFailed, Nobod
 from chaos_resumed import demo_survives, four_one_three, losses_equal, losses_equal_elsewhere
 
 from controllers.cli.local import home_processes
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.errors import GcoreError
 from gcore.schema import NEWEST_VERSION, PIN
 from gcore.system.process import identify_process, send_signal
 
@@ -177,6 +180,77 @@ async def node(cluster: ChaosCluster) -> Told:
     for process in some:
         send_signal(process, signal.SIGKILL)
     return {"target": f"{name}, {len(some)} processes"}
+
+
+async def several(cluster: ChaosCluster) -> Told:
+    """Two to four processes are hit at the same moment: most are killed, some stopped for three leases, some asked to end."""
+    named = {**cluster.members, **cluster.daemons}
+    there = {name: kept.process for name, kept in named.items() if kept.process is not None and kept.runs}
+    there |= await cluster.workers()
+    victims = cluster.rng.sample(sorted(there), min(len(there), cluster.rng.randint(2, 4)))
+    ways = {name: cluster.rng.choices(("killed", "stopped", "asked to end"), (6, 2, 2))[0] for name in victims}
+    for name in victims:
+        cluster.stop(there[name])  # so that none sees another one's death
+    for name, way in ways.items():
+        if way != "stopped":
+            send_signal(there[name], signal.SIGKILL if way == "killed" else signal.SIGTERM)
+            send_signal(there[name], signal.SIGCONT)
+    over = CLOCK.monotonic() + PAUSE_S
+    causes = ALWAYS_AWAITED | (OF_DAEMONS if cluster.daemons.keys() & ways.keys() else set())
+    causes |= {"store"} if cluster.members.keys() & ways.keys() else set()
+    seen = await _recovers(cluster, causes, over if "stopped" in ways.values() else 0.0)
+    return {"target": ", ".join(f"{name} {way}" for name, way in ways.items()), "waits": seen}
+
+
+ALWAYS_AWAITED = {
+    "start",
+    "train_world",
+    "engines",
+    "engine",
+    "groups",
+    "evaluation",
+    "reward",
+    "exchange",
+    "train",
+    "finish",
+    "recovery",
+    "tidying",
+}
+"""What any step of the small job may wait for, or a job that has lost a worker."""
+OF_DAEMONS = {"material", "slots"}
+"""What it may wait for besides where a daemon is away or begins anew."""
+SILENT_S = 10.0
+"""So long may nothing move without a wait that is named."""
+
+
+async def _recovers(cluster: ChaosCluster, causes: set[str], stopped_until: float) -> list[str]:
+    """Until two more steps are committed, or the job has ended: what it waited for meanwhile, by cause. None may be another than `causes`."""
+    history, named = cluster.seen, set[str]()
+    goal, moved = history.step + 2, CLOCK.monotonic()
+    end, entries = moved + 240.0, len(history.entries)
+    while not history.ended and history.step < goal:
+        now = CLOCK.monotonic()
+        if now > end:
+            raise ChaosFailed(f"it does not go on: {await cluster.why()}")
+        if stopped_until and now > stopped_until:
+            cluster.go_on()
+            stopped_until = 0.0
+        if len(history.entries) != entries:
+            entries, moved = len(history.entries), now
+        with contextlib.suppress(GcoreError, TimeoutError):
+            async with asyncio.timeout(2.0), cluster.client() as client:
+                job = await client.get_job(cluster.uid)
+            waits = {wait.cause: wait.what for wait in job.waiting}
+            named |= waits.keys()
+            if wrong := waits.keys() - causes:
+                raise ChaosFailed(
+                    f"it is said to wait for {', '.join(f'{one}: {waits[one]}' for one in sorted(wrong))}"
+                )
+            if not waits and job.state == pb.JOB_STATE_RUNNING and now - moved > SILENT_S and history.step < goal:
+                raise ChaosFailed(f"nothing has moved for {now - moved:.0f} s, and no wait is named")
+        await CLOCK.sleep(0.5)
+    cluster.go_on()
+    return sorted(named)
 
 
 # Processes that stop and go on.
@@ -587,6 +661,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault("etcd-gone", "no etcd for 60 s", etcd_gone),
     Fault("node", "kill -9 of all of a node", node),
     Fault("everything", "kill -9 of everything at once", everything),
+    Fault("several", "two to four processes hit at once", several, steps=LONG),
+    Fault("several-of-more", "the same of three nodes and three etcd", several, Shape(nodes=3, members=3), steps=LONG),
     Fault("paused-controller", "SIGSTOP of a controller for three leases", paused_controller, steps=LONG),
     Fault("paused-engine", "SIGSTOP of an engine for three leases", paused("engine"), steps=LONG),
     Fault("paused-rank", "SIGSTOP of a train rank for three leases", paused("rank"), steps=LONG),

@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from booked_run import check_sums
 from chaos_cluster import CLOCK, ChaosCluster, ChaosFailed, NobodyHit
 from chaos_faults import Act, Fault
 
 from gcore.ledger.records.job import JobPhase
+from gcore.ledger.records.slot_accounting import read_lines
 from gcore.testing.models import make_tiny_model
 
 NAME = "chaos"
@@ -216,6 +218,12 @@ async def _end(cluster: ChaosCluster, steps: int, result: dict[str, Any]) -> Non
     assert seen.mirror.status is not None
     status = seen.mirror.status.record
     result["audit"] = [*await cluster.audit(), *seen.broken]
+    for node in cluster.addresses:
+        for run in cluster.run_root(node).glob(f"{NAME}-*"):
+            try:
+                check_sums(list(read_lines(run)))
+            except AssertionError as error:
+                raise ChaosFailed(f"slot accounting of {node} does not sum: {error}") from error
     if status.phase is not JobPhase.SUCCEEDED or seen.step != steps:
         result["why"] = f"{status.phase} at step {seen.step} of {steps}: {status.reason}"
 
