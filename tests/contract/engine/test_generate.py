@@ -28,6 +28,7 @@ from engine_contract import (
 )
 from engine_processes import SglangProcess, engine_process
 
+from gcore.engines.torch.frontend import BIG_ANSWER_TOKENS
 from gcore.rollout.client import EngineClient, SamplingParams
 from gcore.testing.models import EOS, VOCABULARY, make_tiny_model
 from gcore.types import Sample, Version
@@ -260,7 +261,7 @@ async def test_without_return_logprob_there_are_none(http: httpx.AsyncClient) ->
 async def test_a_request_that_arrives_while_others_decode_has_its_first_token_before_they_end(
     http: httpx.AsyncClient,
 ) -> None:
-    long = await begin(http, input_ids=[5, 6], sampling_params={"max_new_tokens": 3000, "ignore_eos": True})
+    long = await begin(http, input_ids=[5, 6], sampling_params={"max_new_tokens": 800, "ignore_eos": True})
     short = await begin(http, input_ids=[5, 6], sampling_params={"max_new_tokens": 2, "ignore_eos": True})
     await short.ended()
     assert not long.task.done()
@@ -463,6 +464,7 @@ async def test_a_thousand_waiting_requests_are_all_answered(client: EngineClient
 
 @pytest.mark.parametrize("serving", ["torch"], indirect=True)  # about how the torch engine writes big answers
 async def test_an_answer_too_big_for_the_event_loop_is_whole(client: EngineClient, serving: Serving) -> None:
-    samples = await client.generate(prompt(3, 5), params(4000), seeds=range(5), rid="big")
-    assert [len(sample.token_ids) for sample in samples] == [4000] * 5
+    count = -(-BIG_ANSWER_TOKENS // 400)
+    samples = await client.generate(prompt(3, 5), params(400), seeds=range(count), rid="big")
+    assert [len(sample.token_ids) for sample in samples] == [400] * count
     assert worst(serving.weights[0], prompt(3, 5), samples[-1], 1.0) < 1e-5
