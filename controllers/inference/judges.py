@@ -113,10 +113,10 @@ class JudgeMetricsObserver:
             many = "an answer" if count == 1 else f"{count} answers"
             self._tell(f"judge-{judge}", f"judge {judge!r} gave {many} that cannot be read, {self._last_told[judge]}")
 
-    def never_read(self, answers: int) -> str:
-        """A sentence about a judge that gave so many answers and more, of which none could be read; empty if there is none."""
+    def never_read(self, answers: int, judges: Collection[str]) -> str:
+        """A sentence about one of the `judges` that gave so many answers and more, of which none could be read; empty if there is none."""
         for judge, count in self._unreadable.items():
-            if count >= answers and judge not in self._readable:
+            if count >= answers and judge in judges and judge not in self._readable:
                 return f"judge {judge!r} gave {count} answers and none of them can be read, {self._last_told[judge]}"
         return ""
 

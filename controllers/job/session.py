@@ -57,7 +57,7 @@ from controllers.workers.ranks import RankConnections
 from gcore.api.tls import Connector
 from gcore.api.v1.placement_pb2 import LoadsReply
 from gcore.config.load import find_flow
-from gcore.config.spec import JobSpec, outdated_settings
+from gcore.config.spec import JobSpec, outdated_settings, training_sources
 from gcore.data.dataset import DataChanged
 from gcore.errors import GcoreError
 from gcore.flows.api import Flow, Peer
@@ -376,7 +376,10 @@ class JobSession(LiveJob):
         """End a job none of whose responses could be judged: in a whole step's worth of a judge's answers here no verdict could be read, and
         nothing was scored anywhere since the job began. Otherwise it would go on to the end of its first data epoch."""
         answers = self.spec.flow.groups_per_step * self.spec.flow.samples_per_prompt
-        while not (reason := self._judge_counts.never_read(answers)) or self._has_scores():
+        # Not those of evaluations, nor those in whose place another reward scores.
+        alone = {judge.name for judge in self.spec.judges if isinstance(judge.on_error, str)}
+        alone &= {name for source in training_sources(self.spec) for name in source.reward.judges}
+        while not (reason := self._judge_counts.never_read(answers, alone)) or self._has_scores():
             await self.dependencies.clock.sleep(UNJUDGED_LOOK_S)
         await self.fail(reason)
 

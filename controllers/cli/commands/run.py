@@ -647,6 +647,8 @@ async def _pause_once(cluster: ClusterAddress, uid: str, clock: Clock) -> None:
 
     with contextlib.suppress(GcoreError):  # it may end meanwhile; and what is not saved is made again
         async with JobsClient(cluster.addresses, clock=clock, connector=cluster.connector) as client:
+            if (await client.get_job(uid)).state != pb.JOB_STATE_RUNNING:
+                return  # it has nothing to lose, or somebody else has paused it
             try:
                 job = await client.pause_job(uid)
                 while job.state == pb.JOB_STATE_RUNNING:

@@ -306,13 +306,17 @@ def test_a_judge_is_never_readable_until_one_answer_of_its_can_be_read() -> None
     counts = JudgeMetricsObserver(Metrics(), lambda *_: None)
     counts.verdict("other", 1.0)
     for number in range(32):
-        assert counts.never_read(32) == ""
+        assert counts.never_read(32, ("tutor", "other")) == ""
         counts.unreadable("tutor", f"well {number}", "it has no stars")
         counts.unreadable("other", "oh", "it has no stars")
     why = "such as 'well 31': it has no stars"
-    assert counts.never_read(32) == f"judge 'tutor' gave 32 answers and none of them can be read, {why}. {READABLE}"
+    assert counts.never_read(32, ("other",)) == ""
+    assert (
+        counts.never_read(32, ("tutor", "other"))
+        == f"judge 'tutor' gave 32 answers and none of them can be read, {why}. {READABLE}"
+    )
     counts.verdict("tutor", 0.5)
-    assert counts.never_read(32) == ""
+    assert counts.never_read(32, ("tutor", "other")) == ""
 
 
 def test_what_waits_for_judges_is_counted_and_named() -> None:
