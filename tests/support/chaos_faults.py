@@ -220,14 +220,14 @@ ALWAYS_AWAITED = {
 OF_DAEMONS = {"material", "slots"}
 """What it may wait for besides where a daemon is away or begins anew."""
 SILENT_S = 10.0
-"""So long may nothing move without a wait that is named."""
+"""So long may nothing move while controllers answer and name no wait."""
 
 
 async def _recovers(cluster: ChaosCluster, causes: set[str], stopped_until: float) -> list[str]:
     """Until two more steps are committed, or the job has ended: what it waited for meanwhile, by cause. None may be another than `causes`."""
     history, named = cluster.seen, set[str]()
-    goal, moved = history.step + 2, CLOCK.monotonic()
-    end, entries = moved + 240.0, len(history.entries)
+    goal, silent = history.step + 2, None
+    end, entries = CLOCK.monotonic() + 240.0, len(history.entries)
     while not history.ended and history.step < goal:
         now = CLOCK.monotonic()
         if now > end:
@@ -235,19 +235,22 @@ async def _recovers(cluster: ChaosCluster, causes: set[str], stopped_until: floa
         if stopped_until and now > stopped_until:
             cluster.go_on()
             stopped_until = 0.0
-        if len(history.entries) != entries:
-            entries, moved = len(history.entries), now
-        with contextlib.suppress(GcoreError, TimeoutError):
+        before, entries = entries, len(history.entries)
+        try:
             async with asyncio.timeout(2.0), cluster.client() as client:
                 job = await client.get_job(cluster.uid)
+        except (GcoreError, TimeoutError):
+            silent = None
+        else:
             waits = {wait.cause: wait.what for wait in job.waiting}
             named |= waits.keys()
+            silent = None if waits or entries != before or job.state != pb.JOB_STATE_RUNNING else silent or now
             if wrong := waits.keys() - causes:
                 raise ChaosFailed(
                     f"it is said to wait for {', '.join(f'{one}: {waits[one]}' for one in sorted(wrong))}"
                 )
-            if not waits and job.state == pb.JOB_STATE_RUNNING and now - moved > SILENT_S and history.step < goal:
-                raise ChaosFailed(f"nothing has moved for {now - moved:.0f} s, and no wait is named")
+            if silent is not None and now - silent > SILENT_S and not history.ended:
+                raise ChaosFailed(f"nothing has moved for {now - silent:.0f} s, and controllers name no wait")
         await CLOCK.sleep(0.5)
     cluster.go_on()
     return sorted(named)
