@@ -12,12 +12,14 @@ In this order, as numbered in the code:
 
 A slot that another job may still be using is granted to nobody, nor are those that would be one engine with it. It is free when that job
 has given it back, and then this is asked again.
-Slots of a node that is away stay whose they were, and count for nothing, but as many as were replaced for a job that may have no more. So that wide engines find room, they choose before narrow ones,
+A job keeps its slots on a node that is away, up to its limit (`most`, the quota) less the slots that it has elsewhere. While the node may be
+back in a moment (`absent`) it gets nothing in their place. So that wide engines find room, they choose before narrow ones,
 which may have to move for them; so nobody is counted any slots (2, 3) that those who were counted before then could not find.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,6 +59,8 @@ class ClusterSlots:
     out: frozenset[Slot] = frozenset()
     quotas: Mapping[str, int] = field(default_factory=dict)
     """The most slots that all jobs of a namespace may have together; no entry: as many as there are."""
+    absent: frozenset[str] = frozenset()
+    """Nodes that are not there and may be back in a moment."""
 
     @classmethod
     def of(
@@ -69,12 +73,6 @@ class ClusterSlots:
         """Without the slots of nodes that are being left, and those that are sick (by node)."""
         out = {Slot(node, slot) for node in drained for slot in nodes.get(node, ())}
         return cls(nodes, frozenset(out | slots_of_share(sick)), quotas)
-
-    def with_absent(self, nodes: Mapping[str, tuple[str, ...]], shares: Shares) -> ClusterSlots:
-        """With nodes that left a moment ago and may be back soon: what jobs have there counts, and nobody is given any of the rest."""
-        had = {slot for share in shares.jobs.values() for slot in slots_of_share(share.granted)}
-        free = {Slot(node, slot) for node, slots in nodes.items() for slot in slots} - had
-        return ClusterSlots({**self.nodes, **nodes}, self.out | free, self.quotas)
 
     def units(self, size: int) -> list[Unit]:
         """All that can be used, as replicas of so many slots."""
@@ -92,10 +90,10 @@ def divide_slots(cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Sha
     # 4. Which these are; of them those that nobody else may still be using.
     holders = {slot: uid for uid in claims if uid in shares.jobs for slot in slots_of_share(shares.jobs[uid].held)}
     chosen = _chosen(cluster, wanting, turns, counting.counts, holders, has)
+    kept = _kept_away(cluster, wanting, has, counting)
     jobs: dict[str, Share] = {}
     for uid in sorted(claims):
-        gone = sorted(one for one in has[uid] if one[0] not in cluster.nodes) if uid in wanting else []
-        away = frozenset(gone[: counting.more(uid)])
+        away = kept.get(uid, frozenset())
         whole = (unit for unit in chosen.get(uid, ()) if all(holders.get(slot, uid) == uid for slot in unit))
         granted = frozenset(slot for unit in whole for slot in unit) | away
         held = granted | (slots_of_share(shares.jobs[uid].held) if uid in shares.jobs else frozenset())
@@ -109,7 +107,7 @@ def divide_slots(cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Sha
 def queue_jobs(cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Shares) -> dict[str, QueuePosition]:
     """Who waits for slots, the next one first, and why."""
     _, _, turns, counting = _counted(cluster, claims, shares)
-    waiting = [uid for uid in turns if not counting.counts[uid]]
+    waiting = [uid for uid in turns if not counting.has_any(uid)]
     return {uid: QueuePosition(position, counting.why(uid)) for position, uid in enumerate(waiting, 1)}
 
 
@@ -121,7 +119,8 @@ def _counted(
     has = {uid: slots_of_share(shares.jobs[uid].granted) if uid in shares.jobs else frozenset() for uid in claims}
     turns = sorted(wanting, key=lambda uid: (-wanting[uid].priority, not has[uid], wanting[uid].created, uid))
     # 2. and 3. How many each gets.
-    counting = _Counting(cluster, wanting, {uid: len(slots) for uid, slots in has.items()})
+    absent = {uid: sum(slot.node in cluster.absent for slot in has[uid]) for uid in wanting}
+    counting = _Counting(cluster, wanting, {uid: len(slots) for uid, slots in has.items()}, absent)
     counting.give_least(turns)
     counting.give_rest(turns)
     return wanting, has, turns, counting
@@ -130,8 +129,12 @@ def _counted(
 class _Counting:
     """How many slots each job gets."""
 
-    def __init__(self, cluster: ClusterSlots, claims: Mapping[str, Claim], has: Mapping[str, int]) -> None:
+    def __init__(
+        self, cluster: ClusterSlots, claims: Mapping[str, Claim], has: Mapping[str, int], absent: Mapping[str, int]
+    ) -> None:
+        """`has`, `absent`: slots of each job, all of them and those on absent nodes, which it has besides what it is counted."""
         self._claims = claims
+        self._absent = absent
         self._quotas = cluster.quotas
         self._has = has
         self._all = sum(len(unit) for unit in cluster.units(1))
@@ -139,6 +142,8 @@ class _Counting:
         """Of each size, the units that are left."""
         self._left = self._all
         self._used: dict[str, int] = defaultdict(int)
+        for uid, slots in absent.items():
+            self._used[claims[uid].namespace] += slots
         self.counts = dict.fromkeys(claims, 0)
         self._over_quota: set[str] = set()
 
@@ -146,23 +151,34 @@ class _Counting:
         """The fewest slots that each runs on, or none."""
         for uid in turns:
             claim, least = self._claims[uid], self._least(uid)
+            lacking = max(0, least - -(-self._absent[uid] // claim.unit) * claim.unit)
             quota = self._quotas.get(claim.namespace)
-            if quota is not None and self._used[claim.namespace] + least > quota:
+            if quota is not None and self._used[claim.namespace] + lacking > quota:
                 self._over_quota.add(uid)
-            elif (claim.most is None or least <= claim.most) and self._has_room(claim.unit, least):
-                self._give(uid, least)
+            elif (claim.most is None or least <= claim.most) and self._has_room(claim.unit, lacking):
+                self._give(uid, lacking)
 
-    def more(self, uid: str) -> int | None:
-        """How many slots a job may have beside those that it was counted; None: any number."""
-        claim = self._claims.get(uid)
-        quota = None if claim is None else self._quotas.get(claim.namespace)
-        most = [] if claim is None or claim.most is None else [claim.most - self.counts[uid]]
-        left = [] if claim is None or quota is None else [quota - self._used[claim.namespace]]
-        return max(0, min(most + left)) if most or left else None
+    def has_any(self, uid: str) -> bool:
+        """Whether a job has slots, or is counted some."""
+        return self._slots(uid) > 0
+
+    def keep(self, uid: str, slots: int) -> int:
+        """Let a job keep so many slots beside what it has, in whole units; how many it may."""
+        claim = self._claims[uid]
+        quota = self._quotas.get(claim.namespace)
+        room = [slots]
+        room += [] if claim.most is None else [claim.most - self._slots(uid)]
+        room += [] if quota is None else [quota - self._used[claim.namespace]]
+        kept = max(0, min(room)) // claim.unit * claim.unit
+        self._used[claim.namespace] += kept
+        return kept
+
+    def _slots(self, uid: str) -> int:
+        return self.counts[uid] + self._absent[uid]
 
     def why(self, uid: str) -> str:
         """Why a job has none; nothing of one that has some. Asked when all are counted."""
-        if self.counts[uid]:
+        if self.has_any(uid):
             return ""
         claim, needs = self._claims[uid], f"it needs {count_noun(self._least(uid), 'slot')}"
         if claim.most is not None and self._least(uid) > claim.most:
@@ -182,10 +198,10 @@ class _Counting:
         """What is left, priority by priority, to whoever has least."""
         place = {uid: number for number, uid in enumerate(turns)}
         for priority in sorted({self._claims[uid].priority for uid in turns}, reverse=True):
-            level = [uid for uid in turns if self._claims[uid].priority == priority and self.counts[uid]]
+            level = [uid for uid in turns if self._claims[uid].priority == priority and self.has_any(uid)]
             of_level: dict[str, int] = defaultdict(int)
             for uid in level:
-                of_level[self._claims[uid].namespace] += self.counts[uid]
+                of_level[self._claims[uid].namespace] += self._slots(uid)
             while able := [uid for uid in level if self._takes_more(uid)]:
                 level = able  # who takes no more now takes none later
                 uid = min(able, key=lambda one: self._poverty(one, of_level, place))
@@ -193,10 +209,11 @@ class _Counting:
                 self._give(uid, self._claims[uid].unit)
 
     def _poverty(self, uid: str, of_level: Mapping[str, int], place: Mapping[str, int]) -> tuple[int, int, bool, int]:
-        return of_level[self._claims[uid].namespace], self.counts[uid], self.counts[uid] >= self._has[uid], place[uid]
+        slots = self._slots(uid)
+        return of_level[self._claims[uid].namespace], slots, slots >= self._has[uid], place[uid]
 
     def _takes_more(self, uid: str) -> bool:
-        claim, more = self._claims[uid], self.counts[uid] + self._claims[uid].unit
+        claim, more = self._claims[uid], self._slots(uid) + self._claims[uid].unit
         quota = self._quotas.get(claim.namespace)
         return (
             self._has_room(claim.unit, claim.unit)
@@ -248,6 +265,25 @@ def _chosen(
         for uid in of_size:  # what they lack
             found[uid] += _added(uid, counts[uid] // size - len(found[uid]), found[uid], units, holders, taken)
     return found
+
+
+def _kept_away(
+    cluster: ClusterSlots, claims: Mapping[str, Claim], has: Mapping[str, frozenset[Slot]], counting: _Counting
+) -> dict[str, frozenset[Slot]]:
+    """What each job keeps on nodes that are not there: all on absent ones, and of the others whole units, as far as it may have them. Those with
+    the fewest slots elsewhere first."""
+    found: dict[str, frozenset[Slot]] = {}
+    for uid in sorted(claims, key=lambda uid: (counting.counts[uid], uid)):
+        gone = [slot for slot in has[uid] if slot.node not in cluster.nodes and slot.node not in cluster.absent]
+        gone.sort(key=_in_order)
+        kept = counting.keep(uid, len(gone))
+        found[uid] = frozenset(gone[:kept]) | {slot for slot in has[uid] if slot.node in cluster.absent}
+    return found
+
+
+def _in_order(slot: Slot) -> tuple[str, list[tuple[int, str]]]:
+    """As slots stand on their node: `cpu:9` before `cpu:10`."""
+    return slot.node, [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", slot.slot)]
 
 
 def _added(

@@ -41,7 +41,7 @@ from gcore.ledger import archive
 from gcore.ledger.evaluation import best_evaluation
 from gcore.ledger.mirror import DAMAGED, JobMirror
 from gcore.ledger.records.chain import SourceTally
-from gcore.ledger.records.cluster import NOTHING, Claim, QueuePosition, Shares, slots_of_share
+from gcore.ledger.records.cluster import NOTHING, PAUSES, Claim, QueuePosition, Shares, slots_of_share
 from gcore.ledger.records.job import Evaluation, JobPhase
 from gcore.ledger.selection import planned_steps, resumable_checkpoints, rules_of
 from gcore.schema import UnreadableRecord
@@ -190,7 +190,7 @@ def job_status(
     if claim.ends:
         return state, f"it ends at its next commit ({claim.ends}){leaves}"
     if claim.paused:
-        return (state if held else pb.JOB_STATE_PAUSED), (f"it pauses at its next commit{leaves}" if held else "paused")
+        return (state if held else pb.JOB_STATE_PAUSED), (f"{PAUSES}{leaves}" if held else "paused")
     if not granted and not held:
         return pb.JOB_STATE_QUEUED, why or f"it waits for {claim.least} {'slot' if claim.least == 1 else 'slots'}"
     if not granted:

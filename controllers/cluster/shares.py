@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
@@ -26,7 +27,7 @@ from gcore.ledger.transactions import TransactionExecutor, TxnOutcome, Versioned
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store
 from gcore.system.clock import Clock
-from placement.shares import ClusterSlots, divide_slots
+from placement.shares import divide_slots
 
 log = logging.getLogger(__name__)
 LOOK_AGAIN_S = 1.0
@@ -43,18 +44,19 @@ class ShareWriter:
         self._clock = clock
         self._remembered = Memo()
         self._waits = Timers({})
-        self._slots: dict[str, tuple[str, ...]] = {}
-        """Of the nodes that were there at the last look, or are waited for."""
-        self._absent: dict[str, float] = {}
-        """The nodes that are waited for, and until when."""
+        self._missed: dict[str, float] = {}
+        """The nodes on which jobs have slots and which are not there, and since when."""
+        self._absent: frozenset[str] = frozenset()
+        """Those that are waited for."""
 
     async def run(self) -> None:
         """For ever."""
         while True:
             wanted = self._wanted()
             if wanted is None:
-                ends = min(self._absent.values(), default=None)
-                await self._changes.wait(None if ends is None else max(0.01, ends - self._clock.monotonic()))
+                since = min((self._missed[node] for node in self._absent), default=None)
+                left = None if since is None else max(0.01, since + NODE_GRACE_S - self._clock.monotonic())
+                await self._changes.wait(left)
                 continue
             known, shares = wanted
             now = self._clock.monotonic()
@@ -87,25 +89,24 @@ class ShareWriter:
         if not cluster.is_complete or cluster.shares is None:
             return None
         there, claims, shares = cluster.there, cluster.claims, cluster.shares
-        self._note_absent(there)
-        absent = {node: self._slots[node] for node in sorted(self._absent)}
+        absent = self._absent_nodes(there.nodes, shares.record)
         found = self._remembered.get(
             "wanted",
-            (there, claims, shares, *absent),
-            lambda: divide_slots(there.with_absent(absent, shares.record), claims, shares.record),
+            (there, claims, shares, absent),
+            lambda: divide_slots(replace(there, absent=absent), claims, shares.record),
         )
         return None if found is cluster.shares.record else (cluster.shares, found)
 
-    def _note_absent(self, there: ClusterSlots) -> None:
-        """Which nodes were here a moment ago, as far as this daemon has seen."""
+    def _absent_nodes(self, there: Collection[str], shares: Shares) -> frozenset[str]:
+        """The nodes that are waited for: on which jobs have slots, and which this daemon has missed for less than `NODE_GRACE_S`. The same object
+        while they are the same."""
         now = self._clock.monotonic()
-        for node in self._slots.keys() - there.nodes.keys() - self._absent.keys():
-            self._absent[node] = now + NODE_GRACE_S
-        back = {node for node, ends in self._absent.items() if node in there.nodes or now >= ends}
-        self._absent = {node: ends for node, ends in self._absent.items() if node not in back}
-        waited = self._absent.keys() - self._cluster.drained
-        self._slots = {node: self._slots[node] for node in waited} | dict(there.nodes)
-        self._absent = {node: self._absent[node] for node in waited}
+        used = {node for share in shares.jobs.values() for node in share.granted}
+        missed = used - set(there) - self._cluster.drained
+        self._missed = {node: self._missed.get(node, now) for node in missed}
+        absent = frozenset(node for node, since in self._missed.items() if now - since < NODE_GRACE_S)
+        self._absent = self._absent if self._absent == absent else absent
+        return self._absent
 
 
 async def change_claim(store: Store, uid: str, change: Callable[[Claim], Claim]) -> Claim | None:

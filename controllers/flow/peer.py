@@ -42,9 +42,6 @@ from gcore.system.clock import Clock
 from gcore.system.concurrency import cancel_all
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan, entry_text, entry_value
 
-MANY_STEPS = 10
-"""A source whose rewards are all equal in as many groups as so many steps hold is warned of."""
-
 NEWEST_GROUPS = 64
 """Groups of a source that stand for its recent lengths."""
 
@@ -93,7 +90,7 @@ class JobPeer:
         self.context = StepContext(look, changes, buffer, clock, data, collectives, faults, self.check_filtered)
         self._early: set[asyncio.Task[None]] = set()
         """Responses that are judged before their groups are finished."""
-        self._equal_rewards = EqualRewardsWatch(MANY_STEPS * data.spec.flow.groups_per_step, warnings)
+        self._equal_rewards = EqualRewardsWatch(data.spec.flow.groups_per_step, warnings)
         rollout = data.spec.rollout
         self._longest_first = rollout.order == "longest_first"
         self._weighs_tokens = rollout.balance == "tokens"
@@ -285,7 +282,8 @@ class JobPeer:
         results = await pipeline.scored(prompt, samples)
         group = make_scored_group(prompt, samples, results, rollout, pipeline.source.sampling)
         self.buffer.note_scores(group)
-        self._equal_rewards.note(prompt.source, [sample.reward for sample in group.samples])
+        rewards = [sample.reward for sample in group.samples]
+        self._equal_rewards.note(prompt.source, prompt.ref, rewards, self.look().head.step)
         return group
 
     async def filter(self, prompt: Prompt, group: Group | Outcome) -> Group | Outcome:

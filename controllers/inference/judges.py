@@ -23,7 +23,7 @@ from pathlib import Path
 
 from controllers.inference.judge_engines import JudgePool
 from gcore.config.reward import JudgeSpec
-from gcore.config.spec import JobSpec
+from gcore.config.spec import JobSpec, training_sources
 from gcore.data.renderer import PromptRenderer
 from gcore.errors import DataError, StoreUnavailable
 from gcore.ledger.mirror import JobMirror
@@ -44,7 +44,24 @@ from gcore.worker.sandbox.pool import PoolStatus
 TOLD_AT = 10
 """Unreadable answers are told at the first, and each time that there are so many times as many."""
 
+LEAST_UNREADABLE = 32
+"""Answers of a judge, at least, none of which can be read before a job ends for that."""
+
 READABLE = "Let its template ask for what its verdict.parser reads, or change the parser"
+
+
+def answers_of_a_step(spec: JobSpec) -> dict[str, int]:
+    """By judge without which nothing can be trained: the answers that it gives in a step, `LEAST_UNREADABLE` at least.
+
+    Not the judges of evaluations alone, nor those in whose place another reward scores.
+    """
+    responses = spec.flow.groups_per_step * spec.flow.samples_per_prompt
+    used = {name for source in training_sources(spec) for name in source.reward.judges}
+    return {
+        judge.name: max(LEAST_UNREADABLE, responses * judge.votes)
+        for judge in spec.judges
+        if judge.name in used and isinstance(judge.on_error, str)
+    }
 
 
 class JudgeMetricsObserver:
@@ -60,7 +77,7 @@ class JudgeMetricsObserver:
         self._unreadable: Counter[str] = Counter()
         self._next_told: dict[str, int] = {}
         self._readable: set[str] = set()
-        self._last_told: dict[str, str] = {}
+        self._last_example: dict[str, str] = {}
         self._waits: dict[str, str] = {}
         """By judge: why its requests are held back."""
 
@@ -107,17 +124,20 @@ class JudgeMetricsObserver:
         self._metrics.judge_unreadable.labels(judge).inc()
         self._unreadable[judge] += 1
         count = self._unreadable[judge]
-        self._last_told[judge] = f"such as {example!r}: {why}. {READABLE}"
+        self._last_example[judge] = f"such as {example!r}: {why}. {READABLE}"
         if count >= self._next_told.get(judge, 1):
             self._next_told[judge] = count * TOLD_AT
             many = "an answer" if count == 1 else f"{count} answers"
-            self._tell(f"judge-{judge}", f"judge {judge!r} gave {many} that cannot be read, {self._last_told[judge]}")
+            self._tell(
+                f"judge-{judge}", f"judge {judge!r} gave {many} that cannot be read, {self._last_example[judge]}"
+            )
 
-    def never_read(self, answers: int, judges: Collection[str]) -> str:
-        """A sentence about one of the `judges` that gave so many answers and more, of which none could be read; empty if there is none."""
-        for judge, count in self._unreadable.items():
-            if count >= answers and judge in judges and judge not in self._readable:
-                return f"judge {judge!r} gave {count} answers and none of them can be read, {self._last_told[judge]}"
+    def unreadable_judge_reason(self, answers: Mapping[str, int]) -> str:
+        """A sentence about a judge that gave so many `answers`, by judge, and none that can be read; empty if there is none."""
+        for judge, many in answers.items():
+            count = self._unreadable[judge]
+            if count >= many and judge not in self._readable:
+                return f"judge {judge!r} gave {count} answers and none of them can be read, {self._last_example[judge]}"
         return ""
 
     def remembered(self, judge: str) -> None:

@@ -29,7 +29,7 @@ from controllers.flow.peer import JobPeer
 from controllers.flow.peer_collectives import PeerCollectives
 from controllers.identity import Identity
 from controllers.inference.judge_engines import JudgePool
-from controllers.inference.judges import ExternalJudges, JudgeMetricsObserver, open_judges
+from controllers.inference.judges import ExternalJudges, JudgeMetricsObserver, answers_of_a_step, open_judges
 from controllers.inference.pool import EnginePool
 from controllers.inference.rules import HealthLimits
 from controllers.job.effects import Effects
@@ -57,7 +57,7 @@ from controllers.workers.ranks import RankConnections
 from gcore.api.tls import Connector
 from gcore.api.v1.placement_pb2 import LoadsReply
 from gcore.config.load import find_flow
-from gcore.config.spec import JobSpec, outdated_settings, training_sources
+from gcore.config.spec import JobSpec, outdated_settings
 from gcore.data.dataset import DataChanged
 from gcore.errors import GcoreError
 from gcore.flows.api import Flow, Peer
@@ -373,13 +373,10 @@ class JobSession(LiveJob):
             self._pools, self._view = seen, None
 
     async def fail_unjudged(self) -> None:
-        """End a job none of whose responses could be judged: in a whole step's worth of a judge's answers here no verdict could be read, and
-        nothing was scored anywhere since the job began. Otherwise it would go on to the end of its first data epoch."""
-        answers = self.spec.flow.groups_per_step * self.spec.flow.samples_per_prompt
-        # Not those of evaluations, nor those in whose place another reward scores.
-        alone = {judge.name for judge in self.spec.judges if isinstance(judge.on_error, str)}
-        alone &= {name for source in training_sources(self.spec) for name in source.reward.judges}
-        while not (reason := self._judge_counts.never_read(answers, alone)) or self._has_scores():
+        """End a job of which no response could be judged: a judge gave a step's worth of answers here and none can be read, and nothing was
+        scored anywhere since the job began. Otherwise it would go on to the end of its first data epoch."""
+        answers = answers_of_a_step(self.spec)
+        while not (reason := self._judge_counts.unreadable_judge_reason(answers)) or self._has_scores():
             await self.dependencies.clock.sleep(UNJUDGED_LOOK_S)
         await self.fail(reason)
 
@@ -587,7 +584,7 @@ class JobWork:
                     "collectives": session.collectives.answer_others(),
                     "external": session.external.run(),
                 } | ({"placement": self._planner.run()} if self._data.spec.placement.is_live else {})
-                if self._data.spec.judges:
+                if answers_of_a_step(self._data.spec):
                     work["unjudged"] = session.fail_unjudged()
                 if dependencies.disk_gib is not None:
                     work["quota"] = self._quota(dependencies.disk_gib).run()

@@ -17,6 +17,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 from controllers.changes import ChangeSignal
 from controllers.rules.view import JobView, Timers
@@ -29,6 +30,7 @@ from gcore.observability.metrics import Metrics
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Put, Store
 from gcore.system.clock import Clock
+from gcore.types import PromptRef
 
 log = logging.getLogger(__name__)
 
@@ -190,40 +192,53 @@ class WarningLog:
         return True
 
 
-class EqualRewardsWatch:
-    """Warns of a source whose responses have all had the same reward for long: a policy learns nothing from them.
+EQUAL_STEPS = 10
+LEAST_EQUAL_GROUPS = 16
+"""A source is warned of if all its responses had the same reward for so many steps, in at least so many groups; without any step, in as many
+groups as so many steps have."""
 
-    Of the groups that this controller scored since its start, before filters.
+
+@dataclass
+class _EqualRewards:
+    reward: float
+    step: int
+    """Head's, when the first of the groups was scored."""
+    refs: set[PromptRef] = field(default_factory=set)
+    responses: int = 0
+    told: bool = False
+
+
+class EqualRewardsWatch:
+    """Warns of a source whose responses have all had the same reward for `EQUAL_STEPS` steps: a policy learns nothing from them.
+
+    Of the groups that this controller has scored since it began on the job, before filters.
     """
 
-    def __init__(self, groups: int, warnings: WarningLog) -> None:
-        """`groups`: so many in a row are long."""
-        self._most = groups
+    def __init__(self, groups_per_step: int, warnings: WarningLog) -> None:
+        self._most = EQUAL_STEPS * groups_per_step
         self._warnings = warnings
-        self._equal: dict[str, tuple[float, int, int]] = {}
-        """By source: the reward, and how many groups and responses in a row have had it."""
+        self._equal: dict[str, _EqualRewards] = {}
+        """By source: its newest groups in a row whose rewards are equal."""
 
-    def note(self, source: str, rewards: Sequence[float]) -> None:
-        """Note the rewards of one group's responses."""
-        if not rewards:
+    def note(self, source: str, ref: PromptRef, rewards: Sequence[float], step: int) -> None:
+        """Note the rewards of a prompt's responses, which may come in several calls; `step` is head's."""
+        known = self._equal.get(source)
+        if len(set(rewards)) != 1:
+            self._equal.pop(source, None)
             return
-        last, groups, responses = self._equal.get(source, (rewards[-1], 0, 0))
-        if any(reward != last for reward in rewards):
-            self._equal[source] = (rewards[-1], 0, 0)
-            self._warnings.hold(_equal_rewards_topic(source), "")
-            return
-        groups, responses = groups + 1, responses + len(rewards)
-        self._equal[source] = (last, groups, responses)
-        if groups == self._most:
+        if known is None or known.reward != rewards[0]:
+            known = self._equal[source] = _EqualRewards(rewards[0], step)
+        known.responses += len(rewards)
+        known.refs.add(ref)
+        groups = len(known.refs)
+        long = step - known.step >= EQUAL_STEPS and groups >= LEAST_EQUAL_GROUPS
+        if not known.told and (long or groups >= self._most):
+            known.told = True
             sentence = (
-                f"source {source!r}: the last {responses} responses, to {groups} prompts, all had reward {last:g}; equal rewards "
-                "teach the policy nothing. Compare responses with the expected answers: gcore samples"
+                f"source {source!r}: the last {known.responses} responses, to {groups} prompts, all had reward {known.reward:g}; equal "
+                "rewards teach the policy nothing. Compare responses with the expected answers: gcore samples"
             )
-            self._warnings.hold(_equal_rewards_topic(source), sentence)
-
-
-def _equal_rewards_topic(source: str) -> str:
-    return f"equal-rewards-{source}"
+            self._warnings.note(f"equal-rewards-{source}", sentence)
 
 
 class PluginErrorLog:

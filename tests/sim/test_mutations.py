@@ -21,7 +21,7 @@ WHOLE = {
     "recovery: a world that lost a rank is left": 6,
     "publishing: engines keep old weights": 0,
 }
-"""Noticed by whole clusters of this seed, or of the next."""
+"""Noticed by whole clusters of one of the nine seeds from this one on."""
 
 
 @pytest.mark.parametrize("name", BARE)

@@ -187,6 +187,8 @@ async def several(cluster: ChaosCluster) -> Told:
     named = {**cluster.members, **cluster.daemons}
     there = {name: kept.process for name, kept in named.items() if kept.process is not None and kept.runs}
     there |= await cluster.workers()
+    if len(there) < 2:
+        raise NobodyHit("one process alone was there")
     victims = cluster.rng.sample(sorted(there), min(len(there), cluster.rng.randint(2, 4)))
     ways = {name: cluster.rng.choices(("killed", "stopped", "asked to end"), (6, 2, 2))[0] for name in victims}
     for name in victims:
@@ -196,8 +198,9 @@ async def several(cluster: ChaosCluster) -> Told:
             send_signal(there[name], signal.SIGKILL if way == "killed" else signal.SIGTERM)
             send_signal(there[name], signal.SIGCONT)
     over = CLOCK.monotonic() + PAUSE_S
-    causes = ALWAYS_AWAITED | (OF_DAEMONS if cluster.daemons.keys() & ways.keys() else set())
-    causes |= {"store"} if cluster.members.keys() & ways.keys() else set()
+    store = cluster.members.keys() & ways.keys()
+    causes = ALWAYS_AWAITED | ({"store"} if store else set())
+    causes |= AFTER_A_LEASE if store or cluster.daemons.keys() & ways.keys() else set()
     seen = await _recovers(cluster, causes, over if "stopped" in ways.values() else 0.0)
     return {"target": ", ".join(f"{name} {way}" for name, way in ways.items()), "waits": seen}
 
@@ -217,8 +220,8 @@ ALWAYS_AWAITED = {
     "tidying",
 }
 """What any step of the small job may wait for, or a job that has lost a worker."""
-OF_DAEMONS = {"material", "slots"}
-"""What it may wait for besides where a daemon is away or begins anew."""
+AFTER_A_LEASE = {"material", "slots"}
+"""What it may wait for besides where daemons begin anew: they were hit, or lost their leases with the store."""
 SILENT_S = 10.0
 """So long may nothing move while controllers answer and name no wait."""
 
@@ -228,7 +231,7 @@ async def _recovers(cluster: ChaosCluster, causes: set[str], stopped_until: floa
     history, named = cluster.seen, set[str]()
     goal, silent = history.step + 2, None
     end, entries = CLOCK.monotonic() + 240.0, len(history.entries)
-    while not history.ended and history.step < goal:
+    while stopped_until or (not history.ended and history.step < goal):
         now = CLOCK.monotonic()
         if now > end:
             raise ChaosFailed(f"it does not go on: {await cluster.why()}")
@@ -252,7 +255,6 @@ async def _recovers(cluster: ChaosCluster, causes: set[str], stopped_until: floa
             if silent is not None and now - silent > SILENT_S and not history.ended:
                 raise ChaosFailed(f"nothing has moved for {now - silent:.0f} s, and controllers name no wait")
         await CLOCK.sleep(0.5)
-    cluster.go_on()
     return sorted(named)
 
 
@@ -639,7 +641,7 @@ async def mixed(cluster: ChaosCluster) -> Told:
     return told | {"target": f"{name}: {told['target']}"}
 
 
-OF_ITS_OWN = ("schema-restart", "lost-answers", "at-start", "at-prune")
+OF_ITS_OWN = ("several-of-more", "schema-restart", "lost-answers", "at-start", "at-prune")
 """Faults that need a job, or a cluster, that begins with them or lasts for them."""
 THREE_STORES = Shape(members=3)
 MIXED = Shape(nodes=2, spares=1, members=3, network=True)

@@ -218,12 +218,12 @@ async def _end(cluster: ChaosCluster, steps: int, result: dict[str, Any]) -> Non
     assert seen.mirror.status is not None
     status = seen.mirror.status.record
     result["audit"] = [*await cluster.audit(), *seen.broken]
-    for node in cluster.addresses:
-        for run in cluster.run_root(node).glob(f"{NAME}-*"):
+    for root in {cluster.run_root(node) for node in cluster.addresses}:
+        for run in root.glob(f"{NAME}-*"):
             try:
                 check_sums(list(read_lines(run)))
             except AssertionError as error:
-                raise ChaosFailed(f"slot accounting of {node} does not sum: {error}") from error
+                raise ChaosFailed(f"slot accounting in {run} does not sum: {error}") from error
     if status.phase is not JobPhase.SUCCEEDED or seen.step != steps:
         result["why"] = f"{status.phase} at step {seen.step} of {steps}: {status.reason}"
 

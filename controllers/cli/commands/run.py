@@ -443,29 +443,42 @@ def register_command(home: Path, clock: Clock, *, say: Callable[[str], None]) ->
 QUIET_S = 3.0
 """So long nothing is said."""
 
-CHECKPOINT_S, RESUMED_S = 10.0, 2.0
+CHECKPOINT_S, RESUME_WAIT_S = 10.0, 5.0
 """How long an interrupted run waits for a checkpoint of its last commit, and then until the job may go on again."""
 
 NOTICE = "The controller reads and checks the data before it creates the job; the first time, large data take minutes."
 
 
 async def begin_job(client: JobsClient, spec: JobSpec, *, request_id: str, new: bool) -> pb.Job:
-    """`create_job`; says on standard error if a finished job of that name is not gone on with, and how to begin with its weights."""
+    """`create_job`. Says on standard error if the job is a new one because that of its name has finished, and how to begin with its weights."""
+    from gcore.api.v1 import jobs_pb2 as pb
     from gcore.config.load import dump_explicit
 
-    old = None
-    with contextlib.suppress(GcoreError):  # there is none, as a rule
-        old = job_snapshot(await client.get_job(f"{spec.namespace}/{spec.name}"))
     job = await create_job(client, dump_explicit(spec), request_id=request_id, new=new)
-    if old is not None and old.state == "SUCCEEDED" and job.uid != old.uid:
-        steps = f"all {old.steps} steps" if old.steps else "all steps"
-        weights = f"; --set model.path={old.checkpoint} begins with its weights" if old.checkpoint else ""
-        typer.echo(
-            f"Job {old.full_name} ({old.uid}) has finished {steps}. This is a new one of that name, which begins with "
-            f"{spec.model.path}{weights}.",
-            err=True,
+    if new or job.step:
+        return job
+    with contextlib.suppress(GcoreError):  # only a sentence rests on it
+        finished = await client.list_jobs(
+            namespace=spec.namespace, states=(pb.JOB_STATE_SUCCEEDED,), name_prefix=spec.name, limit=20
         )
+        old = next((job_snapshot(one) for one in finished if one.name == spec.name and one.uid != job.uid), None)
+        if old is not None:
+            typer.echo(
+                f"Job {old.full_name} ({old.uid}) has finished all its steps ({old.step}), so this is a new one. To begin with its "
+                f"weights: `{program_name()} export {old.uid} --to DIR`, and --set model.path=DIR.",
+                err=True,
+            )
     return job
+
+
+async def resume_if_paused(client: JobsClient, job: pb.Job) -> pb.Job:
+    """A job that is to run to its end does not stay paused: somebody has paused it, or an interrupted command could not resume it."""
+    from gcore.api.v1 import jobs_pb2 as pb
+
+    if job.state != pb.JOB_STATE_PAUSED:
+        return job
+    typer.echo(f"Job {job.name} ({job.uid}) was paused and is resumed.", err=True)
+    return await client.resume_job(job.uid)
 
 
 async def create_job(client: JobsClient, spec_json: str, *, request_id: str, new: bool) -> pb.Job:
@@ -565,7 +578,8 @@ def run(
             started = started and not _is_shared(share, home, screen, runner)
             _say_interrupted(screen, started=started)
             if started and _may_lose_steps(screen.state):
-                runner.run(keep_last_commit(find_cluster(address, home), screen.state.uid, further))
+                with contextlib.suppress(GcoreError):
+                    runner.run(save_progress(find_cluster(address, home), screen.state.uid, further))
             raise typer.Exit(INTERRUPTED) from None
     finally:
         # After a key press that was asked already.
@@ -594,7 +608,7 @@ async def _submit_and_follow(
         client = await stack.enter_async_context(
             JobsClient(cluster.addresses, clock=clock, connector=cluster.connector)
         )
-        job = await begin_job(client, spec, request_id=uuid.uuid4().hex, new=new)
+        job = await resume_if_paused(client, await begin_job(client, spec, request_id=uuid.uuid4().hex, new=new))
         return await record_job(client, job_snapshot(job), screen, clock, begun=begun)
 
 
@@ -629,33 +643,46 @@ async def keep_processes(home: Path, screen: Screen, clock: Clock) -> AsyncItera
         await store.close()
 
 
-async def keep_last_commit(cluster: ClusterAddress, uid: str, further: RepeatedSignals) -> None:
-    """Wait until the job's newest commit has a checkpoint, which its next commit brings: until `CHECKPOINT_S` have passed, or a further signal."""
+async def save_progress(cluster: ClusterAddress, uid: str, further: RepeatedSignals) -> None:
+    """Pause the job, which commits the step under way with a checkpoint, and resume it when the checkpoint is registered: for `CHECKPOINT_S` at
+    most, and not after a further signal."""
     clock = SystemClock()
     over = clock.monotonic() + CHECKPOINT_S
-    pausing = asyncio.create_task(_pause_once(cluster, uid, clock))
-    while not pausing.done() and not further.pressed and clock.monotonic() < over:
-        await asyncio.wait((pausing,), timeout=0.1)
-    pausing.cancel()
-    await asyncio.wait((pausing,), timeout=RESUMED_S)
+    saving = asyncio.create_task(_pause_for_checkpoint(cluster, uid, clock))
+    while not saving.done() and not further.pressed and clock.monotonic() < over:
+        await asyncio.wait((saving,), timeout=0.1)
+    saving.cancel()
+    await asyncio.wait((saving,), timeout=RESUME_WAIT_S)
 
 
-async def _pause_once(cluster: ClusterAddress, uid: str, clock: Clock) -> None:
-    """A pause gives the slots back with a checkpoint. Then the job may go on: when the cluster is up again."""
-    from gcore.api.v1 import jobs_pb2 as pb
+async def _pause_for_checkpoint(cluster: ClusterAddress, uid: str, clock: Clock) -> None:
     from gcore.client.jobs import JobsClient
+    from gcore.ledger.records.cluster import PAUSES
 
-    with contextlib.suppress(GcoreError):  # it may end meanwhile; and what is not saved is made again
+    with contextlib.suppress(GcoreError):  # it may end meanwhile; and what is not saved is trained again
         async with JobsClient(cluster.addresses, clock=clock, connector=cluster.connector) as client:
-            if (await client.get_job(uid)).state != pb.JOB_STATE_RUNNING:
-                return  # it has nothing to lose, or somebody else has paused it
+            job = await client.get_job(uid)
+            if _is_saved(job) or not _is_training(job) or job.reason.startswith(PAUSES):
+                return
+            await client.pause_job(uid)
             try:
-                job = await client.pause_job(uid)
-                while job.state == pb.JOB_STATE_RUNNING:
+                while not _is_saved(job) and _is_training(job):
                     await clock.sleep(0.1)
                     job = await client.get_job(uid)
             finally:
                 await client.resume_job(uid)
+
+
+def _is_training(job: pb.Job) -> bool:
+    """Whether it runs, and nobody has paused it."""
+    from gcore.api.v1 import jobs_pb2 as pb
+
+    return job.state == pb.JOB_STATE_RUNNING
+
+
+def _is_saved(job: pb.Job) -> bool:
+    """Whether its newest commit has a registered checkpoint."""
+    return Path(job.checkpoint).name == f"{job.lineage}-{job.step}"
 
 
 def _clear_half_started(home: Path) -> None:

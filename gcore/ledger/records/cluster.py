@@ -37,6 +37,10 @@ class Slot(NamedTuple):
         return f"{self.node}/{self.slot}"
 
 
+PAUSES = "it pauses at its next commit"
+"""How the reason of a job's state begins that is paused and still has slots."""
+
+
 class Claim(Record):
     """`active/{uid}`: what a job wants of the cluster."""
 

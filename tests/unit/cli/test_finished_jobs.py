@@ -22,6 +22,8 @@ FINISHED = pb.Job(
     checkpoint="/runs/u0/checkpoints/0-4",
 )
 
+NEW = pb.Job(uid="u1", name="sums", namespace="team")
+
 
 @pytest.fixture
 def spec(tmp_path: Path) -> JobSpec:
@@ -37,46 +39,47 @@ def spec(tmp_path: Path) -> JobSpec:
 
 
 class Cluster:
-    """A cluster with one job, or none."""
+    """A cluster with finished jobs."""
 
-    def __init__(self, known: pb.Job | None, created: str) -> None:
-        self.known, self.created = known, created
-
-    async def get_job(self, name: str) -> pb.Job:
-        if self.known is None:
-            raise UsageError("there is no such job", where=name)
-        assert name == "team/sums"
-        return self.known
+    def __init__(self, created: pb.Job, *finished: pb.Job) -> None:
+        self.created, self.finished = created, finished
 
     async def create_job(self, spec_json: str, *, request_id: str, mode: int) -> pb.Job:
-        return pb.Job(uid=self.created)
+        return self.created
+
+    async def list_jobs(self, *, namespace: str, states: tuple[int, ...], name_prefix: str, limit: int) -> list[pb.Job]:
+        assert (namespace, states, name_prefix) == ("team", (pb.JOB_STATE_SUCCEEDED,), "sums")
+        if not self.finished:
+            raise UsageError("controllers of this version tell no list")
+        return list(self.finished)
 
 
-async def said(known: pb.Job | None, created: str, spec: JobSpec, capsys: pytest.CaptureFixture[str]) -> str:
-    job = await begin_job(Cluster(known, created), spec, request_id="r", new=False)  # type: ignore[arg-type]
-    assert job.uid == created
+async def said(cluster: Cluster, spec: JobSpec, capsys: pytest.CaptureFixture[str], *, new: bool = False) -> str:
+    job = await begin_job(cluster, spec, request_id="r", new=new)  # type: ignore[arg-type]
+    assert job is cluster.created
     return capsys.readouterr().err
 
 
-async def test_a_finished_job_of_that_name_is_not_gone_on_with_and_its_weights_are_named(
+async def test_of_a_finished_job_it_is_said_that_this_is_a_new_one_and_how_to_begin_with_its_weights(
     spec: JobSpec, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert await said(FINISHED, "u1", spec, capsys) == (
-        "Job team/sums (u0) has finished all 4 steps. This is a new one of that name, which begins with first; "
-        "--set model.path=/runs/u0/checkpoints/0-4 begins with its weights.\n"
+    other = pb.Job(uid="u9", name="sums-again", namespace="team", state=pb.JOB_STATE_SUCCEEDED)
+    assert await said(Cluster(NEW, other, FINISHED), spec, capsys) == (
+        "Job team/sums (u0) has finished all its steps (4), so this is a new one. To begin with its weights: "
+        "`gcore export u0 --to DIR`, and --set model.path=DIR.\n"
     )
 
 
 @pytest.mark.parametrize(
-    ("known", "created"),
+    ("cluster", "new"),
     [
-        pytest.param(None, "u1", id="the first of that name"),
-        pytest.param(FINISHED, "u0", id="the same request again"),
-        pytest.param(pb.Job(uid="u0", name="sums", state=pb.JOB_STATE_RUNNING), "u0", id="one that goes on"),
-        pytest.param(pb.Job(uid="u0", name="sums", state=pb.JOB_STATE_FAILED), "u1", id="one that failed"),
+        pytest.param(Cluster(NEW, FINISHED), True, id="a new one was asked for"),
+        pytest.param(Cluster(NEW), False, id="it cannot be asked"),
+        pytest.param(Cluster(FINISHED, FINISHED), False, id="the same request again"),
+        pytest.param(Cluster(pb.Job(uid="u1", name="sums", step=2), FINISHED), False, id="one that goes on"),
     ],
 )
 async def test_otherwise_nothing_is_said(
-    known: pb.Job | None, created: str, spec: JobSpec, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, new: bool, spec: JobSpec, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert await said(known, created, spec, capsys) == ""
+    assert await said(cluster, spec, capsys, new=new) == ""

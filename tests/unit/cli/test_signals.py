@@ -9,11 +9,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from controllers.cli.commands import run as run_command
+from gcore.api.v1 import jobs_pb2 as pb
 from gcore.client.contexts import ClusterAddress
+from gcore.ledger.records.cluster import PAUSES
 from gcore.system.clock import SystemClock
 
 COMMAND = """
@@ -104,6 +107,71 @@ def test_sigint_that_was_ignored_stays_so_as_in_the_background_of_a_script() -> 
         assert end(command, signal.SIGTERM) == "in order\n"
 
 
+class Paused:
+    """A client of a cluster with one job, which its own pause leaves with a checkpoint after two looks."""
+
+    def __init__(self, job: pb.Job) -> None:
+        self.job, self.calls = job, list[str]()
+
+    async def __aenter__(self) -> Paused:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def get_job(self, uid: str) -> pb.Job:
+        self.calls.append("look")
+        if self.calls.count("look") == 3:
+            self.job.step, self.job.checkpoint = 4, "/runs/u/checkpoints/1-4"
+        return self.job
+
+    async def pause_job(self, uid: str) -> pb.Job:
+        self.calls.append("pause")
+        return self.job
+
+    async def resume_job(self, uid: str) -> pb.Job:
+        self.calls.append("resume")
+        return self.job
+
+
+RUNNING = {"uid": "u", "name": "sums", "state": pb.JOB_STATE_RUNNING, "lineage": 1, "step": 3}
+
+
+@pytest.mark.parametrize(
+    ("job", "calls"),
+    [
+        pytest.param(RUNNING, ["look", "pause", "look", "look", "resume"], id="it trains"),
+        pytest.param({**RUNNING, "checkpoint": "/runs/u/checkpoints/1-3"}, ["look"], id="its commit has a checkpoint"),
+        pytest.param(
+            {**RUNNING, "checkpoint": "/runs/u/checkpoints/0-3"},
+            ["look", "pause", "look", "look", "resume"],
+            id="of another lineage",
+        ),
+        pytest.param({**RUNNING, "state": pb.JOB_STATE_PAUSED}, ["look"], id="somebody has paused it"),
+        pytest.param(
+            {**RUNNING, "reason": f"{PAUSES}; 2 slots are being given back"}, ["look"], id="and it still has slots"
+        ),
+        pytest.param({**RUNNING, "state": pb.JOB_STATE_SUCCEEDED}, ["look"], id="it has ended"),
+    ],
+)
+async def test_an_interrupted_run_pauses_its_job_until_there_is_a_checkpoint_and_resumes_nobody_elses_pause(
+    monkeypatch: pytest.MonkeyPatch, job: dict[str, Any], calls: list[str]
+) -> None:
+    client = Paused(pb.Job(**job))
+    monkeypatch.setattr("gcore.client.jobs.JobsClient", lambda *_, **__: client)
+    further = SimpleNamespace(pressed=False)
+    await run_command.save_progress(ClusterAddress(("a:1",)), "u", further)  # type: ignore[arg-type]
+    assert client.calls == calls
+
+
+async def test_a_run_resumes_a_job_that_it_finds_paused(capsys: pytest.CaptureFixture[str]) -> None:
+    for state, calls in ((pb.JOB_STATE_PAUSED, ["resume"]), (pb.JOB_STATE_RUNNING, [])):
+        job = pb.Job(**{**RUNNING, "state": state})
+        client = Paused(job)
+        assert await run_command.resume_if_paused(client, job) is job  # type: ignore[arg-type]
+        assert client.calls == calls
+    assert capsys.readouterr().err == "Job sums (u) was paused and is resumed.\n"
+
+
 @pytest.mark.parametrize("pressed", [False, True], ids=["in time", "a second key press"])
 async def test_an_interrupted_run_waits_for_a_checkpoint_no_longer_than_it_says(
     monkeypatch: pytest.MonkeyPatch, pressed: bool
@@ -114,5 +182,5 @@ async def test_an_interrupted_run_waits_for_a_checkpoint_no_longer_than_it_says(
     began = clock.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and answers nothing
         cluster = ClusterAddress((f"127.0.0.1:{silent.getsockname()[1]}",))
-        await run_command.keep_last_commit(cluster, "a job", signals)  # type: ignore[arg-type]
+        await run_command.save_progress(cluster, "a job", signals)  # type: ignore[arg-type]
     assert clock.monotonic() - began < 20.0

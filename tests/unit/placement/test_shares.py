@@ -146,15 +146,44 @@ def test_a_job_that_may_have_no_more_loses_the_slots_that_were_replaced_while_th
     assert back.jobs["one"].granted == {"k": ("cpu:0", "cpu:1")}, "and it stays where it is"
 
 
-def test_slots_of_a_node_that_may_be_back_soon_count_and_are_given_to_nobody() -> None:
+def test_a_job_keeps_what_it_has_on_an_absent_node_and_gets_nothing_in_its_place() -> None:
     on_m = {"m": ("cpu:0",)}
     claims = {"one": Claim(most=1), "two": Claim(created=1.0)}
-    before = settled(ClusterSlots(nodes(m=2)), {"one": Claim(most=1)})
-    assert before.jobs["one"].granted == on_m
-    cluster = ClusterSlots(nodes(k=2)).with_absent(nodes(m=2), before)
-    found = divide_slots(cluster, claims, before)
+    before = Shares(jobs={"one": Share(granted=on_m, held=on_m)})
+    found = divide_slots(ClusterSlots(nodes(k=2), absent=frozenset({"m"})), claims, before)
     assert found.jobs["one"].granted == on_m
     assert found.jobs["two"].granted == {"k": ("cpu:0", "cpu:1")}
+
+
+def test_slots_on_an_absent_node_go_to_no_job_of_a_higher_priority() -> None:
+    on_m = {"m": ("cpu:0", "cpu:1")}
+    claims = {"low": Claim(), "high": Claim(priority=5, least=2)}
+    before = Shares(jobs={"low": Share(granted=on_m, held=on_m)})
+    cluster = ClusterSlots(nodes(k=1), absent=frozenset({"m"}))
+    found = divide_slots(cluster, claims, before)
+    assert found.jobs["low"].granted["m"] == ("cpu:0", "cpu:1")
+    assert "high" not in found.jobs
+    assert [*queue_jobs(cluster, claims, before)] == ["high"]
+
+
+def test_a_namespace_keeps_no_more_than_its_quota_of_slots_that_are_away() -> None:
+    of_a, of_b = {"m": ("cpu:0",)}, {"m": ("cpu:1",)}
+    claims = {"a": Claim(namespace="x"), "b": Claim(namespace="x", created=1.0)}
+    before = Shares(jobs={"a": Share(granted=of_a, held=of_a), "b": Share(granted=of_b, held=of_b)})
+    away = divide_slots(ClusterSlots(nodes(z=1), quotas={"x": 2}), claims, before)
+    assert {uid: share.granted for uid, share in away.jobs.items()} == {"a": {"z": ("cpu:0",)}, "b": of_b}
+    back = divide_slots(ClusterSlots(nodes(m=2, z=1), quotas={"x": 2}), claims, away)
+    assert {uid: share.granted for uid, share in back.jobs.items()} == {"a": {"z": ("cpu:0",)}, "b": of_b}
+
+
+@pytest.mark.parametrize(("most", "kept"), [(5, ("cpu:10", "cpu:11", "cpu:8", "cpu:9")), (3, ("cpu:8", "cpu:9"))])
+def test_slots_that_are_away_are_kept_in_whole_engines_as_they_stand_on_their_node(
+    most: int, kept: tuple[str, ...]
+) -> None:
+    on_m = {"m": tuple(sorted(f"cpu:{number}" for number in range(8, 12)))}
+    before = Shares(jobs={"one": Share(granted=on_m, held=on_m)})
+    found = divide_slots(ClusterSlots(nodes(k=1)), {"one": Claim(unit=2, least=2, most=most)}, before)
+    assert found.jobs["one"].granted == {"m": kept}
 
 
 def test_wide_engines_find_room_and_narrow_ones_move_for_them() -> None:

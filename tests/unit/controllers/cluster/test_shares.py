@@ -19,6 +19,7 @@ from gcore.schema import SCHEMA_VERSION
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete, Put, TxnResult
+from gcore.system.clock import Clock, SystemClock
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
 ONE, TWO = JobKeys("one"), JobKeys("two")
@@ -37,7 +38,7 @@ def memory() -> MemoryCluster:
 
 @asynccontextmanager
 async def daemon(
-    memory: MemoryCluster, name: str, store: MemoryStore | None = None, clock: FakeClock | None = None
+    memory: MemoryCluster, name: str, store: MemoryStore | None = None, clock: Clock | None = None
 ) -> AsyncIterator[ClusterMirror]:
     store, changes, clock = store or MemoryStore(memory), ChangeSignal(), clock or FakeClock()
     mirror = ClusterMirror(store, changes)
@@ -101,6 +102,35 @@ async def test_a_node_that_is_back_soon_moves_nothing_and_one_that_stays_away_is
         await rested()
         assert granted(memory, "one") == {"a"}
         memory.transact((), (Put(keys.node("b"), node.value),))
+        await rested()
+        assert granted(memory, "one") == {"a"}
+
+
+async def test_a_daemon_that_is_new_waits_for_an_absent_node_too_and_replaces_it_when_its_time_is_over(
+    memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else changes meanwhile."""
+    monkeypatch.setattr("controllers.cluster.shares.NODE_GRACE_S", 0.5)
+    share = Share(granted={"b": ("cpu:0",)}, held={"b": ("cpu:0",)})
+    memory.transact(
+        (), (Put(ONE.active, Claim(most=1).encode()), Put(keys.SHARES, Shares(jobs={"one": share}).encode()))
+    )
+    memory.transact((), (Delete(keys.node("b")),))
+    async with daemon(memory, "a", clock=SystemClock()):
+        await rested()
+        assert granted(memory, "one") == {"b"}
+        while granted(memory, "one") == {"b"}:
+            await SystemClock().sleep(0.05)
+        assert granted(memory, "one") == {"a"}
+
+
+async def test_a_drained_node_is_not_waited_for(memory: MemoryCluster) -> None:
+    share = Share(granted={"b": ("cpu:0",)}, held={"b": ("cpu:0",)})
+    memory.transact(
+        (), (Put(ONE.active, Claim(most=1).encode()), Put(keys.SHARES, Shares(jobs={"one": share}).encode()))
+    )
+    memory.transact((), (Delete(keys.node("b")), Put(keys.drained_node("b"), Drained().encode())))
+    async with daemon(memory, "a"):
         await rested()
         assert granted(memory, "one") == {"a"}
 

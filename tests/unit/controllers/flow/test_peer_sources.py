@@ -22,7 +22,7 @@ from controllers.flow.peer import JobPeer
 from controllers.flow.peer_collectives import PeerCollectives
 from controllers.flow.step import JobBatch, JobStep
 from controllers.rules.view import JobView
-from controllers.telemetry.notices import PluginErrorLog, WarningLog
+from controllers.telemetry.notices import EqualRewardsWatch, PluginErrorLog, WarningLog
 from controllers.telemetry.step_stats import StepTimer
 from gcore.config import JobSpec
 from gcore.config.load import stored_spec
@@ -152,7 +152,7 @@ class Alone:
             members={"me": Versioned(Member(incarnation="me", node="n", address="h:1"), 1)},
         )
         data = make_job_data(self.spec, "u", self.prompts, DirectScorer())
-        store = MemoryStore(MemoryCluster(self.clock))
+        self.store = store = MemoryStore(MemoryCluster(self.clock))
         self.faults = PluginErrorLog(store, self.mirror.keys, "n")
         self.peer = JobPeer(
             data,
@@ -233,24 +233,39 @@ async def test_a_source_whose_rewards_have_been_equal_for_ten_steps_is_warned_of
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Alone(tmp_path)
-    wrong, right = job.prompt("sums"), job.prompt("letters")
-    for _ in range(79):
-        await job.group(wrong)
-        await job.group(right)
-    assert caplog.messages == []
-    for _ in range(20):
-        await job.group(wrong)
+    for source in ("sums", "letters"):
+        await job.group(job.prompt(source))
+    assert {source: one.reward for source, one in job.peer._equal_rewards._equal.items()} == {
+        "sums": 0.0,
+        "letters": 1.0,
+    }
+    watch = EqualRewardsWatch(8, WarningLog(job.store, job.mirror.keys, "n", job.clock))
+
+    def note(count: int, first_step: int, per_step: int = 2, reward: float = 0.0) -> None:
+        for number in range(count):
+            ref = PromptRef(0, 0, number)
+            # As ReMax does: the greedy answer apart from the others.
+            watch.note("sums", ref, [reward], first_step + number // per_step)
+            watch.note("sums", ref, [reward] * 2, first_step + number // per_step)
+
+    note(20, 0)
+    assert caplog.messages == [], "nine steps"
+    note(21, 0)
+    note(30, 10)
     said = (
-        "source 'sums': the last 160 responses, to 80 prompts, all had reward 0; equal rewards teach the policy nothing. "
+        "source 'sums': the last 121 responses, to 21 prompts, all had reward 0; equal rewards teach the policy nothing. "
         "Compare responses with the expected answers: gcore samples"
     )
     assert caplog.messages == [said]
-    job.engines.texts = [wrong.fields["answer"], "x"]
-    await job.group(wrong)
-    job.engines.texts = ["x"]
-    for _ in range(80):
-        await job.group(wrong)
-    assert caplog.messages == [said, said], "after a reward that was another one it begins anew"
+    watch.note("sums", PromptRef(0, 0, 0), [0.0, 1.0], 30)
+    note(79, 30, per_step=1000)
+    assert len(caplog.messages) == 1, "it began anew, and no step was committed"
+    note(80, 30, per_step=1000)
+    assert len(caplog.messages) == 2, "as many groups as ten steps have"
+    note(15, 40, per_step=1, reward=1.0)
+    assert len(caplog.messages) == 2, "too few groups to say it of a rare source"
+    note(16, 40, per_step=1, reward=1.0)
+    assert len(caplog.messages) == 3
 
 
 @pytest.mark.parametrize("policy", ["keep", "mask", "penalise", "drop_group"])

@@ -15,7 +15,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from controllers.api.submission.checks import CheckedJudge, check_fallbacks, check_judges
 from controllers.changes import ChangeSignal
 from controllers.inference.judge_engines import JUDGE_RETRY_S, JudgePool
-from controllers.inference.judges import READABLE, TOLD_AT, JudgeMetricsObserver, judge_renderer, open_judges
+from controllers.inference.judges import (
+    LEAST_UNREADABLE,
+    READABLE,
+    TOLD_AT,
+    JudgeMetricsObserver,
+    answers_of_a_step,
+    judge_renderer,
+    open_judges,
+)
 from gcore.config import JobSpec, parse_spec
 from gcore.config.reward import Fallback
 from gcore.errors import DataError, SpecError
@@ -302,21 +310,43 @@ def test_unreadable_answers_are_told_at_the_first_and_then_more_and_more_rarely(
     ]
 
 
-def test_a_judge_is_never_readable_until_one_answer_of_its_can_be_read() -> None:
+def test_a_judge_is_unreadable_until_one_answer_of_its_can_be_read() -> None:
     counts = JudgeMetricsObserver(Metrics(), lambda *_: None)
     counts.verdict("other", 1.0)
+    both = {"tutor": 32, "other": 8}
     for number in range(32):
-        assert counts.never_read(32, ("tutor", "other")) == ""
+        assert counts.unreadable_judge_reason(both) == ""
         counts.unreadable("tutor", f"well {number}", "it has no stars")
         counts.unreadable("other", "oh", "it has no stars")
     why = "such as 'well 31': it has no stars"
-    assert counts.never_read(32, ("other",)) == ""
-    assert (
-        counts.never_read(32, ("tutor", "other"))
-        == f"judge 'tutor' gave 32 answers and none of them can be read, {why}. {READABLE}"
-    )
+    assert counts.unreadable_judge_reason({"other": 8}) == ""
+    said = f"judge 'tutor' gave 32 answers and none of them can be read, {why}. {READABLE}"
+    assert counts.unreadable_judge_reason(both) == said
     counts.verdict("tutor", 0.5)
-    assert counts.never_read(32, ("tutor", "other")) == ""
+    assert counts.unreadable_judge_reason(both) == ""
+
+
+def test_the_judges_without_which_nothing_can_be_trained_are_those_of_training_that_nothing_replaces() -> None:
+    def judge(name: str, **more: object) -> dict[str, object]:
+        return {"name": name, "model": {"path": "m"}, "template": "{{ response }}", **more}
+
+    tree: dict[str, Any] = {
+        "name": "t",
+        "model": {"path": "m"},
+        "data": {"path": "d.jsonl"},
+        "rollout": {"max_new_tokens": 4},
+        "judges": [
+            judge("alone", votes=3, temperature=1.0),
+            judge("replaced", on_error={"fallback": "numeric"}),
+            judge("held-out"),
+        ],
+        "reward": {"parts": [{"judge": "alone"}, {"judge": "replaced"}]},
+        "flow": {"steps": 2, "groups_per_step": 16, "samples_per_prompt": 2},
+        "eval": {"sources": [{"name": "e", "path": "e.jsonl", "reward": {"judge": "held-out"}}]},
+    }
+    assert answers_of_a_step(parse_spec(tree)) == {"alone": 96}
+    small = tree | {"flow": {"steps": 2, "groups_per_step": 1, "samples_per_prompt": 2}}
+    assert answers_of_a_step(parse_spec(small)) == {"alone": LEAST_UNREADABLE}
 
 
 def test_what_waits_for_judges_is_counted_and_named() -> None:
