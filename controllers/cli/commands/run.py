@@ -300,7 +300,7 @@ def lost_job(job: JobSnapshot, error: str, step: int) -> JobSnapshot:
 
     found = checkpoints_in(Path(job.run_dir)) if Path(job.run_dir).is_dir() else {}
     newest = str(found[max(found)]) if found else ""
-    start = f"; it can start from {newest} (model.path)" if newest else ""
+    start = f"; it can start from a copy of {newest} without exp_avg* files (model.path)" if newest else ""
     why = f"the store has lost the job, which it had: {error}. Its data were deleted, or another etcd answers there"
     reason = f"{why}. The same command begins a new job{start}"
     return dataclasses.replace(job, state="FAILED", reason=reason, step=step, checkpoint=newest)
