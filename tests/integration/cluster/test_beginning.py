@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cluster_run import gcore, run_to_the_end
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(300)]
 
 DYNAMIC = ("--set", "placement.policy=dynamic", "--set", "flow.steps=2", "--set", "eval.every=2")
 

@@ -13,7 +13,7 @@ from emulated_job import write_emulated_job
 
 from controllers.cli.commands.run import CHECKPOINT_S
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 STEPS = 8
 SEVERAL_S = CHECKPOINT_S + 20
