@@ -51,6 +51,7 @@ from gcore.schema import NEWEST_VERSION, set_written_version
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.reference import StoreRef
+from gcore.system.concurrency import limit_time
 from gcore.system.process import ProcessId
 from gcore.testing import MemoryCluster
 from gcore.worker.records import LaunchSpec
@@ -306,7 +307,7 @@ class SimulatedCluster:
     async def _pass(self, seconds: float) -> None:
         """Time."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
+            async with limit_time(seconds):
                 await self._over.wait()
 
     async def _housekeep(self) -> None:

@@ -29,6 +29,7 @@ from gcore.ledger.transactions import TransactionExecutor
 from gcore.observability.metrics import Metrics
 from gcore.store.keys import JobKeys
 from gcore.store.reference import StoreRef
+from gcore.system.concurrency import limit_time
 from gcore.system.process import ProcessId
 from gcore.train.rank.feed import WorldName
 from gcore.types import Group, Outcome, Pool, Prompt, PromptRef, Sample, Token, Version, VersionSpan
@@ -219,7 +220,7 @@ class SimulatedLinks(RankConnections):
                     shown = replace(shown, released=there.released)
                     self._show(shown)
                 try:
-                    async with asyncio.timeout(4.0):
+                    async with limit_time(4.0):
                         await changed.wait()
                 except TimeoutError:
                     continue

@@ -31,6 +31,7 @@ from gcore.store.types import (
     WatchEvent,
     check_transaction,
 )
+from gcore.system.concurrency import limit_time
 from gcore.testing import MemoryCluster
 
 STORE = "etcd"
@@ -102,7 +103,7 @@ async def ask(
     # In no process: messages go on without their sender.
     contextvars.Context().run(lambda: network.send(source, target, lambda: do(reply)))
     try:
-        async with asyncio.timeout(timeout_s):
+        async with limit_time(timeout_s):
             return await answer
     except TimeoutError:
         raise NoAnswer(f"{target} does not answer {source}") from None

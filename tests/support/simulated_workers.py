@@ -35,6 +35,7 @@ from gcore.models.layout import (
     verify_checkpoint,
     weights_folder,
 )
+from gcore.system.concurrency import limit_time
 from gcore.system.files import replace_folder
 from gcore.train.rank import feed as feed_state
 from gcore.train.rank.feed import FeedState, TrainGroup, TrainSample, WorldName
@@ -458,7 +459,7 @@ class Engine(Worker):
                 await self._brought.wait()
             begun, slept = self.version, self.slept
             try:
-                async with asyncio.timeout(self.floor.chance.lognormvariate(-0.5, 0.8)):
+                async with limit_time(self.floor.chance.lognormvariate(-0.5, 0.8)):
                     await unwanted.wait()
             except TimeoutError:
                 pass
