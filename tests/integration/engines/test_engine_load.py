@@ -7,6 +7,7 @@ which are never late.
 import asyncio
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -129,6 +130,16 @@ async def test_a_client_that_goes_away_frees_its_rows_for_those_who_wait(
     await until(http, num_running_reqs=0, num_queue_reqs=0)
 
 
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """This process may have more than 1,024 files open, which an ordinary user's may not at first."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("many_files")
 async def test_a_thousand_waiting_requests_all_come_back_and_memory_stays_bounded(
     engine: Engine, http: httpx.AsyncClient
 ) -> None:
@@ -147,7 +158,10 @@ async def test_a_thousand_waiting_requests_all_come_back_and_memory_stays_bounde
         before = engine.memory
         await post(http, "/pause_generation", mode="in_place")
         tasks = [asyncio.create_task(one(many, n)) for n in range(1000)]
-        await until(http, num_queue_reqs=1000)
+        waiting = asyncio.create_task(until(http, num_queue_reqs=1000))
+        await asyncio.wait((waiting, *tasks), return_when=asyncio.FIRST_COMPLETED)
+        assert [task for task in tasks if task.done()] == [], "none was refused"
+        await waiting
         await post(http, "/continue_generation")
         await asyncio.gather(*tasks)
     assert engine.memory - before < 150 * MIB
