@@ -151,7 +151,9 @@ class _Counting:
         """The fewest slots that each runs on, or none."""
         for uid in turns:
             claim, least = self._claims[uid], self._least(uid)
-            lacking = max(0, least - -(-self._absent[uid] // claim.unit) * claim.unit)
+            absent = self._absent[uid]
+            # It keeps what it runs on, though a node that may not come back has as many.
+            lacking = max(least - absent, min(least, self._has[uid] - absent), 0) // claim.unit * claim.unit
             quota = self._quotas.get(claim.namespace)
             if quota is not None and self._used[claim.namespace] + lacking > quota:
                 self._over_quota.add(uid)

@@ -194,8 +194,8 @@ class WarningLog:
 
 EQUAL_STEPS = 10
 LEAST_EQUAL_GROUPS = 16
-"""A source is warned of if all its responses had the same reward for so many steps, in at least so many groups; without any step, in as many
-groups as so many steps have."""
+"""Steps, and groups, in which all responses to a source must have had the same reward before a warning. Without any step: as many groups as
+`EQUAL_STEPS` steps have."""
 
 
 @dataclass
@@ -228,17 +228,19 @@ class EqualRewardsWatch:
             return
         if known is None or known.reward != rewards[0]:
             known = self._equal[source] = _EqualRewards(rewards[0], step)
+        if known.told:
+            return
         known.responses += len(rewards)
         known.refs.add(ref)
         groups = len(known.refs)
         long = step - known.step >= EQUAL_STEPS and groups >= LEAST_EQUAL_GROUPS
-        if not known.told and (long or groups >= self._most):
+        if long or groups >= self._most:
             known.told = True
             sentence = (
                 f"source {source!r}: the last {known.responses} responses, to {groups} prompts, all had reward {known.reward:g}; equal "
                 "rewards teach the policy nothing. Compare responses with the expected answers: gcore samples"
             )
-            self._warnings.note(f"equal-rewards-{source}", sentence)
+            self._warnings.note("equal-rewards", sentence)
 
 
 class PluginErrorLog:

@@ -444,7 +444,7 @@ QUIET_S = 3.0
 """So long nothing is said."""
 
 CHECKPOINT_S, RESUME_WAIT_S = 10.0, 5.0
-"""How long an interrupted run waits for a checkpoint of its last commit, and then until the job may go on again."""
+"""How long an interrupted run waits for a checkpoint of the step under way, and then for the answer to `resume_job`."""
 
 NOTICE = "The controller reads and checks the data before it creates the job; the first time, large data take minutes."
 
@@ -656,28 +656,25 @@ async def save_progress(cluster: ClusterAddress, uid: str, further: RepeatedSign
 
 
 async def _pause_for_checkpoint(cluster: ClusterAddress, uid: str, clock: Clock) -> None:
+    from gcore.api.v1 import jobs_pb2 as pb
     from gcore.client.jobs import JobsClient
     from gcore.ledger.records.cluster import PAUSES
+
+    def is_training(job: pb.Job) -> bool:
+        return job.state == pb.JOB_STATE_RUNNING and not _is_saved(job)
 
     with contextlib.suppress(GcoreError):  # it may end meanwhile; and what is not saved is trained again
         async with JobsClient(cluster.addresses, clock=clock, connector=cluster.connector) as client:
             job = await client.get_job(uid)
-            if _is_saved(job) or not _is_training(job) or job.reason.startswith(PAUSES):
+            if not is_training(job) or job.reason.startswith(PAUSES):
                 return
             await client.pause_job(uid)
             try:
-                while not _is_saved(job) and _is_training(job):
+                while is_training(job):
                     await clock.sleep(0.1)
                     job = await client.get_job(uid)
             finally:
                 await client.resume_job(uid)
-
-
-def _is_training(job: pb.Job) -> bool:
-    """Whether it runs, and nobody has paused it."""
-    from gcore.api.v1 import jobs_pb2 as pb
-
-    return job.state == pb.JOB_STATE_RUNNING
 
 
 def _is_saved(job: pb.Job) -> bool:

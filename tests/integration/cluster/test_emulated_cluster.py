@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster_run import ClusterRun, gcore, processes_of
@@ -24,6 +25,13 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A job whose model is only read for its vocabulary."""
     flow = {"steps": STEPS, "groups_per_step": 16, "samples_per_prompt": 2}
     return write_emulated_job(tmp_path, monkeypatch, flow=flow, checkpoint={"every": 2})
+
+
+def add_judge(spec: Path, **judge: Any) -> None:
+    """Let a judge of the policy's model score the responses."""
+    tutor = {"name": "tutor", "model": {"path": "model"}, "template": "{{ prompt }}{{ response }}", **judge}
+    with spec.open("a") as file:
+        file.write(f"judges: {json.dumps([tutor])}\nreward: {json.dumps({'judge': 'tutor'})}\n")
 
 
 def kinds_of(home: Path, module: str) -> list[int]:
@@ -89,15 +97,7 @@ def test_a_node_whose_emulated_engines_and_rank_are_killed_goes_on(spec: Path, t
 def test_judges_are_served_beside_the_policy_and_an_engine_of_each_that_is_killed_alone_is_replaced(
     spec: Path, tmp_path: Path
 ) -> None:
-    judge = {
-        "name": "tutor",
-        "model": {"path": "model"},
-        "template": "{{ prompt }}{{ response }}",
-        "max_new_tokens": 60,
-        "verdict": {"parser": "words", "words": {"y": 1, "n": 0}},
-    }
-    with spec.open("a") as file:
-        file.write(f"judges: {json.dumps([judge])}\nreward: {json.dumps({'judge': 'tutor'})}\n")
+    add_judge(spec, max_new_tokens=60, verdict={"parser": "words", "words": {"y": 1, "n": 0}})
     home = tmp_path / "home"
     run = ClusterRun(spec, home, "--slots", "emulated:8")
     try:
@@ -120,17 +120,11 @@ def test_judges_are_served_beside_the_policy_and_an_engine_of_each_that_is_kille
 def test_a_job_whose_judge_is_never_readable_ends_early_and_says_why_unless_another_reward_takes_its_place(
     spec: Path, tmp_path: Path
 ) -> None:
-    judge = {
-        "name": "tutor",
-        "model": {"path": "model"},
-        "template": "{{ prompt }}{{ response }}",
-        "max_new_tokens": 1,
-        "verdict": {"parser": "words", "words": {"there is no room for this": 1}},
-    }
-    jobs = spec.read_text()
+    verdict = {"parser": "words", "words": {"there is no room for this": 1}}
+    job = spec.read_text()
     for on_error, code in (("retry", 1), ({"fallback": "numeric"}, 0)):
-        sections = {"judges": [{**judge, "on_error": on_error}], "reward": {"judge": "tutor"}}
-        spec.write_text(jobs + "".join(f"{name}: {json.dumps(value)}\n" for name, value in sections.items()))
+        spec.write_text(job)
+        add_judge(spec, max_new_tokens=1, verdict=verdict, on_error=on_error)
         run = ClusterRun(spec, tmp_path / f"home{code}", "--slots", "emulated:8")
         try:
             ended = run.wait()

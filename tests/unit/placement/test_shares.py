@@ -141,7 +141,7 @@ def test_a_job_that_may_have_no_more_loses_the_slots_that_were_replaced_while_th
     assert away.jobs["one"].granted == {"k": ("cpu:0",), "m": ("cpu:0",)}
     away = divide_slots(ClusterSlots(nodes(k=3), quotas=quotas), claims, before)
     assert away.jobs["one"].granted == {"k": ("cpu:0", "cpu:1")}
-    assert away.jobs["one"].surplus == slots_of_share(on_m), "nobody else gets them before it gives them back"
+    assert away.jobs["one"].surplus == slots_of_share(on_m), "other jobs wait until this one has returned them"
     back = divide_slots(ClusterSlots(nodes(k=3, m=2), quotas=quotas), claims, away)
     assert back.jobs["one"].granted == {"k": ("cpu:0", "cpu:1")}, "and it stays where it is"
 
@@ -153,6 +153,15 @@ def test_a_job_keeps_what_it_has_on_an_absent_node_and_gets_nothing_in_its_place
     found = divide_slots(ClusterSlots(nodes(k=2), absent=frozenset({"m"})), claims, before)
     assert found.jobs["one"].granted == on_m
     assert found.jobs["two"].granted == {"k": ("cpu:0", "cpu:1")}
+
+
+def test_a_job_keeps_what_it_runs_on_though_an_absent_node_has_as_many_of_its_slots() -> None:
+    """The node may not come back, and nobody is interrupted for an equal."""
+    both = {"k": ("cpu:0", "cpu:1"), "m": ("cpu:0", "cpu:1")}
+    before = Shares(jobs={"runs": Share(granted=both, held=both)})
+    claims = {"runs": Claim(least=2, created=1.0), "waits": Claim(least=2)}
+    found = divide_slots(ClusterSlots(nodes(k=2), absent=frozenset({"m"})), claims, before)
+    assert {uid: share.granted for uid, share in found.jobs.items()} == {"runs": both}
 
 
 def test_slots_on_an_absent_node_go_to_no_job_of_a_higher_priority() -> None:
