@@ -2,8 +2,8 @@
 
 Errors leave as gRPC statuses (`controllers.api.edge.errors`): one sentence, and a constant for programs.
 
-Deleting a job removes the run's folder first, then the records, so that an interrupted delete can be repeated. The folder is renamed
-before it is deleted. Where nodes share no folder, only this node's folder goes. Usage stays (`gcore.ledger.usage`).
+Deleting a job marks its head, removes the run's folder, then the records, so that an interrupted delete can be repeated. The folder is
+renamed before it is deleted. Where nodes share no folder, only this node's folder goes. Usage stays (`gcore.ledger.usage`).
 
 `RunEval` asks for an evaluation of the running step's weights: every peer hears of the commit after the request, so all evaluate it
 or none. If head's weights are or were evaluated, there is nothing to ask for.
@@ -196,15 +196,16 @@ def remove_folder(run_dir: Path, uid: str) -> None:
 async def delete_job(jobs: StoreReader, mirror: JobMirror, *, files: bool) -> None:
     """Forget it. Raises GcoreError; StoreUnavailable if it is not known whether its records are gone."""
     job, ledger = mirror.job_record, jobs.ledger(mirror.keys.uid)
-    if files:
-        await asyncio.to_thread(remove_folder, Path(job.run_dir), job.uid)
     while mirror.job is not None:
         head = mirror.head
+        check_job_ended(mirror, 0)  # it may have gone on meanwhile
+        assert mirror.status is not None
         if head is not None and not head.record.deleted:
             # From here on whoever still believes that it works on the job loses every compare.
-            report = await ledger.run(transactions.delete_job(mirror.keys, head))
+            report = await ledger.run(transactions.delete_job(mirror.keys, head, mirror.status))
         else:
-            assert mirror.status is not None
+            if files:
+                await asyncio.to_thread(remove_folder, Path(job.run_dir), job.uid)
             named = await _named(jobs.store, job)
             report = await ledger.run(transactions.delete_rest(mirror.keys, head, mirror.status, named))
         if report.outcome is TxnOutcome.UNKNOWN:

@@ -26,7 +26,6 @@ from gcore.ledger.archive import ArchivedLog
 from gcore.ledger.audit.audit import AuditInputs, ManifestFacts, audit_records
 from gcore.ledger.audit.chain import Audit, Finding
 from gcore.ledger.audit.receipts import ReceiptFolder
-from gcore.ledger.chain import job_digest
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, Head
 from gcore.ledger.records.job import JobPhase
@@ -254,7 +253,7 @@ def _audit(
     checkpoints = mirror.checkpoints.record.entries if mirror.checkpoints is not None else ()
     standing = AuditInputs(
         uid=mirror.job_record.uid,
-        job=job_digest(mirror.job_record),
+        job=mirror.job_record,
         seals=[stored.record for stored in mirror.seals.values()],
         offers=[stored.record for stored in mirror.offers.values()],
         checkpoints=checkpoints,

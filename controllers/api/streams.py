@@ -296,11 +296,11 @@ class StreamMethods(JobsServiceBase):
         end, rest = self._clock.monotonic() + HEARD_S, SOON_S
         while self._clock.monotonic() < end:
             runner = self._runner(uid)
-            if runner is not None:
+            if runner is not None and not runner.closed:
                 return runner
             mirror = await self._jobs.mirror(uid)
             if mirror.status is None or mirror.has_ended:
-                return None
+                return runner
             claim = await self._jobs.claim(uid)
             if claim is not None and not claim.record.wants:
                 return None

@@ -41,6 +41,8 @@ class ClusterMirror:
         self.active: frozenset[str] = frozenset()
         self.claims: dict[str, Claim] = {}
         """Of the active jobs, by uid."""
+        self.claimed: dict[str, int] = {}
+        """In which revision of the store each of those claims was created."""
         self.shares: Versioned[Shares] | None = None
         """Which slots each job has; None: nothing was heard yet."""
         self.drained: frozenset[str] = frozenset()
@@ -136,6 +138,8 @@ class ClusterMirror:
 
         def fold(batch: WatchBatch) -> None:
             claims = _fold(self.claims, batch, keys.ACTIVE, Claim, Claim())
+            created = {event.kv.key.removeprefix(keys.ACTIVE): event.kv.create_revision for event in batch.events}
+            self._set("claimed", {uid: created.get(uid) or self.claimed.get(uid, 0) for uid in claims})
             self._set("claims", claims)
             if claims.keys() != self.active:
                 self._set("active", frozenset(claims))

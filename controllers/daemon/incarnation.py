@@ -198,6 +198,12 @@ class Incarnation:
     def _is_active(self, uid: str) -> bool:
         return uid in self._cluster.active
 
+    def _goes_on(self, uid: str) -> bool:
+        """Whether a job claims slots again after the end that its runner saw: its claim is younger than that."""
+        runner = self._own.runners.get(uid)
+        status = None if runner is None else runner.mirror.status
+        return status is not None and self._cluster.claimed.get(uid, 0) > status.revision
+
     def _show(self) -> None:
         cluster = self._cluster
         mine = [worker for worker in cluster.workers.values() if worker.node == self._config.node]
@@ -208,7 +214,8 @@ class Incarnation:
             self._own.metrics.show_jobs(*job_counts(cluster.claims, cluster.working, cluster.shares))
 
     def _forget_ended(self, running: dict[str, asyncio.Task[None]]) -> None:
-        ended = [uid for uid, task in running.items() if task.done() and not self._is_active(uid)]
+        done = (uid for uid, task in running.items() if task.done())
+        ended = [uid for uid in done if not self._is_active(uid) or self._goes_on(uid)]
         for uid in ended:
             del running[uid]
             self._own.runners.pop(uid, None)

@@ -15,6 +15,7 @@ from controllers.cluster.mirror import ClusterMirror
 from controllers.identity import Identity
 from controllers.job.session import JobDependencies, JobRecords, JobSession
 from controllers.job.supervision import (
+    NodeNotReady,
     RecordsLost,
     fail_abandoned_job,
     fail_lost_job,
@@ -104,6 +105,8 @@ class JobRunner:
         self.telemetry = dependencies.telemetry
         self.closed = False
         """Whether nothing more will be heard here."""
+        self._goes_on = False
+        """Whether the job went on after its end, of which this runner, which saw the end, hears no more."""
         self._records = JobRecords(uid)
         self._identity = identity
         self._cluster = cluster
@@ -255,6 +258,14 @@ class JobRunner:
         for one in split_by_revision(batch):
             so_far = self.mirror
             now = localize_mirror(so_far.fold(one), self._dependencies.run_root)
+            if so_far.has_ended and not now.has_ended:
+                self._goes_on = True
+            if self._goes_on:  # with a higher goal, and another runner
+                return
+            if so_far.job is not None and now.job is not None and so_far.job.record != now.job.record:
+                raise NodeNotReady(
+                    "the job ended and went on with a higher goal, and this node had not heard of its end"
+                )
             if lost := now.lost_keys():  # before anybody looks at it
                 raise RecordsLost(lost_sentence(lost))
             self._records.mirror = now

@@ -399,6 +399,8 @@ def fruitless_rollbacks(view: JobView) -> int:
     for _, entry in sorted(view.log.items(), reverse=True):
         if entry.kind == "train":
             break
+        if entry.raised is not None:  # what comes before is of the job as it had ended
+            break
         count += entry.kind == "rollback" and not entry.reason.startswith(OF_SHARES)
     return count
 

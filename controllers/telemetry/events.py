@@ -294,6 +294,8 @@ def _entry(before: JobMirror, entry: LogEntry, after: JobMirror) -> Iterator[Der
     elif entry.kind == "rollback":
         from_step = before.head.record.step if before.head else entry.step
         data = {"from_step": from_step, "to_step": entry.step, "lineage": entry.lineage, "reason": entry.reason}
+        if entry.raised is not None:
+            data["raised"] = str(entry.raised)
         yield "rollback", f"back from step {from_step} to {entry.step}: {entry.reason}", data
     elif entry.kind == "account":
         yield _untrained(entry)

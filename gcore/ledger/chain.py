@@ -17,7 +17,17 @@ from dataclasses import dataclass
 
 from gcore.data.order import Cursors, StreamShape
 from gcore.ledger.balance import balance_samples
-from gcore.ledger.records.chain import Checkpoint, EndedRef, Head, Lineage, LogEntry, Seal, SealState, WorldState
+from gcore.ledger.records.chain import (
+    Checkpoint,
+    EndedRef,
+    Head,
+    Lineage,
+    LogEntry,
+    RaisedGoal,
+    Seal,
+    SealState,
+    WorldState,
+)
 from gcore.ledger.records.cluster import ATTENTION_EQUALS_AT
 from gcore.ledger.records.job import JobRecord
 from gcore.ledger.selection import SealPart, SealStep
@@ -269,9 +279,17 @@ def account_entry(head: Head, outcomes: tuple[EndedRef, ...], shape: StreamShape
 
 
 def rollback_entry(
-    head: Head, target: LogEntry, world: str, writer: ChainWriter, reason: str, *, seen: HighWater = NOTHING_SEEN
+    head: Head,
+    target: LogEntry,
+    world: str,
+    writer: ChainWriter,
+    reason: str,
+    *,
+    seen: HighWater = NOTHING_SEEN,
+    raised: RaisedGoal | None = None,
 ) -> Advance:
-    """Head at the step of a checkpoint, whose entry is `target`, in a new lineage and a new world.
+    """Head at the step of a checkpoint, whose entry is `target`, in a new lineage and a new world. `raised`: of a job that goes on after
+    its end, whose digest `writer` has as the job will be.
 
     No number that was `seen` is given out twice. Raises ValueError for an entry that keeps no cursors or no tally.
     """
@@ -288,6 +306,7 @@ def rollback_entry(
         reason=reason,
         follows=_left_out(head, after),
         undoes=head.digest if writer.job else "",
+        raised=raised,
     )
 
 

@@ -101,7 +101,7 @@ class StreamRules:
 
 
 def rules_of(job: JobRecord) -> StreamRules:
-    """The rules of a job, as it was created: they never change."""
+    """The rules of a job. They change only with a goal that is raised after the job's end."""
     spec = stored_spec(job.spec)
     flow = spec.flow
     by_prompts = flow.steps is None and flow.count == "prompts"

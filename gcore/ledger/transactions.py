@@ -82,6 +82,7 @@ class TxnKind(StrEnum):
     DELETE = "delete"
     ROLLBACK = "rollback"
     STATUS = "status"
+    EXTEND = "extend"
     REPLAN = "replan"
     STOCK = "stock"
     FOLDER = "folder"
@@ -365,10 +366,13 @@ def prune(keys: JobKeys, head: Versioned[Head], known: Versioned[Checkpoints], s
     )
 
 
-def delete_job(keys: JobKeys, head: Versioned[Head]) -> Transaction:
-    """First of two: mark head, so that whoever still works on the job loses every compare from now on."""
+def delete_job(keys: JobKeys, head: Versioned[Head], status: Versioned[JobStatus]) -> Transaction:
+    """First of two: mark head, so that whoever still works on the job loses every compare from now on, and nobody has it go on."""
+    if not status.record.phase.ended:
+        raise ValueError("a job that has not ended is not deleted")
     record = head.record.model_copy(update={"deleted": True})
-    return put_if_unchanged(TxnKind.DELETE, keys.head, head, record)
+    compares = (Compare(keys.head, head.revision), Compare(keys.state, status.revision))
+    return Transaction(TxnKind.DELETE, compares, (Put(keys.head, record.encode()),))
 
 
 def delete_rest(
@@ -467,8 +471,58 @@ def start(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class EndedJob:
+    """A job that has ended, as it stands in the store. `named`: revision of the key by which its name means this job."""
+
+    job: Versioned[JobRecord]
+    status: Versioned[JobStatus]
+    head: Versioned[Head]
+    checkpoints: Versioned[Checkpoints]
+    plan: Versioned[Plan]
+    named: int
+
+
+def extend(keys: JobKeys, ended: EndedJob, advance: chain.Advance, claim: Claim) -> Transaction:
+    """Have a job that has succeeded go on to the goal that the new entry raises: from a checkpoint, in a new lineage, with a plan that
+    places nothing until the job has slots. The only way out of an ended phase.
+
+    Deletes what controllers said of themselves and hold: they join anew, and no offer of before its end counts.
+    """
+    raised = advance.entry.raised
+    if ended.status.record.phase is not JobPhase.SUCCEEDED or raised is None or raised.after <= raised.before:
+        raise ValueError("only a job that has succeeded goes on, and only to a higher goal")
+    if ended.head.record.deleted:
+        raise ValueError("a job that is being deleted does not go on")
+    job, reason = ended.job.record, advance.entry.reason
+    generation, world = ended.plan.record.generation + 1, advance.head.world
+    plan = Plan(generation=generation, world=world, ranks=(), engines=(), reason=reason, stands_still=True)
+    running = JobStatus(phase=JobPhase.RUNNING, reason=reason, changed=claim.created)
+    hints = (keys.member_prefix, keys.offer_prefix, keys.part_prefix, keys.copies_prefix, keys.folder_prefix)
+    return Transaction(
+        TxnKind.EXTEND,
+        (
+            Compare(keys.state, ended.status.revision),
+            Compare(keys.job, ended.job.revision),
+            Compare(keys.head, ended.head.revision),
+            Compare(keys.checkpoints, ended.checkpoints.revision),
+            Compare(keys.plan, ended.plan.revision),
+            Compare(store_keys.name(job.name, job.namespace), ended.named),
+        ),
+        (
+            *_advance(keys, advance),
+            Put(keys.job, job.with_goal(raised.what, raised.after).encode()),
+            Put(keys.state, running.encode()),
+            Put(keys.plan, plan.encode()),
+            Put(keys.active, claim.encode()),
+            *(Delete(prefix, prefix=True) for prefix in (keys.seal_prefix, *hints)),
+        ),
+        nonce=advance.head.nonce,
+    )
+
+
 def set_status(keys: JobKeys, old: Versioned[JobStatus], new: JobStatus, open_slots: OpenSlots | None) -> Transaction:
-    """Move the job to another phase; never out of an ended one. With `open_slots`, only if head and they are still that."""
+    """Move the job to another phase; never out of an ended one (`extend`). With `open_slots`, only if head and they are still that."""
     if old.record.phase.ended or new.phase is JobPhase.PENDING:
         raise ValueError(f"a job does not go from {old.record.phase} to {new.phase}")
     compares = [Compare(keys.state, old.revision)]

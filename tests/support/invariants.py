@@ -18,7 +18,7 @@ from gcore.ledger.balance import part_digests
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Head, LogEntry, Seal, SealState
 from gcore.ledger.records.cluster import Shares, slots_of_share
-from gcore.ledger.selection import StreamRules
+from gcore.ledger.selection import StreamRules, rules_of
 from gcore.store import keys as store_keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
@@ -74,6 +74,8 @@ class Invariants:
         self._tell(f"  revision {events[-1].kv.mod_revision}: {', '.join(self._short(event) for event in mine)}")
         if self.mirror.plan != before.plan:
             self._check_share()
+        if self.mirror.job != before.job and self.mirror.job is not None:  # it goes on after its end
+            self._rules = rules_of(self.mirror.job_record)
         head = self.mirror.head
         for event in mine:
             if event.kind == "put" and event.kv.key.startswith(self._keys.log_prefix):
@@ -131,7 +133,8 @@ class Invariants:
     def _check_head(self, head: Head) -> None:
         self._states[head.version] = self._trained(head)
         seals = [stored.record for stored in self.mirror.seals.values()]
-        found = audit_records(self._rules, head, self._log, self._floor.receipts, AuditInputs(seals=seals))
+        job = self.mirror.job_record if self.mirror.job is not None else None
+        found = audit_records(self._rules, head, self._log, self._floor.receipts, AuditInputs(job=job, seals=seals))
         if not found.clean:
             self._wrong(f"the audit: {'; '.join(found.violations)}")
 

@@ -165,7 +165,8 @@ COMPARED = {
     "say_folder": ("folder/",),
     "spend": ("spent/",),
     "rollback": ("head", "ckpts", "plan", "seal/"),
-    "delete_job": ("head",),
+    "delete_job": ("head", "state"),
+    "extend": ("state", "job", "head", "ckpts", "plan", "names/"),
     "delete_rest": ("head", "state"),
     "start": ("state", "head"),
     "set_status": ("state", "head", "seal/"),
@@ -721,6 +722,12 @@ def _mutations() -> list[Mutation]:
             "shares",
             (("controllers.rules.placement:is_checkpointed", _always(True)),),
             caught_by="tests/unit/controllers/rules/test_placement_preemption.py",
+        ),
+        Mutation(
+            "going on: a node that still ends a job does not take it up again",
+            "going on",
+            (("controllers.daemon.incarnation:Incarnation._goes_on", _always(False)),),
+            caught_by="tests/sim/test_going_on.py",
         ),
         Mutation(
             "audit: entries are not named by content",

@@ -13,16 +13,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
+from controllers.api.submission.extension import extend_transaction, find_last_state
 from gcore.ledger import archive, chain, transactions
 from gcore.ledger.archive import mirror_of
 from gcore.ledger.balance import balance_samples
 from gcore.ledger.chain import NOTHING_SEEN, ChainWriter, HighWater, job_digest
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records.chain import Checkpoint, EndedRef, Head, Offer, OfferedGroup
+from gcore.ledger.records.chain import Checkpoint, EndedRef, Head, Offer, OfferedGroup, RaisedGoal
 from gcore.ledger.records.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, RankPlace
 from gcore.ledger.selection import OffersView, SealStep, StreamRules, choose_seal, refs_in_order, rules_of
 from gcore.ledger.transactions import OpenSlots, Transaction, TransactionExecutor, TxnOutcome
 from gcore.models.layout import MANIFEST_FILE, Manifest, manifest_digest
+from gcore.store import keys as store_keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyListing, Put, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
@@ -227,6 +229,24 @@ class RecordedJob:
         assert status is not None
         self.run(transactions.set_status(KEYS, status, JobStatus(phase=phase, reason="over"), None))
 
+    def finish(self) -> None:
+        """Steps until all prompts have their outcome; then the job has succeeded."""
+        while any(True for _ in refs_in_order(self.rules, self.head, ())):
+            self.step()
+        self.prune(3)
+        self.end(JobPhase.SUCCEEDED)
+
+    def extend(self, epochs: int) -> None:
+        """The job, which has succeeded, goes on to more data epochs, and then has slots again."""
+        named = self.cluster.listing(store_keys.name("sums")).kvs[0].mod_revision
+        ended, _, entry = find_last_state(self.mirror, named)
+        before = ended.job.record.spec["flow"]["epochs"]
+        raised = RaisedGoal(what="epochs", before=before, after=epochs)
+        self.run(extend_transaction(KEYS, ended, entry, raised, by=HOLDERS[0], time=2.0))
+        self.job_digest = job_digest(self.mirror.job_record)
+        self.rules = rules_of(self.mirror.job_record)
+        self.roll_back()
+
     def snapshot(self) -> KeyListing:
         """What a backup of the store would hold of the job."""
         return self.listing
@@ -275,8 +295,13 @@ def a_finished_job(run_dir: Path) -> RecordedJob:
         job.step()
     job.roll_back()
     job.account()
-    while any(True for _ in refs_in_order(job.rules, job.head, ())):
-        job.step()
-    job.prune(3)
-    job.end(JobPhase.SUCCEEDED)
+    job.finish()
+    return job
+
+
+def a_job_that_went_on(run_dir: Path) -> RecordedJob:
+    """A finished job goes on to another data epoch, and has made a step of it."""
+    job = a_finished_job(run_dir)
+    job.extend(2)
+    job.step()
     return job

@@ -36,6 +36,7 @@ from simulated_story import Ended, Story
 from simulated_workers import Engine, Floor, Rank, Worker
 from virtual_time import NothingLeft, Process, ProcessClock, VirtualLoop
 
+from controllers.api.submission.extension import extend_transaction, find_last_state
 from controllers.changes import ChangeSignal
 from controllers.daemon.daemon import Daemon
 from controllers.daemon.incarnation import Addresses, DaemonState, Incarnation
@@ -44,6 +45,7 @@ from controllers.rules.decide import decide
 from controllers.rules.waits import current_waits
 from gcore.config import NodeConfig
 from gcore.ledger import transactions
+from gcore.ledger.records.chain import RaisedGoal
 from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
 from gcore.ledger.selection import rules_of
 from gcore.observability.metrics import Metrics
@@ -57,6 +59,8 @@ from gcore.testing import MemoryCluster
 from gcore.worker.records import LaunchSpec
 
 UID = "u"
+FURTHER_S = 40.0
+"""Of faults, at least, once the job has gone on after its end."""
 LONGEST_CALM_S = 600.0
 """Without faults, until the job must have ended."""
 SHM = Path("/dev/shm")
@@ -172,6 +176,8 @@ class SimulatedCluster:
         self.wrong = ""
         self.faulty = True
         self.faults = 0
+        self._further, self._faulty_until = story.goes_on, 0.0
+        self._succeeded = asyncio.Event()
         self._over = asyncio.Event()
         self.store = MemoryCluster(ProcessClock(self.loop))
         self.network = Network(self.loop, random.Random(f"network {story.seed}"))
@@ -209,7 +215,7 @@ class SimulatedCluster:
             story.plans,
         )
         self.invariants = Invariants(rules_of(self.job), JobKeys(UID), self.floor, self.is_wrong, self.tell)
-        self.store.listeners.insert(0, self.invariants.revision)
+        self.store.listeners[:0] = [self.invariants.revision, self._note_end]
         self.nodes: dict[str, Node] = {}
         self.processes: dict[int, Worker] = {}
 
@@ -253,7 +259,8 @@ class SimulatedCluster:
         """The story."""
         for number in range(self.story.nodes):
             self.add_node(f"n{number}").start()
-        asyncio.get_running_loop().create_task(self._housekeep())
+        for work in (self._housekeep(), self._go_on_after_ends()):
+            asyncio.get_running_loop().create_task(work)
         # A job that does not fit on the nodes that are there when it is started fails, as it should.
         while len(self.store.listing(keys.NODES).kvs) < self.story.nodes and not self.wrong:
             await self._pass(0.5)
@@ -267,6 +274,7 @@ class SimulatedCluster:
         until = self.loop.now + self.story.faults_s
         while self.loop.now < until and not self.wrong and not self.ended:
             await self._pass(self.chance.expovariate(1.0 / self.story.fault_every_s))
+            until = max(until, self._faulty_until)
             if not self.wrong:
                 self.faults += faults.one()
         faults.stop()
@@ -291,18 +299,51 @@ class SimulatedCluster:
     def _tell_waits(self) -> None:
         """What everybody waits for, as they would say it themselves."""
         for node in self.nodes.values():
-            for job in node.jobs():
+            for job in (one for one in node.jobs() if one.is_working):
                 view = job.look()
                 self.tell(f"{job.me} sees head {view.head.version} at revision {job.mirror.revision}")
                 self.tell(f"{job.me} would {[intent.condition for intent in decide(view)]}")
                 for wait in current_waits(view):
                     self.tell(f"{job.me} waits: {wait.what}")
 
+    async def _go_on_after_ends(self) -> None:
+        """Have the job go on after its end, as somebody asks who submits it with a higher goal, as often as its story says."""
+        while self._further:
+            await self._succeeded.wait()
+            await self._pass(self.chance.choice([0.0, 0.01, 0.1, 3.0]))
+            self._succeeded.clear()
+            if self.wrong:
+                return
+            self._further -= 1
+            raised = self._go_on()
+            self.tell(f"the job goes on: {raised}")
+            if self.faulty:
+                self._faulty_until = self.loop.now + FURTHER_S
+
+    def _go_on(self) -> RaisedGoal:
+        mirror = self.invariants.mirror
+        named = self.store.listing(keys.name(self.job.name)).kvs[0].mod_revision
+        ended, _, entry = find_last_state(mirror, named)
+        steps, epochs = (ended.job.record.spec["flow"][what] for what in ("steps", "epochs"))
+        raised = RaisedGoal(what="epochs", before=epochs or 1, after=(epochs or 1) + 1)
+        if steps is not None:
+            raised = RaisedGoal(what="steps", before=steps, after=steps + 4)
+        txn = extend_transaction(JobKeys(UID), ended, entry, raised, by="api", time=self.loop.now)
+        self.store.transact(txn.compares, txn.writes)
+        return raised
+
+    def _note_end(self, _: object) -> None:
+        status = self.invariants.mirror.status
+        if status is not None and status.record.phase is JobPhase.SUCCEEDED:
+            self._succeeded.set()
+
     @property
     def ended(self) -> bool:
-        """Whether the job has."""
+        """Whether the job has, for good."""
         status = self.invariants.mirror.status
-        return status is not None and status.record.phase.ended
+        if status is None or (self._further and status.record.phase is JobPhase.SUCCEEDED):
+            return False
+        return status.record.phase.ended
 
     async def _pass(self, seconds: float) -> None:
         """Time."""
@@ -341,6 +382,7 @@ def in_place(cluster: SimulatedCluster) -> Iterator[None]:
             "controllers.job.effects",
             "controllers.identity",
             "controllers.job.rollback",
+            "controllers.api.submission.extension",
             "controllers.rules.world",
         ):
             if not hasattr(importlib.import_module(module), "uuid"):

@@ -91,7 +91,9 @@ class SilentTelemetry(JobTelemetry):
 
 
 class SilentRecorder(RunRecorder):
-    """Nothing is kept of the run."""
+    """Nothing is kept of the run. Its end takes as long as chance says."""
+
+    finish_s = 0.0
 
     def begin(self) -> None:
         """Passed over."""
@@ -101,6 +103,7 @@ class SilentRecorder(RunRecorder):
 
     async def finish(self) -> None:
         """Nothing is left."""
+        await self._clock.sleep(self.finish_s)
 
 
 class SimulatedStagedWeights(StagedWeightsMonitor):
@@ -154,7 +157,9 @@ def simulated_dependencies(
         return _job_data(spec, uid)
 
     def new_recorder(look: Any) -> RunRecorder:
-        return SilentRecorder(identity, Path(config.home), store, keys, look, changes, clock)
+        recorder = SilentRecorder(identity, Path(config.home), store, keys, look, changes, clock)
+        recorder.finish_s = 2.0 * land.chance.random()
+        return recorder
 
     return JobDependencies(
         store=store,

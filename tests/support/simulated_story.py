@@ -41,6 +41,8 @@ class Story:
     """Of a node."""
     plans: bool = False
     """Whether controllers plan as in production (`simulated_planning`)."""
+    goes_on: int = 0
+    """How often the job, when it has succeeded, goes on to a higher goal."""
 
     @classmethod
     def of(cls, seed: int) -> Story:
@@ -68,6 +70,7 @@ class Story:
             hasty=chance.choice([0.0, 0.0, 0.02, 0.2]),
             fault_every_s=chance.choice([3.0, 6.0, 12.0]),
             faults_s=chance.choice([40.0, 80.0]),
+            goes_on=random.Random(f"goes on {seed}").choice([0, 0, 0, 1, 2]),
         ).streamed(chance)
 
     def streamed(self, chance: random.Random) -> Story:

@@ -1,8 +1,8 @@
 """Creating and cancelling jobs.
 
-A spec started again: interrupted → the same job goes on; finished → a new job; changed under the same name while the
-old one has not ended → refused, naming `--new`, which ends the old one and starts afresh. Whatever can be known to be
-wrong is refused here, before anything is written.
+A spec started again: interrupted → the same job goes on; finished → a new job, or if only its goal is higher the same one goes on
+(`controllers.api.submission.extension`); changed under the same name while the old one has not ended → refused, naming `--new`, which ends
+the old one and starts afresh. Whatever can be known to be wrong is refused here, before anything is written.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from controllers.api.edge.errors import Conflict, Forbidden
 from controllers.api.store_reader import StoreReader
 from controllers.api.submission.allowlist import EVERYTHING, Allowlist
 from controllers.api.submission.checks import (
+    CheckedJob,
     check_copies,
     check_engine,
     check_ranks,
@@ -27,6 +28,7 @@ from controllers.api.submission.checks import (
     judge_remote_code,
     judge_revisions,
 )
+from controllers.api.submission.extension import extend_job, raised_goal
 from controllers.job.preparation import check_unchanged, spec_differences
 from gcore.config.load import new_spec, stored_spec
 from gcore.config.spec import JobSpec
@@ -94,14 +96,7 @@ class Submitter:
                 existing = await self._same_or_ended(named.value.decode(errors="replace"), spec)
                 if existing is not None:
                     return existing
-            nodes = (await self._jobs.cluster()).nodes
-            check_engine(spec, nodes)
-            check_ranks(spec, self._most_slots())
-            check_served_judges(spec, nodes)
-            check_spans(spec, nodes)
-            check_copies(spec, local=self._local)
-            run_root = self._run_root if spec.storage.root is None else Path(spec.storage.root)
-            checked = await asyncio.to_thread(check_submission, spec, run_root, self._cache_dir)
+            run_root, checked = await self._checked(spec)
             if named is not None and anew:  # only now: a spec that is refused ends nothing
                 await self.cancel(named.value.decode(errors="replace"), "replaced by a new job of the same name")
             uid = uuid.uuid4().hex[:12]
@@ -138,6 +133,17 @@ class Submitter:
                     fix="Submit it again, with the same request id",
                 )
 
+    async def _checked(self, spec: JobSpec) -> tuple[Path, CheckedJob]:
+        """Where the run's folder would lie, and what the spec names. Raises GcoreError."""
+        nodes = (await self._jobs.cluster()).nodes
+        check_engine(spec, nodes)
+        check_ranks(spec, self._most_slots())
+        check_served_judges(spec, nodes)
+        check_spans(spec, nodes)
+        check_copies(spec, local=self._local)
+        run_root = self._run_root if spec.storage.root is None else Path(spec.storage.root)
+        return run_root, await asyncio.to_thread(check_submission, spec, run_root, self._cache_dir)
+
     async def _asked_before(self, uid: str, request_id: str, spec: JobSpec) -> str:
         """The job that was created by this request. Raises Conflict if that was for another spec."""
         job = (await self._jobs.mirror(uid)).job
@@ -153,8 +159,16 @@ class Submitter:
     async def _same_or_ended(self, uid: str, spec: JobSpec) -> str | None:
         """The job that goes on under this name; None if a new one may be made."""
         mirror = await self._jobs.mirror(uid)
-        if mirror.job is None or mirror.status is None or mirror.status.record.phase.ended:
+        if mirror.job is None or mirror.status is None:
             return None
+        if mirror.status.record.phase.ended:
+            raised = raised_goal(mirror.job.record, spec)
+            if mirror.status.record.phase is not JobPhase.SUCCEEDED or raised is None:
+                return None
+            await self._checked(spec)
+            check_unchanged(mirror.job.record, await asyncio.to_thread(identify_data, spec, self._cache_dir))
+            await extend_job(self._jobs, uid, raised, self._clock)
+            return uid
         if stored_spec(mirror.job.record.spec) != spec:
             changed = ", ".join(spec_differences(mirror.job.record.spec, spec.model_dump(mode="json")))
             raise Conflict(

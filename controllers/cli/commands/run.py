@@ -450,25 +450,38 @@ NOTICE = "The controller reads and checks the data before it creates the job; th
 
 
 async def begin_job(client: JobsClient, spec: JobSpec, *, request_id: str, new: bool) -> pb.Job:
-    """`create_job`. Says on standard error if the job is a new one because that of its name has finished, and how to begin with its weights."""
-    from gcore.api.v1 import jobs_pb2 as pb
+    """`create_job`. If the job of that name had finished, says on standard error whether it goes on, or this is a new one."""
     from gcore.config.load import dump_explicit
 
+    old = None if new else await find_finished(client, spec)
     job = await create_job(client, dump_explicit(spec), request_id=request_id, new=new)
-    if new or job.step:
-        return job
+    if old is not None and old.uid == job.uid and job_snapshot(job).state not in ENDED_STATES:
+        goal = f"{spec.flow.steps} steps" if spec.flow.steps is not None else f"{spec.flow.epochs} data epochs"
+        typer.echo(
+            f"Job {old.full_name} ({old.uid}) has finished {old.step} steps and goes on from its last checkpoint, to {goal}. "
+            "--new would begin a new one.",
+            err=True,
+        )
+    elif old is not None and old.uid != job.uid and not job.step:
+        typer.echo(
+            f"Job {old.full_name} ({old.uid}) has finished all its steps ({old.step}), so this is a new one. With a higher flow.steps or "
+            "flow.epochs, and no other change, the finished one goes on from its last checkpoint. To begin a new one with its weights: "
+            f"`{program_name()} export {old.uid} --to DIR`, and --set model.path=DIR.",
+            err=True,
+        )
+    return job
+
+
+async def find_finished(client: JobsClient, spec: JobSpec) -> JobSnapshot | None:
+    """The newest job of the spec's name that has succeeded; None if there is none, or the cluster does not say."""
+    from gcore.api.v1 import jobs_pb2 as pb
+
     with contextlib.suppress(GcoreError):  # only a sentence rests on it
         finished = await client.list_jobs(
             namespace=spec.namespace, states=(pb.JOB_STATE_SUCCEEDED,), name_prefix=spec.name, limit=20
         )
-        old = next((job_snapshot(one) for one in finished if one.name == spec.name and one.uid != job.uid), None)
-        if old is not None:
-            typer.echo(
-                f"Job {old.full_name} ({old.uid}) has finished all its steps ({old.step}), so this is a new one. To begin with its "
-                f"weights: `{program_name()} export {old.uid} --to DIR`, and --set model.path=DIR.",
-                err=True,
-            )
-    return job
+        return next((job_snapshot(one) for one in finished if one.name == spec.name), None)
+    return None
 
 
 async def resume_if_paused(client: JobsClient, job: pb.Job) -> pb.Job:
@@ -542,7 +555,7 @@ def run(
 ) -> None:
     """Run a job to its end: start the local cluster if none is up, submit, watch, sum up, and stop what was started.
 
-    An interrupted job goes on; a finished one is run anew. Ctrl-C stops in good order, a second one at once.
+    An interrupted job goes on; a finished one is run anew, or goes on if only flow.steps or flow.epochs is higher. Ctrl-C stops in good order, a second one at once.
     """
 
     from controllers.cli import local

@@ -494,7 +494,7 @@ def _rollback(state: ViewState, event: JobEvent) -> ViewState:
         evals=tuple(e for e in state.evals if e.step <= to_step),
         step=to_step,
         lineage=state.lineage + 1 if lineage is None else lineage,
-        rollbacks=state.rollbacks + 1,
+        rollbacks=state.rollbacks + ("raised" not in event.data),
     )
     return state._logged(event, text)
 

@@ -40,7 +40,7 @@ from gcore.ledger.audit.receipts import (
     check_uncommitted,
 )
 from gcore.ledger.records.chain import Checkpoint, Head, LogEntry, Offer, Seal, SealState
-from gcore.ledger.records.job import JobPhase
+from gcore.ledger.records.job import JobPhase, JobRecord
 from gcore.ledger.selection import StreamRules, is_acceptable, is_ancestor, is_over
 from gcore.types import PromptRef, Token, Version, checkpoint_file
 
@@ -204,8 +204,8 @@ class AuditInputs:
     """
 
     uid: str = ""
-    job: str = ""
-    """Digest of the job's record; empty: not looked at."""
+    job: JobRecord | None = None
+    """The job's record; None: not looked at."""
     seals: Sequence[Seal] = ()
     offers: Sequence[Offer] = ()
     checkpoints: Sequence[Checkpoint] | None = None

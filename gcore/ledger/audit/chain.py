@@ -6,13 +6,15 @@ recomputes cursors, counts and steps from the entries. A finding has a kind, a s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gcore.data.order import Cursors, ShardCursor
-from gcore.ledger.chain import entry_digest, head_digest
+from gcore.ledger.chain import entry_digest, head_digest, job_digest
 from gcore.ledger.records.chain import EndedRef, Head, Lineage, LogEntry, Tally
+from gcore.ledger.records.job import JobRecord
 from gcore.ledger.selection import StreamRules, is_acceptable, is_ancestor
 from gcore.types import PromptRef, Token, Version
 
@@ -140,8 +142,8 @@ class ChainFacts:
     lost: tuple[range, ...] = ()
 
 
-def check_chain(head: Head, log: Mapping[int, LogEntry], job: str, found: FindingCollector) -> ChainFacts:
-    """Every entry up to head's, whatever lineage it is of, then the walk from head. `job`: digest of the job's record; empty: not looked at."""
+def check_chain(head: Head, log: Mapping[int, LogEntry], job: JobRecord | None, found: FindingCollector) -> ChainFacts:
+    """Every entry up to head's, whatever lineage it is of, then the walk from head. `job`: the job's record; None: not looked at."""
     before: LogEntry | None = None
     whole = True
     cut_off = _cut_off(head, log)
@@ -149,7 +151,7 @@ def check_chain(head: Head, log: Mapping[int, LogEntry], job: str, found: Findin
     begun = [Lineage(number=0, base_step=0)]
     last = max(log, default=-1)
     gap: int | None = None
-    binding = JobBinding(job)
+    binding = JobBinding()
     steps: set[int] = set()
     committed: set[tuple[str, Token]] = set()
     worlds: dict[int, WorldSteps] = {}
@@ -201,6 +203,8 @@ def check_chain(head: Head, log: Mapping[int, LogEntry], job: str, found: Findin
         told = " ".join(f"{one.number} from step {one.base_step}" for one in lineages)
         found.add("chain", f"head's lineages are not those that its rollbacks began ({told})")
     _check_head(head, log.get(head.seq), found)
+    if job is not None:
+        binding.compare(job, found)
     chain, since_step = _walk(head, log, found)
     cut_off_steps = tuple(sorted(steps - set(chain)))
     return ChainFacts(chain, lineages, since_step, cut_off_steps, frozenset(committed), worlds, tuple(lost))
@@ -252,24 +256,65 @@ def _check_parent(
 
 
 class JobBinding:
-    """Compares the job's record with the digest in each entry. Entries of schema version 2 have none; after one that has it, all have."""
+    """Compares the job's record with the digest in each entry. Entries of schema version 2 have none; after one that has it, all have.
 
-    def __init__(self, job: str) -> None:
-        self._job = job
+    Where an entry raises the job's goal, the entries before it bind the record with the goal that there was.
+    """
+
+    def __init__(self) -> None:
         self._first: int | None = None
-        self._told = False
+        self._raising: list[LogEntry] = []
+        self._bound: list[dict[str, int]] = [{}]
+        """The digests before the first of those entries, after it, and so on: with the first entry that has each."""
 
     def check(self, entry: LogEntry, found: FindingCollector) -> None:
         """The next entry, whatever lineage it is of."""
-        if not entry.job:
-            if self._first is not None:
-                what = f"log entry {entry.seq} has no digest of the job's record, and entry {self._first} has one"
-                found.add("chain", what)
-            return
-        self._first = entry.seq if self._first is None else self._first
-        if self._job and entry.job != self._job and not self._told:
-            self._told = True
-            found.add("record", f"the job's record is not what it was when log entry {entry.seq} was written")
+        if entry.raised is not None:
+            self._raising.append(entry)
+            self._bound.append({})
+        if entry.job:
+            self._first = entry.seq if self._first is None else self._first
+            self._bound[-1].setdefault(entry.job, entry.seq)
+        elif self._first is not None:
+            what = f"log entry {entry.seq} has no digest of the job's record, and entry {self._first} has one"
+            found.add("chain", what)
+
+    def compare(self, job: JobRecord, found: FindingCollector) -> None:
+        """All entries were checked; `job` is the record as it is."""
+        _check_raised(self._raising, job, found)
+        for record, bound in zip(_with_earlier_goals(job, self._raising), self._bound, strict=True):
+            for digest, seq in bound.items():
+                if digest != job_digest(record):
+                    found.add("record", f"the job's record is not what it was when log entry {seq} was written")
+                    return
+
+
+def _with_earlier_goals(job: JobRecord, raising: Sequence[LogEntry]) -> list[JobRecord]:
+    """The job's record before the first of these entries, after it, and so on; the last is the record as it is."""
+    found = [job]
+    for entry in reversed(raising):
+        assert entry.raised is not None
+        found.insert(0, found[0].with_goal(entry.raised.what, entry.raised.before))
+    return found
+
+
+def _check_raised(raising: Sequence[LogEntry], job: JobRecord, found: FindingCollector) -> None:
+    """A goal is raised by a rollback of a bound job, grows, and goes on from the one before; the job's record has the last one."""
+    for entry in raising:
+        raised = entry.raised
+        assert raised is not None
+        if entry.kind != "rollback" or raised.after <= raised.before:
+            found.add("chain", f"log entry {entry.seq} ({entry.kind}) says that the job goes on to {raised}")
+    for earlier, later in itertools.pairwise(raising):
+        assert earlier.raised is not None
+        assert later.raised is not None
+        if (later.raised.what, later.raised.before) != (earlier.raised.what, earlier.raised.after):
+            what = f"log entry {later.seq} says that the job goes on to {later.raised}"
+            found.add("chain", f"{what}, and entry {earlier.seq} to {earlier.raised}")
+    last = raising[-1].raised if raising else None
+    if last is not None and job.spec["flow"].get(last.what) != last.after:
+        what = f"the job's record has flow.{last.what} {job.spec['flow'].get(last.what)}"
+        found.add("record", f"{what}, and log entry {raising[-1].seq} says that the job goes on to {last}")
 
 
 def _check_head(head: Head, entry: LogEntry | None, found: FindingCollector) -> None:

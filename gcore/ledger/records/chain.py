@@ -333,6 +333,17 @@ class Head(Record):
         return Version(self.lineage, self.step)
 
 
+class RaisedGoal(RecordPart):
+    """A job that had succeeded goes on: its `flow.steps` or `flow.epochs` was `before` and is `after`."""
+
+    what: Literal["steps", "epochs"]
+    before: PositiveInt
+    after: PositiveInt
+
+    def __str__(self) -> str:
+        return f"{self.after} {self.what} in place of {self.before}"
+
+
 class LogEntry(Record):
     """`log/{seq}`: how head came to be. `stats` are numbers for people (reward, loss, seconds a phase).
 
@@ -341,7 +352,7 @@ class LogEntry(Record):
     the job is, and what head said when it was written.
     """
 
-    came_with: ClassVar[Mapping[str, int]] = {"job": 3, "head": 3, "shares": 3, "undoes": 3}
+    came_with: ClassVar[Mapping[str, int]] = {"job": 3, "head": 3, "shares": 3, "undoes": 3, "raised": 3}
 
     seq: int
     parent: int | None
@@ -375,6 +386,8 @@ class LogEntry(Record):
     """Of a step: digest of which rank trained which samples (`gcore.ledger.chain.shares_digest`)."""
     undoes: str = ""
     """Of a rollback: digest of the entry that head was at, the newest of what it cuts off, or the one that it goes on from."""
+    raised: RaisedGoal | None = None
+    """Of the rollback with which a job that had succeeded goes on: how much further. Entries before it bind the job's record as it was."""
 
 
 class EpochRecord(Record):

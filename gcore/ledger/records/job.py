@@ -220,7 +220,8 @@ ErrorText = Annotated[str, cut_text(MOST_SAID)]
 
 
 class JobPhase(StrEnum):
-    """PENDING: created, nothing of it has started. Ended: SUCCEEDED, FAILED or CANCELLED, for ever."""
+    """PENDING: created, nothing of it has started. Ended: SUCCEEDED, FAILED or CANCELLED. Only a job that has SUCCEEDED
+    can go on, with a higher goal (`gcore.ledger.transactions.extend`)."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -235,7 +236,7 @@ class JobPhase(StrEnum):
 
 
 class JobRecord(Record):
-    """`job`: written once. `spec` is the resolved spec; `run_dir` is seen by every node; where nodes share no folder,
+    """`job`: written once, but for a goal that is raised later. `spec` is the resolved spec; `run_dir` is seen by every node; where nodes share no folder,
     each has one of that name (`controllers.storage.run_folder`)."""
 
     uid: str
@@ -268,6 +269,10 @@ class JobRecord(Record):
     def full_name(self) -> str:
         """As people write it."""
         return full_name(self.name, self.namespace)
+
+    def with_goal(self, what: str, goal: int) -> JobRecord:
+        """The same job with `flow.steps` or `flow.epochs` at `goal`."""
+        return self.model_copy(update={"spec": {**self.spec, "flow": {**self.spec["flow"], what: goal}}})
 
 
 class JobStatus(Record):

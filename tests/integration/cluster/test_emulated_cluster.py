@@ -136,6 +136,27 @@ def test_a_job_whose_judge_is_never_readable_ends_early_and_says_why_unless_anot
         assert ended.summary["steps"] == (0 if code else STEPS)
 
 
+def test_a_job_that_has_succeeded_goes_on_with_more_steps_as_often_as_it_is_asked(spec: Path, tmp_path: Path) -> None:
+    """On a cluster that stays up, whose daemons may still be ending it."""
+    home = tmp_path / "home"
+    gcore("up", "--home", str(home), "--slots", "emulated:4")
+    try:
+        for steps in (2, 3, 5):
+            submitted = gcore("submit", str(spec), "--home", str(home), "--set", f"flow.steps={steps}", "--wait")
+            assert "is SUCCEEDED" in submitted.stdout
+        jobs = json.loads(gcore("list", "--home", str(home), "-o", "json").stdout)
+        assert [(job["state"], job["step"]) for job in jobs] == [("SUCCEEDED", 5)]
+        audit = json.loads(gcore("audit", "emulated", "--home", str(home), "-o", "json").stdout)
+    finally:
+        gcore("down", "--home", str(home))
+    assert audit["clean"]
+    assert audit["steps"] == 5
+    (folder,) = (home / "runs").glob("emulated-*")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3, 4, 5]
+    assert [line["state"] for line in lines if line["kind"] == "end"] == ["SUCCEEDED"] * 3
+
+
 def test_the_model_of_an_emulated_job_cannot_be_taken_for_one(spec: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     run = ClusterRun(spec, home, "--slots", "emulated:4")

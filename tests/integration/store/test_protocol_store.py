@@ -21,7 +21,7 @@ from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Assignment, Checkpoint, EndedRef, EpochRecord, Member, Seal
 from gcore.ledger.records.job import JobPhase, JobStatus
 from gcore.ledger.selection import MOST_OUTCOMES, SealStep, sealed_group
-from gcore.ledger.transactions import Transaction, TxnKind, TxnOutcome
+from gcore.ledger.transactions import Transaction, TxnKind, TxnOutcome, Versioned
 from gcore.store.client import EtcdStore
 from gcore.store.etcd import LocalEtcd
 from gcore.store.session import Session
@@ -76,7 +76,9 @@ def everything(late: StoredJob, lease: int) -> dict[TxnKind, Callable[[], Transa
         TxnKind.STATUS: lambda: transactions.set_status(keys, status, failed, late.slots),
         TxnKind.REPLAN: lambda: transactions.replan(keys, plan, plan.record),
         TxnKind.EPOCH: lambda: transactions.begin_epoch(keys, head, checkpoints, None, epoch, []),
-        TxnKind.DELETE: lambda: transactions.delete_job(keys, head),
+        TxnKind.DELETE: lambda: transactions.delete_job(
+            keys, head, Versioned(JobStatus(phase=JobPhase.FAILED), status.revision)
+        ),
     }
 
 

@@ -105,7 +105,11 @@ def test_a_deleted_job_is_gone_and_who_still_works_on_it_loses() -> None:
     old = mirror_of(cluster)
     assert old.head is not None
     assert old.checkpoints is not None
-    assert run(cluster, transactions.delete_job(KEYS, old.head)) is TxnOutcome.WON
+    assert old.status is not None
+    with pytest.raises(ValueError, match="not ended"):
+        transactions.delete_job(KEYS, old.head, old.status)
+    ended = Versioned(ENDED, old.status.revision)
+    assert run(cluster, transactions.delete_job(KEYS, old.head, ended)) is TxnOutcome.WON
     marked = mirror_of(cluster).head
     assert marked is not None
     assert marked.record.deleted

@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from recorded_job import KEYS, UID, RecordedJob, a_finished_job, a_job_under_way, a_job_with_a_ready_step
+from recorded_job import (
+    KEYS,
+    UID,
+    RecordedJob,
+    a_finished_job,
+    a_job_that_went_on,
+    a_job_under_way,
+    a_job_with_a_ready_step,
+)
 
 from controllers.api.run_reader import audit_of_records
 from gcore.ledger.archive import read_entries
@@ -171,6 +179,7 @@ SCENES = {
     a_job_under_way: tuple(HAS_VALUE),
     a_job_with_a_ready_step: ("seal",),
     a_finished_job: ("job", "state", "head", "ckpts", "log"),
+    a_job_that_went_on: ("job", "state", "head", "ckpts", "log"),
 }
 """Jobs, and the records of each that are edited; the others' are the same as in another one."""
 

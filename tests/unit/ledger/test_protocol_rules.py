@@ -16,6 +16,7 @@ import pytest
 from mutations import COMPARED, kind_of
 from stored_job import RULES, StoredJob
 
+from controllers.api.submission.extension import extend_transaction, find_last_state
 from controllers.flow.group_buffer import REASON_BYTES, GroupBuffer, clip_reason
 from controllers.rules.actions import PublishWeights, PutOffer
 from controllers.rules.step import offer_groups, publish_weights
@@ -39,6 +40,7 @@ from gcore.ledger.records.chain import (
     NodeCopies,
     NodeFolder,
     Offer,
+    RaisedGoal,
     Seal,
     SealedGroup,
     SealState,
@@ -204,7 +206,29 @@ def assigning(job: StoredJob) -> Transaction:
 
 def deleting(job: StoredJob) -> Transaction:
     assert job.mirror.head is not None
-    return transactions.delete_job(job.keys, job.mirror.head)
+    assert job.mirror.status is not None
+    ended = Versioned(JobStatus(phase=JobPhase.CANCELLED), job.mirror.status.revision)
+    return transactions.delete_job(job.keys, job.mirror.head, ended)
+
+
+async def succeeded(job: StoredJob) -> None:
+    """Its record names a spec, and it has a checkpoint."""
+    await job.won(registering(job))
+    record = job.mirror.job_record.model_copy(update={"spec": SPEC.model_dump(mode="json")})
+    done = JobStatus(phase=JobPhase.SUCCEEDED)
+    await job.store.transact((), (Put(job.keys.job, record.encode()), Put(job.keys.state, done.encode())))
+    await job.look()
+    NAMED[job.keys.uid] = (await job.store.list(f"{STORE}names/")).kvs[0].mod_revision
+
+
+NAMED: dict[str, int] = {}
+"""By job: the revision of the key by which its name means it."""
+
+
+def extending(job: StoredJob) -> Transaction:
+    ended, _, entry = find_last_state(job.mirror, NAMED[job.keys.uid])
+    raised = RaisedGoal(what="steps", before=9, after=12)
+    return extend_transaction(job.keys, ended, entry, raised, by="a", time=1.0)
 
 
 def replanning(job: StoredJob) -> Transaction:
@@ -397,7 +421,10 @@ TABLE = [
     pytest.param("take_stock", nothing, taking_stock, {"copies/n0"}, id="take stock"),
     pytest.param("say_folder", nothing, saying_folder, {"folder/n0"}, id="say folder"),
     pytest.param("spend", nothing, spending, {"spent/n0", "spent/n1"}, id="spend"),
-    pytest.param("delete_job", nothing, deleting, {"head"}, id="delete job"),
+    pytest.param(
+        "extend", succeeded, extending, {"state", "job", "head", "ckpts", "plan", "names/u"}, id="go on after the end"
+    ),
+    pytest.param("delete_job", nothing, deleting, {"head", "state"}, id="delete job"),
     pytest.param("delete_rest", marked, clearing, {"head", "state"}, id="delete the rest"),
     pytest.param("replan", nothing, replanning, {"plan"}, id="replan"),
     pytest.param("lead", nothing, leading, {"placement/leader"}, id="lead"),

@@ -86,5 +86,31 @@ async def test_a_job_that_waits_for_slots_is_followed_until_somebody_works_on_it
     assert got == ["state", "step"]
     later.end()
     later.known = later.known[:1]
+    assert later.mirror.status is not None
+    await store.transact((), (Put(JobKeys("u").state, later.mirror.status.record.encode()),))
     await clock.advance(1.0)
     await asyncio.wait_for(task, 5)
+
+
+async def test_a_job_that_goes_on_after_its_end_is_followed_at_the_runner_that_takes_it_up() -> None:
+    clock = FakeClock()
+    store = MemoryStore(MemoryCluster(clock))
+    await create(store, "u", "further")
+    over, later = Runner(), Runner()
+    over.end()
+    later.known = [event(3)]
+    runners: dict[str, Any] = {"u": over}
+    service: Any = JobsService(StoreReader(store), None, runners.get, clock)  # type: ignore[arg-type]
+    got: list[int] = []
+
+    async def follow() -> None:
+        async for one in service._follow("u", 0):
+            got.append(one.sequence)
+
+    task = asyncio.create_task(follow())
+    await clock.advance(0.2)
+    runners["u"] = later
+    for _ in range(10):
+        await clock.advance(0.2)
+    assert got == [3]
+    task.cancel()

@@ -1,0 +1,128 @@
+"""A job that has succeeded goes on: the same spec with a higher `flow.steps` or `flow.epochs`, from the last checkpoint, with optimizer and
+cursors.
+
+The log entry that says so is a rollback to that checkpoint. It binds the job's record as it is from then on, so the audit proves the steps
+before it under the goal that there was. The job waits for slots as one that was suspended does. Of two requests one wins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Literal
+
+from controllers.api.edge.errors import Conflict
+from controllers.api.store_reader import StoreReader
+from controllers.job.preparation import spec_differences
+from controllers.job.rollback import find_damage
+from controllers.storage.run_folder import collect_records, has_own_folder
+from gcore.config.load import stored_spec
+from gcore.config.spec import JobSpec
+from gcore.errors import StoreUnavailable
+from gcore.ledger import chain, transactions
+from gcore.ledger.archive import highest_in_folder
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.chain import Checkpoint, LogEntry, RaisedGoal
+from gcore.ledger.records.job import JobPhase, JobRecord
+from gcore.ledger.selection import resumable_checkpoints
+from gcore.ledger.transactions import EndedJob, Transaction, TxnOutcome, Versioned
+from gcore.models.layout import highest_lineage
+from gcore.schema import written_version
+from gcore.store import keys
+from gcore.store.keys import JobKeys
+from gcore.system.clock import Clock
+from placement.shares import new_claim
+
+ANEW = "begin a new job with --new"
+
+GOALS: tuple[Literal["steps", "epochs"], ...] = ("steps", "epochs")
+
+
+def raised_goal(job: JobRecord, spec: JobSpec) -> RaisedGoal | None:
+    """How much further `spec` goes than the job's own; None if that is not the only difference."""
+    old = stored_spec(job.spec)
+    changed = spec_differences(old.model_dump(mode="json"), spec.model_dump(mode="json"))
+    what = next((goal for goal in GOALS if changed == [f"flow.{goal}"]), None)
+    if what is None:
+        return None
+    before, after = getattr(old.flow, what), getattr(spec.flow, what)
+    return RaisedGoal(what=what, before=before, after=after) if before and after and after > before else None
+
+
+def find_last_state(mirror: JobMirror, named: int) -> tuple[EndedJob, Checkpoint, LogEntry]:
+    """The job as it stands, its last checkpoint and that one's log entry. `named`: revision of the key by which its name means it. Raises
+    Conflict if it cannot go on."""
+    job, status, head = mirror.job, mirror.status, mirror.head
+    if job is None or status is None or head is None or mirror.checkpoints is None or mirror.plan is None:
+        raise Conflict(f"the store has lost records of job {mirror.keys.uid}", fix=f"`gcore audit` names them; {ANEW}")
+    if status.record.phase is not JobPhase.SUCCEEDED or head.record.deleted:
+        raise Conflict(f"somebody else has changed job {job.record.name!r} meanwhile", fix="Ask again")
+    known = mirror.checkpoints.record.entries
+    target = next(iter(resumable_checkpoints(head.record, known)), None)
+    entry: Versioned[LogEntry] | None = None if target is None else mirror.log.get(target.seq)
+    if target is None or entry is None:
+        what = f"the store has lost the last checkpoint of job {job.record.name!r}"
+        raise Conflict(what, fix=f"`gcore audit` names what is missing; {ANEW}")
+    return EndedJob(job, status, head, mirror.checkpoints, mirror.plan, named), target, entry.record
+
+
+def extend_transaction(
+    job_keys: JobKeys,
+    ended: EndedJob,
+    entry: LogEntry,
+    raised: RaisedGoal,
+    *,
+    by: str,
+    time: float,
+    seen: chain.HighWater = chain.NOTHING_SEEN,
+) -> Transaction:
+    """From the checkpoint whose log entry is `entry`. `by`: who writes it; `time`: now, in seconds since the epoch; `seen`: numbers that
+    are taken (`chain.rollback_entry`)."""
+    job = ended.job.record.with_goal(raised.what, raised.after)
+    writer = chain.ChainWriter(by, uuid.uuid4().hex[:16], chain.job_digest(job))
+    reason, world = f"it goes on after its end: {raised}", uuid.uuid4().hex[:12]
+    advance = chain.rollback_entry(ended.head.record, entry, world, writer, reason, seen=seen, raised=raised)
+    claim = new_claim(stored_spec(job.spec), created=time, owner=job.owner)
+    return transactions.extend(job_keys, ended, advance, claim)
+
+
+async def extend_job(jobs: StoreReader, uid: str, raised: RaisedGoal, clock: Clock) -> None:
+    """Have a job that has succeeded go on. Raises Conflict, StoreUnavailable."""
+    if written_version() < chain.BINDING_VERSION:
+        what = "nodes of an earlier version are in the cluster, which do not know that a job can go on after its end"
+        raise Conflict(what, fix=f"Replace them first, or {ANEW}")
+    while True:
+        mirror = JobMirror(JobKeys(uid)).fold(await jobs.batch(uid))
+        ended, target, entry = find_last_state(mirror, await _named(jobs, mirror))
+        seen = await _numbers_in_folder(jobs, uid, target)
+        by, now = jobs.node or "api", clock.wall()
+        txn = extend_transaction(mirror.keys, ended, entry, raised, by=by, time=now, seen=seen)
+        report = await jobs.ledger(uid).run(txn)
+        if report.outcome is TxnOutcome.WON:
+            return
+        if report.outcome is TxnOutcome.UNKNOWN:
+            raise StoreUnavailable(f"whether the job goes on is not known ({report.why})", fix="Ask again")
+
+
+async def _named(jobs: StoreReader, mirror: JobMirror) -> int:
+    """Revision of the key by which the job's name means it. Raises Conflict if it means another."""
+    job = mirror.job
+    named = None if job is None else await jobs.store.get(keys.name(job.record.name, job.record.namespace))
+    if named is None or named.value != mirror.keys.uid.encode():
+        raise Conflict(f"the name of job {mirror.keys.uid} belongs to another job by now", fix="Ask again")
+    return named.mod_revision
+
+
+async def _numbers_in_folder(jobs: StoreReader, uid: str, target: Checkpoint) -> chain.HighWater:
+    """The highest numbers of which anything is left in the run's folder. Raises Conflict if the checkpoint cannot be used; where nodes
+    share no folder, that is found out when the job has slots."""
+    mirror = await jobs.mirror(uid)
+    job, run_dir = mirror.job_record, mirror.run_dir
+    if not has_own_folder(job) and (problem := await asyncio.to_thread(find_damage, run_dir, target)):
+        what = f"the last checkpoint of job {job.name!r} cannot be used: {problem}"
+        raise Conflict(what, where=str(run_dir / target.file), fix=f"Put the files back, or {ANEW}")
+    await jobs.collect(mirror, collect_records)
+    lineage, left = await asyncio.gather(
+        asyncio.to_thread(highest_lineage, run_dir), asyncio.to_thread(highest_in_folder, run_dir)
+    )
+    return chain.HighWater(lineage=max(lineage, left.lineage), entry=left.entry)

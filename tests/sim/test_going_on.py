@@ -1,0 +1,24 @@
+"""A job that has succeeded goes on to a higher goal, in made-up time, while its nodes still end it and while they are killed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from simulated_cluster import Story, tell_story
+from simulated_network import Weather
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_node_that_still_ends_a_job_takes_it_up_again_when_that_goes_on(seed: int) -> None:
+    calm = replace(Story.of(seed), nodes=1, ranks=1, weather=Weather(), faults_s=0.0, goes_on=2)
+    ended = tell_story(calm)
+    assert not ended.wrong, ended.why
+    assert sum("the job goes on" in line for line in ended.history) == 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_meanwhile_what_was_trained_before_is_trained_once(seed: int) -> None:
+    ended = tell_story(replace(Story.of(seed), goes_on=2))
+    assert not ended.wrong, ended.why
+    assert any("the job goes on" in line for line in ended.history)
