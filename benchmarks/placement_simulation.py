@@ -514,14 +514,14 @@ def measure_decisions(_: argparse.Namespace, taken: Result) -> Result:
 
 # Plots ----------------------------------------------------------------------------------------------------------------
 
-REGRETS, RUN = ROOT / "docs" / "placement-regret.svg", ROOT / "docs" / "placement-run.svg"
+REGRETS, RUN = ROOT / "docs" / "images" / "placement-regret.svg", ROOT / "docs" / "images" / "placement-run.svg"
 SHOWN = ("best static", "dynamic", "threshold", "hill_climb")
 POLICY_COLOURS = {"best static": "#555555", "dynamic": "#0072b2", "threshold": "#e69f00", "hill_climb": "#d55e00"}
 PLAYED, SEED, COST_S = "judge-slow-apart", 0, 5.0
 
 
 def plot_placement(result: Result) -> None:
-    """Both plots of docs/placement-simulation.md (they need the packages of `gcore[simulate]`). The run is played again."""
+    """Both plots of docs/develop/placement-simulation.md (they need the packages of `gcore[simulate]`). The run is played again."""
     import matplotlib
 
     matplotlib.rcParams |= {"svg.hashsalt": "gcore", "font.size": 9}

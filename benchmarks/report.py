@@ -290,7 +290,7 @@ def day(result: Result) -> str:
 
 # Pictures -------------------------------------------------------------------------------------------------------------
 
-FLOWS_PICTURE = DOCS / "flows.svg"
+FLOWS_PICTURE = DOCS / "images" / "flows.svg"
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 400, 56, 20, 130, 44
 COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#edae49", "#6a4c93", "#444444", "#b8672a")
 

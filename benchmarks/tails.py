@@ -4,7 +4,7 @@ Production's controllers over emulated engines, in simulated time. Response leng
 above 2,400, up to 15 times the median. A pair is the same seed without and with a setting: the same prompts, in each data epoch again, the
 same lengths, engines and messages; so the ratio of a pair is the setting's, and the machine's load has no part in it. The
 first data epoch is not counted: of a prompt that never came nothing can be known. Whether a group is better split over engines is
-measured beside it, each response going to the engine with the fewest outstanding tokens. gcore does not do that (docs/adr/0032). And how
+measured beside it, each response going to the engine with the fewest outstanding tokens. gcore does not do that (docs/develop/adr/0032). And how
 well lengths are expected: the mean absolute error of `gcore.rollout.length_prediction` beside that of the source's mean, on draws of the
 same law, from so many finished siblings.
 

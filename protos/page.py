@@ -1,4 +1,4 @@
-"""Writes docs/api.md, the reference of the job API, from the protos and their comments: `make proto`. With --check: fails if what is
+"""Writes docs/reference/api.md, the reference of the job API, from the protos and their comments: `make proto`. With --check: fails if what is
 committed differs.
 
 Knows the little of protobuf's grammar that the protos here use. Says nothing of itself but what stands in front of the parts.
@@ -11,18 +11,18 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "api.md"
+PAGE = ROOT / "docs" / "reference" / "api.md"
 PROTOS = ROOT / "protos" / "gcore" / "api" / "v1"
 SERVICES = {"Jobs": PROTOS / "jobs.proto", "Access": PROTOS / "access.proto"}
 """What people call; nodes among themselves have more."""
 BEGIN = """# The job API
 
-The reference of `gcore.api.v1.Jobs` and `gcore.api.v1.Access`, made from [jobs.proto](../protos/gcore/api/v1/jobs.proto) and
-[access.proto](../protos/gcore/api/v1/access.proto) by `make proto`. Any controller answers for the whole cluster. [The command
-line](command-line.md) has all of it, [the Python clients](python.md) all of `Jobs`.
+The reference of `gcore.api.v1.Jobs` and `gcore.api.v1.Access`, made from [jobs.proto](../../protos/gcore/api/v1/jobs.proto) and
+[access.proto](../../protos/gcore/api/v1/access.proto) by `make proto`. Any controller answers for the whole cluster. [The command
+line](cli.md) has all of it, [the Python clients](../use/python.md) all of `Jobs`.
 
 - **Health**: `grpc.health.v1.Health` answers everybody. **Reflection** answers where the node's configuration says `api: {reflection: true}`.
-- **Who calls** is told by `authorization: Bearer TOKEN` or a client certificate ([security](security.md)).
+- **Who calls** is told by `authorization: Bearer TOKEN` or a client certificate ([security](../operate/security.md)).
 - **Bounds**: a request has at most 4 MiB, an answer 64 MiB; a daemon serves at most `api.calls` calls and follows at most `api.streams` streams of
   people at once, no more than half of them one person's where people are told apart. Nodes have places of their own, strangers at health a few.
   A call has its place until its answer was taken. The request comes with the call, or within 30 s. A deadline that the caller sets ends
@@ -116,7 +116,7 @@ def main() -> None:
     made = page()
     if "--check" in sys.argv[1:]:
         if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != made:
-            sys.exit("protos and docs/api.md differ: run 'make proto' and commit the result")
+            sys.exit("protos and docs/reference/api.md differ: run 'make proto' and commit the result")
         return
     PAGE.write_text(made, encoding="utf-8")
 

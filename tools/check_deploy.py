@@ -23,7 +23,7 @@ from tools.problem import Problem, line_of, main, relative
 
 GRAFANA = "deploy/grafana"
 RULE_TESTS = "deploy/prometheus/tests"
-RUNBOOKS = "docs/runbooks"
+RUNBOOKS = "docs/operate/runbooks"
 DOCKERFILE = "deploy/docker/Dockerfile"
 IGNORED = "deploy/docker/Dockerfile.dockerignore"
 COMPOSE = "deploy/compose/compose.yaml"

@@ -44,12 +44,14 @@ from tools.problem import Problem, line_of, main, relative
 
 CLI: Any = typer.main.get_command(app)
 MAPPED = ("gcore", "placement", "controllers")
-"""Trees of which docs/architecture.md names every package."""
+"""Trees of which docs/develop/architecture.md names every package."""
 ALIAS = '"""Alias until'
+MOST_GUIDES = 36
+"""Beside reference, runbooks and decisions."""
 RULES = 17
 """Rules of the step protocol."""
 SHOWN_BY_TESTS = ("The rules", "What a failure means", "Limits")
-"""Tables of docs/protocol.md of which each row names a test."""
+"""Tables of docs/develop/step-protocol.md of which each row names a test."""
 
 BASE: dict[str, Any] = {"name": "base", "model": {"path": "m"}, "data": {"path": "d"}, "flow": {"steps": 1}}
 BASE["rollout"] = {"max_new_tokens": 8}
@@ -88,7 +90,7 @@ def check(root: Path) -> Iterator[Problem]:
         yield from names_exist(file, root)
         yield from imports_exist(file, root)
         yield from tables_are_whole(file, root)
-    for file in (root / "CHANGELOG.md", *sorted((root / "docs" / "adr").glob("*.md"))):
+    for file in (root / "CHANGELOG.md", *sorted((root / "docs" / "develop" / "adr").glob("*.md"))):
         yield from links_lead_somewhere(file, root)
     yield from index_is_complete(root)
     yield from map_is_complete(root)
@@ -332,13 +334,17 @@ def _file_names(root: Path) -> frozenset[str]:
 
 def index_is_complete(root: Path) -> Iterator[Problem]:
     index = (root / "docs" / "index.md").read_text(encoding="utf-8")
-    for page in sorted((root / "docs").glob("*.md")):
-        if page.name != "index.md" and f"]({page.name})" not in index:
-            yield Problem("docs/index.md", 1, f"no link leads to {page.name}: add one")
+    pages = sorted(page.relative_to(root / "docs") for page in (root / "docs").glob("*/*.md"))
+    for page in pages:
+        if f"]({page.as_posix()})" not in index:
+            yield Problem("docs/index.md", 1, f"no link leads to {page}: add one")
+    guides = [page for page in pages if page.parts[0] != "reference"]
+    if len(guides) > MOST_GUIDES:
+        yield Problem("docs/index.md", 1, f"there are {len(guides)} guides, more than {MOST_GUIDES}: merge some")
 
 
 def map_is_complete(root: Path) -> Iterator[Problem]:
-    page = "docs/architecture.md"
+    page = "docs/develop/architecture.md"
     whole = (root / page).read_text(encoding="utf-8")
     lines = dict(re.findall(r"^\| `([\w/]+)` \| (.*) \|$", whole, re.MULTILINE))
     for tree in MAPPED:
@@ -360,7 +366,7 @@ def map_is_complete(root: Path) -> Iterator[Problem]:
 
 def moves_lead_somewhere(root: Path) -> Iterator[Problem]:
     """The table of what moved names today's module, folder or name for each old one."""
-    page = "docs/adr/moved-modules.tsv"
+    page = "docs/develop/adr/moved-modules.tsv"
     for number, line in enumerate((root / page).read_text(encoding="utf-8").splitlines()[1:], 2):
         new = line.rpartition("\t")[2]
         if not (_is_defined(new, root) or root.joinpath(*new.split(".")).is_dir()):
@@ -375,7 +381,7 @@ def drawings_are_current(root: Path) -> Iterator[Problem]:
 
 
 def protocol_page_is_complete(root: Path) -> Iterator[Problem]:
-    page = "docs/protocol.md"
+    page = "docs/develop/step-protocol.md"
     text = (root / page).read_text(encoding="utf-8")
     for title in SHOWN_BY_TESTS:
         section = text.partition(f"## {title}\n")[2].partition("\n## ")[0]
@@ -394,7 +400,7 @@ def protocol_page_is_complete(root: Path) -> Iterator[Problem]:
 
 
 def failures_page_is_right(root: Path) -> Iterator[Problem]:
-    page = "docs/failures.md"
+    page = "docs/operate/failures.md"
     text = (root / page).read_text(encoding="utf-8")
     for cause, seconds in PATIENCE_S.items():
         rows = re.findall(rf"^\| `{cause}` \|.*$", text, re.MULTILINE)
@@ -413,7 +419,7 @@ def failures_page_is_right(root: Path) -> Iterator[Problem]:
 
 def names_are_listed(root: Path) -> Iterator[Problem]:
     """Every value that a spec may choose, and every key of a daemon's configuration, is on its page."""
-    algorithms = (root / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    algorithms = (root / "docs" / "use" / "algorithms.md").read_text(encoding="utf-8")
     fields = {f"train.{n}": TrainSpec.model_fields[n] for n in ("advantage", "loss", "aggregation", "kl_estimator")}
     fields["train.old_logprobs"] = TrainSpec.model_fields["old_logprobs"]
     fields["rollout.correction"] = RolloutSpec.model_fields["correction"]
@@ -421,16 +427,16 @@ def names_are_listed(root: Path) -> Iterator[Problem]:
         for word in sorted(_words(info.annotation)):
             if f"`{word}`" not in algorithms:
                 yield Problem(
-                    "docs/algorithms.md", 1, f"{field} may be `{word}`, which is not on the page: describe it"
+                    "docs/use/algorithms.md", 1, f"{field} may be `{word}`, which is not on the page: describe it"
                 )
-    daemon = (root / "docs" / "daemon.md").read_text(encoding="utf-8")
+    daemon = (root / "docs" / "operate" / "configuration.md").read_text(encoding="utf-8")
     table = "\n".join(line for line in daemon.splitlines() if line.startswith("| `"))
     own = {"schema_version", "local_cluster"}  # written by `gcore up`, for itself
     keys = [key for key in NodeConfig.model_fields if key not in own and f"`{key}." not in table]
     sections: tuple[type[BaseModel], ...] = (JobLimits, GarbageSection, KeepPolicy)
     for key in [*keys, *(key for section in sections for key in section.model_fields)]:
         if f"`{key}`" not in table:
-            yield Problem("docs/daemon.md", 1, f"no table has the key `{key}`: describe it")
+            yield Problem("docs/operate/configuration.md", 1, f"no table has the key `{key}`: describe it")
 
 
 def _words(annotation: Any) -> set[str]:

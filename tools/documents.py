@@ -22,8 +22,7 @@ def documents(root: Path) -> list[Path]:
     """What people read, except the records of decisions."""
     return [
         *(file for file in (root / "README.md", root / "CONTRIBUTING.md") if file.exists()),
-        *sorted((root / "docs").glob("*.md")),
-        *sorted((root / "docs" / "runbooks").glob("*.md")),
+        *sorted(page for page in (root / "docs").rglob("*.md") if page.parent.name != "adr"),
         *sorted((root / "examples").glob("*/README.md")),
     ]
 

@@ -1,4 +1,4 @@
-"""Draw docs/processes.svg and docs/step.svg: `python -m tools.draw_architecture`, after a change here.
+"""Draw docs/images/processes.svg and docs/images/step.svg: `python -m tools.draw_architecture`, after a change here.
 
 `make lint` compares the files with `drawings()`. The colours follow the reader's light or dark theme.
 """
@@ -169,7 +169,7 @@ def step() -> str:
 
 def drawings() -> dict[str, str]:
     """The content of each drawing by its path from the root of the repository."""
-    return {"docs/processes.svg": processes(), "docs/step.svg": step()}
+    return {"docs/images/processes.svg": processes(), "docs/images/step.svg": step()}
 
 
 def main(root: Path = ROOT) -> int:

@@ -1,4 +1,4 @@
-"""Map every test function of an earlier commit to what became of it: `docs/adr/moved-tests.tsv`.
+"""Map every test function of an earlier commit to what became of it: `docs/develop/adr/moved-tests.tsv`.
 
     python -m tools.map_tests            # check the table; exit 1 if a test of the earlier commit has no place
     python -m tools.map_tests --write    # find the tests that were kept or moved, and write the table again
@@ -23,7 +23,7 @@ from functools import partial
 from tools.problem import ROOT
 
 BASE = "f9caf92"
-TABLE = "docs/adr/moved-tests.tsv"
+TABLE = "docs/develop/adr/moved-tests.tsv"
 FOUND, WRITTEN = ("kept", "moved"), ("merged-into", "checker", "deleted")
 ALIKE = 0.6
 """The least part of two bodies that agrees where a test was renamed."""

@@ -1,4 +1,4 @@
-"""The waits of a job in words, and which of them become an event. docs/failures.md lists what is done about each.
+"""The waits of a job in words, and which of them become an event. docs/operate/failures.md lists what is done about each.
 
 Each wait says what would show progress (`progress`). A wait without progress for as long as `PATIENCE_S` has for its cause becomes an
 event: an hour in which something moves is none, a minute in which nothing does is one. One peer reports each standstill, once: a node's own

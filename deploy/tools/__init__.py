@@ -1,4 +1,4 @@
-"""Makes the files of the repository that are derived from code: Grafana's dashboards and docs/metrics.md.
+"""Makes the files of the repository that are derived from code: Grafana's dashboards and docs/reference/metrics.md.
 
 `dashboard` holds what a dashboard consists of and its JSON; `fleet`, `job`, `placement`, `control` and `judges` hold one
 dashboard each; `metrics_page` writes the page of all metrics. Run it as `python -m deploy.tools`. The alerts and recording

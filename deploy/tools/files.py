@@ -15,7 +15,7 @@ from deploy.tools.placement import PLACEMENT
 
 ROOT = Path(__file__).parents[2]
 BOARDS = (FLEET, JOB, PLACEMENT, CONTROL, JUDGES)
-PAGE = "docs/metrics.md"
+PAGE = "docs/reference/metrics.md"
 DASHBOARDS = "deploy/grafana/dashboards"
 
 

@@ -1,4 +1,4 @@
-"""The page docs/metrics.md: the list of every metric, from the catalogue in `gcore/observability`."""
+"""The page docs/reference/metrics.md: the list of every metric, from the catalogue in `gcore/observability`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUBJECTS: tuple[tuple[str, type[MetricsBase]], ...] = (
 )
 HEAD = """# Every metric
 
-What a controller shows at `/metrics`, by subject. [Watching a cluster](watching.md) says how to read them: what is labelled `job` is told by every
+What a controller shows at `/metrics`, by subject. [Watching a cluster](../operate/monitoring.md) says how to read them: what is labelled `job` is told by every
 controller that works on the job, so take the maximum; counters are each process's own, so sum them. Histograms have `_bucket`, `_sum` and
 `_count`. Beside these there are Prometheus' own `process_*`, and `gcore_build_info{version}`.
 

@@ -2,7 +2,7 @@
 
 Keys are of the curve P-256, and leave the place where they are made only as a file that its owner alone can read.
 Certificates are valid for their names, their time, and for being a server or a client as their kind needs. There is no
-revocation list: a leaked key is answered by a new authority (docs/security.md says how, without a pause), so certificates are
+revocation list: a leaked key is answered by a new authority (docs/operate/security.md says how, without a pause), so certificates are
 best short-lived.
 
 AUTHORITY/ has ca.pem, ca-key.pem and engines.key (the cluster's key of engines, from which each replica's is derived). NAME/

@@ -204,7 +204,7 @@ def listening_problem(hosts: dict[str, str], tls: TlsSection | None) -> str | No
     if tls is None:
         return (
             f"{key} {host} is reached from other machines, and nobody is told apart there: make certificates with "
-            "`gcore certs init` and `gcore certs issue`, and name them in tls (docs/security.md); or listen on 127.0.0.1"
+            "`gcore certs init` and `gcore certs issue`, and name them in tls (docs/operate/security.md); or listen on 127.0.0.1"
         )
     if tls.engines_key is None:
         return (
@@ -221,7 +221,7 @@ EVERY_ADDRESS = frozenset({"0.0.0.0", "::"})
 
 BEGIN = (
     "It begins like this: node: NAME, home: FOLDER, etcd: {endpoints: [HOST:PORT]}, slots: [cuda:0], run_root: FOLDER; "
-    "docs/daemon.md has every key"
+    "docs/operate/configuration.md has every key"
 )
 
 MAX_BYTES = 1 << 18
@@ -393,7 +393,7 @@ class NodeConfig(Section):
             raise UsageError(
                 f"not a daemon's configuration: {problems}",
                 where=str(path),
-                fix="Correct it; docs/daemon.md has every key",
+                fix="Correct it; docs/operate/configuration.md has every key",
             ) from error
         config.lease_times.check(str(path))
         return config._with_whole_paths(path)

@@ -9,7 +9,7 @@ process that keeps it alive, and goes with the node.
                                                               ... .json, written last: without it there is no copy
 
 What a copy is of is told by the world and the token after which it was made: a world applies a token once, and only from
-its READY seal, so all that carry the same world and token are parts of the same state (docs/adr, "Copies of neighbours").
+its READY seal, so all that carry the same world and token are parts of the same state (docs/develop/adr, "Copies of neighbours").
 
 Writes and reads no tensors (`gcore.train.checkpoint.replicas`, `gcore.train.checkpoint.replicas`), and decides nothing.
 """

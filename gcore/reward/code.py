@@ -160,7 +160,7 @@ def parse_checks(answer: Any, field: str, most: int) -> ProgramChecks:
         shown = json.dumps(answer, ensure_ascii=False)[:100]
         raise RewardError(
             f"the answer {shown} in field {field!r} holds no tests",
-            fix='Give statements, or a list of {"input": ..., "output": ...}; see docs/rewards.md',
+            fix='Give statements, or a list of {"input": ..., "output": ...}; see docs/use/rewards.md',
         )
     for statement in found.statements[:most]:
         if (why := _cannot_tell(statement)) is not None:
@@ -240,4 +240,4 @@ def _settings(spec: RewardSpec) -> _Settings:
 def _check(refused: str) -> None:
     """Raises RewardError for a program that was not begun: nothing about it is known."""
     if refused:
-        raise RewardError(f"the program could not be run ({refused})", fix="See docs/rewards.md")
+        raise RewardError(f"the program could not be run ({refused})", fix="See docs/use/rewards.md")

@@ -14,7 +14,7 @@ A store that was restored from a backup is detected by the processes that outliv
 than before, or another cluster's number. Then revisions that were compared mean something else, a watch from a newer one waits in
 silence, and the own lease may be there still, because a backup has leases too. The process begins again, as after the loss of its
 lease. Found late it does no harm that compares do not prevent, but for a revision that was given out twice; so a store is restored
-with everything stopped (docs/operations.md).
+with everything stopped (docs/operate/upgrade-and-backup.md).
 """
 
 from __future__ import annotations

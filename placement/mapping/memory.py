@@ -216,7 +216,7 @@ RESERVE = 0.05
 """Of a GPU's memory, for what allocators lose between pieces."""
 
 HOST_RESERVE = 0.1
-"""Of host memory that is a slot's: so much may an estimate be below what is taken (docs/first-placement.md)."""
+"""Of host memory that is a slot's: so much may an estimate be below what is taken (docs/operate/scheduling.md#the-first-placement-gcore-plan)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,7 +193,7 @@ def read_scenario(path: Path) -> Scenario:
     except ValidationError as error:
         raise SpecError(
             f"the scenario {path} is not one: {scenario_problem(error)}",
-            fix="docs/placement-simulation.md has all its fields",
+            fix="docs/develop/placement-simulation.md has all its fields",
         ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = "nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())[:200]

@@ -1,7 +1,7 @@
 """Errors at the edge of the API: which gcore error leaves as which gRPC status, with a `google.rpc.Status`.
 
 A defect is logged and leaves as INTERNAL; it fails its own call, never the daemon. `ErrorInfo.reason` is the constant for programs
-(docs/api.md lists them) and never changes its meaning.
+(docs/reference/api.md lists them) and never changes its meaning.
 """
 
 from __future__ import annotations

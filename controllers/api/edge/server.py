@@ -319,7 +319,7 @@ def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor], api: ApiConfi
 
 
 def add_reflection(server: grpc.aio.Server, api: ApiConfig) -> None:
-    """Tell tools what is served, where that is wanted. What they are told is no secret: it stands in docs/api.md."""
+    """Tell tools what is served, where that is wanted. What they are told is no secret: it stands in docs/reference/api.md."""
     if not api.reflection:
         return
     from grpc_reflection.v1alpha import reflection

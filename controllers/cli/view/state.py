@@ -155,7 +155,7 @@ class WaitPoint:
     what: str
     since: float
     cause: str = ""
-    """One of the words in docs/failures.md; empty where the command itself found it."""
+    """One of the words in docs/operate/failures.md; empty where the command itself found it."""
 
 
 @dataclass(frozen=True, slots=True)

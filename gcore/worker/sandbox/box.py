@@ -71,7 +71,7 @@ class ProgramSandbox:
 
     def prove(self) -> None:
         """Raises SandboxError, naming what is missing, if programs cannot be shut in here."""
-        fix = "It needs Linux 5.13 or later with Landlock and seccomp, and libseccomp (Debian: libseccomp2); see docs/rewards.md"
+        fix = "It needs Linux 5.13 or later with Landlock and seccomp, and libseccomp (Debian: libseccomp2); see docs/use/rewards.md"
         with tempfile.TemporaryDirectory(prefix="gcore-outside-") as outside:
             os.chmod(outside, 0o755)
             secret = Path(outside) / "secret"

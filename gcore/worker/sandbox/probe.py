@@ -1,4 +1,4 @@
-"""The program with which a box is proved: it tries every way out that `docs/rewards.md` says is not there.
+"""The program with which a box is proved: it tries every way out that `docs/use/rewards.md` says is not there.
 
 It is run like any other program (`gcore.worker.sandbox.box`), with KNOWN before it, and prints the ways that were open, in words that
 follow "one could". Runs shut in, so it imports nothing of gcore.

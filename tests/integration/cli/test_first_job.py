@@ -1,4 +1,4 @@
-"""docs/first-job.md, word by word: what a reader types in an empty folder works, prints what it says, and learns.
+"""docs/start/first-job.md, word by word: what a reader types in an empty folder works, prints what it says, and learns.
 
 The commands are taken from the document. The only thing changed is the number of steps: fewer, to keep the test short; the
 document's own job goes on learning after that. Blocks that are marked as variations are not run here.
@@ -16,7 +16,7 @@ from documents import ROOT, Command, blocks, commands, mismatch
 from user_venv import make_user_venv
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos]
-PAGE = ROOT / "docs" / "first-job.md"
+PAGE = ROOT / "docs" / "start" / "first-job.md"
 STEPS = 16
 
 

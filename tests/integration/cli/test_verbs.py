@@ -246,7 +246,7 @@ def test_the_exit_code_is_the_documented_one_and_the_error_one_line(
 
 def test_the_documented_exit_codes_are_those_of_the_help() -> None:
     shown = CliRunner().invoke(app, ["--help"]).stdout
-    page = (Path(__file__).parents[3] / "docs" / "command-line.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
     for code in ("0", "1", "2", "3", "4", "130"):
         assert f" {code}  " in shown
         assert f"| `{code}` |" in page

@@ -245,8 +245,8 @@ async def test_a_daemon_with_certificates_answers_whoever_shows_one_or_a_token(t
 
 
 def documented_settings(cluster: SecuredCluster) -> dict[str, Any]:
-    """What docs/watching.md has one write for a cluster with certificates, with this cluster's files."""
-    text = (ROOT / "docs" / "watching.md").read_text()
+    """What docs/operate/monitoring.md has one write for a cluster with certificates, with this cluster's files."""
+    text = (ROOT / "docs" / "operate" / "monitoring.md").read_text()
     (lines,) = re.findall(r"^    scheme: https\n(?:    .*\n)+", text, re.MULTILINE)
     found: dict[str, Any] = yaml.safe_load(lines)
     found["tls_config"]["ca_file"] = str(cluster.ca / "ca.pem")

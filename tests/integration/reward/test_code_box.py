@@ -319,7 +319,7 @@ def without(*lacking: str) -> subprocess.CompletedProcess[str]:
 def refused(done: subprocess.CompletedProcess[str], said: str) -> None:
     assert done.stdout.startswith("programs cannot be shut in here: "), done.stdout + done.stderr
     assert said in done.stdout
-    assert "docs/rewards.md" in done.stdout
+    assert "docs/use/rewards.md" in done.stdout
 
 
 def test_where_seccomp_does_not_hold_the_proof_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -115,7 +115,8 @@ def test_the_plan_that_the_page_on_the_first_placement_shows_is_what_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (shown,) = blocks(ROOT / "docs" / "first-placement.md", "console")
+    page = ROOT / "docs" / "operate" / "scheduling.md"
+    (shown,) = (block for block in blocks(page, "console") if "$ gcore plan" in block.text)
     for command in commands(shown):
         if not command.text.startswith("gcore "):
             subprocess.run(command.text, shell=True, check=True)
@@ -127,12 +128,12 @@ def test_the_plan_that_the_page_on_the_first_placement_shows_is_what_is_printed(
 
 
 def test_every_field_of_a_placement_is_on_its_page() -> None:
-    page = (ROOT / "docs" / "placement.md").read_text()
+    page = (ROOT / "docs" / "operate" / "scheduling.md").read_text()
     assert [name for name in PlacementSpec.model_fields if f" {name}: " not in page] == []
 
 
 def test_every_field_of_a_scenario_is_on_the_page_about_the_simulator() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "placement-simulation.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "develop" / "placement-simulation.md").read_text()
     for section in (Scenario, *SECTIONS.values()):
         for name in section.model_fields:
             assert f"`{name}`" in page, name

@@ -422,10 +422,10 @@ def test_a_runs_records_that_no_job_can_have_are_told_in_a_sentence(tmp_path: Pa
 
 
 def test_the_policy_that_the_page_on_placement_shows_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs" / "placement.md").read_text()
+    page = (ROOT / "docs" / "operate" / "scheduling.md").read_text()
     code: dict[str, Any] = {}
     example = page.split("```python\n")[1].split("```")[0]
-    exec(compile(example, "docs/placement.md", "exec", dont_inherit=True), code)
+    exec(compile(example, "docs/operate/scheduling.md#placement", "exec", dont_inherit=True), code)
     monkeypatch.setattr("placement.simulator.run.find_policy", lambda name: code["idle_first"])
     scenario = tmp_path / "small.yaml"
     scenario.write_text(PLAYED)

@@ -382,10 +382,12 @@ def test_a_spec_whose_data_have_no_such_field_is_refused_at_submission(tmp_path:
 
 
 def test_the_guides_example_does_what_it_says() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "curriculum.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "use" / "data.md").read_text()
     names: dict[str, Any] = {}
     example = page.split("```python")[1].split("```")[0]
-    exec(compile(example, "docs/curriculum.md", "exec", dont_inherit=True), names)
+    exec(
+        compile(example, "docs/use/data.md#order-cut-off-responses-figures-by-source", "exec", dont_inherit=True), names
+    )
     short_first = CheckedCurriculum("short_first", names["short_first"])
     key = short_first(view(epoch=1, a=0.95, b=0.5, c=None))
     assert key is not None

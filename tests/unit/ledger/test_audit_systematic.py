@@ -1,4 +1,4 @@
-"""Every deletion and every edit of a single field of what the audit reads is found, but for those that docs/audit.md lists.
+"""Every deletion and every edit of a single field of what the audit reads is found, but for those that docs/develop/audit.md lists.
 
 Edits are made of the records as they are stored, field by field, and of the fields that a record does not have, with the values of
 the golden records. A path names the kind of record and the fields, without positions in lists: an edit of any element counts.
@@ -26,7 +26,7 @@ from gcore.ledger.archive import read_entries
 from gcore.store.types import KeyValue, WatchBatch, WatchEvent
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "records_of_version_2"
-PAGE = Path(__file__).parents[3] / "docs" / "audit.md"
+PAGE = Path(__file__).parents[3] / "docs" / "develop" / "audit.md"
 HAS_VALUE: dict[str, str] = {
     "job": "gcore.ledger.records.job.JobRecord",
     "state": "gcore.ledger.records.job.JobStatus",

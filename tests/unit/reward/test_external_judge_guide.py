@@ -23,12 +23,13 @@ from gcore.reward.judges.rate_limit import BURST_S, KEY_AGAIN_S, LONGEST_HOLD_S
 from gcore.reward.judges.template import Question
 from gcore.types import Prompt, PromptRef
 
-GUIDE = ROOT / "docs" / "external-judges.md"
-TEXT = " ".join(GUIDE.read_text(encoding="utf-8").split())
+GUIDE = ROOT / "docs" / "use" / "judges.md"
+SECTION = GUIDE.read_text(encoding="utf-8").partition("\n## Judges that others serve\n")[2]
+TEXT = " ".join(SECTION.split())
 
 
 def judge() -> JudgeSpec:
-    (block,) = blocks(GUIDE, "yaml")
+    (block,) = (block for block in blocks(GUIDE, "yaml") if "external:" in block.text and "judges:" in block.text)
     tree: dict[str, Any] = yaml.safe_load(block.text)
     return JudgeSpec.model_validate(tree["judges"][0])
 
@@ -45,7 +46,7 @@ def test_the_judge_of_the_guide_can_be_asked_and_its_request_has_what_the_guide_
 
 
 def test_the_table_has_every_key_with_its_default() -> None:
-    table = GUIDE.read_text(encoding="utf-8").split("## The key", 1)[0]
+    table = SECTION.split("# The key", 1)[0]
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|([^|]*)\|", table, re.M)
     told = {name: default.strip() for names, default in rows for name in re.findall(r"`(\w+)`", names)}
     fields = {name: field.default for name, field in ExternalJudge.model_fields.items()}

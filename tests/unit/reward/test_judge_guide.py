@@ -20,7 +20,7 @@ from gcore.reward.judges.template import LONGEST_TEXT, MOST_TURNS, Question
 from gcore.reward.judges.types import Unreadable
 from gcore.types import Prompt, PromptRef
 
-GUIDE = ROOT / "docs" / "judges.md"
+GUIDE = ROOT / "docs" / "use" / "judges.md"
 TEXT = GUIDE.read_text(encoding="utf-8")
 SPECS = blocks(GUIDE, "yaml")
 

@@ -386,9 +386,19 @@ async def test_garbage_that_is_no_http_closes_the_connection_and_nothing_else(ta
 
 
 async def test_the_agent_of_the_guide_works(talk: Talk) -> None:
-    (block,) = blocks(ROOT / "docs" / "agents.md", "python")
+    (block,) = (
+        one for one in blocks(ROOT / "docs" / "use" / "environments.md", "python") if "AGENT" in one.text.upper()
+    )
     names: dict[str, Any] = {}
-    exec(compile(block.text, "docs/agents.md", "exec", dont_inherit=True), names)
+    exec(
+        compile(
+            block.text,
+            "docs/use/environments.md#agents-foreign-code-that-speaks-openais-api",
+            "exec",
+            dont_inherit=True,
+        ),
+        names,
+    )
     await talk.begin(own=60, room=160, context=None)
     talk.policy.words = ["it is 3", "it is 4"]
     rollout = AgentRollout(talk.url, talk.token, {"prompt": "2+2", "answer": "4"}, {"tries": 3}, 7)

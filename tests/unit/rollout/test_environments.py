@@ -557,7 +557,7 @@ async def test_what_an_environment_raises_before_there_is_anything_to_wait_for_i
 
 async def test_the_tool_and_the_environment_of_the_guide_do_what_it_says() -> None:
     found: dict[str, Any] = {}
-    for block in blocks(ROOT / "docs" / "multi-turn.md", "python"):
+    for block in blocks(ROOT / "docs" / "use" / "environments.md", "python"):
         exec(compile(block.text, block.where, "exec", dont_inherit=True), found)
     assert found["days"]("2024-02") == "29"
     with pytest.raises(BadArgument, match="2024-02"):

@@ -81,7 +81,7 @@ def test_a_run_that_waits_for_old_entries_to_leave_has_a_prune_for_each_of_its_m
 
 
 def test_the_page_names_every_row_and_no_other() -> None:
-    page = (ROOT / "docs" / "chaos.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "develop" / "simulation-and-chaos.md").read_text(encoding="utf-8")
     named = [
         name
         for line in page.splitlines()
@@ -278,7 +278,7 @@ async def test_every_usual_kind_of_transaction_must_have_lost_an_answer() -> Non
 
 def test_the_kinds_that_lose_answers_are_named_where_they_are_told() -> None:
     (fault,) = table.chosen("lost-answers")
-    page = (ROOT / "docs" / "chaos.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "develop" / "simulation-and-chaos.md").read_text(encoding="utf-8")
     (line,) = [line for line in page.splitlines() if line.startswith("| `lost-answers` | the store")]
     assert set(re.findall(r"`([a-z]+)`", line)) == set(chaos_faults.USUAL)
     assert fault.what.endswith(", ".join(chaos_faults.USUAL))

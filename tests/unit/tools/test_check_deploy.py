@@ -13,7 +13,7 @@ from tools.problem import ROOT, main
 BOARD = "deploy/grafana/dashboards/fleet.json"
 ALERTS = "deploy/prometheus/rules/alerts.yml"
 RULE_TESTS = "deploy/prometheus/tests/alerts.yml"
-RUNBOOKS = "docs/runbooks"
+RUNBOOKS = "docs/operate/runbooks"
 
 FAULTS: list[Fault] = [
     (BOARD, '"uid": "gcore-fleet"', '"uid": "fleet"', f"{BOARD}:1: the uid is fleet"),
@@ -38,7 +38,7 @@ FAULTS: list[Fault] = [
     (ALERTS, "does not answer.'", "does not answer'", "GcoreControllerDown: the summary is no sentence"),
     (
         ALERTS,
-        "runbook: docs/runbooks/gcore-lease-lost.md",
+        "runbook: docs/operate/runbooks/gcore-lease-lost.md",
         "runbook: none",
         f"{ALERTS}:27: GcoreLeaseLost: the runbook",
     ),

@@ -117,35 +117,45 @@ def test_links_to_headings_references_pictures_and_imports_are_followed(tmp_path
 
 
 FAULTS: list[Fault] = [
-    ("docs/index.md", "](data.md)", "](model.md)", "docs/index.md:1: no link leads to data.md"),
-    ("docs/architecture.md", "`", "`", "the map does not name gcore/planted"),
-    ("docs/architecture.md", "| Workers: an", "| A worker: an", "the map says of gcore/worker 'A worker: an"),
-    ("docs/architecture.md", "| `gcore/store` |", "| `gcore/stores` |", "the map names gcore/stores, and there is no"),
-    ("docs/architecture.md", "`gcore/emulated`", "`gcore/emulate`", "the page does not name gcore/emulated"),
+    ("docs/index.md", "](use/data.md)", "](model.md)", "docs/index.md:1: no link leads to use/data.md"),
+    ("docs/develop/architecture.md", "`", "`", "the map does not name gcore/planted"),
+    ("docs/develop/architecture.md", "| Workers: an", "| A worker: an", "the map says of gcore/worker 'A worker: an"),
     (
-        "docs/adr/moved-modules.tsv",
+        "docs/develop/architecture.md",
+        "| `gcore/store` |",
+        "| `gcore/stores` |",
+        "the map names gcore/stores, and there is no",
+    ),
+    ("docs/develop/architecture.md", "`gcore/emulated`", "`gcore/emulate`", "the page does not name gcore/emulated"),
+    (
+        "docs/develop/adr/moved-modules.tsv",
         "\tcontrollers.rules.actions\n",
         "\tcontrollers.rules.deeds\n",
         "there is no controllers.rules.deeds: write today's",
     ),
-    ("docs/step.svg", "1 produce", "1 generate", "docs/step.svg:1: it is not what its program draws"),
-    ("docs/protocol.md", "| 3 |", "| 4 |", "the rules are numbered ['1', '2', '4', '4'"),
-    ("docs/protocol.md", "| between seal and READY |", "| x | y | z |\n| between |", "no test that shows it: | x | y"),
+    ("docs/images/step.svg", "1 produce", "1 generate", "docs/images/step.svg:1: it is not what its program draws"),
+    ("docs/develop/step-protocol.md", "| 3 |", "| 4 |", "the rules are numbered ['1', '2', '4', '4'"),
     (
-        "docs/protocol.md",
+        "docs/develop/step-protocol.md",
+        "| between seal and READY |",
+        "| x | y | z |\n| between |",
+        "no test that shows it: | x | y",
+    ),
+    (
+        "docs/develop/step-protocol.md",
         "reads version 2, the first",
         "knows version 2, the first",
-        "docs/protocol.md:1: the page does not say 'this gcore",
+        "docs/develop/step-protocol.md:1: the page does not say 'this gcore",
     ),
-    ("docs/failures.md", "| `reward` |", "| `rewards` |", "the wait reward becomes an event after"),
+    ("docs/operate/failures.md", "| `reward` |", "| `rewards` |", "the wait reward becomes an event after"),
     (
-        "docs/failures.md",
+        "docs/operate/failures.md",
         "`rollout.silent_s` (",
         "`rollout.silent_s` (about ",
         "does not say `rollout.silent_s` (30 s)",
     ),
-    ("docs/algorithms.md", "`gspo`", "`gpso`", "train.loss may be `gspo`, which is not on the page"),
-    ("docs/daemon.md", "| `advertise` |", "| `advertised` |", "no table has the key `advertise`"),
+    ("docs/use/algorithms.md", "`gspo`", "`gpso`", "train.loss may be `gspo`, which is not on the page"),
+    ("docs/operate/configuration.md", "| `advertise` |", "| `advertised` |", "no table has the key `advertise`"),
 ]
 
 
@@ -154,7 +164,7 @@ def test_each_fault_of_the_pages_that_must_be_complete_is_found(tmp_path: Path) 
     plant(root, FAULTS)
     (root / "gcore" / "planted").mkdir()
     (root / "gcore" / "planted" / "__init__.py").touch()
-    algorithms = root / "docs" / "algorithms.md"
+    algorithms = root / "docs" / "use" / "algorithms.md"
     algorithms.write_text(algorithms.read_text().replace("`gspo`", "`gpso`"))
     rules = (
         *(check_docs.index_is_complete, check_docs.map_is_complete, check_docs.drawings_are_current),
@@ -204,4 +214,4 @@ def test_a_verb_without_an_example_that_can_be_typed_is_found(epilog: str | None
 
 def test_every_folder_of_documents_is_read() -> None:
     folders = {file.parent.relative_to(ROOT).parts[:2] for file in documents(ROOT)}
-    assert {(), ("docs",), ("docs", "runbooks"), ("examples", "arithmetic")} <= folders
+    assert {(), ("docs",), ("docs", "use"), ("docs", "operate"), ("examples", "arithmetic")} <= folders

@@ -44,7 +44,9 @@ def test_a_fault_of_a_metric_is_found(
 
 def test_a_metric_that_no_code_sets_and_a_page_that_is_old_are_found(tmp_path: Path) -> None:
     root = repository(tmp_path, "docs")
-    faults: list[Fault] = [("docs/metrics.md", "gcore_", "gcore", "docs/metrics.md:1: it differs from the catalogue")]
+    faults: list[Fault] = [
+        ("docs/reference/metrics.md", "gcore_", "gcore", "docs/reference/metrics.md:1: it differs from the catalogue")
+    ]
     plant(root, faults)
     assert not_found(check_metrics.page_is_current(root), faults) == []
     metrics = Metrics()

@@ -13,8 +13,8 @@ from documents import ROOT, blocks, mismatch
 
 
 def test_the_reward_of_the_guide_passes_the_test_of_the_guide(tmp_path: Path) -> None:
-    code, test = (block.text for block in blocks(ROOT / "docs" / "your-reward.md", "python"))
-    (toml,) = (block.text for block in blocks(ROOT / "docs" / "your-reward.md", "toml"))
+    code, test = (block.text for block in blocks(ROOT / "docs" / "use" / "rewards.md", "python"))
+    (toml,) = (block.text for block in blocks(ROOT / "docs" / "use" / "rewards.md", "toml"))
     name, value = re.findall(r'^(\w+) = "([\w.:]+)"$', toml, re.M)[0]
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "reward.py").write_text(code)

@@ -1,4 +1,4 @@
-"""The table and the curves of docs/flows.md are those of the result that is committed."""
+"""The table and the curves of docs/use/algorithms.md#the-flows are those of the result that is committed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from benchmarks import report
 from benchmarks.harness import read_result
 from benchmarks.report import FLOWS_PICTURE, flows_picture
 
-PAGE = report.DOCS / "flows.md"
+PAGE = report.DOCS / "use" / "algorithms.md"
 
 
 def test_page_and_picture_say_what_the_result_says() -> None:
-    assert report.renewed("flows.md", PAGE.read_text()) == PAGE.read_text(), "run `make bench-page`"
+    assert report.renewed("use/algorithms.md", PAGE.read_text()) == PAGE.read_text(), "run `make bench-page`"
     assert flows_picture(read_result("flows")) == FLOWS_PICTURE.read_text(), "run `make bench-page`"
 
 
@@ -32,7 +32,7 @@ def test_a_figure_that_was_changed_by_hand_is_found() -> None:
     first = f"{result['runs'][0]['accuracy_after']:.1%}"
     forged = text.replace(first, "100.0%", 1)
     assert forged != text
-    assert report.renewed("flows.md", forged) == text
+    assert report.renewed("use/algorithms.md", forged) == text
 
 
 def test_the_picture_is_well_formed_and_names_do_not_lie_on_each_other() -> None:
@@ -47,4 +47,4 @@ def test_the_picture_is_well_formed_and_names_do_not_lie_on_each_other() -> None
 
 def test_a_page_without_its_part_is_refused() -> None:
     with pytest.raises(SystemExit, match="0 times"):
-        report.renewed("flows.md", "nothing")
+        report.renewed("use/algorithms.md", "nothing")

@@ -44,7 +44,7 @@ print(json.dumps(results))
 
 def _moved_away() -> dict[str, str]:
     """Old module -> new module, of those that are no longer there under the old name."""
-    with (ROOT / "docs" / "adr" / "moved-modules.tsv").open() as file:
+    with (ROOT / "docs" / "develop" / "adr" / "moved-modules.tsv").open() as file:
         table = {row["old"]: row["new"] for row in csv.DictReader(file, delimiter="\t")}
     paths = {old: ROOT.joinpath(*old.split(".")) for old in table}
     return {

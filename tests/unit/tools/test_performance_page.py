@@ -25,13 +25,13 @@ def test_every_part_is_on_its_page_between_marks() -> None:
 
 
 def test_a_figure_that_was_changed_by_hand_is_found() -> None:
-    written = (report.DOCS / "performance.md").read_text()
+    written = (report.DOCS / "reference" / "performance.md").read_text()
     place = written.index("| run |")
     forged = written[:place] + written[place:].replace("| clean |", "| dirty |", 1)
     assert forged != written
-    assert report.renewed("performance.md", forged) == written
+    assert report.renewed("reference/performance.md", forged) == written
 
 
 def test_a_page_without_a_part_is_refused() -> None:
     with pytest.raises(SystemExit, match="the part demo is there 0 times"):
-        report.renewed("performance.md", "nothing")
+        report.renewed("reference/performance.md", "nothing")

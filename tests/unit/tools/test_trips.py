@@ -1,4 +1,4 @@
-"""Four trips through the product enter at most this share of the modules that they entered before (`docs/adr/trips-before.json`)."""
+"""Four trips through the product enter at most this share of the modules that they entered before (`docs/develop/adr/trips-before.json`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.problem import ROOT
 pytestmark = [pytest.mark.large, pytest.mark.serial, pytest.mark.timeout(300)]
 
 LIMITS = {"prompt": 0.64, "submission": 0.62, "placement": 0.63, "sample": 0.62}
-BEFORE: dict[str, Any] = json.loads((ROOT / "docs" / "adr" / "trips-before.json").read_text())["trips"]
+BEFORE: dict[str, Any] = json.loads((ROOT / "docs" / "develop" / "adr" / "trips-before.json").read_text())["trips"]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import sys
 
 from documents import ROOT, blocks
 
-GUIDE = ROOT / "docs" / "algorithms.md"
+GUIDE = ROOT / "docs" / "use" / "algorithms.md"
 
 
 def test_the_program_of_the_guide_prints_what_the_guide_says() -> None:

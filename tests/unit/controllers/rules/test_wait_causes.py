@@ -1,4 +1,4 @@
-"""Each cause of docs/failures.md, produced: the view, `gcore describe`, events and metrics all name it, the events within the stated time.
+"""Each cause of docs/operate/failures.md, produced: the view, `gcore describe`, events and metrics all name it, the events within the stated time.
 
 The views are of one controller, as its records, engines, ranks and pools would make them; all that is said comes from production's code.
 """
@@ -148,7 +148,7 @@ def wait_for(cause: str) -> Wait:
 
 
 def test_the_table_has_each_cause_of_the_page_and_of_the_code() -> None:
-    page = (ROOT / "docs" / "failures.md").read_text().partition("## Every wait")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "operate" / "failures.md").read_text().partition("## Every wait")[2].partition("\n## ")[0]
     rows = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
     assert rows == PATIENCE_S.keys()
     assert CAUSES.keys() == rows | {*NOTHING_TOLD, *AT_ONCE}
