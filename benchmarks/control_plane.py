@@ -55,7 +55,7 @@ from controllers.cli import local
 from controllers.cli.local import home_processes
 from gcore.api.v1 import jobs_pb2, train_pb2_grpc
 from gcore.api.v1 import train_pb2 as pb
-from gcore.config.local_cluster import LocalCluster
+from gcore.config.local_cluster import LocalClusterState
 from gcore.engines.emulated.launch import LAW_FILE
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import SealState
@@ -131,7 +131,7 @@ class Watcher:
     """Times records and reports as they come."""
 
     def __init__(self, home: Path, uid: str, puts: int) -> None:
-        cluster = LocalCluster.load(home)
+        cluster = LocalClusterState.load(home)
         assert cluster is not None
         self._home = home
         self._etcd = cluster.etcd.endpoint

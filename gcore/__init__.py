@@ -7,6 +7,7 @@ from gcore import aliases
 
 if TYPE_CHECKING:
     from gcore.client.client import AsyncClient, Client
+    from gcore.client.local import LocalCluster, run
 
 # gRPC's core writes to stderr past all logging, at INFO whenever a peer goes away. Read when grpc is first imported.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -14,11 +15,15 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 aliases.install()
 
 __version__ = "0.1.0"
-__all__ = ["AsyncClient", "Client", "__version__"]
+__all__ = ["AsyncClient", "Client", "LocalCluster", "__version__", "run"]
 
 
 def __getattr__(name: str) -> Any:
-    """The clients, when they are asked for: workers and commands start without them."""
+    """The clients and the local cluster, on first use: workers and commands start without them."""
+    if name in ("LocalCluster", "run"):
+        from gcore.client import local
+
+        return getattr(local, name)
     if name == "AsyncClient":
         from gcore.client.client import AsyncClient
 

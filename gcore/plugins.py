@@ -5,17 +5,30 @@ somebody does; one that two packages provide, that raises while it is imported, 
 sentence that says where. A plug-in that raises while it *works* is its caller's business; `plugin_trace` gives the plug-in's own
 traceback, without the frames of gcore that called it, for the event that reports it (`PluginFault`).
 
+On a local cluster a plug-in may also be a file: `reward.py:score` in place of a name. A spec says `file: reward.py:score` or gives that as the
+name. `resolve_plugin_files` makes the paths absolute, relative to the spec's folder. A controller copies each file into the folder of the run, as
+`code/DIGEST/reward.py`, and the stored spec names that copy. `load_plugin_file` refuses a copy whose bytes do not have that digest.
+
 Nothing here knows what a plug-in of some kind takes or returns.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
+import os
+import re
+import stat
+import sys
 import traceback
 from asyncio import CancelledError
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint, entry_points
-from types import TracebackType
+from pathlib import Path
+from types import CodeType, TracebackType
 from typing import Any
 
 from gcore.errors import GcoreError, SpecError, TracedError, did_you_mean
@@ -48,6 +61,8 @@ class PluginFault(TracedError, SpecError):
 
 def find_plugin(kind: PluginKind, name: str) -> Callable[..., Any]:
     """What the entry point `name` of that kind gives. Raises PluginFault."""
+    if (file := parse_plugin_file(name)) is not None:
+        return _loaded_file(kind, file)
     known = entry_points(group=kind.group)
     points = [point for point in known if point.name == name]
     if not points:
@@ -63,7 +78,10 @@ def find_plugin(kind: PluginKind, name: str) -> Callable[..., Any]:
 
 
 def check_plugin(kind: PluginKind, name: str) -> None:
-    """Whether somebody provides an entry point `name` of that kind. Loads nothing. Raises PluginFault."""
+    """Whether somebody provides an entry point `name` of that kind; a plug-in file is loaded. Raises PluginFault."""
+    if (file := parse_plugin_file(name)) is not None:
+        _loaded_file(kind, file)
+        return
     names = {point.name for point in entry_points(group=kind.group)}
     if name not in names:
         raise _unknown(kind, name, names)
@@ -105,6 +123,24 @@ def _unknown(kind: PluginKind, name: str, names: set[str]) -> PluginFault:
     )
 
 
+def _loaded_file(kind: PluginKind, file: PluginFile) -> Callable[..., Any]:
+    try:
+        found = load_plugin_file(file)
+    except (LookupError, OSError) as error:
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise PluginFault(
+            f"{kind.noun} {str(file)!r} cannot be loaded: {said}", where=kind.where, fix="Correct the file"
+        ) from error
+    except (*RAISED, CancelledError) as error:  # the edge to foreign code: running it may raise anything
+        what = f"{kind.noun} {str(file)!r} cannot be loaded ({error_sentence(error)}){_place_of(error)}"
+        trace = plugin_trace(error)
+        raise PluginFault(what, where=kind.where, fix="Correct the file", trace=trace) from error
+    if not callable(found):
+        what = f"{kind.noun} {str(file)!r} is a {type(found).__name__}, which cannot be called"
+        raise PluginFault(what, where=kind.where, fix="Name a function")
+    return found  # type: ignore[no-any-return]
+
+
 def _loaded(kind: PluginKind, name: str, point: EntryPoint) -> Callable[..., Any]:
     try:
         found = point.load()
@@ -144,3 +180,165 @@ def _theirs(trace: TracebackType | None) -> TracebackType | None:
 
 def _is_ours(frame: TracebackType) -> bool:
     return str(frame.tb_frame.f_globals.get("__name__", "")).partition(".")[0] in _OURS
+
+
+MOST_FILE_BYTES = 1 << 20
+"""Size of a plug-in file."""
+
+CODE_FOLDER = "code"
+"""In the folder of a run."""
+
+_REFERENCE = re.compile(r"(?P<path>[^\0\n]*[^/\0\n]\.py):(?P<name>[A-Za-z_]\w*)")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+SINGLE_NAMES = ("name", "advantage", "loss", "policy", "curriculum", "parser")
+"""Keys of a spec whose value names a plug-in; `names` has a list of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PluginFile:
+    """A function in a file."""
+
+    path: Path
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.name}"
+
+
+def parse_plugin_file(reference: str) -> PluginFile | None:
+    """`FILE.py:NAME` as a file and a name; None for the name of an installed plug-in."""
+    found = _REFERENCE.fullmatch(reference)
+    return None if found is None else PluginFile(Path(found["path"]), found["name"])
+
+
+def replace_plugin_files(tree: Any, change: Callable[[PluginFile, str], str], where: str = "") -> Any:
+    """A spec with each reference to a plug-in file replaced by `change(file, dotted key)`. A key `file` becomes the key `name`."""
+    if isinstance(tree, list | tuple):
+        return [_replaced(one, change, f"{where}.{number}", "") for number, one in enumerate(tree)]
+    if not isinstance(tree, dict):
+        return tree
+    new: dict[Any, Any] = {}
+    for key, value in tree.items():
+        path = f"{where}.{key}".lstrip(".")
+        if key == "options":
+            new[key] = value
+        elif key == "file" and isinstance(value, str) and parse_plugin_file(value) is not None:
+            if "name" in tree:
+                raise SpecError("a plug-in has a file or a name, not both", where=where, fix="Remove one of them")
+            new["name"] = _replaced(value, change, path, "name")
+        elif key == "names" and isinstance(value, list | tuple):
+            new[key] = [_replaced(one, change, f"{path}.{number}", "name") for number, one in enumerate(value)]
+        else:
+            new[key] = _replaced(value, change, path, str(key))
+    return new
+
+
+def _replaced(value: Any, change: Callable[[PluginFile, str], str], where: str, key: str) -> Any:
+    if isinstance(value, str) and key in SINGLE_NAMES and (file := parse_plugin_file(value)) is not None:
+        return change(file, where)
+    return replace_plugin_files(value, change, where)
+
+
+def resolve_plugin_files(tree: Any, base: Path) -> Any:
+    """A spec with the paths of its plug-in files absolute. `base`: the folder of the spec."""
+    return replace_plugin_files(tree, lambda file, _: f"{(base / file.path.expanduser()).resolve()}:{file.name}")
+
+
+def plugin_files(tree: Any) -> list[tuple[str, PluginFile]]:
+    """The plug-in files that a spec names, each with the dotted key that names it."""
+    found: list[tuple[str, PluginFile]] = []
+
+    def note(file: PluginFile, where: str) -> str:
+        found.append((where, file))
+        return str(file)
+
+    replace_plugin_files(tree, note)
+    return found
+
+
+def read_plugin_file(path: Path, where: str) -> bytes:
+    """The bytes of a file that belongs to the user of this process and that nobody else can write. Raises SpecError."""
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise SpecError("a plug-in file must be a regular file", where=f"{where}: {path}", fix="Name a file")
+            if status.st_uid != os.geteuid():
+                what = "the file belongs to another user, so the cluster does not run it"
+                raise SpecError(what, where=f"{where}: {path}", fix="Copy it into a file of your own")
+            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                what = "other users can write the file, so the cluster does not run it"
+                raise SpecError(what, where=f"{where}: {path}", fix=f"chmod go-w {path}")
+            data = file.read(MOST_FILE_BYTES + 1)
+    except OSError as error:
+        what = f"cannot read the plug-in file ({error.strerror or error})"
+        raise SpecError(what, where=f"{where}: {path}", fix="Name an existing file") from error
+    if not data.strip():
+        raise SpecError("the plug-in file is empty", where=f"{where}: {path}", fix="Write a function in it")
+    if len(data) > MOST_FILE_BYTES:
+        raise SpecError(
+            f"the plug-in file has more than {MOST_FILE_BYTES} bytes", where=f"{where}: {path}", fix="Package it"
+        )
+    return data
+
+
+def file_digest(data: bytes) -> str:
+    """BLAKE2b of a plug-in file; 32 hex digits."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def copied_file(folder: Path, data: bytes, name: str) -> Path:
+    """Where a file of that name with these bytes lies below `folder`."""
+    return folder / CODE_FOLDER / file_digest(data) / name
+
+
+def portable_reference(reference: str) -> str:
+    """A reference to a copy without the folder that the copy lies in, so that two copies of the same bytes compare equal."""
+    file = parse_plugin_file(reference)
+    if file is None or _DIGEST.fullmatch(file.path.parent.name) is None:
+        return reference
+    return f"{file.path.parent.name}/{file.path.name}:{file.name}"
+
+
+class _FileLoader(InspectLoader):
+    """Runs a module from bytes that were checked, wherever they lie now."""
+
+    def __init__(self, data: bytes, path: Path) -> None:
+        self._data = data
+        self._path = path
+
+    def get_source(self, fullname: str) -> str:
+        return importlib.util.decode_source(self._data)
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self._data, str(self._path))
+
+
+def load_plugin_file(file: PluginFile) -> Any:
+    """Run a file and return what it defines under the name. Raises what the file raises, LookupError if the name is absent, OSError."""
+    data = file.path.read_bytes()
+    digest = file_digest(data)
+    if _DIGEST.fullmatch(file.path.parent.name) and file.path.parent.name != digest:
+        raise LookupError(f"{file.path} has changed since the job was submitted")
+    module_name = f"gcore_file_{digest}"
+    module = sys.modules.get(module_name)
+    if module is None:
+        loader = _FileLoader(data, file.path)
+        module = importlib.util.module_from_spec(ModuleSpec(module_name, loader, origin=str(file.path)))
+        module.__file__ = str(file.path)
+        sys.modules[module_name] = module
+        try:
+            loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]
+            raise
+    try:
+        return getattr(module, file.name)
+    except AttributeError:
+        names = ", ".join(_functions(module)) or "none"
+        raise LookupError(f"{file.path} defines no {file.name!r}; its functions: {names}") from None
+
+
+def _functions(module: Any) -> Iterator[str]:
+    return (name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))

@@ -288,9 +288,8 @@ class LifecycleMethods(JobsServiceBase):
         submissions = await self._submissions()
         # Each job has a request key: jobs are listed by them.
         name = request.request_id or uuid.uuid4().hex
-        uid = await submissions.create(
-            name, request.spec_json, request.mode == jobs_pb2.START_MODE_NEW, current_caller().name
-        )
+        anew, caller = request.mode == jobs_pb2.START_MODE_NEW, current_caller().name
+        uid = await submissions.create(name, request.spec_json, anew, caller, request.owner_key)
         if not may_see(await self._jobs.namespace(uid)):
             raise Conflict(
                 f"request id {request.request_id!r} is taken", fix="Choose another, that nobody else comes to choose"

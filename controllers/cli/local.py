@@ -45,7 +45,7 @@ from gcore.system.process import (
 )
 
 if TYPE_CHECKING:
-    from gcore.config.local_cluster import ControllerProcess, EtcdProcess, LocalCluster
+    from gcore.config.local_cluster import ControllerProcess, EtcdProcess, LocalClusterState
     from gcore.config.node import NodeConfig
     from gcore.store.etcd import LocalEtcd
 
@@ -347,7 +347,7 @@ class UpRequest:
 class UpResult:
     """`started` False: it was up already. `absent`: daemons that do not answer (now)."""
 
-    cluster: LocalCluster
+    cluster: LocalClusterState
     started: bool
     absent: tuple[str, ...] = ()
 
@@ -407,7 +407,7 @@ async def start_cluster(
     `say` is told before it begins what takes a while.
     """
     from controllers.daemon.keeper import STOPPING
-    from gcore.config.local_cluster import FILE_NAME, LocalCluster
+    from gcore.config.local_cluster import FILE_NAME, LocalClusterState
     from gcore.engines.emulated.launch import KIND, SAID
 
     home = real_path(request.home)
@@ -415,11 +415,11 @@ async def start_cluster(
     check_port("--port", request.port, request.controllers)
     check_port("--etcd-port", request.etcd_port, 1)
     with _alone(home):
-        known = LocalCluster.load(home)
+        known = LocalClusterState.load(home)
         if known is not None and any(is_running(c.process) for c in known.controllers):
             (home / STOPPING).unlink(missing_ok=True)
             absent = await _absent(home, clock)
-            return UpResult(LocalCluster.load(home) or known, started=False, absent=absent)
+            return UpResult(LocalClusterState.load(home) or known, started=False, absent=absent)
         if request.slots.startswith("cuda:"):
             check_gpus(sum(len(share) for share in shares))
         if request.slots.startswith(f"{KIND}:"):
@@ -487,8 +487,8 @@ async def _start(
     shares: Sequence[tuple[str, ...]],
     clock: Clock,
     command: DaemonCommand,
-) -> LocalCluster:
-    from gcore.config.local_cluster import FILE_NAME, LocalCluster
+) -> LocalClusterState:
+    from gcore.config.local_cluster import FILE_NAME, LocalClusterState, write_owner_key
     from gcore.config.node import NodeConfig
     from gcore.store.reference import StoreRef
     from gcore.system.files import replace_file
@@ -497,6 +497,7 @@ async def _start(
     if request.etcd_port is not None:
         _ports(1, request.etcd_port, 1, option="--etcd-port")
     try:
+        write_owner_key(home)
         etcd = await _start_etcd(home, request.etcd_port, clock)
         controllers = []
         for index, slots in enumerate(shares):
@@ -519,7 +520,7 @@ async def _start(
             replace_file(file, config.model_dump_json(indent=2).encode())
             process = spawn_detached(command(str(home), str(file)), log_file=home / "logs" / f"{config.node}.log")
             controllers.append(_remembered(config, file, process))
-        cluster = LocalCluster(home=str(home), etcd=_remembered_etcd(etcd), controllers=tuple(controllers))
+        cluster = LocalClusterState(home=str(home), etcd=_remembered_etcd(etcd), controllers=tuple(controllers))
         await asyncio.gather(*(_ready(one, etcd.process, home, clock) for one in controllers))
         replace_file(home / FILE_NAME, cluster.model_dump_json(indent=2).encode())
     except BaseException:
@@ -566,11 +567,11 @@ async def _absent(home: Path, clock: Clock) -> tuple[str, ...]:
     """The daemons of a cluster that is up which do not answer, after they had time to be brought back."""
     from gcore.client.calls import WaitPolicy
     from gcore.client.jobs import JobsClient
-    from gcore.config.local_cluster import LocalCluster
+    from gcore.config.local_cluster import LocalClusterState
 
     begun = clock.monotonic()
     while True:
-        cluster = LocalCluster.load(home)
+        cluster = LocalClusterState.load(home)
         assert cluster is not None
         async with JobsClient(cluster.addresses, clock=clock, patience=WaitPolicy(probe_s=1.0)) as client:
             serving = await asyncio.gather(*(client.is_serving(c.address) for c in cluster.controllers))

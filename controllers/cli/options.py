@@ -10,6 +10,7 @@ import asyncio
 import functools
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -143,11 +144,13 @@ def find_cluster(address: str | None, home: Path) -> ClusterAddress:
 
     if address is not None:
         return choose_cluster(os.environ, parse_addresses(address))
-    from gcore.config.local_cluster import LocalCluster
+    from gcore.config.local_cluster import LocalClusterState, read_owner_key
 
-    local = LocalCluster.load(home)
+    local = LocalClusterState.load(home)
     found = choose_cluster(os.environ, local=local is not None)
-    return found if found.addresses else choose_cluster(os.environ, find_addresses(None, home), local=True)
+    if found.addresses:
+        return found
+    return replace(choose_cluster(os.environ, find_addresses(None, home), local=True), owner_key=read_owner_key(home))
 
 
 def find_addresses(address: str | None, home: Path) -> tuple[str, ...]:
@@ -157,9 +160,9 @@ def find_addresses(address: str | None, home: Path) -> tuple[str, ...]:
     """
     if address is not None:
         return parse_addresses(address)
-    from gcore.config.local_cluster import FILE_NAME, LocalCluster  # not for --help
+    from gcore.config.local_cluster import FILE_NAME, LocalClusterState  # not for --help
 
-    cluster = LocalCluster.load(home)
+    cluster = LocalClusterState.load(home)
     if cluster is None:
         kept = " (what `gcore run` started ended with it; its jobs are kept)" if (home / "runs").is_dir() else ""
         raise Unreachable(
@@ -325,7 +328,13 @@ def call_cluster(
     cluster = find_cluster(address, home)
 
     async def talk() -> T:
-        reached = JobsClient(cluster.addresses, clock=SystemClock(), patience=patience, connector=cluster.connector)
+        reached = JobsClient(
+            cluster.addresses,
+            clock=SystemClock(),
+            patience=patience,
+            connector=cluster.connector,
+            owner_key=cluster.owner_key,
+        )
         async with reached as client:
             return await what(client)
 

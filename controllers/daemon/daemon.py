@@ -40,7 +40,7 @@ from controllers.web.content import PageContent
 from gcore.api.rpc import VersionGate
 from gcore.api.tls import ReloadingFiles
 from gcore.api.v1 import access_pb2_grpc, files_pb2_grpc, jobs_pb2_grpc, placement_pb2_grpc
-from gcore.config.local_cluster import LocalCluster
+from gcore.config.local_cluster import LocalClusterState, read_owner_key
 from gcore.config.node import NodeConfig
 from gcore.errors import GcoreError, UsageError
 from gcore.observability.metrics import InstrumentedStore, Metrics
@@ -176,7 +176,10 @@ class Daemon:
             cache, slots = Path(config.home) / "cache", functools.partial(most_slots, config)
             allowed = Allowlist.of(config)
             run_root, local = Path(config.run_root), config.local_cluster
-            return Submitter(store, jobs, run_root, cache, self._clock, slots, local=local, allowed=allowed)
+            key = read_owner_key(Path(config.home)) if local and not config.tells_apart else ""
+            return Submitter(
+                store, jobs, run_root, cache, self._clock, slots, local=local, allowed=allowed, owner_key=key
+            )
 
         room = StreamLimiter(config.api.streams)
         service = JobsService(jobs, submissions, self._own.runners.get, self._clock, self._trouble, room)
@@ -286,5 +289,5 @@ def certificate_expiry(pem: bytes) -> float:
 
 def most_slots(config: NodeConfig) -> int | None:
     """The slots that there will ever be: a local cluster is as large as it was started, any other may grow (None)."""
-    local = LocalCluster.load(Path(config.home)) if config.local_cluster else None
+    local = LocalClusterState.load(Path(config.home)) if config.local_cluster else None
     return None if local is None else len(local.slots)

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from gcore.config.local_cluster import FILE_NAME, ControllerProcess, LocalCluster
+from gcore.config.local_cluster import FILE_NAME, ControllerProcess, LocalClusterState
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.store import keys
 from gcore.store.etcd import LocalEtcd, last_error_line
@@ -51,7 +51,7 @@ class ProcessKeeper:
         self._clock = clock
         self.trouble = ""
         """Why what has died could not be brought back at the last look, or does not last; nothing if nothing had, or it does."""
-        self._known: tuple[tuple[int, int, int], LocalCluster] | None = None
+        self._known: tuple[tuple[int, int, int], LocalClusterState] | None = None
         """The document as it was read, and which file that was."""
         self._etcd: ProcessId | None = None
         self._etcd_changed: deque[float] = deque(maxlen=RESTARTS)
@@ -107,7 +107,7 @@ class ProcessKeeper:
                             if alone is not None:
                                 self._bring_back(alone, daemon.name)
 
-    def _read(self) -> LocalCluster | None:
+    def _read(self) -> LocalClusterState | None:
         """The cluster's document; it is large where there are many slots, so it is read when it is another file than before.
 
         Raises UsageError.
@@ -118,13 +118,13 @@ class ProcessKeeper:
             return None
         stamp = found.st_ino, found.st_mtime_ns, found.st_size
         if self._known is None or self._known[0] != stamp:
-            cluster = LocalCluster.load(self._home)
+            cluster = LocalClusterState.load(self._home)
             if cluster is None:
                 return None
             self._known = stamp, cluster
         return self._known[1]
 
-    async def _bring_back_etcd(self, cluster: LocalCluster) -> None:
+    async def _bring_back_etcd(self, cluster: LocalClusterState) -> None:
         known = cluster.etcd
         started = await LocalEtcd.start(
             Path(known.data_dir),
@@ -138,7 +138,7 @@ class ProcessKeeper:
         changed = known.model_copy(update={"pid": started.process.pid, "started": started.process.started})
         self._write(cluster.model_copy(update={"etcd": changed}), started.process)
 
-    def _bring_back(self, cluster: LocalCluster, name: str) -> None:
+    def _bring_back(self, cluster: LocalClusterState, name: str) -> None:
         daemon = next((c for c in cluster.controllers if c.name == name), None)
         if daemon is None or is_running(daemon.process):
             return
@@ -149,7 +149,7 @@ class ProcessKeeper:
         self._write(_replaced(cluster, daemon, process), process)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[LocalCluster | None]:
+    def _alone(self) -> Iterator[LocalClusterState | None]:
         """The cluster's document as it is while no other keeper is at work; None while one is, or the cluster ends."""
         with (self._home / "keeper.lock").open("w") as lock:
             try:
@@ -157,9 +157,9 @@ class ProcessKeeper:
             except BlockingIOError:
                 yield None
                 return
-            yield None if (self._home / STOPPING).exists() else LocalCluster.load(self._home)
+            yield None if (self._home / STOPPING).exists() else LocalClusterState.load(self._home)
 
-    def _write(self, cluster: LocalCluster, started: ProcessId) -> None:
+    def _write(self, cluster: LocalClusterState, started: ProcessId) -> None:
         """Raises OSError; then `started` is ended, or it would be in the way of the next try, unknown to everybody."""
         try:
             replace_file(self._home / FILE_NAME, cluster.model_dump_json(indent=2).encode())
@@ -173,7 +173,7 @@ def _ending(process: ProcessId) -> str:
     return f"was ended by {killed}" if killed else "had died"
 
 
-def _replaced(cluster: LocalCluster, daemon: ControllerProcess, process: ProcessId) -> LocalCluster:
+def _replaced(cluster: LocalClusterState, daemon: ControllerProcess, process: ProcessId) -> LocalClusterState:
     new = daemon.model_copy(update={"pid": process.pid, "started": process.started})
     controllers = tuple(new if c.name == daemon.name else c for c in cluster.controllers)
     return cluster.model_copy(update={"controllers": controllers})

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from gcore.client import JobsClient
 from gcore.config import load_spec
-from gcore.config.local_cluster import LocalCluster
+from gcore.config.local_cluster import LocalClusterState
 from gcore.errors import GcoreError
 from gcore.system.clock import SystemClock
 
@@ -31,7 +31,7 @@ async def kill_in_the_middle(home: Path, victim: str, name: str, at_step: int, t
     while True:
         await clock.sleep(0.2)
         try:
-            cluster = LocalCluster.load(home)
+            cluster = LocalClusterState.load(home)
             if cluster is None:
                 continue
             async with JobsClient(cluster.addresses, clock=clock) as client:

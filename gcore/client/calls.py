@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -21,7 +21,7 @@ from gcore.api.tls import PLAIN, Connector
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.client.contexts import ClusterAddress, choose_cluster
-from gcore.config.local_cluster import LocalCluster
+from gcore.config.local_cluster import LocalClusterState, read_owner_key
 from gcore.errors import GcoreError, NotAllowed, StoreUnavailable, Unreachable, UsageError
 from gcore.system.clock import Clock
 
@@ -151,6 +151,7 @@ class ApiCalls:
         clock: Clock,
         patience: WaitPolicy | None = None,
         connector: Connector = PLAIN,
+        owner_key: str = "",
     ) -> None:
         if not addresses:
             raise ValueError("a client needs at least one address")
@@ -158,6 +159,7 @@ class ApiCalls:
         self._clock = clock
         self._patience = patience or WaitPolicy()
         self._connector = connector
+        self._owner_key = owner_key
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._current = 0
         self._heard = clock.monotonic()
@@ -264,7 +266,7 @@ def find_cluster(address: str | Sequence[str] | None, home: Path, env: Mapping[s
     if address is not None:
         given = address.split(",") if isinstance(address, str) else address
         return choose_cluster(env, tuple(one.strip() for one in given))
-    local = LocalCluster.load(home)
+    local = LocalClusterState.load(home)
     found = choose_cluster(env, local=local is not None)
     if found.addresses:
         return found
@@ -274,4 +276,4 @@ def find_cluster(address: str | Sequence[str] | None, home: Path, env: Mapping[s
             where=str(home.absolute()),
             fix="Name a controller's host:port, set GCORE_ADDRESS, or start a cluster with `gcore up`",
         )
-    return choose_cluster(env, local.addresses, local=True)
+    return replace(choose_cluster(env, local.addresses, local=True), owner_key=read_owner_key(home))

@@ -70,7 +70,11 @@ class AsyncClient:
         """`address`: host:port of a controller, or several. Raises UsageError, and Unreachable if no cluster is known."""
         found = find_cluster(address, Path(home), os.environ)
         self.jobs = JobsClient(
-            found.addresses, clock=clock or SystemClock(), patience=patience, connector=found.connector
+            found.addresses,
+            clock=clock or SystemClock(),
+            patience=patience,
+            connector=found.connector,
+            owner_key=found.owner_key,
         )
         """The API's own messages, for what is not here."""
 

@@ -61,6 +61,8 @@ class ClusterAddress:
 
     addresses: tuple[str, ...]
     connector: Connector = field(repr=False, default=PLAIN)
+    owner_key: str = field(repr=False, default="")
+    """Of a local cluster: shows that the caller owns it (`gcore.config.local_cluster`)."""
 
 
 def contexts_file(env: Mapping[str, str]) -> Path:

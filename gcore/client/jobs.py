@@ -245,7 +245,8 @@ class JobsClient(ResumingStreams):
 
     async def create_job(self, spec_json: str, *, request_id: str, mode: v1_pb.StartMode) -> v1_pb.Job:
         """Create the job, or find it: the same `request_id` always means the same job."""
-        request = v1_pb.CreateJobRequest(request_id=request_id, spec_json=spec_json, mode=mode)
+        key = self._owner_key
+        request = v1_pb.CreateJobRequest(request_id=request_id, spec_json=spec_json, mode=mode, owner_key=key)
         return await self._anywhere(
             "create the job", lambda stub, t: stub.CreateJob(request, timeout=t), timeout_s=self._patience.create_s
         )

@@ -29,7 +29,7 @@ from gcore.config.reward import LONGEST_TEMPLATE
 from gcore.config.spec import JobSpec
 from gcore.config.train import STORED, FlowSpec
 from gcore.errors import SpecError, did_you_mean
-from gcore.plugins import PluginFault, PluginKind, find_plugin
+from gcore.plugins import PluginFault, PluginKind, find_plugin, resolve_plugin_files
 
 F = TypeVar("F", bound=Callable[..., Any])
 Tree = dict[str, Any]
@@ -163,7 +163,7 @@ def read_plain(text: str) -> Any:
     try:
         # A SafeLoader subclass: builds plain values only.
         return yaml.load(text, Loader=PlainLoader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
         problem = getattr(error, "problem", None) or next(iter(str(error).splitlines()), type(error).__name__)
@@ -213,6 +213,7 @@ def new_spec(tree: dict[str, Any], *, where: str = "spec", base: Path | None = N
     """
 
     _check_tree(tree, where)
+    tree = resolve_plugin_files(tree, base or Path("/"))
     whole = apply_flow_settings(tree)
     return _checked(whole, where, base, blame=lambda problems: blame_flow(tree, problems, _problems(tree)))
 

@@ -7,15 +7,21 @@ never of this file. Does not start or stop anything (`controllers.cli.local`).
 
 from __future__ import annotations
 
+import os
+import secrets
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gcore.errors import UsageError
+from gcore.system.files import replace_file
 from gcore.system.process import ProcessId
 
 FILE_NAME = "cluster.json"
+
+KEY_FILE = "owner.key"
+"""In the home, readable by its owner alone. Whoever shows its content to a daemon of this cluster may submit specs that name plug-in files."""
 
 
 class _Process(BaseModel):
@@ -53,7 +59,7 @@ class ControllerProcess(_Process):
     config_file: str
 
 
-class LocalCluster(BaseModel):
+class LocalClusterState(BaseModel):
     """The document."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -74,7 +80,7 @@ class LocalCluster(BaseModel):
         return tuple(slot for c in self.controllers for slot in c.slots)
 
     @classmethod
-    def load(cls, home: Path) -> LocalCluster | None:
+    def load(cls, home: Path) -> LocalClusterState | None:
         """The document in `home`; None if there is none. Raises UsageError if it cannot be read."""
         path = home / FILE_NAME
         try:
@@ -91,3 +97,20 @@ class LocalCluster(BaseModel):
                 where=str(path),
                 fix=f"Run `gcore down --home {home}`; it ends what runs there and removes the file",
             ) from error
+
+
+def write_owner_key(home: Path) -> None:
+    """Make the key of a home, unless it has one that only its owner can read."""
+    if not read_owner_key(home):
+        replace_file(home / KEY_FILE, secrets.token_hex(32).encode(), mode=0o600)
+
+
+def read_owner_key(home: Path) -> str:
+    """The key of a home; empty if there is none, or if other users can read or replace it."""
+    try:
+        with (home / KEY_FILE).open("rb") as file:
+            status = os.fstat(file.fileno())
+            key = file.read(256).decode("ascii", errors="replace").strip()
+    except OSError:
+        return ""
+    return key if status.st_uid == os.geteuid() and not status.st_mode & 0o077 else ""

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, Validati
 from pydantic_core import PydanticCustomError
 
 from gcore.config.base import HUB_SCHEMES, MOST_SLOTS, FilePath, Option, Section, is_unset
-from gcore.plugins import PluginKind
+from gcore.plugins import PluginKind, parse_plugin_file
 
 Schedule = Literal["constant", "linear", "cosine"]
 """Of the learning rate after its warm-up: as it is, or to zero at the last update along a line or half a cosine."""
@@ -82,7 +82,7 @@ def is_own_loss(name: str) -> bool:
 
 
 def _provided(name: str, info: ValidationInfo, kind: PluginKind, built_in: Sequence[str]) -> str:
-    if name in built_in or is_stored(info):
+    if name in built_in or is_stored(info) or parse_plugin_file(name) is not None:
         return name
     own = sorted({point.name for point in entry_points(group=kind.group)} - set(built_in))
     if name in own:

@@ -14,10 +14,13 @@ parts are named "LABEL.NAME".
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from inspect import Parameter
 from typing import Any, Protocol
 
 from gcore.config.base import shorten_text
@@ -80,8 +83,27 @@ class Reward(Protocol):
 
 def find_reward(name: str) -> CheckedReward:
     """The reward of that entry-point name, its results checked. Raises PluginFault, with the nearest name if there is none."""
-    reward: Reward = find_plugin(REWARDS, name)
-    return CheckedReward(name, reward)
+    return CheckedReward(name, with_all_arguments(find_plugin(REWARDS, name)))
+
+
+def with_all_arguments(reward: Callable[..., Any]) -> Reward:
+    """A reward that takes the response alone, or the response and the fields, as one that takes all three arguments."""
+    try:
+        kinds = [one.kind for one in inspect.signature(reward).parameters.values()]
+    except (TypeError, ValueError):  # a callable without a signature
+        return reward
+    positional = sum(kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
+    if Parameter.VAR_POSITIONAL in kinds or not 1 <= positional <= 2:
+        return reward
+
+    @functools.wraps(reward)
+    def call(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> Any:
+        return reward(*(response, fields)[:positional])
+
+    for hook in ("start", "check"):
+        if (method := getattr(reward, hook, None)) is not None:
+            setattr(call, hook, method)
+    return call
 
 
 class CheckedReward:
@@ -126,6 +148,8 @@ class CheckedReward:
 
     def _checked(self, result: Any) -> RewardResult:
         """What it gave, in gcore's own types. Its numbers, names and sequences may be foreign code too."""
+        if isinstance(result, int | float):  # also True and False
+            result = RewardResult(float(result))
         if not isinstance(result, RewardResult):
             raise RewardError(
                 f"reward {self._name!r} returned a {type(result).__name__}, not a RewardResult",

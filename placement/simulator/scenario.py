@@ -195,7 +195,7 @@ def read_scenario(path: Path) -> Scenario:
             f"the scenario {path} is not one: {scenario_problem(error)}",
             fix="docs/develop/placement-simulation.md has all its fields",
         ) from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         problem = "nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())[:200]
         raise SpecError(
             f"the scenario {path} is not YAML: {problem}",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from cluster_run import cluster_up, gcore, processes_of
 
-from gcore.config.local_cluster import LocalCluster
+from gcore.config.local_cluster import LocalClusterState
 from gcore.quickstart import arithmetic as arithmetic_judge
 from gcore.quickstart.arithmetic import prepare_arithmetic
 
@@ -36,7 +36,7 @@ def spec(example: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalClusterState]:
     """Two controllers of a slot each, for all tests that kill nothing. Each has jobs of other names and leaves none running."""
     with cluster_up(tmp_path_factory.mktemp("cluster") / "home") as found:
         yield found

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.client import JobsClient
-from gcore.config.local_cluster import LocalCluster
+from gcore.config.local_cluster import LocalClusterState
 from gcore.errors import GcoreError
 from gcore.store.client import EtcdStore
 from gcore.system.clock import SystemClock
@@ -66,7 +66,7 @@ class ClusterRun:
         """One question to any controller; None if none answers yet."""
 
         async def asked() -> T | None:
-            cluster = LocalCluster.load(self.home)
+            cluster = LocalClusterState.load(self.home)
             if cluster is None:
                 return None
             async with JobsClient(cluster.addresses, clock=SystemClock()) as client:
@@ -103,7 +103,7 @@ class ClusterRun:
 
     def kill_controller(self, name: str) -> None:
         """kill -9."""
-        cluster = LocalCluster.load(self.home)
+        cluster = LocalClusterState.load(self.home)
         assert cluster is not None
         os.kill(next(c.pid for c in cluster.controllers if c.name == name), signal.SIGKILL)
 
@@ -156,7 +156,7 @@ class ClusterRun:
 
 def name_in(spec: Path) -> str:
     """The job's name."""
-    return next(line.split(":", 1)[1].strip() for line in spec.read_text().splitlines() if line.startswith("name:"))
+    return next(line.split(":", 1)[1].strip(' "') for line in spec.read_text().splitlines() if line.startswith("name:"))
 
 
 def summary_of(home: Path, name: str) -> dict[str, Any]:
@@ -189,11 +189,11 @@ def gcore(*arguments: str, check: int | None = 0) -> subprocess.CompletedProcess
 
 
 @contextlib.contextmanager
-def cluster_up(home: Path, *, controllers: int = 2, slots: int = 2) -> Iterator[LocalCluster]:
+def cluster_up(home: Path, *, controllers: int = 2, slots: int = 2) -> Iterator[LocalClusterState]:
     """A cluster without a job; nothing of it is left running."""
     gcore("up", "--home", str(home), "--controllers", str(controllers), "--slots", f"cpu:{slots}")
     try:
-        found = LocalCluster.load(home)
+        found = LocalClusterState.load(home)
         assert found is not None
         yield found
     finally:
@@ -201,13 +201,13 @@ def cluster_up(home: Path, *, controllers: int = 2, slots: int = 2) -> Iterator[
     assert processes_of(home) == []
 
 
-def run_job(cluster: LocalCluster, spec: Path, *more: str) -> Outcome:
+def run_job(cluster: LocalClusterState, spec: Path, *more: str) -> Outcome:
     """A job on a cluster that is up, followed to its end."""
     ended = gcore("run", str(spec), "--home", cluster.home, "--plain", *more, check=None)
     return Outcome(ended.returncode, ended.stdout + ended.stderr, summary_of(Path(cluster.home), name_in(spec)))
 
 
-def stored(cluster: LocalCluster, prefix: str) -> dict[str, bytes]:
+def stored(cluster: LocalClusterState, prefix: str) -> dict[str, bytes]:
     """The cluster's store under a prefix, by key."""
 
     async def read() -> dict[str, bytes]:

@@ -27,6 +27,7 @@ from gcore.ledger.records.job import JobPhase, JobRecord
 from gcore.ledger.selection import resumable_checkpoints
 from gcore.ledger.transactions import EndedJob, Transaction, TxnOutcome, Versioned
 from gcore.models.layout import highest_lineage
+from gcore.plugins import portable_reference, replace_plugin_files
 from gcore.schema import written_version
 from gcore.store import keys
 from gcore.store.keys import JobKeys
@@ -38,10 +39,18 @@ ANEW = "begin a new job with --new"
 GOALS: tuple[Literal["steps", "epochs"], ...] = ("steps", "epochs")
 
 
+def changed_keys(job: JobRecord, spec: JobSpec) -> list[str]:
+    """The dotted keys in which a spec differs from a job's. Copies of one plug-in file are equal, wherever they are."""
+    old, new = (
+        replace_plugin_files(one.model_dump(mode="json"), lambda file, _: portable_reference(str(file)))
+        for one in (stored_spec(job.spec), spec)
+    )
+    return spec_differences(old, new)
+
+
 def raised_goal(job: JobRecord, spec: JobSpec) -> RaisedGoal | None:
     """How much further `spec` goes than the job's own; None if that is not the only difference."""
-    old = stored_spec(job.spec)
-    changed = spec_differences(old.model_dump(mode="json"), spec.model_dump(mode="json"))
+    old, changed = stored_spec(job.spec), changed_keys(job, spec)
     what = next((goal for goal in GOALS if changed == [f"flow.{goal}"]), None)
     if what is None:
         return None

@@ -8,10 +8,12 @@ the old one and starts afresh. Whatever can be known to be wrong is refused here
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from controllers.api.edge.access import current_caller, may_see
 from controllers.api.edge.errors import Conflict, Forbidden
@@ -28,19 +30,27 @@ from controllers.api.submission.checks import (
     judge_remote_code,
     judge_revisions,
 )
-from controllers.api.submission.extension import extend_job, raised_goal
-from controllers.job.preparation import check_unchanged, spec_differences
-from gcore.config.load import new_spec, stored_spec
+from controllers.api.submission.extension import changed_keys, extend_job, raised_goal
+from controllers.job.preparation import check_unchanged
+from gcore.config.load import new_spec
 from gcore.config.spec import JobSpec
 from gcore.data.stream import identify_data
-from gcore.errors import SpecError, StoreUnavailable
+from gcore.errors import SpecError, StoreUnavailable, explain_os_errors
 from gcore.ledger import transactions
 from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
 from gcore.ledger.transactions import TransactionExecutor, TxnOutcome, Versioned
+from gcore.plugins import (
+    PluginFile,
+    copied_file,
+    plugin_files,
+    read_plugin_file,
+    replace_plugin_files,
+)
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store
 from gcore.system.clock import Clock
+from gcore.system.files import replace_file
 from placement.shares import new_claim
 
 
@@ -58,8 +68,10 @@ class Submitter:
         *,
         local: bool = False,
         allowed: Allowlist = EVERYTHING,
+        owner_key: str = "",
     ) -> None:
-        """`most_slots`: those of a cluster that cannot grow; None: more nodes may come. `local`: it is the cluster of `gcore up`."""
+        """`most_slots`: those of a cluster that cannot grow; None: more nodes may come. `local`: it is the cluster of `gcore up`.
+        `owner_key`: whoever shows it may name plug-in files; empty: specs name none."""
         self._store = store
         self._jobs = jobs
         self._run_root = run_root
@@ -68,9 +80,11 @@ class Submitter:
         self._most_slots = most_slots
         self._local = local
         self._allowed = allowed
+        self._owner_key = owner_key
 
-    async def create(self, request_id: str, spec_json: str, anew: bool, owner: str = "") -> str:
-        """The uid of the new job, or of the one that the request means. `owner`: who asks for it. Raises GcoreError."""
+    async def create(self, request_id: str, spec_json: str, anew: bool, owner: str = "", owner_key: str = "") -> str:
+        """The uid of the new job, or of the one that the request means. `owner`: who asks for it. `owner_key`: what the caller shows of the
+        cluster's key. Raises GcoreError."""
         try:
             tree = json.loads(spec_json)
         except (ValueError, RecursionError) as error:
@@ -78,6 +92,9 @@ class Submitter:
         if not isinstance(tree, dict):
             raise SpecError("the spec in the request is not an object", fix="Submit it with `gcore submit`")
         tree.setdefault("namespace", current_caller().home)
+        if plugin_files(tree):
+            self._check_owner(owner_key)
+            tree = await asyncio.to_thread(copy_plugin_files, tree, self._cache_dir)
         self._allowed.check_flow(tree)
         spec = await asyncio.to_thread(new_spec, tree)
         if not may_see(spec.namespace):
@@ -100,11 +117,12 @@ class Submitter:
             if named is not None and anew:  # only now: a spec that is refused ends nothing
                 await self.cancel(named.value.decode(errors="replace"), "replaced by a new job of the same name")
             uid = uuid.uuid4().hex[:12]
+            run_dir = run_root / run_name(spec, uid)
             job = JobRecord(
                 uid=uid,
                 name=spec.name,
-                spec=spec.model_dump(mode="json"),
-                run_dir=str(run_root / run_name(spec, uid)),
+                spec=await asyncio.to_thread(copy_plugin_files, spec.model_dump(mode="json"), run_dir),
+                run_dir=str(run_dir),
                 created=self._clock.wall(),
                 request_id=request_id,
                 prompts=checked.prompts.prompts,
@@ -144,11 +162,24 @@ class Submitter:
         run_root = self._run_root if spec.storage.root is None else Path(spec.storage.root)
         return run_root, await asyncio.to_thread(check_submission, spec, run_root, self._cache_dir)
 
+    def _check_owner(self, key: str) -> None:
+        """Raises Forbidden unless the caller owns this local cluster."""
+        if not self._owner_key:
+            raise Forbidden(
+                "this cluster runs no plug-in files: only a local cluster without users does",
+                fix="Install the plug-in as a package on every node (docs/use/plugins.md) and name it",
+            )
+        if not hmac.compare_digest(key.encode(), self._owner_key.encode()):
+            raise Forbidden(
+                "only the owner of this local cluster may submit a spec that names plug-in files",
+                fix="Submit it with the --home of the cluster, as the user who started it",
+            )
+
     async def _asked_before(self, uid: str, request_id: str, spec: JobSpec) -> str:
         """The job that was created by this request. Raises Conflict if that was for another spec."""
         job = (await self._jobs.mirror(uid)).job
-        if job is not None and may_see(job.record.namespace) and stored_spec(job.record.spec) != spec:
-            changed = ", ".join(spec_differences(job.record.spec, spec.model_dump(mode="json")))
+        if job is not None and may_see(job.record.namespace) and (changes := changed_keys(job.record, spec)):
+            changed = ", ".join(changes)
             raise Conflict(
                 f"request id {request_id!r} was used for job {job.record.name!r}, whose spec differs ({changed})",
                 where="request_id",
@@ -169,8 +200,8 @@ class Submitter:
             check_unchanged(mirror.job.record, await asyncio.to_thread(identify_data, spec, self._cache_dir))
             await extend_job(self._jobs, uid, raised, self._clock)
             return uid
-        if stored_spec(mirror.job.record.spec) != spec:
-            changed = ", ".join(spec_differences(mirror.job.record.spec, spec.model_dump(mode="json")))
+        if changes := changed_keys(mirror.job.record, spec):
+            changed = ", ".join(changes)
             raise Conflict(
                 f"job {spec.name!r} is not finished and its spec differs ({changed})",
                 fix="Start it with --new to end the old one and begin afresh, or give the spec another name",
@@ -202,3 +233,18 @@ class Submitter:
 def run_name(spec: JobSpec, uid: str) -> str:
     """Of the run's folder."""
     return keys.full_name(f"{spec.name}-{uid}", spec.namespace).replace("/", ".")
+
+
+def copy_plugin_files(tree: Any, folder: Path) -> Any:
+    """A spec whose plug-in files are copied below `folder` and named there. Raises SpecError, GcoreError."""
+
+    def copy(file: PluginFile, where: str) -> str:
+        data = read_plugin_file(file.path, where)
+        target = copied_file(folder, data, file.path.name)
+        if not target.exists():
+            with explain_os_errors("cannot copy the plug-in file", where=target, fix="Make room, or make it writable"):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(target, data, mode=0o600)
+        return f"{target}:{file.name}"
+
+    return replace_plugin_files(tree, copy)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from controllers.storage.garbage import DeletionReport
     from controllers.storage.rules import GarbageDecision
     from gcore.api.v1 import jobs_pb2 as pb
-    from gcore.config.local_cluster import LocalCluster
+    from gcore.config.local_cluster import LocalClusterState
     from gcore.config.node import NodeConfig
 
 
@@ -228,12 +228,12 @@ def gc(
 
 
 def _configuration(config: Path | None, home: Path) -> NodeConfig:
-    from gcore.config.local_cluster import LocalCluster
+    from gcore.config.local_cluster import LocalClusterState
     from gcore.config.node import NodeConfig
 
     if config is not None:
         return NodeConfig.load(config)
-    cluster = LocalCluster.load(home)
+    cluster = LocalClusterState.load(home)
     if cluster is None:
         raise Unreachable(
             "no cluster is up here",
@@ -332,7 +332,7 @@ def up(
 
 
 def check_cluster_matches(
-    cluster: LocalCluster, given: Collection[str], controllers: int, slots: tuple[str, ...]
+    cluster: LocalClusterState, given: Collection[str], controllers: int, slots: tuple[str, ...]
 ) -> None:
     """Whether a cluster that is up already has what was asked for in so many words (`given`). Raises UsageError."""
     has = []

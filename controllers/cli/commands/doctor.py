@@ -42,7 +42,7 @@ from gcore.system.network import http_client
 from gcore.system.process import thread_environment
 
 if TYPE_CHECKING:
-    from gcore.config.local_cluster import LocalCluster
+    from gcore.config.local_cluster import LocalClusterState
     from gcore.store.etcd import EtcdBinary
 
 PROBE_LIMIT_S = 90.0
@@ -343,10 +343,10 @@ async def inspect_cluster(home: Path, clock: Clock) -> list[Check]:
     """What is up in `home`."""
     from gcore.client.calls import WaitPolicy
     from gcore.client.jobs import JobsClient
-    from gcore.config.local_cluster import LocalCluster
+    from gcore.config.local_cluster import LocalClusterState
 
     try:
-        known = LocalCluster.load(home)
+        known = LocalClusterState.load(home)
     except GcoreError as error:
         return [
             Check("cluster", FAIL, f"{error.where}: {error.what}", error.fix or ""),
@@ -375,7 +375,7 @@ def _server(name: str, address: str, problem: str, *, home: Path, log: str) -> C
     return grade(name, problem or f"serves at {address}", (bool(problem), FAIL, fix))
 
 
-async def _etcd_problem(known: LocalCluster) -> str:
+async def _etcd_problem(known: LocalClusterState) -> str:
     import httpx
 
     where = known.etcd.endpoint

@@ -398,7 +398,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         if len(raw) > MOST_CLUSTER_BYTES:
             raise ValueError(f"more than {MOST_CLUSTER_BYTES} bytes")
         tree = yaml.safe_load(raw)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UsageError(f"this is no YAML ({reason})", where=str(path), fix="See deploy/local/clusters") from error
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):

@@ -619,7 +619,7 @@ async def _submit_and_follow(
         if home is not None:
             await stack.enter_async_context(keep_processes(home, screen, clock))
         client = await stack.enter_async_context(
-            JobsClient(cluster.addresses, clock=clock, connector=cluster.connector)
+            JobsClient(cluster.addresses, clock=clock, connector=cluster.connector, owner_key=cluster.owner_key)
         )
         job = await resume_if_paused(client, await begin_job(client, spec, request_id=uuid.uuid4().hex, new=new))
         return await record_job(client, job_snapshot(job), screen, clock, begun=begun)
@@ -631,10 +631,10 @@ async def keep_processes(home: Path, screen: Screen, clock: Clock) -> AsyncItera
     them may be gone. What cannot be brought back is shown."""
     from controllers.cli.local import real_path
     from controllers.daemon.keeper import LOOK_S, ProcessKeeper
-    from gcore.config.local_cluster import LocalCluster
+    from gcore.config.local_cluster import LocalClusterState
     from gcore.store.reference import StoreRef, connect_store
 
-    cluster = LocalCluster.load(home)
+    cluster = LocalClusterState.load(home)
     if cluster is None:
         yield
         return
@@ -698,10 +698,10 @@ def _is_saved(job: pb.Job) -> bool:
 def _clear_half_started(home: Path) -> None:
     """`up` cleans up behind itself; this is for a second key press that interrupted that too."""
     from controllers.cli import local
-    from gcore.config.local_cluster import LocalCluster
+    from gcore.config.local_cluster import LocalClusterState
 
     with contextlib.suppress(GcoreError):
-        if LocalCluster.load(home) is None:
+        if LocalClusterState.load(home) is None:
             local.stop_cluster(home, clock=SystemClock(), grace_s=0)
 
 

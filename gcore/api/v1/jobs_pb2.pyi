@@ -220,14 +220,16 @@ class Waiting(_message.Message):
     def __init__(self, who: _Optional[str] = ..., what: _Optional[str] = ..., since: _Optional[float] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class CreateJobRequest(_message.Message):
-    __slots__ = ("request_id", "spec_json", "mode")
+    __slots__ = ("request_id", "spec_json", "mode", "owner_key")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
+    OWNER_KEY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     spec_json: str
     mode: StartMode
-    def __init__(self, request_id: _Optional[str] = ..., spec_json: _Optional[str] = ..., mode: _Optional[_Union[StartMode, str]] = ...) -> None: ...
+    owner_key: str
+    def __init__(self, request_id: _Optional[str] = ..., spec_json: _Optional[str] = ..., mode: _Optional[_Union[StartMode, str]] = ..., owner_key: _Optional[str] = ...) -> None: ...
 
 class GetJobRequest(_message.Message):
     __slots__ = ("job",)

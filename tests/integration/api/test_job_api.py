@@ -13,7 +13,7 @@ from cluster_run import gcore
 
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.client import JobsClient
-from gcore.config.local_cluster import LocalCluster
+from gcore.config.local_cluster import LocalClusterState
 from gcore.errors import UsageError
 from gcore.quickstart.arithmetic import prepare_arithmetic
 from gcore.system.clock import SystemClock
@@ -35,7 +35,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def ask(cluster: LocalCluster, question: Any, *, first: int = 0) -> Any:
+def ask(cluster: LocalClusterState, question: Any, *, first: int = 0) -> Any:
     async def asked() -> Any:
         addresses = (*cluster.addresses[first:], *cluster.addresses[:first])
         async with JobsClient(addresses, clock=SystemClock()) as client:
@@ -45,16 +45,16 @@ def ask(cluster: LocalCluster, question: Any, *, first: int = 0) -> Any:
 
 
 def create(
-    cluster: LocalCluster, tree: dict[str, Any], request: str, mode: int = pb.START_MODE_RESUME, **kw: int
+    cluster: LocalClusterState, tree: dict[str, Any], request: str, mode: int = pb.START_MODE_RESUME, **kw: int
 ) -> pb.Job:
     return ask(cluster, lambda c: c.create_job(json.dumps(tree), request_id=request, mode=mode), **kw)
 
 
-def cancel(cluster: LocalCluster, job: str) -> pb.Job:
+def cancel(cluster: LocalClusterState, job: str) -> pb.Job:
     return ask(cluster, lambda c: c.cancel_job(job))
 
 
-def test_a_repeated_request_finds_its_job_at_any_controller(cluster: LocalCluster, tree: dict[str, Any]) -> None:
+def test_a_repeated_request_finds_its_job_at_any_controller(cluster: LocalClusterState, tree: dict[str, Any]) -> None:
     tree = tree | {"name": "repeated"}
     first = create(cluster, tree, "r1")
     assert create(cluster, tree, "r1", pb.START_MODE_NEW, first=1).uid == first.uid
@@ -66,7 +66,7 @@ def test_a_repeated_request_finds_its_job_at_any_controller(cluster: LocalCluste
         create(cluster, tree | {"flow": {"steps": 999}}, "r1", first=1)
 
 
-def test_the_same_spec_goes_on_and_a_changed_one_is_refused(cluster: LocalCluster, tree: dict[str, Any]) -> None:
+def test_the_same_spec_goes_on_and_a_changed_one_is_refused(cluster: LocalClusterState, tree: dict[str, Any]) -> None:
     tree = tree | {"name": "again"}
     first = create(cluster, tree, "a1")
     assert create(cluster, tree, "a2").uid == first.uid
@@ -81,7 +81,7 @@ def test_the_same_spec_goes_on_and_a_changed_one_is_refused(cluster: LocalCluste
     cancel(cluster, "again")
 
 
-def test_a_new_spec_that_is_refused_does_not_end_the_old_job(cluster: LocalCluster, tree: dict[str, Any]) -> None:
+def test_a_new_spec_that_is_refused_does_not_end_the_old_job(cluster: LocalClusterState, tree: dict[str, Any]) -> None:
     tree = tree | {"name": "kept"}
     first = create(cluster, tree, "k1")
     with pytest.raises(UsageError, match=r"nowhere\.jsonl: cannot read the file"):
@@ -92,7 +92,7 @@ def test_a_new_spec_that_is_refused_does_not_end_the_old_job(cluster: LocalClust
 
 
 def test_events_are_the_same_from_every_controller_and_end_with_the_job(
-    cluster: LocalCluster, tree: dict[str, Any]
+    cluster: LocalClusterState, tree: dict[str, Any]
 ) -> None:
     """From where both know the job: one that heard of it later may not have seen its first state, which is overwritten."""
     tree = tree | {"name": "events"}
@@ -125,7 +125,7 @@ def test_events_are_the_same_from_every_controller_and_end_with_the_job(
 
 
 def test_samples_are_read_at_any_controller_while_a_job_runs_and_after_it_has_ended(
-    cluster: LocalCluster, tree: dict[str, Any]
+    cluster: LocalClusterState, tree: dict[str, Any]
 ) -> None:
     tree = tree | {"name": "read", "flow": {"steps": 3, "groups_per_step": 8}, "samples": {"keep": 2, "groups": 2}}
     create(cluster, tree, "s1")
@@ -181,7 +181,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("change", "expected"), WRONG.values(), ids=WRONG)
 def test_what_cannot_work_is_refused_in_one_sentence_before_anything_is_written(
-    cluster: LocalCluster, tree: dict[str, Any], change: dict[str, Any], expected: str
+    cluster: LocalClusterState, tree: dict[str, Any], change: dict[str, Any], expected: str
 ) -> None:
     wrong = tree | {"name": "wrong"} | {k: v for k, v in change.items() if k != "shards"}
     if "shards" in change:
@@ -193,7 +193,7 @@ def test_what_cannot_work_is_refused_in_one_sentence_before_anything_is_written(
         ask(cluster, lambda c: c.get_job("wrong"))
 
 
-def test_every_controller_shows_its_metrics(cluster: LocalCluster) -> None:
+def test_every_controller_shows_its_metrics(cluster: LocalClusterState) -> None:
     for controller in cluster.controllers:
         with urllib.request.urlopen(f"http://{controller.metrics_address}/metrics", timeout=10) as answer:
             text = answer.read().decode()
@@ -201,12 +201,12 @@ def test_every_controller_shows_its_metrics(cluster: LocalCluster) -> None:
         assert "gcore_build_info" in text
 
 
-def test_the_nodes_are_listed_with_their_slots(cluster: LocalCluster) -> None:
+def test_the_nodes_are_listed_with_their_slots(cluster: LocalClusterState) -> None:
     nodes = ask(cluster, lambda c: c.list_nodes()).nodes
     assert {(n.name, tuple(n.slots)) for n in nodes} == {("node-0", ("cpu:0",)), ("node-1", ("cpu:1",))}
 
 
-def test_a_job_says_what_it_waits_for(cluster: LocalCluster, tree: dict[str, Any]) -> None:
+def test_a_job_says_what_it_waits_for(cluster: LocalClusterState, tree: dict[str, Any]) -> None:
     tree = tree | {"name": "waiting"}
     create(cluster, tree, "x1")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from controllers.cli.commands.doctor import inspect_cluster
 from controllers.cli.view.doctor_checks import CheckState
-from gcore.config.local_cluster import ControllerProcess, EtcdProcess, LocalCluster
+from gcore.config.local_cluster import ControllerProcess, EtcdProcess, LocalClusterState
 from gcore.system.clock import SystemClock
 
 
@@ -88,7 +88,7 @@ def test_a_cluster_whose_processes_are_gone_is_told_part_by_part(tmp_path: Path)
     etcd = EtcdProcess(
         endpoint="127.0.0.1:9", data_dir="x", client_port=9, peer_port=9, binary="etcd", pid=1, started=1
     )
-    document = LocalCluster(home=str(tmp_path), etcd=etcd, controllers=(controller,))
+    document = LocalClusterState(home=str(tmp_path), etcd=etcd, controllers=(controller,))
     (tmp_path / "cluster.json").write_text(document.model_dump_json())
     code, checks = doctor("--home", str(tmp_path), cwd=tmp_path)
     assert code == 1

@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 
 from controllers.cli import local
 from controllers.cli.local import home_processes
-from gcore.config.local_cluster import LocalCluster
+from gcore.config.local_cluster import LocalClusterState
 from gcore.errors import GcoreError, UsageError
 from gcore.store.etcd import EtcdNotFound
 from gcore.system.clock import SystemClock
@@ -76,7 +76,7 @@ def test_a_cluster_comes_up_twice_the_same_and_goes_down_without_a_trace(home):
     assert (second.started, second.absent, second.cluster) == (False, (), first.cluster)
     assert local.stop_cluster(home, clock=CLOCK).ended == 3
     assert home_processes(home) == ()
-    assert LocalCluster.load(home) is None
+    assert LocalClusterState.load(home) is None
     assert not any(is_running(c.process) for c in first.cluster.controllers)
 
 
@@ -112,7 +112,7 @@ def test_a_daemon_that_ends_at_once_leaves_nothing_running(home, tmp_path):
         up(home, command=lambda folder, file: [sys.executable, str(program), "--home", folder, "--config", file])
     assert "node-" in str(caught.value)
     assert home_processes(home) == ()
-    assert LocalCluster.load(home) is None
+    assert LocalClusterState.load(home) is None
 
 
 def test_a_port_that_is_taken_is_one_sentence_and_leaves_nothing_running(home):

@@ -14,7 +14,7 @@ import pytest
 from cluster_run import ClusterRun, gcore
 from corruptions import CORRUPTIONS, Refuted, Scene
 
-from gcore.config.local_cluster import LocalCluster
+from gcore.config.local_cluster import LocalClusterState
 from gcore.ledger import archive, chain, transactions
 from gcore.ledger.archive import mirror_of
 from gcore.ledger.transactions import TransactionExecutor, TxnOutcome
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 @asynccontextmanager
 async def opened(home: Path) -> AsyncIterator[EtcdStore]:
-    cluster = LocalCluster.load(home)
+    cluster = LocalClusterState.load(home)
     assert cluster is not None
     store = await EtcdStore.connect((cluster.etcd.endpoint,), clock=SystemClock())
     try:

@@ -12,7 +12,7 @@ from booked_run import books_of, check_accounted
 from cluster_run import ClusterRun, gcore, run_to_the_end
 from run_read import check_metrics, check_tensorboard, newest_run
 
-from gcore.config.local_cluster import LocalCluster
+from gcore.config.local_cluster import LocalClusterState
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
 
@@ -62,7 +62,7 @@ def test_etcd_is_killed_and_the_run_goes_on(spec: Path, home: Path) -> None:
     run = ClusterRun(spec, home, "--set", "flow.steps=8")
     try:
         run.until_step(3)
-        cluster = LocalCluster.load(home)
+        cluster = LocalClusterState.load(home)
         assert cluster is not None
         os.kill(cluster.etcd.pid, signal.SIGKILL)
         outcome = run.wait()

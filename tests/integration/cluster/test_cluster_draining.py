@@ -11,7 +11,7 @@ import pytest
 from cluster_run import ClusterRun
 from run_read import newest_run
 
-from gcore.config.local_cluster import LocalCluster
+from gcore.config.local_cluster import LocalClusterState
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -20,7 +20,7 @@ def test_a_controller_that_is_asked_to_end_hands_over_and_nothing_is_lost(spec: 
     run = ClusterRun(spec, home, "--set", "flow.steps=14")
     try:
         run.until_step(3)
-        cluster = LocalCluster.load(home)
+        cluster = LocalClusterState.load(home)
         assert cluster is not None
         pids = {one.name: one.pid for one in cluster.controllers}
         os.kill(pids["node-1"], signal.SIGTERM)

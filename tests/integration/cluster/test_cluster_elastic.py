@@ -14,7 +14,7 @@ import pytest
 from cluster_run import ClusterRun
 from run_read import newest_run
 
-from gcore.config.local_cluster import LocalCluster
+from gcore.config.local_cluster import LocalClusterState
 from gcore.config.node import NodeConfig
 from gcore.models.replicas import MEMORY, home_folder
 from gcore.system.process import spawn_detached
@@ -73,7 +73,7 @@ def test_a_node_that_is_lost_with_its_memory_costs_no_committed_step(spec: Path,
 
 def join(run: ClusterRun) -> None:
     """Start a daemon of a new node in a running cluster of one."""
-    cluster = LocalCluster.load(run.home)
+    cluster = LocalClusterState.load(run.home)
     assert cluster is not None
     first = NodeConfig.load(Path(cluster.controllers[0].config_file))
     config = first.model_copy(update={"node": "node-1", "listen_port": 0, "metrics_port": 0, "slots": ("cpu:1",)})

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from cluster_run import Outcome, run_job, stored
 
-from gcore.config.local_cluster import LocalCluster
+from gcore.config.local_cluster import LocalClusterState
 from gcore.ledger.records.chain import EpochRecord
 from gcore.ledger.records.job import Evaluation
 from gcore.observability.samples import read_groups
@@ -40,7 +40,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(cluster: LocalCluster, data: Path, name: str, changes: dict[str, Any]) -> Outcome:
+def run(cluster: LocalClusterState, data: Path, name: str, changes: dict[str, Any]) -> Outcome:
     """A job of its own name, followed to its end. `changes` are sections of the spec."""
     letters = {"name": "letters", "path": "letters.jsonl", "sampling": {"temperature": 0.7, "max_new_tokens": 3}}
     spec: dict[str, Any] = {
@@ -99,12 +99,12 @@ def check(outcome: Outcome) -> dict[str, Any]:
     return sources
 
 
-def records_of(cluster: LocalCluster, uid: str, prefix: str) -> dict[str, bytes]:
+def records_of(cluster: LocalClusterState, uid: str, prefix: str) -> dict[str, bytes]:
     """The store under a prefix of the job's, by key."""
     return stored(cluster, f"{JobKeys(uid).prefix}{prefix}")
 
 
-def check_evaluations(cluster: LocalCluster, summary: dict[str, Any]) -> None:
+def check_evaluations(cluster: LocalClusterState, summary: dict[str, Any]) -> None:
     """Both controllers answered, each set was drawn and counted as it says, and the best checkpoint is kept."""
     records = records_of(cluster, summary["uid"], "eval/")
     evaluations = sorted(
@@ -129,7 +129,7 @@ def check_evaluations(cluster: LocalCluster, summary: dict[str, Any]) -> None:
     assert (Path(best["checkpoint"]) / "config.json").is_file() if best["step"] else best["checkpoint"] == ""
 
 
-def begun_epochs(cluster: LocalCluster, uid: str) -> list[EpochRecord]:
+def begun_epochs(cluster: LocalClusterState, uid: str) -> list[EpochRecord]:
     """The records of epochs in the store."""
 
     return [EpochRecord.decode(value) for value in records_of(cluster, uid, "epoch/").values()]
@@ -149,7 +149,7 @@ def begun_epochs(cluster: LocalCluster, uid: str) -> list[EpochRecord]:
     ],
 )
 def test_truncated_responses_in_a_whole_run(
-    cluster: LocalCluster, data: Path, policy: str, order: dict[str, Any]
+    cluster: LocalClusterState, data: Path, policy: str, order: dict[str, Any]
 ) -> None:
     """With 17 prompts an epoch the four steps reach into the second, and where groups are dropped beyond it."""
     outcome = run(cluster, data, f"truncated-{policy}", {"rollout": {"truncated": policy}, "data": order})
@@ -169,7 +169,7 @@ def test_truncated_responses_in_a_whole_run(
 
 
 def test_a_job_whose_groups_are_all_filtered_fails_after_an_epoch_and_says_so(
-    cluster: LocalCluster, data: Path
+    cluster: LocalClusterState, data: Path
 ) -> None:
     always = {"truncated": "drop_group", "max_new_tokens": 3, "min_new_tokens": 3, "stop": []}
     outcome = run(cluster, data, "barren", {"rollout": always})

@@ -15,7 +15,7 @@ import pytest
 from cluster_run import ClusterRun, gcore
 from stopping import stop_process
 
-from gcore.config.local_cluster import LocalCluster
+from gcore.config.local_cluster import LocalClusterState
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -110,7 +110,7 @@ def test_a_full_disk_that_etcd_dies_of_is_told_and_the_run_goes_on_once_there_is
     run = ClusterRun(spec, small_disk, "--set", "flow.steps=8")
     try:
         run.until_step(2)
-        cluster = LocalCluster.load(small_disk)
+        cluster = LocalClusterState.load(small_disk)
         assert cluster is not None
         # An etcd that has its files may do without more room for long; one that has to make them cannot.
         data, aside = Path(cluster.etcd.data_dir), small_disk / "aside"

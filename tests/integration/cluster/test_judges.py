@@ -18,7 +18,7 @@ from cluster_run import ClusterRun, Outcome, run_job, run_to_the_end
 from fake_openai import FakeFailure, FakeOpenAI
 from run_read import metrics_of, newest_run
 
-from gcore.config.local_cluster import LocalCluster
+from gcore.config.local_cluster import LocalClusterState
 from gcore.testing.models import CHARACTERS, make_tiny_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
@@ -72,7 +72,7 @@ def with_random_judge(folder: Path, steps: int) -> Path:
 
 
 @pytest.mark.usefixtures("example")
-def test_what_is_trained_on_was_scored_by_the_judge(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_what_is_trained_on_was_scored_by_the_judge(cluster: LocalClusterState, tmp_path: Path) -> None:
     ended = run_job(cluster, with_random_judge(tmp_path, 2))
     assert ended.code == 0, ended.output
     assert (ended.summary["audit"], ended.summary["steps"]) == ("clean", 2)

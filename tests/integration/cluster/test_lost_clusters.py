@@ -14,7 +14,7 @@ from aetcd import rpc
 from cluster_run import ClusterRun, gcore
 from emulated_job import write_emulated_job
 
-from gcore.config.local_cluster import LocalCluster
+from gcore.config.local_cluster import LocalClusterState
 from gcore.store.client import EtcdStore
 from gcore.store.keys import JobKeys
 from gcore.store.types import Delete
@@ -39,8 +39,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         found.close()
 
 
-def cluster_of(run: ClusterRun) -> LocalCluster:
-    cluster = LocalCluster.load(run.home)
+def cluster_of(run: ClusterRun) -> LocalClusterState:
+    cluster = LocalClusterState.load(run.home)
     assert cluster is not None
     return cluster
 

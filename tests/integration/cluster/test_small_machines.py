@@ -11,7 +11,7 @@ from cluster_run import ClusterRun, gcore
 from hub_server import serve_hub
 
 from controllers.cli.local import home_processes as kinds_of
-from gcore.config.local_cluster import LocalCluster
+from gcore.config.local_cluster import LocalClusterState
 from gcore.system.process import SIZED
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
@@ -33,7 +33,7 @@ def environment(pid: int) -> dict[str, str]:
 
 def test_a_controller_without_a_job_is_small(home: Path) -> None:
     gcore("up", "--home", str(home))
-    cluster = LocalCluster.load(home)
+    cluster = LocalClusterState.load(home)
     assert cluster is not None
     sizes = {one.name: resident(one.pid) for one in cluster.controllers}
     assert max(sizes.values()) < LARGEST, sizes

@@ -26,7 +26,7 @@ from placement_run import write_job
 from prometheus_server import PrometheusServer, changes
 from trace_collector import Collector
 
-from gcore.config.local_cluster import LocalCluster
+from gcore.config.local_cluster import LocalClusterState
 from tools.monitoring import every_query, rules
 
 pytestmark = [pytest.mark.needs("prometheus"), pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(900)]
@@ -107,9 +107,9 @@ class Watched:
                 self._prometheus.scrape("gcore", {one["labels"]["node"]: one["targets"][0] for one in told})
                 break
 
-    def _cluster(self) -> LocalCluster | None:
+    def _cluster(self) -> LocalClusterState | None:
         try:
-            return LocalCluster.load(self.run.home)
+            return LocalClusterState.load(self.run.home)
         except Exception:  # half written
             return None
 

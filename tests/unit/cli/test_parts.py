@@ -24,7 +24,7 @@ from controllers.cli.view import summary as summaries
 from controllers.cli.view.state import BestPoint, JobSnapshot, SourceFigures, ViewState
 from controllers.cli.view.summary import AuditVerdict, find_summary, summarize
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.config.local_cluster import ControllerProcess, EtcdProcess, LocalCluster
+from gcore.config.local_cluster import ControllerProcess, EtcdProcess, LocalClusterState
 from gcore.errors import GcoreError, Unreachable, UsageError
 from gcore.observability.events import JobEvent
 from gcore.testing import FakeClock
@@ -141,8 +141,8 @@ def test_a_process_belongs_to_the_home_on_its_command_line(command, kind):
     assert classify_process(command, HOME) == kind
 
 
-def cluster(home: Path) -> LocalCluster:
-    return LocalCluster(
+def cluster(home: Path) -> LocalClusterState:
+    return LocalClusterState(
         home=str(home),
         etcd=EtcdProcess(
             pid=1, started=1, endpoint="127.0.0.1:1", data_dir="d", client_port=1, peer_port=2, binary="etcd"
@@ -159,7 +159,7 @@ def cluster(home: Path) -> LocalCluster:
 
 def test_a_cluster_is_found_by_its_home(tmp_path):
     (tmp_path / "cluster.json").write_text(cluster(tmp_path).model_dump_json())
-    assert LocalCluster.load(tmp_path) == cluster(tmp_path)
+    assert LocalClusterState.load(tmp_path) == cluster(tmp_path)
     assert find_addresses(None, tmp_path) == ("127.0.0.1:7", "127.0.0.1:8")
 
 

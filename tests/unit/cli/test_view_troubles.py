@@ -21,7 +21,7 @@ from controllers.cli.commands.run import FILE_NAME, EventFile
 from controllers.cli.view.screens import PlainScreen, trouble_lines
 from controllers.cli.view.state import ViewState, WaitPoint
 from controllers.daemon.keeper import ProcessKeeper
-from gcore.config.local_cluster import EtcdProcess, LocalCluster
+from gcore.config.local_cluster import EtcdProcess, LocalClusterState
 from gcore.errors import StoreUnavailable
 from gcore.observability.events import JobEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
@@ -121,7 +121,7 @@ async def test_the_keeper_says_why_etcd_cannot_be_started_again_until_it_can(tmp
         started=1,
     )
     (tmp_path / "cluster.json").write_text(
-        LocalCluster(home=str(tmp_path), etcd=etcd, controllers=()).model_dump_json()
+        LocalClusterState(home=str(tmp_path), etcd=etcd, controllers=()).model_dump_json()
     )
     clock = FakeClock()
     keeper = ProcessKeeper(tmp_path, "node-0", MemoryStore(MemoryCluster(clock), "node-0"), clock)
@@ -146,7 +146,7 @@ async def test_the_keeper_says_why_when_etcd_is_started_again_and_again(tmp_path
         etcd = EtcdProcess(
             endpoint="h:9", data_dir="d", client_port=9, peer_port=9, binary="e", pid=number + 2, started=1
         )
-        cluster = LocalCluster(home=str(tmp_path), etcd=etcd, controllers=())
+        cluster = LocalClusterState(home=str(tmp_path), etcd=etcd, controllers=())
         (tmp_path / "cluster.json").write_text(cluster.model_dump_json())
         await keeper.look()
         clock.jump(5.0)

@@ -232,6 +232,7 @@ def test_a_value_of_the_wrong_kind_is_told_in_the_words_of_a_spec(dotted: str, v
         pytest.param("--- {a: 1}\n--- {b: 2}\n", "not valid YAML", id="two documents"),
         pytest.param("a: " + "{b: " * 17 + "1" + "}" * 17, "nested more than 16 deep", id="deep"),
         pytest.param("a: " + "[" * 20_000, "not valid YAML: nested too deep", id="brackets without end"),
+        pytest.param('a: "\\Ueeeeeeee"', "not valid YAML: Python int too large", id="a character that does not exist"),
         pytest.param("a: " + "9" * 5000, "not valid YAML", id="a vast number"),
         pytest.param("x" * 65_537, "larger than 65536 bytes", id="large"),
         pytest.param(b"name: \xff\n", "not UTF-8 text", id="not UTF-8"),

@@ -15,7 +15,7 @@ from plug_in_package import Install, installer
 from gcore.config.reward import RewardSpec
 from gcore.errors import SpecError
 from gcore.reward.__main__ import answer_line
-from gcore.reward.api import CheckedReward, RewardError, RewardResult, find_reward
+from gcore.reward.api import CheckedReward, RewardError, RewardResult, find_reward, with_all_arguments
 from gcore.reward.pool import parse_answer
 
 SPEC = RewardSpec()
@@ -147,7 +147,25 @@ def test_whatever_a_reward_says_in_its_error_arrives_as_one(what: Any) -> None:
     assert len(str(told)) < 10_000
 
 
-@pytest.mark.parametrize("bad", [1.0, None, (1.0, ())], ids=repr)
+@pytest.mark.parametrize(("given", "value"), [(1, 1.0), (0.25, 0.25), (True, 1.0)])
+def test_a_number_is_a_result(given: Any, value: float) -> None:
+    assert gives(given)("", {}, SPEC) == RewardResult(value)
+
+
+@pytest.mark.parametrize(
+    ("reward", "value"),
+    [
+        pytest.param(lambda response: len(response), 3.0, id="the response alone"),
+        pytest.param(lambda response, fields: fields["n"], 7.0, id="response and fields"),
+        pytest.param(lambda response, fields, spec: 0.5, 0.5, id="all three"),
+        pytest.param(lambda *args: len(args), 3.0, id="any number of them"),
+    ],
+)
+def test_a_reward_takes_as_many_arguments_as_it_wants(reward: Any, value: float) -> None:
+    assert CheckedReward("mine", with_all_arguments(reward))("abc", {"n": 7}, SPEC).value == value
+
+
+@pytest.mark.parametrize("bad", ["1.0", None, (1.0, ())], ids=repr)
 def test_a_result_of_another_type_is_an_error(bad: Any) -> None:
     with pytest.raises(RewardError, match="not a RewardResult"):
         gives(bad)("", {}, SPEC)

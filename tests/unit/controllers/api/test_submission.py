@@ -21,7 +21,7 @@ from controllers.api.submission.submit import Submitter
 from controllers.daemon.daemon import most_slots
 from controllers.job.preparation import check_unchanged
 from gcore.config import JobSpec, NodeConfig, new_spec, parse_spec
-from gcore.config.local_cluster import FILE_NAME, LocalCluster
+from gcore.config.local_cluster import FILE_NAME, LocalClusterState
 from gcore.data.dataset import DataChanged
 from gcore.data.stream import DataIdentity, identify_data
 from gcore.errors import GcoreError, SpecError, UsageError
@@ -156,7 +156,7 @@ def test_only_a_local_cluster_is_as_large_as_it_will_ever_be(tmp_path: Path, loc
     etcd = {**process, "endpoint": "h:1", "data_dir": "d", "client_port": 1, "peer_port": 2, "binary": "b"}
     daemon = {**process, "address": "h:1", "metrics_address": "h:2", "config_file": "c"}
     daemons = [{**daemon, "name": f"node-{i}", "slots": ("cpu:0", "cpu:1")} for i in range(2)]
-    document = LocalCluster.model_validate({"home": str(tmp_path), "etcd": etcd, "controllers": daemons})
+    document = LocalClusterState.model_validate({"home": str(tmp_path), "etcd": etcd, "controllers": daemons})
     (tmp_path / FILE_NAME).write_text(document.model_dump_json())
     assert most_slots(config) == (4 if local else None)
 

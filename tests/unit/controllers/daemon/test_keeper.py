@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from controllers.daemon.keeper import ProcessKeeper
-from gcore.config.local_cluster import ControllerProcess, EtcdProcess, LocalCluster
+from gcore.config.local_cluster import ControllerProcess, EtcdProcess, LocalClusterState
 from gcore.store import keys
 from gcore.store.types import Delete, Put
 from gcore.system.process import is_running, spawn_detached, terminate_process, wait_process_ended
@@ -31,7 +31,7 @@ def keeper(tmp_path: Path) -> ProcessKeeper:
 def test_what_was_brought_back_and_cannot_be_noted_is_ended(tmp_path: Path, keeper: ProcessKeeper) -> None:
     (tmp_path / "cluster.json").mkdir()
     process = spawn_detached(SLEEP, log_file=tmp_path / "log")
-    cluster = LocalCluster(home=str(tmp_path), etcd=ETCD, controllers=(DAEMON,))
+    cluster = LocalClusterState(home=str(tmp_path), etcd=ETCD, controllers=(DAEMON,))
     with pytest.raises(IsADirectoryError):
         keeper._write(cluster, process)
     assert wait_process_ended(process, 30)
@@ -40,10 +40,10 @@ def test_what_was_brought_back_and_cannot_be_noted_is_ended(tmp_path: Path, keep
 
 def test_what_was_brought_back_and_noted_goes_on(tmp_path: Path, keeper: ProcessKeeper) -> None:
     process = spawn_detached(SLEEP, log_file=tmp_path / "log")
-    cluster = LocalCluster(home=str(tmp_path), etcd=ETCD, controllers=(DAEMON,))
+    cluster = LocalClusterState(home=str(tmp_path), etcd=ETCD, controllers=(DAEMON,))
     try:
         keeper._write(cluster, process)
-        assert LocalCluster.load(tmp_path) == cluster
+        assert LocalClusterState.load(tmp_path) == cluster
         assert is_running(process)
     finally:
         terminate_process(process, grace_s=5)
@@ -58,14 +58,14 @@ async def test_a_keeper_that_is_no_daemon_brings_back_all_of_them_once_their_lea
     alive = spawn_detached(SLEEP, log_file=tmp_path / "log")
     etcd = ETCD.model_copy(update={"pid": alive.pid, "started": alive.started})
     daemons = tuple(DAEMON.model_copy(update={"name": f"node-{number}"}) for number in range(2))
-    document = LocalCluster(home=str(tmp_path), etcd=etcd, controllers=daemons)
+    document = LocalClusterState(home=str(tmp_path), etcd=etcd, controllers=daemons)
     (tmp_path / "cluster.json").write_text(document.model_dump_json())
     monkeypatch.setattr("controllers.daemon.keeper.daemon_command", lambda home, config: SLEEP)
     memory.transact((), (Put(keys.node("node-1"), b"{}"),))
     keeper = ProcessKeeper(tmp_path, "", MemoryStore(memory), clock)
 
     def running() -> list[str]:
-        cluster = LocalCluster.load(tmp_path)
+        cluster = LocalClusterState.load(tmp_path)
         assert cluster is not None
         return [one.name for one in cluster.controllers if is_running(one.process)]
 
@@ -76,7 +76,7 @@ async def test_a_keeper_that_is_no_daemon_brings_back_all_of_them_once_their_lea
         await keeper.look()
         assert running() == ["node-0", "node-1"]
     finally:
-        cluster = LocalCluster.load(tmp_path)
+        cluster = LocalClusterState.load(tmp_path)
         assert cluster is not None
         for process in (alive, *(one.process for one in cluster.controllers)):
             terminate_process(process, grace_s=5)

@@ -1,0 +1,140 @@
+"""Plug-ins in files: how a spec names them, which files are taken, and what is said of a file that cannot be used."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gcore.config.load import new_spec, stored_spec
+from gcore.errors import SpecError
+from gcore.plugins import (
+    PluginFault,
+    copied_file,
+    file_digest,
+    parse_plugin_file,
+    plugin_files,
+    portable_reference,
+    read_plugin_file,
+    replace_plugin_files,
+)
+from gcore.reward import find_reward
+
+SCORE = "def score(response):\n    return float(len(response))\n"
+
+
+def spec(**sections: Any) -> dict[str, Any]:
+    least = {"name": "a", "model": {"path": "m"}, "data": {"path": "d"}, "rollout": {"max_new_tokens": 4}}
+    return least | {"flow": {"steps": 1}} | sections
+
+
+@pytest.mark.parametrize(
+    ("name", "is_file"),
+    [
+        ("reward.py:score", True),
+        ("/abs olute/re-ward.py:score", True),
+        ("exact", False),
+        ("reward.py", False),
+        (".py:score", False),
+        ("reward.py:not a name", False),
+        ("reward.txt:score", False),
+    ],
+)
+def test_a_name_with_a_python_file_and_a_function_is_a_plugin_file(name: str, is_file: bool) -> None:
+    assert (parse_plugin_file(name) is not None) is is_file
+
+
+def test_paths_are_relative_to_the_spec_and_a_file_may_stand_wherever_a_plugin_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCORE + "async def run(peer):\n    pass\n")
+    tree = spec(
+        flow={"steps": 1, "file": "mine.py:run", "filters": [{"file": "mine.py:score"}]},
+        reward={"parts": [{"file": "mine.py:score"}, {"name": "exact"}]},
+        train={"advantage": "mine.py:score", "loss": "mine.py:score"},
+    )
+    found = new_spec(tree, base=tmp_path)
+    mine = f"{tmp_path.resolve()}/mine.py"
+    assert found.flow.name == f"{mine}:run"
+    assert found.flow.filters[0].name == found.reward.parts[0].name == found.train.loss == f"{mine}:score"
+    assert found.train.advantage == f"{mine}:score"
+    keys = [where for where, _ in plugin_files(found.model_dump(mode="json"))]
+    assert keys == ["flow.name", "flow.filters.0.name", "reward.parts.0.name", "train.advantage", "train.loss"]
+    assert stored_spec(found.model_dump(mode="json")) == found
+
+
+def test_options_are_not_references() -> None:
+    tree = spec(reward={"name": "regex", "options": {"pattern": "x.py:y", "name": "x.py:y"}})
+    assert plugin_files(tree) == []
+
+
+def test_a_file_and_a_name_for_one_plugin_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="a file or a name, not both"):
+        new_spec(spec(reward={"name": "exact", "file": "reward.py:score"}), base=tmp_path)
+
+
+def test_a_copy_has_the_digest_of_its_bytes_and_copies_compare_equal(tmp_path: Path) -> None:
+    data = SCORE.encode()
+    one, other = (copied_file(tmp_path / name, data, "reward.py") for name in ("a", "b"))
+    assert one.parent.name == file_digest(data)
+    assert one != other
+    assert portable_reference(f"{one}:score") == portable_reference(f"{other}:score")
+    assert portable_reference("/home/me/reward.py:score") == "/home/me/reward.py:score"
+
+
+def test_a_file_that_changed_after_its_submission_does_not_run(tmp_path: Path) -> None:
+    copy = copied_file(tmp_path, SCORE.encode(), "reward.py")
+    copy.parent.mkdir(parents=True)
+    copy.write_text(SCORE)
+    assert find_reward(f"{copy}:score")("abc", {}, None).value == 3.0  # type: ignore[arg-type]
+    copy.write_text(SCORE + "# later\n")
+    with pytest.raises(PluginFault, match="has changed since the job was submitted"):
+        find_reward(f"{copy}:score")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def other(response):\n    return 1\n", r"defines no 'score'; its functions: other"),
+        ("def score(:\n", "SyntaxError"),
+        ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("score = 3\n", "is a int, which cannot be called"),
+        ("raise SystemExit(1)\n", "SystemExit: 1"),
+    ],
+    ids=["no such function", "a syntax error", "a module that is not installed", "no function", "it exits"],
+)
+def test_a_file_that_gives_no_function_is_refused_in_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "reward.py").write_text(text)
+    with pytest.raises(PluginFault, match=said):
+        find_reward(f"{tmp_path}/reward.py:score")
+
+
+def write(path: Path, text: str = SCORE, mode: int = 0o600) -> Path:
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_a_file_must_be_there_belong_to_us_be_ours_to_write_and_hold_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read_plugin_file(write(tmp_path / "good.py"), "reward.name") == SCORE.encode()
+    for path, said in (
+        (tmp_path / "absent.py", "No such file"),
+        (tmp_path, "Is a directory|regular file"),
+        (write(tmp_path / "empty.py", " \n"), "is empty"),
+        (write(tmp_path / "group.py", mode=0o620), "other users can write"),
+        (write(tmp_path / "world.py", mode=0o602), "other users can write"),
+        (write(tmp_path / "large.py", "#" * ((1 << 20) + 1)), "more than"),
+    ):
+        with pytest.raises(SpecError, match=said):
+            read_plugin_file(path, "reward.name")
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(SpecError, match="belongs to another user"):
+        read_plugin_file(tmp_path / "good.py", "reward.name")
+
+
+def test_only_references_are_replaced() -> None:
+    tree = {"reward": {"name": "a.py:f"}, "data": {"sources": [{"name": "b", "reward": {"name": "exact"}}]}, "x": 3}
+    changed = replace_plugin_files(tree, lambda file, where: f"{where}={file.name}")
+    assert changed == {**tree, "reward": {"name": "reward.name=f"}}
