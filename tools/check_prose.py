@@ -152,7 +152,8 @@ def checks() -> list[Any]:
 
     registry = CheckRegistry()
     registry.register_many((*registered, *_own_checks()))
-    return registry.get_all_enabled({**dict.fromkeys(PROSELINT, True), "gcore": True})
+    found: list[Any] = registry.get_all_enabled({**dict.fromkeys(PROSELINT, True), "gcore": True})
+    return found
 
 
 def _own_checks() -> list[Any]:

@@ -112,7 +112,7 @@ def _description_of_section(value: Mapping[str, Any], definitions: Mapping[str, 
 
 
 def _default(value: Mapping[str, Any]) -> str:
-    if "default" not in value or isinstance(value["default"], dict | list) and not value["default"]:
+    if "default" not in value or (isinstance(value["default"], dict | list) and not value["default"]):
         return ""
     default = value["default"]
     if isinstance(default, dict | list):
