@@ -21,6 +21,9 @@ SGLANG_STAMP := $(SGLANG_VENV)/.gcore-$(shell cat $(SGLANG_CONSTRAINTS) deploy/s
 # What checks the files of deploy/: Helm's own code and others, without gcore.
 DEPLOY_VENV ?= .venv-deploy
 DEPLOY_STAMP := $(DEPLOY_VENV)/.gcore-$(shell cat constraints/deploy.txt 2>/dev/null | sha256sum | cut -c1-12)
+# What builds the documentation site, without gcore.
+DOCS_VENV ?= .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.gcore-$(shell cat constraints/docs.txt 2>/dev/null | sha256sum | cut -c1-12)
 # The trackers' own packages, without torch.
 TRACKERS_VENV ?= .venv-trackers
 TRACKERS_STAMP := $(TRACKERS_VENV)/.gcore-$(shell cat pyproject.toml constraints/trackers.txt 2>/dev/null | sha256sum | cut -c1-12)
@@ -34,7 +37,7 @@ TOOLS := $(BIN)/python tests/support/system_tools.py
 SUBJECTS = $(sort $(foreach file,$(wildcard $(addsuffix /test_*.py,tests/unit/* tests/unit/*/* tests/contract/*)),$(word 3,$(subst /, ,$(file)))))
 NOT_ELSEWHERE := not gpu and not sglang and not trackers and not deploy and not chaos and not large
 
-.PHONY: chaos compiled tools test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers test-gpu gpu-wheels fuzz sim sim-long mutations lint proto clean bench-check bench-page release-check simulate-setup trl-setup
+.PHONY: docs chaos compiled tools test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers test-gpu gpu-wheels fuzz sim sim-long mutations lint proto clean bench-check bench-page release-check simulate-setup trl-setup
 
 help: ## What there is to make
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {sub("test-%", "test-SUBJECT", $$1); sub("%", "NAME", $$1); printf "  make %-14s %s\n", $$1, $$2}'
@@ -59,6 +62,12 @@ $(TRACKERS_STAMP): pyproject.toml constraints/trackers.txt
 	@$(TRACKERS_VENV)/bin/pip install -qq -c constraints/trackers.txt hatchling editables pytest pytest-asyncio pytest-timeout hypothesis
 	@$(TRACKERS_VENV)/bin/pip install -qq --no-build-isolation -c constraints/trackers.txt -e '.[tensorboard,wandb,mlflow,swanlab]'
 	@rm -f $(TRACKERS_VENV)/.gcore-*
+	@touch $@
+
+$(DOCS_STAMP): constraints/docs.txt
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/pip install -qq -c constraints/docs.txt mkdocs-material mkdocstrings-python
+	@rm -f $(DOCS_VENV)/.gcore-*
 	@touch $@
 
 $(DEPLOY_STAMP): constraints/deploy.txt
@@ -201,6 +210,10 @@ release-check: prepare prepare-judge ## Everything that is checked before a rele
 
 mutations: setup ## Each compare and rule of the protocol taken out in turn, and what notices it; benchmarks/results/mutations.json
 	@$(TEST_ENV) $(BIN)/python -m benchmarks run mutations $(BENCH_ARGS)
+
+docs: setup $(DOCS_STAMP) ## The documentation site, in .cache/site; warnings and pages that differ from the code are errors
+	@$(BIN)/python -m tools.reference_pages --check
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build $(DOCS_ARGS)
 
 lint: setup ## ruff, mypy, import contracts, the checkers of tools/, generated code
 	@$(BIN)/ruff check -q .

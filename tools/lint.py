@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from tools import check_code, check_deploy, check_docs, check_house, check_metrics, check_simulation, check_spec
+from tools import (
+    check_code,
+    check_deploy,
+    check_docs,
+    check_house,
+    check_metrics,
+    check_simulation,
+    check_spec,
+    reference_pages,
+)
 from tools.problem import Check, main
 
 CHECKS: dict[str, Check] = {
@@ -13,6 +22,7 @@ CHECKS: dict[str, Check] = {
     "docs": check_docs.check,
     "house": check_house.check,
     "metrics": check_metrics.check,
+    "reference": reference_pages.check,
     "simulation": check_simulation.check,
     "spec": check_spec.check,
 }
