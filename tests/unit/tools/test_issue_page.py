@@ -1,4 +1,4 @@
-"""The table of docs/use/sampling-and-asynchrony.md says what the committed result says."""
+"""The table in docs/use/sampling-and-asynchrony.md matches the committed result."""
 
 from benchmarks import report, rollout
 from benchmarks.harness import read_result
