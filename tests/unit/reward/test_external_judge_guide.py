@@ -1,4 +1,4 @@
-"""The guide to judges that others serve: what it shows can be written, and its numbers and names are those of the code."""
+"""The section on external judges: its spec is valid, and its numbers and names are those of the code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gcore.reward.judges.template import Question
 from gcore.types import Prompt, PromptRef
 
 GUIDE = ROOT / "docs" / "use" / "judges.md"
-SECTION = GUIDE.read_text(encoding="utf-8").partition("\n## Judges that others serve\n")[2]
+SECTION = GUIDE.read_text(encoding="utf-8").partition("\n## External judges\n")[2]
 TEXT = " ".join(SECTION.split())
 
 
@@ -40,7 +40,7 @@ def test_the_judge_of_the_guide_can_be_asked_and_its_request_has_what_the_guide_
     prompt = Prompt(PromptRef(0, 0, 0), "the prompt", (1,), {"question": "the question", "answer": "the answer"})
     question = Question.compile(spec, "judges.0").about(prompt, "the response")
     body = completion_request(spec.model_copy(update={"stop": ("x",)}), spec.external, question, 1)
-    told = TEXT.split("One request an answer, with ", 1)[1].split(". With `votes`", 1)[0]
+    told = TEXT.split("One request per answer, with ", 1)[1].split(". With `votes`", 1)[0]
     assert set(re.findall(r"`(\w+)", told)) - {"system"} == set(body)
     assert f"a `seed` of {SEED_BITS} bits" in told
 
@@ -59,7 +59,7 @@ def test_the_table_has_every_key_with_its_default() -> None:
 
 
 def test_its_numbers_are_those_of_the_code() -> None:
-    assert f"`Retry-After` says, {BUSY_S:g} s without it, at most {LONGEST_HOLD_S:g} s" in TEXT
+    assert f"`Retry-After` ({BUSY_S:g} s without it, at most {LONGEST_HOLD_S:g} s)" in TEXT
     assert f"more than {LARGEST_ANSWER_BYTES >> 20} MiB" in TEXT
     assert (KEY_AGAIN_S, MOST_DENIED, BURST_S) == (60, 3, 0.1)
     assert f"at most {WRITE_S:g} s later" in TEXT

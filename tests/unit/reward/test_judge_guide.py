@@ -1,4 +1,4 @@
-"""The guide to judges: what it shows can be written, is read as it says, and is measured under the names that it tells."""
+"""The page on judges: its specs are valid, its example answers are parsed as stated, and its metrics exist."""
 
 from __future__ import annotations
 

@@ -393,7 +393,7 @@ async def test_the_agent_of_the_guide_works(talk: Talk) -> None:
     exec(
         compile(
             block.text,
-            "docs/use/environments.md#agents-foreign-code-that-speaks-openais-api",
+            "docs/use/environments.md#agents",
             "exec",
             dont_inherit=True,
         ),

@@ -1,4 +1,4 @@
-"""The table and the curves of docs/use/algorithms.md#the-flows are those of the result that is committed."""
+"""The table and the picture in docs/use/algorithms.md#the-flows match the committed result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_figure_that_was_changed_by_hand_is_found() -> None:
     assert report.renewed("use/algorithms.md", forged) == text
 
 
-def test_the_picture_is_well_formed_and_names_do_not_lie_on_each_other() -> None:
+def test_the_picture_is_well_formed_and_labels_do_not_overlap() -> None:
     curve = [[0, 0.4], [40, 0.9]]
     runs = [{"flow": f"flow{n}", "curve": [*curve[:1], [40, 0.9 + n / 1000]]} for n in range(7)]
     tree = xml.dom.minidom.parseString(flows_picture({"runs": runs}))

@@ -1,4 +1,4 @@
-"""The table of docs/use/sampling-and-asynchrony.md says what the committed result says."""
+"""The table in docs/use/sampling-and-asynchrony.md matches the committed result."""
 
 from benchmarks import report, rollout
 from benchmarks.harness import read_result
@@ -8,7 +8,7 @@ from gcore.ledger.selection import StreamRules
 
 def test_the_table_is_that_of_the_committed_result() -> None:
     written = (report.DOCS / "use" / "sampling-and-asynchrony.md").read_text()
-    assert report.renewed("dynamic-sampling.md", written) == written, "run `make bench-page`"
+    assert report.renewed("use/sampling-and-asynchrony.md", written) == written, "run `make bench-page`"
     assert report.issue_table(read_result("issue_ahead")) in written
 
 

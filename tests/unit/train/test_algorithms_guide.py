@@ -1,4 +1,4 @@
-"""The program of the guide to the algorithms prints what the guide says."""
+"""The program in docs/use/algorithms.md prints the output that the page shows."""
 
 from __future__ import annotations
 
