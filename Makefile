@@ -185,8 +185,8 @@ FUZZ_LIMIT = $(or $(FUZZ_FLAGS),-runs=$(or $(FUZZ_RUNS),200000))
 fuzz: setup ## Every request of the job API, and specs, of any shape and as raw bytes: GCORE_FUZZ=500 lists of each kind, FUZZ_RUNS=200000 or FUZZ_FLAGS=-max_total_time=SECONDS
 	@GCORE_FUZZ=$(or $(GCORE_FUZZ),500) $(TEST_ENV) $(BIN)/python -m pytest tests/integration/api/test_api_bounds.py --timeout 3600 $(PYTEST_ARGS)
 	@$(BIN)/pip install -qq -c $(CONSTRAINTS) atheris
-	@$(TEST_ENV) $(BIN)/python tests/fuzz/spec_bytes.py $(FUZZ_LIMIT) -max_len=4096 -timeout=10
-	@$(TEST_ENV) $(BIN)/python tests/fuzz/request_bytes.py $(FUZZ_LIMIT) -max_len=1024 -timeout=10
+	@$(TEST_ENV) $(BIN)/python tests/fuzz/spec_bytes.py $(FUZZ_LIMIT) -artifact_prefix=.cache/ -max_len=4096 -timeout=10
+	@$(TEST_ENV) $(BIN)/python tests/fuzz/request_bytes.py $(FUZZ_LIMIT) -artifact_prefix=.cache/ -max_len=1024 -timeout=10
 
 test-large: prepare prepare-judge ## What takes long: millions of prompts, wide models, every ZeRO stage, 500 examples of each property
 	@$(TEST_ENV) $(BIN)/python -m pytest -m "large" $(PYTEST_ARGS)
