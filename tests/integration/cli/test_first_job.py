@@ -1,7 +1,7 @@
-"""docs/start/first-job.md, word by word: what a reader types in an empty folder works, prints what it says, and learns.
+"""The commands of docs/start/first-job.md work in an empty folder, print what the page shows, and train the model.
 
-The commands are taken from the document. The only thing changed is the number of steps: fewer, to keep the test short; the
-document's own job goes on learning after that. Blocks that are marked as variations are not run here.
+The test reads the commands from the page and changes only the number of steps, to be short. It skips blocks that are marked
+`not walked`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def walk() -> list[Command]:
 
 
 def shortened(command: str) -> str:
-    """The same with fewer steps, where it would do all of them."""
+    """The command, with fewer steps if it is the run of the whole job."""
     return f"{command} --set flow.steps={STEPS}" if command == "gcore run grpo.yaml" else command
 
 
@@ -62,5 +62,5 @@ def test_the_page_is_walked_from_an_empty_folder_to_an_export_of_a_model_that_ha
 
 
 def _measured(command: Command) -> bool:
-    """Whether what it prints holds numbers that differ from machine to machine; what matters of them is asserted."""
+    """Whether the output has numbers that differ between machines; the test asserts their bounds instead."""
     return command.text.startswith(("gcore init", "gcore run", "pytest", "python -c"))
