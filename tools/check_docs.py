@@ -36,6 +36,7 @@ from gcore.config.placement import PlacementSpec
 from gcore.config.rollout import RolloutSpec
 from gcore.config.train import TrainSpec
 from gcore.errors import GcoreError
+from gcore.plugins import resolve_plugin_files
 from gcore.schema import NEWEST_VERSION
 from tools.documents import Block, blocks, commands, documents, inline_commands
 from tools.draw_architecture import drawings
@@ -165,6 +166,7 @@ def _spec_is_valid(block: Block) -> None:
     tree: dict[str, Any] = yaml.safe_load(block.text)
     # A job goes by steps or by epochs.
     base = BASE | {"flow": {}} if "epochs" in tree.get("flow", {}) else BASE
+    tree = resolve_plugin_files(tree, Path("/"))
     parse_spec(base | {k: {**base.get(k, {}), **v} if isinstance(v, dict) else v for k, v in tree.items()})
 
 
