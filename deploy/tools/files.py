@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 BOARDS = (FLEET, JOB, PLACEMENT, CONTROL, JUDGES)
 PAGE = "docs/reference/metrics.md"
 DASHBOARDS = "deploy/grafana/dashboards"
+RULES, RULE_FILES = "deploy/prometheus/rules", ("alerts", "recording", "etcd")
+CHART_FILES = "deploy/helm/gcore/files"
 
 
 def dashboards() -> dict[str, str]:
@@ -24,11 +26,17 @@ def dashboards() -> dict[str, str]:
     return {f"{DASHBOARDS}/{board.name}.json": dashboard.text_of(board) for board in BOARDS}
 
 
+def chart_files() -> dict[str, str]:
+    """What the Helm chart needs of Prometheus' rules and of the dashboards: a chart can read files of its own folder only."""
+    rules = {f"{CHART_FILES}/{name}.yml": (ROOT / RULES / f"{name}.yml").read_text() for name in RULE_FILES}
+    return rules | {f"{CHART_FILES}/{Path(path).name}": text for path, text in dashboards().items()}
+
+
 def metrics() -> dict[str, str]:
     return {PAGE: metrics_page.page()}
 
 
-KINDS: Mapping[str, Callable[[], dict[str, str]]] = {"dashboards": dashboards, "metrics": metrics}
+KINDS: Mapping[str, Callable[[], dict[str, str]]] = {"dashboards": dashboards, "metrics": metrics, "chart": chart_files}
 
 
 def outdated(contents: Mapping[str, str], root: Path) -> list[str]:

@@ -7,6 +7,7 @@ and specifications of Docker, Compose and the shell the rest. Nothing is run: no
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -53,6 +54,12 @@ VALUES: dict[str, Manifest] = {
         },
         "podDisruptionBudget": {"minAvailable": 3},
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}, "tokenSecret": "viewer"},
+        "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+        "dashboards": {"enabled": True},
+        "extraResources": {"rdma/hca": 1},
+        "capabilities": ["IPC_LOCK"],
+        "extraVolumes": [{"name": "datasets", "hostPath": {"path": "/mnt/datasets"}}],
+        "extraVolumeMounts": [{"name": "datasets", "mountPath": "/datasets", "readOnly": True}],
     },
     "a shared folder of the nodes": {
         "storage": {"runs": {"hostPath": "/mnt/runs"}},
@@ -247,3 +254,22 @@ def test_the_unit_of_systemd_passes_systemds_own_check(tmp_path: Path, options: 
     )
     said = [line for line in checked.stderr.splitlines() if "DelegateSubgroup" not in line and "gcore" in line]
     assert (checked.returncode, said) == (0, []), checked.stderr
+
+
+def test_rules_and_dashboards_of_the_chart_are_those_beside_it() -> None:
+    manifests = rendered(VALUES["everything on"])
+    for name in ("alerts", "recording", "etcd"):
+        rule = one(manifests, "PrometheusRule", f"gcore-{name}")
+        assert rule["spec"] == yaml.safe_load((DEPLOY / "prometheus" / "rules" / f"{name}.yml").read_text())
+    boards = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
+    for board in boards:
+        found = one(manifests, "ConfigMap", f"gcore-dashboard-{board.stem}")
+        assert json.loads(found["data"][f"gcore-{board.name}"]) == json.loads(board.read_text())
+        assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def test_rdma_gets_its_devices_memory_lock_and_volumes() -> None:
+    found = container(one(rendered(VALUES["everything on"]), "DaemonSet"), "controller")
+    assert found["resources"]["limits"]["rdma/hca"] == 1
+    assert found["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert {"name": "datasets", "mountPath": "/datasets", "readOnly": True} in found["volumeMounts"]

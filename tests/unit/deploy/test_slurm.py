@@ -70,6 +70,7 @@ def batch(tmp_path: Path) -> Batch:
     environment = make_stand_ins(tmp_path / "bin", NODES)
     (tmp_path / "tmp").mkdir()
     environment |= {"TMPDIR": str(tmp_path / "tmp"), "GCORE_DEPLOY": str(DEPLOY)}
+    environment |= {"GCORE_AUTHORITY": str(tmp_path / "authority")}
     return Batch(tmp_path, environment | {"GCORE_CLUSTER": str(tmp_path / "cluster")})
 
 
@@ -96,6 +97,8 @@ def test_each_node_gets_a_daemon_and_all_end_in_good_order(batch: Batch) -> None
     assert "--listen-peer-urls http://127.0.0.1:" in etcd, "nobody else is to reach it without a certificate"
     assert (cluster / "addresses").read_text().split() == [f"{node}:7700" for node in NODES]
     assert (cluster / "certs" / "users" / "ada" / "cert.pem").exists()
+    assert (batch.folder / "authority" / "ca-key.pem").exists()
+    assert not list(cluster.rglob("ca-key.pem")), "whoever reads it can sign a certificate for anybody"
     assert cluster.stat().st_mode & 0o077 == 0
 
     process.send_signal(signal.SIGTERM)
@@ -111,12 +114,12 @@ def test_a_later_allocation_goes_on_with_what_is_there(batch: Batch) -> None:
     first = batch.start()
     said, _ = first.communicate(timeout=WAIT_S)
     assert first.returncode == 0, said
-    authority = (batch.folder / "cluster" / "certs" / "ca.pem").read_bytes()
+    authority = (batch.folder / "authority" / "ca.pem").read_bytes()
     (batch.folder / "bin" / "nodes").write_text("node2\nnode9\n")
     second = batch.start()
     said, _ = second.communicate(timeout=WAIT_S)
     assert second.returncode == 0, said
-    assert (batch.folder / "cluster" / "certs" / "ca.pem").read_bytes() == authority
+    assert (batch.folder / "authority" / "ca.pem").read_bytes() == authority
     starts = [call for call in batch.calls if call.startswith("etcd --")]
     assert len({start.split("--data-dir ")[1].split()[0] for start in starts}) == 1
     assert batch.config("node9").etcd.endpoints == ("https://node2:7703",)
@@ -145,10 +148,10 @@ def test_an_allocation_that_lives_for_months_renews_its_certificates(batch: Batc
     batch.environment["GCORE_RENEW_EVERY_S"] = "0.1"
     process = batch.start()
     batch.until(lambda calls: calls.count("gcore-controller runs") == 3 and "etcd runs" in calls, process)
-    certs = batch.folder / "cluster" / "certs"
+    certs, authority = batch.folder / "cluster" / "certs", batch.folder / "authority"
     names = (*NODES, "etcd-node0", "users/ada")
     for name in names:
-        renew_certificate(certs / name, certs, within_days=None, days=29, now=datetime.now(UTC))
+        renew_certificate(certs / name, authority, within_days=None, days=29, now=datetime.now(UTC))
     old = {name: inspect_certificate(certs / name).sha256 for name in names}
     batch.until(lambda _: all(inspect_certificate(certs / name).sha256 != old[name] for name in names), process)
     process.send_signal(signal.SIGTERM)

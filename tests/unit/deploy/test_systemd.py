@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 from pathlib import Path
 
+import yaml
 from deployed import specs_may_name
 
 from controllers.daemon.daemon import LEAVE_WITHIN_S
@@ -52,3 +53,27 @@ def test_the_configuration_beside_them_is_one() -> None:
     assert unit("gcore.service")["ExecStart"].endswith("--config /etc/gcore/node.yaml")
     specs_may_name(config, "/SHARED/models", "/SHARED/data")
     assert config.home == f"/var/lib/{unit('gcore.service')['StateDirectory']}"
+
+
+def test_three_etcd_members_are_started_with_peers_that_show_certificates() -> None:
+    service = unit("etcd.service")
+    assert (service["Type"], service["Restart"]) == ("notify", "always")
+    config = yaml.safe_load((FOLDER / "etcd.yaml").read_text())
+    members = dict(member.split("=") for member in config["initial-cluster"].split(","))
+    assert len(members) == 3
+    assert members[config["name"]] == config["initial-advertise-peer-urls"]
+    assert config["client-transport-security"]["client-cert-auth"]
+    assert config["peer-transport-security"]["client-cert-auth"]
+    assert config["data-dir"].startswith(f"/var/lib/{service['StateDirectory']}/")
+    assert (config["auto-compaction-mode"], config["quota-backend-bytes"]) == ("periodic", 8 << 30)
+
+
+def test_certificates_are_renewed_every_day_and_the_daemon_reads_them() -> None:
+    service = unit("gcore-certs-renew.service")
+    words = service["ExecStart"].split()
+    assert words[1:3] == ["certs", "renew"]
+    assert "reload" in service["ExecStartPost"]
+    timer = configparser.ConfigParser(interpolation=None, strict=True)
+    timer.read_string((FOLDER / "gcore-certs-renew.timer").read_text())
+    assert timer["Timer"]["OnCalendar"] == "daily"
+    assert timer["Timer"]["Persistent"] == "true"
