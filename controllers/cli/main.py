@@ -18,6 +18,7 @@ from controllers.cli.commands import (  # noqa: F401 (importing a module registe
     access,
     checkpoints,
     cluster,
+    demo,
     doctor,
     jobs,
     placement,

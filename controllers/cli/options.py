@@ -216,6 +216,7 @@ FILES, ACCESS = "Specs and models", "Access"
 """Panels of the help."""
 
 ORDER = (
+    "demo",
     "init",
     "run",
     "submit",

@@ -480,7 +480,8 @@ async def find_finished(client: JobsClient, spec: JobSpec) -> JobSnapshot | None
         finished = await client.list_jobs(
             namespace=spec.namespace, states=(pb.JOB_STATE_SUCCEEDED,), name_prefix=spec.name, limit=20
         )
-        return next((job_snapshot(one) for one in finished if one.name == spec.name), None)
+        ended = (one for one in finished if one.name == spec.name and one.state == pb.JOB_STATE_SUCCEEDED)
+        return next(map(job_snapshot, ended), None)
     return None
 
 
