@@ -69,7 +69,7 @@ PLACEMENT = Dashboard(
                 ),
                 areas(
                     "Idle slots",
-                    "By pool and cause. docs/operate/monitoring.md#the-books-where-every-slots-time-went says what each cause is, and what helps.",
+                    "By pool and cause. docs/operate/monitoring.md#slot-accounting says what each cause is, and what helps.",
                     "none",
                     (
                         f'sum by (pool, cause) (rate(gcore_slot_seconds_total{{state="idle", node=~"$node"}}{RATE}))',
