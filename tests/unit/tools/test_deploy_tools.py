@@ -12,7 +12,7 @@ from tools.problem import ROOT
 
 def test_check_names_files_that_differ_and_changes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--check", "metrics"], tmp_path) == 1
-    assert capsys.readouterr().out.startswith(f"{PAGE}: it differs")
+    assert capsys.readouterr().out.startswith(f"{PAGE}: out of date")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -27,4 +27,4 @@ def test_the_files_are_written_as_they_are_committed(tmp_path: Path) -> None:
 def test_an_unknown_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["rules"], tmp_path)
-    assert "nothing is called rules" in capsys.readouterr().err
+    assert "unknown kind rules" in capsys.readouterr().err
