@@ -61,9 +61,9 @@ def test_places_are_filled(template: str, made: str) -> None:
     ("template", "words"),
     [
         ("a: b\nnode: ${UNSET}", r"line 2: \$\{UNSET\} has no value. Set UNSET in the environment"),
-        ("cost: 5$", r"line 1: a \$ that begins no"),
-        ("node: $NAME", r"line 1: a \$ that begins no"),
-        ("node: ${NA ME}", r"line 1: a \$ that begins no"),
+        ("cost: 5$", r"line 1: a \$ without"),
+        ("node: $NAME", r"line 1: a \$ without"),
+        ("node: ${NA ME}", r"line 1: a \$ without"),
         ("node: ${BROKEN}", "line 1: the value of BROKEN has a line break"),
     ],
 )
