@@ -246,7 +246,8 @@ def _functions(file: Path) -> frozenset[str]:
 
 
 def units_exist(file: Path, root: Path) -> Iterator[Problem]:
-    units = {unit.stem for unit in (root / "deploy" / "systemd").glob("*.service")}
+    folder = root / "deploy" / "systemd"
+    units = {unit.stem for unit in folder.glob("*.service")} | {unit.name for unit in folder.glob("*.timer")}
     text = file.read_text(encoding="utf-8")
     for match in UNIT.finditer(text):
         if match[1].removesuffix(".service") not in units:

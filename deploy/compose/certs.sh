@@ -1,13 +1,13 @@
 #!/bin/sh
-# What compose.yaml runs once: the authority, and certificates of the two nodes, of Prometheus and of you. What is there stays, but for
-# certificates that end within 30 days: those are renewed, and with a number of seconds as second word looked at again each time after so many.
+# Creates the authority and the certificates of the two nodes, Prometheus and the admin: certs.sh [FOLDER [SECONDS]]. Existing files stay,
+# except certificates that expire within 30 days, which are renewed. With SECONDS the script checks again after each interval and does not end.
 set -eu
 umask 077
 cd "${1:-/certs}"
 
 owned() {
   chown -R 10001:10001 node-0 node-1
-  chown -R 65534:65534 prometheus # `nobody`, as whom Prometheus' image runs
+  chown -R 65534:65534 prometheus # user `nobody` of Prometheus' image
 }
 
 [ -e ca.pem ] || gcore certs init --authority .

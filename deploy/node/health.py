@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Asks the daemon of a node's configuration whether it serves: health.py NODE.yaml. Exit code 0 if it does, 1 if not.
+"""Health probe for containers: health.py NODE.yaml. Exit code 0 if the daemon of this configuration serves, else 1.
 
-For the probes of containers; what it prints is for whoever reads why one failed. Where the configuration has certificates, it speaks TLS
-with them, as other nodes do. Needs nothing but what the daemon itself needs.
+Prints the health status or the reason of a failure. If the configuration has certificates, the probe uses TLS with them, like
+other nodes. It needs only the daemon's dependencies.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ PATIENCE_S = 5.0
 
 
 def address(config: Mapping[str, Any]) -> str:
-    """Where the daemon listens, as this machine reaches it."""
+    """Return the daemon's address for calls from this machine. Raise ValueError without a fixed port."""
     host, port = str(config.get("listen_host", "127.0.0.1")), config.get("listen_port", 0)
     if not port:
-        raise ValueError("listen_port is not fixed, so nobody can ask there: set it")
+        raise ValueError("listen_port is not fixed. Set it in the configuration")
     return f"{EVERY_ADDRESS.get(host, f'[{host}]' if ':' in host else host)}:{port}"
 
 
 INSIDE = [("grpc.enable_http_proxy", 0)]
-"""The daemon is on this machine: no proxy for the web is between."""
+"""Channel options. The daemon is on this machine, so HTTP proxies are ignored."""
 
 
 def channel(config: Mapping[str, Any], folder: Path) -> grpc.Channel:
-    """To the daemon; with TLS, to the name that its own certificate says."""
+    """Return a channel to the daemon; with TLS, verified against the name in its certificate."""
     tls = config.get("tls")
     if not tls:
         return grpc.insecure_channel(address(config), INSIDE)  # noqa: TID251
@@ -45,15 +45,15 @@ def channel(config: Mapping[str, Any], folder: Path) -> grpc.Channel:
 
 
 def named(config: Mapping[str, Any]) -> str:
-    """The host that the daemon advertises, which its certificate is of."""
+    """Return the host that the daemon advertises and its certificate names."""
     advertised = str(config.get("advertise") or config["node"])
     if advertised.count(":") > 1 and not advertised.startswith("["):
-        return advertised  # an address of IPv6, without a port
+        return advertised  # an IPv6 address without a port
     return urlsplit(f"//{advertised}").hostname or advertised
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code."""
+    """Run the probe and return the exit code."""
     try:
         file = Path(arguments[0])
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -61,9 +61,9 @@ def main(arguments: list[str]) -> int:
             stub = health_pb2_grpc.HealthStub(line)
             answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
     except grpc.RpcError as error:
-        print(f"no answer: {error.code().name}")  # noqa: T201 - the command line's own voice
+        print(f"no answer: {error.code().name}")  # noqa: T201 - output of the command
         return 1
-    except Exception as error:  # noqa: BLE001 - the edge of the process: any reason is one not to serve
+    except Exception as error:  # noqa: BLE001 - any error means that the daemon does not serve
         print(f"cannot ask: {error}")  # noqa: T201
         return 1
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)

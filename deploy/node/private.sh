@@ -1,6 +1,6 @@
 #!/bin/sh
-# Copies the files of a mounted Secret for this user alone: private.sh FROM TO. In a Secret they have one mode for all, and where a pod has an
-# fsGroup its group may read them, which a daemon refuses of keys, tokens and passwords. What has not changed stays as it is.
+# Copies the files of a mounted Secret so that only this user can read them: private.sh FROM TO. The files of a mounted Secret share one
+# mode, and with an fsGroup the group can read them. The daemon rejects such keys, tokens and passwords. Unchanged files are not copied.
 set -eu
 from=${1:?usage: private.sh FROM TO}
 to=${2:?usage: private.sh FROM TO}

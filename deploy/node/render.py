@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Makes a node's configuration from a template: render.py TEMPLATE OUT.
+"""Renders a node's configuration from a template: render.py TEMPLATE OUT.
 
-One template serves all nodes: `${NAME}` in it is replaced by the environment variable of that name, `${NAME:-words}` by `words`
-where there is none. `${SLOTS}` is found out where it is not set: the GPUs that `nvidia-smi` lists, else one set of cores for all that
-this process may run on. `$$` is a dollar. What stands in comments is left as it is.
+All nodes use one template. `${NAME}` is replaced by that environment variable, `${NAME:-words}` by `words` if it is not set.
+If SLOTS is not set, `${SLOTS}` becomes the GPUs that `nvidia-smi` lists, or without GPUs one set of the cores that this process
+may use. `$$` is a dollar sign. Comment lines are not changed.
 
-It needs Python's own library only and knows nothing of what the keys mean: the daemon says what is wrong with them.
+It needs only the standard library and does not check keys; the daemon reports wrong ones.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ LISTING_S = 30
 
 
 class Unfit(Exception):
-    """The template or the environment does not do; the sentence says why and what to do."""
+    """The template or the environment is invalid. The message says why and what to do."""
 
 
 def filled(template: str, environment: Mapping[str, str]) -> str:
-    """The template with its places filled. Raises Unfit."""
+    """Return the template with its placeholders replaced. Raise Unfit."""
     return "".join(
         line if line.lstrip().startswith("#") else _line(line, number, environment)
         for number, line in enumerate(template.splitlines(keepends=True), 1)
@@ -40,7 +40,7 @@ def _line(line: str, number: int, environment: Mapping[str, str]) -> str:
         if place[0] == "$$":
             return "$"
         if name is None:
-            raise Unfit(f"line {number}: a $ that begins no ${{NAME}}. Write $$ for a dollar")
+            raise Unfit(f"line {number}: a $ without {{NAME}} after it. Write $$ for a dollar sign")
         found = environment.get(name) or otherwise
         if found is None:
             raise Unfit(f"line {number}: ${{{name}}} has no value. Set {name} in the environment")
@@ -52,13 +52,13 @@ def _line(line: str, number: int, environment: Mapping[str, str]) -> str:
 
 
 def slots_of(listed: str, cores: frozenset[int]) -> str:
-    """As a YAML list: the GPUs of `nvidia-smi --list-gpus`, else the cores as one set."""
+    """Return the slots as a YAML list: the GPUs of `nvidia-smi --list-gpus`, else the cores as one set."""
     gpus = [f"cuda:{number}" for number in re.findall(r"^GPU (\d+):", listed, re.MULTILINE)]
     return json.dumps(gpus or [f"cpu:{ranges(cores)}"])
 
 
 def ranges(cores: frozenset[int]) -> str:
-    """`0-3,8-11`: the first part is a range even of one core, for that is how a set is told from a core."""
+    """Return the cores as `0-3,8-11`. A single core is written as a range, which marks a set of cores."""
     parts: list[list[int]] = []
     for core in sorted(cores):
         if parts and parts[-1][1] == core - 1:
@@ -69,7 +69,7 @@ def ranges(cores: frozenset[int]) -> str:
 
 
 def _listed_gpus() -> str:
-    """What `nvidia-smi` lists; nothing where there is none, or no driver."""
+    """Return the output of `nvidia-smi --list-gpus`; empty without the program or a driver. Raise Unfit if it hangs."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=LISTING_S, check=False
@@ -77,14 +77,14 @@ def _listed_gpus() -> str:
     except FileNotFoundError:
         return ""
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Unfit(f"nvidia-smi does not answer ({error}): set SLOTS, or look after the driver") from error
+        raise Unfit(f"nvidia-smi does not answer ({error}). Set SLOTS, or check the driver") from error
     return done.stdout if done.returncode == 0 else ""
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code."""
+    """Render the template and return the exit code."""
     if len(arguments) != 2:
-        print("usage: render.py TEMPLATE OUT", file=sys.stderr)  # noqa: T201 - the command line's own voice
+        print("usage: render.py TEMPLATE OUT", file=sys.stderr)  # noqa: T201 - output of the command
         return 2
     template, out = map(Path, arguments)
     try:

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Keeps certificates good until it is ended: renew.sh FOLDER... Every GCORE_RENEW_EVERY_S seconds (an hour) those that end within
-# GCORE_RENEW_DAYS days (30) are renewed by the authority in GCORE_AUTHORITY. GCORE_SECRET=FROM:TO has the files of a mounted Secret copied
-# as well (private.sh). Daemons and etcd read what is new by themselves; what fails is told, and tried again the next time.
+# Renews certificates until it is stopped: renew.sh FOLDER... Every GCORE_RENEW_EVERY_S seconds (default: an hour) the authority in
+# GCORE_AUTHORITY renews those that expire within GCORE_RENEW_DAYS days (default: 30). With GCORE_SECRET=FROM:TO it also copies the files
+# of a mounted Secret (private.sh). Daemons and etcd reload changed files. Failures are logged and retried at the next interval.
 set -eu
 every=${GCORE_RENEW_EVERY_S:-3600}
 here=$(dirname "$0")
@@ -21,7 +21,7 @@ while :; do
   pause=
   if [ "$#" -gt 0 ]; then
     said=$(gcore certs renew "$@" --authority "$GCORE_AUTHORITY" --within-days "${GCORE_RENEW_DAYS:-30}" 2>&1) ||
-      echo "renew.sh: not all could be renewed; tried again in $every s" >&2
+      echo "renew.sh: some certificates could not be renewed; next attempt in $every s" >&2
     printf '%s\n' "$said" | grep -v '  lasts$' || true
   fi
   if [ -n "${GCORE_SECRET:-}" ]; then

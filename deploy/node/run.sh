@@ -1,7 +1,7 @@
 #!/bin/sh
-# Runs the daemon of a container: run.sh TEMPLATE. Renders the node's configuration, starts the daemon, and starts it again when it
-# dies: its engines and train ranks outlive it, and would not outlive the container. Ends with it where it ends well (a drained node,
-# SIGTERM) or says that its configuration is wrong (2). Expects an init above it (tini) that buries the workers' processes.
+# Runs the daemon of a container: run.sh TEMPLATE. It renders the node's configuration and starts the daemon. If the daemon dies, it
+# starts the daemon again, because engines and train ranks survive the daemon but not the container. It exits when the daemon exits with 0
+# (SIGTERM) or 2 (invalid configuration). It needs an init process (tini) that reaps the workers.
 set -eu
 template=${1:?usage: run.sh TEMPLATE}
 config=${GCORE_CONFIG:-/run/gcore/node.yaml}
@@ -22,7 +22,7 @@ trap end TERM INT
 while :; do
   gcore-controller --config "$config" &
   daemon=$!
-  # A trapped signal ends `wait` early: wait until the daemon itself has ended.
+  # A trapped signal interrupts `wait`. Wait until the daemon has exited.
   code=0
   wait "$daemon" || code=$?
   while kill -s 0 "$daemon" 2>/dev/null; do
@@ -33,7 +33,7 @@ while :; do
   if [ -n "$ending" ] || [ "$code" -eq 0 ] || [ "$code" -eq 2 ]; then
     exit "$code"
   fi
-  echo "run.sh: the daemon ended with $code and is started again" >&2
+  echo "run.sh: the daemon exited with $code and is started again" >&2
   sleep "$again" &
   wait $! || true
   [ -z "$ending" ] || exit 0

@@ -1,7 +1,7 @@
 #!/bin/bash
-# What gcore.sbatch has srun run, once on each node: that node's controller, until it is told to end.
+# Runs a node's controller until it is stopped. gcore.sbatch starts it once per node with srun.
 set -euo pipefail
-node=${SLURMD_NODENAME:?this is started by gcore.sbatch, through srun}
+node=${SLURMD_NODENAME:?not set: gcore.sbatch starts this script with srun}
 home=${GCORE_HOME:-${TMPDIR:-/tmp}/gcore-${SLURM_JOB_ID:-0}-$node}
 umask 077
 mkdir -p "$home"

@@ -1,4 +1,4 @@
-"""The dashboard of the people who run the daemons and the store. The meaning of each metric is in `gcore/observability`."""
+"""The dashboard for operators of the daemons and the store. `gcore/observability` defines the metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from deploy.tools.dashboard import NODE, OF_JOB, RATE, Dashboard, Row, line, of_
 CONTROL = Dashboard(
     "control",
     "controllers and store",
-    "Do controllers agree quickly, does the store keep up, and who asks the API for what?",
+    "Are commits quick, does the store keep up, and which API methods are called?",
     ["node", "job"],
     [
         Row(
@@ -15,22 +15,22 @@ CONTROL = Dashboard(
             [
                 line(
                     "Ready",
-                    "1 while a controller has its lease and is registered.",
+                    "1 while a controller holds its lease and is registered.",
                     "none",
                     (f"gcore_ready{NODE}", "{{node}}"),
                     least=0,
                     most=1,
                 ),
                 line(
-                    "Lives",
-                    "Of the present process. Each but the first followed a lost lease.",
+                    "Incarnations",
+                    "Incarnations of the current process. Each one after the first follows a lost lease.",
                     "none",
                     (f"gcore_incarnations_total{NODE}", "{{node}}"),
                     least=0,
                 ),
                 line(
                     "Shards",
-                    "How the prompt stream is shared out.",
+                    "Shards of the prompt stream assigned to each controller.",
                     "none",
                     (f"sum by (job, node) (gcore_shards_owned{OF_JOB})", "{{job}} {{node}}"),
                     least=0,
@@ -41,8 +41,8 @@ CONTROL = Dashboard(
             "Transactions",
             [
                 line(
-                    "Won",
-                    "A second, by kind.",
+                    "Applied",
+                    "Successful transactions per second, by kind.",
                     "none",
                     (
                         f'sum by (kind) (rate(gcore_transactions_total{{result="won", node=~"$node"}}{RATE}))',
@@ -51,8 +51,8 @@ CONTROL = Dashboard(
                     least=0,
                 ),
                 line(
-                    "Not won",
-                    "Stale: somebody else was faster, which is as it should be. Unknown: the store broke off.",
+                    "Not applied",
+                    "Transactions per second. Stale: another controller was faster, which is normal. Unknown: the connection to the store broke.",
                     "none",
                     (
                         f'sum by (kind, result) (rate(gcore_transactions_total{{result!="won", node=~"$node"}}{RATE}))',
@@ -62,7 +62,7 @@ CONTROL = Dashboard(
                 ),
                 line(
                     "Commits",
-                    "By result. Every controller that sees a step trained tries; one wins.",
+                    "Commit attempts per second, by result. Every controller that sees a trained step tries to commit it; one succeeds.",
                     "none",
                     (
                         f'sum by (result) (rate(gcore_transactions_total{{kind="commit", node=~"$node"}}{RATE}))',
@@ -77,14 +77,14 @@ CONTROL = Dashboard(
             [
                 line(
                     "Calls",
-                    "A second, by operation.",
+                    "Store calls per second, by operation.",
                     "none",
                     (f"sum by (operation) (rate(gcore_store_call_seconds_count{NODE}{RATE}))", "{{operation}}"),
                     least=0,
                 ),
                 line(
                     "Latency",
-                    "99th percentile, by operation.",
+                    "99th percentile of store calls, by operation.",
                     "s",
                     (
                         f"histogram_quantile(0.99, sum by (operation, le) (rate(gcore_store_call_seconds_bucket{NODE}{RATE})))",
@@ -93,8 +93,8 @@ CONTROL = Dashboard(
                     least=0,
                 ),
                 line(
-                    "No answer",
-                    "Calls a second that had no answer in time.",
+                    "Timeouts",
+                    "Store calls per second without an answer in time, by operation.",
                     "none",
                     (f"sum by (operation) (rate(gcore_store_unavailable_total{NODE}{RATE}))", "{{operation}}"),
                     least=0,
@@ -102,26 +102,26 @@ CONTROL = Dashboard(
             ],
         ),
         Row(
-            "What it holds",
+            "Content of the store",
             [
                 line(
                     "Database",
-                    "Of each member: its file, and what of it is in use.",
+                    "Size of each member's database file, and the part in use.",
                     "bytes",
                     ("max by (endpoint) (gcore_store_database_bytes)", "{{endpoint}} file"),
                     ("max by (endpoint) (gcore_store_in_use_bytes)", "{{endpoint}} in use"),
                     least=0,
                 ),
                 line(
-                    "By job",
-                    "Bytes, without history. Bounded by the spec, not by the number of steps.",
+                    "Bytes by job",
+                    "Without history. Bounded by the spec, not by the number of steps.",
                     "bytes",
                     (of_job("gcore_store_job_bytes"), "{{job}}"),
                     least=0,
                 ),
                 line(
                     "Keys by job",
-                    "As many as its spec, its nodes and its ranks need.",
+                    "Bounded by the job's spec, nodes and ranks.",
                     "none",
                     (of_job("gcore_store_job_keys"), "{{job}}"),
                     least=0,
@@ -133,14 +133,14 @@ CONTROL = Dashboard(
             [
                 line(
                     "Puts",
-                    "A second, by member.",
+                    "Writes per second, by member.",
                     "none",
                     (f"rate(etcd_mvcc_put_total{RATE})", "{{instance}}"),
                     least=0,
                 ),
                 line(
                     "Disk",
-                    "99th percentile of a write to the log.",
+                    "99th percentile of the fsync of the write-ahead log.",
                     "s",
                     (
                         f"histogram_quantile(0.99, sum by (instance, le) (rate(etcd_disk_wal_fsync_duration_seconds_bucket{RATE})))",
@@ -150,7 +150,7 @@ CONTROL = Dashboard(
                 ),
                 line(
                     "Database",
-                    "File and quota.",
+                    "Size of the database file, and the part in use.",
                     "bytes",
                     ("etcd_mvcc_db_total_size_in_bytes", "{{instance}} file"),
                     ("etcd_mvcc_db_total_size_in_use_in_bytes", "{{instance}} in use"),
@@ -158,7 +158,7 @@ CONTROL = Dashboard(
                 ),
                 line(
                     "Memory",
-                    "Of each member.",
+                    "Resident memory of each member.",
                     "bytes",
                     ('process_resident_memory_bytes{job="etcd"}', "{{instance}}"),
                     least=0,
@@ -170,14 +170,14 @@ CONTROL = Dashboard(
             [
                 line(
                     "Calls",
-                    "A second, by method and status.",
+                    "API calls per second, by method and status.",
                     "none",
                     (f"sum by (method, code) (rate(gcore_api_calls_total{NODE}{RATE}))", "{{method}} {{code}}"),
                     least=0,
                 ),
                 line(
                     "Latency",
-                    "99th percentile of unary calls.",
+                    "99th percentile of unary API calls, by method.",
                     "s",
                     (
                         f"histogram_quantile(0.99, sum by (method, le) (rate(gcore_api_call_seconds_bucket{NODE}{RATE})))",
@@ -187,7 +187,7 @@ CONTROL = Dashboard(
                 ),
                 line(
                     "Open streams",
-                    "Followers of events, logs and metrics.",
+                    "Open streams of events, logs and metrics, by method.",
                     "none",
                     (f"sum by (method) (gcore_api_open_streams{NODE})", "{{method}}"),
                     least=0,

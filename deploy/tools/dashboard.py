@@ -1,7 +1,7 @@
-"""The parts of a dashboard, and Grafana's JSON of it.
+"""The parts of a dashboard and their Grafana JSON.
 
-A dashboard is rows of panels; a panel has a title, a sentence that says how to read it, a unit, and its queries. Panels of a row
-share its width. Queries may use `$job`, `$node`, `$judge` and `$__rate_interval`, where the dashboard has such a variable.
+A dashboard has rows of panels. A panel has a title, a description that says how to read it, a unit and queries. The panels of
+a row share its width. Queries may use `$__rate_interval` and those of `$job`, `$node`, `$judge` that the dashboard declares.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ NODE = '{node=~"$node"}'
 SOURCE = {"type": "prometheus", "uid": "${source}"}
 WIDTH, STAT_HEIGHT, HEIGHT = 24, 4, 8
 VARIABLES: Mapping[str, tuple[str, str]] = {
-    "job": ("gcore_step", "the job's name"),
-    "node": ("gcore_ready", "the controller's node"),
-    "judge": ("gcore_judge_questions_total", "the judge's name in the spec"),
+    "job": ("gcore_step", "name of the job"),
+    "node": ("gcore_ready", "node of the controller"),
+    "judge": ("gcore_judge_questions_total", "name of the judge in the spec"),
 }
 
 
 @dataclass(frozen=True)
 class Query:
-    """`says`: the legend, where `{{label}}` stands for a label's value."""
+    """A PromQL query. `says`: the legend; `{{label}}` is replaced by the label's value."""
 
     expr: str
     says: str = ""
@@ -33,7 +33,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """`unit`: as Grafana names it. `stack`: lines are areas on top of each other."""
+    """A panel. `unit`: Grafana's name of the unit. `stack`: draw stacked areas instead of lines."""
 
     title: str
     description: str
@@ -47,7 +47,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Row:
-    """Panels side by side, under a heading."""
+    """A heading with panels side by side."""
 
     title: str
     panels: Sequence[Panel]
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Dashboard:
-    """`name`: of its file, and in its address."""
+    """A dashboard. `name`: used for the file name and the URL."""
 
     name: str
     title: str
@@ -65,37 +65,37 @@ class Dashboard:
 
 
 def of_job(metric: str) -> str:
-    """The query for a metric of a job. Each controller reports the same value or an older one, so the greatest is right."""
+    """Return the query for a job's metric: the maximum, because every controller reports the same value or an older one."""
     return f"max by (job) ({metric}{OF_JOB})"
 
 
 def line(title: str, description: str, unit: str, *queries: tuple[str, str], **more: Any) -> Panel:
-    """A panel of lines."""
+    """Return a panel of lines."""
     return Panel(title, description, unit, [Query(*one) for one in queries], **more)
 
 
 def areas(title: str, description: str, unit: str, *queries: tuple[str, str], **more: Any) -> Panel:
-    """A panel of areas on top of each other."""
+    """Return a panel of stacked areas."""
     return line(title, description, unit, *queries, stack=True, least=0, **more)
 
 
 def stat(title: str, description: str, unit: str, expr: str) -> Panel:
-    """A panel with one number."""
+    """Return a panel with one number."""
     return Panel(title, description, unit, [Query(expr)], kind="stat")
 
 
 def heatmap(title: str, description: str, unit: str, expr: str) -> Panel:
-    """A panel of buckets over time."""
+    """Return a panel of histogram buckets over time."""
     return Panel(title, description, unit, [Query(expr, "{{le}}")], kind="heatmap")
 
 
 def text_of(dashboard: Dashboard) -> str:
-    """The content of a dashboard's file."""
+    """Return the content of a dashboard's file."""
     return json.dumps(tree_of(dashboard), indent=1) + "\n"
 
 
 def tree_of(dashboard: Dashboard) -> dict[str, Any]:
-    """The dashboard as Grafana reads it."""
+    """Return the dashboard in Grafana's JSON model."""
     return {
         "uid": f"gcore-{dashboard.name}",
         "title": f"gcore: {dashboard.title}",

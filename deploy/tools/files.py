@@ -1,4 +1,4 @@
-"""Write the derived files: `python -m deploy.tools [dashboards|metrics ...]`; with --check, compare them only."""
+"""Write the derived files: `python -m deploy.tools [dashboards|metrics ...]`. With --check, only compare them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHART_FILES = "deploy/helm/gcore/files"
 
 
 def dashboards() -> dict[str, str]:
-    """The content of each dashboard's file by its path from the root of the repository."""
+    """Return the content of each dashboard file, by its path relative to the repository root."""
     return {f"{DASHBOARDS}/{board.name}.json": dashboard.text_of(board) for board in BOARDS}
 
 
@@ -40,23 +40,23 @@ KINDS: Mapping[str, Callable[[], dict[str, str]]] = {"dashboards": dashboards, "
 
 
 def outdated(contents: Mapping[str, str], root: Path) -> list[str]:
-    """The paths of files that are missing or differ from their content."""
+    """Return the paths of files that are missing or out of date."""
     return [path for path, text in contents.items() if not (root / path).exists() or (root / path).read_text() != text]
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
-    """Return 1 if --check finds a file that has to be written."""
+    """Write or check the files. Return 1 if --check finds an outdated file."""
     parser = argparse.ArgumentParser(prog="python -m deploy.tools", description=__doc__)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"one of {', '.join(KINDS)} (default: all)")
     parser.add_argument("--check", action="store_true", help="write nothing; print each file that differs")
     given = parser.parse_args(arguments)
     if unknown := [kind for kind in given.kinds if kind not in KINDS]:
-        parser.error(f"nothing is called {unknown[0]}: choose from {', '.join(KINDS)}")
+        parser.error(f"unknown kind {unknown[0]}: choose from {', '.join(KINDS)}")
     made = {path: text for kind in given.kinds or KINDS for path, text in KINDS[kind]().items()}
     paths = outdated(made, root)
     for path in paths:
         if given.check:
-            print(f"{path}: it differs from its description: run python -m deploy.tools and commit the file")
+            print(f"{path}: out of date: run python -m deploy.tools and commit the file")
         else:
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(made[path], encoding="utf-8")

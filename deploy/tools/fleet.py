@@ -1,4 +1,4 @@
-"""The dashboard of the owner of a fleet: is everything there, and is it at work? The meaning of each metric is in `gcore/observability`."""
+"""The dashboard for operators of a cluster: are all nodes present and busy? `gcore/observability` defines the metrics."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from deploy.tools.dashboard import NODE, RATE, Dashboard, Row, areas, line, stat
 FLEET = Dashboard(
     "fleet",
     "fleet",
-    "Is everything there, is it at work, and what does it wait for?",
+    "Are all nodes present, are they busy, and what do jobs wait for?",
     ["node"],
     [
         Row(
             "Now",
             [
                 stat(
-                    "Controllers at work",
-                    "Registered, with a lease. Fewer than there are nodes: see controllers and store.",
+                    "Controllers ready",
+                    "Controllers with a lease. If there are fewer than nodes, see the dashboard controllers and store.",
                     "none",
                     "sum(gcore_ready)",
                 ),
-                stat("Jobs", "Those that have not ended.", "none", "max(sum by (node) (gcore_jobs))"),
+                stat("Jobs", "Jobs that have not ended.", "none", "max(sum by (node) (gcore_jobs))"),
                 stat(
                     "Slots busy",
-                    "Share of the slots' time in which they worked.",
+                    "Share of slot time in which slots were busy.",
                     "percentunit",
                     f'sum(rate(gcore_slot_seconds_total{{state="busy"}}{RATE})) / sum(rate(gcore_slot_seconds_total{RATE}))',
                 ),
                 stat(
                     "Commits",
-                    "Steps of all jobs a minute.",
+                    "Committed steps of all jobs per minute.",
                     "none",
                     f'60 * sum(rate(gcore_step_seconds_count{{phase="train"}}{RATE}))',
                 ),
                 stat(
                     "Tokens generated",
-                    "A second, by all engines of the policy.",
+                    "Tokens per second of all rollout engines.",
                     "none",
                     f"sum(rate(gcore_generated_tokens_total{RATE}))",
                 ),
@@ -45,25 +45,25 @@ FLEET = Dashboard(
             [
                 line(
                     "Steps",
-                    "The newest committed step of each job. A line that falls is a rollback to a checkpoint.",
+                    "The newest committed step of each job. A falling line is a rollback to a checkpoint.",
                     "none",
                     ("max by (job) (gcore_step)", "{{job}}"),
                 ),
                 areas(
                     "Jobs by state",
-                    "With slots, waiting for some, paused. Many that wait: who has the slots stands beside it.",
+                    "Running, queued and paused jobs. If many are queued, the next panel shows which jobs have the slots.",
                     "none",
                     ("max by (state) (gcore_jobs)", "{{state}}"),
                 ),
                 areas(
                     "Slots of each job",
-                    "That it may use now. A job of a higher priority takes some at the next commit.",
+                    "Slots that each job may use now. A job with a higher priority takes slots at the next commit.",
                     "none",
                     ("max by (job) (gcore_job_slots)", "{{job}}"),
                 ),
                 line(
                     "What jobs wait for",
-                    "Jobs that wait, by cause. `groups` is generation, which is the usual one; others hold generation up.",
+                    "Number of waiting jobs, by cause. `groups` is generation and normal; other causes delay generation.",
                     "none",
                     (f"sum by (cause) (rate(gcore_waiting_seconds_total{NODE}{RATE}))", "{{cause}}"),
                     least=0,
@@ -75,13 +75,13 @@ FLEET = Dashboard(
             [
                 areas(
                     "Slots by what they do",
-                    "By the books: how many slots' worth of time went where.",
+                    "Number of slots in each state, from slot accounting.",
                     "none",
                     (f"sum by (state, pool) (rate(gcore_slot_seconds_total{NODE}{RATE}))", "{{state}} {{pool}}"),
                 ),
                 line(
                     "Busy, by node",
-                    "Share of the time of a node's slots in which they worked. One node far below the others: look at its workers.",
+                    "Share of a node's slot time that was busy. If one node is far below the others, check its workers.",
                     "percentunit",
                     (
                         f'sum by (node) (rate(gcore_slot_seconds_total{{state="busy", node=~"$node"}}{RATE})) / sum by (node) (rate(gcore_slot_seconds_total{NODE}{RATE}))',
@@ -92,7 +92,7 @@ FLEET = Dashboard(
                 ),
                 areas(
                     "Workers",
-                    "Engines and ranks by pool and state. `failed` for long: see the runbook GcoreWorkersFail.",
+                    "Engines and train ranks by pool and state. If `failed` persists, see the runbook GcoreWorkersFail.",
                     "none",
                     (f"sum by (pool, state) (gcore_workers{NODE})", "{{pool}} {{state}}"),
                 ),
@@ -103,14 +103,14 @@ FLEET = Dashboard(
             [
                 line(
                     "Memory",
-                    "Of each controller. It does not grow with the number of steps.",
+                    "Resident memory of each controller. It does not grow with the number of steps.",
                     "bytes",
                     ('process_resident_memory_bytes{job="gcore", node=~"$node"}', "{{node}}"),
                     least=0,
                 ),
                 line(
                     "CPU",
-                    "Cores that each controller uses.",
+                    "Number of cores that each controller uses.",
                     "none",
                     (f'rate(process_cpu_seconds_total{{job="gcore", node=~"$node"}}{RATE})', "{{node}}"),
                     least=0,

@@ -1,4 +1,4 @@
-"""The dashboard of a researcher: is the job learning, and why is it slow? The meaning of each metric is in `gcore/observability`."""
+"""The dashboard for researchers: is the job learning, and why is it slow? `gcore/observability` defines the metrics."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ JOB = Dashboard(
         Row(
             "Now",
             [
-                stat("Step", "The newest committed one.", "none", of_job("gcore_step")),
-                stat("Lineage", "Rollbacks and new train worlds so far.", "none", of_job("gcore_lineage")),
-                stat("Reward", "Mean of the last step.", "none", of_job("gcore_reward")),
-                stat("Accuracy", "Newest, on held-out prompts.", "percentunit", of_job("gcore_accuracy_ratio")),
-                stat("A step takes", "The last one, all phases.", "s", of_job("gcore_step_took_seconds")),
-                stat("Trained", "Tokens a second, in the last step.", "none", of_job("gcore_tokens_per_second")),
+                stat("Step", "The newest committed step.", "none", of_job("gcore_step")),
+                stat("Lineage", "Number of rollbacks and new train worlds so far.", "none", of_job("gcore_lineage")),
+                stat("Reward", "Mean reward of the last step.", "none", of_job("gcore_reward")),
+                stat("Accuracy", "Newest accuracy on held-out prompts.", "percentunit", of_job("gcore_accuracy_ratio")),
+                stat("Step time", "Duration of the last step, all phases.", "s", of_job("gcore_step_took_seconds")),
+                stat(
+                    "Throughput",
+                    "Trained tokens per second in the last step.",
+                    "none",
+                    of_job("gcore_tokens_per_second"),
+                ),
             ],
         ),
         Row(
@@ -26,20 +31,20 @@ JOB = Dashboard(
             [
                 line(
                     "Reward",
-                    "Of the samples that were trained, and of all that were scored, the filtered ones too.",
+                    "Mean reward of the trained samples, and of all scored samples including filtered ones.",
                     "none",
                     (of_job("gcore_reward"), "{{job}} trained"),
                     (of_job("gcore_reward_before_filter"), "{{job}} all"),
                 ),
                 line(
                     "Parts of the reward",
-                    "Mean of each part that the spec names.",
+                    "Mean of each reward part in the spec.",
                     "none",
                     (f"max by (job, part) (gcore_reward_part{OF_JOB})", "{{job}} {{part}}"),
                 ),
                 line(
                     "Evaluation",
-                    "What the newest evaluation of each held-out set measured.",
+                    "Results of the newest evaluation of each held-out set.",
                     "none",
                     (f"max by (job, set, metric) (gcore_eval{OF_JOB})", "{{job}} {{set}} {{metric}}"),
                 ),
@@ -50,19 +55,23 @@ JOB = Dashboard(
             [
                 line(
                     "KL from the reference",
-                    "How far the policy has gone from where it began, in nats a token.",
+                    "KL divergence of the policy from the reference model, in nats per token.",
                     "none",
                     (of_job("gcore_reference_kl"), "{{job}}"),
                 ),
                 line(
                     "Entropy",
-                    "In nats a token. Near 0 all responses are the same, and nothing more is learned.",
+                    "Entropy in nats per token. Near 0 all responses are the same, and the policy no longer learns.",
                     "none",
                     (of_job("gcore_entropy"), "{{job}}"),
                     least=0,
                 ),
                 line(
-                    "Response length", "Mean, in tokens.", "none", (of_job("gcore_response_tokens"), "{{job}}"), least=0
+                    "Response length",
+                    "Mean number of tokens.",
+                    "none",
+                    (of_job("gcore_response_tokens"), "{{job}}"),
+                    least=0,
                 ),
             ],
         ),
@@ -71,14 +80,20 @@ JOB = Dashboard(
             [
                 line(
                     "Loss",
-                    "Of the policy. Its height says little; a jump says much.",
+                    "Policy loss. Its absolute value means little; watch for jumps.",
                     "none",
                     (of_job("gcore_loss"), "{{job}}"),
                 ),
-                line("Gradient norm", "Before clipping.", "none", (of_job("gcore_gradient_norm"), "{{job}}"), least=0),
+                line(
+                    "Gradient norm",
+                    "Global norm before clipping.",
+                    "none",
+                    (of_job("gcore_gradient_norm"), "{{job}}"),
+                    least=0,
+                ),
                 line(
                     "Clipped",
-                    "Share of tokens whose ratio was clipped, and mean distance of the ratio from 1.",
+                    "Share of tokens with a clipped ratio, and mean distance of the ratio from 1.",
                     "none",
                     (of_job("gcore_clip_ratio"), "{{job}} clipped"),
                     (of_job("gcore_importance_deviation"), "{{job}} deviation"),
@@ -86,7 +101,7 @@ JOB = Dashboard(
                 ),
                 line(
                     "Engine and trainer",
-                    "By how much their probabilities differ, in nats a token. It should be next to nothing.",
+                    "Difference of their token probabilities, in nats per token. It should be close to 0.",
                     "none",
                     (of_job("gcore_engine_divergence"), "{{job}} divergence"),
                     (of_job("gcore_engine_mismatch_abs"), "{{job}} absolute"),
@@ -98,21 +113,21 @@ JOB = Dashboard(
             [
                 areas(
                     "Phases of a step",
-                    "Seconds of the last step by phase.",
+                    "Duration of each phase of the last step.",
                     "s",
                     (f"max by (job, phase) (gcore_step_phase_seconds{OF_JOB})", "{{job}} {{phase}}"),
                 ),
                 line(
-                    "Taken and expected",
-                    "Seconds of the last step, and what the placement expected of it.",
+                    "Step time and forecast",
+                    "Duration of the last step, and the placement's forecast.",
                     "s",
                     (of_job("gcore_step_took_seconds"), "{{job}} taken"),
                     (of_job("gcore_step_expected_seconds"), "{{job}} expected"),
                     least=0,
                 ),
                 line(
-                    "Who waits for whom",
-                    "Ranks for a batch, engines for weights, engines for the last responses of others. The longest is what holds steps up.",
+                    "Waiting times",
+                    "Ranks wait for a batch, engines for weights, or engines for the last responses of other engines. The longest wait limits the step.",
                     "s",
                     (of_job("gcore_wait_for_batch_seconds"), "{{job}} batch"),
                     (of_job("gcore_wait_for_weights_seconds"), "{{job}} weights"),
@@ -126,14 +141,14 @@ JOB = Dashboard(
             [
                 line(
                     "Prompts by outcome",
-                    "On the job's chain so far, by source.",
+                    "Prompts on the current branch so far, by source and outcome.",
                     "none",
                     (f"max by (job, source, outcome) (gcore_source_prompts{OF_JOB})", "{{job}} {{source}} {{outcome}}"),
                     least=0,
                 ),
                 line(
                     "Filtered",
-                    "Share of the last step's prompts.",
+                    "Share of the last step's prompts that were filtered.",
                     "percentunit",
                     (of_job("gcore_filtered_ratio"), "{{job}}"),
                     least=0,
@@ -141,12 +156,12 @@ JOB = Dashboard(
                 ),
                 line(
                     "Reward by source",
-                    "Mean of the last step that had some.",
+                    "Mean reward in the newest step with samples of the source.",
                     "none",
                     (f"max by (job, source) (gcore_source_reward{OF_JOB})", "{{job}} {{source}}"),
                 ),
                 line(
-                    "Cut off",
+                    "Truncated",
                     "Share of a source's responses that reached max_new_tokens.",
                     "percentunit",
                     (f"max by (job, source) (gcore_source_truncated_ratio{OF_JOB})", "{{job}} {{source}}"),
@@ -160,29 +175,29 @@ JOB = Dashboard(
             [
                 areas(
                     "Groups",
-                    "Started and not finished, and finished and offered, by all controllers.",
+                    "Groups that controllers have started but not finished, and finished groups that they offer.",
                     "none",
                     (f"sum by (job) (gcore_groups_in_flight{OF_JOB})", "{{job}} in flight"),
                     (f"sum by (job) (gcore_groups_offered{OF_JOB})", "{{job}} offered"),
                 ),
                 line(
-                    "The oldest",
-                    "Seconds since the oldest prompt in flight was begun.",
+                    "Oldest prompt",
+                    "Seconds since the oldest prompt in flight was started.",
                     "s",
                     (of_job("gcore_oldest_in_flight_seconds"), "{{job}}"),
                     least=0,
                 ),
                 line(
                     "Age of the weights",
-                    "Steps by which samples of the last step were behind: mean and greatest. With rollout.staleness only.",
+                    "Age of the weights behind the last step's samples, in steps: mean and maximum. Only with rollout.staleness.",
                     "none",
                     (of_job("gcore_staleness_steps"), "{{job}} mean"),
-                    (of_job("gcore_staleness_max_steps"), "{{job}} greatest"),
+                    (of_job("gcore_staleness_max_steps"), "{{job}} maximum"),
                     least=0,
                 ),
                 line(
                     "Waits",
-                    "Seconds for which the job has been waiting, by cause.",
+                    "Duration of the current waits, by cause.",
                     "s",
                     (f"max by (job, cause) (gcore_job_waiting_seconds{OF_JOB})", "{{job}} {{cause}}"),
                     least=0,

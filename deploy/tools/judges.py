@@ -1,4 +1,4 @@
-"""The dashboard of judges. The meaning of each metric is in `gcore/observability`."""
+"""The dashboard for judges. `gcore/observability` defines the metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BY_JUDGE = '{judge=~"$judge"}'
 JUDGES = Dashboard(
     "judges",
     "judges",
-    "Do judges keep up, do they say something, and what do they cost?",
+    "Do judges keep up, do their verdicts differ, and what do they cost?",
     ["judge"],
     [
         Row(
@@ -16,7 +16,7 @@ JUDGES = Dashboard(
             [
                 line(
                     "Questions",
-                    "A second, by result. `remembered` was asked before and is not asked again.",
+                    "Questions per second, by result. `remembered`: the answer came from the cache.",
                     "none",
                     (
                         f"sum by (judge, result) (rate(gcore_judge_questions_total{BY_JUDGE}{RATE}))",
@@ -26,13 +26,13 @@ JUDGES = Dashboard(
                 ),
                 line(
                     "Open",
-                    "Questions that controllers wait for.",
+                    "Questions without an answer yet.",
                     "none",
                     (f"sum by (judge) (gcore_judge_open_questions{BY_JUDGE})", "{{judge}}"),
                     least=0,
                 ),
                 line(
-                    "Seconds of an answer",
+                    "Answer time",
                     "Median and 95th percentile.",
                     "s",
                     (
@@ -48,11 +48,11 @@ JUDGES = Dashboard(
             ],
         ),
         Row(
-            "What they say",
+            "Verdicts",
             [
                 line(
                     "Verdict",
-                    "The median, as it goes into rewards. A judge that always says the same teaches nothing.",
+                    "Median verdict, as used in rewards. If a judge always gives the same verdict, the policy learns nothing from it.",
                     "none",
                     (
                         f"histogram_quantile(0.5, sum by (judge, le) (rate(gcore_judge_verdict_bucket{BY_JUDGE}{RATE})))",
@@ -60,14 +60,14 @@ JUDGES = Dashboard(
                     ),
                 ),
                 heatmap(
-                    "Verdicts",
-                    "How many of each.",
+                    "Distribution",
+                    "Number of verdicts per bucket.",
                     "none",
                     f"sum by (le) (increase(gcore_judge_verdict_bucket{BY_JUDGE}{RATE}))",
                 ),
                 line(
-                    "Not readable",
-                    "Share of the answers in which no verdict was found.",
+                    "Unreadable",
+                    "Share of answers without a readable verdict.",
                     "percentunit",
                     (
                         f'sum by (judge) (rate(gcore_judge_unreadable_total{BY_JUDGE}{RATE})) / sum by (judge) (rate(gcore_judge_questions_total{{judge=~"$judge", result="answered"}}{RATE}))',
@@ -78,7 +78,7 @@ JUDGES = Dashboard(
                 ),
                 line(
                     "Disagreement",
-                    "Pairwise judges: share of pairs in which the two orders contradict each other.",
+                    "Pairwise judges: share of pairs whose verdicts in both orders contradict each other.",
                     "percentunit",
                     (
                         f"sum by (judge) (rate(gcore_judge_disagreement_ratio_sum{BY_JUDGE}{RATE})) / sum by (judge) (rate(gcore_judge_disagreement_ratio_count{BY_JUDGE}{RATE}))",
@@ -90,25 +90,25 @@ JUDGES = Dashboard(
             ],
         ),
         Row(
-            "What they take",
+            "Tokens and cost",
             [
                 line(
                     "Tokens",
-                    "A second, of questions and of answers.",
+                    "Tokens per second, in questions and in answers.",
                     "none",
                     (f"sum by (judge, part) (rate(gcore_judge_tokens_total{BY_JUDGE}{RATE}))", "{{judge}} {{part}}"),
                     least=0,
                 ),
                 line(
                     "Cost",
-                    "So far, in the unit of the spec's prices. Judges that others serve only.",
+                    "Total cost so far, in the unit of the spec's prices. Only external judges.",
                     "none",
                     (f"sum by (judge) (gcore_judge_cost_total{BY_JUDGE})", "{{judge}}"),
                     least=0,
                 ),
                 line(
                     "Held back",
-                    "Share of the time in which the next request was held back, by cause. Judges that others serve only.",
+                    "Share of time in which the next request was delayed, by cause. Only external judges.",
                     "percentunit",
                     (
                         f"sum by (judge, cause) (rate(gcore_judge_held_seconds_total{BY_JUDGE}{RATE}))",

@@ -1,4 +1,4 @@
-"""The dashboard of placement: what do the slots do, and were the moves worth it? The meaning of each metric is in `gcore/observability`."""
+"""The dashboard for placement: what do the slots do, and did the moves help? `gcore/observability` defines the metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from deploy.tools.dashboard import NODE, OF_JOB, RATE, Dashboard, Row, areas, li
 PLACEMENT = Dashboard(
     "placement",
     "placement",
-    "What do the slots do, what was moved, and was it worth it?",
+    "What do the slots do, which moves were made, and did they help?",
     ["job", "node"],
     [
         Row(
@@ -15,14 +15,14 @@ PLACEMENT = Dashboard(
             [
                 line(
                     "Slots of each pool",
-                    "By the plan. Pools that take turns on the same slots count them each.",
+                    "Slots per pool in the plan. Slots that pools share in turn count for each of them.",
                     "none",
                     (f"max by (job, pool) (gcore_split_slots{OF_JOB})", "{{job}} {{pool}}"),
                     least=0,
                 ),
                 line(
                     "Moves",
-                    "So far, by kind and state. `wanted` and `would` moved nothing.",
+                    "Number of moves so far, by kind and state. `wanted` and `would` moved nothing.",
                     "none",
                     ("sum by (kind, state) (gcore_placement_moves_total)", "{{kind}} {{state}}"),
                     least=0,
@@ -30,24 +30,24 @@ PLACEMENT = Dashboard(
             ],
         ),
         Row(
-            "Worth it?",
+            "Effect of moves",
             [
                 line(
                     "Gain of the newest move",
-                    "Seconds by which steps were expected to become shorter, and did. Below 0: they became longer.",
+                    "Expected and measured reduction of the step time. Below 0 steps became longer.",
                     "s",
                     (f"max by (job, kind, measure) (gcore_move_gain_seconds{OF_JOB})", "{{job}} {{kind}} {{measure}}"),
                 ),
                 line(
-                    "What moves take",
-                    "Seconds that the newest move of each kind was expected to take, and took.",
+                    "Duration of moves",
+                    "Expected and measured duration of the newest move of each kind.",
                     "s",
                     (f"max by (job, kind, measure) (gcore_move_seconds{OF_JOB})", "{{job}} {{kind}} {{measure}}"),
                     least=0,
                 ),
                 line(
-                    "Taken and expected",
-                    "Seconds of the last step, and what was expected of it. Far apart for long: do not trust the moves.",
+                    "Step time and forecast",
+                    "Duration of the last step, and its forecast. If they differ for long, do not trust the moves.",
                     "s",
                     (of_job("gcore_step_took_seconds"), "{{job}} taken"),
                     (of_job("gcore_step_expected_seconds"), "{{job}} expected"),
@@ -56,11 +56,11 @@ PLACEMENT = Dashboard(
             ],
         ),
         Row(
-            "The books",
+            "Slot accounting",
             [
                 areas(
                     "Busy slots",
-                    "How many slots' worth of time each pool worked.",
+                    "Number of busy slots of each pool.",
                     "none",
                     (
                         f'sum by (pool) (rate(gcore_slot_seconds_total{{state="busy", node=~"$node"}}{RATE}))',
@@ -69,7 +69,7 @@ PLACEMENT = Dashboard(
                 ),
                 areas(
                     "Idle slots",
-                    "By pool and cause. docs/operate/monitoring.md#the-books-where-every-slots-time-went says what each cause is, and what helps.",
+                    "Number of idle slots by pool and cause. docs/operate/monitoring.md#slot-accounting explains each cause and what helps.",
                     "none",
                     (
                         f'sum by (pool, cause) (rate(gcore_slot_seconds_total{{state="idle", node=~"$node"}}{RATE}))',
@@ -77,8 +77,8 @@ PLACEMENT = Dashboard(
                     ),
                 ),
                 areas(
-                    "Neither",
-                    "Slots that change their role, take weights, have failed, or are nobody's.",
+                    "Other states",
+                    "Slots that change their role, load weights, have failed, or are unallocated.",
                     "none",
                     (
                         f'sum by (state, pool) (rate(gcore_slot_seconds_total{{state!~"busy|idle", node=~"$node"}}{RATE}))',
@@ -91,21 +91,21 @@ PLACEMENT = Dashboard(
             "Engines",
             [
                 line(
-                    "Requests open",
-                    "That controllers wait for, by pool: the queue and what runs.",
+                    "Open requests",
+                    "Queued and running requests, by pool.",
                     "none",
                     (f"sum by (pool) (gcore_engine_open_requests{NODE})", "{{pool}}"),
                     least=0,
                 ),
                 line(
                     "Requests",
-                    "A second, by pool and result.",
+                    "Requests per second, by pool and result.",
                     "none",
                     (f"sum by (pool, result) (rate(gcore_engine_requests_total{NODE}{RATE}))", "{{pool}} {{result}}"),
                     least=0,
                 ),
                 line(
-                    "Seconds of a request",
+                    "Request time",
                     "Median and 95th percentile.",
                     "s",
                     (

@@ -1,14 +1,13 @@
-"""The catalogue of gcore's metrics: every name, label and meaning that Prometheus sees, by subject.
+"""Declarations of gcore's Prometheus metrics: names, labels and help texts, by subject.
 
-Base units (seconds, bytes; ratios from 0 to 1), `_total` for counters and for nothing else. Labels take few values: a code, a
-phase, a result, a pool, the name of a judge; never a prompt, a request, an instance, an incarnation or a free text. What is known
-about a job is a gauge labelled with the job's name, or with a source's or a set's of its spec too, and goes with `forget_job` when
-the controller lets go of the job.
+Rules: base units (seconds, bytes; ratios from 0 to 1), and `_total` for counters only. Labels take few values, such as a code, a
+phase, a result, a pool or the name of a judge. A prompt, a request, an instance, an incarnation or free text is never a label.
+Metrics of a job are gauges with the label `job`, some also with a source or a set of the spec. `forget_job` removes them when the
+controller stops working on the job.
 
-Each process has one `Metrics` with a registry of its own, handed to whoever counts; no metric is at module level. Here are the
-store (calls, transactions, sizes; `InstrumentedStore` counts calls), the job API's calls, nodes, workers, jobs and waits, and slots
-(accounting, placement, moves: what was expected of the newest move of a kind beside what was measured; a gain may be negative, so
-it is no counter). The chain, engines and judges are in `gcore.observability.step_metrics`; `gcore.observability.http` serves them.
+Each process has one `Metrics` with its own registry and passes it to the code that counts; no metric is at module level. This
+module has the metrics of the store (calls, transactions, sizes), the job API, nodes, workers, jobs, waits, slots and placement.
+Steps, engines and judges are in `gcore.observability.step_metrics`. `gcore.observability.http` serves them.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from gcore.store.types import (
 from gcore.system.clock import Clock
 
 RESULTS = ("won", "stale", "unknown")
-"""What comes of a guarded transaction (`gcore.ledger.transactions`)."""
+"""Results of a guarded transaction (`gcore.ledger.transactions`)."""
 
 
 class StoreMetrics(MetricsBase):
-    """Metrics of this process's calls of the store, and of the members that it can ask."""
+    """Metrics of this process's store calls and of the etcd members."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,50 +54,50 @@ class StoreMetrics(MetricsBase):
         )
         self.store_seconds = self._histogram(
             "gcore_store_call_seconds",
-            "Seconds a call to the store took, answered or not.",
+            "Duration of store calls in seconds, including failed calls.",
             CALL_BUCKETS_S,
             "operation",
         )
         self.store_unavailable = self._counter(
-            "gcore_store_unavailable_total", "Calls to the store that had no answer in time.", "operation"
+            "gcore_store_unavailable_total", "Store calls without an answer in time.", "operation"
         )
         self._database = self._gauge(
-            "gcore_store_database_bytes", "Bytes of a member's database file, as it says itself.", "endpoint"
+            "gcore_store_database_bytes", "Size of an etcd member's database file in bytes.", "endpoint"
         )
         self._in_use = self._gauge(
             "gcore_store_in_use_bytes",
-            "Bytes of a member's database that are in use: defragmenting gives back the rest.",
+            "Bytes in use in an etcd member's database; defragmentation frees the rest.",
             "endpoint",
         )
         self._alarm = self._gauge(
             "gcore_store_alarm",
-            "Whether a member says that this alarm (NOSPACE, CORRUPT) is raised: 1 or 0.",
+            "Whether an etcd member reports this alarm (NOSPACE, CORRUPT): 1 or 0.",
             "endpoint",
             "alarm",
         )
         self._certificate_ends = self._gauge(
             "gcore_store_certificate_expiry_timestamp_seconds",
-            "When the certificate ends that a member shows to whoever connects, in seconds since the epoch.",
+            "Expiry of the certificate that an etcd member serves, in seconds since the epoch.",
             "endpoint",
         )
-        self.job_keys = self._gauge("gcore_store_job_keys", "Keys that the store holds of the job.", "job")
+        self.job_keys = self._gauge("gcore_store_job_keys", "Number of the job's keys in the store.", "job")
         self.job_bytes = self._gauge(
-            "gcore_store_job_bytes", "Bytes that the store holds of the job, keys included, without its history.", "job"
+            "gcore_store_job_bytes", "Bytes of the job in the store, including keys, without old revisions.", "job"
         )
 
     def count_transaction(self, kind: str, result: str) -> None:
-        """A guarded transaction has ended. With a kind's first one all its results are there."""
+        """Count a finished transaction. The first one of a kind creates the series of all results."""
         for known in RESULTS:
             self.transactions.labels(kind, known).inc(known == result)
 
     def show_store_certificates(self, ends: Mapping[str, float]) -> None:
-        """Set when the certificates of the store's members end, by host:port; one that does not answer is shown no more."""
+        """Set the certificate expiry of the store's members, by host:port. Members that are not given are removed."""
         self._certificate_ends.clear()
         for endpoint, end in ends.items():
             self._certificate_ends.labels(endpoint).set(end)
 
     def show_members(self, members: Mapping[str, StoreMemberStatus]) -> None:
-        """Set what the store's members say of themselves, by host:port; one that does not answer is shown no more."""
+        """Set the status of the store's members, by host:port. Members that are not given are removed."""
         for gauge in (self._database, self._in_use, self._alarm):
             gauge.clear()
         for endpoint, standing in members.items():
@@ -109,40 +108,38 @@ class StoreMetrics(MetricsBase):
 
 
 class CallMetrics(MetricsBase):
-    """Metrics of the calls that a process serves. Methods are those that are served; a call of any other is counted as `unknown`."""
+    """Metrics of the API calls that this process serves. Calls of methods that do not exist count as `unknown`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = self._counter(
             "gcore_api_calls_total",
-            "Calls of the job API that were answered, by method and status code.",
+            "Answered calls of the job API by method and status code.",
             "method",
             "code",
         )
         self.call_seconds = self._histogram(
-            "gcore_api_call_seconds", "Seconds that a unary call of the job API took.", CALL_BUCKETS_S, "method"
+            "gcore_api_call_seconds", "Duration of unary calls of the job API in seconds.", CALL_BUCKETS_S, "method"
         )
-        self.open_streams = self._gauge("gcore_api_open_streams", "Streams of the job API that are open.", "method")
+        self.open_streams = self._gauge("gcore_api_open_streams", "Open streams of the job API.", "method")
 
 
 JOB_STATES = ("running", "queued", "paused")
 
 
 class MembershipMetrics(MetricsBase):
-    """Metrics of the cluster as this process sees it, and of its own waits."""
+    """Metrics of the cluster as this process sees it, and of this process's waits."""
 
     def __init__(self) -> None:
         super().__init__()
         self._nodes = self._gauge("gcore_nodes", "Controllers registered in the cluster.")
-        self.ready = self._gauge(
-            "gcore_ready", "Whether this controller has its lease and is registered, so that it can work: 1 or 0."
-        )
+        self.ready = self._gauge("gcore_ready", "Whether this controller holds its lease and is registered: 1 or 0.")
         self.lives = self._counter(
-            "gcore_incarnations_total", "Lives that this process began: each but the first followed a lost lease."
+            "gcore_incarnations_total", "Incarnations of this process; each one after the first follows a lost lease."
         )
         self._jobs = self._gauge(
             "gcore_jobs",
-            "Jobs that have not ended, by whether they have slots (running), wait for some (queued) or are paused.",
+            "Unfinished jobs by state: running (with slots), queued (waiting for slots) or paused.",
             "state",
         )
         self._job_slots = self._gauge("gcore_job_slots", "Slots that the job may use now.", "job")
@@ -150,43 +147,45 @@ class MembershipMetrics(MetricsBase):
         self._node_slots = self._gauge("gcore_node_slots", "Slots of this node by state (usable, sick).", "state")
         self.certificate_ends = self._gauge(
             "gcore_certificate_expiry_timestamp_seconds",
-            "When the first of this process's certificates ends (the one for callers, the one for the store), in seconds since the "
-            "epoch; 0 without certificates.",
+            "Earliest expiry of this process's certificates (for callers and for the store), in seconds since the epoch; "
+            "0 without certificates.",
         )
         self.members = self._gauge("gcore_members", "Controllers that work on the job.", "job")
-        self.shards_owned = self._gauge("gcore_shards_owned", "Shards assigned to this process.", "job")
+        self.shards_owned = self._gauge("gcore_shards_owned", "Shards of the job assigned to this process.", "job")
         self._workers = self._gauge(
             "gcore_workers",
             "Workers of this node by pool and state (starting, serving, stopping, failed).",
             "pool",
             "state",
         )
-        self._waiting = self._gauge("gcore_waiting", "Jobs that wait in this process now, by cause.", "cause")
+        self._waiting = self._gauge(
+            "gcore_waiting", "Jobs that wait now, as this process sees them, by cause.", "cause"
+        )
         self._job_waits = self._gauge(
             "gcore_job_waiting_seconds",
-            "Seconds that the job has been waiting for something, as this process sees it, by cause.",
+            "Seconds since the start of the job's current wait, as this process sees it, by cause.",
             "job",
             "cause",
         )
         self._waited: dict[str, Mapping[str, float]] = {}
         self.stalls = self._counter(
             "gcore_stalls_total",
-            "Waits of which nothing had moved for so long that an event tells it, by cause.",
+            "Waits without progress that were reported as an event, by cause.",
             "cause",
         )
         self._waiting_seconds = self._counter(
-            "gcore_waiting_seconds_total", "Seconds that jobs waited in this process, by cause.", "cause"
+            "gcore_waiting_seconds_total", "Seconds that jobs waited, as this process saw them, by cause.", "cause"
         )
 
     def show_cluster(self, nodes: int, workers: Mapping[tuple[str, str], int]) -> None:
-        """Set how many controllers there are, and how many workers of this node by pool and state."""
+        """Set the number of controllers, and of this node's workers by pool and state."""
         self._nodes.set(nodes)
         self._workers.clear()
         for (pool, state), count in workers.items():
             self._workers.labels(pool, state).set(count)
 
     def show_jobs(self, states: Mapping[str, int], slots: Mapping[str, int]) -> None:
-        """Set how many jobs are in which state, and the slots of those that have any, by name."""
+        """Set the number of jobs by state, and the slots of jobs that have any, by name."""
         for state in JOB_STATES:
             self._jobs.labels(state).set(states.get(state, 0))
         for job in self._shown_jobs - slots.keys():
@@ -196,20 +195,20 @@ class MembershipMetrics(MetricsBase):
         self._shown_jobs = frozenset(slots)
 
     def show_slots(self, slots: int, sick: int) -> None:
-        """Set how many of this node's slots may be used, and how many are sick."""
+        """Set the number of usable and of sick slots of this node."""
         self._node_slots.labels("usable").set(slots - sick)
         self._node_slots.labels("sick").set(sick)
 
     def show_waits(self, job: str, seconds: Mapping[str, float]) -> None:
-        """Set for how long the job has been waiting, by cause; of a cause that is over nothing is shown."""
+        """Set the durations of the job's current waits, by cause. Causes that are not given are removed."""
         before = self._waited.get(job, {})
         self._waited[job] = dict(seconds)
         for cause in before.keys() - seconds.keys():
             self._job_waits.remove(job, cause)
         for cause, held in seconds.items():
             self._job_waits.labels(job, cause).set(held)
-            self.stalls.labels(cause)  # there, before it counts anything
-            # Less than before: it was over, and has begun again.
+            self.stalls.labels(cause)  # create the series at 0
+            # A smaller value is a new wait for the same cause.
             more = held - before.get(cause, 0.0)
             self._waiting_seconds.labels(cause).inc(more if more >= 0 else held)
         for cause in before.keys() | seconds.keys():
@@ -217,7 +216,7 @@ class MembershipMetrics(MetricsBase):
             self._waiting.labels(cause).set(waiting)
 
     def forget_job(self, job: str) -> None:
-        """See `MetricsBase.forget_job`; the job waits for nothing any more either."""
+        """See `MetricsBase.forget_job`. Also ends the job's waits."""
         self.show_waits(job, {})
         self._waited.pop(job, None)
         super().forget_job(job)
@@ -229,7 +228,7 @@ POOLS = ("rollout", "reward", "train")
 
 @dataclass(frozen=True, slots=True)
 class MoveFigures:
-    """Seconds that a step was to become shorter by and did, and that the move was to take and took; None: not known."""
+    """Expected and measured gain per step and duration of a move, in seconds. None: unknown."""
 
     expected_gain_s: float | None = None
     gain_s: float | None = None
@@ -244,48 +243,48 @@ class SlotMetrics(MetricsBase):
         super().__init__()
         self.slot_seconds = self._counter(
             "gcore_slot_seconds_total",
-            "Seconds of this node's slots by what they were: busy and idle (with cause) of a pool, switching (to the pool, from the one "
-            "in cause), syncing, failed, unallocated; unbooked is what nobody can say.",
+            "Seconds of this node's slots by state: busy and idle (with cause) of a pool, switching (to the pool, from the one "
+            "in cause), syncing, failed, unallocated; unbooked: could not be assigned.",
             "pool",
             "state",
             "cause",
         )
         self.moves = self._counter(
             "gcore_placement_moves_total",
-            "Moves of the placement that this process decided, by kind (split, world, lend, return, mend) and state (done, wanted, would).",
+            "Placement moves decided by this process, by kind (split, world, lend, return, mend) and state (done, wanted, would).",
             "kind",
             "state",
         )
-        self._split = self._gauge("gcore_split_slots", "Slots that the plan gives to a pool of the job.", "job", "pool")
+        self._split = self._gauge("gcore_split_slots", "Slots of a pool in the job's plan.", "job", "pool")
         self._move_gain = self._gauge(
             "gcore_move_gain_seconds",
-            "Seconds a step by which the newest move of a kind was expected, and is measured, to shorten steps.",
+            "Expected and measured reduction of the step time by the newest move of a kind, in seconds; may be negative.",
             "job",
             "kind",
             "measure",
         )
         self._move_took = self._gauge(
             "gcore_move_seconds",
-            "Seconds that the newest move of a kind was expected to take, and took.",
+            "Expected and measured duration of the newest move of a kind, in seconds.",
             "job",
             "kind",
             "measure",
         )
 
     def show_split(self, job: str, slots: Mapping[str, int]) -> None:
-        """Set how many slots each pool has by the plan."""
+        """Set the number of slots of each pool in the plan."""
         for pool in POOLS:
             self._split.labels(job, pool).set(slots.get(pool, 0))
 
     def show_move(self, job: str, kind: str, figures: MoveFigures) -> None:
-        """Set the numbers of the newest move of a kind; of what is not known nothing is shown."""
-        told = (
+        """Set the figures of the newest move of a kind. Unknown figures are removed."""
+        values = (
             (self._move_gain, EXPECTED, figures.expected_gain_s),
             (self._move_gain, MEASURED, figures.gain_s),
             (self._move_took, EXPECTED, figures.expected_s),
             (self._move_took, MEASURED, figures.took_s),
         )
-        for gauge, measure, seconds in told:
+        for gauge, measure, seconds in values:
             if seconds is not None:
                 gauge.labels(job, kind, measure).set(seconds)
             else:
@@ -298,14 +297,14 @@ class Metrics(StoreMetrics, ChainMetrics, GenerationMetrics, JudgeMetrics, SlotM
     def __init__(self) -> None:
         super().__init__()
         ProcessCollector(registry=self.registry)  # process_start_time_seconds, _resident_memory_bytes, ...
-        self._gauge("gcore_build_info", "Always 1; the version is in the label.", "version").labels(__version__).set(1)
+        self._gauge("gcore_build_info", "Always 1; the label has the version.", "version").labels(__version__).set(1)
 
 
 T = TypeVar("T")
 
 
 class InstrumentedStore:
-    """`inner`, as `gcore.store.types.Store`. A watch is no call: it has no end."""
+    """A `gcore.store.types.Store` that measures the calls of `inner`. Watches are not measured, because they do not end."""
 
     def __init__(self, inner: Store, metrics: Metrics, clock: Clock) -> None:
         self._inner = inner
@@ -353,7 +352,7 @@ class InstrumentedStore:
         await self._inner.close()
 
     async def _timed(self, operation: str, call: Awaitable[T]) -> T:
-        self._metrics.store_unavailable.labels(operation)  # there, before it counts anything
+        self._metrics.store_unavailable.labels(operation)  # create the series at 0
         begun = self._clock.monotonic()
         try:
             return await call

@@ -1,11 +1,10 @@
-"""Lets the CPU build of SGLang's environment import torchvision, whose compiled operators are built for another torch.
+"""Make torchvision importable in SGLang's CPU environment, where its compiled operators are built for another torch.
 
-torchvision registers shape functions for `torchvision::nms` and `torchvision::qnms` when it is imported, and fails
-where its compiled library could not be loaded, for then nobody has declared them. A language model calls neither, so
-their declarations are enough. They are made just before torchvision is imported, not at every start of Python: that
-would import torch in each.
+On import torchvision registers shape functions for `torchvision::nms` and `torchvision::qnms`. This fails if its compiled
+library, which declares the operators, could not be loaded. Language models do not call them, so this module only declares them.
+It does so just before torchvision is imported, because doing it at every start of Python would always import torch.
 
-Loaded by the .pth file that deploy/sglang/setup.sh writes into the environment's site-packages.
+The .pth file that deploy/sglang/setup.sh writes into site-packages loads this module.
 """
 
 import importlib.abc
@@ -18,7 +17,7 @@ SCHEMAS = (
 
 
 class _BeforeTorchvision(importlib.abc.MetaPathFinder):
-    """Finds nothing; it only sees that torchvision is about to be looked for."""
+    """A finder that finds no module, but notices the import of torchvision."""
 
     _library = None
 
@@ -26,7 +25,7 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
         if fullname == "torchvision" and self._library is None:
             import torch
 
-            # Kept for ever: the declarations go with the object.
+            # Keep the object: the declarations exist as long as it does.
             type(self)._library = torch.library.Library("torchvision", "DEF")
             for schema in SCHEMAS:
                 self._library.define(schema)

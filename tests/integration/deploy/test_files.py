@@ -1,7 +1,7 @@
-"""The files of `deploy/` by other people's rules: Helm's own code renders the chart, Kubernetes' schemas check what comes out, and linters
-and specifications of Docker, Compose and the shell the rest. Nothing is run: no container engine and no cluster is here.
+"""Check the files of `deploy/` with external tools, without a container engine or a cluster.
 
-`make test-deploy` makes the environment and names it in GCORE_DEPLOY_PYTHON.
+Helm's code renders the chart and Kubernetes' schemas validate the result. Linters and specifications check the files for Docker,
+Compose and the shell. `make test-deploy` creates the environment and sets GCORE_DEPLOY_PYTHON.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ pytestmark = [pytest.mark.deploy, pytest.mark.timeout(300)]
 
 EXTERNAL = {"etcd": {"bundled": False, "endpoints": ["https://etcd-0.x:2379"], "tlsSecret": "etcd-client"}}
 VALUES: dict[str, Manifest] = {
-    "as it comes": {},
+    "defaults": {},
     "no GPU": {"gpus": 0, "slots": ["cpu:0-3", "cpu:4-7"], "image": {"repository": "registry.x/gcore", "tag": "7"}},
-    "an etcd elsewhere": EXTERNAL,
-    "an etcd elsewhere without certificates": {"etcd": {"bundled": False, "endpoints": ["a:2379", "b:2379"]}},
-    "everything on": {
+    "external etcd": EXTERNAL,
+    "external etcd without certificates": {"etcd": {"bundled": False, "endpoints": ["a:2379", "b:2379"]}},
+    "all features": {
         "hostNetwork": True,
         "priorityClassName": "high",
         "trainInterface": "eth1",
@@ -61,21 +61,21 @@ VALUES: dict[str, Manifest] = {
         "extraVolumes": [{"name": "datasets", "hostPath": {"path": "/mnt/datasets"}}],
         "extraVolumeMounts": [{"name": "datasets", "mountPath": "/datasets", "readOnly": True}],
     },
-    "a shared folder of the nodes": {
+    "hostPath for runs": {
         "storage": {"runs": {"hostPath": "/mnt/runs"}},
         "networkPolicy": {"enabled": False},
     },
 }
 
 
-def test_helms_linter_has_no_complaint() -> None:
+def test_the_chart_passes_helm_lint() -> None:
     found = checks("lint", str(CHART))
     assert found["total_charts_linted"] == 1
     assert found["errors"] == []
 
 
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
-def test_what_the_chart_makes_fits_kubernetes_schemas(values: Manifest) -> None:
+def test_rendered_manifests_match_kubernetes_schemas(values: Manifest) -> None:
     manifests = rendered(values)
     assert checks("kubernetes", given=manifests) == []
     names = [(m["kind"], m["metadata"]["name"]) for m in manifests]
@@ -84,7 +84,7 @@ def test_what_the_chart_makes_fits_kubernetes_schemas(values: Manifest) -> None:
 
 
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
-def test_selectors_ports_and_volumes_of_the_chart_meet(values: Manifest) -> None:
+def test_selectors_ports_and_volumes_of_the_chart_match(values: Manifest) -> None:
     manifests = rendered(values)
     workloads = [m for m in manifests if m["kind"] in ("DaemonSet", "StatefulSet")]
     labels = [m["spec"]["template"]["metadata"]["labels"] for m in workloads]
@@ -103,7 +103,7 @@ def test_selectors_ports_and_volumes_of_the_chart_meet(values: Manifest) -> None
 
 
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
-def test_containers_of_the_chart_may_do_nothing_but_their_work(values: Manifest) -> None:
+def test_containers_of_the_chart_have_no_extra_privileges(values: Manifest) -> None:
     for workload in (m for m in rendered(values) if m["kind"] in ("DaemonSet", "StatefulSet")):
         pod = workload["spec"]["template"]["spec"]
         assert pod["securityContext"]["runAsNonRoot"] is True
@@ -114,16 +114,14 @@ def test_containers_of_the_chart_may_do_nothing_but_their_work(values: Manifest)
             assert rights["readOnlyRootFilesystem"] is True
             assert rights["capabilities"]["drop"] == ["ALL"]
             assert "privileged" not in rights
-            # The authority's key signs anybody: only what issues this pod's certificate, and renews it, sees it.
+            # The authority's key can sign any identity. Only the containers that issue and renew the pod's certificate may see it.
             sees = any(mount["name"] == "authority" for mount in every["volumeMounts"])
             assert sees == (every["name"] in ("certificate", "renewal"))
 
 
 @pytest.mark.parametrize("address", ["10.1.2.3", "fd00::1", "2001:10:20:30:40:50:1:2"])
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
-def test_a_daemon_takes_the_configuration_that_the_chart_gives_it(
-    values: Manifest, address: str, tmp_path: Path
-) -> None:
+def test_a_daemon_accepts_the_chart_configuration(values: Manifest, address: str, tmp_path: Path) -> None:
     template = tmp_path / "template.yaml"
     template.write_text(one(rendered(values), "ConfigMap")["data"]["node.yaml"])
     out = tmp_path / "node.yaml"
@@ -131,7 +129,7 @@ def test_a_daemon_takes_the_configuration_that_the_chart_gives_it(
     command = [shutil.which("python3") or "python3", str(DEPLOY / "node" / "render.py"), str(template), str(out)]
     subprocess.run(command, env=environment, check=True)
     config = NodeConfig.load(out)
-    assert config.node == "12", "a word, though YAML has numbers"
+    assert config.node == "12", "the name stays a string, although YAML would read a number"
     assert config.advertised(config.listen_port) == f"{f'[{address}]' if ':' in address else address}:7700"
     assert config.advertised_host == config.workers_listen_on == address
     extra = values.get("extraConfig", {})
@@ -144,7 +142,7 @@ def test_a_daemon_takes_the_configuration_that_the_chart_gives_it(
     assert [*config.etcd.endpoints] == expected
 
 
-def test_members_of_the_bundled_etcd_find_one_another(tmp_path: Path) -> None:
+def test_members_of_the_bundled_etcd_find_each_other(tmp_path: Path) -> None:
     manifests = rendered({})
     etcd = one(manifests, "StatefulSet", "gcore-etcd")
     command = container(etcd, "etcd")["command"]
@@ -170,11 +168,11 @@ def test_members_of_the_bundled_etcd_find_one_another(tmp_path: Path) -> None:
         ({"storage": {"home": {"hostPath": "here"}}}, "/storage/home/hostPath"),
     ],
 )
-def test_values_that_do_not_fit_are_refused_by_name(values: Manifest, words: str) -> None:
+def test_invalid_values_are_rejected_by_name(values: Manifest, words: str) -> None:
     assert words in checks("helm", str(CHART), given=values)["refused"]
 
 
-def test_who_is_not_named_reaches_nothing_of_the_daemons_but_other_daemons() -> None:
+def test_network_policies_admit_only_daemons_and_listed_clients() -> None:
     policy = one(rendered({}), "NetworkPolicy")
     (rule,) = policy["spec"]["ingress"]
     (peer,) = rule["from"]
@@ -182,8 +180,8 @@ def test_who_is_not_named_reaches_nothing_of_the_daemons_but_other_daemons() -> 
 
 
 @pytest.mark.parametrize("release", ["gcore", "lab", "team-gcore"])
-def test_what_alerts_ask_for_is_the_job_that_prometheus_gives_whatever_the_release_is_called(release: str) -> None:
-    """The Prometheus operator makes `job` of the Service's label that `jobLabel` names; without that, of the Service's name."""
+def test_prometheus_job_names_match_the_alerts_for_any_release_name(release: str) -> None:
+    """The Prometheus operator sets `job` to the Service's label named by `jobLabel`, or else to the Service's name."""
     manifests = rendered({"serviceMonitor": {"enabled": True, "tokenSecret": "viewer"}}, release)
     monitors = [m["spec"] for m in manifests if m["kind"] == "ServiceMonitor"]
     services = [m["metadata"] for m in manifests if m["kind"] == "Service"]
@@ -198,7 +196,7 @@ def test_what_alerts_ask_for_is_the_job_that_prometheus_gives_whatever_the_relea
     assert asked == set(jobs.values())
 
 
-def test_compose_files_fit_the_specification() -> None:
+def test_compose_files_match_the_specification() -> None:
     file = DEPLOY / "compose" / "compose.yaml"
     services = checks("compose", str(file))
     tree = yaml.safe_load(file.read_text())
@@ -207,7 +205,7 @@ def test_compose_files_fit_the_specification() -> None:
     assert sum(name.startswith("node-") for name in services) == 2
 
 
-def test_the_dockerfile_has_nothing_that_hadolint_complains_of() -> None:
+def test_the_dockerfile_passes_hadolint() -> None:
     python = Path(os.environ.get("GCORE_DEPLOY_PYTHON", str(ROOT / ".venv-deploy" / "bin" / "python")))
     hadolint = python.with_name("hadolint")
     done = subprocess.run(
@@ -221,12 +219,12 @@ def test_the_dockerfile_has_nothing_that_hadolint_complains_of() -> None:
 
 @pytest.mark.needs("shellcheck")
 @pytest.mark.parametrize("script", SHELL, ids=lambda path: str(path.relative_to(DEPLOY)))
-def test_scripts_have_nothing_that_shellcheck_complains_of(script: Path) -> None:
+def test_scripts_pass_shellcheck(script: Path) -> None:
     done = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_the_probe_of_the_chart_is_the_images() -> None:
+def test_chart_and_image_use_the_same_probe() -> None:
     command = container(one(rendered({}), "DaemonSet"), "controller")["readinessProbe"]["exec"]["command"]
     spec = importlib.util.spec_from_file_location("health", DEPLOY / "node" / "health.py")
     assert spec is not None
@@ -235,9 +233,11 @@ def test_the_probe_of_the_chart_is_the_images() -> None:
     assert command[1] == "/opt/gcore/node/health.py"
 
 
-@pytest.mark.parametrize("options", [(), ("gcore.service.d/limits.conf",)], ids=["as it is", "with limits of jobs"])
-def test_the_unit_of_systemd_passes_systemds_own_check(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """Debian's systemd 252 does not know DelegateSubgroup=, which came with 254: that, and nothing else, may be unknown to it."""
+@pytest.mark.parametrize(
+    "options", [(), ("gcore.service.d/limits.conf",)], ids=["without drop-in", "with limits of jobs"]
+)
+def test_the_unit_passes_systemd_analyze(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Debian's systemd 252 does not know DelegateSubgroup= (new in 254). No other complaint is allowed."""
     analyze = shutil.which("systemd-analyze")
     assert analyze, "install Debian's systemd"
     program = tmp_path / "gcore-controller"

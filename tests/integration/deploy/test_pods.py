@@ -1,4 +1,4 @@
-"""What the chart's pods do about certificates and secrets: the commands of their containers, run here with folders in place of volumes."""
+"""Certificates and secrets in the chart's pods: the containers' commands run with folders in place of volumes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ pytestmark = [pytest.mark.deploy, pytest.mark.timeout(180)]
 
 
 class Pod:
-    """The volumes of a workload's pod as folders, and its containers' commands run in them."""
+    """A workload's pod: its volumes are folders, and its containers' commands run in them."""
 
     def __init__(self, folder: Path, workload: Manifest) -> None:
         self.folder = folder
@@ -64,7 +64,7 @@ class Pod:
         return found
 
     def secret(self, name: str, files: dict[str, bytes]) -> None:
-        """As the kubelet mounts one: links to files of which the group may read each."""
+        """Create a Secret volume as the kubelet does: links to group-readable files."""
         data = self.volume(name) / "..data"
         data.mkdir(exist_ok=True)
         for file, content in files.items():
@@ -75,7 +75,7 @@ class Pod:
                 link.symlink_to(Path("..data") / file)
 
     def started(self, name: str, **environment: str) -> subprocess.Popen[str]:
-        """A container's command, with the folders where it has its volumes."""
+        """Start a container's command with the folders of its volumes."""
         found = container(self.workload, name)
         told = {one["name"]: self.here(name, one["value"]) for one in found["env"] if "value" in one}
         words = [self.here(name, word) for word in (*found["command"], *found.get("args", ()))]
@@ -83,7 +83,7 @@ class Pod:
         return subprocess.Popen(words, env=own, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
     def here(self, name: str, text: str) -> str:
-        """With what this container sees of its pod."""
+        """Replace mount paths by the folders that this container mounts."""
         mounts = {
             mount["mountPath"]: self.volume(mount["name"]) for mount in container(self.workload, name)["volumeMounts"]
         }
@@ -99,7 +99,7 @@ class Pod:
 
 
 def daemons(folder: Path, values: Manifest, release: str = "gcore") -> tuple[Pod, str]:
-    """A pod of the DaemonSet, and its daemon's configuration, before it is rendered."""
+    """Return a pod of the DaemonSet and the template of its daemon's configuration."""
     manifests = rendered(values, release)
     workload = next(m for m in manifests if m["kind"] == "DaemonSet")
     return Pod(folder, workload), one(manifests, "ConfigMap", workload["metadata"]["name"])["data"]["node.yaml"]
@@ -110,12 +110,12 @@ def modes(folder: Path) -> dict[str, int]:
 
 
 async def connected(config: NodeConfig) -> None:
-    """Reads what it shows to the store; nobody answers there."""
+    """Connect to the store with the files of the configuration and close the connection."""
     store = await connect_store(config.etcd, SystemClock())
     await store.close()
 
 
-def test_what_a_daemon_keeps_to_itself_is_its_users_alone_when_it_starts(tmp_path: Path) -> None:
+def test_only_the_daemons_user_can_read_its_secrets_at_start(tmp_path: Path) -> None:
     pod, text = daemons(tmp_path, SECRETS)
     shown = CliRunner().invoke(app, ["token", "first-admin", "--to", str(tmp_path / "token")], catch_exceptions=False)
     assert shown.exit_code == 0
@@ -145,8 +145,8 @@ def test_what_a_daemon_keeps_to_itself_is_its_users_alone_when_it_starts(tmp_pat
     assert {name: mode for name, mode in kept.items() if mode & 0o077 and name not in public} == {}
 
 
-def test_the_daemons_container_changes_nothing_of_its_keys_and_sees_no_secret_itself(tmp_path: Path) -> None:
-    """What runs there might else have the authority's key copied to it, by a link where a certificate was."""
+def test_the_daemons_container_mounts_its_keys_read_only_and_no_secret(tmp_path: Path) -> None:
+    """Otherwise a process in the container could replace a certificate by a link and obtain the authority's key."""
     pod, _ = daemons(tmp_path, SECRETS)
     mounts = {mount["name"]: mount for mount in container(pod.workload, "controller")["volumeMounts"]}
     assert mounts["certificates"]["readOnly"] is True
@@ -154,7 +154,7 @@ def test_the_daemons_container_changes_nothing_of_its_keys_and_sees_no_secret_it
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes the pod's user")
-def test_a_secret_is_copied_by_a_user_who_is_only_of_its_group() -> None:
+def test_a_user_with_group_access_copies_a_secret() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -173,7 +173,7 @@ def test_a_secret_is_copied_by_a_user_who_is_only_of_its_group() -> None:
 
 
 @pytest.mark.parametrize("release", ["gcore", "lab"])
-def test_a_daemon_is_called_by_its_services_name_and_by_its_pods_address(release: str, tmp_path: Path) -> None:
+def test_a_daemons_certificate_covers_the_service_name_and_the_pod_address(release: str, tmp_path: Path) -> None:
     pod, _ = daemons(tmp_path, {"tls": {"hosts": ["gcore.example"]}}, release)
     pod.run("certificate", GCORE_NODE="gpu-1", POD_IP="fd00::1")
     service = pod.workload["metadata"]["name"]
@@ -195,7 +195,7 @@ def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None
 
 
 @pytest.mark.parametrize(("kind", "days"), [("DaemonSet", 90), ("StatefulSet", 90), ("DaemonSet", 20)])
-def test_a_pod_that_lives_longer_than_its_certificate_has_it_renewed(kind: str, days: int, tmp_path: Path) -> None:
+def test_a_pod_renews_its_certificate_before_expiry(kind: str, days: int, tmp_path: Path) -> None:
     workload = next(m for m in rendered({"tls": {"days": days}}) if m["kind"] == kind)
     pod = Pod(tmp_path, workload)
     pod.run("certificate", GCORE_NODE="gpu-1", POD_IP="10.1.2.3", MEMBER="gcore-etcd-0")
@@ -213,7 +213,7 @@ def test_a_pod_that_lives_longer_than_its_certificate_has_it_renewed(kind: str, 
     assert (found.hosts, found.whose, found.serves, found.calls) == (begun.hosts, begun.whose, True, True)
 
 
-def test_a_secret_of_an_etcd_elsewhere_that_was_replaced_reaches_the_daemon(tmp_path: Path) -> None:
+def test_a_replaced_secret_of_an_external_etcd_reaches_the_daemon(tmp_path: Path) -> None:
     pod, _ = daemons(tmp_path, SECRETS)
     pod.secret("admin", {"token": b"gcore_x"})
     pod.secret("etcd", {"ca.pem": b"1", "cert.pem": b"1", "key.pem": b"1"})
@@ -227,7 +227,7 @@ def test_a_secret_of_an_etcd_elsewhere_that_was_replaced_reaches_the_daemon(tmp_
     assert modes(keys) == dict.fromkeys(("ca.pem", "cert.pem", "key.pem"), 0o600)
 
 
-def test_the_chart_renews_before_the_alert_comes() -> None:
+def test_the_chart_renews_certificates_before_the_alert_fires() -> None:
     rules = yaml.safe_load((NODE.parents[0] / "prometheus" / "rules" / "alerts.yml").read_text())["groups"]
     (alert,) = (r for g in rules for r in g["rules"] if r.get("alert") == "GcoreCertificateEnds")
     (days,) = map(int, re.findall(r"< (\d+) \* 86400", alert["expr"]))

@@ -1,4 +1,4 @@
-"""What an image's command does, but for the image: the daemon of `deploy/docker/node.yaml`, with certificates, on a real etcd."""
+"""The image's command without the image: the daemon of `deploy/docker/node.yaml` with certificates and a real etcd."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def free_ports(count: int) -> list[int]:
 
 
 def command_in(folder: Path, name: str, module: str) -> None:
-    """A program on PATH, as a wheel's installation makes it."""
+    """Create a program on PATH, as the installation of the wheel does."""
     program = folder / name
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -P -m {module} "$@"\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
 
 
 def scraped(url: str, certificate: Path) -> str:
-    """What Prometheus gets there with that certificate."""
+    """Return what Prometheus scrapes with this certificate."""
     context = ssl.create_default_context(cafile=certificate / "ca.pem")
     context.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
     with urllib.request.urlopen(url, context=context, timeout=30) as answer:
@@ -53,7 +53,7 @@ def scraped(url: str, certificate: Path) -> str:
 
 
 def as_a_user(folder: Path, *words: str) -> str:
-    """`gcore`, on a machine without a cluster of its own."""
+    """Run `gcore` on a machine without a local cluster."""
     command = [sys.executable, "-P", "-m", "controllers.cli.main", *words]
     environment = {**os.environ, "HOME": str(folder), "XDG_CONFIG_HOME": str(folder / ".config")}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -62,7 +62,7 @@ def as_a_user(folder: Path, *words: str) -> str:
 
 
 @pytest.mark.parametrize(("advertised", "at"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")], ids=["IPv4", "IPv6"])
-def test_a_daemon_starts_from_the_images_template_serves_and_ends(
+def test_a_daemon_starts_from_the_images_template_serves_and_stops(
     tmp_path: Path, etcd: LocalEtcd, advertised: str, at: str
 ) -> None:
     if at != advertised and not socket.has_dualstack_ipv6():
@@ -80,9 +80,9 @@ def test_a_daemon_starts_from_the_images_template_serves_and_ends(
     )
     scraper = CertificateRequest(
         "user", "prometheus", role="viewer", namespaces=("*",)
-    )  # as deploy/compose/certs.sh has it
+    )  # as in deploy/compose/certs.sh
     issue_certificate_into(tmp_path / "prometheus", tmp_path / "authority", scraper, now)
-    # Only what a container has for itself alone is another here: its ports and its home.
+    # Only the ports and the home differ from a container's.
     text = (DEPLOY / "docker" / "node.yaml").read_text()
     ports = free_ports(3)
     for fixed, port in zip(("7700", "7701", "7702"), ports, strict=True):

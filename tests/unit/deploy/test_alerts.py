@@ -23,15 +23,15 @@ def promtool(*words: str | Path, cwd: Path = DEPLOY) -> str:
 
 
 @pytest.mark.needs("promtool")
-def test_promtool_takes_the_rules_and_the_tests_of_each_alert_pass() -> None:
+def test_promtool_accepts_the_rules_and_alert_tests_pass() -> None:
     promtool("check", "rules", *rule_files())
     promtool("test", "rules", *sorted((DEPLOY / "tests").glob("*.yml")), cwd=DEPLOY / "tests")
 
 
 @pytest.mark.needs("promtool")
 @pytest.mark.parametrize("file", CONFIGURATIONS, ids=lambda file: file.name)
-def test_promtool_takes_each_scrape_configuration(file: Path, tmp_path: Path) -> None:
-    """Debian builds Prometheus without Kubernetes, so of that file all but the discovery itself is checked here."""
+def test_promtool_accepts_each_scrape_configuration(file: Path, tmp_path: Path) -> None:
+    """Debian's Prometheus lacks Kubernetes, so that file is checked without its discovery."""
     tree = yaml.safe_load(file.read_text())
     for job in tree["scrape_configs"]:
         if found := job.pop("kubernetes_sd_configs", None):
@@ -39,8 +39,8 @@ def test_promtool_takes_each_scrape_configuration(file: Path, tmp_path: Path) ->
     for folder in ("rules", "targets"):
         (tmp_path / folder).symlink_to(DEPLOY / folder)
     (tmp_path / file.name).write_text(yaml.safe_dump(tree))
-    # The files of secrets that one names are on the machine that it is for.
+    # Files of secrets exist only on the target machine.
     promtool("check", "config", *["--syntax-only"] * ("kubernetes" in file.name), tmp_path / file.name)
     by_name = {job["job_name"]: job for job in tree["scrape_configs"]}
-    assert by_name["gcore"]["honor_labels"], "or the names of jobs would be lost"
+    assert by_name["gcore"]["honor_labels"], "otherwise Prometheus replaces the names of jobs"
     assert "etcd" in by_name

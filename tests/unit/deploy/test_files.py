@@ -1,4 +1,4 @@
-"""Daemons take the configurations of `deploy/`, and the certificates of Compose are made and renewed."""
+"""Daemons accept the configurations of `deploy/`; Compose creates and renews its certificates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DOCKERFILE = (DEPLOY / "docker" / "Dockerfile").read_text()
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
 
 
-def test_specs_of_an_images_daemon_name_what_is_mounted_for_them(tmp_path: Path) -> None:
+def test_specs_may_name_the_folders_mounted_into_the_image(tmp_path: Path) -> None:
     out = tmp_path / "node.yaml"
     environment = {"GCORE_NODE": "n", "GCORE_ADVERTISE": "n", "GCORE_ETCD": "[a:2379]", "SLOTS": '["cpu:0"]'}
     command = [sys.executable, str(DEPLOY / "node" / "render.py"), str(DEPLOY / "docker" / "node.yaml"), str(out)]
@@ -33,7 +33,7 @@ def test_specs_of_an_images_daemon_name_what_is_mounted_for_them(tmp_path: Path)
 
 
 @pytest.mark.parametrize("node", ["node-0", "node-1"])
-def test_a_daemon_takes_the_configuration_that_compose_gives_it(node: str, tmp_path: Path) -> None:
+def test_a_daemon_accepts_the_compose_configuration(node: str, tmp_path: Path) -> None:
     environment = COMPOSE["services"][node]["environment"]
     out = tmp_path / "node.yaml"
     subprocess.run(
@@ -55,7 +55,7 @@ def test_a_daemon_takes_the_configuration_that_compose_gives_it(node: str, tmp_p
 
 
 def with_programs(folder: Path) -> dict[str, str]:
-    """The environment of a service of Compose, with `gcore`; who is given what is written into `owners`."""
+    """The environment of a Compose service with `gcore`. A stand-in for chown writes its arguments to `owners`."""
     (folder / "bin").mkdir()
     for name, text in (
         ("gcore", f'exec {sys.executable} -P -m controllers.cli.main "$@"'),
@@ -68,7 +68,7 @@ def with_programs(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.deploy
-def test_the_certificates_of_compose_are_made_once_and_are_those_that_are_mounted(tmp_path: Path) -> None:
+def test_compose_creates_its_certificates_once_and_mounts_them(tmp_path: Path) -> None:
     (tmp_path / "certs").mkdir()
     command = ["sh", "-eu", str(DEPLOY / "compose" / "certs.sh"), str(tmp_path / "certs")]
     environment = with_programs(tmp_path)
@@ -76,7 +76,7 @@ def test_the_certificates_of_compose_are_made_once_and_are_those_that_are_mounte
     for _ in range(2):
         subprocess.run(command, env=environment, check=True)
         made.append({p.relative_to(tmp_path): p.read_bytes() for p in (tmp_path / "certs").rglob("*") if p.is_file()})
-    assert made[0] == made[1], "the second time finds all there"
+    assert made[0] == made[1], "the second run changes nothing"
     for node in ("node-0", "node-1"):
         folder = Path(COMPOSE["services"][node]["environment"]["GCORE_CERTS"])
         assert {"ca.pem", "cert.pem", "key.pem", "engines.key"} <= {p.name for p in made[0] if p.parent.name == node}
@@ -89,7 +89,7 @@ def test_the_certificates_of_compose_are_made_once_and_are_those_that_are_mounte
 
 
 @pytest.mark.deploy
-def test_certificates_of_compose_that_end_soon_are_renewed_when_it_starts_and_while_it_runs(tmp_path: Path) -> None:
+def test_compose_renews_expiring_certificates_at_start_and_while_it_runs(tmp_path: Path) -> None:
     certs = tmp_path / "certs"
     owners = tmp_path / "owners"
     environment = with_programs(tmp_path)
@@ -101,7 +101,7 @@ def test_certificates_of_compose_that_end_soon_are_renewed_when_it_starts_and_wh
     names = ("node-0", "node-1", "prometheus", "you")
 
     def ending() -> dict[str, str]:
-        """They were made months ago."""
+        """Make all certificates expire in 29 days and return their fingerprints."""
         for name in names:
             renew_certificate(certs / name, certs, within_days=None, days=29, now=datetime.now(UTC))
         return {name: inspect_certificate(certs / name).sha256 for name in names}

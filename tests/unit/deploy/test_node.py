@@ -1,4 +1,4 @@
-"""What containers and Slurm start a daemon with: its configuration from a template, its restarts, its probe."""
+"""The scripts in deploy/node: rendering the configuration, restarting the daemon, the health probe."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ render, probe = loaded("render"), loaded("health")
         ("  # ${UNSET} and $ stay\nnode: x", "  # ${UNSET} and $ stay\nnode: x"),
     ],
 )
-def test_places_are_filled(template: str, made: str) -> None:
+def test_placeholders_are_replaced(template: str, made: str) -> None:
     assert render.filled(template, {"NAME": "a", "EMPTY": ""}) == made
 
 
@@ -61,32 +61,32 @@ def test_places_are_filled(template: str, made: str) -> None:
     ("template", "words"),
     [
         ("a: b\nnode: ${UNSET}", r"line 2: \$\{UNSET\} has no value. Set UNSET in the environment"),
-        ("cost: 5$", r"line 1: a \$ that begins no"),
-        ("node: $NAME", r"line 1: a \$ that begins no"),
-        ("node: ${NA ME}", r"line 1: a \$ that begins no"),
+        ("cost: 5$", r"line 1: a \$ without"),
+        ("node: $NAME", r"line 1: a \$ without"),
+        ("node: ${NA ME}", r"line 1: a \$ without"),
         ("node: ${BROKEN}", "line 1: the value of BROKEN has a line break"),
     ],
 )
-def test_what_cannot_be_filled_is_told_with_its_line(template: str, words: str) -> None:
+def test_an_invalid_placeholder_is_reported_with_its_line(template: str, words: str) -> None:
     with pytest.raises(render.Unfit, match=words):
         render.filled(template, {"NAME": "a", "BROKEN": "a\nslots: [cuda:0]"})
 
 
 @given(st.frozensets(st.integers(0, 300), min_size=1))
-def test_the_cores_of_a_machine_without_gpus_are_one_slot(cores: frozenset[int]) -> None:
+def test_without_gpus_all_cores_form_one_slot(cores: frozenset[int]) -> None:
     (slot,) = yaml.safe_load(render.slots_of("", cores))
     assert slots_problem([slot]) == ""
     assert bound_cores(slot) == cores
 
 
-def test_the_gpus_that_the_driver_lists_are_the_slots() -> None:
+def test_each_gpu_that_the_driver_lists_is_a_slot() -> None:
     listed = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1f)\n  MIG 1g.10gb Device 0: (UUID: MIG-2)\nGPU 1: NVIDIA H100 (UUID: GPU-2)\n"
     slots = yaml.safe_load(render.slots_of(listed, frozenset({0})))
     assert slots == ["cuda:0", "cuda:1"]
     assert all(is_cuda(slot) for slot in slots)
 
 
-def test_what_it_makes_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_the_rendered_file_is_complete_or_absent(tmp_path: Path) -> None:
     (tmp_path / "t.yaml").write_text("node: ${GCORE_TEST_NODE}\nslots: ${SLOTS}\n")
     command = [sys.executable, str(NODE / "render.py"), str(tmp_path / "t.yaml"), str(tmp_path / "out.yaml")]
     told = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -111,7 +111,7 @@ exit "$code"
 
 
 def started(folder: Path, *codes: str) -> subprocess.Popen[str]:
-    """run.sh, with a daemon that ends with these codes one after the other, or waits to be ended."""
+    """Start run.sh with a stand-in daemon that exits with these codes in turn, or waits for a signal."""
     (folder / "bin").mkdir()
     daemon = folder / "bin" / "gcore-controller"
     daemon.write_text(DAEMON)
@@ -138,9 +138,9 @@ def calls(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("codes", "code", "starts"),
     [(["0"], 0, 1), (["2"], 2, 1), (["1", "137", "0"], 0, 3), (["3", "2"], 2, 2)],
-    ids=["it ends well", "its configuration is wrong", "it dies twice", "it dies, then its configuration is wrong"],
+    ids=["clean exit", "invalid configuration", "dies twice", "dies, then invalid configuration"],
 )
-def test_a_daemon_that_dies_is_started_again(tmp_path: Path, codes: list[str], code: int, starts: int) -> None:
+def test_a_daemon_that_dies_is_restarted(tmp_path: Path, codes: list[str], code: int, starts: int) -> None:
     process = started(tmp_path, *codes)
     _, said = process.communicate(timeout=WAIT_S)
     assert process.returncode == code, said
@@ -148,12 +148,12 @@ def test_a_daemon_that_dies_is_started_again(tmp_path: Path, codes: list[str], c
     assert said.count("is started again") == starts - 1
 
 
-def test_a_daemon_is_ended_in_good_order(tmp_path: Path) -> None:
+def test_sigterm_stops_the_daemon_gracefully(tmp_path: Path) -> None:
     process = started(tmp_path, "1", "wait")
     end = time.monotonic() + WAIT_S
     while len(calls(tmp_path)) < 2 and time.monotonic() < end:
         time.sleep(0.01)
-    time.sleep(0.2)  # its trap stands
+    time.sleep(0.2)  # until its trap is set
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, said
@@ -171,7 +171,7 @@ def serving() -> Iterator[tuple[int, health.HealthServicer]]:
     server.stop(None)
 
 
-def test_the_probe_says_whether_the_daemon_serves(
+def test_the_probe_reports_whether_the_daemon_serves(
     tmp_path: Path, serving: tuple[int, health.HealthServicer], capsys: pytest.CaptureFixture[str]
 ) -> None:
     port, servicer = serving
@@ -194,7 +194,7 @@ def test_the_probe_says_whether_the_daemon_serves(
         ("node: n\nlisten_port: 1\ntls: {ca: no, cert: no, key: no}\n", "cannot ask: "),
     ],
 )
-def test_a_probe_that_gets_no_answer_fails_with_why(
+def test_a_probe_without_an_answer_fails_with_the_reason(
     tmp_path: Path, text: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "node.yaml").write_text(text)
@@ -212,18 +212,16 @@ def test_a_probe_that_gets_no_answer_fails_with_why(
         ({"node": "n", "listen_host": "10.0.0.1", "listen_port": 7, "advertise": "h.x:9"}, "10.0.0.1:7", "h.x"),
     ],
 )
-def test_the_probe_asks_where_the_daemon_listens_for_the_name_in_its_certificate(
+def test_the_probe_uses_the_listening_address_and_the_certificates_name(
     config: dict[str, object], where: str, name: str
 ) -> None:
     assert probe.address(config) == where
     assert probe.named(config) == name
 
 
-@pytest.mark.parametrize(
-    "host", ["gpu-1.cluster.example", "127.0.0.1", "fd00::1"], ids=["a name", "an address", "IPv6"]
-)
-@pytest.mark.parametrize("foreign", [False, True], ids=["the cluster's", "another authority's"])
-def test_the_probe_speaks_tls_with_the_nodes_own_certificate(
+@pytest.mark.parametrize("host", ["gpu-1.cluster.example", "127.0.0.1", "fd00::1"], ids=["name", "IPv4", "IPv6"])
+@pytest.mark.parametrize("foreign", [False, True], ids=["own authority", "other authority"])
+def test_the_probe_uses_tls_with_the_nodes_certificate(
     tmp_path: Path, host: str, foreign: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = datetime.now(UTC)

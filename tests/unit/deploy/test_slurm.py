@@ -1,4 +1,4 @@
-"""Slurm's batch script from end to end, with stand-ins for Slurm's commands, for etcd and for the daemons: nothing of Slurm is here."""
+"""The Slurm batch script, end to end, with stand-ins for Slurm's commands, etcd and the daemons."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Batch:
 
     @property
     def calls(self) -> list[str]:
-        """What was called, in its order."""
+        """The calls in order."""
         file = Path(self.environment["CALLS"])
         return file.read_text().splitlines() if file.exists() else []
 
@@ -61,7 +61,7 @@ class Batch:
             time.sleep(0.02)
 
     def config(self, node: str) -> NodeConfig:
-        """The configuration that a node's daemon was started with."""
+        """Return the configuration of a node's daemon."""
         return NodeConfig.load(self.folder / "tmp" / f"gcore-7-{node}" / "node.yaml")
 
 
@@ -74,7 +74,7 @@ def batch(tmp_path: Path) -> Batch:
     return Batch(tmp_path, environment | {"GCORE_CLUSTER": str(tmp_path / "cluster")})
 
 
-def test_each_node_gets_a_daemon_and_all_end_in_good_order(batch: Batch) -> None:
+def test_each_node_runs_a_daemon_and_all_stop_gracefully(batch: Batch) -> None:
     process = batch.start()
     batch.until(lambda calls: calls.count("gcore-controller runs") == 3 and "etcd runs" in calls, process)
     cluster = batch.folder / "cluster"
@@ -94,7 +94,7 @@ def test_each_node_gets_a_daemon_and_all_end_in_good_order(batch: Batch) -> None
     (etcd,) = (call for call in batch.calls if call.startswith("etcd --"))
     assert "--listen-client-urls https://0.0.0.0:7703" in etcd
     assert "--client-cert-auth" in etcd
-    assert "--listen-peer-urls http://127.0.0.1:" in etcd, "nobody else is to reach it without a certificate"
+    assert "--listen-peer-urls http://127.0.0.1:" in etcd, "peers have no TLS, so the port must be loopback only"
     assert (cluster / "addresses").read_text().split() == [f"{node}:7700" for node in NODES]
     assert (cluster / "certs" / "users" / "ada" / "cert.pem").exists()
     assert (batch.folder / "authority" / "ca-key.pem").exists()
@@ -105,11 +105,11 @@ def test_each_node_gets_a_daemon_and_all_end_in_good_order(batch: Batch) -> None
     said, _ = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, said
     ended = [call for call in batch.calls if call.endswith(" ended")]
-    assert ended == ["gcore-controller ended"] * 3 + ["etcd ended"], "the store goes last"
+    assert ended == ["gcore-controller ended"] * 3 + ["etcd ended"], "etcd stops last"
 
 
 @pytest.mark.deploy
-def test_a_later_allocation_goes_on_with_what_is_there(batch: Batch) -> None:
+def test_a_later_allocation_continues_with_existing_files(batch: Batch) -> None:
     (batch.folder / "bin" / "gcore-controller.code").write_text("0")
     first = batch.start()
     said, _ = first.communicate(timeout=WAIT_S)
@@ -126,7 +126,7 @@ def test_a_later_allocation_goes_on_with_what_is_there(batch: Batch) -> None:
 
 
 @pytest.mark.deploy
-def test_an_allocation_months_later_begins_with_certificates_that_last(batch: Batch) -> None:
+def test_an_allocation_months_later_starts_with_renewed_certificates(batch: Batch) -> None:
     certs, long_ago = batch.folder / "cluster" / "certs", datetime.now(UTC) - timedelta(days=91)
     make_authority(certs, "gcore", days=3650, now=long_ago)
     issue_certificate_into(certs / "node0", certs, CertificateRequest("node", "node0", ("node0",)), long_ago)
@@ -144,7 +144,7 @@ def test_an_allocation_months_later_begins_with_certificates_that_last(batch: Ba
 
 
 @pytest.mark.deploy
-def test_an_allocation_that_lives_for_months_renews_its_certificates(batch: Batch) -> None:
+def test_a_long_allocation_renews_its_certificates(batch: Batch) -> None:
     batch.environment["GCORE_RENEW_EVERY_S"] = "0.1"
     process = batch.start()
     batch.until(lambda calls: calls.count("gcore-controller runs") == 3 and "etcd runs" in calls, process)
@@ -157,11 +157,11 @@ def test_an_allocation_that_lives_for_months_renews_its_certificates(batch: Batc
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, said
-    assert "not all could be renewed" not in said
+    assert "some certificates could not be renewed" not in said
 
 
 @pytest.mark.deploy
-def test_with_an_etcd_of_somebody_elses_none_is_started(batch: Batch) -> None:
+def test_with_an_external_etcd_none_is_started(batch: Batch) -> None:
     (batch.folder / "bin" / "gcore-controller.code").write_text("0")
     batch.environment["GCORE_ETCD"] = '["https://a:2379", "https://b:2379"]'
     process = batch.start()
@@ -172,7 +172,7 @@ def test_with_an_etcd_of_somebody_elses_none_is_started(batch: Batch) -> None:
 
 
 @pytest.mark.deploy
-def test_a_daemon_whose_configuration_is_wrong_ends_the_job_with_its_code(batch: Batch) -> None:
+def test_a_daemon_with_an_invalid_configuration_ends_the_job_with_its_exit_code(batch: Batch) -> None:
     (batch.folder / "bin" / "gcore-controller.code").write_text("2")
     process = batch.start()
     said, _ = process.communicate(timeout=WAIT_S)
@@ -183,16 +183,16 @@ def test_a_daemon_whose_configuration_is_wrong_ends_the_job_with_its_code(batch:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"SLURM_JOB_NODELIST": None}, "there is no allocation: submit this with sbatch"),
-        ({"GCORE_CLUSTER": None}, "GCORE_CLUSTER is not set: name a folder that every node sees, by its whole path"),
-        ({"GCORE_CLUSTER": "team"}, "GCORE_CLUSTER is team: name a folder"),
-        ({"GCORE_DEPLOY": "/nowhere"}, "no /nowhere/slurm/node.yaml: submit from gcore's folder"),
-        ({"GCORE_VENV": "/nowhere"}, "no gcore in GCORE_VENV, /nowhere"),
-        ({"GCORE_PORT": "http"}, "GCORE_PORT http is no number"),
+        ({"SLURM_JOB_NODELIST": None}, "submit this script with sbatch"),
+        ({"GCORE_CLUSTER": None}, "GCORE_CLUSTER is not set: set it to the absolute path"),
+        ({"GCORE_CLUSTER": "team"}, "GCORE_CLUSTER is team: "),
+        ({"GCORE_DEPLOY": "/nowhere"}, "/nowhere/slurm/node.yaml does not exist: submit from gcore's folder"),
+        ({"GCORE_VENV": "/nowhere"}, "GCORE_VENV /nowhere has no gcore"),
+        ({"GCORE_PORT": "http"}, "GCORE_PORT is http: "),
     ],
     ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
 )
-def test_what_is_wrong_is_one_sentence_before_anything_is_started(batch: Batch, change: Change, words: str) -> None:
+def test_invalid_settings_are_reported_before_anything_starts(batch: Batch, change: Change, words: str) -> None:
     for name, value in change.items():
         if value is None:
             del batch.environment[name]

@@ -1,4 +1,4 @@
-"""The unit files of `deploy/systemd`: what the daemon counts on. By systemd's own rules they are checked in `make test-deploy`."""
+"""The settings of `deploy/systemd` that the daemon relies on. `make test-deploy` also checks them with systemd-analyze."""
 
 from __future__ import annotations
 
@@ -23,31 +23,33 @@ def unit(name: str) -> configparser.SectionProxy:
     return found["Service"]
 
 
-def test_a_daemon_is_waited_for_fed_reloaded_and_started_again_but_not_for_a_wrong_configuration() -> None:
+def test_the_unit_waits_for_readiness_has_a_watchdog_reloads_and_restarts_except_after_exit_code_2() -> None:
     service = unit("gcore.service")
     assert service["Type"] == "notify"
     assert service["TimeoutStartSec"] == "infinity"
     assert service["WatchdogSec"] == "30s"
     assert "-HUP" in service["ExecReload"]
     assert (service["Restart"], service["RestartPreventExitStatus"]) == ("always", str(UsageError.exit_code))
-    assert CannotListen.exit_code != UsageError.exit_code, "an address that is not up yet, at a machine's start, passes"
+    assert CannotListen.exit_code != UsageError.exit_code, (
+        "an address that is not up yet at boot must lead to a restart"
+    )
 
 
-def test_workers_outlive_their_daemon_and_it_has_time_to_hand_over() -> None:
+def test_workers_survive_their_daemon_and_it_has_time_to_hand_over() -> None:
     service = unit("gcore.service")
     assert service["KillMode"] == "process"
     assert service["OOMPolicy"] == "continue"
     assert int(service["TimeoutStopSec"].removesuffix("s")) > LEAVE_WITHIN_S
-    assert "PrivateTmp" not in service, "the next daemon must see what the workers of the one before see"
+    assert "PrivateTmp" not in service, "the next daemon must see the files of the adopted workers"
 
 
-def test_the_groups_of_jobs_are_delegated_beside_the_daemons_own() -> None:
+def test_cgroups_of_jobs_are_delegated() -> None:
     service = unit("gcore.service.d/limits.conf")
     assert service["DelegateSubgroup"] == DELEGATED
     assert set(service["Delegate"].split()) == {"cpu", "memory", "pids"}
 
 
-def test_the_configuration_beside_them_is_one() -> None:
+def test_the_example_configuration_is_valid() -> None:
     config = NodeConfig.load(FOLDER / "node.yaml")
     assert config.advertised(7500) == "node.example:7500"
     assert unit("gcore.service")["ExecStart"].endswith("--config /etc/gcore/node.yaml")

@@ -17,7 +17,7 @@ RUNBOOKS = "docs/operate/runbooks"
 
 FAULTS: list[Fault] = [
     (BOARD, '"uid": "gcore-fleet"', '"uid": "fleet"', f"{BOARD}:1: the uid is fleet"),
-    (BOARD, "what does it wait for?", "what it waits for.", f"{BOARD}:1: the description is no question"),
+    (BOARD, "what do jobs wait for?", "what jobs wait for.", f"{BOARD}:1: the description is no question"),
     (BOARD, '"name": "source"', '"name": "sources"', f"{BOARD}:1: the queries use the variables"),
     (BOARD, '"uid": ', '"uid":  ', f"{BOARD}:1: the dashboard is not what its description makes"),
     (

@@ -28,7 +28,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{ include "gcore.name" . }}-etcd
 {{- end -}}
 
-{{- /* A member's name in the cluster's DNS. */ -}}
+{{- /* DNS name of an etcd member. */ -}}
 {{- define "gcore.etcdHost" -}}
 {{ include "gcore.etcdName" .root }}-{{ .member }}.{{ include "gcore.etcdName" .root }}.{{ .root.Release.Namespace }}.svc
 {{- end -}}
@@ -45,20 +45,20 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- end -}}
 {{- end -}}
 
-{{- /* The names by which clients call whichever daemon: the Service's, and what `tls.hosts` adds. */ -}}
+{{- /* Names that clients use for the daemons: the Service's names and `tls.hosts`. */ -}}
 {{- define "gcore.hosts" -}}
 {{- $name := include "gcore.name" . -}}
 {{- $space := printf "%s.%s" $name .Release.Namespace -}}
 {{ join "," (concat (list $name $space (printf "%s.svc" $space) (printf "%s.svc.cluster.local" $space)) .Values.tls.hosts) }}
 {{- end -}}
 
-{{- /* Days before its end at which a certificate is renewed: before the alert, which comes two weeks before. */ -}}
+{{- /* Days before expiry at which a certificate is renewed: earlier than the alert, which fires two weeks before. */ -}}
 {{- define "gcore.renewDays" -}}
 {{ max 1 (min 30 (sub (int .Values.tls.days) 1)) }}
 {{- end -}}
 
-{{- /* The container that renews the certificates in `folder` of the volume `certificates`, mounted at `at`, while the pod lives; with `secret`
-(FROM:TO) it also keeps private copies of the files of the Secret of the volume `etcd`. */ -}}
+{{- /* Container that renews the certificates in `folder` of the volume `certificates`, mounted at `at`. With `secret`
+(FROM:TO) it also keeps private copies of the Secret in the volume `etcd`. */ -}}
 {{- define "gcore.renewal" -}}
 - name: renewal
   image: {{ include "gcore.image" .root }}
@@ -83,7 +83,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
     {{- end }}
 {{- end -}}
 
-{{- /* What every container may do: nothing but its work. */ -}}
+{{- /* Security context of every container: no extra privileges. */ -}}
 {{- define "gcore.restricted" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true

@@ -1,1 +1,1 @@
-"""An empty stand-in: SGLang's CPU path imports one operator of vLLM at start and never calls it."""
+"""Empty stand-in: SGLang's CPU path imports one operator of vLLM at start and never calls it."""
