@@ -138,7 +138,7 @@ def parse_pin(
     if sum(together.values()) + sum(others.values()) > slots:
         said = ", ".join(f"{pool} {together[pool]}" for pool in POOLS if pool in together)
         leaves = [f"{'one' if size == 1 else size} for {pool}" for pool, size in others.items()]
-        more = f" with {' and '.join(leaves)}" if leaves and sum(together.values()) <= slots else ""
+        more = f", with {' and '.join(leaves)}," if leaves and sum(together.values()) <= slots else ""
         fix = "Lower one of them" if len(together) > 1 else f"Lower {next(iter(together))}, or release the pins"
         raise UsageError(f"{said}{more} need more than the {slots} slots of the cluster", fix=fix)
     return Pin.model_validate({"frozen": known.frozen or request.freeze, "by": node, "time": time, **together})

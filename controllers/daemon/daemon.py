@@ -99,7 +99,7 @@ class Daemon:
         metrics = self._security.serve_http(self._own.metrics, config, page)
         server, address, for_peers = await self._serve(store, jobs)
         addresses = Addresses(address, metrics.address, for_peers)
-        log.info("%s serves the API on %s, metrics and the page on %s", config.node, address, metrics.address)
+        log.info("%s answers on %s, metrics and a page on %s", config.node, address, metrics.address)
         trim_memory()  # releases memory that imports have freed
         try:
             async with asyncio.TaskGroup() as group:

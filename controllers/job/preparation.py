@@ -52,7 +52,7 @@ def check_unchanged(job: JobRecord, data: DataIdentity) -> None:
     """
     if data.prompts != job.prompts or (job.data_digest and data.digest != job.data_digest):
         raise DataChanged(
-            f"the data has changed since the job was created (then {job.prompts} prompts, now {data.prompts})",
+            f"the data have changed since the job was created (then {job.prompts} prompts, now {data.prompts})",
             where=data.where,
             fix=PUT_BACK,
         )

@@ -261,7 +261,7 @@ def _training(view: JobView, seal: Seal) -> Iterator[Wait]:
     moved = " ".join(f"{r}:{view.ranks[r].phase}:{view.ranks[r].progress}" for r in behind if r in view.ranks)
     what = f"{what} ({', '.join(sorted(phases))})" if phases else what
     if CHECKPOINT in phases and (writing := _being_written(view)):
-        what = f"{what}; the previous checkpoint must be finished first: {writing}"
+        what = f"{what}; waiting for the previous checkpoint: {writing}"
     what = f"{what}; {view.hindered}" if view.hindered else what
     if nodes := blocking_nodes(view):
         what = f"{what}; on {', '.join(nodes)} engines are releasing memory for the ranks"

@@ -155,7 +155,7 @@ class WorkerLauncher:
             newest = self._newest.get(key)
             worker = workers.get(newest.instance) if newest else None
             if tries >= MAX_LAUNCHES and key not in self._started and (worker is None or not is_usable(worker)):
-                return f"{key} on {self._config.node} was started {tries} times and failed each time{self._cause(key)}"
+                return f"{key} on {self._config.node} was started {tries} times and never lasted{self._cause(key)}"
         return ""
 
     def _cause(self, key: str) -> str:

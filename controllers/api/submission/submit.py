@@ -172,7 +172,7 @@ class Submitter:
         if stored_spec(mirror.job.record.spec) != spec:
             changed = ", ".join(spec_differences(mirror.job.record.spec, spec.model_dump(mode="json")))
             raise Conflict(
-                f"job {spec.name!r} has not finished and its spec differs ({changed})",
+                f"job {spec.name!r} is not finished and its spec differs ({changed})",
                 fix="Use --new to end the old job and start a new one, or give the spec another name",
             )
         data = await asyncio.to_thread(identify_data, spec, self._cache_dir)
