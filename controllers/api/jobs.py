@@ -156,7 +156,7 @@ async def write_pin(
     for _ in range(PIN_TRIES):
         mirror = await look()
         if mirror.has_ended:
-            raise Conflict(f"job {mirror.job_record.name!r} has ended", fix="Only running jobs can be pinned")
+            raise Conflict(f"job {mirror.job_record.name!r} has ended", fix="Only a job that has not ended can be pinned")
         new = parse_pin(request, mirror.pin, mirror.job_record, slots, node, time)
         known = mirror.written(mirror.keys.pin, mirror.pins.get(""))
         report = await ledger.run(transactions.pin(mirror.keys, known, new))
@@ -263,7 +263,7 @@ def _known(mirror: JobMirror) -> Version | None:
     if not spec.eval.wanted:
         raise Conflict(f"job {job.name!r} has no held-out prompts", fix="Submit it with eval.path")
     if mirror.head is None:
-        raise Conflict(f"job {job.name!r} has not started", fix="Retry when it has")
+        raise Conflict(f"job {job.name!r} has not started", fix="Retry when it has started")
     head = mirror.head.record
     over = is_over(rules_of(job), head)
     if spec.evaluates_after(head.step, last=over) or str(head.version) in mirror.evaluations:

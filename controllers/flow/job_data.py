@@ -101,7 +101,7 @@ class SourcePipeline:
         await self.rewards.judge_early(self.source.reward, prompt, make_response(sample))
 
     def forget(self, prompt: Prompt) -> None:
-        """Forget the prompt's judge results, so that failed judgements are requested again when the prompt is sampled again."""
+        """Forget failed judgements of the prompt, so that they are requested again when the prompt is sampled again."""
         if self.has_judges:
             self.rewards.forget(self.source.reward, prompt)
 

@@ -197,7 +197,7 @@ def lost_sentence(keys: Sequence[str]) -> str:
     """The reason of the job's end: what happened and what to do."""
     named = ", ".join(keys[:MOST_NAMED]) + (f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else "")
     return (
-        f"the store has lost {named}, which gcore never deletes alone; the run can no longer be verified and has ended. "
+        f"the store has lost {named}: gcore never deletes these records alone, so the run cannot be verified and has ended. "
         "Restore etcd from a backup, or start a new job, which may use a checkpoint in the run's folder (model.path)"
     )
 

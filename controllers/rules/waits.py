@@ -275,9 +275,9 @@ def _being_written(view: JobView) -> str:
         fresh = next(iter(unregistered_checkpoints(view)), None)
         if fresh is None or is_safe(view, fresh.version, fresh.digest):
             return ""
-        have = ", ".join(sorted(checkpoint_holders(view, fresh.version, fresh.digest))) or "none yet"
+        have = ", ".join(sorted(checkpoint_holders(view, fresh.version, fresh.digest))) or "none"
         return (
-            f"the checkpoint of step {fresh.version.step} needs copies on {copies_wanted(view)} nodes (it has: {have})"
+            f"the checkpoint of step {fresh.version.step} needs copies on {copies_wanted(view)} nodes (so far: {have})"
         )
     if writing.error:
         return f"the checkpoint of step {writing.version.step} cannot be written and is retried ({writing.error})"
