@@ -156,7 +156,9 @@ async def write_pin(
     for _ in range(PIN_TRIES):
         mirror = await look()
         if mirror.has_ended:
-            raise Conflict(f"job {mirror.job_record.name!r} has ended", fix="Only a job that has not ended can be pinned")
+            raise Conflict(
+                f"job {mirror.job_record.name!r} has ended", fix="Only a job that has not ended can be pinned"
+            )
         new = parse_pin(request, mirror.pin, mirror.job_record, slots, node, time)
         known = mirror.written(mirror.keys.pin, mirror.pins.get(""))
         report = await ledger.run(transactions.pin(mirror.keys, known, new))

@@ -306,7 +306,7 @@ def audit_of_folder(run_dir: Path) -> Audit:
     with contextlib.suppress(OSError):  # the audit reports an unreadable folder
         newest = archive.highest_in_folder(run_dir).lineage
         if newest > copy.head.lineage:
-            # An ended job continues only after etcd was restored from an older backup.
+            # An ended job continues if it was extended, or if etcd was restored from an older backup.
             what = f"the copy of the job's records ends in lineage {copy.head.lineage}, but the folder has lines of lineage {newest}"
             found = found.with_problems([f"{what}: if a cluster still runs the job, audit it there"])
     return found
