@@ -33,7 +33,10 @@ def main() -> None:
         description="One gcore daemon. Start one on every node; they find each other through etcd.",
         epilog="example: gcore-controller --config /etc/gcore/node.yaml",
     )
-    parser.add_argument("--home", help="folder of the cluster on this machine; only for display in process lists")
+    parser.add_argument(
+        "--home",
+        help="folder of the cluster on this machine; identifies the process in the process list, otherwise unused",
+    )
     parser.add_argument("--config", required=True, type=Path, help="the node's configuration, a YAML file")
     arguments = parser.parse_args()
     accept_signals()
