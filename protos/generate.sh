@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Generates gcore/api/v1 and docs/reference/api.md from protos/. With --check: fails if what is committed differs.
+# Generates gcore/api/v1 and docs/reference/api.md from protos/. With --check: fails if the committed files differ.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}

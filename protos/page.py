@@ -1,7 +1,7 @@
-"""Writes docs/reference/api.md, the reference of the job API, from the protos and their comments: `make proto`. With --check: fails if what is
-committed differs.
+"""Writes docs/reference/api.md, the reference of the job API, from the protos and their comments (`make proto`). With --check: fails if the
+committed page differs.
 
-Knows the little of protobuf's grammar that the protos here use. Says nothing of itself but what stands in front of the parts.
+Parses only the part of the protobuf grammar that these protos use. Adds no text but the introductions of the parts.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "api.md"
 PROTOS = ROOT / "protos" / "gcore" / "api" / "v1"
 SERVICES = {"Jobs": PROTOS / "jobs.proto", "Access": PROTOS / "access.proto"}
-"""What people call; nodes among themselves have more."""
+"""The services for users; nodes call further ones."""
 BEGIN = """# The job API
 
-The reference of `gcore.api.v1.Jobs` and `gcore.api.v1.Access`, made from [jobs.proto](../../protos/gcore/api/v1/jobs.proto) and
+The reference of `gcore.api.v1.Jobs` and `gcore.api.v1.Access`, generated from [jobs.proto](../../protos/gcore/api/v1/jobs.proto) and
 [access.proto](../../protos/gcore/api/v1/access.proto) by `make proto`. Any controller answers for the whole cluster. [The command
-line](cli.md) has all of it, [the Python clients](../use/python.md) all of `Jobs`.
+line](cli.md) covers both services, [the Python clients](../use/python.md) cover `Jobs`.
 
-- **Health**: `grpc.health.v1.Health` answers everybody. **Reflection** answers where the node's configuration says `api: {reflection: true}`.
-- **Who calls** is told by `authorization: Bearer TOKEN` or a client certificate ([security](../operate/security.md)).
-- **Bounds**: a request has at most 4 MiB, an answer 64 MiB; a daemon serves at most `api.calls` calls and follows at most `api.streams` streams of
-  people at once, no more than half of them one person's where people are told apart. Nodes have places of their own, strangers at health a few.
-  A call has its place until its answer was taken. The request comes with the call, or within 30 s. A deadline that the caller sets ends
-  what is done for it. A stream is sent as fast as it is read, and no faster.
-- **Streams go on**: `WatchJob` behind a sequence number, `StreamMetrics` behind a step of a lineage, `StreamLogs` behind the places of its lines
-  (`places`, `after`), from any controller.
-- **Page tokens** belong to the request that they were given for, and to its caller.
+- **Health**: `grpc.health.v1.Health` needs no authentication. **Reflection** is enabled by `api: {reflection: true}` in the node's configuration.
+- **Authentication**: `authorization: Bearer TOKEN` or a client certificate ([security](../operate/security.md)).
+- **Limits**: a request has at most 4 MiB, a response at most 64 MiB. A daemon serves at most `api.calls` concurrent calls and `api.streams`
+  concurrent streams of users; with authentication, one user gets at most half of them. Nodes have separate limits, and unauthenticated health
+  checks have a small one. A call counts until its client has received the response. The server must receive the request within 30 s. When
+  the client's deadline expires, the server stops work on the call. A stream is sent only as fast as the client reads.
+- **Resuming streams**: `WatchJob` resumes after a sequence number, `StreamMetrics` after a step of a lineage, `StreamLogs` after the positions of
+  its lines (`places`, `after`), at any controller.
+- **Page tokens** are valid only for the same request and the same caller.
 
 ## Errors
 
-A refusal has a gRPC status, one sentence, and a `google.rpc.Status` in `grpc-status-details-bin` with an `ErrorInfo` (domain `gcore`) and, where
-fields are wrong, a `BadRequest` that names them; those of a spec begin with `spec.`.
+An error has a gRPC status, one sentence, and a `google.rpc.Status` in `grpc-status-details-bin` with an `ErrorInfo` (domain `gcore`). If fields
+are wrong, a `BadRequest` names them; fields of a spec begin with `spec.`.
 
 | status | reasons |
 |---|---|
@@ -42,7 +42,7 @@ fields are wrong, a `BadRequest` that names them; those of a spec begin with `sp
 
 
 def reasons() -> str:
-    """The rows of the table of errors, from the code that makes them."""
+    """The rows of the table of errors, from the code that raises them."""
     from controllers.api.edge import access as token_book
     from controllers.api.edge import access as tokens
     from controllers.api.edge import errors as refusals
@@ -62,7 +62,7 @@ def reasons() -> str:
 
 
 def page() -> str:
-    """All of it."""
+    """The whole page."""
     parts, messages = [BEGIN + reasons()], list[str]()
     for name, file in SERVICES.items():
         calls, named = _service(name, file.read_text(encoding="utf-8"))
@@ -72,7 +72,7 @@ def page() -> str:
 
 
 def _service(service_name: str, text: str) -> tuple[list[str], list[str]]:
-    """Its calls, and the messages of its file."""
+    """The calls of a service, and the messages of its file."""
     service = re.search(rf"service {service_name} \{{(.*?)\n\}}", text, re.S)
     assert service is not None
     parts, messages = [f"\n## Calls of {service_name}\n"], list[str]()
@@ -102,7 +102,7 @@ def _message(kind: str, name: str, said: str, body: str) -> str:
     if rows:
         lines += ["| | | |", "|---|---|---|", *rows]
     else:
-        lines.append("Nothing.")
+        lines.append("No fields.")
     return "\n".join(lines) + "\n"
 
 
@@ -112,7 +112,7 @@ def _said(comment: str) -> str:
 
 
 def main() -> None:
-    """Write it, or look whether it is written."""
+    """Write the page, or check that it is current."""
     made = page()
     if "--check" in sys.argv[1:]:
         if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != made:

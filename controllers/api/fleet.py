@@ -1,7 +1,7 @@
-"""The Jobs service's calls about the cluster: nodes, draining, usage and quotas.
+"""The Jobs service's RPCs about the cluster: nodes, draining, usage and quotas.
 
-A quota is a record that daemons use when they share out slots (`placement.shares`). A lowered quota takes slots back at the jobs'
-next commits. Nothing here moves a slot.
+A quota is a record that daemons apply when they divide slots between jobs (`placement.shares`). After a quota is lowered, jobs give slots
+back at their next commits. This module never moves a slot itself.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from gcore.store.types import Compare, Delete, Put, Store
 LONGEST_NODE = 64
 
 LAST = 10.0**11
-"""No time of a request is later, in seconds since the epoch."""
+"""The latest time that a request may name, in seconds since the epoch."""
 
 MOST_NAMESPACES = 1_000
-"""Namespaces that may have a quota: their quotas are in one record."""
+"""Maximum number of namespaces with a quota: all quotas are in one record."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsageQuery:
-    """A question about usage: days since the epoch, both included, by which dimensions, and of which namespace; empty: of
-    all that the caller may see."""
+    """A query for usage. Days count from the epoch and are inclusive. `by`: the dimensions to group by. `namespace` empty: all namespaces
+    that the caller may see."""
 
     first_day: int
     last_day: int
@@ -61,21 +61,21 @@ class UsageQuery:
     namespace: str
 
     def has(self, usage: NodeUsage) -> bool:
-        """Whether a record is of it."""
+        """Whether the query includes a usage record."""
         is_then = self.first_day <= usage.day <= self.last_day
         return is_then and may_see(usage.namespace) and self.namespace in ("", usage.namespace)
 
 
 def parse_usage_query(request: pb.GetUsageRequest, now: float) -> UsageQuery:
-    """Raises BadFields."""
+    """Parse a usage request. Raises BadFields."""
     wrong = []
     for name in ("since", "until"):
-        if not 0 <= getattr(request, name) <= LAST:  # NaN is not, either
-            wrong.append(Violation(name, "is no time in seconds since the epoch"))
+        if not 0 <= getattr(request, name) <= LAST:  # false for NaN too
+            wrong.append(Violation(name, "is not a time in seconds since the epoch"))
     unknown = [one for one in request.by if one not in DIMENSIONS]
     if unknown:
         near = did_you_mean(unknown[0], DIMENSIONS)
-        wrong.append(Violation("by", f"{unknown[0][:40]!r} is none of {', '.join(DIMENSIONS)}{near}"))
+        wrong.append(Violation("by", f"{unknown[0][:40]!r} is not one of {', '.join(DIMENSIONS)}{near}"))
     if not wrong and request.until and request.until < request.since:
         wrong.append(Violation("until", "is before since"))
     if wrong:
@@ -85,7 +85,7 @@ def parse_usage_query(request: pb.GetUsageRequest, now: float) -> UsageQuery:
 
 
 def usage_reply(sums: UsageSums) -> pb.GetUsageReply:
-    """The usage as a message of the API."""
+    """The usage as an API message."""
     reply = pb.GetUsageReply()
     for named, seconds in sums.ranked():
         reply.usages.add(by=named, slot_seconds=seconds.slot_s, busy_seconds=seconds.busy_s)
@@ -93,16 +93,16 @@ def usage_reply(sums: UsageSums) -> pb.GetUsageReply:
 
 
 class FleetMethods(JobsServiceBase):
-    """Implements the calls of Jobs that list and drain nodes, and sum up usage."""
+    """Implements the RPCs of Jobs that list and drain nodes and report usage."""
 
     @functools.cached_property
     def _one_sum(self) -> asyncio.Lock:
-        """However many ask, one sum is made at a time."""
+        """Lets only one usage request at a time read the store."""
         return asyncio.Lock()
 
     @handle_errors
     async def GetUsage(self, request: pb.GetUsageRequest, context: CallContext) -> pb.GetUsageReply:
-        """Slot-seconds, whole UTC days from that of `since` to that of `until`."""
+        """Return slot-seconds for whole UTC days, from the day of `since` to the day of `until`."""
         asked = parse_usage_query(request, self._clock.wall())
         sums = UsageSums(asked.by)
         async with aclosing(self._used(asked.first_day, asked.last_day)) as pages:
@@ -120,7 +120,7 @@ class FleetMethods(JobsServiceBase):
                 yield usages
 
     async def _check_namespace(self, namespace: str) -> None:
-        """Of which nothing was used on the days that were asked for; whether it ever was is looked up where nothing else is known of it."""
+        """Raise NamespaceNotFound if the namespace is unknown. Searches the usage of all days only if no other record names it."""
         try:
             await check_namespace(self._jobs.store, namespace)
         except NamespaceNotFound:
@@ -131,7 +131,7 @@ class FleetMethods(JobsServiceBase):
             await check_namespace(self._jobs.store, namespace, used)
 
     async def _nodes(self, listing: ClusterListing, namespaces: Mapping[str, str]) -> list[pb.Node]:
-        """The registered nodes, with the use of their slots."""
+        """The registered nodes, with the jobs that use their slots."""
         (drained, sick), shares = await self._jobs.pool(), await self._jobs.shares()
         uses = slot_users(shares or Shares(), namespaces, may_see)
         found = []
@@ -146,14 +146,14 @@ class FleetMethods(JobsServiceBase):
 
     @handle_errors
     async def DrainNode(self, request: pb.DrainNodeRequest, context: CallContext) -> pb.Node:
-        """Have every job leave a node, or use it again. It is remembered without the node's daemon."""
+        """Drain a node, or undo it. The mark stays in the store even if the node's daemon is not running."""
         name = request.node
         if not name or len(name) > LONGEST_NODE:
-            raise bad_field("node", "no node is named" if not name else "is longer than a node's name can be")
+            raise bad_field("node", "is empty" if not name else f"is longer than {LONGEST_NODE} characters")
         listing, key = await self._jobs.cluster(), keys.drained_node(name)
         known = await self._jobs.store.get(key)
         if name not in {node.name for node in listing.nodes} and known is None:
-            raise NodeNotFound(f"there is no node {name!r}", fix="`gcore nodes` shows those there are")
+            raise NodeNotFound(f"there is no node {name!r}", fix="`gcore nodes` lists the nodes")
         if request.undo and known is not None:
             await self._jobs.store.transact((), (Delete(key),))
         elif not request.undo and known is None:
@@ -165,7 +165,7 @@ class FleetMethods(JobsServiceBase):
 
     @handle_errors
     async def ListNodes(self, request: pb.ListNodesRequest, context: CallContext) -> pb.ListNodesReply:
-        """The daemons and workers that are there."""
+        """List the registered daemons and workers."""
         listing, claims = await self._jobs.cluster(), await self._jobs.claims()
         namespaces = {uid: claim.namespace for uid, claim in claims.items()}
         return pb.ListNodesReply(
@@ -187,49 +187,53 @@ class FleetMethods(JobsServiceBase):
 
 
 class QuotaMethods(JobsServiceBase):
-    """Implements the calls of Jobs that show and set quotas."""
+    """Implements the RPCs of Jobs that read and set quotas."""
 
     @handle_errors
     async def GetQuotas(self, request: pb.GetQuotasRequest, context: CallContext) -> pb.Quotas:
-        """Show the quotas of the namespaces that the caller may see."""
+        """Return the quotas of the namespaces that the caller may see."""
         return await list_quotas(self._jobs.store)
 
     @handle_errors
     async def SetQuota(self, request: pb.SetQuotaRequest, context: CallContext) -> pb.Quotas:
-        """One namespace's."""
+        """Set or remove the quota of one namespace."""
         if re.fullmatch(NAMESPACE, request.namespace) is None:
             raise bad_field(
-                "namespace", f"{request.namespace[:80]!r} is no namespace", "Use lower-case letters, digits and '-'"
+                "namespace",
+                f"{request.namespace[:80]!r} is not a valid namespace",
+                "Use lower-case letters, digits and '-'",
             )
         if request.slots > MOST_SLOTS:
-            raise bad_field("slots", f"{request.slots} is more than {MOST_SLOTS}", "Take the quota away for no limit")
+            raise bad_field("slots", f"{request.slots} is more than {MOST_SLOTS}", "Remove the quota for no limit")
         await set_quota(self._jobs.store, request.namespace, request.slots if request.HasField("slots") else None)
         return await list_quotas(self._jobs.store)
 
 
 async def set_quota(store: Store, namespace: str, slots: int | None) -> None:
-    """Set it, however often somebody else changes another meanwhile. Raises StoreUnavailable, BadFields."""
+    """Set or remove a quota; retry while other quotas change at the same time. Raises StoreUnavailable, BadFields."""
     while True:
         kv = await store.get(keys.QUOTAS)
         try:
             before = QuotasRecord() if kv is None else QuotasRecord.decode(kv.value, kv.key)
         except UnreadableRecord:
-            before = QuotasRecord()  # as the daemons take it; it is written anew
+            before = QuotasRecord()  # daemons treat it as empty too; it is overwritten
         others = {name: count for name, count in before.slots.items() if name != namespace}
         after = QuotasRecord(slots=others if slots is None else dict(sorted({**others, namespace: slots}.items())))
         if len(after.slots) > MOST_NAMESPACES:
-            raise bad_field("namespace", f"{MOST_NAMESPACES} namespaces have a quota", "Take another's away first")
+            raise bad_field(
+                "namespace", f"{MOST_NAMESPACES} namespaces already have a quota", "Remove another quota first"
+            )
         known = None if kv is None else Versioned(before, kv.mod_revision)
         nobodys = JobKeys("")
         report = await TransactionExecutor(store, nobodys).run(transactions.set_quotas(nobodys, known, after))
         if report.outcome is TxnOutcome.WON:
             return
         if report.outcome is TxnOutcome.UNKNOWN:
-            raise StoreUnavailable(f"whether the quota was set is not known ({report.why})", fix="Set it again")
+            raise StoreUnavailable(f"it is unknown whether the quota was set ({report.why})", fix="Set it again")
 
 
 async def list_quotas(store: Store) -> pb.Quotas:
-    """All that the caller may see. What this version cannot read counts as if it were not there."""
+    """The quotas that the caller may see. A record that this version cannot read counts as empty."""
     quota = await store.get(keys.QUOTAS)
     shares = await store.get(keys.SHARES)
     limits, jobs, used = dict[str, int](), Counter[str](), Counter[str]()

@@ -1,11 +1,11 @@
-"""A job as the API reports it, lists of jobs in pages, and `JobsServiceBase`, the base of the service's parts.
+"""API messages of jobs, paged job lists, and `JobsServiceBase`, the base class of the service's parts.
 
-A job's message is built from its records in the store, or from their copy in the folder of a finished run. Its claim is a record of
-its own: PENDING and RUNNING say nothing of slots, and only both together give the state. The daemon computes the queue once for each
-change (`controllers.cluster`), not once for each call.
+A job's message is built from its records in the store, or from their copy in the folder of a finished run. The job's claim on slots is a
+separate record: the phases PENDING and RUNNING do not include slots, so the state in the message combines both. The daemon computes the
+queue once for each change (`controllers.cluster`), not for each call.
 
-Pages list the newest jobs first. The creation revision of a job's request key orders jobs. A page token is bound to the request's
-filter and the caller's namespaces. A page may be shorter than asked for, even empty; only an empty token ends the list.
+Pages list the newest jobs first, by the creation revision of the job's request key. A page token is bound to the request's filter and the
+caller's namespaces. A page may be shorter than requested, even empty; only an empty token ends the list.
 
 A job in a namespace that the caller may not see does not exist for that caller.
 """
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
     from controllers.job.runner import JobRunner
 
 MOST_TOLD = 2**31 - 1
-"""What the API has room for."""
+"""The largest number of slots that the API's field can hold."""
 
 UPDATABLE = ("priority", "slots_min", "slots_max")
 
 SECTION = "scheduling."
-"""Fields may be named as in the spec, too."""
+"""Optional prefix of field names in an update mask: fields may be named as in the spec."""
 
 Change = Callable[[Claim], Claim]
 
@@ -66,10 +66,10 @@ NO_QUEUE: Mapping[str, QueuePosition] = MappingProxyType({})
 _GOES_ON = (pb.JOB_STATE_PENDING, pb.JOB_STATE_RUNNING)
 
 MOST_WARNINGS = 8
-"""Troubles that an answer tells, the newest."""
+"""Maximum number of warnings in a job's message; the newest are kept."""
 
 MOST_SAID = 2000
-"""Characters of each."""
+"""Maximum characters of a warning or rollback reason."""
 
 STATES = {
     JobPhase.PENDING: pb.JOB_STATE_PENDING,
@@ -84,37 +84,37 @@ ENDED = frozenset({pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CAN
 DEFAULT_SIZE, MOST_ON_A_PAGE = 100, 1000
 
 MOST_LOOKED_AT = 2000
-"""Jobs that one call looks at: behind a filter that few pass there may be very many."""
+"""Maximum number of jobs that one call reads. A filter may match few of very many jobs."""
 
 MOST_BYTES = 16 << 20
-"""Of an answer: a page ends with the job that takes it there. Specs may be long, and an answer that is too large reaches nobody."""
+"""Maximum size of a page in bytes: a page ends with the job that reaches it. Specs may be long, and gRPC rejects too large responses."""
 
 AT_ONCE = 32
-"""Jobs that are read at the same time."""
+"""Jobs that are read concurrently."""
 
 LONGEST_FILTER = 256
 
-_AGAIN = "Ask for the first page again, without a token"
+_AGAIN = "Request the first page again, without a token"
 
 LONGEST_NAME = 256
-"""Characters of a job's name, uid or namespace in a request."""
+"""Maximum characters of a job's name, uid or namespace in a request."""
 
 
 def pause_change(*, yes: bool) -> Change:
-    """The job has no slots until it is resumed, or may have some again."""
+    """The change that pauses a job (it gives its slots back) or resumes it."""
     return lambda claim: claim.model_copy(update={"paused": yes})
 
 
 def end_change(reason: str) -> Change:
-    """The job ends as soon as it has given its slots back."""
+    """The change that ends a job at its next commit."""
     return lambda claim: claim if claim.ends else claim.model_copy(update={"ends": reason})
 
 
 def update_change(request: pb.UpdateJobRequest) -> Change:
-    """Make the change of a job that the request's mask names. Raises BadFields."""
+    """Build the change of a job that the request's mask names. Raises BadFields."""
     paths = [path.removeprefix(SECTION) for path in request.update_mask.paths]
     if not paths:
-        raise bad_field("update_mask", "names nothing that is to change", f"Name some of {', '.join(UPDATABLE)}")
+        raise bad_field("update_mask", "is empty", f"Name at least one of {', '.join(UPDATABLE)}")
     wrong = [
         Violation("update_mask", f"{path[:60]!r} cannot be changed while a job runs{did_you_mean(path, UPDATABLE)}")
         for path in dict.fromkeys(paths)
@@ -122,12 +122,12 @@ def update_change(request: pb.UpdateJobRequest) -> Change:
     ]
     if "priority" in paths and not -HIGHEST_PRIORITY <= request.priority <= HIGHEST_PRIORITY:
         wrong.append(
-            Violation("priority", f"{request.priority} is not within -{HIGHEST_PRIORITY} and {HIGHEST_PRIORITY}")
+            Violation("priority", f"{request.priority} is not between -{HIGHEST_PRIORITY} and {HIGHEST_PRIORITY}")
         )
     if "slots_min" in paths and not 1 <= request.slots_min <= MOST_SLOTS:
-        wrong.append(Violation("slots_min", f"{request.slots_min} is no number of slots"))
+        wrong.append(Violation("slots_min", f"{request.slots_min} is not a valid number of slots"))
     if "slots_max" in paths and not 0 <= request.slots_max <= MOST_SLOTS:
-        wrong.append(Violation("slots_max", f"{request.slots_max} is no number of slots; 0: all there are"))
+        wrong.append(Violation("slots_max", f"{request.slots_max} is not a valid number of slots (0 means no limit)"))
     if wrong:
         raise BadFields(wrong)
 
@@ -136,14 +136,14 @@ def update_change(request: pb.UpdateJobRequest) -> Change:
         if "priority" in paths:
             new["priority"] = request.priority
         if "slots_min" in paths:
-            new["least"] = -(-request.slots_min // claim.unit) * claim.unit  # slots of whole engines
+            new["least"] = -(-request.slots_min // claim.unit) * claim.unit  # round up to whole engines
         if "slots_max" in paths:
             new["most"] = request.slots_max or None
         made = claim.model_copy(update=new)
         if made.most is not None and made.most < made.least:
             raise bad_field(
                 "slots_max" if "slots_max" in paths else "slots_min",
-                f"the job would take {made.most} slots at most and not run on fewer than {made.least}",
+                f"slots_max {made.most} is less than slots_min {made.least}",
                 "Lower slots_min, or raise slots_max",
             )
         return made
@@ -154,11 +154,11 @@ def update_change(request: pb.UpdateJobRequest) -> Change:
 def add_claim(
     message: pb.Job, claim: Claim | None, shares: Shares | None, queue: Mapping[str, QueuePosition] = NO_QUEUE
 ) -> pb.Job:
-    """The job, with what it claims and has. `claim` None: it has ended, and claims nothing. `shares` None: nobody shares slots out, as
-    long as a daemon of an earlier version is there."""
+    """Add the job's claim and slots to its message. `claim` None: the job has ended. `shares` None: slots are not divided between jobs yet,
+    because the cluster has a daemon of an earlier version."""
     if claim is None:
         return message
-    # A claim of an earlier version may say any number, and one that has no room in the message would hide every job of a list.
+    # A claim of an earlier version may hold any number; one that overflows the field would break the whole list.
     least, most = min(claim.least, MOST_TOLD), min(claim.most or 0, MOST_TOLD)
     message.priority, message.slots_min, message.slots_max = claim.priority, least, most
     if shares is None:
@@ -176,7 +176,7 @@ def add_claim(
 
 
 def waits_for_slots(claim: Claim | None, shares: Shares | None, uid: str) -> bool:
-    """Whether a job is one of those that wait for slots: only then it is worth while to work out where it stands among them."""
+    """Whether a job waits for slots. Only then is its queue position computed."""
     if claim is None or shares is None or not claim.wants:
         return False
     return not slots_of_share(shares.jobs.get(uid, NOTHING).granted)
@@ -185,21 +185,21 @@ def waits_for_slots(claim: Claim | None, shares: Shares | None, uid: str) -> boo
 def job_status(
     state: pb.JobState, reason: str, claim: Claim, why: str, granted: int, held: int
 ) -> tuple[pb.JobState, str]:
-    """How a job that has not ended stands, and why."""
-    leaves = f"; {held} slots are being given back" if held else ""
+    """The state and reason of a job that has not ended."""
+    leaves = f"; it still has to release {held} slots" if held else ""
     if claim.ends:
-        return state, f"it ends at its next commit ({claim.ends}){leaves}"
+        return state, f"the job ends at its next commit ({claim.ends}){leaves}"
     if claim.paused:
         return (state if held else pb.JOB_STATE_PAUSED), (f"{PAUSES}{leaves}" if held else "paused")
     if not granted and not held:
-        return pb.JOB_STATE_QUEUED, why or f"it waits for {claim.least} {'slot' if claim.least == 1 else 'slots'}"
+        return pb.JOB_STATE_QUEUED, why or f"waiting for {claim.least} {'slot' if claim.least == 1 else 'slots'}"
     if not granted:
-        return state, f"its slots go to other jobs at its next commit{leaves}"
+        return state, f"the job gives its slots to other jobs at its next commit{leaves}"
     return state, reason
 
 
 def slot_users(shares: Shares, namespaces: Mapping[str, str], sees: Callable[[str], bool]) -> dict[str, dict[str, str]]:
-    """By node and slot: the job that has it, or nothing where that is not the caller's business."""
+    """The job on each slot, by node and slot; empty if the caller may not see the job."""
     found: dict[str, dict[str, str]] = {}
     for uid, share in shares.jobs.items():
         shown = uid if sees(namespaces.get(uid, "")) else ""
@@ -209,7 +209,7 @@ def slot_users(shares: Shares, namespaces: Mapping[str, str], sees: Callable[[st
 
 
 def source_reports(mirror: JobMirror) -> list[pb.SourceReport]:
-    """Every source of which anything is known, by name."""
+    """A report for every known source, sorted by name."""
     tallies = mirror.head.record.tally.sources if mirror.head is not None else {}
     evaluation = newest_evaluation(mirror)
     scores = evaluation.by_source if evaluation is not None else {}
@@ -233,7 +233,7 @@ def source_reports(mirror: JobMirror) -> list[pb.SourceReport]:
 
 
 def best_checkpoint(mirror: JobMirror, metric: str | None) -> pb.BestCheckpoint | None:
-    """The best evaluated state on head's chain, and where its checkpoint lies; None if there is none."""
+    """The best evaluated weights on head's chain and their checkpoint; None if there are none."""
     if mirror.job is None or mirror.head is None:
         return None
     head, evaluations = mirror.head.record, [stored.record for stored in mirror.evaluations.values()]
@@ -252,13 +252,13 @@ def best_checkpoint(mirror: JobMirror, metric: str | None) -> pb.BestCheckpoint 
 
 
 def newest_evaluation(mirror: JobMirror) -> Evaluation | None:
-    """The last one that was written down."""
+    """The most recently stored evaluation."""
     newest = max(mirror.evaluations.values(), key=lambda stored: stored.revision, default=None)
     return newest.record if newest is not None else None
 
 
 def describe_run(run_dir: Path) -> pb.Job | None:
-    """Of a run that has ended, with the paths as its folder lies now; None if no copy of its records does.
+    """The message of a run that has ended, from the copy of its records in `run_dir`, with paths in that folder; None without a copy.
 
     Raises UnreadableRecord, OSError.
     """
@@ -273,13 +273,13 @@ def describe_run(run_dir: Path) -> pb.Job | None:
 
 
 def describe_job(mirror: JobMirror) -> pb.Job:
-    """The job as its records say, without what it waits for, which only a controller that works on it knows.
+    """The job's message from its records, without waits, which only a controller that works on the job knows.
 
-    Raises UnreadableRecord: a record is not there, or its spec is none that this version knows.
+    Raises UnreadableRecord if a record is missing or this version cannot read its spec.
     """
     if mirror.job is None or mirror.status is None:
         absent = mirror.keys.job if mirror.job is None else mirror.keys.state
-        raise UnreadableRecord("it is not there", where=absent, fix=DAMAGED)
+        raise UnreadableRecord("the record is missing", where=absent, fix=DAMAGED)
     job, status = mirror.job.record, mirror.status.record
     try:
         spec = stored_spec(job.spec)
@@ -316,7 +316,7 @@ def describe_job(mirror: JobMirror) -> pb.Job:
 
 
 def add_news(message: pb.Job, mirror: JobMirror) -> pb.Job:
-    """Add the newest warnings and the newest rollback to a job's message: for a client that followed no events."""
+    """Add the newest warnings and the newest rollback to a job's message, for clients that do not watch events."""
     newest = sorted(mirror.troubles.values(), key=lambda stored: (stored.record.time, stored.revision), reverse=True)
     for trouble in (stored.record for stored in newest[:MOST_WARNINGS]):
         sentence = trouble.sentence[:MOST_SAID]
@@ -330,7 +330,7 @@ def add_news(message: pb.Job, mirror: JobMirror) -> pb.Job:
 
 
 def _planned_steps(mirror: JobMirror) -> int:
-    """How many steps the job will have had; an estimate where it goes by epochs. 0: nothing is known yet."""
+    """The planned number of steps; an estimate for a job that counts epochs. 0: unknown yet."""
     rules = rules_of(mirror.job_record)
     if mirror.head is None:
         return rules.steps or 0
@@ -347,8 +347,7 @@ def _newest_checkpoint(mirror: JobMirror) -> str | None:
 async def add_queue_positions(
     jobs: StoreReader, messages: Sequence[pb.Job], shares: Shares | None, *, quick: bool = False
 ) -> None:
-    """Say in each message what the job claims and has of the slots, and at which place it waits for some. `quick`: without that. Raises
-    StoreUnavailable."""
+    """Add the claim, slots and queue position to each message. `quick`: skip the queue position. Raises StoreUnavailable."""
     going_on = [message for message in messages if message.state not in ENDED]
     claims = await asyncio.gather(*(jobs.claim(message.uid) for message in going_on))
     found = [(message, claim) for message, claim in zip(going_on, claims, strict=True) if claim is not None]
@@ -360,7 +359,7 @@ async def add_queue_positions(
 
 @dataclass(frozen=True, slots=True)
 class JobQuery:
-    """A question for a list of jobs. `namespaces` None: all."""
+    """A query for a list of jobs. `namespaces` None: all."""
 
     size: int
     before: int | None
@@ -370,8 +369,10 @@ class JobQuery:
     namespaces: frozenset[str] | None
 
     def has(self, job: pb.Job) -> bool:
-        """Whether a job is among them."""
-        namespace = job.namespace  # empty: its record cannot be read, and only who may see all is told so
+        """Whether the query matches a job."""
+        namespace = (
+            job.namespace
+        )  # empty if the record is unreadable; then only callers with access to all namespaces see it
         return (
             (self.namespaces is None or namespace in self.namespaces)
             and (not self.namespace or namespace == self.namespace)
@@ -381,18 +382,18 @@ class JobQuery:
 
     @property
     def binding(self) -> str:
-        """Names the list that a token belongs to."""
+        """A digest of the query, to which page tokens are bound."""
         seen = None if self.namespaces is None else sorted(self.namespaces)
         said = json.dumps(["ListJobs", self.namespace, sorted(self.states), self.name_prefix, seen])
         return hashlib.sha256(said.encode(errors="surrogatepass")).hexdigest()[:16]
 
     def token(self, before: int) -> str:
-        """What the next page is asked for with."""
+        """The token for the next page."""
         return base64.urlsafe_b64encode(json.dumps([before, self.binding]).encode()).decode()
 
 
 def parse_query(request: pb.ListJobsRequest, namespaces: frozenset[str] | None) -> JobQuery:
-    """Read the query of a request. Raises BadFields."""
+    """Parse a list request. Raises BadFields."""
     if request.page_size < 0:
         raise bad_field("page_size", f"{request.page_size} is negative", f"Ask for 1 to {MOST_ON_A_PAGE}, or 0 for 100")
     for field in ("namespace", "name_prefix"):
@@ -401,7 +402,7 @@ def parse_query(request: pb.ListJobsRequest, namespaces: frozenset[str] | None) 
     unknown = [state for state in request.states if state not in pb.JobState.values() or not state]
     if unknown:
         known = ", ".join(name for name, number in pb.JobState.items() if number)
-        raise bad_field("states", f"{unknown[0]} is no state", f"There are {known}")
+        raise bad_field("states", f"{unknown[0]} is not a job state", f"Use {known}")
     size = min(request.page_size or DEFAULT_SIZE, MOST_ON_A_PAGE)
     first = JobQuery(size, None, request.namespace, frozenset(request.states), request.name_prefix, namespaces)
     if not request.page_token:
@@ -411,8 +412,8 @@ def parse_query(request: pb.ListJobsRequest, namespaces: frozenset[str] | None) 
 
 
 def _begin(token: str, binding: str) -> int:
-    """Raises BadFields for a token that is none, or another list's."""
-    wrong = bad_field("page_token", "is none of this API's", _AGAIN)
+    """The revision in a page token. Raises BadFields if the token is malformed or belongs to another list."""
+    wrong = bad_field("page_token", "is not a page token of this API", _AGAIN)
     try:
         tree = json.loads(base64.b64decode(token.encode("ascii"), altchars=b"-_", validate=True))
     except (ValueError, RecursionError) as error:
@@ -420,13 +421,13 @@ def _begin(token: str, binding: str) -> int:
     match tree:
         case [int(before), str(bound)] if 0 < before < 2**63 and not isinstance(before, bool):
             if bound != binding:
-                raise bad_field("page_token", "belongs to another list, with other filters or another caller's", _AGAIN)
+                raise bad_field("page_token", "belongs to a list with other filters or of another caller", _AGAIN)
             return before
     raise wrong
 
 
 async def list_jobs(jobs: StoreReader, request: pb.ListJobsRequest) -> pb.ListJobsReply:
-    """A page. Raises BadFields, NamespaceNotFound, StoreUnavailable."""
+    """Return one page. Raises BadFields, NamespaceNotFound, StoreUnavailable."""
     ask, shares = parse_query(request, current_caller().namespaces), await jobs.shares()
     found: list[pb.Job] = []
     before, looked, taken = ask.before, 0, 0
@@ -452,7 +453,7 @@ async def list_jobs(jobs: StoreReader, request: pb.ListJobsRequest) -> pb.ListJo
 
 
 def summarize_job(one: JobMirror | UnreadableJob) -> pb.Job:
-    """A job as the list has it."""
+    """The job's message in a list; a job with an unreadable record has the state UNSPECIFIED."""
     if isinstance(one, JobMirror):
         try:
             return describe_job(one)
@@ -463,7 +464,7 @@ def summarize_job(one: JobMirror | UnreadableJob) -> pb.Job:
 
 
 class JobsServiceBase(jobs_pb2_grpc.JobsServicer):
-    """The collaborators that the mixins of JobsService share."""
+    """The collaborators shared by the mixins of JobsService."""
 
     def __init__(
         self,
@@ -474,7 +475,7 @@ class JobsServiceBase(jobs_pb2_grpc.JobsServicer):
         trouble: Callable[[], str] = str,
         room: StreamLimiter | None = None,
     ) -> None:
-        """`trouble`: why the store cannot be brought back, if that is known here. `room`: for how many streams; None: as usual."""
+        """`trouble`: returns the known reason why the store is unavailable, or nothing. `room`: limits streams; None: the default limit."""
         self.trouble = trouble
         self._jobs = jobs
         self._submissions = submissions
@@ -485,23 +486,25 @@ class JobsServiceBase(jobs_pb2_grpc.JobsServicer):
     async def _find(self, name: str) -> str:
         """The uid of the job that a request names. Raises JobNotFound, BadFields, StoreUnavailable."""
         if not name:
-            raise bad_field("job", "no job is named", "Name it by its uid, NAMESPACE/NAME or NAME")
+            raise bad_field("job", "is empty", "Give the job's uid, NAMESPACE/NAME or NAME")
         if len(name) > LONGEST_NAME:
-            raise bad_field("job", f"{name[:40]!r}... is longer than a name can be", "`gcore list` shows the jobs")
+            raise bad_field(
+                "job", f"{name[:40]!r}... is longer than {LONGEST_NAME} characters", "`gcore list` shows the jobs"
+            )
         uid = await self._jobs.find(name, current_caller().home)
         namespace = "" if uid is None else await self._jobs.namespace(uid)
         if uid is None or not may_see(namespace):
-            raise JobNotFound(f"there is no job {name!r}", fix="`gcore list` shows the jobs there are")
+            raise JobNotFound(f"there is no job {name!r}", fix="`gcore list` shows the jobs")
         if not namespace:
             await self._jobs.check_record(uid)
         return uid
 
     async def _mirror(self, name: str) -> JobMirror:
-        """The job that a request names, as it stands."""
+        """The records of the job that a request names."""
         return await self._jobs.mirror(await self._find(name))
 
     async def _describe(self, uid: str, *, quick: bool = False) -> pb.Job:
-        """How a job stands. `quick`: without its place among those that wait, which may have to be waited for itself."""
+        """The job's message. `quick`: without its queue position, which may take a while to compute."""
         mirror = await self._jobs.mirror(uid)
         message = add_news(describe_job(mirror), mirror)
         await add_queue_positions(self._jobs, [message], await self._jobs.shares(), quick=quick)

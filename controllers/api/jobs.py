@@ -1,12 +1,12 @@
-"""The Jobs service. Any controller answers for the whole cluster: it reads the store, and follows jobs through its mirror.
+"""The Jobs service. Any controller answers for the whole cluster: it reads the store, and follows its own jobs through their mirrors.
 
-Errors leave as gRPC statuses (`controllers.api.edge.errors`): one sentence, and a constant for programs.
+Errors leave as gRPC statuses (`controllers.api.edge.errors`) with a sentence and a constant for programs.
 
-Deleting a job marks its head, removes the run's folder, then the records, so that an interrupted delete can be repeated. The folder is
-renamed before it is deleted. Where nodes share no folder, only this node's folder goes. Usage stays (`gcore.ledger.usage`).
+A delete marks the job's head, removes the run's folder, then the records, so that an interrupted delete can be repeated. The folder is
+renamed before it is deleted. If nodes share no folder, only this node's folder is deleted. Usage records stay (`gcore.ledger.usage`).
 
-`RunEval` asks for an evaluation of the running step's weights: every peer hears of the commit after the request, so all evaluate it
-or none. If head's weights are or were evaluated, there is nothing to ask for.
+`RunEval` requests an evaluation of the running step's weights. Every peer sees the request before the commit, so either all peers evaluate
+these weights or none. If head's weights are or were evaluated, their version is returned.
 """
 
 from __future__ import annotations
@@ -67,20 +67,20 @@ PIN_TRIES = 5
 POOLS: tuple[Pool, ...] = ("rollout", "reward", "train")
 
 GOING = ".going"
-"""What a folder's name ends with while it is deleted."""
+"""Suffix of a folder's name while it is being deleted."""
 
 ASK_TRIES = 10
 
 LONGEST_REQUEST_ID = 128
 
 LONGEST_SPEC = 1 << 20
-"""Characters of a spec as JSON, with the templates that were read into it."""
+"""Maximum characters of a spec as JSON, including the templates that were read into it."""
 
 T = TypeVar("T")
 
 
 def describe_placement(mirror: JobMirror, nodes: frozenset[str]) -> jobs_pb2.PlacementReply:
-    """How a job's slots are shared out. `nodes`: those that are there."""
+    """The placement of a job's slots. `nodes`: the registered nodes."""
     record, plan = mirror.job_record, mirror.plan
     placement = stored_spec(record.spec).placement
     leader = mirror.leader
@@ -103,42 +103,44 @@ def describe_placement(mirror: JobMirror, nodes: frozenset[str]) -> jobs_pb2.Pla
 def parse_pin(
     request: jobs_pb2.PinPlacementRequest, known: Pin, job: JobRecord, slots: int, node: str, time: float
 ) -> Pin:
-    """What is to be fixed. Raises UsageError, Conflict."""
+    """The new pin of a job's placement. Raises UsageError, Conflict."""
     spec = stored_spec(job.spec)
     placement, spans = spec.placement, sizes_of(spec)
     sizes = {pool: getattr(request, pool) for pool in POOLS if request.HasField(pool)}
     if not placement.is_live:
         raise Conflict(
-            f"policy: {placement.policy} of job {job.name!r} moves nothing, so there is nothing to fix",
+            f"job {job.name!r} has placement.policy {placement.policy}, which never moves slots, so there is nothing to pin",
             fix="Submit it with another placement.policy, such as dynamic",
         )
     if request.release and (sizes or request.freeze):
-        raise UsageError("to release lets everything go, and nothing else can be fixed with it", fix="Give one of them")
-    if not request.release and not sizes and not request.freeze:
         raise UsageError(
-            "nothing is said that is to be fixed", fix="Give --freeze, --rollout, --reward, --train or --release"
+            "release removes all pins and cannot be combined with other options", fix="Give either release or pins"
         )
+    if not request.release and not sizes and not request.freeze:
+        raise UsageError("the request pins nothing", fix="Give --freeze, --rollout, --reward, --train or --release")
     if request.release:
         return Pin(by=node, time=time)
     if wrong := next((pool for pool, size in sizes.items() if size < 1), None):
-        raise UsageError(f"{wrong} cannot have {sizes[wrong]} slots", fix="Give it at least one")
+        raise UsageError(f"{wrong} cannot have {sizes[wrong]} slots", fix="Give it at least one slot")
     judged = bool(spec.served_judges)
     if "reward" in sizes and not judged:
-        raise UsageError("reward can have no slots: the cluster serves no judge of this job", fix="Leave --reward out")
+        raise UsageError(
+            "the reward pool cannot have slots: the cluster serves no judge of this job", fix="Leave --reward out"
+        )
     if parted := next((pool for pool in POOLS if sizes.get(pool, 0) % spans.of(pool)), None):
-        what = f"{parted} {sizes[parted]} is no number of whole engines, which span {spans.of(parted)} slots each"
+        what = f"{parted} {sizes[parted]} is not a whole number of engines of {spans.of(parted)} slots each"
         raise UsageError(what, fix=f"Use a multiple of {spans.of(parted)}")
     together = known.sizes | sizes
     apart = "rollout" in together or "reward" in together
-    # Whoever has slots of its own leaves others an engine's, or a rank's.
+    # If a pool has its own slots, every other pool needs at least the slots of one engine or rank.
     least = {"rollout": apart * spans.rollout, "reward": (apart and judged) * spans.reward, "train": int(apart)}
     others = {pool: size for pool, size in least.items() if size and pool not in together}
     if sum(together.values()) + sum(others.values()) > slots:
         said = ", ".join(f"{pool} {together[pool]}" for pool in POOLS if pool in together)
         leaves = [f"{'one' if size == 1 else size} for {pool}" for pool, size in others.items()]
         more = f", with {' and '.join(leaves)}," if leaves and sum(together.values()) <= slots else ""
-        fix = "Lower one of them" if len(together) > 1 else f"Lower {next(iter(together))}, or release what is fixed"
-        raise UsageError(f"{said}{more} are more than the {slots} slots there are", fix=fix)
+        fix = "Lower one of them" if len(together) > 1 else f"Lower {next(iter(together))}, or release the pins"
+        raise UsageError(f"{said}{more} need more than the {slots} slots of the cluster", fix=fix)
     return Pin.model_validate({"frozen": known.frozen or request.freeze, "by": node, "time": time, **together})
 
 
@@ -150,35 +152,42 @@ async def write_pin(
     node: str,
     time: float,
 ) -> None:
-    """Fix it. `look`: reads the job's records anew. Raises GcoreError."""
+    """Pin a job's placement. `look`: reads the job's records again. Raises GcoreError."""
     for _ in range(PIN_TRIES):
         mirror = await look()
         if mirror.has_ended:
-            raise Conflict(f"job {mirror.job_record.name!r} has ended", fix="There is nothing left to place")
+            raise Conflict(
+                f"job {mirror.job_record.name!r} has ended", fix="Only a job that has not ended can be pinned"
+            )
         new = parse_pin(request, mirror.pin, mirror.job_record, slots, node, time)
         known = mirror.written(mirror.keys.pin, mirror.pins.get(""))
         report = await ledger.run(transactions.pin(mirror.keys, known, new))
         if report.outcome is TxnOutcome.WON:
             return
         if report.outcome is TxnOutcome.UNKNOWN:
-            raise StoreUnavailable("the store did not answer, so it is not known whether it was fixed", fix="Ask again")
-    raise StoreUnavailable("others fix the same job's placement at the same time", fix="Ask again")
+            raise StoreUnavailable(
+                "the store did not answer, so it is unknown whether the placement was pinned", fix="Retry the request"
+            )
+    raise StoreUnavailable("other requests pin the placement of this job at the same time", fix="Retry the request")
 
 
 def check_job_ended(mirror: JobMirror, workers: int) -> None:
-    """Raises Conflict for a job of which anything is still at work."""
+    """Raise Conflict if the job has not ended or still has running workers."""
     name = mirror.job_record.name
     if not mirror.has_ended:
         raise JobNotEnded(f"job {name!r} has not ended", fix="`gcore cancel` ends it")
     if workers:
-        raise Conflict(f"{workers} workers of job {name!r} are still ending", fix="Ask again in a moment")
+        raise Conflict(f"{workers} workers of job {name!r} are still shutting down", fix="Retry in a few seconds")
 
 
 def remove_folder(run_dir: Path, uid: str) -> None:
-    """Delete a run's folder and all that lies in it. Raises GcoreError. Blocks."""
+    """Delete a run's folder with its contents. Raises GcoreError. Blocks."""
     going = run_dir.with_name(run_dir.name + GOING)
-    if not run_dir.name.endswith(f"-{uid}"):  # of a record that somebody wrote by hand
-        raise GcoreError("that is not the folder of the job's run, and is not touched", where=str(run_dir))
+    if not run_dir.name.endswith(f"-{uid}"):  # the record was edited by hand
+        raise GcoreError(
+            "the job's record names a folder that is not the folder of its run, so it was not deleted",
+            where=str(run_dir),
+        )
     try:
         with contextlib.suppress(FileNotFoundError):
             run_dir.rename(going)
@@ -189,19 +198,19 @@ def remove_folder(run_dir: Path, uid: str) -> None:
         raise GcoreError(
             f"the run's folder cannot be deleted ({error.strerror or error})",
             where=error.filename if isinstance(error.filename, str) else str(going),
-            fix="The job is still there; delete it again when the folder can be written",
+            fix="The job's records are kept. Delete it again when the folder is writable",
         ) from error
 
 
 async def delete_job(jobs: StoreReader, mirror: JobMirror, *, files: bool) -> None:
-    """Forget it. Raises GcoreError; StoreUnavailable if it is not known whether its records are gone."""
+    """Delete a job. Raises GcoreError; StoreUnavailable if it is unknown whether the records were deleted."""
     job, ledger = mirror.job_record, jobs.ledger(mirror.keys.uid)
     while mirror.job is not None:
         head = mirror.head
-        check_job_ended(mirror, 0)  # it may have gone on meanwhile
+        check_job_ended(mirror, 0)  # it may have been extended meanwhile
         assert mirror.status is not None
         if head is not None and not head.record.deleted:
-            # From here on whoever still believes that it works on the job loses every compare.
+            # From here on, every transaction of a controller that still works on the job fails its compare.
             report = await ledger.run(transactions.delete_job(mirror.keys, head, mirror.status))
         else:
             if files:
@@ -209,12 +218,12 @@ async def delete_job(jobs: StoreReader, mirror: JobMirror, *, files: bool) -> No
             named = await _named(jobs.store, job)
             report = await ledger.run(transactions.delete_rest(mirror.keys, head, mirror.status, named))
         if report.outcome is TxnOutcome.UNKNOWN:
-            raise StoreUnavailable(f"whether the job is deleted is not known ({report.why})", fix="Ask again")
+            raise StoreUnavailable(f"it is unknown whether the job was deleted ({report.why})", fix="Retry the request")
         mirror = await jobs.mirror(mirror.keys.uid)
 
 
 async def _named(store: Store, job: JobRecord) -> dict[str, int]:
-    """What leads to the job and to no other: its name and its request id, with their revisions."""
+    """The keys that refer only to this job (its name and its request id), with their revisions."""
     found = {}
     for key in (keys.name(job.name, job.namespace), keys.request(job.request_id) if job.request_id else ""):
         known = await store.get(key) if key else None
@@ -226,7 +235,7 @@ async def _named(store: Store, job: JobRecord) -> dict[str, int]:
 async def request_evaluation(
     ledger: TransactionExecutor, look: Callable[[], Awaitable[JobMirror]], by: str, time: float
 ) -> Version:
-    """Whose weights are evaluated. Raises Conflict, StoreUnavailable."""
+    """Request an evaluation; return the version that is evaluated. Raises Conflict, StoreUnavailable."""
     for _ in range(ASK_TRIES):
         mirror = await look()
         version = _known(mirror)
@@ -240,26 +249,29 @@ async def request_evaluation(
         if report.outcome is TxnOutcome.WON:
             return Version(head.record.lineage, asked.step)
         if report.outcome is TxnOutcome.UNKNOWN:
-            raise StoreUnavailable("the store did not answer, so it is not known whether it was asked", fix="Ask again")
-    raise StoreUnavailable("the job commits one step after the other meanwhile", fix="Ask again")
+            raise StoreUnavailable(
+                "the store did not answer, so it is unknown whether the evaluation was requested",
+                fix="Retry the request",
+            )
+    raise StoreUnavailable("the job's steps commit faster than the request can be written", fix="Retry the request")
 
 
 def _known(mirror: JobMirror) -> Version | None:
-    """The version that is evaluated without being asked for, or was asked for already. Raises Conflict."""
+    """The version that is evaluated anyway or was requested already; None otherwise. Raises Conflict."""
     job = mirror.job_record
     spec = stored_spec(job.spec)
     if mirror.has_ended:
-        raise JobEnded(f"job {job.name!r} has ended", fix="`gcore describe` tells its last evaluation")
+        raise JobEnded(f"job {job.name!r} has ended", fix="`gcore describe` shows its last evaluation")
     if not spec.eval.wanted:
         raise Conflict(f"job {job.name!r} has no held-out prompts", fix="Submit it with eval.path")
     if mirror.head is None:
-        raise Conflict(f"job {job.name!r} has not begun", fix="Ask again when it has")
+        raise Conflict(f"job {job.name!r} has not started", fix="Retry when it has started")
     head = mirror.head.record
     over = is_over(rules_of(job), head)
     if spec.evaluates_after(head.step, last=over) or str(head.version) in mirror.evaluations:
         return head.version
     asked = mirror.asked
-    if asked is not None and asked.step == head.step:  # it is under way
+    if asked is not None and asked.step == head.step:  # the evaluation is running
         return head.version
     if asked is not None and asked.step == head.step + 1:
         return Version(head.lineage, asked.step)
@@ -267,69 +279,69 @@ def _known(mirror: JobMirror) -> Version | None:
 
 
 def check_creation(request: jobs_pb2.CreateJobRequest) -> None:
-    """Raises BadFields."""
+    """Check the fields of a create request. Raises BadFields."""
     name = request.request_id
     if len(name) > LONGEST_REQUEST_ID or not all(c.isalnum() or c in "._:-" for c in name) or not name.isascii():
-        what = f"{name[:40]!r} is no request id"
+        what = f"{name[:40]!r} is not a valid request id"
         raise bad_field("request_id", what, f"Use up to {LONGEST_REQUEST_ID} letters, digits, '.', '_', ':' and '-'")
     if len(request.spec_json) > LONGEST_SPEC:
-        raise bad_field("spec_json", f"is longer than {LONGEST_SPEC} characters", "Data and models go into files")
+        raise bad_field("spec_json", f"is longer than {LONGEST_SPEC} characters", "Put data and models into files")
     if request.mode not in jobs_pb2.StartMode.values():
-        raise bad_field("mode", f"{request.mode} is no mode", "Use START_MODE_RESUME or START_MODE_NEW")
+        raise bad_field("mode", f"{request.mode} is not a start mode", "Use START_MODE_RESUME or START_MODE_NEW")
 
 
 class LifecycleMethods(JobsServiceBase):
-    """Creates, finds, lists, ends."""
+    """RPCs that create, find, list, change and end jobs."""
 
     @handle_errors
     async def CreateJob(self, request: jobs_pb2.CreateJobRequest, context: CallContext) -> jobs_pb2.Job:
-        """Create, or find, a job."""
+        """Create a job, or find the job that the request refers to."""
         check_creation(request)
         submissions = await self._submissions()
-        # Each job has a request key: jobs are listed by them.
+        # Every job has a request key, because lists of jobs are ordered by it.
         name = request.request_id or uuid.uuid4().hex
         anew, caller = request.mode == jobs_pb2.START_MODE_NEW, current_caller().name
         uid = await submissions.create(name, request.spec_json, anew, caller, request.owner_key)
         if not may_see(await self._jobs.namespace(uid)):
             raise Conflict(
-                f"request id {request.request_id!r} is taken", fix="Choose another, that nobody else comes to choose"
+                f"request id {request.request_id!r} is already used in another namespace", fix="Use a random request id"
             )
         return await self._describe(uid, quick=True)
 
     @handle_errors
     async def GetJob(self, request: jobs_pb2.GetJobRequest, context: CallContext) -> jobs_pb2.Job:
-        """One job."""
+        """Return one job."""
         return await self._describe(await self._find(request.job))
 
     @handle_errors
     async def ListJobs(self, request: jobs_pb2.ListJobsRequest, context: CallContext) -> jobs_pb2.ListJobsReply:
-        """The jobs that the caller may see, the newest first, a page of them."""
+        """List the jobs that the caller may see, newest first, one page at a time."""
         return await list_jobs(self._jobs, request)
 
     @handle_errors
     async def PauseJob(self, request: jobs_pb2.PauseJobRequest, context: CallContext) -> jobs_pb2.Job:
-        """Have a job give its slots back at its next commit."""
+        """Pause a job: it gives its slots back at its next commit."""
         return await self._change(request.job, pause_change(yes=True))
 
     @handle_errors
     async def ResumeJob(self, request: jobs_pb2.ResumeJobRequest, context: CallContext) -> jobs_pb2.Job:
-        """Have it go on."""
+        """Resume a paused job."""
         return await self._change(request.job, pause_change(yes=False))
 
     @handle_errors
     async def UpdateJob(self, request: jobs_pb2.UpdateJobRequest, context: CallContext) -> jobs_pb2.Job:
-        """Change what may change while a job runs."""
+        """Change the fields of a job that may change while it runs."""
         return await self._change(request.job, update_change(request))
 
     async def _change(self, name: str, change: Change) -> jobs_pb2.Job:
         uid = await self._find(name)
         if await change_claim(self._jobs.store, uid, change) is None:
-            raise JobEnded(f"job {name!r} has ended", fix="`gcore retry` begins it once more")
+            raise JobEnded(f"job {name!r} has ended", fix="`gcore retry` starts it again")
         return await self._describe(uid)
 
     @handle_errors
     async def DeleteJob(self, request: jobs_pb2.DeleteJobRequest, context: CallContext) -> jobs_pb2.DeleteJobReply:
-        """Forget a job that has ended."""
+        """Delete a job that has ended."""
         uid = await self._find(request.job)
         mirror, workers = await self._jobs.mirror(uid), (await self._jobs.cluster()).workers
         check_job_ended(mirror, sum(worker.job_uid == uid for worker in workers))
@@ -338,7 +350,7 @@ class LifecycleMethods(JobsServiceBase):
 
     @handle_errors
     async def RunEval(self, request: jobs_pb2.RunEvalRequest, context: CallContext) -> jobs_pb2.RunEvalReply:
-        """Have the weights of the step that is under way evaluated."""
+        """Request an evaluation of the current step's weights."""
         uid = await self._find(request.job)
         who, now = current_caller().name, self._clock.wall()
         version = await request_evaluation(self._jobs.ledger(uid), self._looking(uid), who, now)
@@ -346,24 +358,24 @@ class LifecycleMethods(JobsServiceBase):
 
     @handle_errors
     async def CancelJob(self, request: jobs_pb2.CancelJobRequest, context: CallContext) -> jobs_pb2.Job:
-        """End a job, at once or at its next commit."""
+        """End a job, now or at its next commit."""
         uid = await self._find(request.job)
         if request.mode not in jobs_pb2.CancelMode.values():
-            raise bad_field("mode", f"{request.mode} is no mode", "Use CANCEL_MODE_NOW or CANCEL_MODE_DRAIN")
+            raise bad_field("mode", f"{request.mode} is not a cancel mode", "Use CANCEL_MODE_NOW or CANCEL_MODE_DRAIN")
         if request.mode == jobs_pb2.CANCEL_MODE_DRAIN:
             await change_claim(self._jobs.store, uid, end_change("cancelled on request"))
             return await self._describe(uid)
         ended = await (await self._submissions()).cancel(uid, "cancelled on request")
         try:
             return await self._describe(uid)
-        except UnreadableRecord:  # that it has ended must not look like a failure
+        except UnreadableRecord:  # the cancellation succeeded, so the call must not fail
             if ended is None:
                 raise
             return jobs_pb2.Job(uid=uid, name=request.job, state=STATES[ended.phase], reason=ended.reason)
 
 
 def list_shards(mirror: JobMirror) -> jobs_pb2.ListShardsReply:
-    """Every shard, in order. Of a job that has not begun each is at its first prompt, and nobody's."""
+    """All shards in order. Before a job has started, each is at its first prompt and has no owner."""
     shape = rules_of(mirror.job_record).shape
     assigned = mirror.assign.record if mirror.assign is not None else None
     cursors = mirror.head.record.cursors.shards if mirror.head is not None else ()
@@ -385,11 +397,11 @@ def list_shards(mirror: JobMirror) -> jobs_pb2.ListShardsReply:
 
 
 class ReportMethods(JobsServiceBase):
-    """Reads the records, and what lies in the run's folder; writes a person's pin."""
+    """RPCs that read a job's records and run folder, and the RPC that pins its placement."""
 
     @handle_errors
     async def AuditJob(self, request: jobs_pb2.AuditJobRequest, context: CallContext) -> jobs_pb2.AuditReport:
-        """Recompute a job's accounts."""
+        """Audit a job."""
         uid = await self._find(request.job)
         return audit_report(await self._jobs.audit(uid))
 
@@ -397,27 +409,27 @@ class ReportMethods(JobsServiceBase):
     async def ListCheckpoints(
         self, request: jobs_pb2.ListCheckpointsRequest, context: CallContext
     ) -> jobs_pb2.ListCheckpointsReply:
-        """A job's registered checkpoints."""
+        """List a job's registered checkpoints."""
         mirror = await self._mirror(request.job)
         return await list_checkpoints(mirror, await self._jobs.holders(mirror))
 
     @handle_errors
     async def ListShards(self, request: jobs_pb2.ListShardsRequest, context: CallContext) -> jobs_pb2.ListShardsReply:
-        """Who has which shards, and how far each is."""
+        """List the shards with their owners and positions."""
         return list_shards(await self._mirror(request.job))
 
     @handle_errors
     async def GetPlacement(
         self, request: jobs_pb2.GetPlacementRequest, context: CallContext
     ) -> jobs_pb2.PlacementReply:
-        """How a job's slots are shared out."""
+        """Return the placement of a job's slots."""
         return await self._placement(await self._find(request.job))
 
     @handle_errors
     async def PinPlacement(
         self, request: jobs_pb2.PinPlacementRequest, context: CallContext
     ) -> jobs_pb2.PlacementReply:
-        """Fix something of it."""
+        """Pin a job's placement, or release it."""
         uid = await self._find(request.job)
         slots = sum(len(node.slots) for node in (await self._jobs.cluster()).nodes)
         ledger, look = self._jobs.ledger(uid), self._looking(uid)
@@ -432,7 +444,7 @@ class ReportMethods(JobsServiceBase):
     async def GetSamples(
         self, request: jobs_pb2.GetSamplesRequest, context: CallContext
     ) -> AsyncGenerator[jobs_pb2.SampleGroup, None]:
-        """What a step was trained on, as far as it is kept."""
+        """Stream the samples of one step, as far as they are kept."""
         with self._room.place():
             async with aclosing(_one_by_one(await self._samples(request))) as groups:
                 async for group in groups:
@@ -442,13 +454,13 @@ class ReportMethods(JobsServiceBase):
     async def GetBooks(
         self, request: jobs_pb2.GetBooksRequest, context: CallContext
     ) -> AsyncGenerator[jobs_pb2.BookOfNode, None]:
-        """What the slots of a job did."""
+        """Stream the slot accounting of a job, node by node."""
         with self._room.place():
             async with aclosing(_one_by_one(await self._books(request))) as books:
                 async for book in books:
                     yield book
 
-    # The records of a job are not held for as long as somebody reads what was found by them.
+    # The two methods below do not keep the job's mirror in memory while the client reads the stream.
 
     async def _samples(self, request: jobs_pb2.GetSamplesRequest) -> Iterator[jobs_pb2.SampleGroup]:
         mirror = await self._mirror(request.job)
@@ -463,7 +475,7 @@ class ReportMethods(JobsServiceBase):
 
 
 async def _one_by_one(messages: Iterator[T]) -> AsyncGenerator[T, None]:
-    """Each is looked for, which blocks, when the client has taken the one before it."""
+    """Yield the messages. Reading the next one blocks on the disk, so it happens in a thread and only when the client wants it."""
     while (one := await asyncio.to_thread(next, messages, None)) is not None:
         yield one
 

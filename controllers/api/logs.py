@@ -1,12 +1,12 @@
-"""Workers' logs: `logs/INSTANCE.log` in the run's folder.
+"""Worker logs: `logs/INSTANCE.log` in the run's folder.
 
-Where all nodes share the folder, any controller reads all logs. Where they do not, the controller that was called reads its own
-node's and asks each peer for that peer's; a peer that fails becomes a line of the answer. Lines of one worker are in order; lines of
-several workers are not, because their clocks differ. A caller that asks for positions can continue at another controller.
+If all nodes share the folder, any controller reads all logs. Otherwise the controller that serves the call reads its own node's logs and
+requests the others from its peers; a failing peer becomes a line of the response. Lines of one worker are in order; lines of several
+workers are not, because their clocks differ. A client that requests positions can resume the stream at another controller.
 
-A log may be of any length, have lines of any length, be truncated by rotation, and end within a line. Reads are bounded, a line is cut
-at `MOST_CHARACTERS`, and text without a line end is sent when the log is not followed further. Links are not followed, because
-workers write into that folder. Reading blocks on the disk.
+A log may have any length and lines of any length, may be truncated by rotation, and may end within a line. Reads are bounded, a line is
+cut at `MOST_CHARACTERS`, and text without a line end is sent when the log is not followed further. Links are not followed, because workers
+write into that folder. Reading blocks on the disk.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MOST_CHARACTERS = 16 * 1024
 READ_BYTES = 256 << 10
 
 HEAD_BYTES = 256
-"""By so many of its first bytes a log is known: the lines of a worker begin with when it wrote them."""
+"""The first bytes of a log identify it, because the first line of a worker contains its time."""
 
 _BEGIN = re.compile(r"^(\d{4})-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6})\d*)?(Z|[+-]\d\d:?\d\d)?")
 
@@ -52,21 +52,21 @@ _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 ROLES = ("rollout", "reward", "train")
 
 LOOK_S = 0.5
-"""Between two looks at logs that are followed."""
+"""Seconds between two reads of followed logs."""
 
 FOLDER_EVERY = 4
-"""Looks between two at the folder, for new workers."""
+"""Reads between two listings of the folder for new workers."""
 
 MOST_TAIL = 100_000
 
 Source = Callable[[], AsyncGenerator[pb.LogLine, None]]
 
 HELD = 64
-"""Lines that wait for a client that reads slowly."""
+"""Lines buffered for a slow client."""
 
 
 def line_time(line: str) -> float:
-    """When a line says that it was written, in seconds since the epoch; 0: it does not. Without a zone it is this machine's."""
+    """The time that a line contains, in seconds since the epoch; 0 if it contains none. Without a zone it is this machine's local time."""
     if line.startswith("{"):
         told = parse_object(line)
         stamp = told.get("time") if told is not None else None
@@ -90,8 +90,8 @@ def line_time(line: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LogPosition:
-    """Up to where a log was read, the same for whoever reads it. `beginning` names its first bytes (`_name`), so that a log that was begun
-    anew is told apart; `within`: inside of a line that is too long, whose rest is passed over."""
+    """A position in a log, valid at any controller. `beginning`: digest of the first bytes (`_name`), to detect that the log was replaced.
+    `within`: inside a line that is too long, whose rest is skipped."""
 
     offset: int = 0
     beginning: int = 0
@@ -100,7 +100,7 @@ class LogPosition:
 
 @dataclass(frozen=True, slots=True)
 class PositionedLine:
-    """A line of a log, and the place where the next one begins."""
+    """A line of a log, and the position after it."""
 
     text: str
     behind: LogPosition
@@ -108,30 +108,30 @@ class PositionedLine:
 
 @dataclass
 class LogReader:
-    """Reads one log from a place on. `tail`: begin with the last so many lines of what is there."""
+    """Reads one log from a position. `tail`: start with this many of the existing last lines."""
 
     path: Path
     tail: int = 0
     begin: LogPosition = LogPosition()
     _offset: int = 0
-    """Up to which byte it was read."""
+    """Bytes read so far."""
     _head: bytes = b""
-    """Its first bytes, as far as they were read."""
+    """The first bytes of the log, as far as they were read."""
     _rest: bytes = b""
-    """Of a line whose end has not come, its beginning."""
+    """The start of a line whose end has not been read."""
     _too_long: bool = False
-    """Whether the rest of that line is thrown away."""
+    """Whether the rest of the current line is skipped."""
     _opened: bool = field(default=False)
 
     def start(self) -> LogPosition | None:
-        """Where it begins to read; None: the log is not there, or not as far as it was read elsewhere. Raises OSError."""
+        """The position at which reading starts; None if the log is missing or shorter than the position. Raises OSError."""
         with self._open() as file:
             return None if file is None or not self._is_open(file, last=False) else self._place(self._offset)
 
     def read(self, *, last: bool = False) -> tuple[list[PositionedLine], bool]:
-        """Some more lines, and whether there may be more at once. `last`: what has no line end is a line, too.
+        """Read some lines; also return whether more are available now. `last`: return a last line without a line end too.
 
-        A log that is not there has none. Raises OSError.
+        A missing log has no lines. Raises OSError.
         """
         with self._open() as file:
             if file is None or not self._is_open(file, last=last):
@@ -159,7 +159,7 @@ class LogReader:
             yield file
 
     def _is_open(self, file: BinaryIO, *, last: bool) -> bool:
-        """Where to read on is known. A log that was cut short, or is another than it was, is read from its beginning."""
+        """Whether the read position is known. A log that was truncated or replaced is read from its beginning."""
         size = os.fstat(file.fileno()).st_size
         if self._opened:
             if size < self._offset or _head_of(file, len(self._head)) != self._head:
@@ -169,10 +169,10 @@ class LogReader:
         if begin.offset:
             compared = min(begin.offset, HEAD_BYTES)
             if size >= compared and _name(_head_of(file, compared)) != begin.beginning:
-                begin = LogPosition()  # it was begun anew
+                begin = LogPosition()  # the log was replaced
             elif size < begin.offset:
                 if not last:
-                    return False  # as other nodes see it, it is longer: a shared folder may be a moment late
+                    return False  # other nodes see a longer file: a shared folder may lag
                 begin = LogPosition()
             self._offset, self._too_long = begin.offset, begin.within
         elif self.tail:
@@ -185,7 +185,7 @@ class LogReader:
         return LogPosition(offset, _name(self._head[:offset]), within) if offset else LogPosition()
 
     def _lines(self, begin: int, data: bytes) -> Iterator[PositionedLine]:
-        """Of `data`, which were read from `begin` on."""
+        """The lines in `data`, which starts at offset `begin`."""
         *whole, rest = data.split(b"\n")
         end = begin
         for piece in whole:
@@ -198,7 +198,7 @@ class LogReader:
         if self._too_long:
             return
         self._rest += rest
-        if len(self._rest) > 4 * MOST_CHARACTERS:  # told now, and the rest of it never
+        if len(self._rest) > 4 * MOST_CHARACTERS:  # return the start now and skip the rest
             yield PositionedLine(_text(self._rest), self._place(end + len(rest), within=True))
             self._rest, self._too_long = b"", True
 
@@ -218,7 +218,7 @@ def _text(data: bytes) -> str:
 
 
 def _behind(file: object, size: int, lines: int) -> int:
-    """Where the last `lines` lines begin."""
+    """The offset of the last `lines` lines."""
     at, wanted = size, lines
     last = True
     while at > 0:
@@ -227,7 +227,7 @@ def _behind(file: object, size: int, lines: int) -> int:
         file.seek(at)  # type: ignore[attr-defined]
         data: bytes = file.read(step)  # type: ignore[attr-defined]
         end = len(data)
-        if last and data.endswith(b"\n"):  # it ends the last line, and begins none
+        if last and data.endswith(b"\n"):  # this line end ends the last line
             end -= 1
         last = False
         while (place := data.rfind(b"\n", 0, end)) >= 0:
@@ -250,22 +250,22 @@ class WorkerLog:
 
 
 def check_log_request(request: pb.StreamLogsRequest) -> None:
-    """Raises BadFields."""
+    """Check a log request. Raises BadFields."""
     wrong = []
     if request.role and request.role not in ROLES:
-        wrong.append(Violation("role", f"{request.role[:40]!r} is none of {', '.join(ROLES)}"))
+        wrong.append(Violation("role", f"{request.role[:40]!r} is not one of {', '.join(ROLES)}"))
     if request.HasField("rank") and (request.rank < 0 or request.role not in ("", "train")):
-        wrong.append(Violation("rank", "only train ranks have one, from 0 on"))
+        wrong.append(Violation("rank", "only train ranks have a rank, which starts at 0"))
     if not math.isfinite(request.since) or request.since < 0:
-        wrong.append(Violation("since", "is no time in seconds since the epoch"))
+        wrong.append(Violation("since", "is not a time in seconds since the epoch"))
     if request.tail > MOST_TAIL:
         wrong.append(Violation("tail", f"is more than {MOST_TAIL}"))
     if any(one.offset < 0 or not math.isfinite(one.time) or one.time < 0 for one in request.after):
-        wrong.append(Violation("after", "names a place that no line of a log has"))
+        wrong.append(Violation("after", "contains an invalid position"))
     if wrong:
         raise BadFields(wrong)
     if request.follow and request.previous:
-        raise bad_field("previous", "workers that are gone write nothing more", "Leave out --follow")
+        raise bad_field("previous", "cannot be followed: ended workers write no more lines", "Leave out --follow")
 
 
 def select_logs(
@@ -275,13 +275,15 @@ def select_logs(
     workers: Mapping[str, WorkerRecord],
     ask: pb.StreamLogsRequest,
 ) -> list[WorkerLog]:
-    """The log files of the folder that a request asks for, by name."""
+    """The log files that a request selects, sorted by name."""
     uid = mirror.keys.uid
     living = {name for name, worker in workers.items() if worker.job_uid == uid}
     ranks = {stored.record.instance: int(key.rpartition("/")[2]) for key, stored in mirror.claims.items()}
     ranks |= {name: worker.rank for name, worker in workers.items() if worker.rank is not None}
     ended = mirror.has_ended
-    begun = {one.instance for one in ask.after}  # what those wrote who have gone since is told to its end
+    begun = {
+        one.instance for one in ask.after
+    }  # logs already being read are read to their end even if the worker has ended
     found = []
     for name in sorted(names):
         if (split := _split(name)) is None:
@@ -303,24 +305,24 @@ def select_logs(
 def check_log_names(
     ask: pb.StreamLogsRequest, nodes: Collection[str], workers: Collection[str], *, names: Collection[str], whole: bool
 ) -> None:
-    """Raises NodeNotFound, WorkerNotFound for what is neither registered nor has a log in `names`. `whole`: these are all."""
+    """Raise NodeNotFound or WorkerNotFound for a name that is neither registered nor has a log in `names`. `whole`: `names` is complete."""
     logs = [split for name in names if (split := _split(name)) is not None]
     known = {*nodes, *(node for _, _, node in logs)}
     if ask.node and ask.node not in known:
         raise NodeNotFound(
             f"there is no node {ask.node[:80]!r}{did_you_mean(ask.node, known)}",
-            fix="`gcore nodes` shows those there are",
+            fix="`gcore nodes` lists the nodes",
         )
     known = {*workers, *(instance for instance, _, _ in logs)}
     if whole and ask.instance and ask.instance not in known:
         raise WorkerNotFound(
             f"the job has no worker {ask.instance[:80]!r}{did_you_mean(ask.instance, known)}",
-            fix="`gcore nodes` shows those there are; each line of a log names its own",
+            fix="`gcore nodes` lists the workers, and each log line names its worker",
         )
 
 
 def _split(name: str) -> tuple[str, str, str] | None:
-    """Instance, role and node of a log's file; None: it is no worker's log."""
+    """The instance, role and node of a log's file name; None if it is not a worker's log."""
     instance, dot, kind = name.rpartition(".")
     role, _, rest = instance.partition("-")
     return (instance, role, rest.rpartition("-")[0]) if dot and kind == "log" and role in ROLES else None
@@ -333,12 +335,12 @@ class _Read:
     log: WorkerLog
     reader: LogReader
     time: float
-    """The newest that a line said."""
+    """The latest time in a line of the log."""
 
 
 @dataclass
 class LogStream:
-    """Streams the lines of several logs. `look` finds the logs now, and whether nothing more will be written."""
+    """Streams the lines of several logs. `look`: returns the current logs, and whether nothing more will be written."""
 
     look: Callable[[], Awaitable[tuple[Sequence[WorkerLog], bool]]]
     ask: pb.StreamLogsRequest
@@ -346,7 +348,7 @@ class LogStream:
     _reads: dict[str, _Read] = field(default_factory=dict)
 
     async def lines(self) -> AsyncGenerator[pb.LogLine, None]:
-        """Until all was told, or where it is followed, until the job has ended."""
+        """Yield lines until all logs were read, or, if they are followed, until the job has ended."""
         looks, over = 0, False
         while True:
             if looks % FOLDER_EVERY == 0:
@@ -372,8 +374,11 @@ class LogStream:
             await self.clock.sleep(LOOK_S)
 
     async def _begin(self, log: WorkerLog, *, first: bool) -> pb.LogLine | None:
-        """Where it is begun with, for whoever wants to know: where the last lines begin is lost with this stream. Who goes on knows it of
-        those that were there, so that of the others all is new, as it is of a worker that came while others were followed."""
+        """Start to read a log. Returns its start position if the client requested positions.
+
+        The position of the `tail` would otherwise be lost with this stream. A client that resumes sends the positions of the logs that it has
+        read, so other logs are new to it and are read from their beginning, like the logs of workers that start later.
+        """
         after = next((one for one in self.ask.after if one.instance == log.instance), None)
         if after is not None:
             place = LogPosition(after.offset, after.beginning, after.within)
@@ -388,7 +393,7 @@ class LogStream:
         return None if begin is None else pb.LogLine(mark=pb.LOG_MARK_BEGIN, place=_placed(log, begin, 0.0))
 
     def _line(self, one: _Read, line: PositionedLine) -> pb.LogLine | None:
-        """None for what was written too early. A line that says no time was written when the one before it was."""
+        """The message of a line; None if it is older than requested. A line without a time has the time of the line before it."""
         time = line_time(line.text)
         one.time = time or one.time
         if self.ask.since and one.time < self.ask.since:
@@ -409,7 +414,7 @@ def _placed(log: WorkerLog, place: LogPosition, time: float) -> pb.LogPlace:
 
 
 def log_names(run_dir: Path) -> list[str]:
-    """The files of the folder of logs; none where there is no such folder. Raises GcoreError. Blocks."""
+    """The file names in the folder of logs; empty if there is no such folder. Raises GcoreError. Blocks."""
     with explain_os_errors("the run's folder cannot be read", where=run_dir):
         try:
             return [entry.name for entry in (run_dir / "logs").iterdir()]
@@ -418,8 +423,8 @@ def log_names(run_dir: Path) -> list[str]:
 
 
 def peer_logs(connector: Connector, node: str, address: str, request: pb.StreamLogsRequest) -> Source:
-    """What a node's daemon tells of its own logs. `request` names the job by its uid: a peer is asked by a daemon, in whose namespace a
-    name may be another's job."""
+    """A source that streams a peer's own logs. `request` must name the job by its uid: the peer's caller is this daemon, and in its
+    namespace a name may refer to another job."""
 
     async def lines() -> AsyncGenerator[pb.LogLine, None]:
         asked = pb.StreamLogsRequest()
@@ -429,7 +434,7 @@ def peer_logs(connector: Connector, node: str, address: str, request: pb.StreamL
             stub = VersionedStub(jobs_pb2_grpc.JobsStub(channel), more=connector.metadata(address))
             try:
                 async for line in stub.StreamLogs(asked):
-                    # That stream's own beginning and end are none of this one's.
+                    # The marks of the peer's stream are not those of this one.
                     if line.HasField("place") or not line.mark:
                         yield line
             except grpc.aio.AioRpcError as error:
@@ -440,7 +445,7 @@ def peer_logs(connector: Connector, node: str, address: str, request: pb.StreamL
 
 
 async def merge_logs(sources: Sequence[Source]) -> AsyncGenerator[pb.LogLine, None]:
-    """The lines of all sources, each source's in its order. Raises what one of them raises."""
+    """Merge the lines of all sources; lines of one source stay in order. Raises what a source raises."""
     if len(sources) == 1:
         async with aclosing(sources[0]()) as lines:
             async for line in lines:

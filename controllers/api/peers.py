@@ -1,7 +1,7 @@
-"""Services for peers: a run's files, of jobs whose nodes share no folder (`storage.copies`), and the load of engines.
+"""Services for other controllers: files of runs whose nodes share no folder (`storage.copies`), and the load of engines.
 
-Only files in the run's own folder on this node are served, and of these only `SERVED`. Each part of a path is opened by itself and
-never through a link, so that nothing outside can be named. Hidden files are drafts and do not exist here.
+The Files service reads only the run's own folder on this node, and there only `SERVED`. It opens each part of a path separately and follows
+no links, so a path cannot leave the folder. Hidden files are unfinished and are not served.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ SERVED = frozenset(
         slot_accounting.FOLDER,
     }
 )
-"""The folders of a run whose files peers fetch."""
+"""The folders of a run that peers may read."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 FolderOf = Callable[[str], Awaitable[Path]]
-"""The folder of a job's run on this node. Raises GcoreError for a job whose files are not served."""
+"""Returns the folder of a job's run on this node. Raises GcoreError if the job's files are not served."""
 
 
 class FilesService(files_pb2_grpc.FilesServicer):
-    """Implements gcore.api.v1.Files: gives other nodes the files of runs."""
+    """Implements gcore.api.v1.Files: serves the files of runs to other nodes."""
 
     def __init__(
         self, folder_of: FolderOf, trouble: Callable[[], str] = str, room: StreamLimiter | None = None
     ) -> None:
-        """`trouble`: why the store cannot be brought back, if that is known here. `room`: for how many files that are read at once; None:
-        as usual. Daemons need no place: a run goes on with what they fetch here, and each fetches one file of a job at a time."""
+        """`trouble`: returns the known reason why the store is unavailable, or nothing. `room`: limits concurrent reads; None: the default
+        limit. Reads by daemons are not limited: runs depend on them, and a daemon fetches one file of a job at a time."""
         self._folder_of = folder_of
         self.trouble = trouble
         self._room = room or StreamLimiter(ApiConfig().streams)
 
     @handle_errors
     async def List(self, request: pb.ListFilesRequest, context: CallContext) -> pb.ListFilesReply:
-        """The files of a folder."""
+        """List the files of a folder."""
         parts = parse_path(request.folder)
         run_dir = await self._folder_of(request.job_uid)
         found = await asyncio.to_thread(list_files, run_dir, parts)
@@ -78,7 +78,7 @@ class FilesService(files_pb2_grpc.FilesServicer):
 
     @handle_stream_errors
     async def Read(self, request: pb.ReadFileRequest, context: CallContext) -> AsyncGenerator[pb.FileChunk, None]:
-        """A file, from an offset to where it ends when it is opened."""
+        """Stream a file from an offset to its end at the time it is opened."""
         with contextlib.nullcontext() if current_caller().role is Role.NODE else self._room.place():
             parts = parse_path(request.file)
             run_dir = await self._folder_of(request.job_uid)
@@ -87,7 +87,7 @@ class FilesService(files_pb2_grpc.FilesServicer):
             try:
                 while left:
                     data = await asyncio.to_thread(_read, file, min(left, CHUNK_BYTES), digest)
-                    if not data:  # it became shorter: whoever asked sees that by the digest of what it was to be
+                    if not data:  # the file became shorter; the client notices by the digest
                         break
                     left -= len(data)
                     yield pb.FileChunk(data=data)
@@ -99,17 +99,18 @@ class FilesService(files_pb2_grpc.FilesServicer):
 
 
 def parse_path(path: str) -> tuple[str, ...]:
-    """A path below the run's folder, in its parts. Raises UsageError for one that is not served."""
+    """Split a path below the run's folder. Raises UsageError if it is not served."""
     parts = tuple(path.split("/"))
     if parts[0] not in SERVED or not all(_PLAIN.fullmatch(part) for part in parts):
         raise UsageError(
-            f"no file {path[:200]!r} is served", fix=f"Name one below {', '.join(sorted(SERVED))} of a job's run"
+            f"the file {path[:200]!r} is not served",
+            fix=f"Name a file below {', '.join(sorted(SERVED))} of a run's folder",
         )
     return parts
 
 
 def list_files(run_dir: Path, parts: tuple[str, ...]) -> dict[str, int]:
-    """The plain files below a folder of the run, and their sizes; none where it is not. Raises GcoreError. Blocks."""
+    """The regular files below a folder of the run, with their sizes; empty if there is no such folder. Raises GcoreError. Blocks."""
     try:
         with _directory(run_dir, parts) as handle:
             return dict(_below(handle, ""))
@@ -135,25 +136,25 @@ def _below(handle: int, prefix: str) -> Iterator[tuple[str, int]]:
 
 
 def _opened(run_dir: Path, parts: tuple[str, ...], offset: int) -> tuple[BinaryIO, int]:
-    """The file, at `offset`, and how many bytes there are from there. Raises GcoreError."""
+    """Open the file at `offset`; also return the number of bytes from there. Raises GcoreError."""
     try:
         with _directory(run_dir, parts[:-1]) as handle:
             file = os.fdopen(os.open(parts[-1], _FILE, dir_fd=handle), "rb", buffering=0)
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             file.close()
-            raise UsageError(f"{'/'.join(parts)} is no file", fix="List its folder")
+            raise UsageError(f"{'/'.join(parts)} is not a regular file", fix="List its folder")
         file.seek(offset)
         return file, max(0, status.st_size - offset)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotFound(f"{'/'.join(parts)} is not on this node", fix="Ask another") from error
+        raise NotFound(f"{'/'.join(parts)} is not on this node", fix="Try another node") from error
     except OSError as error:
         raise _unreadable(parts, error) from error
 
 
 @contextlib.contextmanager
 def _directory(run_dir: Path, parts: tuple[str, ...]) -> Iterator[int]:
-    """The open folder that `parts` lead to, none of them a link. Raises OSError."""
+    """Open the folder at `parts` without following links. Raises OSError."""
     handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for part in parts:
@@ -172,21 +173,23 @@ def _read(file: BinaryIO, count: int, digest: Any) -> bytes:
 
 
 def _unreadable(parts: tuple[str, ...], error: OSError) -> GcoreError:
-    return GcoreError(f"{'/'.join(parts)} cannot be read here ({error.strerror or error})", fix="Ask another node")
+    return GcoreError(
+        f"{'/'.join(parts)} cannot be read on this node ({error.strerror or error})", fix="Try another node"
+    )
 
 
 class PlacementService(placement_pb2_grpc.PlacementServicer):
-    """Implements gcore.api.v1.Placement: gives other controllers the load of the engines here."""
+    """Implements gcore.api.v1.Placement: reports the load of this node's engines to other controllers."""
 
     def __init__(self, runner: Callable[[str], JobRunner | None], trouble: Callable[[], str] = str) -> None:
-        """`trouble`: why the store cannot be brought back, if that is known here."""
+        """`trouble`: returns the known reason why the store is unavailable, or nothing."""
         self._runner = runner
         self.trouble = trouble
 
     @handle_errors
     async def Loads(self, request: placement_pb2.LoadsRequest, context: CallContext) -> placement_pb2.LoadsReply:
-        """What the engines that this controller sees to have to do."""
+        """Return the load of the engines that this controller manages."""
         runner = self._runner(request.job_uid)
         if runner is None or not runner.is_working:
-            raise NotFound(f"job {request.job_uid} is not worked on here")
+            raise NotFound(f"this controller does not work on job {request.job_uid}")
         return await runner.loads()

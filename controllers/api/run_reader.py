@@ -1,8 +1,8 @@
 """Samples, audits, checkpoints and slot accounts, read from a run's folder or from the store.
 
-What cannot be read in an audit is a violation. An audit reads the store before the folder: a log entry is in the folder before it
-leaves the store, and a receipt is there before the commit that needs it. Checkpoints are checked cheaply, for their manifest and the
-sizes of their files; bytes are verified when a job restarts from one or its model is exported.
+In an audit, an unreadable record is a violation. An audit reads the store before the folder: a log entry is in the folder before it leaves
+the store, and a receipt is there before the commit that needs it. Lists of checkpoints check only the manifest and the sizes of files; the
+bytes are verified when a job restarts from a checkpoint or its model is exported.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ _STANDINGS = {
 
 
 async def find_samples(mirror: JobMirror, request: pb.GetSamplesRequest) -> Iterator[pb.SampleGroup]:
-    """The groups that fit the request, each read when it is asked for, which blocks. Raises BadFields, NoSamples, and GcoreError if the
-    folder cannot be read, now or then."""
+    """The groups that match the request. Reading each one blocks. Raises BadFields, NoSamples, and, also during iteration, GcoreError if the
+    folder cannot be read."""
     job = mirror.job_record
     run_dir, head = Path(job.run_dir), mirror.head.record if mirror.head else None
     spec = SamplesSpec.model_validate(job.spec.get("samples", {}))
@@ -90,13 +90,13 @@ async def find_samples(mirror: JobMirror, request: pb.GetSamplesRequest) -> Iter
 
 
 def samples_of_folder(run_dir: Path, request: pb.GetSamplesRequest) -> Iterator[pb.SampleGroup]:
-    """The same of a run of which no cluster knows any more; how its steps stood is not said. Blocks on the disk."""
+    """The groups of a run that no cluster knows any more, without the status of its steps. Blocks on the disk."""
     return _messages(_pick(run_dir, request, find_kept), None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Picked:
-    """The samples that a request asks for, and where they are. `advantages`: by the group's digest, as written."""
+    """The samples that a request selects, and their files. `advantages`: as stored, by the group's digest."""
 
     version: Version
     selection: Selection[GroupLine]
@@ -118,7 +118,7 @@ def _pick(
 
 def _order(request: pb.GetSamplesRequest) -> Order:
     if request.order not in _ORDERS:
-        raise bad_field("order", f"{request.order} is no order", f"Use {', '.join(pb.SampleOrder.keys())}")
+        raise bad_field("order", f"{request.order} is not a sample order", f"Use {', '.join(pb.SampleOrder.keys())}")
     return _ORDERS[request.order]
 
 
@@ -183,7 +183,7 @@ def _text(text: KeptText) -> pb.SampleText:
 
 
 class NoRecordsCopy(Unreachable):
-    """A run's folder does not hold what an audit needs, so only a cluster can answer. No violation: nothing was audited."""
+    """A run's folder lacks what an audit needs, so only a cluster can audit it. This is no violation: nothing was audited."""
 
 
 def audit_of_records(
@@ -192,8 +192,8 @@ def audit_of_records(
     run_dir: Path | None = None,
     known: Collection[tuple[str, Token]] | None = None,
 ) -> Audit:
-    """Audit a job whose records are `batch`. `run_dir`: where its folder lies; None: where its record says. `known`: the tokens of which
-    there were receipts before the records were read (`check_uncommitted`). Blocks on the disk."""
+    """Audit a job whose records are `batch`. `run_dir`: its folder; None: as in its record. `known`: the tokens that had receipts before the
+    records were read (`check_uncommitted`). Blocks on the disk."""
     try:
         mirror = archive.mirror_of(uid, batch)
     except UnreadableRecord as error:
@@ -222,7 +222,7 @@ def _violation(sentence: str) -> Audit:
 
 
 def _audit_without_head(mirror: JobMirror, run_dir: Path, known: Collection[tuple[str, Token]] | None) -> Audit:
-    """The first transaction of a job writes head, and none deletes it alone. Whatever a job has after that shows that head is missing."""
+    """The first transaction of a job creates head, and none deletes it alone. Any later record of the job shows that head is missing."""
     log = ArchivedLog(run_dir, {seq: stored.record for seq, stored in mirror.log.items()})
     registered = len(mirror.checkpoints.record.entries) if mirror.checkpoints is not None else 0
     counts = {
@@ -235,10 +235,10 @@ def _audit_without_head(mirror: JobMirror, run_dir: Path, known: Collection[tupl
     shown = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     phase = mirror.status.record.phase if mirror.status is not None else None
     if shown:
-        return _violation(f"head is missing ({mirror.keys.head}), and there are {shown}")
+        return _violation(f"head is missing ({mirror.keys.head}), but the job has {shown}")
     if phase is None or phase in (JobPhase.RUNNING, JobPhase.SUCCEEDED):
         return _violation(f"head is missing ({mirror.keys.head}), and the job is {phase or 'without a state'}")
-    return Audit()  # it ended, or waits, without having begun
+    return Audit()  # it ended, or waits, without having started
 
 
 def _audit(
@@ -268,12 +268,12 @@ def _audit(
 
 
 def _manifests(run_dir: Path, checkpoints: Sequence[Checkpoint]) -> dict[str, ManifestFacts]:
-    """The manifests that the run's folder has and that can be read. A missing one is no violation: a checkpoint may be on another node.
-    A rollback verifies a checkpoint before it uses it."""
+    """The readable manifests in the run's folder. A missing one is no violation: a checkpoint may be on another node, and a rollback verifies a
+    checkpoint before it uses it."""
     found = {}
     for one in checkpoints:
         if one.file != checkpoint_file(one.version):
-            continue  # a violation of its own; an invented path is not read
+            continue  # the audit reports this; do not read a made-up path
         folder = run_dir / one.file
         with contextlib.suppress(CheckpointDamaged):
             manifest = read_manifest(folder)
@@ -282,7 +282,7 @@ def _manifests(run_dir: Path, checkpoints: Sequence[Checkpoint]) -> dict[str, Ma
 
 
 def known_tokens(run_dir: Path) -> frozenset[tuple[str, Token]]:
-    """The worlds and tokens of which receipts lie in a run's folder. Raises OSError. Blocks."""
+    """The worlds and tokens of the receipts in a run's folder. Raises OSError. Blocks."""
     return frozenset(ReceiptFolder(run_dir).tokens())
 
 
@@ -300,22 +300,22 @@ def audit_of_folder(run_dir: Path) -> Audit:
         raise NoRecordsCopy(
             "the run's folder has no copy of the job's records",
             where=str(run_dir / archive.COPY_FOLDER),
-            fix="Start its cluster (`gcore up`) and ask again: the copy is written when a job ends, or is audited after",
+            fix="Start its cluster (`gcore up`) and audit again. The copy is written when a job ends or when an ended job is audited",
         )
     found = audit_of_records(copy.uid, copy.batch, run_dir)
     with contextlib.suppress(OSError):  # the audit reports an unreadable folder
         newest = archive.highest_in_folder(run_dir).lineage
         if newest > copy.head.lineage:
-            # An ended job continues only after etcd was restored from an older backup.
+            # An ended job continues if it was extended, or if etcd was restored from an older backup.
             what = f"the copy of the job's records ends in lineage {copy.head.lineage}, but the folder has lines of lineage {newest}"
             found = found.with_problems([f"{what}: if a cluster still runs the job, audit it there"])
     return found
 
 
 def find_run(runs: Path, job: str) -> Path | None:
-    """The folder of the newest run of that name or uid under `runs` that holds a copy; None if there is none.
+    """The folder of the newest run with that name or uid under `runs` that holds a copy of its records; None if there is none.
 
-    One whose copy is damaged goes by its folder's name, and by when that was changed: that it is damaged is for the audit to say.
+    If a copy is damaged, the folder's name and modification time are used instead; the audit reports the damage.
     """
     found: list[tuple[float, Path]] = []
     for folder in runs.glob(f"*/{archive.COPY_FOLDER}"):
@@ -333,7 +333,7 @@ def find_run(runs: Path, job: str) -> Path | None:
 
 
 def audit_report(found: Audit) -> pb.AuditReport:
-    """The audit as a message of the API."""
+    """The audit as an API message."""
     by_node: dict[str, int] = {}
     for holder, count in found.groups_by_holder.items():
         by_node[node_of(holder)] = by_node.get(node_of(holder), 0) + count
@@ -358,24 +358,24 @@ def audit_report(found: Audit) -> pb.AuditReport:
 async def list_checkpoints(
     mirror: JobMirror, holders: Mapping[str, Collection[str]] = MappingProxyType({})
 ) -> pb.ListCheckpointsReply:
-    """The registered checkpoints, the newest first. `holders`: the nodes that have each, where nodes share no folder."""
+    """The registered checkpoints, newest first. `holders`: the nodes that have each checkpoint, if nodes share no folder."""
     job = mirror.job_record
     reply = pb.ListCheckpointsReply(uid=job.uid, name=job.name)
     for one, kept in _newest_first(_registered(mirror)):
         folder = Path(job.run_dir) / one.file
         seen = await asyncio.to_thread(_seen, folder, one, kept)
         seen.nodes.extend(holders.get(folder.name, ()))
-        if seen.nodes and not seen.bytes:  # it lies elsewhere, which is nothing wrong
+        if seen.nodes and not seen.bytes:  # it is on another node, which is no problem
             seen.problem = ""
         reply.checkpoints.append(seen)
     return reply
 
 
 def checkpoints_of_folder(run_dir: Path, name: str, uid: str) -> pb.ListCheckpointsReply:
-    """Those of a run of which no cluster knows any more: what lies in its folder, and what is to be kept by the copy of its records
-    there. Without a copy nobody knows why each was kept. Blocks."""
+    """The checkpoints of a run that no cluster knows any more: those in its folder, and those that the copy of its records lists. Without a
+    copy, the reasons to keep each one are unknown. Blocks."""
     lying = {f"{CHECKPOINTS}/{folder.name}": version for version, folder in checkpoints_in(run_dir).items()}
-    # What was to go when the job ended may have gone since.
+    # A checkpoint that was to be deleted when the job ended may be deleted by now.
     found = {one: kept for one, kept in _left(run_dir, uid).items() if kept or one.file in lying}
     known = {one.file for one in found}
     for file, version in lying.items():
@@ -386,7 +386,7 @@ def checkpoints_of_folder(run_dir: Path, name: str, uid: str) -> pb.ListCheckpoi
 
 
 def _registered(mirror: JobMirror) -> dict[Checkpoint, Collection[str]]:
-    """The registered ones, and why each is kept."""
+    """The registered checkpoints and the reasons to keep each."""
     if mirror.job is None or mirror.head is None or mirror.checkpoints is None:
         return {}
     head, entries = mirror.head.record, mirror.checkpoints.record.entries
@@ -396,7 +396,7 @@ def _registered(mirror: JobMirror) -> dict[Checkpoint, Collection[str]]:
 
 
 def _left(run_dir: Path, uid: str) -> dict[Checkpoint, Collection[str]]:
-    """The same from the copy of the records in the run's folder; nothing if there is none, or it is damaged."""
+    """The same, from the copy of the records in the run's folder; empty if there is none or it is damaged."""
     with contextlib.suppress(OSError, GcoreError):
         copy = archive.read_copy(run_dir)
         if copy is not None and copy.uid == uid:
@@ -409,12 +409,12 @@ def _newest_first(found: Mapping[Checkpoint, Collection[str]]) -> list[tuple[Che
 
 
 def _seen(folder: Path, one: Checkpoint, kept: Collection[str]) -> pb.CheckpointInfo:
-    """With the size of all that lies there, damaged or not, and the first thing that is wrong with it."""
+    """A checkpoint with the total size of its files, damaged or not, and its first problem."""
     info = pb.CheckpointInfo(
         step=one.step, lineage=one.lineage, folder=str(folder), kept=sorted(kept), digest=one.digest
     )
     if not folder.is_dir():
-        info.problem = "its folder is not there"
+        info.problem = "its folder is missing"
         return info
     info.bytes = _size(folder)
     try:
@@ -434,7 +434,7 @@ def _seen(folder: Path, one: Checkpoint, kept: Collection[str]) -> pb.Checkpoint
 
 
 def _size(folder: Path) -> int:
-    """Bytes of all files below, as far as they can be seen."""
+    """The bytes of all readable files below a folder."""
     size = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
@@ -443,25 +443,25 @@ def _size(folder: Path) -> int:
 
 
 class NoAccounts(NotFound):
-    """There is no slot accounting of the steps that were asked for."""
+    """There is no slot accounting of the requested steps."""
 
 
 async def find_accounts(mirror: JobMirror, step: int | None) -> Iterator[pb.BookOfNode]:
-    """Node by node, each read when it is asked for, which blocks. Raises NoAccounts, and GcoreError if the folder cannot be read, now or
-    then."""
+    """The slot accounting, node by node. Reading each one blocks. Raises NoAccounts, and, also during iteration, GcoreError if the folder cannot
+    be read."""
     if step is None:
         return iter(list(_newest(mirror)))
     return await asyncio.to_thread(folder_accounts, mirror.run_dir, step)
 
 
 def folder_accounts(run_dir: Path, step: int) -> Iterator[pb.BookOfNode]:
-    """A step's. Raises NoAccounts, GcoreError. Blocks on the disk."""
+    """The slot accounting of one step. Raises NoAccounts, GcoreError. Blocks on the disk."""
     books = _of_folder(run_dir, step)
     first = next(books, None)
     if first is None:
         raise NoAccounts(
-            f"no node has booked step {step}",
-            fix="A step is booked a moment after it is committed; `gcore describe` shows the newest",
+            f"there is no slot accounting of step {step}",
+            fix="Nodes write it shortly after the commit; `gcore describe` shows the newest step",
         )
     return chain((first,), books)
 

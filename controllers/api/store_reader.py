@@ -1,7 +1,7 @@
-"""Jobs, nodes, claims and namespaces, read from the store on demand.
+"""Reads jobs, nodes, claims and namespaces from the store on demand.
 
 A namespace exists while a job that was not deleted, usage, a quota, a token or the caller's certificate names it. `default` always
-exists; a namespace that the caller may not see does not.
+exists. A namespace that the caller may not see does not exist for that caller.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ClusterListing:
 
 @dataclass(frozen=True, slots=True)
 class LocalStorage:
-    """The run folders of this node, if it shares none with others."""
+    """The run folders of this node, for jobs whose nodes share no folder."""
 
     node: str
     run_root: Path
@@ -72,7 +72,7 @@ class LocalStorage:
 
 @dataclass(frozen=True, slots=True)
 class UnreadableJob:
-    """A job of which a record is damaged, or of a version that this one does not know; `name` may be empty."""
+    """A job with a record that is damaged or of an unknown version; `name` may be empty."""
 
     uid: str
     name: str
@@ -88,7 +88,7 @@ class StoreReader:
         own: LocalStorage | None = None,
         cluster: Callable[[], ClusterMirror | None] = lambda: None,
     ) -> None:
-        """`cluster`: what this daemon hears of it at the moment, if anything."""
+        """`cluster`: returns the mirror of the cluster in this daemon, or None without one."""
         self._store = store
         self._own = own
         self._cluster = cluster
@@ -96,8 +96,8 @@ class StoreReader:
     async def find(self, name: str, namespace: str = keys.DEFAULT_NAMESPACE) -> str | None:
         """The uid of a job: by its uid, by `NAMESPACE/NAME`, or by its name in `namespace`.
 
-        A uid that the caller may ask by comes before a name: anybody can give a job another's uid as its name, and who pauses or
-        deletes by a uid means that one. What the caller may not see hides no job of the same name.
+        A uid that the caller may see takes precedence over a name: a user can name a job with another job's uid, and a pause or delete by
+        uid must reach the job with that uid. A job that the caller may not see hides no job of the same name.
         """
         if not name:
             return None
@@ -108,33 +108,33 @@ class StoreReader:
         return None if named is None else named.value.decode(errors="replace")
 
     async def _is_seen(self, uid: str) -> bool:
-        """Whether there is a job of that uid for the caller."""
+        """Whether the caller may see a job with that uid."""
         job_keys = JobKeys(uid)
         if (kv := await self._store.get(job_keys.job)) is not None:
             return may_see(_namespace_of(kv))
         return may_see("") and await self._store.get(job_keys.state) is not None
 
     async def check_record(self, uid: str) -> None:
-        """Raises JobNotFound if the job's own record is not in the store, with what the store still says of the job."""
+        """Raise JobNotFound if the job's own record is missing from the store; the error includes the job's status if that is left."""
         job_keys = JobKeys(uid)
         if await self._store.get(job_keys.job) is not None:
             return
         kv = await self._store.get(job_keys.state)
         status = None if kv is None else read_record(JobStatus, kv, None)
         state = "" if status is None else f"; it is {status.phase}: {status.reason}"
-        fix = "Restore etcd from a backup, or begin a new job"
+        fix = "Restore etcd from a backup, or start a new job"
         raise JobNotFound(f"the store has lost {job_keys.job}, the record of job {uid}{state}", fix=fix)
 
     async def batch(self, uid: str) -> WatchBatch:
-        """All records of a job, as if just heard."""
+        """All records of a job, as a watch batch."""
         return _as_heard(await self._store.list(JobKeys(uid).prefix))
 
     async def mirror(self, uid: str) -> JobMirror:
-        """A job as it stands."""
+        """The mirror of a job with its current records."""
         return self._here(JobMirror(JobKeys(uid)).fold(await self.batch(uid)))
 
     def ledger(self, uid: str) -> TransactionExecutor:
-        """Makes transactions on a job's records."""
+        """An executor of transactions on a job's records."""
         return TransactionExecutor(self._store, JobKeys(uid))
 
     @property
@@ -144,30 +144,32 @@ class StoreReader:
 
     @property
     def node(self) -> str:
-        """This one."""
+        """The name of this node; empty if it has no run folders of its own."""
         return "" if self._own is None else self._own.node
 
     def _here(self, mirror: JobMirror) -> JobMirror:
         return mirror if self._own is None else localize_mirror(mirror, self._own.run_root)
 
     async def own_folder(self, uid: str) -> Path:
-        """This node's own folder of a run, out of which it serves files. Raises NotFound for a job whose nodes share one."""
+        """This node's own folder of a run, from which it serves files. Raises NotFound if the job's nodes share one folder."""
         kv = await self._store.get(JobKeys(uid).job)
         job = None if kv is None else JobRecord.decode(kv.value, kv.key)
         if job is None or not may_see(job.namespace) or self._own is None or not has_own_folder(job):
-            raise NotFound(f"there is no job {uid[:40]!r} whose nodes have folders of their own", fix="Ask for another")
+            raise NotFound(
+                f"there is no job {uid[:40]!r} whose nodes have separate run folders", fix="Check the job's uid"
+            )
         return run_folder(job, self._own.run_root)
 
     async def collect(
         self, mirror: JobMirror, what: Callable[[LocalRunFolder, Mapping[str, str]], Awaitable[None]]
     ) -> None:
-        """Bring here what peers have more of a run's files, where nodes share no folder, as far as they give it."""
+        """Copy files of a run from peers to this node, if nodes share no folder. Ignores peers that fail."""
         own = self._own_of(mirror)
         if own is not None:
             await what(own, await self.peers())
 
     async def holders(self, mirror: JobMirror) -> Mapping[str, Collection[str]]:
-        """The nodes that have each checkpoint's folder, by the folder's name, where nodes share none; of those that answer."""
+        """The nodes that have each checkpoint's folder, by folder name, if nodes share no folder. Omits nodes that do not respond."""
         own = self._own_of(mirror)
         found: dict[str, list[str]] = {}
         if own is None or self._own is None:
@@ -187,17 +189,17 @@ class StoreReader:
         return self._own.folders.of(mirror.keys.uid, mirror.run_dir)
 
     async def peers(self) -> Mapping[str, str]:
-        """Where the daemons of other nodes answer."""
+        """The addresses of the daemons of other nodes, by node."""
         me = "" if self._own is None else self._own.node
         return {node.name: node.for_peers for node in (await self.cluster()).nodes if node.name != me}
 
     async def newest(self, limit: int, before: int | None) -> list[tuple[str, int]]:
-        """The uids of the jobs that were created last, each with the revision of its creation; `before`: older than that one."""
+        """The uids of the newest jobs, with the revision of their creation. `before`: only jobs older than that revision."""
         listing = await self._store.newest(keys.REQUESTS, limit, before)
         return [(kv.value.decode(errors="replace"), kv.create_revision) for kv in listing.kvs]
 
     async def summary(self, uid: str) -> JobMirror | UnreadableJob | None:
-        """What a list tells of a job: a few of its records, with the newest evaluation, however many it has. None: it is not there."""
+        """The records of a job that a list needs, with only the newest evaluation. None: there is no such job."""
         job_keys = JobKeys(uid)
         names = (job_keys.job, job_keys.state, job_keys.head, job_keys.assign, job_keys.checkpoints)
         reading = asyncio.gather(*(self._store.get(name) for name in names))
@@ -210,7 +212,7 @@ class StoreReader:
         return mirror if mirror.job is not None else None
 
     async def namespace(self, uid: str) -> str:
-        """Whose job it is. One whose record cannot be read is nobody's but those who may see all."""
+        """The job's namespace. Empty if its record is missing or unreadable; then only callers with access to all namespaces see it."""
         kv = await self._store.get(JobKeys(uid).job)
         return "" if kv is None else _namespace_of(kv)
 
@@ -220,16 +222,16 @@ class StoreReader:
         return PLAIN if self._own is None else self._own.folders.connector
 
     def is_apart(self, mirror: JobMirror) -> bool:
-        """Whether other nodes have files of the run that this one does not see."""
+        """Whether other nodes may have files of the run that this node lacks."""
         return self._own_of(mirror) is not None
 
     async def cluster(self) -> ClusterListing:
-        """Daemons and workers, but for those that this version cannot read."""
+        """The registered daemons and workers, without those whose records this version cannot read."""
         nodes = _readable(NodeRecord, await self._store.list(keys.NODES))
         return ClusterListing(nodes, _readable(WorkerRecord, await self._store.list(keys.WORKERS)))
 
     async def claim(self, uid: str) -> Versioned[Claim] | None:
-        """What a job that has not ended wants of the cluster. One that cannot be read wants what is usual."""
+        """The claim on slots of a job that has not ended. An unreadable claim counts as the default claim."""
         kv = await self._store.get(JobKeys(uid).active)
         return None if kv is None else Versioned(read_record(Claim, kv, Claim()), kv.mod_revision)
 
@@ -239,19 +241,19 @@ class StoreReader:
         return {kv.key.removeprefix(keys.ACTIVE): read_record(Claim, kv, Claim()) for kv in listing.kvs}
 
     async def shares(self) -> Shares | None:
-        """Which slots each job has; None where nobody shares any out."""
+        """The slots of each job; None if slots are not divided between jobs yet."""
         kv = await self._store.get(keys.SHARES)
         return None if kv is None else read_record(Shares, kv, None)
 
     async def queue(self, *claims: Versioned[Claim]) -> Mapping[str, QueuePosition]:
-        """Who waits for slots, and why, as this daemon has worked it out for whoever asks, with these claims in it. Nobody, while it hears
-        nothing of the cluster."""
+        """The queue of jobs that wait for slots, as computed by this daemon after it has seen `claims`. Empty while the daemon does not watch
+        the cluster."""
         cluster = self._cluster()
         newest = max((one.revision for one in claims), default=0)
         return {} if cluster is None else await cluster.queue_with(newest)
 
     async def pool(self) -> tuple[frozenset[str], dict[str, SickSlots]]:
-        """The nodes that are being left, and by node the slots that are sick."""
+        """The drained nodes, and the unhealthy slots by node."""
         listing = await self._store.list(keys.POOL)
         drained = {kv.key.removeprefix(keys.DRAINED) for kv in listing.kvs if kv.key.startswith(keys.DRAINED)}
         of_sick = KeyListing(tuple(kv for kv in listing.kvs if kv.key.startswith(keys.SICK)), listing.revision)
@@ -262,13 +264,13 @@ class StoreReader:
         return frozenset(drained), sick
 
     async def audit(self, uid: str) -> Audit:
-        """Recompute a job's accounts from its log and the ranks' receipts. One that has ended leaves a copy of its records
-        in its folder, if there is none yet."""
+        """Audit a job from its log and the ranks' receipts. For a job that has ended, also write a copy of its records into its folder if there
+        is none yet."""
         known = await self._known_tokens(uid)
         listing = await self._store.list(JobKeys(uid).prefix)
         batch = _as_heard(listing)
         run_dir: Path | None = None
-        with contextlib.suppress(UnreadableRecord):  # the audit says what is wrong
+        with contextlib.suppress(UnreadableRecord):  # the audit reports it
             mirror = self._here(mirror_of(uid, batch))
             run_dir = None if mirror.job is None else mirror.run_dir
             await self.collect(mirror, collect_records)
@@ -294,7 +296,7 @@ def _namespace_of(kv: KeyValue) -> str:
 
 
 def _name_of(kv: KeyValue | None) -> str:
-    """A job's name, out of a record that this version cannot read."""
+    """A job's name from a record that this version cannot read."""
     try:
         tree = json.loads(kv.value) if kv is not None else None
     except (ValueError, RecursionError):
@@ -311,7 +313,7 @@ def _as_heard(listing: KeyListing) -> WatchBatch:
 
 
 def _leave_copy(uid: str, listing: KeyListing, run_dir: Path) -> None:
-    """An audit is an answer, whether or not the folder takes the copy."""
+    """Write the copy of an ended job's records. Errors are ignored: they must not fail the audit."""
     with contextlib.suppress(OSError, UnreadableRecord):
         mirror = mirror_of(uid, _as_heard(listing))
         if mirror.job is None or not mirror.has_ended:
@@ -321,8 +323,8 @@ def _leave_copy(uid: str, listing: KeyListing, run_dir: Path) -> None:
 
 
 async def check_namespace(store: Store, namespace: str, used: Collection[str] = ()) -> None:
-    """Raises NamespaceNotFound. `used`: those of which usage is known."""
-    fix = "`gcore quota` and `gcore usage` show those there are"
+    """Raise NamespaceNotFound if the namespace does not exist. `used`: namespaces with known usage."""
+    fix = "`gcore quota` and `gcore usage` list namespaces"
     if not may_see(namespace):
         raise NamespaceNotFound(f"there is no namespace {namespace[:80]!r}", fix=fix)
     if namespace in (DEFAULT_NAMESPACE, *used) or current_caller().namespaces is not None:

@@ -1,10 +1,10 @@
 """The Jobs service's streams: events, step metrics and logs.
 
-A stream takes a few items at a time from what the daemon holds, and reads more when its client has taken them.
+A stream takes a few items at a time from the daemon's memory and reads more when its client has received them.
 
-Step metrics come in the order of the chain, old ones from the run's folder and the others from the log. Lineage and step order them,
-so that a stream continues after any step, also across a rollback. A metric's name is unknown if it is neither in the catalogue nor in
-any step so far; before the first step no name is refused.
+Step metrics follow the order of the chain: old steps come from the run's folder, the others from the log. They are ordered by lineage and
+step, so a stream can resume after any step, also across a rollback. A metric's name is unknown if it is neither in the catalogue nor in
+any step so far; before the first step every name is accepted.
 """
 
 from __future__ import annotations
@@ -51,37 +51,37 @@ MOST_NAMES = 256
 KINDS = ("trained", "filtered", "failed")
 
 COUNTS = ("groups", "filtered", "failed")
-"""What each step has of these, as the API calls it."""
+"""The API's names for KINDS."""
 
 LOOK_S, LOOKS = 0.25, 8
-"""Between two looks at a job that waits for slots, whether somebody works on it by now; and how many, before its records are read anew."""
+"""For a job that waits for slots: seconds between checks whether a controller works on it, and checks until its records are read again."""
 
 AT_ONCE = 256
-"""Events, or steps, that are taken at once: a client that reads slowly keeps no more of them from being forgotten."""
+"""Events or steps taken at once. A slow client delays the removal of at most this many."""
 
 SOON_S, LATER_S = 0.05, 1.0
-"""Between two looks whether a job that is to be worked on is heard of here: the first rest, and the longest."""
+"""Shortest and longest delay between checks whether this controller works on a job that should run."""
 
 HEARD_S = 20.0
-"""For so long; then whoever asked is told so."""
+"""Seconds until the stream fails because this controller does not work on the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """The position after which a stream of steps continues. `lineage` None: steps of any lineage with a greater number."""
+    """The position after which a stream of steps resumes. `lineage` None: steps of any lineage with a greater number."""
 
     step: int
     lineage: int | None = None
 
     def is_before(self, entry: LogEntry) -> bool:
-        """Whether the entry's step comes behind it."""
+        """Whether the entry's step comes after the position."""
         if self.lineage is None:
             return entry.step > self.step
         return (entry.lineage, entry.step) > (self.lineage, self.step)
 
 
 def parse_position(request: pb.StreamMetricsRequest) -> StreamPosition:
-    """Where a stream begins. Raises BadFields."""
+    """The start position of a stream. Raises BadFields."""
     wrong = []
     if request.after_step < 0:
         wrong.append(Violation("after_step", f"{request.after_step} is negative"))
@@ -95,7 +95,7 @@ def parse_position(request: pb.StreamMetricsRequest) -> StreamPosition:
 
 
 def stored_steps(mirror: JobMirror, behind: StreamPosition) -> Iterator[LogEntry]:
-    """The steps that the store has, in order."""
+    """The steps in the store's log after a position, in order."""
     for seq in sorted(mirror.log):
         entry = mirror.log[seq].record
         if entry.kind == "train" and behind.is_before(entry):
@@ -103,7 +103,7 @@ def stored_steps(mirror: JobMirror, behind: StreamPosition) -> Iterator[LogEntry
 
 
 def all_steps(run_dir: Path, log: Mapping[int, LogEntry], behind: StreamPosition) -> Iterator[LogEntry]:
-    """Read all steps, those that left the store too, one by one. Raises GcoreError. Blocks on the disk."""
+    """All steps after a position, including those that only the run's folder has. Raises GcoreError. Blocks on the disk."""
     with explain_os_errors("the run's folder cannot be read", where=run_dir):
         archived = ArchivedLog(run_dir, log)
         for seq in sorted(archived):
@@ -113,8 +113,8 @@ def all_steps(run_dir: Path, log: Mapping[int, LogEntry], behind: StreamPosition
 
 
 def has_no_values(names: Collection[str], entries: Iterable[LogEntry]) -> bool:
-    """Whether nothing can be said of some of `names`, for no step has been told. Raises BadFields for one that is unknown. Blocks, if
-    the entries do."""
+    """Whether some of `names` cannot be checked yet because there is no step. Raises BadFields for an unknown name. Blocks if iterating
+    `entries` blocks."""
     asked = set(names) - STEP_STATS.keys() - set(COUNTS)
     told: set[str] = set()
     for entry in entries if asked else ():
@@ -125,14 +125,14 @@ def has_no_values(names: Collection[str], entries: Iterable[LogEntry]) -> bool:
         near = did_you_mean(unknown[0], told | STEP_STATS.keys() | set(COUNTS))
         raise bad_field(
             "names",
-            f"{unknown[0][:80]!r} is no number of this job's steps so far{near}",
-            "Ask without names for all there are",
+            f"{unknown[0][:80]!r} is not a metric of this job's steps so far{near}",
+            "Leave out names to get all metrics",
         )
     return bool(asked)
 
 
 def step_message(entry: LogEntry, names: Collection[str]) -> pb.StepMetrics:
-    """A step as the API tells it."""
+    """A step as an API message."""
     kinds = (float(sum(one.kind == kind for one in entry.delta)) for kind in KINDS)
     values = {**finite_numbers(entry.stats), **dict(zip(COUNTS, kinds, strict=True))}
     chosen = {name: value for name, value in values.items() if (not names or name in names) and math.isfinite(value)}
@@ -144,7 +144,7 @@ class StreamMethods(JobsServiceBase):
 
     @handle_stream_errors
     async def WatchJob(self, request: pb.WatchJobRequest, context: CallContext) -> AsyncGenerator[pb.JobEvent, None]:
-        """A job's events after a number, as they come; ends with the job."""
+        """Stream a job's events after a number; ends with the job."""
         with self._room.place():
             uid = await self._find(request.job)
             if request.after < 0:
@@ -164,7 +164,7 @@ class StreamMethods(JobsServiceBase):
     async def StreamMetrics(
         self, request: pb.StreamMetricsRequest, context: CallContext
     ) -> AsyncGenerator[pb.StepMetrics, None]:
-        """The numbers of a job's steps, as they are committed."""
+        """Stream the metrics of a job's steps as they are committed."""
         place, names = parse_position(request), frozenset(request.names)
         with self._room.place():
             uid = await self._find(request.job)
@@ -187,7 +187,7 @@ class StreamMethods(JobsServiceBase):
                 yield pb.LogLine(mark=pb.LOG_MARK_END)
 
     async def _logs(self, uid: str, request: pb.StreamLogsRequest) -> list[Source]:
-        """Where they are read: here, and where nodes share no folder, by peers."""
+        """The sources of the logs: this controller, and its peers if nodes share no folder."""
         mirror, me = await self._jobs.mirror(uid), self._jobs.node
         here = LogStream(self._looking_for_logs(uid, request), request, self._clock).lines
         await self._check_named(uid, mirror, request)
@@ -195,7 +195,7 @@ class StreamMethods(JobsServiceBase):
             return [here]
         peers = await self._jobs.peers()
         others = {name: at for name, at in peers.items() if request.node in ("", name)}
-        # A name is looked up in its caller's namespace, and the caller of a peer is this daemon.
+        # A job's name is resolved in the caller's namespace, and the caller of a peer is this daemon, so the uid is sent.
         ask = pb.StreamLogsRequest()
         ask.CopyFrom(request)
         ask.job = uid
@@ -203,14 +203,14 @@ class StreamMethods(JobsServiceBase):
         return far if request.node else [here, *far]
 
     async def _check_named(self, uid: str, mirror: JobMirror, request: pb.StreamLogsRequest) -> None:
-        """Raises NotFound for a node or a worker that nobody knows."""
+        """Raise NotFound for an unknown node or worker."""
         if not request.node and not request.instance:
             return
         listing, apart = await self._jobs.cluster(), self._jobs.is_apart(mirror)
         names = await asyncio.to_thread(log_names, mirror.run_dir)
         workers = [worker.instance for worker in listing.workers if worker.job_uid == uid]
         nodes = [node.name for node in listing.nodes]
-        # Where nodes share no folder, what the others have of workers that are gone is not seen from here.
+        # If nodes share no folder, this node cannot see the logs of ended workers on other nodes.
         check_log_names(request, nodes, workers, names=[] if apart else names, whole=not apart)
 
     def _looking_for_logs(
@@ -270,7 +270,7 @@ class StreamMethods(JobsServiceBase):
                 if once or (runner is None and not await self._waits(uid)):
                     return
                 continue
-            # Looked at before the events: what comes while they are sent on is seen in the next round.
+            # Read before the events, so that changes during sending cause another round.
             seen, over, ended = runner.changes.count, runner.closed, runner.mirror.has_ended
             some = log.after(after, goes_on=goes_on)[:AT_ONCE]
             for event in some:
@@ -284,7 +284,7 @@ class StreamMethods(JobsServiceBase):
                 await runner.changes.wait()
 
     async def _waits(self, uid: str) -> bool:
-        """Whether a job has not ended that nobody works on, for it has no slots. Returns after a while, or when it has some."""
+        """Whether the job has not ended but has no slots and no runner. Returns after a while, or as soon as it has a runner."""
         for _ in range(LOOKS):
             if self._runner(uid) is not None:
                 return True
@@ -292,7 +292,7 @@ class StreamMethods(JobsServiceBase):
         return not (await self._jobs.mirror(uid)).has_ended
 
     async def _settled(self, uid: str) -> JobRunner | None:
-        """The runner of a job that is worked on; a new job's may take a moment to come. None: it has ended, or waits for slots."""
+        """The runner of a job; waits for the runner of a new job. None: the job has ended or waits for slots."""
         end, rest = self._clock.monotonic() + HEARD_S, SOON_S
         while self._clock.monotonic() < end:
             runner = self._runner(uid)
@@ -308,7 +308,7 @@ class StreamMethods(JobsServiceBase):
                 return None
             await self._clock.sleep(rest)
             rest = min(2 * rest, LATER_S)
-        raise StoreUnavailable(f"this controller has not heard of job {uid} yet", fix="Ask again")
+        raise StoreUnavailable(f"this controller has not started to work on job {uid} yet", fix="Retry the request")
 
     async def _history(self, uid: str) -> EventLog:
         keys = JobKeys(uid)

@@ -1,4 +1,4 @@
-"""The daemons and workers of the cluster, and the jobs that have not ended, as last heard from the store."""
+"""The daemons and workers of the cluster, and the jobs that have not ended, as last received from the store's watches."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 
 HEARD_S = 1.0
-"""So long is waited for what was just written to be heard of."""
+"""Maximum wait for the watch to show a change that was just written."""
 
 NO_SHARES = Versioned(Shares(), 0)
 
 
 class ClusterMirror:
-    """Late at worst, never wrong. `nodes`, `workers` and `active` are replaced, never changed, and so is what else is kept of them."""
+    """May lag behind the store, but is never wrong about the past. All collections are replaced, never changed."""
 
     def __init__(self, store: Store, changes: ChangeSignal) -> None:
         self._store = store
@@ -40,36 +40,36 @@ class ClusterMirror:
         self.workers: dict[str, WorkerRecord] = {}
         self.active: frozenset[str] = frozenset()
         self.claims: dict[str, Claim] = {}
-        """Of the active jobs, by uid."""
+        """The claims of the active jobs, by uid."""
         self.claimed: dict[str, int] = {}
-        """In which revision of the store each of those claims was created."""
+        """The store revision in which each of those claims was created."""
         self.shares: Versioned[Shares] | None = None
-        """Which slots each job has; None: nothing was heard yet."""
+        """The slots of each job; None: not received yet."""
         self.drained: frozenset[str] = frozenset()
-        """The nodes on which nothing is to be placed."""
+        """The nodes on which nothing may be placed."""
         self.sick: dict[str, SickSlots] = {}
-        """By node: the slots that cannot be used."""
+        """The unhealthy slots, by node."""
         self.quotas: Mapping[str, int] = {}
-        """By namespace: the most slots that its jobs may have together."""
+        """The maximum number of slots of a namespace's jobs, by namespace."""
         self.reads: dict[str, int] = {}
-        """By node: the newest schema version that it reads."""
+        """The newest schema version that each node reads, by node."""
         self.written = FIRST_VERSION
-        """The newest schema version that was ever written in this store."""
+        """The newest schema version ever written to this store."""
         self._remembered = Memo()
         self.listened: set[str] = set()
-        """The prefixes that were heard at least once."""
+        """The prefixes that were received at least once."""
         self.revisions: dict[str, int] = {}
-        """Up to which revision of the store each of them was heard."""
+        """The store revision up to which each prefix was received."""
 
     def able(self, version: int) -> Mapping[str, NodeRecord]:
-        """The nodes that read what is written in `version`; the same object while nothing changes."""
+        """The nodes that read schema `version`; the same object while nothing changes."""
         sources = (self.nodes, self.reads)
         return self._remembered.get(
             ("able", version), sources, lambda: compatible_nodes(self.nodes, self.reads, version)
         )
 
     def unable(self, version: int) -> Mapping[str, int]:
-        """The nodes that are there and do not: by node, the newest version that it reads."""
+        """The registered nodes that do not, with the newest version that each reads."""
         sources = (self.nodes, self.reads)
         return self._remembered.get(
             ("unable", version), sources, lambda: incompatible_nodes(self.nodes, self.reads, version)
@@ -77,8 +77,8 @@ class ClusterMirror:
 
     @property
     def working(self) -> frozenset[str]:
-        """The jobs that there is something to do for: those that have slots, or are to end. Of the others, which may be very many,
-        nothing is begun; all of them, until shares were heard of."""
+        """The jobs that need a runner: those that have slots or must end; all jobs until shares are received. The others, which may be very many,
+        get no runner."""
         if self.shares is None:
             return self.active
         shares = self.shares.record.jobs
@@ -86,12 +86,12 @@ class ClusterMirror:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything was heard at least once."""
+        """Whether everything was received at least once."""
         return self.listened >= self.watches.keys() and self.shares is not None
 
     @property
     def watches(self) -> Mapping[str, Callable[[], Coroutine[Any, Any, None]]]:
-        """What is to run for as long as this is used, by the prefix that each hears."""
+        """The coroutines to run while this mirror is in use, by the prefix that each watches."""
         return {
             keys.NODES: self.watch_nodes,
             keys.WORKERS: self.watch_workers,
@@ -102,19 +102,19 @@ class ClusterMirror:
         }
 
     async def watch_nodes(self) -> None:
-        """Keep `nodes` current, for ever."""
+        """Keep `nodes` current; never returns."""
         await self._watch(
             keys.NODES, lambda batch: self._set("nodes", _fold(self.nodes, batch, keys.NODES, NodeRecord))
         )
 
     async def watch_workers(self) -> None:
-        """Keep `workers` current, for ever."""
+        """Keep `workers` current; never returns."""
         await self._watch(
             keys.WORKERS, lambda batch: self._set("workers", _fold(self.workers, batch, keys.WORKERS, WorkerRecord))
         )
 
     async def watch_schemas(self) -> None:
-        """Keep `reads` and `written` current, for ever."""
+        """Keep `reads` and `written` current; never returns."""
 
         def fold(batch: WatchBatch) -> None:
             reads = {} if batch.reset else dict(self.reads)
@@ -129,12 +129,12 @@ class ClusterMirror:
                     reads[node] = version
             self._set("reads", reads)
 
-        # Later than the nodes: whoever stands among them has then said what it reads, if it ever does.
+        # Started after the nodes are received: a registered node has then reported what it reads, if it ever does.
         await self._changes.until(lambda: keys.NODES in self.listened)
         await self._watch(keys.SCHEMAS, fold)
 
     async def watch_active(self) -> None:
-        """Keep `active` current, for ever."""
+        """Keep `active` current; never returns."""
 
         def fold(batch: WatchBatch) -> None:
             claims = _fold(self.claims, batch, keys.ACTIVE, Claim, Claim())
@@ -147,7 +147,7 @@ class ClusterMirror:
         await self._watch(keys.ACTIVE, fold)
 
     async def watch_shares(self) -> None:
-        """Keep `shares` current, for ever. What cannot be read is not taken for nobody's having any: what was known before stays."""
+        """Keep `shares` current; never returns. An unreadable record keeps the old value, because it does not mean that no job has slots."""
 
         def fold(batch: WatchBatch) -> None:
             now: Versioned[Shares] | None = NO_SHARES if batch.reset else self.shares or NO_SHARES
@@ -162,7 +162,7 @@ class ClusterMirror:
         await self._watch(keys.SHARES, fold)
 
     async def watch_pool(self) -> None:
-        """Keep what may be used of the nodes, and by whom, current, for ever."""
+        """Keep `drained`, `quotas` and `sick` current; never returns."""
 
         def fold(batch: WatchBatch) -> None:
             drained = set() if batch.reset else set(self.drained)
@@ -183,7 +183,7 @@ class ClusterMirror:
         await self._watch(keys.POOL, fold)
 
     def share_of(self, uid: str) -> KnownShare | None:
-        """What a job has, once that was heard; None until then."""
+        """The share of a job; None until shares are received."""
         if self.shares is None:
             return None
         shares = self.shares
@@ -191,7 +191,7 @@ class ClusterMirror:
 
     @property
     def there(self) -> ClusterSlots:
-        """The slots that jobs may have, as all daemons share them out; the same object while nothing changes."""
+        """The slots that jobs may get, the same for all daemons; the same object while nothing changes."""
         nodes = self.able(written_version())
 
         def found() -> ClusterSlots:
@@ -202,8 +202,7 @@ class ClusterMirror:
 
     @property
     def queue(self) -> Mapping[str, QueuePosition]:
-        """The jobs that wait for slots, by uid, and why: worked out once, however often it is asked, until something changes. Nobody, until
-        everything was heard."""
+        """The jobs that wait for slots, by uid, with the reason; computed once per change. Empty until everything is received."""
         if not self.is_complete or self.shares is None:
             return {}
         there, shares = self.there, self.shares.record
@@ -212,8 +211,7 @@ class ClusterMirror:
         )
 
     async def queue_with(self, revision: int) -> Mapping[str, QueuePosition]:
-        """The same, when the claims were heard up to `revision` of the store: a change that was just made is in it. As it is, if that takes
-        long."""
+        """The queue with all claims up to store revision `revision`, so that it includes a change just made. After HEARD_S, the current queue."""
         with contextlib.suppress(TimeoutError):
             async with limit_time(HEARD_S):
                 await self._changes.until(lambda: self.is_complete and self.revisions.get(keys.ACTIVE, 0) >= revision)
@@ -245,9 +243,9 @@ def _fold(
 
 
 def read_record(record: type[R], kv: KeyValue, instead: T) -> R | T:
-    """The record, or `instead` if this version cannot read it, which is logged: one node of another version must not end all daemons."""
+    """The record, or `instead` (with a log line) if this version cannot read it: a node of another version must not end all daemons."""
     try:
         return record.decode(kv.value, kv.key)
     except UnreadableRecord as error:
-        log.error("passed over: %s", error)
+        log.error("ignoring an unreadable record: %s", error)
         return instead

@@ -1,14 +1,14 @@
-"""A node's registration in the store, under the lease of one incarnation of its daemon: its record, its sick slots, the schema version.
+"""A node's registration in the store, under the lease of one incarnation of its daemon: its record, its unhealthy slots, the schema version.
 
-The record is written once that of an earlier incarnation has gone, and again when another schema version is spoken. The daemon is ready while
-its lease surely lives and its node is registered.
+The record is written after the record of an earlier incarnation has disappeared, and again when the schema version changes. The daemon is
+ready while its lease is certainly valid and its node is registered.
 
-Facts of the machine: the driver's own program is asked once in a daemon's life, and only where a slot is a GPU; torch is not imported. Where
-the GPUs of a machine differ, each slot reports the least memory and no name, since CUDA may number them differently from the driver. What is
-uncertain (a driver that does not answer, divided GPUs, emulated slots) is left out.
+Hardware facts: the driver's own program runs once in a daemon's life, and only if a slot is a GPU; torch is not imported. If the GPUs of a
+machine differ, each slot reports the smallest memory and no name, because CUDA may number them differently from the driver. Uncertain facts
+(a driver that does not respond, partitioned GPUs, emulated slots) are left out.
 
-Schema version: a daemon writes what all daemons read, and the store names the version before anything is written in it. Otherwise a new daemon
-that hears of an older node could write an older version beside peers who long write the next, and lose what the older cannot express.
+Schema version: a daemon writes the version that all daemons read, and the store names a version before any record uses it. Otherwise a new
+daemon that sees an older node could write an older version next to peers that already write a newer one, and lose data.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ASK_S, KILLED_S = 10.0, 1.0
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """As the driver tells of it. `whole`: whether it is not divided up."""
+    """A GPU as the driver reports it. `whole`: whether it is not partitioned."""
 
     name: str
     memory_gib: float
@@ -58,15 +58,14 @@ class Gpu:
 async def node_facts(
     names: Sequence[str], host_memory_gib: float | None = None, command: Sequence[str] = ASK
 ) -> NodeFacts | None:
-    """What a node with the slots of these `names` is; None: not known. `host_memory_gib`: what of its host's memory it may take, None:
-    all."""
+    """The hardware facts of a node with the slots `names`; None: unknown. `host_memory_gib`: the host memory that the node may use, None: all."""
     if any(map(is_emulated, names)):
         return None
     host = host_memory_gib
     try:
         host = host_memory().total / GIB if host is None else host
     except (OSError, ValueError) as error:
-        log.warning("how much memory this machine has is not known: %s", error)
+        log.warning("cannot determine the memory of this machine: %s", error)
         return None
     gpus = await _gpus(command) if any(map(is_cuda, names)) else ()
     slots = slot_facts(names, gpus)
@@ -74,7 +73,7 @@ async def node_facts(
 
 
 def slot_facts(slots: Sequence[str], gpus: Sequence[Gpu]) -> tuple[SlotFacts, ...] | None:
-    """What each slot is, on a machine with `gpus`. None: not known."""
+    """The facts of each slot on a machine with `gpus`; None: unknown."""
     cuda = [slot for slot in slots if is_cuda(slot)]
     numbers = [slot.partition(":")[2] for slot in cuda]
     known = all(number.isdecimal() and int(number) < len(gpus) for number in numbers)
@@ -86,7 +85,7 @@ def slot_facts(slots: Sequence[str], gpus: Sequence[Gpu]) -> tuple[SlotFacts, ..
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """The driver's answer; none where it is no such answer."""
+    """Parse the driver's output; empty if it has another format."""
     found = []
     for line in text.splitlines():
         name, _, rest = line.partition(",")
@@ -106,33 +105,33 @@ async def _gpus(command: Sequence[str]) -> tuple[Gpu, ...]:
             stderr=asyncio.subprocess.DEVNULL,
         )
     except OSError as error:
-        log.warning("what the GPUs are is not known: %s: %s", command[0], error.strerror or error)
+        log.warning("cannot determine the GPUs: %s: %s", command[0], error.strerror or error)
         return ()
     try:
         out, _ = await asyncio.wait_for(process.communicate(), ASK_S)
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        # A driver that hangs may not let go of who asks it: that is not waited for.
+        # A hung driver may block its client forever, so the wait for its end is limited.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), KILLED_S)
-        log.warning("what the GPUs are is not known: %s did not answer in %.0f s", command[0], ASK_S)
+        log.warning("cannot determine the GPUs: %s did not respond within %.0f s", command[0], ASK_S)
         return ()
     if process.returncode:
-        log.warning("what the GPUs are is not known: %s ended with %d", command[0], process.returncode)
+        log.warning("cannot determine the GPUs: %s ended with exit code %d", command[0], process.returncode)
         return ()
     return parse_gpus(out.decode(errors="replace"))
 
 
 class NodeFactsReader:
-    """Reads what a node is once, for as long as its daemon lives."""
+    """Reads the hardware facts of the node once per daemon process."""
 
     def __init__(self, config: NodeConfig) -> None:
         self._config = config
         self._found: tuple[NodeFacts | None] | None = None
 
     async def read(self) -> NodeFacts | None:
-        """The facts; None: not known."""
+        """The facts; None: unknown."""
         if self._found is None:
             self._found = (await node_facts(self._config.slots, self._config.host_memory_gib),)
         return self._found[0]
@@ -141,16 +140,16 @@ class NodeFactsReader:
 RETRY_S = 0.5
 
 READINESS_S = 1.0
-"""Between two looks at whether the lease lives."""
+"""Seconds between checks whether the lease is valid."""
 
 WAITS_FOR_ANOTHER = (
-    "%s is registered by another life of it, under lease %x, whose end is waited for; if it does not end, another daemon "
-    "has this node's name"
+    "%s is already registered under lease %x by an earlier incarnation; waiting until that lease expires. If it does not expire, another "
+    "daemon uses the name of this node"
 )
 
 
 class NodeRegistration:
-    """Of one life. `ready` is told whether the daemon can work, with a sentence, whenever that changes."""
+    """The registration of one incarnation. `ready`: called with whether the daemon can work, and a sentence, whenever that changes."""
 
     def __init__(
         self,
@@ -180,16 +179,16 @@ class NodeRegistration:
         self._registered = False
         self._told: tuple[bool, str] | None = None
         self._written = 0
-        """The schema version of what stands there."""
+        """The schema version of the written record."""
         self._sick: dict[str, str] = {}
-        """The sick slots that are told there."""
+        """The unhealthy slots of the written record."""
         self._key = keys.node(config.node)
 
     async def run(self) -> None:
-        """For ever."""
+        """Register the node and keep its record current; never returns."""
         await self._health.check()
         record = self._record(await self._facts.read())
-        # First of all who else is there, and in which version they are to be spoken to.
+        # The other nodes and the schema version must be known first.
         await self._changes.until(self._is_version_agreed)
         await self._register(record)
         self._registered = True
@@ -200,7 +199,7 @@ class NodeRegistration:
                 await self._clock.sleep(RETRY_S)
 
     async def watch_readiness(self) -> None:
-        """For ever. That the store does not answer shows in the lease, which is not renewed any more."""
+        """Report readiness; never returns. If the store is unavailable, the lease is no longer renewed, which shows here."""
         while True:
             await self._tell_readiness()
             await self._clock.sleep(READINESS_S)
@@ -209,9 +208,9 @@ class NodeRegistration:
         alive = self._session.alive(self._clock.monotonic())
         ready = alive and self._registered
         if ready:
-            status = f"ready: {len(self._config.slots)} slots, {len(self._health.sick)} of them sick"
+            status = f"ready: {len(self._config.slots)} slots, {len(self._health.sick)} of them unhealthy"
         else:
-            status = "waits for the store: its lease is not renewed" if not alive else "registers its node"
+            status = "waiting for the store: the lease is not renewed" if not alive else "registering the node"
         if (ready, status) != self._told:
             self._told = ready, status
             await self._ready(ready, status)
@@ -225,7 +224,7 @@ class NodeRegistration:
                 self._written, self._sick = written_version(), dict(self._health.sick)
                 put = Put(self._key, record.encode(), lease=lease)
                 fault_point(FaultPoint.NODE, "before")
-                # With the registration: no job may be given a slot that is known to be sick.
+                # In the same transaction as the registration: no job may get a slot that is known to be unhealthy.
                 sick = self._sick_now() if self._sick else ()
                 result = await store.transact((Compare(self._key, 0),), (put, reads, *sick))
                 fault_point(FaultPoint.NODE, "after")
@@ -233,7 +232,7 @@ class NodeRegistration:
                     return
                 holder = await store.get(self._key)
                 if holder is not None and holder.lease == lease:
-                    # By a try whose answer never came: what it wrote of versions and of sick slots may be out of date.
+                    # Written by an attempt without a response: its schema version and unhealthy slots may be outdated.
                     self._written = 0
                     return
                 if holder is not None and holder.lease != waited_for:
@@ -242,7 +241,7 @@ class NodeRegistration:
             await self._clock.sleep(RETRY_S)
 
     async def _is_written_anew(self, record: NodeRecord) -> bool:
-        """Whether all of it stands there as it is now; False: look again."""
+        """Write the record again; return whether it is current. False: try again."""
         with contextlib.suppress(StoreUnavailable):
             there = await self._store.get(self._key)
             compare = Compare(self._key, there.mod_revision if there is not None else 0)
@@ -276,7 +275,7 @@ class NodeRegistration:
 async def raise_version(
     spoken: int, node: str, cluster: ClusterMirror, store: Store, changes: ChangeSignal, clock: Clock
 ) -> int:
-    """Wait until a newer version than `spoken` is due (0: any), speak it, and say which it is. `node` is this daemon's own."""
+    """Wait until a newer schema version than `spoken` is due (0: any), start to write it, and return it. `node`: this daemon's own."""
 
     def due() -> int:
         return choose_version(cluster.nodes.keys() - {node}, cluster.reads, cluster.written)
@@ -287,13 +286,15 @@ async def raise_version(
         with contextlib.suppress(StoreUnavailable):
             if await _tell(store, version):
                 set_written_version(version)
-                log.info("writes schema version %d of %d from now on", version, schema.NEWEST_VERSION)
+                log.info(
+                    "now writing schema version %d (this release supports up to %d)", version, schema.NEWEST_VERSION
+                )
                 return version
         await clock.sleep(RETRY_S)
 
 
 async def _tell(store: Store, version: int) -> bool:
-    """Whether the store says that `version`, or a newer one, is written in it."""
+    """Record in the store that `version` is written; return whether the record names it or a newer one."""
     told = await store.get(keys.WRITTEN)
     said = parse_version(told.value) if told is not None else None
     if said is not None and said >= version:

@@ -1,12 +1,13 @@
-"""Which slots of this node are sick, and which schema version is written.
+"""Which slots of this node are unhealthy, and which schema version is written.
 
-A failed start says little: the job may be wrong, the disk full, the store away. A slot is sick after `FAILURES` failed starts in a row on it
-*while a worker of the same job and kind serves on another slot*, here or elsewhere. A worker that spans slots speaks for all of them. Such a
-slot is tried again after `REST_S`, and twice as long after each relapse; one start that lasts makes it well. A restarted daemon remembers
-nothing. A device that the driver no longer lists, or a core that this process may not use, is sick until it is there again.
+A single failed start says little: the job may be wrong, the disk full, the store unavailable. A slot is unhealthy after `FAILURES` failed
+starts in a row on it *while a worker of the same job and kind serves on another slot*, on this node or another. A worker that spans slots
+counts for all of them. Such a slot is tried again after `REST_S`, and after twice as long at each relapse; one start that lasts makes it
+healthy. A restarted daemon has no memory of failures. A device that the driver no longer lists, or a core that this process may not
+use, is unhealthy until it is available again.
 
-The schema version is the newest that every controller reads, so that nodes can be replaced one by one. It is never older than one that was
-written before, by any controller: the store holds that version (`gcore.store.keys.WRITTEN`).
+The schema version is the newest that every controller reads, so that nodes can be upgraded one by one. It never decreases: the store records
+the newest version that any controller has written (`gcore.store.keys.WRITTEN`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FAILURES = 3
 REST_S, LONGEST_REST_S = 600.0, 4 * 3600.0
 
 MOST_SAID = 400
-"""Characters of a reason that are told on."""
+"""Maximum characters of a worker's reason in a message."""
 
 NOT_THE_SLOTS = (
     "memory ran out",
@@ -33,18 +34,18 @@ NOT_THE_SLOTS = (
     "is gone from the store",
     "No space left",
 )
-"""In the reason of a failure that has nothing to do with the device."""
+"""Parts of failure reasons that are unrelated to the device."""
 
 Kind = tuple[str, str, str]
-"""A worker's job, role and judge: of these one is as good as another."""
+"""A worker's job, role and judge. Workers of one kind are interchangeable."""
 
 WorkerPlace = tuple[str, str]
-"""A node, and a slot of it."""
+"""A node and one of its slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartFailures:
-    """Starts in a row that failed on a slot, all of one kind, since the monotonic second `since`."""
+    """Consecutive failed starts on a slot, all of one kind, since monotonic time `since` in seconds."""
 
     kind: Kind
     starts: int
@@ -54,7 +55,7 @@ class StartFailures:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """A slot that is called sick for its starts, until the monotonic second `until`."""
+    """A slot that is unhealthy because of failed starts, until monotonic time `until` in seconds."""
 
     why: str
     until: float
@@ -62,28 +63,28 @@ class Quarantine:
 
 @dataclass(frozen=True)
 class NodeHealth:
-    """What is known of the slots of the node `node`."""
+    """The known state of the slots of node `node`."""
 
     node: str
     counted: frozenset[str] = frozenset()
-    """Instances whose failure was counted, as long as they are heard of."""
+    """Instances whose failure was counted, while they are registered."""
     failing: Mapping[str, StartFailures] = field(default_factory=dict)
     served: Mapping[Kind, Mapping[WorkerPlace, float]] = field(default_factory=dict)
-    """When a worker of a kind was last seen to serve, and where."""
+    """When, and where, a worker of a kind was last seen serving."""
     resting: Mapping[str, Quarantine] = field(default_factory=dict)
     relapses: Mapping[str, int] = field(default_factory=dict)
-    """How often a slot was called sick since a worker last served on it."""
+    """How often a slot was found unhealthy since a worker last served on it."""
 
     @property
     def sick(self) -> dict[str, str]:
-        """The slots that are not to be used because of what became of workers, and why."""
+        """The slots that are unhealthy because of failed workers, with the reason."""
         return {slot: resting.why for slot, resting in self.resting.items()}
 
 
 def update_health(
     health: NodeHealth, workers: Mapping[str, WorkerRecord], active: frozenset[str], now: float
 ) -> NodeHealth:
-    """After one more look at all workers of the cluster. What is known of jobs that are not `active` any more is forgotten."""
+    """Update the state from all workers of the cluster. Forgets jobs that are no longer `active`."""
     health = _rested(_of(active, health), now)
     served = {kind: dict(places) for kind, places in health.served.items()}
     failing, relapses, resting = dict(health.failing), dict(health.relapses), dict(health.resting)
@@ -108,7 +109,7 @@ def update_health(
 
 
 def next_check_at(health: NodeHealth) -> float | None:
-    """The monotonic second at which a slot has rested; None: none rests."""
+    """The monotonic second at which the next slot may be tried again; None: none waits."""
     return min((resting.until for resting in health.resting.values()), default=None)
 
 
@@ -124,15 +125,15 @@ def _judged(health: NodeHealth, now: float) -> NodeHealth:
         node, other = min(elsewhere)
         what = f"the judge {failing.kind[2]!r}" if failing.kind[2] else failing.kind[1]
         why = (
-            f"the last {failing.starts} starts of a worker for {what} failed on it, while one of the same job serves on {other} of "
-            f"{node}; it is tried again after {rest / 60:.0f} minutes; the last said: {failing.reason[:MOST_SAID] or 'nothing'}"
+            f"the last {failing.starts} starts of a worker for {what} failed on this slot, while one of the same job serves on {other} of "
+            f"{node}; the slot is tried again after {rest / 60:.0f} minutes; the last error: {failing.reason[:MOST_SAID] or 'none'}"
         )
         resting[slot] = Quarantine(why, now + rest)
     return replace(health, resting=resting, relapses=relapses)
 
 
 def _rested(health: NodeHealth, now: float) -> NodeHealth:
-    """A slot whose rest is over is tried once: one more failure, and it is sick again."""
+    """Allow one try on each slot whose rest is over: one more failure makes it unhealthy again."""
     over = {slot for slot, resting in health.resting.items() if now >= resting.until}
     if not over:
         return health
@@ -146,7 +147,7 @@ def _rested(health: NodeHealth, now: float) -> NodeHealth:
 
 def _of(active: frozenset[str], health: NodeHealth) -> NodeHealth:
     served = {kind: places for kind, places in health.served.items() if kind[0] in active}
-    # Of a slot that rests the count is kept: another job would have to find it out anew.
+    # The count of a resting slot is kept, so that another job need not find the failure again.
     failing = {slot: one for slot, one in health.failing.items() if one.kind[0] in active or slot in health.resting}
     return replace(health, served=served, failing=failing)
 
@@ -155,13 +156,13 @@ def _once_more(known: StartFailures | None, worker: WorkerRecord, now: float) ->
     kind = _kind(worker)
     if known is None:
         return StartFailures(kind, 1, now, worker.reason)
-    if known.kind != kind:  # of another job, or another role: what speaks for the slot is that both fail on it
+    if known.kind != kind:  # two kinds of workers fail on the slot, so it counts as a further failure of the slot
         return replace(known, kind=kind, starts=known.starts + 1, reason=worker.reason)
     return replace(known, starts=known.starts + 1, reason=worker.reason)
 
 
 def _failed_to_start(worker: WorkerRecord) -> bool:
-    """Whether it never served, for a reason that may be its slot's."""
+    """Whether the worker never served, for a reason that may be its slot."""
     blameless = any(words in worker.reason for words in NOT_THE_SLOTS)
     return worker.state == "failed" and not worker.address and not blameless and not any(map(is_emulated, worker.slots))
 
@@ -175,29 +176,29 @@ MOST_DIGITS = 9
 
 
 def choose_version(nodes: Collection[str], reads: Mapping[str, int], written: int = FIRST_VERSION) -> int:
-    """What to write in a cluster of `nodes`, of which each `reads` that version at most, and where `written` was the newest so far.
+    """The schema version to write in a cluster of `nodes`: `reads` gives the newest version that each reads, `written` the newest used so far.
 
-    A node that reads nothing that this process can write, or so old that it cannot be spoken to, is not waited for.
+    Nodes that read no version that this process can write are ignored.
     """
     newest = min((reads.get(node, FIRST_VERSION) for node in nodes), default=schema.SCHEMA_VERSION)
     return max(min(schema.READABLE), min(schema.SCHEMA_VERSION, max(newest, written)))
 
 
 def parse_version(said: bytes) -> int | None:
-    """The version that stands in a value of the store; None if none does."""
+    """The version in a value of the store; None if it contains none."""
     return int(said) if said.isdigit() and len(said) <= MOST_DIGITS else None
 
 
 def compatible_nodes(nodes: Mapping[str, N], reads: Mapping[str, int], version: int) -> Mapping[str, N]:
-    """The nodes that read what is written in `version`; nothing of a job may be placed on the others, who could not work on it.
+    """The nodes that read schema `version`. Nothing of a job may be placed on the others, because they could not work on it.
 
-    The very same mapping if that is all of them.
+    Returns the same mapping object if all do.
     """
     found = {name: node for name, node in nodes.items() if reads.get(name, FIRST_VERSION) >= version}
     return nodes if len(found) == len(nodes) else found
 
 
 def incompatible_nodes(nodes: Mapping[str, N], reads: Mapping[str, int], version: int) -> Mapping[str, int]:
-    """The other nodes: what they read at most."""
+    """The other nodes, with the newest version that each reads."""
     found = {name: reads.get(name, FIRST_VERSION) for name in nodes}
     return {name: newest for name, newest in sorted(found.items()) if newest < version}

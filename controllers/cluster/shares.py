@@ -1,12 +1,13 @@
-"""Shares the cluster's slots out between its jobs: when anything changes that `placement.shares` goes by, one of the daemons writes who
-has what now, by a transaction that compares what it went by; if it does not, another does so a moment later.
+"""Divides the cluster's slots between its jobs. When an input of `placement.shares` changes, one daemon writes the new shares, by a
+transaction that compares its inputs; if it does not, another does so shortly after.
 
-That anybody may do it, and that any may be late, does no harm: what is granted is within what nobody else holds, in one record.
+It is safe that any daemon may write, with an outdated view: one record holds all grants, and a grant includes only slots that no other job
+holds.
 
-A node that leaves is waited for as long as a train world waits for it (`NODE_GRACE_S`): until then its jobs get no other slots in place of
-those that they have there, which they would keep when the node is back, so that a daemon that is only restarted moves nothing.
+An absent node is kept for as long as a train world waits for it (`NODE_GRACE_S`). Until then its jobs keep their slots there and get no
+others, so that a restarted daemon moves nothing.
 
-`change_claim` is how people change what a job wants: its priority, its bounds, whether it is paused.
+`change_claim` changes what a user may change of a job's claim: its priority, its bounds, whether it is paused.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LOOK_AGAIN_S = 1.0
 
 
 class ShareWriter:
-    """On one daemon."""
+    """Writes the shares; runs in every daemon."""
 
     def __init__(self, node: str, store: Store, cluster: ClusterMirror, changes: ChangeSignal, clock: Clock) -> None:
         self._node = node
@@ -45,12 +46,12 @@ class ShareWriter:
         self._remembered = Memo()
         self._waits = Timers({})
         self._missed: dict[str, float] = {}
-        """The nodes on which jobs have slots and which are not there, and since when."""
+        """Absent nodes on which jobs have slots, and since when."""
         self._absent: frozenset[str] = frozenset()
-        """Those that are waited for."""
+        """The absent nodes within the grace period."""
 
     async def run(self) -> None:
-        """For ever."""
+        """Write shares when they change; never returns."""
         while True:
             wanted = self._wanted()
             if wanted is None:
@@ -67,24 +68,24 @@ class ShareWriter:
                 await self._changes.wait(max(self._waits.since[topic] + Timers.wait(mine, 0.0) - now, 0.01))
                 continue
             with contextlib.suppress(StoreUnavailable):
-                # No job's: what it writes concerns all of them.
+                # No job's keys, because the record concerns all jobs.
                 nobodys = JobKeys("")
                 txn = share_transactions.share_out(nobodys, known, shares)
                 report = await TransactionExecutor(self._store, nobodys).run(txn)
-                log.info("shares of the slots are written: %s", report.outcome)
+                log.info("writing the shares of slots: %s", report.outcome)
                 if report.outcome is TxnOutcome.WON:
                     await self._heard(known)
                     continue
             await self._changes.wait(LOOK_AGAIN_S)
 
     async def _heard(self, before: Versioned[Shares]) -> None:
-        """Until what was written is heard of: who decided again before would lose the compare."""
+        """Wait until the watch shows what was written: a new decision before that would lose the compare."""
         end = self._clock.monotonic() + LOOK_AGAIN_S
         while self._cluster.shares is before and self._clock.monotonic() < end:
             await self._changes.wait(LOOK_AGAIN_S)
 
     def _wanted(self) -> tuple[Versioned[Shares], Shares] | None:
-        """What stands and what is to stand, if that is something else."""
+        """The current and the new shares, if they differ."""
         cluster = self._cluster
         if not cluster.is_complete or cluster.shares is None:
             return None
@@ -98,8 +99,8 @@ class ShareWriter:
         return None if found is cluster.shares.record else (cluster.shares, found)
 
     def _absent_nodes(self, there: Collection[str], shares: Shares) -> frozenset[str]:
-        """The nodes that are waited for: on which jobs have slots, and which this daemon has missed for less than `NODE_GRACE_S`. The same object
-        while they are the same."""
+        """The nodes whose slots are kept: jobs have slots on them, and they have been absent for less than `NODE_GRACE_S`. The same object while they
+        are the same."""
         now = self._clock.monotonic()
         used = {node for share in shares.jobs.values() for node in share.granted}
         missed = used - set(there) - self._cluster.drained
@@ -110,10 +111,9 @@ class ShareWriter:
 
 
 async def change_claim(store: Store, uid: str, change: Callable[[Claim], Claim]) -> Claim | None:
-    """Change what a job claims, however often somebody else does so meanwhile; what it claims then. None: it has ended, or there
-    is none.
+    """Change a job's claim; retry while others change it too. Returns the new claim; None: the job has ended or does not exist.
 
-    Raises StoreUnavailable, also if it is not known whether it was written; and what `change` raises.
+    Raises StoreUnavailable, also if it is unknown whether the claim was written; and what `change` raises.
     """
     keys = JobKeys(uid)
     while True:
@@ -129,4 +129,6 @@ async def change_claim(store: Store, uid: str, change: Callable[[Claim], Claim])
         if report.outcome is TxnOutcome.WON:
             return new
         if report.outcome is TxnOutcome.UNKNOWN:
-            raise StoreUnavailable(f"whether the job's claim was changed is not known ({report.why})", fix="Ask again")
+            raise StoreUnavailable(
+                f"it is unknown whether the job's claim was changed ({report.why})", fix="Retry the request"
+            )

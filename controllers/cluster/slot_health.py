@@ -1,11 +1,12 @@
-"""Watches this node's slots: asks the machine from time to time, and looks at the starts of workers at each change.
+"""Watches this node's slots: queries the machine periodically, and checks the starts of workers at each change.
 
-`controllers.cluster.rules` says which slots are sick; a daemon's next incarnation keeps what this one knew. Emulated slots are never sick.
-The incarnation that holds the lease writes it to the store.
+`controllers.cluster.rules` decides which slots are unhealthy; the daemon's next incarnation keeps the state. Emulated slots are always
+healthy. The incarnation that holds the lease writes the result to the store.
 
-Devices: GPUs as the driver's own program lists them (asked only where a slot is a GPU), cores as the kernel lets this process use them. A driver
-that answered and does not any more, or takes longer than `ASK_S`, has `SILENT` more tries before all its GPUs count as gone, since a machine
-under load is slow. Without such a program nothing is known, and no slot is sick for it, unless the machine shows no GPU at all.
+Devices: GPUs as listed by the driver's own program (run only if a slot is a GPU), and cores that the kernel lets this process use. If a
+driver that has responded before fails, or takes longer than `ASK_S`, it gets `SILENT` more tries before all its GPUs count as missing,
+because a machine under load is slow. Without such a program nothing is known, and no slot is unhealthy because of it, unless the machine has
+no GPU device at all.
 """
 
 from __future__ import annotations
@@ -37,27 +38,27 @@ _DEVICE = re.compile(r"nvidia\d+|dxg")
 
 @dataclass(frozen=True, slots=True)
 class DriverReport:
-    """What is known of the driver and its GPUs. `names`: "0", "1", ... and what the driver calls them. None: it never answered."""
+    """What is known of the driver and its GPUs. `names`: "0", "1", ... and the driver's identifiers; None: it has never responded."""
 
     names: frozenset[str] | None = None
     silent: int = 0
-    """Times in a row that it did not answer since it last did."""
+    """Consecutive failed queries since the last response."""
     said: str = ""
-    """What it said instead."""
+    """The error of the last failed query."""
     absent: bool = False
-    """Whether there is no driver's program, and the machine shows no GPU."""
+    """Whether the driver's program is missing and the machine has no GPU device."""
 
     def answered(self, text: str) -> DriverReport:
-        """After an answer."""
+        """The report after a response."""
         return DriverReport(names=parse_devices(text))
 
     def failed(self, said: str) -> DriverReport:
-        """After a question in vain."""
+        """The report after a failed query."""
         return replace(self, silent=self.silent + 1, said=said, absent=False)
 
 
 def parse_devices(text: str) -> frozenset[str]:
-    """What slots may be called after `cuda:`, by the driver's list."""
+    """The names in the driver's list that may follow `cuda:` in a slot's name."""
     found: set[str] = set()
     for line in text.splitlines():
         if whole := _GPU.match(line):
@@ -68,7 +69,7 @@ def parse_devices(text: str) -> frozenset[str]:
 
 
 def missing_devices(slots: Sequence[str], driver: DriverReport, cores: frozenset[int] | None) -> dict[str, str]:
-    """The slots whose device is not there, and why. `cores`: those that this process may use; None: not known."""
+    """The slots whose device is missing, with the reason. `cores`: those that this process may use; None: unknown."""
     found: dict[str, str] = {}
     for slot in slots:
         if is_cuda(slot) and (why := _gpu_problem(slot.removeprefix("cuda:"), driver)):
@@ -77,23 +78,23 @@ def missing_devices(slots: Sequence[str], driver: DriverReport, cores: frozenset
         if gone:
             listing = ", ".join(map(str, gone[:8])) + (" ..." if len(gone) > 8 else "")
             found[slot] = (
-                f"this process may not run on the core{'s' * (len(gone) > 1)} {listing} (its CPU set, or cores switched off)"
+                f"this process may not run on the core{'s' * (len(gone) > 1)} {listing} (excluded by its CPU set, or offline)"
             )
     return found
 
 
 def _gpu_problem(name: str, driver: DriverReport) -> str:
     if driver.absent:
-        return "this machine shows no GPU, and has no nvidia-smi"
+        return "this machine has no GPU device and no nvidia-smi"
     if driver.names is None:
         return ""
     if driver.silent >= SILENT:
-        return f"the driver does not answer any more: {driver.said}"
-    return "" if name in driver.names else "the driver does not list it (nvidia-smi -L)"
+        return f"the driver no longer responds: {driver.said}"
+    return "" if name in driver.names else "the driver does not list this GPU (nvidia-smi -L)"
 
 
 def usable_cores() -> frozenset[int] | None:
-    """The cores that this process may run on."""
+    """The cores that this process may run on; None: unknown."""
     try:
         return frozenset(os.sched_getaffinity(0))
     except (AttributeError, OSError):
@@ -101,7 +102,7 @@ def usable_cores() -> frozenset[int] | None:
 
 
 async def ask_driver(driver: DriverReport, command: Sequence[str] = ASK, dev: Path = Path("/dev")) -> DriverReport:
-    """After asking once more."""
+    """Query the driver and return the new report."""
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -118,32 +119,32 @@ async def ask_driver(driver: DriverReport, command: Sequence[str] = ASK, dev: Pa
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        with contextlib.suppress(TimeoutError):  # a driver that hangs may not let go of who asks it
+        with contextlib.suppress(TimeoutError):  # a hung driver may block its client forever
             await asyncio.wait_for(process.wait(), KILLED_S)
-        return driver.failed(f"{command[0]} did not answer in {ASK_S:.0f} s")
+        return driver.failed(f"{command[0]} did not respond within {ASK_S:.0f} s")
     text = out.decode(errors="replace")
-    # It lists what it can, and complains of a GPU that is lost, with a code of its own.
+    # If a GPU is lost, the program lists the others, prints an error and exits with a code of its own.
     if parse_devices(text) or process.returncode == 0:
         return driver.answered(text)
     words = " ".join(text.split())[:200]
-    return driver.failed(f"{command[0]} ended with {process.returncode}: {words}")
+    return driver.failed(f"{command[0]} ended with exit code {process.returncode}: {words}")
 
 
 def _shows_gpus(dev: Path) -> bool:
     try:
         return any(_DEVICE.fullmatch(entry.name) for entry in dev.iterdir())
     except OSError:
-        return True  # it cannot be told
+        return True  # unknown
 
 
 log = logging.getLogger(__name__)
 
 CHECK_S = 60.0
-"""Between two questions to the machine."""
+"""Seconds between two queries of the machine."""
 
 
 class SlotHealth:
-    """Of one daemon. `ask` and `cores` are asked of the machine."""
+    """The slot health of one daemon. `ask` and `cores` query the machine."""
 
     def __init__(
         self,
@@ -163,10 +164,10 @@ class SlotHealth:
         self._checked: float | None = None
         self._seen: tuple[object, object] = (None, None)
         self.sick: Mapping[str, str] = {}
-        """The slots that are not to be used, and why; replaced, never changed."""
+        """The unhealthy slots, with the reason; replaced, never changed."""
 
     async def check(self) -> None:
-        """Ask the machine which devices are there."""
+        """Query the machine for its devices."""
         self._checked = self._clock.monotonic()
         if any(map(is_cuda, self._slots)):
             self._driver = await self._ask(self._driver)
@@ -175,7 +176,7 @@ class SlotHealth:
         self._conclude()
 
     def look(self, workers: Mapping[str, WorkerRecord], active: frozenset[str]) -> None:
-        """See what has become of workers."""
+        """Update the state from the cluster's workers."""
         now, due = self._clock.monotonic(), next_check_at(self._health)
         fresh = self._seen[0] is not workers or self._seen[1] is not active
         if self._slots and (fresh or (due is not None and now >= due)):
@@ -184,7 +185,7 @@ class SlotHealth:
             self._conclude()
 
     async def run(self, cluster: ClusterMirror, changes: ChangeSignal) -> None:
-        """For ever, in a life; `changes` are notified when other slots are sick than before."""
+        """Check repeatedly during an incarnation; never returns. Notifies `changes` when the unhealthy slots change."""
         if not self._slots:
             await asyncio.Event().wait()
         while True:
@@ -204,8 +205,8 @@ class SlotHealth:
     def _conclude(self) -> None:
         sick = {**self._health.sick, **self._missing}
         for slot in sorted(sick.keys() - self.sick.keys()):
-            log.warning("slot %s is sick and is not used: %s", slot, sick[slot])
+            log.warning("slot %s is unhealthy and will not be used: %s", slot, sick[slot])
         for slot in sorted(self.sick.keys() - sick.keys()):
-            log.info("slot %s may be used again", slot)
+            log.info("slot %s is healthy again", slot)
         if sick != self.sick:
             self.sick = sick

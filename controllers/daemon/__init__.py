@@ -1,5 +1,5 @@
 """The controller process: `gcore-controller`.
 
-`__main__` is the program, `daemon` wires it, `incarnation` is one incarnation under one lease, `security` keeps certificates and tokens.
-Read `daemon` first.
+`__main__` is the program, `daemon` builds its parts, `incarnation` is one incarnation under one lease, `security` manages certificates and
+tokens, `keeper` restarts the processes of a local cluster. Read `daemon` first.
 """

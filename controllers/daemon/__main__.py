@@ -1,10 +1,10 @@
 """`gcore-controller --config FILE`: one daemon per node.
 
-One life after the other: a life is one incarnation under one lease. When the lease is lost, everything of that life is
-thrown away and a new one begins, under a new name; the API goes on answering meanwhile. SIGTERM ends the daemon cleanly:
-its shards go to its peers at once, what it has finished is delivered if that is soon (`controllers.rules.decide`), and its lease
-is revoked; its workers stay for whoever adopts them. A second SIGTERM skips all but the last. SIGHUP has it read its
-certificates anew. Under systemd it says when it is ready, and what it waits for (`controllers.daemon.daemon`).
+The daemon runs one incarnation after the other, each under one lease. When a lease is lost, all state of that incarnation is discarded and
+a new one starts, under a new name; the API stays available. SIGTERM ends the daemon cleanly: its shards go to its peers at once, its
+finished work is delivered if that is quick (`controllers.rules.decide`), and its lease is revoked; its workers keep running until another
+daemon adopts them. A second SIGTERM ends it at once. SIGHUP reloads its certificates. Under systemd it reports when it is ready, and what it
+waits for (`controllers.daemon.daemon`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def main() -> None:
         description="One gcore daemon. Start one on every node; they find each other through etcd.",
         epilog="example: gcore-controller --config /etc/gcore/node.yaml",
     )
-    parser.add_argument("--home", help="folder of the cluster on this machine; shown, not used")
+    parser.add_argument(
+        "--home",
+        help="folder of the cluster on this machine; identifies the process in the process list, otherwise unused",
+    )
     parser.add_argument("--config", required=True, type=Path, help="the node's configuration, a YAML file")
     arguments = parser.parse_args()
     accept_signals()
@@ -44,7 +47,7 @@ def main() -> None:
     code = 0
     try:
         asyncio.run(_run(arguments.config, manager))
-    except* GcoreError as errors:  # also out of a task's group: whoever runs the daemon wants no traceback of it
+    except* GcoreError as errors:  # also from a task group: users get a sentence, not a traceback
         for error in _each(errors):
             manager.tell(f"STATUS={error}")
             print(f"gcore-controller: {error}", file=sys.stderr)  # noqa: T201 - the command line's own voice
@@ -78,7 +81,7 @@ async def _run(file: Path, manager: ServiceManager) -> None:
         if departing is None:
             departing = loop.create_task(daemon.depart(), name="depart")
             departing.add_done_callback(lambda _: task.cancel())
-        else:  # once more: at once
+        else:  # second signal: end at once
             task.cancel()
 
     for number in (signal.SIGTERM, signal.SIGINT):

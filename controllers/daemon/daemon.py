@@ -1,7 +1,7 @@
-"""A node's daemon, and all its wiring: which parts it is made of, and which parts know which.
+"""The daemon of a node: builds its parts and connects them.
 
-`controllers.daemon.incarnation` is what a daemon does with a lease. `ServiceNotifier` tells the health service and systemd how the daemon is;
-`watch_certificates` shows when certificates end.
+`controllers.daemon.incarnation` is the part of a daemon that needs a lease. `ServiceNotifier` reports the daemon's state to the health
+service and systemd; `watch_certificates` exports when certificates expire.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ if TYPE_CHECKING:
     from controllers.api.submission.submit import Submitter
 
 LEAVE_WITHIN_S = 8.0
-"""Whoever asks a daemon to end kills it after ten seconds, often enough."""
+"""Maximum duration of the hand-over. Service managers often kill a process ten seconds after SIGTERM."""
 
 FED_PER_LIMIT = 3.0
-"""So often within its limit is the watchdog fed: one message may be late."""
+"""Watchdog messages per watchdog limit, so that one message may be late."""
 
 LOOK_EVERY_S = 60.0
 
@@ -72,7 +72,7 @@ class Daemon:
     """A node's controller: serves the API, the metrics and the page, and runs one incarnation after the other."""
 
     def __init__(self, config: NodeConfig, clock: Clock, manager: ServiceManager | None = None) -> None:
-        """`manager`: who started this process and wants to hear of it; None: nobody."""
+        """`manager`: the service manager that started this process; None: there is none."""
         self._config = config
         self._clock = clock
         self._security = Security.of(config, clock)
@@ -81,7 +81,7 @@ class Daemon:
         self._notifying = ServiceNotifier(manager or ServiceManager(), self._set_health, clock)
         self._keeper: ProcessKeeper | None = None
         self.reloads: list[Callable[[], None]] = [self._security.reload]
-        """What reads anew the files that it was told to read; each raises GcoreError if it cannot, and goes on with what it has."""
+        """Functions that reload files. Each raises GcoreError if it cannot, and keeps the old contents."""
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -100,7 +100,7 @@ class Daemon:
         server, address, for_peers = await self._serve(store, jobs)
         addresses = Addresses(address, metrics.address, for_peers)
         log.info("%s answers on %s, metrics and a page on %s", config.node, address, metrics.address)
-        trim_memory()  # imports have freed some
+        trim_memory()  # releases memory that imports have freed
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(watch_members(etcd.standing, self._own.metrics, self._clock), name="store's size")
@@ -127,9 +127,9 @@ class Daemon:
                 await asyncio.to_thread(self._own.traces.close)
 
     async def depart(self) -> None:
-        """Hand over what the jobs' runners have, for a bounded time. If the whole local cluster is being ended, only close accounts."""
+        """Hand over the work of all jobs, for a bounded time. If the whole local cluster is stopping, only finish the slot accounting."""
         runners = list(self._own.runners.values())
-        await self._notifying.stopping(f"hands over {len(runners)} jobs" if runners else "stops")
+        await self._notifying.stopping(f"handing over {len(runners)} jobs" if runners else "stopping")
         for runner in runners:
             runner.leave()
         end = self._clock.monotonic() + LEAVE_WITHIN_S
@@ -143,7 +143,7 @@ class Daemon:
             await self._clock.sleep(LEAVE_LOOK_S)
 
     def reload(self) -> None:
-        """Read certificates anew, as whoever replaced them asks."""
+        """Reload certificates (SIGHUP)."""
         self._notifying.reloading()
         problems = []
         for again in self.reloads:
@@ -152,11 +152,11 @@ class Daemon:
             except GcoreError as error:
                 problems.append(str(error))
         for problem in problems:
-            log.error("what was read before goes on: %s", problem)
-        self._notifying.reloaded("; ".join(problems) or "has read its files anew")
+            log.error("reload failed, the old files stay in use: %s", problem)
+        self._notifying.reloaded("; ".join(problems) or "reloaded its files")
 
     async def _doubt(self, store: EtcdStore) -> None:
-        """Warn, once, of an etcd that is known to lose data. Whoever runs the local cluster's was told by `doctor`."""
+        """Log one warning if etcd has a version that is known to lose data. For a local cluster, `gcore doctor` reports it."""
         while not (versions := await store.versions()):
             await self._clock.sleep(RETRY_S)
         if sentence := version_warning(versions):
@@ -204,12 +204,12 @@ class Daemon:
 
 
 class ServiceNotifier:
-    """Tells the health service and systemd whether the daemon can work. `health`: sets what the health service answers.
+    """Reports to the health service and systemd whether the daemon can work. `health`: sets the health service's status.
 
-    The daemon is *ready* while its lease surely lives (so the store was reached) and its node is registered. Health says SERVING then, and
-    else NOT_SERVING. systemd is told READY when that is first so (it has no word for "not any more", but a status line), and that the daemon
-    stops, or reads its certificates anew. The event loop feeds the watchdog: systemd kills and restarts a daemon whose loop stands still,
-    and its workers do not notice. `controllers.daemon.incarnation` decides whether a daemon is ready.
+    The daemon is *ready* while its lease is certainly valid (so the store was reached) and its node is registered. The health service then
+    returns SERVING, otherwise NOT_SERVING. systemd gets READY when the daemon first becomes ready (it has no message for the opposite, only a
+    status line), and a message when the daemon stops or reloads its certificates. The event loop feeds the watchdog: systemd kills and
+    restarts a daemon whose event loop hangs; its workers keep running. `controllers.daemon.incarnation` decides whether a daemon is ready.
     """
 
     def __init__(self, manager: ServiceManager, health: Callable[[bool], Awaitable[None]], clock: Clock) -> None:
@@ -219,10 +219,10 @@ class ServiceNotifier:
         self._told_ready = False
         self._stopping = False
         self.ready = False
-        """As it was last told."""
+        """The state as last reported."""
 
     async def say(self, ready: bool, status: str) -> None:
-        """Whether the daemon can work, and a sentence for people."""
+        """Report whether the daemon can work, with a sentence for users."""
         self.ready = ready and not self._stopping
         await self._health(self.ready)
         if self._stopping:
@@ -234,24 +234,24 @@ class ServiceNotifier:
             self._manager.tell(f"STATUS={status}")
 
     async def stopping(self, status: str) -> None:
-        """Say that the daemon hands over and ends, and takes no more calls."""
+        """Report that the daemon hands over, ends, and accepts no more calls."""
         self._stopping = True
         self._manager.tell("STOPPING=1", f"STATUS={status}")
         await self.say(False, status)
 
     def reloading(self) -> None:
-        """Say that the daemon reads its files anew; `reloaded` follows."""
+        """Report that the daemon reloads its files; `reloaded` follows."""
         if self._told_ready and not self._stopping:
             micros = int(self._clock.monotonic() * 1e6)
             self._manager.tell("RELOADING=1", f"MONOTONIC_USEC={micros}")
 
     def reloaded(self, status: str) -> None:
-        """Say that it has, or could not: `status` says which."""
+        """Report the result of the reload in `status`."""
         if self._told_ready and not self._stopping:
             self._manager.tell("READY=1", f"STATUS={status}")
 
     async def feed_watchdog(self) -> None:
-        """For ever; at once over where there is no watchdog."""
+        """Feed the watchdog; never returns, unless there is no watchdog."""
         limit = self._manager.watchdog_s
         while limit is not None:
             self._manager.tell("WATCHDOG=1")
@@ -259,10 +259,10 @@ class ServiceNotifier:
 
 
 async def watch_certificates(watched: ReloadingFiles | None, store: StoreRef, metrics: Metrics, clock: Clock) -> None:
-    """Show as metrics, for ever, when the daemon's certificates end, and those of the store's members.
+    """Export when the daemon's certificates, and those of the store's members, expire; never returns.
 
-    A cluster whose certificates ended cannot talk. They are looked at again and again, since files are replaced while a daemon runs. Renews
-    nothing. `watched`: the certificate that the daemon shows to callers.
+    With expired certificates, daemons cannot communicate. Certificates are read repeatedly, because files are replaced while a daemon runs. This
+    function renews nothing. `watched`: the certificate that the daemon sends to callers.
     """
     while True:
         metrics.certificate_ends.set(min(own_certificate_expiries(watched, store), default=0.0))
@@ -271,8 +271,8 @@ async def watch_certificates(watched: ReloadingFiles | None, store: StoreRef, me
 
 
 def own_certificate_expiries(watched: ReloadingFiles | None, store: StoreRef) -> Iterator[float]:
-    """When this process's certificates end: the one for callers, and the one that it shows to the store. What cannot be read in this
-    moment is left out."""
+    """When this process's certificates expire: the server certificate, and the client certificate for the store. Omits files that cannot be read
+    now."""
     if watched is not None and (pem := watched.pem.cert) is not None:
         yield certificate_expiry(pem)
     if store.tls is not None and store.tls.cert is not None:
@@ -281,13 +281,13 @@ def own_certificate_expiries(watched: ReloadingFiles | None, store: StoreRef) ->
 
 
 def certificate_expiry(pem: bytes) -> float:
-    """When a certificate ends, in seconds since the epoch. Raises UsageError."""
+    """When a certificate expires, in seconds since the epoch. Raises UsageError."""
     from gcore.api.authority import read_certificate
 
     return read_certificate(pem).ends.timestamp()
 
 
 def most_slots(config: NodeConfig) -> int | None:
-    """The slots that there will ever be: a local cluster is as large as it was started, any other may grow (None)."""
+    """The maximum number of slots: that of a local cluster is fixed at its start; other clusters may grow (None)."""
     local = LocalClusterState.load(Path(config.home)) if config.local_cluster else None
     return None if local is None else len(local.slots)

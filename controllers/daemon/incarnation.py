@@ -1,9 +1,9 @@
 """One incarnation of a daemon: from a granted lease to its loss.
 
 `Incarnation` registers its node (`controllers.cluster.registration`), watches the other nodes and the jobs that have not ended, and has a
-runner for each of these jobs. `DaemonState` is what a daemon keeps from one incarnation to the next. What only jobs need (data, tokens,
-engine clients) is imported with the first job, in a thread, so that a daemon without a job is small and soon there, and its lease is renewed
-meanwhile.
+runner for each of these jobs. `DaemonState` is the state that a daemon keeps across incarnations. Modules that only jobs need (data, tokens,
+engine clients) are imported with the first job, in a thread: a daemon without a job is small and starts fast, and its lease is renewed
+during the import.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ RETRY_S = 0.5
 
 
 class Incarnation:
-    """A daemon while it has one lease. `addresses` are registered for all nodes and people. `ready` is called with whether the daemon can
-    work, and a sentence, whenever that changes: it can while its lease surely lives and its node is registered."""
+    """A daemon under one lease. `addresses` are registered for other nodes and users. `ready`: called with whether the daemon can work, and a
+    sentence, whenever that changes: it can work while its lease is certainly valid and its node is registered."""
 
     def __init__(
         self,
@@ -76,21 +76,21 @@ class Incarnation:
         self._changes = ChangeSignal()
         self._cluster = own.cluster = ClusterMirror(store, self._changes)
         self._shown: tuple[object, object] = (None, None)
-        """Of which claims and shares the metrics are."""
+        """The claims and shares that the metrics currently show."""
 
     async def run(self) -> None:
-        """Until the lease is lost, or could not be had."""
+        """Run until the lease is lost or was not granted."""
         try:
             lease = self._config.lease_times
             session = await Session.open(self._store, ttl=lease.ttl_s, interval_s=lease.tick_s, clock=self._clock)
         except StoreUnavailable as error:
             log.warning("%s", error)
-            await self._ready(False, f"waits for the store: {error}")
+            await self._ready(False, f"waiting for the store: {error}")
             await self._clock.sleep(RETRY_S)
             return
         node, at = self._config.node, self._addresses
         identity = Identity(node, new_incarnation(node), at.people, session.lease, at.peers)
-        log.info("%s begins", identity.incarnation)
+        log.info("%s starts", identity.incarnation)
         own, cluster = self._own, self._cluster
         own.metrics.lives.inc()
         try:
@@ -119,11 +119,11 @@ class Incarnation:
                 group.create_task(own.health.run(cluster, self._changes), name="slots")
                 group.create_task(self._run_jobs(identity), name="jobs")
         except* LeaseLost:
-            log.warning("%s lost its lease; a new incarnation begins", identity.incarnation)
+            log.warning("%s lost its lease; starting a new incarnation", identity.incarnation)
         finally:
             self._own.runners.clear()
             await self._ready(False, "has no lease")
-            # On a clean end peers need not wait for the lease to run out.
+            # After a clean end, peers need not wait until the lease expires.
             with contextlib.suppress(StoreUnavailable):
                 await session.close()
 
@@ -131,16 +131,16 @@ class Incarnation:
         return self._own.spoken > 0
 
     async def _speak(self) -> None:
-        """Write what every node of the cluster reads, and never an older version again."""
+        """Write the newest schema version that every node reads, and never an older one again."""
         own, cluster, store, changes = self._own, self._cluster, self._store, self._changes
         while True:
             own.spoken = await raise_version(own.spoken, self._config.node, cluster, store, changes, self._clock)
             changes.notify()
 
     async def _run_jobs(self, identity: Identity) -> None:
-        """A runner for every job that has not ended; workers of jobs that have are stopped."""
+        """Have a runner for every job that has not ended; stop workers of jobs that have."""
         cluster = self._cluster
-        # A job looked at before the workers were heard of would seem to have lost all of them.
+        # Before the workers are known, a job would seem to have lost all of them.
         await self._changes.until(lambda: cluster.is_complete and self._is_version_agreed())
         running: dict[str, asyncio.Task[None]] = {}
         asked: set[str] = set()
@@ -166,10 +166,10 @@ class Incarnation:
                     memory = Path(self._config.memory_dir)
                     await asyncio.to_thread(sweep_memory, memory, self._config.home, self._config.node, swept)
                     await asyncio.to_thread(self._own.groups.sweep, swept)
-                if self._changes.count == seen:  # or something has changed while threads were waited for
+                if self._changes.count == seen:  # otherwise something changed during the thread calls
                     await self._changes.wait()
 
-    # Small methods on purpose: a variable of the loop above would keep the last job's memory.
+    # Separate methods, because a variable of the loop above would keep the last job's memory alive.
 
     def _begin(self, uid: str, identity: Identity) -> JobRunner:
         new = self._own.runners[uid] = self._new_runner(uid, identity)
@@ -199,7 +199,7 @@ class Incarnation:
         return uid in self._cluster.active
 
     def _goes_on(self, uid: str) -> bool:
-        """Whether a job claims slots again after the end that its runner saw: its claim is younger than that."""
+        """Whether a job was extended after the end that its runner saw: its claim is newer than that end."""
         runner = self._own.runners.get(uid)
         status = None if runner is None else runner.mirror.status
         return status is not None and self._cluster.claimed.get(uid, 0) > status.revision
@@ -223,18 +223,18 @@ class Incarnation:
             trim_memory()
 
     def _sweep(self, asked: set[str]) -> None:
-        """Stop this node's workers of jobs that have ended, once: asked twice, a worker does not drain."""
+        """Stop this node's workers of jobs that have ended. Each is asked once: a second signal prevents draining."""
         needed = {uid for uid, runner in self._own.runners.items() if runner.needs_workers}
         asked &= self._cluster.workers.keys()
         for worker in unneeded_workers(self._cluster.workers, self._config.node, self._cluster.active | needed):
             if worker.instance not in asked:
                 asked.add(worker.instance)
-                log.info("stop %s: its job has ended", worker.instance)
+                log.info("stopping %s: its job has ended", worker.instance)
                 send_signal(worker.process, signal.SIGTERM)
 
 
 def unneeded_workers(workers: Mapping[str, WorkerRecord], node: str, jobs: Collection[str]) -> Iterator[WorkerRecord]:
-    """The node's workers that start or serve, and are of none of the `jobs`."""
+    """The node's starting or serving workers that belong to none of the `jobs`."""
     for worker in workers.values():
         if worker.node == node and worker.job_uid not in jobs and worker.state in ("starting", "serving"):
             yield worker
@@ -248,22 +248,22 @@ class DaemonState:
     clock: Clock
     metrics: Metrics = field(default_factory=Metrics)
     connector: Connector = PLAIN
-    """How others are reached."""
+    """Connects to other daemons."""
     folders: LocalRunFolders = field(init=False)
     runners: dict[str, JobRunner] = field(default_factory=dict)
-    """Of the jobs that this incarnation works on, by uid."""
+    """The jobs that this incarnation works on, by uid."""
     cluster: ClusterMirror | None = None
-    """What this incarnation, or the last, knows of the cluster; None: none has begun."""
+    """The cluster mirror of this or the last incarnation; None before the first."""
     spoken: int = 0
-    """The schema version that is written; 0: it is not known yet which everybody reads."""
+    """The schema version that is written; 0: not agreed yet."""
     facts: NodeFactsReader = field(init=False)
-    """What the node is."""
+    """Reads the hardware facts of the node."""
     health: SlotHealth = field(init=False)
-    """Which of its slots are sick."""
+    """Tracks which of the node's slots are unhealthy."""
     groups: JobGroups = field(init=False)
-    """Where its jobs' processes run."""
+    """The control groups of the jobs' processes."""
     traces: StepTraces | None = field(init=False)
-    """Where steps are told as spans; None: nowhere."""
+    """Exports steps as spans; None: no export."""
 
     def __post_init__(self) -> None:
         self.traces = None if self.config.collector is None else StepTraces(self.config.collector, self.config.node)
@@ -285,7 +285,7 @@ class Addresses:
 def job_counts(
     claims: Mapping[str, Claim], working: Collection[str], shares: Versioned[Shares] | None
 ) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """Jobs by state, and slots by job, for metrics. `working`: the jobs that have slots, or all where slots are not shared out."""
+    """Number of jobs by state, and of slots by job, for metrics. `working`: the jobs with slots, or all if slots are not divided."""
     states = Counter(_state(claim, works=uid in working) for uid, claim in claims.items())
     shared = {} if shares is None else shares.record.jobs
     slots = {
@@ -303,10 +303,10 @@ def _state(claim: Claim, *, works: bool) -> str:
 
 
 async def import_in_thread(module: str) -> None:
-    """Import what only jobs need, off the event loop, one such import at a time. The module is there when this returns.
+    """Import a module that only jobs need, off the event loop, one at a time. Returns when it is imported.
 
-    Two threads that import packages which need one another's parts wait for each other, and Python ends one of them with an error: a request
-    that comes when the first job is found would be refused for it.
+    If two threads import packages that depend on each other, Python resolves the deadlock with an error in one of them; a request during the
+    first job's import would fail.
     """
     await asyncio.to_thread(_import, module)
 

@@ -1,9 +1,8 @@
-"""In local mode: brings back what died on this machine, etcd on its own data and missing daemons.
+"""In local mode: restarts dead processes on this machine, etcd on its own data and missing daemons.
 
-On a cluster that is systemd's, Kubernetes' or Slurm's work; a laptop has none of them. Each daemon does it for the others, and `gcore run`
-for all of them, one at a time under a file lock, and writes the new process into `cluster.json`. A daemon is started again only after its lease has
-ended, so that its shards were somebody else's meanwhile, as they would be on a cluster. While `gcore down` is at work
-(the file `stopping`), nothing is brought back.
+On a cluster, systemd, Kubernetes or Slurm does this; a laptop has none of them. Each daemon does it for the others, and `gcore run` for all of
+them, one at a time under a file lock, and writes the new process into `cluster.json`. A daemon is restarted only after its lease has expired,
+so that other daemons take its shards in between, as on a cluster. While `gcore down` runs (the file `stopping` exists), nothing is restarted.
 """
 
 from __future__ import annotations
@@ -30,41 +29,41 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 
 RESTARTS, RELAPSE_S = 3, 60.0
-"""An etcd that was started so often within so long does not last."""
+"""An etcd that was started this often within this time is reported as failing."""
 
 STOPPING = "stopping"
 
 
 def daemon_command(home: str, config_file: str) -> list[str]:
-    """How a daemon of the local cluster is started."""
+    """The command that starts a daemon of the local cluster."""
     return [sys.executable, "-P", "-m", "controllers.daemon", "--home", home, "--config", config_file]
 
 
 class ProcessKeeper:
-    """Restarts the processes of a local cluster that have died. Looks every second."""
+    """Restarts the dead processes of a local cluster. Checks every second."""
 
     def __init__(self, home: Path, node: str, store: Store, clock: Clock) -> None:
-        """`node`: the daemon that this process is; empty: none of them."""
+        """`node`: the daemon in this process; empty: none."""
         self._home = home
         self._node = node
         self._store = store
         self._clock = clock
         self.trouble = ""
-        """Why what has died could not be brought back at the last look, or does not last; nothing if nothing had, or it does."""
+        """Why a dead process could not be restarted at the last check, or keeps dying; empty if all is well."""
         self._known: tuple[tuple[int, int, int], LocalClusterState] | None = None
-        """The document as it was read, and which file that was."""
+        """The cluster document as last read, and the identity of its file."""
         self._etcd: ProcessId | None = None
         self._etcd_changed: deque[float] = deque(maxlen=RESTARTS)
-        """When another process was seen to be etcd."""
+        """Times at which a new etcd process was seen."""
 
     async def run(self) -> None:
-        """For ever."""
+        """Check repeatedly; never returns."""
         while True:
             await self._clock.sleep(LOOK_S)
             await self.look()
 
     async def look(self) -> None:
-        """Bring back what has died, as far as it goes."""
+        """Restart what has died, as far as possible."""
         try:
             await self._look()
         except (GcoreError, OSError) as error:
@@ -74,14 +73,12 @@ class ProcessKeeper:
             self.trouble = self._relapse()
 
     def _relapse(self) -> str:
-        """Why etcd ends again and again, if it does, whoever starts it."""
+        """Why etcd keeps ending, if it does, regardless of who starts it."""
         changed = self._etcd_changed
         if len(changed) < RESTARTS or self._clock.monotonic() - changed[0] > RELAPSE_S:
             return ""
         why = last_error_line(self._home / "logs" / "etcd.log")
-        return (
-            f"etcd has ended {RESTARTS} times within {RELAPSE_S:.0f} s, each time it was started; it last said: {why}"
-        )
+        return f"etcd has ended {RESTARTS} times within {RELAPSE_S:.0f} s after being started; its last log line: {why}"
 
     async def _look(self) -> None:
         cluster = self._read()
@@ -108,7 +105,7 @@ class ProcessKeeper:
                                 self._bring_back(alone, daemon.name)
 
     def _read(self) -> LocalClusterState | None:
-        """The cluster's document; it is large where there are many slots, so it is read when it is another file than before.
+        """The cluster document. It is large if there are many slots, so it is only read again if the file has changed.
 
         Raises UsageError.
         """
@@ -134,7 +131,7 @@ class ProcessKeeper:
             clock=self._clock,
         )
         how = _ending(known.process)
-        log.warning("etcd %s; it is back, on the same data, as process %d", how, started.pid)
+        log.warning("etcd %s and was restarted on the same data as process %d", how, started.pid)
         changed = known.model_copy(update={"pid": started.process.pid, "started": started.process.started})
         self._write(cluster.model_copy(update={"etcd": changed}), started.process)
 
@@ -145,12 +142,12 @@ class ProcessKeeper:
         process = spawn_detached(
             daemon_command(cluster.home, daemon.config_file), log_file=self._home / "logs" / f"{name}.log"
         )
-        log.warning("%s %s; it is back as process %d", name, _ending(daemon.process), process.pid)
+        log.warning("%s %s and was restarted as process %d", name, _ending(daemon.process), process.pid)
         self._write(_replaced(cluster, daemon, process), process)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[LocalClusterState | None]:
-        """The cluster's document as it is while no other keeper is at work; None while one is, or the cluster ends."""
+        """The current cluster document, under the keepers' lock; None if another keeper holds the lock or the cluster is stopping."""
         with (self._home / "keeper.lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -160,7 +157,7 @@ class ProcessKeeper:
             yield None if (self._home / STOPPING).exists() else LocalClusterState.load(self._home)
 
     def _write(self, cluster: LocalClusterState, started: ProcessId) -> None:
-        """Raises OSError; then `started` is ended, or it would be in the way of the next try, unknown to everybody."""
+        """Write the cluster document. On OSError, kill `started`: an unregistered process would block the next attempt. Raises OSError."""
         try:
             replace_file(self._home / FILE_NAME, cluster.model_dump_json(indent=2).encode())
         except OSError:

@@ -1,8 +1,7 @@
-"""A daemon's security, from its configuration: its certificates, its callers' tokens, the journal of calls, and how it reaches others.
+"""A daemon's security, from its configuration: certificates, tokens of callers, the audit log of calls, and connections to other daemons.
 
-Where the daemon listens follows from that. With certificates it listens on two ports, one for people with tokens and one on which every
-caller shows a certificate, since a gRPC server asks either every client for a certificate or none. `HttpGate` guards what it serves over
-HTTP.
+With certificates the daemon listens on two ports: one for users with tokens, and one on which every client must send a certificate, because
+a gRPC server requests a certificate either from every client or from none. `HttpGate` guards what the daemon serves over HTTP.
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ LEAST_ENGINES_KEY = 32
 
 @dataclass(frozen=True)
 class Security:
-    """The certificates, tokens and call journal of one daemon, for its process's life."""
+    """The certificates, tokens and audit log of one daemon process."""
 
     connector: Connector
     authenticator: Authenticator
     journal: CallJournal
     watched: ReloadingFiles | None = None
-    """Its certificates."""
+    """The daemon's certificates, which can be reloaded."""
 
     @classmethod
     def of(cls, config: NodeConfig, clock: Clock) -> Security:
-        """Raises UsageError for files that cannot be used."""
+        """Build the security of a configuration. Raises UsageError for unusable files."""
         auth = config.auth
         admin = None if auth is None or auth.admin_token_file is None else Path(auth.admin_token_file)
         authenticator = Authenticator(clock, required=config.tells_apart, admin_file=admin)
@@ -71,18 +70,18 @@ class Security:
         return cls(Connector(material, engines=engines), authenticator, journal, watched)
 
     def reload(self) -> None:
-        """Read the certificates anew. Raises UsageError if they cannot be; then what was read before goes on to count."""
+        """Reload the certificates. Raises UsageError if that fails; the old ones then stay in use."""
         if self.watched is not None:
             self.watched.reload()
 
     def serve_http(self, metrics: Metrics, config: NodeConfig, page: WSGIApplication) -> MetricsServer:
-        """Metrics and the page, for those who may. Raises CannotListen, UsageError."""
+        """Serve metrics and the page to authorized callers. Raises CannotListen, UsageError."""
         gate = HttpGate(self.authenticator, self.journal)
         tls = None if self.watched is None else serving_context(self.watched, ask=True)
         return serve_metrics(metrics, config.metrics_listen_on, config.metrics_port, page, guard=gate.before, tls=tls)
 
     def listen(self, server: grpc.aio.Server, config: NodeConfig) -> tuple[str, str]:
-        """Where people, and where other nodes reach `server`; the second empty: in the same place. Raises CannotListen, UsageError."""
+        """Bind `server`; return its address for users and its address for other nodes (empty: the same). Raises CannotListen, UsageError."""
         listens_on = config.listen_host, config.listen_port
         if self.watched is None:
             port = _bound(*listens_on, lambda at: server.add_insecure_port(at))
@@ -95,20 +94,22 @@ class Security:
 
 
 def tls_material(config: NodeConfig) -> TlsMaterial:
-    """A node's certificates."""
+    """The paths of a node's certificates."""
     assert config.tls is not None
     return TlsMaterial(Path(config.tls.ca), Path(config.tls.cert), Path(config.tls.key))
 
 
 def read_engines_key(file: Path) -> bytes:
-    """The cluster's key of engines. Raises UsageError."""
-    fix = "Name the engines.key that `gcore certs issue` put beside the node's certificate"
+    """The cluster's engine key. Raises UsageError."""
+    fix = "Use the engines.key that `gcore certs issue` wrote next to the node's certificate"
     with explain_os_errors("cannot be read", UsageError, where=file, fix=fix):
         if file.stat().st_mode & 0o077:
-            raise UsageError("others may read the key", where=str(file), fix=f"chmod 600 {file}")
+            raise UsageError("other users can read the key file", where=str(file), fix=f"chmod 600 {file}")
         key = file.read_bytes().strip()
     if len(key) < LEAST_ENGINES_KEY:
-        raise UsageError(f"a key of engines has at least {LEAST_ENGINES_KEY} bytes", where=str(file), fix=fix)
+        raise UsageError(
+            f"the engine key has {len(key)} bytes, fewer than {LEAST_ENGINES_KEY}", where=str(file), fix=fix
+        )
     return key
 
 
@@ -116,17 +117,16 @@ def _bound(host: str, port: int, bind: Callable[[str], int]) -> int:
     at = join_host_port(host, port)
     try:
         return bind(at)
-    except RuntimeError as error:  # gRPC does not say why
+    except RuntimeError as error:  # gRPC does not report the cause
         raise listen_error(f"cannot listen on {at}", describe_listen_error(host, port)) from error
 
 
 class HttpGate:
-    """Guards an HTTP application, `/metrics` and the page: authenticates a request, and says whether it is allowed. Runs in threads.
+    """Guards an HTTP application, `/metrics` and the page: authenticates and authorizes each request. Runs in threads.
 
-    As with gRPC, a token or a client certificate authenticates. A token comes as `Authorization: Bearer TOKEN`, or as the password of any
-    user name, since browsers ask for these two. A person's page shows the person's namespaces. The metrics are of all namespaces, so they
-    are for callers who have all: an admin, a node, or a viewer whose token says `*`, as Prometheus' does. Refusals are in the journal of
-    calls.
+    As with gRPC, a token or a client certificate authenticates. Clients send a token as `Authorization: Bearer TOKEN`, or as the password of any
+    user name, which browsers prompt for. The page shows the caller's namespaces. Metrics cover all namespaces, so they need a caller with access
+    to all: an admin, a node, or a viewer whose token has `*`, such as Prometheus. Refusals are written to the audit log.
     """
 
     def __init__(self, authenticator: Authenticator, journal: CallJournal) -> None:
@@ -134,7 +134,7 @@ class HttpGate:
         self._journal = journal
 
     def before(self, application: WSGIApplication) -> WSGIApplication:
-        """The application, for those who may."""
+        """The application, restricted to authorized callers."""
 
         def guarded(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
             path = str(environ.get("PATH_INFO", ""))
@@ -145,7 +145,7 @@ class HttpGate:
             except StoreUnavailable as error:
                 return _said(start_response, "503 Service Unavailable", str(error))
             if path == METRICS and one.namespaces is not None:
-                said = "Metrics are of every namespace: show a token that has them all (`gcore token create --namespace '*'`)."
+                said = "Metrics cover all namespaces. Use a token with access to all of them (`gcore token create --namespace '*'`)."
                 return self._refused(environ, start_response, "403 Forbidden", said, one)
             environ[CALLER] = one
             return application(environ, start_response)
@@ -168,20 +168,20 @@ class HttpGate:
 
 
 def request_caller(environ: WSGIEnvironment) -> Caller:
-    """The caller of a request that was let through."""
+    """The authenticated caller of a request."""
     one: Any = environ.get(CALLER, NOBODY_IS_TOLD_APART)
     assert isinstance(one, Caller)
     return one
 
 
 def _bearer(header: str | None) -> str | None:
-    """The header as gRPC's calls carry it."""
+    """The authorization header in the form that gRPC calls use."""
     scheme, _, rest = (header or "").partition(" ")
     if scheme.lower() != "basic":
         return header
     try:
         _, colon, password = base64.b64decode(rest, validate=True).decode().partition(":")
-    except ValueError:  # it is not base64, not even ASCII, or what it says is no text
+    except ValueError:  # invalid base64 or not UTF-8 text
         return header
     return f"Bearer {password}" if colon else header
 

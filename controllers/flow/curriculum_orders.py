@@ -1,9 +1,9 @@
-"""The orders in which a curriculum hands out prompts: worked out off the event loop, one shard and epoch after the other.
+"""The order in which a curriculum samples prompts, computed off the event loop, one shard and epoch at a time.
 
-An epoch's order follows from its record in the store (`gcore.ledger.statistics`), so every peer works out the same one; epoch 0 needs
-no record. No prompt of a shard is issued in an epoch before its order is known. An order takes four bytes for each ref of the shard.
-Orders are dropped when a rollback made them void, when their shard went to another peer, and when their epoch is over; but not while
-groups of them are held or in flight here, since people may want to read those prompts. A job without a curriculum keeps none of this.
+An epoch's order follows from its record in the store (`gcore.ledger.statistics`), so every peer computes the same one; epoch 0 needs no
+record. No prompt of a shard is sampled in an epoch before its order is known. An order takes four bytes for each ref of the shard. An order
+is dropped when a rollback makes it invalid, when its shard moves to another peer, and when its epoch is over; but not while groups of it are
+held or in flight here, because users may read those prompts. A job without a curriculum needs none of this.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from gcore.types import PromptRef, Version
 @dataclass(frozen=True, slots=True)
 class _Arranged:
     version: Version | None
-    """Of the record it follows from; None for epoch 0."""
+    """The version of the epoch's record; None for epoch 0."""
     order: ShardPermutation | None
-    """None: the usual one."""
+    """None: the default order."""
 
 
 class CurriculumOrders:
-    """The curriculum's orders of one job's shards. `notify` is called when an order has been worked out."""
+    """The curriculum's orders of one job's shards. `notify`: called when an order was computed."""
 
     def __init__(self, spec: JobSpec, stream: PromptStream, notify: Callable[[], None]) -> None:
         self._spec = spec
@@ -53,7 +53,7 @@ class CurriculumOrders:
 
     @property
     def arranging(self) -> bool:
-        """Whether an order is being worked out."""
+        """Whether an order is being computed."""
         return self._work is not None
 
     def ready(
@@ -63,10 +63,9 @@ class CurriculumOrders:
         mine: Collection[int],
         held: Iterable[PromptRef] = (),
     ) -> list[PromptRef]:
-        """The refs of `refs` whose order is known; starts to work out the orders of the others. All are due and of my shards `mine`.
+        """The refs of `refs` whose order is known; starts to compute the order of another one. All refs are due and in my shards `mine`.
 
-        `held`: refs that were issued here and are held or in flight, whatever shard they are of. Raises what a curriculum, or reading the
-        data for it, raised.
+        `held`: refs of any shard that were sampled here and are held or in flight. Raises what a curriculum, or reading its data, raised.
         """
         due = list(refs)
         if self._curriculum is None:
@@ -85,14 +84,14 @@ class CurriculumOrders:
         return [ref for ref in due if (ref.data_epoch, ref.shard) in known]
 
     def order(self, data_epoch: int, shard: int) -> ShardPermutation | None:
-        """For the stream. Raises RuntimeError if the order is not known: such a ref must not have been issued."""
+        """The order of a shard in an epoch, for the stream. Raises RuntimeError if it is unknown: such a ref must not have been sampled."""
         found = self._arranged.get((data_epoch, shard))
         if found is None:
-            raise RuntimeError(f"the order of shard {shard} in epoch {data_epoch} was asked for before it was known")
+            raise RuntimeError(f"the order of shard {shard} in epoch {data_epoch} was requested before it was computed")
         return found.order
 
     async def close(self) -> None:
-        """Let what is being worked out end."""
+        """Stop, and wait for the running computation."""
         self._closed = True
         if self._work is not None:
             await asyncio.wait({self._work})
@@ -109,12 +108,12 @@ class CurriculumOrders:
         mine: Collection[int],
         held: Collection[tuple[int, int]],
     ) -> None:
-        """Drop all orders but those that are due or held, and newer ones: the window may reach into these again."""
+        """Drop all orders except those that are due or held, and newer ones, which the window may need again."""
         oldest: dict[int, int] = {}
         for epoch, shard in wanted:
             oldest[shard] = min(epoch, oldest.get(shard, epoch))
         for epoch, shard in list(self._arranged):
-            # A shard of which nothing is due keeps what it has: the next step begins where this one ended.
+            # A shard without due refs keeps its orders: the next step continues where this one ended.
             is_over = shard not in mine or epoch < oldest.get(shard, epoch)
             if (is_over and (epoch, shard) not in held) or not self._is_known((epoch, shard), begun):
                 del self._arranged[epoch, shard]
@@ -125,14 +124,14 @@ class CurriculumOrders:
             self._arranged[epoch, shard] = found
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        """Keep what the task raised: the next call of `ready` raises it."""
+        """Store the task's exception; the next call of `ready` raises it."""
         self._work = None
         if not task.cancelled():
             self._defect = task.exception()
         self._notify()
 
     def _worked_out(self, epoch: int, shard: int, record: EpochRecord | None) -> _Arranged | None:
-        """Work the order out, in a thread of its own. None if the orders were closed meanwhile."""
+        """Compute an order, in a thread. None if this object was closed meanwhile."""
         assert self._curriculum is not None
         version = record.version if record is not None else None
         key = self._curriculum(curriculum_view(self._spec, epoch, record))
@@ -143,7 +142,7 @@ class CurriculumOrders:
 
 
 def curriculum_view(spec: JobSpec, epoch: int, record: EpochRecord | None) -> CurriculumView:
-    """The view of an epoch that a curriculum gets; `record` None: nothing was committed before it."""
+    """What a curriculum sees of an epoch; `record` None: nothing was committed before it."""
     names = tuple(source.name for source in training_sources(spec))
     so_far = record.so_far if record is not None else {}
     latest = record.latest if record is not None else {}
@@ -158,7 +157,7 @@ def curriculum_view(spec: JobSpec, epoch: int, record: EpochRecord | None) -> Cu
 
 
 def source_statistics(tally: SourceTally) -> SourceStatistics:
-    """A tally as means."""
+    """The means of a tally."""
     return SourceStatistics(
         kept=tally.kept,
         filtered=tally.filtered,
@@ -170,7 +169,7 @@ def source_statistics(tally: SourceTally) -> SourceStatistics:
 
 
 def check_curriculum(spec: JobSpec, stream: PromptStream, sample: int) -> None:
-    """Order some entries of epoch 0 as the job will, `sample` at most, spread over all. Raises SpecError, GcoreError."""
+    """Compute the keys of up to `sample` entries of epoch 0, spread over all, to check the curriculum. Raises SpecError, GcoreError."""
     if spec.data.curriculum is None:
         return
     key = find_curriculum(spec.data.curriculum)(curriculum_view(spec, 0, None))

@@ -1,16 +1,16 @@
-"""Responses of several turns: played with an environment, or made by an agent program that asks the policy through OpenAI's API.
+"""Responses of several turns: played with an environment, or made by an agent program that calls the policy through OpenAI's API.
 
-Each response is an episode of its own: its next turn is asked for as soon as its environment or agent is ready, whatever the others of its
-group are at. A turn is a request of its own, with all tokens before it as the prompt; the engine that made the turn before has them in its
-cache. If that engine is lost, or serves other weights by then, another one continues. At staleness 0 all turns are of one version; else
-each turn begins with the newest.
+Each response is an episode of its own: its next turn is requested as soon as its environment or agent is ready, independent of the other
+responses of its group. A turn is one request, with all earlier tokens as the prompt; the engine of the previous turn has them in its cache.
+If that engine is lost or serves other weights by then, another one continues. At staleness 0 all turns use one version; otherwise each
+turn starts with the newest.
 
 With an environment (`EnvironmentEpisodes`), `gcore.rollout.environments.episode` plays the turns. An agent (`AgentEpisodes`) runs in a
-process of its own and asks its job's endpoint on this controller, at an address of its own (`gcore.rollout.agents.server`).
+separate process and calls its job's endpoint on this controller, at its own address (`gcore.rollout.agents.server`).
 
-An environment or agent that failed costs its prompt, or is tried again (`on_error`), each time from another seed, since the model's words
-may be the cause. An engine that failed costs the whole try: the agent is ended, and the prompt is issued again. When a production is given
-up, its agents' processes and addresses end too.
+If an environment or agent fails, its prompt fails or is retried (`on_error`), each time with another seed, because the model's text may be the
+cause. If an engine fails, the whole attempt fails: the agent is ended, and the prompt is sampled again. If a production is given up, its
+agents' processes and addresses end too.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from gcore.types import Prompt, Sample, Version
 from gcore.worker.sandbox.pool import PoolStatus
 
 TRIES = 3
-"""Of a response whose environment fails, with `on_error: retry`."""
+"""Attempts of a response whose environment fails, with `on_error: retry`."""
 
 FailureReport = Callable[[str, str], None]
-"""Reports what failed, with the traceback of its own code or an empty string: for an event."""
+"""Reports a failure for an event, with the traceback of the plug-in's code or an empty string."""
 
 EvalAnswer = Sample | RewardError
-"""A response; or why there is none, for its environment failed."""
+"""A response, or the error of its environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRequest:
-    """One response to be made: for which prompt, with which version and sampling. `follow`: where some staleness is allowed."""
+    """A request for one response: prompt, version and sampling. `follow`: used if staleness is allowed."""
 
     version: Version
     prompt: Prompt
@@ -65,7 +65,7 @@ class EpisodeRunner(ABC):
     """Makes responses of several turns for one job on one controller."""
 
     def __init__(self, report: FailureReport, *, again: bool) -> None:
-        """`again`: whether one that failed is tried again."""
+        """`again`: whether a failed response is retried."""
         self._report = report
         self._again = again
 
@@ -76,9 +76,9 @@ class EpisodeRunner(ABC):
         rid: str,
         ended: Callable[[int, Sample], None] | None = None,
     ) -> tuple[Sample, ...]:
-        """Responses to one prompt, one a seed. `ended` is told of each as soon as it is finished.
+        """Make responses to one prompt concurrently, one per seed. `ended`: called with each as soon as it is finished.
 
-        Raises EngineError; RewardError if the environment of one failed.
+        Raises EngineError; RewardError if an environment failed.
         """
 
         async def one(number: int, seed: int) -> Sample:
@@ -90,7 +90,7 @@ class EpisodeRunner(ABC):
         return tuple(await gather_or_cancel(one(number, seed) for number, seed in enumerate(seeds)))
 
     async def each(self, conversations: Sequence[EpisodeRequest], seeds: Sequence[int], rid: str) -> list[EvalAnswer]:
-        """A response for each; or, in its place, that its environment failed. Raises EngineError."""
+        """A response for each request, or the error of its environment. Raises EngineError."""
 
         async def one(number: int, request: EpisodeRequest, seed: int) -> EvalAnswer:
             try:
@@ -112,13 +112,13 @@ class EpisodeRunner(ABC):
                 self._report(str(error), error.trace)
                 continue
             if made.finish_reason == "abort":
-                raise EngineError(f"the engine gave up on prompt {request.prompt.ref}", fix="It is issued again")
+                raise EngineError(f"the engine aborted prompt {request.prompt.ref}", fix="The prompt is sampled again")
             return made
         raise AssertionError("the last try raises")
 
     @abstractmethod
     async def _play(self, request: EpisodeRequest, seed: int, rid: str) -> Sample:
-        """One response. Raises EnvironmentFault, EngineError."""
+        """Make one response. Raises EnvironmentFault, EngineError."""
 
 
 class EnvironmentEpisodes(EpisodeRunner):
@@ -127,7 +127,7 @@ class EnvironmentEpisodes(EpisodeRunner):
     def __init__(
         self, spec: JobSpec, engines: EnginePool, tools: ToolPool, clock: Clock, report: FailureReport
     ) -> None:
-        """Raises PluginFault for an environment that cannot be had."""
+        """Raises PluginFault if the environment cannot be loaded."""
         assert spec.environment is not None
         super().__init__(report, again=spec.environment.on_error == "retry")
         self._spec = spec.environment
@@ -167,7 +167,7 @@ class EnvironmentEpisodes(EpisodeRunner):
 
 
 class AgentEndpoint:
-    """The processes of a job's agents on one controller, and the HTTP server that they ask. Close it."""
+    """The agent processes of a job on one controller, and the HTTP server that they call. Must be closed."""
 
     def __init__(self, spec: AgentSpec, clock: Clock, group: str = "") -> None:
         self.pool = AgentPool(spec, clock, group)
@@ -175,17 +175,17 @@ class AgentEndpoint:
 
     @property
     def waits(self) -> PoolStatus:
-        """Who waits for a process of an agent."""
+        """How many responses wait for an agent process."""
         return self.pool.waits
 
     async def close(self) -> None:
-        """No agent runs any more, and nothing is answered."""
+        """End all agents and stop the server."""
         await self.pool.close()
         await self.endpoint.close()
 
 
 class AgentEpisodes(EpisodeRunner):
-    """Makes responses by running the job's agent program, which asks the policy itself."""
+    """Makes responses by running the job's agent program, which calls the policy itself."""
 
     def __init__(
         self, spec: JobSpec, engines: EnginePool, agents: AgentEndpoint, clock: Clock, report: FailureReport
@@ -200,7 +200,7 @@ class AgentEpisodes(EpisodeRunner):
         self._clock = clock
 
     async def _play(self, request: EpisodeRequest, seed: int, rid: str) -> Sample:
-        """Raises AgentFault, EngineError."""
+        """Make one response. Raises AgentFault, EngineError."""
         spec, params, endpoint = self._spec, request.params, self._agents.endpoint
         longest = params.max_new_tokens
         context = self._context or request.renderer.max_length
@@ -241,15 +241,15 @@ class AgentEpisodes(EpisodeRunner):
             raise failed if isinstance(failed, EngineError) else EngineError(failed.what, fix=failed.fix)
         if not served.asked:
             raise AgentFault(
-                f"agent {self._spec.name!r} never got an answer of the policy, so there is nothing to train",
+                f"agent {self._spec.name!r} received no response from the policy, so there is nothing to train",
                 where="agent.name",
-                fix="Let it ask rollout.base_url for a chat completion",
+                fix="Make it request a chat completion from rollout.base_url",
             )
         sample = served.sample()
         return sample if reward is None else replace(sample, reward_parts=((ENVIRONMENT, reward),))
 
     def _rules(self, params: SamplingParams) -> SamplingRules:
-        """An agent that says what the job draws with is no less right where an evaluation, or a baseline, draws otherwise."""
+        """The sampling values that an agent may request: those of this request, or the job's own, which evaluations and baselines override."""
         usual = self._usual
         return SamplingRules(
             (params.temperature, usual.temperature),
@@ -276,7 +276,7 @@ class AgentEpisodes(EpisodeRunner):
                 seat=seat,
             )
             if sample.finish_reason == "abort":
-                raise EngineError(f"the engine gave up on prompt {request.prompt.ref}", fix="It is issued again")
+                raise EngineError(f"the engine aborted prompt {request.prompt.ref}", fix="The prompt is sampled again")
             return sample
 
         return say
@@ -284,21 +284,21 @@ class AgentEpisodes(EpisodeRunner):
     def _report_refusal(self, why: AgentRequestRefused) -> None:
         if why.status < 500:
             self._report(
-                f"agent {self._spec.name!r} asked what it does not get ({why.status} {why.code}): {why.what}", ""
+                f"agent {self._spec.name!r} sent a request that was refused ({why.status} {why.code}): {why.what}", ""
             )
 
 
 EpisodePool = ToolPool | AgentEndpoint
-"""What responses of several turns are made with, besides engines."""
+"""The processes that make responses of several turns, besides engines."""
 
 
 def new_tool_pool(spec: JobSpec, clock: Clock, report: FailureReport, group: str) -> ToolPool | None:
-    """The tools of a job with an environment, which may be none. `group`: the control group of their processes."""
+    """The tools of a job with an environment; there may be none. `group`: the control group of their processes."""
     return None if spec.environment is None else ToolPool(spec.environment.tools, clock, report, group)
 
 
 def new_episode_pool(spec: JobSpec, clock: Clock, report: FailureReport, group: str = "") -> EpisodePool | None:
-    """The processes that a job with an environment or an agent needs; None for any other job. `group`: their control group."""
+    """The processes for a job with an environment or an agent; None for other jobs. `group`: their control group."""
     return new_tool_pool(spec, clock, report, group) if spec.agent is None else AgentEndpoint(spec.agent, clock, group)
 
 

@@ -1,12 +1,12 @@
-"""Evaluation: answers to the held-out prompts, made by all peers together.
+"""Evaluation: responses to the held-out prompts, made by all peers together.
 
-The prompts of a version's evaluation are cut into parts (`gcore.ledger.evaluation`). Every peer answers its own parts
-(`controllers.rules.step`) on its engines, scores the answers as their set says, and writes each part to the ledger once. When all parts
-are there, one peer composes the evaluation, and the parts are deleted. Answers are greedy, or sampled from a seed that follows from the
-job, the version, the set, the prompt and the number of the response: the same, whichever peer samples them.
+The prompts of a version's evaluation are split into parts (`gcore.ledger.evaluation`). Every peer evaluates its own parts
+(`controllers.rules.step`) on its engines, scores the responses as their set says, and writes each part to the ledger once. When all parts
+exist, one peer composes the evaluation, and the parts are deleted. Responses are greedy, or sampled with a seed derived from the job, the
+version, the set, the prompt and the number of the response, so that they do not depend on the peer.
 
-A response that its reward cannot score is not correct, counts as not scored, and is reported: as in training, it does not end the job.
-Nothing is filtered here, and nothing decides when an evaluation is due (`gcore.config.spec`, or a person who asks: `controllers.api.jobs`).
+A response that its reward cannot score counts as not correct and as not scored, and is reported; as in training, it does not end the job.
+Nothing is filtered here, and nothing decides when an evaluation is due (`gcore.config.spec`, or a user's request: `controllers.api.jobs`).
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ from gcore.types import Prompt, Sample, Version, entry_text
 log = logging.getLogger(__name__)
 
 EVAL_BATCH = 64
-"""Evaluation responses in one request."""
+"""Responses per request."""
 
 SHOWN_CHARACTERS = 1000
 
 SHOWN_BYTES = 7200
-"""Of a text in an evaluation's record, as JSON: fifty answers, the most there are, then fit into one write to the store."""
+"""Maximum JSON bytes of a text in an evaluation's record, so that fifty responses, the maximum, fit into one write to the store."""
 
 
 class LedgerEvaluations:
-    """Writes parts and evaluations to the ledger: one guarded transaction each. The mirror shows what was written."""
+    """Writes parts and evaluations to the ledger, each in one guarded transaction. The mirror shows the result."""
 
     def __init__(self, ledger: TransactionExecutor, mirror: Callable[[], JobMirror]) -> None:
         self._ledger = ledger
         self._mirror = mirror
 
     async def write_part(self, part: EvalPart) -> bool:
-        """Write a part. Whether it is in the ledger now, or is not needed any more; False if that is not known."""
+        """Write a part. Returns whether it is in the ledger or no longer needed; False if that is unknown."""
         report = await self._ledger.run(record_part(self._mirror().keys, part))
         return report.outcome is not TxnOutcome.UNKNOWN
 
     async def write_evaluation(self, evaluation: Evaluation) -> None:
-        """Write the evaluation, if head still is the version that was evaluated."""
+        """Write the evaluation, if head still is the evaluated version."""
         mirror = self._mirror()
         if mirror.head is not None and mirror.head.record.version == evaluation.version:
             await self._ledger.run(record_evaluation(mirror.keys, mirror.head, evaluation))
@@ -72,32 +72,32 @@ class LedgerEvaluations:
 
 @dataclass
 class _Round:
-    """One peer's progress with the evaluation of one version."""
+    """One peer's progress in the evaluation of one version."""
 
     version: Version
     began: float
     complete_since: float | None = None
     heard: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """How many parts each member has delivered, and when that last changed."""
+    """By member: the number of delivered parts, and when it last changed."""
     running: dict[int, asyncio.Task[bool]] = field(default_factory=dict)
     delivered: set[int] = field(default_factory=set)
-    """Written down, whether the mirror shows it yet or not."""
+    """Parts that were written, whether the mirror shows them yet or not."""
     tries: dict[int, int] = field(default_factory=dict)
     not_before: dict[int, float] = field(default_factory=dict)
 
     def note(self, parts: Iterable[EvalPart], now: float) -> None:
-        """Note which members have delivered what by `now`."""
+        """Record which members have delivered parts at time `now`."""
         for name, count in Counter(part.by for part in parts).items():
             if self.heard.get(name, (0, now))[0] != count:
                 self.heard[name] = (count, now)
 
     def quiet(self, members: Iterable[str], now: float) -> dict[str, float]:
-        """Since when each of them has delivered nothing, in seconds."""
+        """Seconds since each member last delivered a part."""
         return {name: now - self.heard.get(name, (0, self.began))[1] for name in members}
 
 
 class Evaluator:
-    """Makes one peer's part of a job's evaluations."""
+    """Makes one peer's parts of a job's evaluations."""
 
     def __init__(
         self,
@@ -124,12 +124,12 @@ class Evaluator:
         self.plans = plan_parts(sizes)
 
     async def evaluate(self) -> None:
-        """Until the version that is due, if any, is evaluated. Raises what a prompt that cannot be shown raises."""
+        """Return when the version that is due, if any, is evaluated. Raises the error of a prompt that cannot be rendered."""
         while (version := self._due_version()) is not None:
             await self._take_part(_Round(version, self._clock.monotonic()))
 
     def _due_version(self) -> Version | None:
-        """Head's version, if it is to be evaluated and is not yet."""
+        """Head's version, if its evaluation is due and missing."""
         view = self.look()
         mirror = view.mirror
         if mirror.head is None or mirror.status is None or mirror.has_ended:
@@ -139,7 +139,7 @@ class Evaluator:
         return version if due_now and str(version) not in mirror.evaluations else None
 
     async def _take_part(self, work: _Round) -> None:
-        """Until the version is evaluated, or is head's no more."""
+        """Work until the version is evaluated or is no longer head's."""
         try:
             while self._due_version() == work.version:
                 now = self._clock.monotonic()
@@ -155,7 +155,7 @@ class Evaluator:
             await cancel_all(work.running.values())
 
     def _start_parts(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
-        """Start as many parts as the engines have room for. One at least, however large."""
+        """Start as many parts as the engines have room for, at least one."""
         view = self.look()
         away = parts.keys() | work.delivered | work.running.keys()
         open_parts = [plan.number for plan in self.plans if plan.number not in away]
@@ -173,7 +173,7 @@ class Evaluator:
             work.running[number] = task
 
     def _room(self) -> int:
-        """Responses asked for at once: what my engines decode, and as many in their queues."""
+        """Maximum number of concurrent responses: what my engines decode at once, and as many in their queues."""
         return 2 * self.data.spec.rollout.batch_slots * max(1, len(self.look().engines))
 
     def _responses(self, number: int) -> int:
@@ -181,10 +181,10 @@ class Evaluator:
         return len(plan.prompts) * self._sampling[plan.source].samples
 
     def _collect_ended(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
-        """Take note of what has ended. Raises what is neither an engine's nor a reward's failure."""
+        """Collect ended parts. Raises exceptions other than engine and reward failures."""
         for number, task in list(work.running.items()):
             if number in parts:
-                task.cancel()  # another was faster; if it is done already, this does nothing
+                task.cancel()  # another peer was faster; no effect if the task is done
             if not task.done():
                 continue
             del work.running[number]
@@ -195,8 +195,8 @@ class Evaluator:
             except EngineError as error:
                 log.warning("evaluation of %s, part %d: %s", work.version, number, error)
                 stands = False
-            except asyncio.CancelledError:  # nobody cancelled it, so at once it would end the same way
-                log.warning("evaluation of %s, part %d: a task that it waited for was cancelled", work.version, number)
+            except asyncio.CancelledError:  # the cancellation belongs to an inner task; retry later
+                log.warning("evaluation of %s, part %d: an inner task was cancelled", work.version, number)
                 stands = False
             if stands:
                 work.delivered.add(number)
@@ -205,7 +205,7 @@ class Evaluator:
                 work.not_before[number] = now + retry_delay(tries)
 
     async def _compose_in_turn(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
-        """Compose the evaluation, one peer after the other: all would write the same."""
+        """Compose the evaluation in turn order, because all peers would write the same."""
         view = self.look()
         members = evaluation_order(work.version, view.mirror.members)
         place = members.index(view.me) if view.me in members else len(members)
@@ -217,7 +217,7 @@ class Evaluator:
             await self._ledger.write_evaluation(evaluation)
 
     async def _deliver(self, version: Version, plan: PartPlan) -> bool:
-        """Answer a part and write it down; whether it stands. Raises EngineError, DataError."""
+        """Evaluate a part and write it; return whether it is written. Raises EngineError, DataError."""
         return await self._ledger.write_part(await self._answer_part(version, plan))
 
     async def _answer_part(self, version: Version, plan: PartPlan) -> EvalPart:
@@ -265,12 +265,12 @@ class Evaluator:
         pipeline: SourcePipeline,
         tries: Sequence[tuple[int, int]],
     ) -> list[AnswerScore]:
-        """The answers to some tries (prompt, number of the response) of one set, scored. Raises EngineError, DataError."""
+        """The scored responses to some (prompt, response number) pairs of one set. Raises EngineError, DataError."""
         name, sampling = pipeline.source.name, self._sampling[pipeline.source.name]
         (first, number), me = tries[0], self.look().me
         rid = f"{self.data.uid}/eval/{version}/{name}/{first}.{number}/{me}"
         seeds = [eval_seed(self.data, version, name, *one) if sampling.temperature else 0 for one in tries]
-        async with turns:  # a request that waits in an engine's queue would run into its time limit there
+        async with turns:  # limits the wait in an engine's queue, which counts towards the request's timeout
             prompts = {index: self._sets[name].prompt(index) for index in dict.fromkeys(index for index, _ in tries)}
             token_ids = [prompts[index].token_ids for index, _ in tries]
             samples: Sequence[EvalAnswer]
@@ -296,24 +296,24 @@ class Evaluator:
 
 @dataclass(frozen=True, slots=True)
 class AnswerScore:
-    """The score of a response to prompt `index` of a set, and what of it the record shows."""
+    """The score of a response to prompt `index` of a set, and its excerpt for the record."""
 
     index: int
     shown: EvalSample
     parts: Mapping[str, float]
-    """What each part of the reward says of it; nothing where it has none, or it could not be scored."""
+    """The value of each reward part; empty if the response was not scored."""
 
 
 async def score_answers(
     pipeline: SourcePipeline, threshold: float, prompt: Prompt, answered: Sequence[EvalAnswer], version: Version
 ) -> list[AnswerScore]:
-    """The evaluation responses to one prompt, scored; one whose environment failed cannot be. Raises EngineError if other weights
-    had a part in one, or a judge could not be asked."""
+    """Score the evaluation responses to one prompt; a failed environment gives no score. Raises EngineError if other weights made part of a
+    response, or a judge was unreachable."""
     samples = [one for one in answered if isinstance(one, Sample)]
     for sample in samples:
         if sample.oldest != version or sample.finish_reason == "abort":
-            made_by = f"an evaluation answer was made by {sample.oldest}, not {version}"
-            raise EngineError(made_by, fix="It is made again")
+            made_by = f"an evaluation response was made by version {sample.oldest}, not {version}"
+            raise EngineError(made_by, fix="The response is requested again")
     scores = []
     labels = {part.shown_as for part in pipeline.source.reward.parts}
     scored = iter(await pipeline.each_scored(prompt, samples))
@@ -321,8 +321,8 @@ async def score_answers(
         text, result = (
             (mark_observed(one.text, one.observed_text), next(scored)) if isinstance(one, Sample) else ("", one)
         )
-        if isinstance(result, ResponseNotJudged) and result.away:  # which says nothing of the answer
-            raise EngineUnreachable(result.what, fix="It is made again")
+        if isinstance(result, ResponseNotJudged) and result.away:  # this says nothing about the response
+            raise EngineUnreachable(result.what, fix="The response is requested again")
         why = str(result) if isinstance(result, RewardError) else ""
         reward = 0.0 if isinstance(result, RewardError) else result.value
         shown = EvalSample(
@@ -340,22 +340,21 @@ async def score_answers(
 
 
 def part_total(label: str, scores: Sequence[AnswerScore]) -> float:
-    """What a part of the reward gives to all responses that were scored. Those that it says nothing of, for a judge that is only
-    shown could not judge them, count as what the others have on the average."""
+    """The sum of a reward part over all scored responses. A response without this part (a judge with weight 0 could not judge it) counts as the
+    mean of the others."""
     having = [one.parts[label] for one in scores if label in one.parts]
     scored = sum(1 for one in scores if not one.shown.unscored)
     return math.fsum(having) * (scored / len(having)) if having else 0.0
 
 
 def meets_threshold(reward: float, threshold: float) -> bool:
-    """Whether a response of that reward is correct. A sum of parts such as 0.7 + 0.2 + 0.1, which floats make a little less
-    than 1, is."""
+    """Whether a response with that reward is correct. Tolerates rounding: 0.7 + 0.2 + 0.1 is slightly below 1 in floating point."""
     return reward >= threshold or math.isclose(reward, threshold, rel_tol=1e-6, abs_tol=1e-9)
 
 
 def clip_for_record(text: str) -> str:
-    """The beginning of `text` that a record has room for."""
+    """The start of `text`, as much as fits into a record."""
     short = text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"
-    while len(json.dumps(short)) > SHOWN_BYTES:  # JSON spells out what is not ASCII, in up to twelve bytes
+    while len(json.dumps(short)) > SHOWN_BYTES:  # JSON escapes a non-ASCII character in up to twelve bytes
         short = f"{short[: len(short) // 2]}…"
     return short

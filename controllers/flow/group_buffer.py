@@ -1,7 +1,7 @@
-"""The finished groups and outcomes that this peer holds for a job, and the prompts that it has in flight.
+"""The finished groups and outcomes that this peer holds for a job, and its prompts in flight.
 
-A group is kept until head contains its ref or it can no longer be trained. Nothing is remembered about what to issue next: that is
-computed at every look. All of it is lost with the process, and the prompts are issued again.
+A group is kept until head contains its ref or it can no longer be trained. Which prompts to sample next is not stored here: it is computed
+from the view. All of it is lost with the process, and the prompts are sampled again.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from gcore.rollout.postprocess import is_truncated
 from gcore.types import Group, Outcome, PromptRef, Version
 
 REASON_CHARACTERS, REASON_BYTES = 200, 300
-"""A reason is a sentence; whatever a plug-in or an engine says beyond that would fill the store, in which a character that is
-not ASCII takes up to twelve bytes."""
+"""Maximum length of a reason in the store, in characters and in JSON bytes: a non-ASCII character takes up to twelve bytes. Plug-ins and
+engines may give longer ones."""
 
 
 @dataclass
 class InFlightPrompt:
-    """One prompt whose group is being produced. `issued`: head's version when it was begun; `since`: the monotonic clock then."""
+    """A prompt whose group is being produced. `issued`: head's version when it was started; `since`: monotonic time at the start."""
 
     issued: Version
     since: float
     made_with: Version | None = None
-    """The weights of its first token; None: it has none yet."""
+    """The version of its first token; None: it has none yet."""
     task: asyncio.Task[None] | None = None
     stale: bool = False
-    """Whether it was given up because it takes too long."""
+    """Whether it was given up because of its age."""
 
     def version(self, head: Head) -> Version:
-        """The oldest weights that made, or may make, a token of it; or those of the cut-off lineage that it belongs to."""
+        """The oldest version that made, or may make, one of its tokens; or the version of the discarded branch to which it belongs."""
         if self.made_with is not None:
             return self.made_with
         return head.version if is_ancestor(head, self.issued) else self.issued
 
 
 class InFlightPrompts:
-    """The prompts that this peer has begun and not finished: since when, for which step, and with which weights.
+    """The prompts that this peer has started and not finished: start time, step, and version.
 
-    At staleness 0 it empties with every step; otherwise what is in flight outlives the step it was begun for. A prompt that is given up is
-    cancelled and issued again; `controllers.rules.decide` says which ones are given up.
+    At staleness 0 it is emptied with every step; otherwise prompts in flight continue across steps. A prompt that is given up is cancelled and
+    sampled again; `controllers.rules.decide` decides which ones are given up.
     """
 
     def __init__(self) -> None:
         self._flights: dict[PromptRef, InFlightPrompt] = {}
         self._seen: tuple[Head, Mapping[PromptRef, Version]] | None = None
-        """`versions` as it was last given out, while nothing has changed."""
+        """The last result of `versions`, while nothing has changed."""
         self._defect: BaseException | None = None
-        """What one of them raised that is not an outcome: the flow or a plug-in is wrong."""
+        """An exception of a production that is not an outcome: a defect of the flow or a plug-in."""
 
     def __contains__(self, ref: object) -> bool:
         return ref in self._flights
@@ -66,90 +66,90 @@ class InFlightPrompts:
         return len(self._flights)
 
     def begin(self, ref: PromptRef, issued: Version, now: float) -> None:
-        """Note that `ref` is in flight from now on."""
+        """Record that `ref` is in flight from now on."""
         self._seen = None
         self._flights[ref] = InFlightPrompt(issued, now)
 
     def launch(self, ref: PromptRef, task: asyncio.Task[None]) -> None:
-        """Note that `task` produces `ref`."""
+        """Record that `task` produces `ref`."""
         self._flights[ref].task = task
 
     def task_of(self, ref: PromptRef) -> asyncio.Task[None] | None:
-        """The task that produces it; None if it is not in flight, or not begun."""
+        """The task that produces `ref`; None if it is not in flight or has no task yet."""
         flight = self._flights.get(ref)
         return None if flight is None else flight.task
 
     def note_version(self, ref: PromptRef, version: Version) -> None:
-        """Note that an engine that serves `version` makes tokens for `ref` now."""
+        """Record that an engine that serves `version` now makes tokens for `ref`."""
         flight = self._flights.get(ref)
         if flight is not None and flight.made_with is None:
             self._seen = None
             flight.made_with = version
 
     def remove(self, ref: PromptRef) -> bool:
-        """Note that `ref` is not in flight any more; whether it was given up as stale."""
+        """Record that `ref` is no longer in flight; return whether it was given up as stale."""
         self._seen = None
         flight = self._flights.pop(ref, None)
         return flight is not None and flight.stale
 
     def note_defect(self, defect: BaseException) -> None:
-        """A production raised what is not an outcome: the flow or a plug-in is wrong. The first one counts."""
+        """Record an exception of a production that is not an outcome. The first one is kept."""
         self._defect = self._defect or defect
 
     def raise_defect(self) -> None:
-        """Raise what a production raised, rather than issue its prompt for ever."""
+        """Raise the recorded exception of a production. Otherwise its prompt would be sampled forever."""
         if self._defect is not None:
             raise self._defect
 
     def give_up(self, ref: PromptRef, *, stale: bool) -> None:
-        """Cancel it. `stale`: it counts among the times that its prompt was issued in vain."""
+        """Cancel the production of `ref`. `stale`: count it as a failed attempt because of its age."""
         flight = self._flights.get(ref)
         if flight is not None and flight.task is not None:
             flight.stale = flight.stale or stale
             flight.task.cancel()
 
     async def give_up_all(self) -> None:
-        """Cancel everything, and wait until it has ended."""
+        """Cancel all productions, and wait until they have ended."""
         tasks = [flight.task for flight in self._flights.values() if flight.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def versions(self, head: Head) -> Mapping[PromptRef, Version]:
-        """The oldest weights of each, as `InFlightPrompt.version` says; the same object while nothing changes."""
+        """The version of each prompt, as in `InFlightPrompt.version`; the same object while nothing changes."""
         if self._seen is None or self._seen[0] is not head:
             self._seen = head, {ref: flight.version(head) for ref, flight in self._flights.items()}
         return self._seen[1]
 
     def oldest_s(self, now: float) -> float:
-        """Seconds for which the oldest of them has been in flight at the monotonic clock's `now`."""
+        """Seconds for which the oldest prompt has been in flight at monotonic time `now`."""
         return max((now - flight.since for flight in self._flights.values()), default=0.0)
 
 
 class GroupBuffer:
-    """The finished groups and outcomes of one peer that head does not contain yet, and its prompts in flight."""
+    """One peer's finished groups and outcomes that head does not contain yet, and its prompts in flight."""
 
     def __init__(self) -> None:
         self._groups: dict[PromptRef, Group] = {}
         self._offers: dict[PromptRef, OfferedGroup] = {}
         self._outcomes: dict[PromptRef, EndedRef] = {}
         self._seen: tuple[Mapping[PromptRef, OfferedGroup], Mapping[PromptRef, EndedRef]] | None = None
-        """`offers` and `outcomes` as they were last given out, while nothing has changed."""
+        """The last results of `offers` and `outcomes`, while nothing has changed."""
         self.in_flight = InFlightPrompts()
         self.reissues: dict[PromptRef, int] = {}
         self.went_stale: set[PromptRef] = set()
-        """Prompts whose last group was finished, and became too old while it was held."""
+        """Prompts whose last group was finished but exceeded the staleness limit while it was held."""
         self._scores: dict[PromptRef, tuple[float, float]] = {}
-        """Mean reward and mean length of what was scored: known of a filtered prompt too, whose group is gone."""
+        """Mean reward and mean length of scored prompts. Kept for filtered prompts too, whose groups are dropped."""
 
     @property
     def offers(self) -> Mapping[PromptRef, OfferedGroup]:
-        """The held groups as an offer names them; the same object while nothing changes."""
+        """The held groups in the form of an offer; the same object while nothing changes."""
         return self._look()[0]
 
     @property
     def outcomes(self) -> Mapping[PromptRef, EndedRef]:
-        """Filtered and failed refs that head does not have yet; the same object while nothing changes."""
+        """Filtered and failed refs that head does not contain yet; the same object while nothing changes."""
         return self._look()[1]
 
     def _look(self) -> tuple[Mapping[PromptRef, OfferedGroup], Mapping[PromptRef, EndedRef]]:
@@ -158,23 +158,23 @@ class GroupBuffer:
         return self._seen
 
     def refs(self) -> Iterator[PromptRef]:
-        """The refs of the groups that are held, and of the prompts in flight."""
+        """The refs of held groups and of prompts in flight."""
         yield from self._groups
         yield from self.in_flight
 
     def knows(self, ref: PromptRef) -> bool:
-        """Whether nothing need be started for `ref` here."""
+        """Whether `ref` needs no production here."""
         return ref in self.in_flight or ref in self._groups or ref in self._outcomes
 
     def group(self, digest: str) -> Group | None:
-        """The held group of that digest."""
+        """The held group with that digest, or None."""
         for ref, offered in self._offers.items():
             if offered.digest == digest:
                 return self._groups[ref]
         return None
 
     def note_scores(self, group: Group) -> None:
-        """Note the mean reward and length of a prompt's responses, before a filter sees them."""
+        """Record the mean reward and length of a prompt's responses, before filters run."""
         count = max(len(group.samples), 1)
         lengths = sum(sample.own_tokens for sample in group.samples)
         self._scores[group.ref] = (math.fsum(sample.reward for sample in group.samples) / count, lengths / count)
@@ -214,15 +214,15 @@ class GroupBuffer:
         )
 
     def count_reissue(self, ref: PromptRef) -> int:
-        """Count that `ref` was issued in vain; how often so far."""
+        """Count a failed attempt of `ref`; return the number so far."""
         self.reissues[ref] = self.reissues.get(ref, 0) + 1
         self.went_stale.discard(ref)
         return self.reissues[ref]
 
     def prune(self, rules: StreamRules, head: Head) -> None:
-        """Drop what is terminal, of a cut-off lineage, or too old for the next step.
+        """Drop everything that is terminal, of a discarded branch, or too old for the next step.
 
-        What has become too old where some staleness is allowed was issued in vain, and counts.
+        If staleness is allowed, a group that exceeds the limit counts as a failed attempt of its prompt.
         """
         self._seen = None
         for ref, offered in list(self._offers.items()):
@@ -244,7 +244,7 @@ class GroupBuffer:
 
 
 def clip_reason(text: str) -> str:
-    """The beginning of `text` that fits into a record."""
+    """The start of `text`, as much as fits into a record."""
     text = text[:REASON_CHARACTERS]
     while len(json.dumps(text)) > REASON_BYTES:
         text = text[: len(text) * 3 // 4]
@@ -252,6 +252,6 @@ def clip_reason(text: str) -> str:
 
 
 def _observed(group: Group) -> tuple[int, ...]:
-    """The tokens of each sample that the policy did not make; empty if it made all of them."""
+    """The number of tokens of each sample that the policy did not make; empty if it made all."""
     told = tuple(len(sample.token_ids) - sample.own_tokens for sample in group.samples)
     return told if any(told) else ()

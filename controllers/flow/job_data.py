@@ -1,6 +1,6 @@
-"""A job's data, opened once on each controller: its prompts, and for each source how responses are sampled and scored.
+"""A job's data, opened once on each controller: its prompts, and how responses are sampled and scored for each source.
 
-Opening the data reads the disk and may take long: `controllers.job.preparation` does it off the event loop and hands the result to
+Opening the data reads the disk and may take long: `controllers.job.preparation` does it off the event loop and passes the result to
 `make_job_data`. The order of a curriculum's prompts is in `controllers.flow.curriculum_orders`.
 """
 
@@ -29,21 +29,21 @@ from gcore.types import Prompt, PromptRef, Sample, Version
 
 @dataclass(frozen=True)
 class JobData:
-    """A job's prompts, and how the prompts of each source are sampled and scored; opened once."""
+    """A job's prompts, and how each source's prompts are sampled and scored; opened once."""
 
     spec: JobSpec
     uid: str
     stream: PromptStream
     sources: Mapping[str, SourcePipeline]
-    """How the prompts of training are answered and scored, by source."""
+    """The pipelines of the training sources, by source."""
     evaluation: tuple[EvalPromptSource, ...]
-    """Held-out prompts, in the order of the spec."""
+    """The held-out prompts, in the order of the spec."""
     evaluated: Mapping[str, SourcePipeline]
-    """How those are answered and scored, by set."""
+    """The pipelines of the evaluation sets, by set."""
 
     @property
     def is_held_back(self) -> bool:
-        """Whether no prompt should be begun, because a judge has all the questions that it may have."""
+        """Whether no prompt should be started, because a judge's queue is full."""
         return any(pipeline.rewards.is_full for pipeline in self.sources.values())
 
 
@@ -54,7 +54,7 @@ def make_job_data(
     scorer: FunctionScorer,
     judges: Mapping[str, Judge] = MappingProxyType({}),
 ) -> JobData:
-    """Make a job's data of its opened prompts. `scorer` and `judges` know the rewards and the judges that the spec names."""
+    """Build a job's data from its opened prompts. `scorer` and `judges` contain the rewards and the judges that the spec names."""
     rewards = Scorer(scorer, judges)
     trained = [opened.source for opened in prompts.stream.sources]
     held_out = [opened.source for opened in prompts.evaluation]
@@ -70,55 +70,57 @@ def make_job_data(
 
 @dataclass(frozen=True)
 class SourcePipeline:
-    """How a source's prompts are sampled, and how their responses are scored."""
+    """How a source's prompts are sampled and their responses scored."""
 
     source: ResolvedSource
     params: SamplingParams
     rewards: Scorer
 
     async def scored(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[RewardResult, ...]:
-        """The rewards of the responses to one prompt, in their order.
+        """The rewards of the responses to one prompt, in order.
 
-        Raises RewardError if one has none, EngineError if its prompt is to be issued again because of that.
+        Raises RewardError if a response has none; EngineError if the prompt must be sampled again because of that.
         """
         results = []
         for result in await self.each_scored(prompt, samples):
             if isinstance(result, ResponseNotJudged) and result.again:
-                raise (EngineUnreachable if result.away else EngineError)(result.what, fix="It is issued again")
+                raise (EngineUnreachable if result.away else EngineError)(
+                    result.what, fix="The prompt is sampled again"
+                )
             if isinstance(result, RewardError):
                 raise result
             results.append(result)
         return tuple(results)
 
     async def each_scored(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Scored, ...]:
-        """The rewards as `scored` gives them, with an error in the place of each response that cannot be scored."""
+        """The same, with an error in the place of each response that cannot be scored."""
         return await self.rewards.score(self.source.reward, prompt, [make_response(sample) for sample in samples])
 
     async def judge_early(self, prompt: Prompt, sample: Sample) -> None:
-        """Have judges look at a response before the others of its group are finished."""
+        """Send a response to the judges before the other responses of its group are finished."""
         await self.rewards.judge_early(self.source.reward, prompt, make_response(sample))
 
     def forget(self, prompt: Prompt) -> None:
-        """No more of its responses are scored, until it is issued again: what judges could not judge is then asked again."""
+        """Forget failed judgements of the prompt, so that they are requested again when the prompt is sampled again."""
         if self.has_judges:
             self.rewards.forget(self.source.reward, prompt)
 
     @property
     def has_judges(self) -> bool:
-        """Whether any judge looks at its responses."""
+        """Whether any judge scores its responses."""
         return bool(self.source.reward.judges)
 
 
 def make_response(sample: Sample) -> Response:
-    """A sample as rewards are shown it: its length is what the policy made."""
+    """A sample in the form that rewards get: its length counts only the policy's tokens."""
     of_environment = dict(sample.reward_parts).get(ENVIRONMENT)
     return Response(sample.text, sample.own_tokens, is_truncated(sample), of_environment)
 
 
 def rewards_of(spec: JobSpec) -> dict[str, RewardSpec]:
-    """Every function that scores for the job, once, under the name of the first source that wants it.
+    """Every distinct reward of the job, under the name of the first source that uses it.
 
-    Those of training first; a set of evaluation may have the name of one of them, and another reward.
+    Training sources come first. An evaluation set may have the same name as one of them and a different reward.
     """
     found: dict[str, RewardSpec] = {}
     judges = {judge.name: judge for judge in spec.judges}
@@ -130,13 +132,13 @@ def rewards_of(spec: JobSpec) -> dict[str, RewardSpec]:
 
 
 def _free(name: str, taken: Mapping[str, RewardSpec]) -> str:
-    """A name like `name` that is not taken yet."""
+    """An unused name derived from `name`."""
     names = itertools.chain((name, f"{name} of eval"), (f"{name}, {number}" for number in itertools.count(2)))
     return next(one for one in names if one not in taken)
 
 
 def sampling_of(spec: JobSpec, source: ResolvedSource) -> SamplingParams:
-    """How responses to a source's prompts are drawn; of a set of evaluation, as `eval` says, and ended as in training."""
+    """The sampling of a source's responses. Evaluation sets use the values of `eval`, with the stop conditions of training."""
     own = source.sampling
     return SamplingParams(
         temperature=own.temperature,
@@ -151,17 +153,17 @@ def sampling_of(spec: JobSpec, source: ResolvedSource) -> SamplingParams:
 
 
 def sample_seed(data: JobData, ref: PromptRef, index: int, reissue: int) -> int:
-    """A sample's seed: a hash of (job's name and seed, prompt ref, sample index, re-issue), 63 bits.
+    """The seed of a sample: a 63-bit hash of the job's name and seed, prompt ref, sample index and attempt.
 
-    The name and the seed, not the uid: the same spec started anew draws the same samples.
+    It uses the name and the seed, not the uid, so that a new job with the same spec draws the same samples.
     """
     return _seed(f"{data.spec.name}|{data.spec.seed}|{ref}|{index}|{reissue}")
 
 
 def eval_seed(data: JobData, version: Version, name: str, index: int, number: int) -> int:
-    """The seed of response `number` to prompt `index` of a set: a hash of these, the job's name and seed and the version.
+    """The seed of response `number` to prompt `index` of a set: a 63-bit hash of these, the job's name and seed, and the version.
 
-    63 bits. Not of the uid, nor of who asks: the same spec started anew draws the same, as long as its weights are the same.
+    It does not depend on the uid or the peer: a new job with the same spec draws the same, as long as its weights are the same.
     """
     return _seed(f"{data.spec.name}|{data.spec.seed}|eval|{version}|{name}|{index}|{number}")
 

@@ -1,11 +1,11 @@
 """The flow's side of a controller: `JobPeer` implements `gcore.flows`' `Peer`.
 
-It issues the prompts that are due, has an engine answer them as their source says, scores the responses, and waits for the reconciler and
-the other peers. A prompt that a source filters out, or that cannot be rendered, ends without being issued. What becomes of a production is
-in `controllers.flow.step`, evaluation in `controllers.flow.evaluation`.
+It samples the prompts that are due, requests responses from an engine as their source says, scores them, and waits for the reconciler and the
+other peers. A prompt that a source filters out, or that cannot be rendered, ends without a request. `controllers.flow.step` handles the
+results of productions, `controllers.flow.evaluation` evaluations.
 
-Below the peer: `LengthEstimates`, which say in what order prompts are begun and to which engine they go, and `make_demonstration`, the
-group that supervised training is fed.
+Below the peer: `LengthEstimates` predicts response lengths, which determine the order of prompts and their engines; `make_demonstration`
+builds the groups of supervised training.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from gcore.system.concurrency import cancel_all
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan, entry_text, entry_value
 
 NEWEST_GROUPS = 64
-"""Groups of a source that stand for its recent lengths."""
+"""Number of recent groups of a source from which its lengths are estimated."""
 
 EVERY = 8
-"""After so many more groups they are looked at anew."""
+"""Number of new groups after which the estimate is updated."""
 
 MOST_PROMPTS = 65_536
-"""Prompts that are remembered; those that were answered the longest time ago are forgotten first."""
+"""Maximum number of prompts to remember; those answered the longest time ago are dropped first."""
 
 
 class JobPeer:
-    """The peer of one job on this controller: implements `gcore.flows.Peer`."""
+    """The peer of one job on this controller; implements `gcore.flows.Peer`."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class JobPeer:
         warnings: WarningLog,
         episodes: EpisodeRunner | None = None,
     ) -> None:
-        """`episodes`: of a job with an environment, or an agent."""
+        """`episodes`: for a job with an environment or an agent."""
         self.data = data
         self.look = look
         self.changes = changes
@@ -85,11 +85,11 @@ class JobPeer:
         self._orders = orders
         self._filters = filters
         self._passed_filters: set[PromptRef] = set()
-        """Prompts whose group has passed the filters, and is not held yet."""
+        """Prompts whose group has passed the filters and is not held yet."""
         self.collectives = collectives
         self.context = StepContext(look, changes, buffer, clock, data, collectives, faults, self.check_filtered)
         self._early: set[asyncio.Task[None]] = set()
-        """Responses that are judged before their groups are finished."""
+        """Tasks that judge responses before their groups are finished."""
         self._equal_rewards = EqualRewardsWatch(data.spec.flow.groups_per_step, warnings)
         rollout = data.spec.rollout
         self._longest_first = rollout.order == "longest_first"
@@ -98,9 +98,9 @@ class JobPeer:
         self._lengths = LengthEstimates(self._prompt_entry) if expects else None
 
     async def steps(self) -> AsyncIterator[Step]:
-        """A step for each look at which the next batch is not sealed yet, or is on its way; none of an ended job.
+        """Yield a step whenever the next batch is not sealed yet or being exchanged; end when the job has ended.
 
-        Of an ended job no step waits for anything: to give it one more would be a loop that never lets go.
+        In an ended job no step waits for anything, so yielding another one would loop forever.
         """
         while True:
             await self.changes.until(lambda: self.look().mirror.head is not None)
@@ -114,12 +114,12 @@ class JobPeer:
             yield JobStep(self.context, head.version)
 
     async def close(self) -> None:
-        """Nothing is in flight any more when this returns."""
+        """Cancel everything in flight, and wait until it has ended."""
         await self.buffer.in_flight.give_up_all()
         await cancel_all(self._early)
 
     async def prompts(self, step: Step) -> AsyncIterator[Prompt]:
-        """Due refs of my shards that nobody has offered and I have not begun, oldest first; until the step takes no more."""
+        """Yield due refs of my shards that no peer has offered and I have not started, oldest first, until the step takes no more."""
         assert isinstance(step, JobStep)
         while step.takes_prompts():
             seen, began = self.changes.count, self.clock.monotonic()
@@ -135,7 +135,7 @@ class JobPeer:
                 else:
                     step.record_outcome(ref, prompt, self.data.stream.found(ref)[0].name)
                     self.changes.notify()
-                # Lets what was started begin, and the reconciler keep up, while there is more to hand out.
+                # Lets started productions and the reconciler run while there are more prompts to hand out.
                 await self.clock.sleep(0)
                 self.buffer.in_flight.raise_defect()
                 if not step.takes_prompts():
@@ -143,7 +143,7 @@ class JobPeer:
                 if self.look().leaving:
                     break
             step.put_back()
-            # What changed while prompts were handed out was not looked at yet.
+            # Changes that happened while prompts were handed out have not been processed yet.
             if step.takes_prompts() and self.changes.count == seen:
                 await self.changes.wait()
                 if rest > 0:
@@ -151,26 +151,29 @@ class JobPeer:
             self.buffer.in_flight.raise_defect()
 
     def _exhausted_outcome(self, ref: PromptRef) -> Outcome | None:
-        """The failure of a prompt that was issued too often, and whose last group became too old; None for any other prompt."""
+        """The failure of a prompt with too many attempts whose last group exceeded the staleness limit; None for other prompts."""
         tries = self.buffer.reissues.get(ref, 0)
         if ref not in self.buffer.went_stale or tries <= self.data.spec.flow.max_reissues:
             return None
-        return Outcome("failed", f"stale: issued {tries} times, the last group was too old before a step could take it")
+        return Outcome(
+            "failed",
+            f"stale: sampled {tries} times; the last group exceeded the staleness limit before a step could use it",
+        )
 
     def _render_prompt(self, ref: PromptRef) -> Prompt | Outcome:
-        """The prompt, or how it ends because there is nothing to show to an engine. Raises DataChanged."""
+        """The prompt, or its outcome if it cannot be sent to an engine. Raises DataChanged."""
         try:
             return self.data.stream.prompt(ref)
         except PromptFiltered as filtered:
             return Outcome("filtered", filtered.what)
         except DataChanged:
-            raise  # or every prompt of every epoch would fail, one after the other
+            raise  # otherwise every prompt of every epoch would fail
         except GcoreError as error:
             return Outcome("failed", str(error))
 
     async def rollout(self, prompt: Prompt, samples: int | None = None, *, greedy: bool = False) -> tuple[Sample, ...]:
-        """Responses of head's version, drawn as the prompt's source says, or greedy; of several turns if the job has an
-        environment. Raises EngineError, and RewardError for an environment that failed."""
+        """Responses of head's version, sampled as the prompt's source says, or greedy; of several turns if the job has an environment. Raises
+        EngineError, and RewardError for a failed environment."""
         view = self.look()
         count = self.data.spec.flow.samples_per_prompt if samples is None else samples
         reissue = self.buffer.reissues.get(prompt.ref, 0)
@@ -189,7 +192,7 @@ class JobPeer:
         expect = None if self._lengths is None else self._lengths.of(prompt.ref, weighs=self._weighs_tokens)
         made = await self._engines.generate(version, prompts, params, seeds, rid, follow, decode, ended, expect)
         if any(sample.finish_reason == "abort" for sample in made):
-            raise EngineError(f"the engine gave up on prompt {prompt.ref}", fix="It is issued again")
+            raise EngineError(f"the engine aborted prompt {prompt.ref}", fix="The prompt is sampled again")
         if self._lengths is not None and not greedy:
             self._lengths.note(prompt.ref, [len(sample.token_ids) for sample in made])
         return made
@@ -204,7 +207,7 @@ class JobPeer:
         *,
         greedy: bool,
     ) -> tuple[Sample, ...]:
-        """Responses of several turns, side by side. Raises EngineError, and RewardError for an environment that failed."""
+        """Responses of several turns, made concurrently. Raises EngineError, and RewardError for a failed environment."""
         assert self._episodes is not None
         request = EpisodeRequest(
             version,
@@ -219,9 +222,9 @@ class JobPeer:
         return made
 
     def _early_judge(self, prompt: Prompt) -> Callable[[int, Sample], None] | None:
-        """Hands each response to the source's judges as soon as it is finished; None if there are none.
+        """A function that sends each finished response to the source's judges; None without judges.
 
-        What is still being judged when the prompt's production ends, however it ends, is given up with it.
+        Judgements that are not finished when the prompt's production ends are cancelled.
         """
         pipeline, production = self.data.sources[prompt.source], self._production_task(prompt)
         if not pipeline.has_judges or production is None:
@@ -239,12 +242,11 @@ class JobPeer:
         return judge
 
     def _production_task(self, prompt: Prompt) -> asyncio.Task[Any] | None:
-        """The task that makes the prompt's group: not always the current one, since a flow may have several rollouts side by side."""
+        """The task that produces the prompt's group. It may differ from the current task, because a flow may run several rollouts concurrently."""
         return self.buffer.in_flight.task_of(prompt.ref) or asyncio.current_task()
 
     def _forget_verdicts_at_end(self, prompt: Prompt) -> None:
-        """Forget at the production's end what judges could not judge of the prompt: they are asked again when it is issued again, and not
-        before."""
+        """At the end of the production, forget failed judgements of the prompt, so that they are requested again when it is sampled again."""
         pipeline, production = self.data.sources[prompt.source], self._production_task(prompt)
         if pipeline.has_judges and production is not None:
             production.add_done_callback(lambda _: pipeline.forget(prompt))
@@ -256,7 +258,7 @@ class JobPeer:
             self.changes.notify()
 
     def _follow_head(self, ref: PromptRef) -> VersionFollower:
-        """The answers to `ref` begin with head's weights, whichever they are by then, and go on with newer ones."""
+        """Has responses to `ref` start with head's current weights and continue with newer ones."""
 
         def wanted() -> Version:
             head = self.look().mirror.head
@@ -266,14 +268,14 @@ class JobPeer:
         return VersionFollower(wanted, lambda version: self.buffer.in_flight.note_version(ref, version))
 
     async def demonstrate(self, prompt: Prompt) -> Group | Outcome:
-        """The answer of the prompt's entry, in the name of head's version."""
+        """The answer in the prompt's entry as a group with head's version."""
         view = self.look()
         opened, _ = self.data.stream.found(prompt.ref)
         longest = self.data.sources[prompt.source].params.max_new_tokens
         return make_demonstration(prompt, opened, view.head.version, longest)
 
     async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group | Outcome:
-        """The source's rule reward, and what the spec says of cut-off responses. Raises RewardError."""
+        """Score responses with the source's reward, and apply the spec's rule for truncated responses. Raises RewardError."""
         rollout, pipeline = self.data.spec.rollout, self.data.sources[prompt.source]
         outcome = drop_truncated(samples, rollout.truncated)
         if outcome is not None:
@@ -296,17 +298,17 @@ class JobPeer:
         return result
 
     def check_filtered(self, group: Group) -> None:
-        """Raises SpecError for a group that the spec's filters have not seen: its flow does not ask them."""
+        """Raise SpecError if the flow trains a group without calling the spec's filters."""
         if self._filters and group.ref not in self._passed_filters:
             raise SpecError(
-                f"flow {self.data.spec.flow.name!r} trains a group that flow.filters has not seen",
+                f"flow {self.data.spec.flow.name!r} trains a group without applying flow.filters",
                 where="flow.filters",
-                fix="Let the flow ask peer.filter for every group, or take the filters out of the spec",
+                fix="Call peer.filter for every group in the flow, or remove flow.filters from the spec",
             )
         self._passed_filters.discard(group.ref)
 
     async def evaluate(self) -> None:
-        """Held-out prompts are answered, once for a version that is due, by all peers together."""
+        """Take part in the evaluation of the version that is due, if any."""
         await self._evaluator.evaluate()
 
     def _due_refs(self) -> list[PromptRef]:
@@ -328,7 +330,7 @@ class JobPeer:
 
 @dataclass(frozen=True, slots=True)
 class PromptEntry:
-    """A prompt, whatever the data epoch: an entry of a source, whose responses have at most `longest` tokens."""
+    """A prompt independent of the data epoch: an entry of a source, whose responses have at most `longest` tokens."""
 
     source: str
     number: int
@@ -337,7 +339,7 @@ class PromptEntry:
 
 @dataclass(frozen=True, slots=True)
 class DuePrompt:
-    """A prompt that is due. `since`: head's version when it became due; `tokens`: the length then expected of a response."""
+    """A prompt that is due. `since`: head's version when it became due; `tokens`: the expected response length at that time."""
 
     since: Version
     tokens: float
@@ -347,21 +349,21 @@ class DuePrompt:
 class _Source:
     newest: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=NEWEST_GROUPS))
     fresh: int = 0
-    """Groups that were not looked at yet."""
+    """Groups since the last update of `lengths`."""
     lengths: SourceLengths = field(default_factory=lambda: SourceLengths(()))
 
 
 class LengthEstimates:
-    """Expected lengths of responses, and the order in which due prompts are begun because of them. `entry` says which prompt a ref stands for.
+    """Estimates lengths of responses, and orders due prompts by them. `entry`: returns the prompt of a ref.
 
-    Of each source the newest groups are known, and of each prompt that was answered here how its responses compared with its source's at
-    that time (`gcore.rollout.length_prediction`): that is what is expected of it in a later data epoch. In the first epoch, and of a prompt
-    whose shard was another controller's then, only the source's lengths are known. All of it is lost with the process, and nothing is
-    wrong without it: it only says which prompt goes first, and to which engine.
+    For each source it keeps the newest groups, and for each prompt answered here how its responses compared with its source's at that time
+    (`gcore.rollout.length_prediction`), which predicts later data epochs. In the first epoch, and for a prompt whose shard was on another
+    controller, only the source's lengths are known. All of it is lost with the process; it affects only the order of prompts and the choice
+    of engines.
 
-    With `rollout.order: longest_first` the prompts that became due at the same head go longest expected first; those that became due at an
-    earlier head go before all of them. So no prompt is passed over for ever, however few may be in flight at once. All due prompts are
-    produced in any case, and other rules say which of them a seal takes: the order changes when a prompt is begun, not whether.
+    With `rollout.order: longest_first`, prompts that became due at the same head are ordered by expected length, longest first; prompts that
+    became due at an earlier head go before them, so that no prompt is passed over forever. All due prompts are produced in any case, and
+    other rules choose those of a seal: the order changes when a prompt is started, not whether.
     """
 
     def __init__(self, entry: Callable[[PromptRef], PromptEntry]) -> None:
@@ -369,10 +371,10 @@ class LengthEstimates:
         self._sources: dict[str, _Source] = {}
         self._prompts: OrderedDict[tuple[str, int], SiblingLengths] = OrderedDict()
         self._turns: dict[PromptRef, DuePrompt] = {}
-        """Of what is due; worked out once."""
+        """The due prompts; each is estimated once."""
 
     def note(self, ref: PromptRef, lengths: Sequence[int]) -> None:
-        """Note the lengths of the responses to it."""
+        """Record the lengths of the responses to a prompt."""
         entry = self._entry(ref)
         source = self._sources.setdefault(entry.source, _Source())
         source.newest.append(tuple(lengths))
@@ -385,16 +387,16 @@ class LengthEstimates:
             self._prompts.popitem(last=False)
 
     def tokens(self, ref: PromptRef) -> float:
-        """The expected number of tokens of a response to it."""
+        """The expected number of tokens of a response to a prompt."""
         entry = self._entry(ref)
         return expected_length(self._lengths(entry), self._siblings(entry), 0, entry.longest)
 
     def of(self, ref: PromptRef, *, weighs: bool = True) -> LengthExpectation:
-        """The expected tokens that responses to it have still to come, as they grow."""
+        """The expected number of tokens still to come for the responses to a prompt, updated as they grow."""
         return LengthExpectation(partial(self._left, self._entry(ref)), weighs)
 
     def in_turn(self, due: Sequence[PromptRef], head: Version) -> list[PromptRef]:
-        """The refs that are due, in the order in which they are begun."""
+        """The due refs in the order in which they are started."""
         self._turns = {ref: self._turns.get(ref) or DuePrompt(head, self.tokens(ref)) for ref in due}
         return sort_longest_first(due, self._turns)
 
@@ -415,11 +417,10 @@ def sort_longest_first(due: Sequence[PromptRef], turns: Mapping[PromptRef, DuePr
 
 
 def make_demonstration(prompt: Prompt, opened: PromptSource, version: Version, max_new_tokens: int) -> Group | Outcome:
-    """The answer of a prompt's entry as a group of one sample, with reward 0 and log-probabilities of 0, in the name of `version`; or that
-    it has failed.
+    """The answer of a prompt's entry as a group of one sample, with reward 0 and log-probabilities of 0, under `version`; or a failure.
 
-    The answer is the field that the reward of the prompt's source names. Text is taken as it is, anything else as JSON writes it; the
-    end token comes after it that the chat template writes behind an answer, or the tokenizer's. It is never cut: half an answer is another answer.
+    The answer is the field that the reward of the prompt's source names: text as it is, other values as JSON, followed by the end token that the
+    chat template writes after an answer, or the tokenizer's. It is never cut, because half an answer would be a wrong one.
     """
     field = opened.source.reward.answer
     if entry_value(prompt.fields, field) is None:
@@ -432,7 +433,7 @@ def make_demonstration(prompt: Prompt, opened: PromptSource, version: Version, m
     end = opened.renderer.answer_end(prompt.fields)
     tokens = tokens if end is None else (*tokens, end)
     if not tokens:
-        return Outcome("failed", f"the answer in field {field!r} has no tokens, and the tokenizer names no end")
+        return Outcome("failed", f"the answer in field {field!r} has no tokens, and the tokenizer has no end token")
     if len(tokens) > max_new_tokens:
         return Outcome("failed", f"the answer has {len(tokens)} tokens, more than max_new_tokens ({max_new_tokens})")
     spans = (VersionSpan(version, 0, len(tokens)),)

@@ -1,8 +1,8 @@
 """A peer's side of the values that the peers of a job exchange in a step (`gcore.ledger.collectives` has the rules).
 
-`gather` gives this peer's value, waits for the others', and reads the one answer. A hash says which peer fixes the answer; if that peer
-does not, the next one does. `answer_others` runs beside the flow: while others wait in a step that this peer's flow has left, it says
-so, or they would wait for ever. No step needs any of this to be trained.
+`gather` writes this peer's value, waits for the others, and reads the agreed result. A hash selects the peer that fixes the result; if that
+peer does not, the next one does. `answer_others` runs beside the flow: if others wait in a step that this peer's flow has left, it reports
+that; otherwise they would wait forever. Training a step needs none of this.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from gcore.types import Version
 COLLECTIVE_LOOK_AGAIN_S = 1.0
 
 TURN_S = 0.5
-"""Seconds that a peer waits for the peer before it in turn to fix an answer."""
+"""Seconds that a peer waits for the previous peer in turn order to fix a result."""
 
 
 class PeerCollectives:
@@ -52,12 +52,12 @@ class PeerCollectives:
         self._at = Version(-1, -1)
 
     def begin(self, at: Version) -> None:
-        """Note that the flow is in the step that begins with version `at`, or waits for it."""
+        """Record that the flow is in the step that starts with version `at`, or waits for it."""
         self._at = at
         self._changes.notify()
 
     async def gather(self, at: Version, name: str, value: Any) -> tuple[Any, ...]:
-        """The agreed values, in the order of the peers' names. Raises ValueError."""
+        """The agreed values, ordered by the peers' names. Raises ValueError."""
         check_contribution(name, value)
         began: float | None = None
         while (agreed := self._agreed(at, name)) is None:
@@ -93,7 +93,7 @@ class PeerCollectives:
                 await self._changes.wait(COLLECTIVE_LOOK_AGAIN_S)
 
     def _somebody_waits(self) -> bool:
-        """Whether an earlier step has a contribution without an agreed answer."""
+        """Whether another peer has contributed to an earlier step that has no agreed result."""
         return any(
             self._agreed(part.at, name) is None
             for member, part in self._parts().items()
@@ -115,7 +115,7 @@ class PeerCollectives:
         await self._make(agree(mirror.keys, compute_answer(at, name, self._parts()), forgotten))
 
     async def _make(self, txn: Any) -> None:
-        """Run the transaction and wait for a change of the mirror, which the watch brings."""
+        """Run the transaction, and wait until the watch updates the mirror."""
         heard = self._mirror().revision
         try:
             report = await TransactionExecutor(self._store, self._mirror().keys).run(txn)
@@ -126,7 +126,7 @@ class PeerCollectives:
         while self._mirror().revision < max(report.revision, heard + 1):
             await self._changes.wait(COLLECTIVE_LOOK_AGAIN_S)
             if self._clock.monotonic() - waited >= COLLECTIVE_LOOK_AGAIN_S:
-                return  # made or not, looking again does no harm
+                return  # the caller checks again in either case
 
     def _parts(self) -> Mapping[str, Part]:
         return {member: stored.record for member, stored in self._mirror().parts.items()}

@@ -1,9 +1,9 @@
-"""One step as a peer lives through it, and the productions under way in it: `gcore.flows`' `Step` and `Batch`.
+"""One step from a peer's point of view, and its running productions: `gcore.flows`' `Step` and `Batch`.
 
-A finished group goes into the group buffer if it can still be trained. A prompt that failed because of an engine is issued again by the
-peer that owns the shard, later and later if no engine could be reached (a broken one would burn all tries of a prompt in a moment).
-Any other exception is a defect of the flow or a plug-in and ends the flow. Nothing here issues prompts or asks an engine
-(`controllers.flow.peer`), and nothing is written to the store but what peers exchange (`controllers.flow.peer_collectives`).
+A finished group goes into the group buffer if it can still be trained. If a prompt failed because of an engine, the peer that owns the shard
+samples it again, with increasing delays if no engine was reachable (otherwise a broken engine would use up all attempts at once). Any other
+exception is a defect of the flow or a plug-in and ends the flow. This module neither samples prompts nor calls engines
+(`controllers.flow.peer`), and writes nothing to the store but collective values (`controllers.flow.peer_collectives`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """The parts of a peer that its steps work with."""
+    """The parts of a peer that its steps use."""
 
     look: Callable[[], JobView]
     changes: ChangeSignal
@@ -45,7 +45,7 @@ class StepContext:
     collectives: PeerCollectives
     faults: PluginErrorLog
     check_filtered: Callable[[Group], None]
-    """Raises SpecError for a group that the spec's filters have not seen."""
+    """Raises SpecError for a group to which the spec's filters were not applied."""
 
 
 class JobStep:
@@ -56,7 +56,7 @@ class JobStep:
         self.version = version
         self._handed_out: Prompt | None = None
         self._told: set[str] = set()
-        """Names that were given something under."""
+        """Names already used in collectives of this step."""
 
     @property
     def number(self) -> int:
@@ -64,24 +64,24 @@ class JobStep:
         return self.version.step + 1
 
     def is_current(self) -> bool:
-        """Whether head still is where this step begins."""
+        """Whether head is still at the start of this step."""
         head = self._context.look().mirror.head
         return head is not None and head.record.version == self.version and not self._ended()
 
     def is_open(self) -> bool:
-        """Whether its batch still wants groups."""
+        """Whether its batch still needs groups."""
         seal = self._context.look().seal
         return self.is_current() and (seal is None or seal.collects)
 
     def takes_prompts(self) -> bool:
-        """Whether prompts may be begun: for its own batch, and for later ones where some staleness is allowed, until it is committed."""
+        """Whether prompts may be started: while its batch is open, and, if staleness is allowed, for later batches until it is committed."""
         return self.is_open() or (self.is_current() and self._context.data.spec.rollout.staleness > 0)
 
     def _ended(self) -> bool:
         return self._context.look().mirror.has_ended
 
     def hand_out(self, prompt: Prompt) -> None:
-        """`prompt` is the flow's now; the next `start` is for it."""
+        """Hand `prompt` to the flow; the next `start` is for it."""
         self.put_back()
         self._handed_out = prompt
         self._context.buffer.in_flight.begin(prompt.ref, self.version, self._context.clock.monotonic())
@@ -89,12 +89,12 @@ class JobStep:
     def take(self) -> Prompt:
         """The prompt handed out last, once. Raises RuntimeError if there is none."""
         if self._handed_out is None:
-            raise RuntimeError("batch.start() was called twice for one prompt, or before peer.prompts() gave one")
+            raise RuntimeError("batch.start() was called twice for one prompt, or before peer.prompts() yielded one")
         prompt, self._handed_out = self._handed_out, None
         return prompt
 
     def put_back(self) -> None:
-        """A prompt that the flow did not start is not in flight."""
+        """Remove a prompt from flight that the flow did not start."""
         if self._handed_out is not None:
             self._context.buffer.in_flight.remove(self._handed_out.ref)
             self._handed_out = None
@@ -102,10 +102,9 @@ class JobStep:
     def keep_group(self, group: Group) -> None:
         """Hold a finished group, unless it can no longer be trained.
 
-        What is held is not issued again, so nothing may be held that no seal would take; nor what was issued in a lineage
-        that was cut off meanwhile, whatever made it: with a curriculum the ref may stand for another prompt by now.
-        Raises EngineError if head is where it was and other weights had a part in the group, and where some staleness is
-        allowed also if the group has become too old: it was issued in vain, and counts.
+        A held prompt is not sampled again, so no group may be held that no seal would take, nor a group from a discarded branch, regardless of its
+        weights: with a curriculum, the ref may name another prompt by now. Raises EngineError if head is unchanged and other weights made
+        part of the group, and, if staleness is allowed, if the group exceeds the limit; this counts as a failed attempt.
         """
         view = self._context.look()
         head = view.head
@@ -116,16 +115,17 @@ class JobStep:
             return
         made_by = ", ".join(map(str, group.versions))
         if view.rules.staleness and all(is_ancestor(head, version) for version in group.versions):
-            why = f"stale: prompt {group.ref} was made by {made_by}, too old for step {head.step + 1}"
-            raise EngineError(why, fix="It is issued again")
+            why = f"stale: prompt {group.ref} was made by {made_by}, which exceeds the staleness limit of step {head.step + 1}"
+            raise EngineError(why, fix="The prompt is sampled again")
         if not view.rules.staleness and self.is_current():
-            raise EngineError(f"prompt {group.ref} was made by {made_by}, not {self.version}", fix="It is issued again")
+            raise EngineError(
+                f"prompt {group.ref} was made by {made_by}, not {self.version}", fix="The prompt is sampled again"
+            )
 
     def record_outcome(self, ref: PromptRef, outcome: Outcome, source: str, trace: str = "") -> None:
-        """Hold an outcome, unless it belongs to a lineage that was cut off meanwhile: then `ref` is issued again.
+        """Hold an outcome, unless it belongs to a discarded branch; then `ref` is sampled again.
 
-        Why a prompt failed is an event too, once for each reason, with the plug-in's own `trace`: a count alone would say
-        nothing to whoever follows the job.
+        The reason of a failure also becomes an event, once per reason, with the plug-in's `trace`, because a count alone would not tell users why.
         """
         if outcome.kind == "failed":
             self._context.faults.note(outcome.reason, trace)
@@ -135,10 +135,10 @@ class JobStep:
 
     @asynccontextmanager
     async def collect(self) -> AsyncIterator[JobBatch]:
-        """Leaves when the batch is sealed, and gives up what is in flight then.
+        """End when the batch is sealed, and give up the prompts in flight then.
 
-        Where some staleness is allowed it leaves when the step is committed, or is not to come, for until then prompts of later
-        steps are begun; what is in flight goes on.
+        If staleness is allowed, end when the step is committed or will not come, because prompts of later steps are started until then; prompts in
+        flight continue.
         """
         batch = JobBatch(self._context, self)
         try:
@@ -149,11 +149,11 @@ class JobStep:
                 await batch.give_up()
 
     async def train(self) -> None:
-        """Until head moved, or the batch is open again."""
+        """Wait until head has moved or the batch is open again."""
         await self._context.changes.until(lambda: not self.is_current() or self.is_open())
 
     async def publish(self) -> None:
-        """Until one of my engines serves head's version, or there is nothing to wait for."""
+        """Wait until one of my engines serves head's version, or there is nothing to wait for."""
 
         def served() -> bool:
             view = self._context.look()
@@ -173,14 +173,14 @@ class JobStep:
         return await self._context.collectives.sum(self.version, name, value)
 
     def _use(self, name: str) -> None:
-        # The second value would be passed over, for what is given is never changed.
+        # A second value would be ignored, because contributions never change.
         if name in self._told:
-            raise ValueError(f"{name!r} was used in this step; give what is told again another name")
+            raise ValueError(f"{name!r} was already used in this step; use another name")
         self._told.add(name)
 
 
 class JobBatch:
-    """Implements `gcore.flows.Batch`: productions under way, one task each."""
+    """Implements `gcore.flows.Batch`: running productions, one task each."""
 
     def __init__(self, context: StepContext, step: JobStep) -> None:
         self._context = context
@@ -188,7 +188,7 @@ class JobBatch:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
-        """Produce the prompt that `peer.prompts` handed out last."""
+        """Produce the prompt that `peer.prompts` yielded last."""
         try:
             prompt = self._step.take()
         except RuntimeError:
@@ -200,7 +200,7 @@ class JobBatch:
         task.add_done_callback(self._done)
 
     async def give_up(self) -> None:
-        """Cancel what is under way; whatever is still due is issued again."""
+        """Cancel all running productions; prompts that are still due are sampled again."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -217,23 +217,23 @@ class JobBatch:
             result = check_production(await produce, ref)
             if isinstance(result, Group):
                 if (why := untrainable_reason(result, self._context.data.spec.train)) is not None:
-                    raise RewardError(why, fix="Correct the flow, or choose another for this estimator")
+                    raise RewardError(why, fix="Correct the flow, or choose another flow for this estimator")
                 self._context.check_filtered(result)
-                # A flow that makes its groups itself need not know of sources.
+                # A flow that builds its groups itself may leave the source empty.
                 self._step.keep_group(result if result.source else replace(result, source=prompt.source))
             else:
                 self._step.record_outcome(ref, result, prompt.source)
         except (RewardError, FilterError) as error:
             self._step.record_outcome(ref, Outcome("failed", str(error)), prompt.source, plugin_trace(error))
         except EngineError as error:
-            tries = self._reissue_failed(prompt, error.what)  # not its "It is issued again"
+            tries = self._reissue_failed(prompt, error.what)  # without its fix, "The prompt is sampled again"
             if isinstance(error, EngineUnreachable) and tries <= self._context.data.spec.flow.max_reissues:
-                await self._context.clock.sleep(retry_delay(tries))  # still in flight, so not issued meanwhile
+                await self._context.clock.sleep(retry_delay(tries))  # still in flight, so it is not sampled meanwhile
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
-            self._reissue_failed(prompt, "a task that it waited for was cancelled")  # else for ever, without a word
-        except SystemExit as error:  # let through, it would end this process
+            self._reissue_failed(prompt, "an inner task was cancelled")  # otherwise it would be in flight forever
+        except SystemExit as error:  # uncaught, it would end this process
             self._context.buffer.in_flight.note_defect(error)
         finally:
             if buffer.in_flight.remove(ref):
@@ -241,19 +241,19 @@ class JobBatch:
             self._context.changes.notify()
 
     def _reissue_failed(self, prompt: Prompt, why: str) -> int:
-        """Have a prompt that failed issued again, or fail it after too many tries. The number of tries."""
+        """Have a failed prompt sampled again, or fail it after too many attempts. Returns the number of attempts."""
         tries = self._context.buffer.count_reissue(prompt.ref)
-        log.info("prompt %s, try %d: %s", prompt.ref, tries, why)
+        log.info("prompt %s, attempt %d failed: %s", prompt.ref, tries, why)
         if tries > self._context.data.spec.flow.max_reissues:
             self._step.record_outcome(
-                prompt.ref, Outcome("failed", f"issued {tries} times, the last: {why}"), prompt.source
+                prompt.ref, Outcome("failed", f"sampled {tries} times; the last error: {why}"), prompt.source
             )
         return tries
 
     def _reissue_stale(self, prompt: Prompt) -> None:
-        """Have a prompt issued again whose weights became too old while it was produced, or fail it after too many tries."""
+        """Have a prompt sampled again that exceeded the staleness limit during production, or fail it after too many attempts."""
         tries = self._context.buffer.count_reissue(prompt.ref)
-        log.info("prompt %s, try %d: given up, for its weights became too old", prompt.ref, tries)
+        log.info("prompt %s, attempt %d was given up: it exceeded the staleness limit", prompt.ref, tries)
         if tries > self._context.data.spec.flow.max_reissues:
-            reason = f"stale: issued {tries} times, the last one took more than rollout.staleness allows"
+            reason = f"stale: sampled {tries} times; the last attempt exceeded rollout.staleness"
             self._step.record_outcome(prompt.ref, Outcome("failed", reason), prompt.source)

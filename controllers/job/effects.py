@@ -1,10 +1,10 @@
-"""`Effects`, with which actions are carried out, and what several actions share; then retention, and the start of a job.
+"""`Effects`, the collaborators of the executor, and helpers that several actions share; then retention, and the start of a job.
 
-Retention: records are in the run's folder before they leave the store; a file leaves the folder when no record names it any more. Each is
-one guarded transaction and may be cut off anywhere: the next controller that looks sees what is left and finishes it.
+Retention: records are in the run's folder before they leave the store; a file is deleted from the folder when no record names it any more.
+Each is one guarded transaction and may be interrupted anywhere: the next controller finishes it.
 
-Start: base entry, base checkpoint and first plan in one transaction, with the reason for the plan if the job's slots move. A warning about
-estimates is reported and delays nothing.
+Start: base entry, base checkpoint and first plan in one transaction, with the reason for the plan if a placement policy moves slots. A
+warning about estimates is reported and delays nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from placement.placer import new_placer
 
 @dataclass(frozen=True)
 class Effects:
-    """The collaborators with which actions are carried out."""
+    """The collaborators with which actions are executed."""
 
     store: Store
     ledger: TransactionExecutor
@@ -52,24 +52,24 @@ class Effects:
     address: str
     ranks: RankConnections
     pools: Mapping[str, EnginePool]
-    """The engines, by judge; the policy's have no name."""
+    """The engines, by judge; the policy's engines have an empty name."""
     buffer: GroupBuffer
     clock: Clock
     stats: Callable[[JobView], dict[str, float]]
-    """Numbers for the log entry of the step that is committed."""
+    """Returns the statistics for the log entry of the committed step."""
     run_dir: Path
     tell: Callable[[str, str], None] = lambda topic, sentence: None
-    """Report a trouble by topic, once while it lasts; an empty sentence: it is over."""
+    """Report a problem by topic, once while it lasts; an empty sentence ends it."""
     away: Callable[[], str] = str
-    """Why this node does not see the run's folder any more, or nothing. Blocks."""
+    """Why this node no longer sees the run's folder; empty if it does. Blocks."""
     replicator: Replicator | None = None
-    """Keeps this node's own folder of the run, where nodes share none."""
+    """Manages this node's own folder of the run, if nodes share no folder."""
     memory_dir: Path | None = None
-    """Where copies of the job's train states lie in this node's memory."""
+    """The folder of in-memory copies of the job's train states on this node."""
 
 
 def plan_world(view: JobView, world: str, *, generation: int, split: SplitPart | None = None) -> Plan:
-    """A plan over the nodes that may take a train world now. Raises SpecError while they are too few. `split`: what a policy wants."""
+    """Make a plan over the nodes that may get a train rank now. `split`: what a policy wants. Raises SpecError if they are too few."""
     stored = view.mirror.plan
     current = None if stored is None or stored.record.stands_still else stored.record
     wanted = None if split is None else split_from(split)
@@ -80,21 +80,21 @@ def plan_world(view: JobView, world: str, *, generation: int, split: SplitPart |
 
 
 def open_slots(view: JobView) -> OpenSlots:
-    """Head and the slots of the steps after it; they must be there."""
+    """Head and the slots of the next steps. Requires that they exist."""
     slots = view.mirror.open_slots
     assert slots is not None
     return slots
 
 
 def new_writer(view: JobView) -> chain.ChainWriter:
-    """This incarnation as a writer, with a name for this one transaction."""
+    """This incarnation as a writer, with a new name for one transaction."""
     binds = written_version() >= chain.BINDING_VERSION
     job = chain.job_digest(view.mirror.job_record) if binds else ""
     return chain.ChainWriter(view.me, uuid.uuid4().hex[:16], job)
 
 
 def warning_transaction(view: JobView, topic: str, sentence: str, time: float) -> Transaction:
-    """Write a warning; it loses if another peer has written one on the topic meanwhile. `time`: now, in seconds since the epoch."""
+    """The transaction that writes a warning. It loses if another peer has written one on the topic. `time`: now, in seconds since the epoch."""
     mirror = view.mirror
     trouble = Trouble(topic=topic, node=view.node, sentence=sentence, time=time)
     return transactions.warn(
@@ -103,7 +103,7 @@ def warning_transaction(view: JobView, topic: str, sentence: str, time: float) -
 
 
 def new_world_name() -> str:
-    """A name that no train world has had."""
+    """A new unique name for a train world."""
     return uuid.uuid4().hex[:12]
 
 
@@ -113,15 +113,15 @@ FORGET_TOPIC = "checkpoints"
 
 
 async def retain_checkpoints(action: RetainCheckpoints, view: JobView, effects: Effects) -> ActionResult:
-    """Forget checkpoints: first in their record, then delete their files."""
+    """Unregister checkpoints, then delete their files."""
     mirror = view.mirror
     txn = transactions.retain(mirror.keys, *mirror.started, action.kept)
     return await _run_then_delete_orphans(txn, action.kept, f"retain {len(action.kept)} checkpoints", view, effects)
 
 
 async def prune_log(action: PruneLog, view: JobView, effects: Effects) -> ActionResult:
-    """Move log entries to the run's folder, then delete them from the store; an entry in both is the same entry. Where nodes share no
-    folder, enough of them have written it down by now (`controllers.rules.replication`)."""
+    """Write log entries into the run's folder, then delete them from the store. If nodes share no folder, enough of them have archived the
+    entries before (`controllers.rules.replication`)."""
     mirror = view.mirror
     entries = [mirror.log[seq].record for seq in action.seqs]
     txn = transactions.prune(mirror.keys, *mirror.started, action.seqs)
@@ -130,7 +130,7 @@ async def prune_log(action: PruneLog, view: JobView, effects: Effects) -> Action
 
 
 async def sweep_keys(action: SweepKeys, view: JobView, effects: Effects) -> ActionResult:
-    """Delete the keys of past worlds from the store, then the checkpoints that a new world has cut off."""
+    """Delete the keys of past worlds from the store, then the checkpoints of discarded branches."""
     mirror = view.mirror
     txn = sweeping.sweep(mirror.keys, *mirror.started, action.swept)
     sentence = f"sweep {len(action.swept.worlds)} worlds, {len(action.swept.parts)} parts of evaluations"
@@ -138,7 +138,7 @@ async def sweep_keys(action: SweepKeys, view: JobView, effects: Effects) -> Acti
 
 
 async def forget_evaluations(action: ForgetEvaluations, view: JobView, effects: Effects) -> ActionResult:
-    """Move evaluations to the run's folder, then delete them from the store."""
+    """Write evaluations into the run's folder, then delete them from the store."""
     mirror = view.mirror
     old = [mirror.evaluations[version].record for version in action.versions]
     txn = sweeping.forget_evaluations(mirror.keys, *mirror.started, action.versions)
@@ -149,19 +149,19 @@ async def forget_evaluations(action: ForgetEvaluations, view: JobView, effects: 
 async def _archive_then_delete(
     keep: Callable[[], None], txn: Transaction, sentence: str, effects: Effects
 ) -> ActionResult:
-    """Archive records in the run's folder by `keep`; if the folder took them, delete them from the store by `txn`.
+    """Archive records in the run's folder by `keep`, then delete them from the store by `txn`.
 
-    A wrong folder, beneath a lost mount or in place of a moved one, would take the records too, and no reader would find them there.
+    Does nothing if the folder is the wrong one (a lost mount, a moved folder): no reader would find the records there.
     """
     if away := await asyncio.to_thread(effects.away):
-        why = f"{away}; old records stay in the store, which grows"
+        why = f"{away}; old records stay in the store, so the store grows"
         effects.tell(ARCHIVE_TOPIC, why)
         return ActionResult(TxnOutcome.UNKNOWN, why)
     try:
         if effects.replicator is None:
             await asyncio.to_thread(keep)
     except OSError as error:
-        why = f"the run's folder takes no old records ({error.strerror or error}); they stay in the store, which grows"
+        why = f"old records cannot be written to the run's folder ({error.strerror or error}); they stay in the store, so the store grows"
         effects.tell(ARCHIVE_TOPIC, why)
         return ActionResult(TxnOutcome.UNKNOWN, why)
     effects.tell(ARCHIVE_TOPIC, "")
@@ -172,11 +172,11 @@ async def _archive_then_delete(
 async def _run_then_delete_orphans(
     txn: Transaction, kept: Sequence[Checkpoint], sentence: str, view: JobView, effects: Effects
 ) -> ActionResult:
-    """Run `txn`; if it won, delete the files of checkpoints that are not `kept` and that no world will go back to.
+    """Run `txn`; if it won, delete the files of checkpoints that are not in `kept` and that no world will use again.
 
-    All of them, not only those that were just forgotten: an action that was cut off may have left others behind.
+    This includes checkpoints that were unregistered earlier, because an interrupted action may have left them.
     """
-    # Listed before head is compared: what a later lineage writes while this controller sleeps is not among them.
+    # Listed before head is compared, so that checkpoints of a later lineage are not included.
     present = await _list_checkpoints(effects)
     if isinstance(present, OSError):
         return _report_unreadable_folder(effects, present)
@@ -187,7 +187,7 @@ async def _run_then_delete_orphans(
 
 
 async def _list_checkpoints(effects: Effects) -> frozenset[Version] | OSError:
-    """The checkpoints in the run's folder, or why it cannot be read. In a thread: the folder's mount may hang."""
+    """The checkpoints in the run's folder, or the error. Reads in a thread, because the folder's mount may hang."""
     try:
         found = await asyncio.to_thread(versions_in, checkpoint_folder(effects.run_dir, FIRST).parent)
     except OSError as error:
@@ -197,7 +197,7 @@ async def _list_checkpoints(effects: Effects) -> frozenset[Version] | OSError:
 
 
 def _report_unreadable_folder(effects: Effects, error: OSError) -> ActionResult:
-    why = f"the run's folder cannot be read ({error.strerror or error}): {effects.run_dir}; old checkpoints stay until it can"
+    why = f"the run's folder cannot be read ({error.strerror or error}): {effects.run_dir}; old checkpoints are not deleted until it can be read"
     effects.tell(FORGET_TOPIC, why)
     return ActionResult(TxnOutcome.UNKNOWN, why)
 
@@ -214,7 +214,7 @@ START_TOPIC = "beginning"
 
 
 async def start_job(view: JobView, effects: Effects) -> ActionResult:
-    """Write the base entry, the first plan and the phase RUNNING. Raises SpecError while there are too few slots."""
+    """Write the base entry, the first plan and the phase RUNNING. Raises SpecError if there are too few slots."""
     mirror, spec = view.mirror, view.spec
     assert mirror.status is not None
     advance = chain.base_entry(len(view.rules.shape.lengths), new_world_name(), new_writer(view))

@@ -1,7 +1,7 @@
-"""Carries decisions out: each action becomes one guarded transaction, or one call to a rank or an engine.
+"""Executes decisions: each action becomes one guarded transaction, or one call to a rank or an engine.
 
-A lost compare is an outcome, not an error: the caller looks again. Where an action needs what the view does not hold (a log entry, a
-checkpoint's files), it is read here and the transaction compares it.
+A lost compare is an outcome, not an error: the caller reads the view again. If an action needs data that the view does not contain (a log
+entry, a checkpoint's files), it is read here, and the transaction compares it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ from gcore.system.fault_injection import FaultPoint, MoveFaultPoint, fault_point
 
 
 async def apply_action(action: Action, view: JobView, effects: Effects) -> ActionResult:
-    """Carry `action` out, once. Raises GcoreError only for what cannot be tried again."""
+    """Execute `action` once. Raises GcoreError only if a retry is pointless."""
     match action:
         case FeedRank():
             return await _feed(action, view, effects)
@@ -92,7 +92,7 @@ async def apply_action(action: Action, view: JobView, effects: Effects) -> Actio
             return await _wake(action, effects)
         case GiveUpPrompt():
             effects.buffer.in_flight.give_up(action.ref, stale=action.stale)
-            return ActionResult(TxnOutcome.WON, f"prompt {action.ref} is given up: {action.reason}")
+            return ActionResult(TxnOutcome.WON, f"gave up prompt {action.ref}: {action.reason}")
         case StartJob():
             return await start_job(view, effects)
         case RecordOutcomes():
@@ -120,7 +120,7 @@ async def apply_action(action: Action, view: JobView, effects: Effects) -> Actio
 
 
 def _transaction(action: Action, view: JobView, effects: Effects) -> Transaction:
-    """The transaction of an action that is nothing but one."""
+    """The transaction of an action that consists of one transaction."""
     mirror, keys = view.mirror, view.mirror.keys
     match action:
         case JoinJob():
@@ -190,7 +190,7 @@ def _move_transaction(action: WriteMove | ReportMoves, view: JobView) -> Transac
     assert mirror.plan is not None
     known = mirror.moves_revision
     if isinstance(action, ReportMoves):
-        # Not the record that is there now: that may have a move more, which the account knows nothing of.
+        # Not the current record: it may contain a later change, which this report does not know.
         return transactions.tell_moves(keys, mirror.leader, action.report.since, action.report.moves)
     moves, plan = mirror.moves.plus(action.proposal.move), action.proposal.plan
     if plan is None:
@@ -235,7 +235,7 @@ async def _apply(action: TrainBatch | AccumulateParts, view: JobView, effects: E
 
 async def _release_or_restore(action: ReleaseRank | RestoreRank, effects: Effects) -> ActionResult:
     goes = isinstance(action, ReleaseRank)
-    sentence = f"rank {action.rank} {'gives its memory back' if goes else 'takes its memory again'}"
+    sentence = f"{'release' if goes else 'restore'} the memory of rank {action.rank}"
     step = action.step if isinstance(action, ReleaseRank) else None
     return await _report_call(effects.ranks.rest(action.rank, step), sentence)
 
@@ -257,7 +257,7 @@ async def _sleep(action: SleepEngine, effects: Effects) -> ActionResult:
         await effects.pools[action.judge].sleep(action.instance)
         fault_point(MoveFaultPoint.SLEEP, "after")
 
-    return await _report_call(sleep(), f"put to sleep {action.instance}")
+    return await _report_call(sleep(), f"put {action.instance} to sleep")
 
 
 async def _wake(action: WakeEngine, effects: Effects) -> ActionResult:
@@ -270,7 +270,7 @@ async def _wake(action: WakeEngine, effects: Effects) -> ActionResult:
 
 
 async def _report_call(call: Awaitable[None], sentence: str) -> ActionResult:
-    """Await one call to a rank or an engine, and report its result. How far a failed call came is unknown."""
+    """Await a call to a rank or an engine, and return its result. The effect of a failed call is unknown."""
     try:
         await call
     except grpc.aio.AioRpcError as error:
@@ -281,14 +281,14 @@ async def _report_call(call: Awaitable[None], sentence: str) -> ActionResult:
 
 
 async def _record_outcomes(action: RecordOutcomes, view: JobView, effects: Effects) -> ActionResult:
-    """Write one entry for `action.outcomes`, unless the run's folder has a later entry than head.
+    """Write an account entry for `action.outcomes`, unless the run's folder contains a later entry than head.
 
-    While head's train world is lost, the store may have been restored from an older backup, and a rollback is about to find that. An entry
-    written before would take a sequence number under which the run's folder has another, so it waits for the rollback.
+    While head's train world is lost, the store may have been restored from an older backup, which the rollback will detect. An entry
+    written before the rollback could reuse a sequence number that the run's folder already contains, so it waits.
     """
     head = open_slots(view).head.record
     if world_loss(view) is not None and (seen := await highest_numbers(view, effects.run_dir)).entry > head.seq:
-        sentence = f"account: the run's folder has entries up to {seen.entry}, head is entry {head.seq}: a rollback comes first"
+        sentence = f"account: the run's folder has entries up to {seen.entry}, but head is entry {head.seq}; waiting for a rollback"
         return ActionResult(TxnOutcome.STALE, sentence)
     advance = chain.account_entry(head, action.outcomes, view.rules.shape, new_writer(view))
     report = await effects.ledger.run(transactions.account(view.mirror.keys, open_slots(view), advance))
@@ -309,7 +309,7 @@ async def _report_copies(action: ReportCopies, view: JobView, effects: Effects) 
         )
     )
     there = ", ".join(map(str, shards)) or "none"
-    return ActionResult(report.outcome, f"take stock of copies of train states: {there}", report.revision)
+    return ActionResult(report.outcome, f"report copies of train states in memory: {there}", report.revision)
 
 
 def _of_step(action: Action) -> str:

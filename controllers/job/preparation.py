@@ -1,12 +1,12 @@
-"""What a node must have before it works on a job: the run's folder, the model, and the data as they were when the job was created.
+"""What a node needs before it works on a job: the run's folder, the model, and the same data as when the job was created.
 
-What is wrong ends the job with a sentence, but for these cases, which are reported and tried again: data that have changed; anything, once
-the job has trained a step, for its progress would be lost for a file that can be restored or a disk that is mounted late; a store that does
-not answer, and a lease that has ended; and anything on a node that the plan does not name, for the others get on without it.
+An error ends the job with a sentence, except in these cases, which are reported and retried: changed data; any error once the job has
+trained a step, because its progress would be lost for a file that can be restored or a disk that is mounted late; an unavailable store or
+an expired lease; and any error on a node that the plan does not use, because the job runs without it.
 
-The model is fetched before anything of the job starts here. A model of a hub is fetched by a process of its own (`python -m gcore.models`)
-at the commit that the job was created with, so that all nodes load the same weights; the process dies with this controller, and what it
-fetched stays in the hub's cache. Its progress is in the store under the controller's lease, for people.
+The model is fetched before any part of the job starts here. A separate process (`python -m gcore.models`) downloads a hub model at the commit
+with which the job was created, so that all nodes load the same weights. The process ends with this controller; downloaded files stay in
+the hub's cache. For users, its progress is in the store under the controller's lease.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from gcore.store.types import Put, Store
 from gcore.system.concurrency import limit_time
 from gcore.system.process import GUARD
 
-PUT_BACK = "Put them back as they were, or start it with --new to end the job and begin afresh on these"
+PUT_BACK = "Restore the data, or use --new to end the job and start a new one on the changed data"
 
 
 def check_unchanged(job: JobRecord, data: DataIdentity) -> None:
-    """Raises DataChanged if the data are not those that the job was created with.
+    """Raise DataChanged if the data differs from the data with which the job was created.
 
-    Its prompt refs would mean others; and its accuracies, of which the best is looked for, would be of other questions.
+    Otherwise its prompt refs would name other prompts, and its evaluations would not be comparable.
     """
     if data.prompts != job.prompts or (job.data_digest and data.digest != job.data_digest):
         raise DataChanged(
@@ -63,7 +63,7 @@ def check_unchanged(job: JobRecord, data: DataIdentity) -> None:
 
 
 def spec_differences(old: dict[str, object], new: dict[str, object], prefix: str = "") -> list[str]:
-    """Dotted keys whose values differ."""
+    """The dotted keys whose values differ."""
     found = []
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
@@ -75,13 +75,13 @@ def spec_differences(old: dict[str, object], new: dict[str, object], prefix: str
 
 
 STEPS = 20
-"""So many times is progress written to the store, at most."""
+"""Maximum number of progress updates that are written to the store."""
 
 Progress = Callable[[int, int], None]
 
 
 async def fetch_model(model: ModelSpec | JudgeModel, revision: str, progress: Progress) -> ResolvedModel:
-    """The model on this machine. Raises ModelError. Cancelling ends the transfer."""
+    """Make the model available on this machine. Raises ModelError. Cancelling ends the download."""
     if hub_model(model.path) is None:
         return await asyncio.to_thread(resolve_model, model.path, trust_remote_code=model.trust_remote_code)
     request = {"path": model.path, "revision": revision, "trust_remote_code": model.trust_remote_code}
@@ -109,12 +109,14 @@ async def fetch_model(model: ModelSpec | JudgeModel, revision: str, progress: Pr
     if "error" in last:
         raise ModelError(last["error"], where=last["where"], fix=last["fix"])
     raise ModelError(
-        f"the process that fetches it ended with {code} and no word", where=model.path, fix="See the controller's log"
+        f"the process that fetches the model ended with exit code {code} and no output",
+        where=model.path,
+        fix="See the controller's log",
     )
 
 
 class FetchProgress:
-    """Writes progress to the store, a few times, however often it is told. `run` beside the transfer."""
+    """Writes the progress of a download to the store, a limited number of times. Run `run` beside the download."""
 
     def __init__(self, store: Store, key: str, node: str, path: str, lease: int) -> None:
         self._store = store
@@ -126,12 +128,12 @@ class FetchProgress:
         self._now = (0, 0)
 
     def note(self, done: int, total: int) -> None:
-        """So much is here."""
+        """Set the current progress."""
         self._now = (done, total)
         self._told.set()
 
     async def run(self) -> None:
-        """Until cancelled. A model that was here all along is not worth a word."""
+        """Write progress until cancelled. Writes nothing for a model that is already present."""
         written = -1
         while True:
             await self._told.wait()
@@ -141,7 +143,7 @@ class FetchProgress:
             if step == written or (written < 0 and done >= total):
                 continue
             record = ModelFetch(node=self._node, path=self._path, done=done, total=total)
-            with contextlib.suppress(StoreUnavailable):  # only for people
+            with contextlib.suppress(StoreUnavailable):  # progress is only informational
                 await self._store.transact((), (Put(self._key, record.encode(), lease=self._lease),))
                 written = step
 
@@ -150,16 +152,16 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", ModelSpec, JudgeModel)
 
 DATA_AGAIN_S = 5.0
-"""Until data that were changed, or what a job with progress lacks, are looked at again."""
+"""Seconds until changed data, or an error of a job with progress, is checked again."""
 
 LATE_AGAIN_S = 30.0
-"""Until a node that came later tries again."""
+"""Seconds until a node that the plan does not use tries again."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """One job on one node. `mirror`: the job's records as they are when it is called. `scorer`: its rewards; `judges`: opens its
-    judges, of a spec that names their models' folders on this node. Blocks."""
+    """Prepares one job on one node. `mirror`: returns the job's current records. `scorer`: its rewards. `judges`: opens its judges, given a
+    spec that names the models' folders on this node; blocks."""
 
     store: Store
     keys: JobKeys
@@ -169,11 +171,11 @@ class Preparation:
     mirror: Callable[[], JobMirror]
     scorer: FunctionScorer
     report_missing: Callable[[str], None] = lambda reason: None
-    """Told why the node cannot work on the job yet; nothing when it can."""
+    """Called with the reason why the node cannot work on the job yet; with an empty one when it can."""
     judges: Callable[[JobSpec], Mapping[str, Judge]] = lambda spec: {}
 
     async def prepare(self, spec: JobSpec, job: JobRecord) -> JobData | None:
-        """What the job is made of, its spec naming the model's folder on this node; None if the job ended before.
+        """The job's data, with the models' folders on this node in its spec; None if the job ended before.
 
         Raises GcoreError.
         """
@@ -187,7 +189,7 @@ class Preparation:
                     raise
                 if str(error) != said:
                     said = str(error)
-                    log.warning("job %s is not worked on by %s: %s", job.uid, self.identity.node, said)
+                    log.warning("job %s cannot run on %s: %s", job.uid, self.identity.node, said)
                 self.report_missing(said)
                 await self._pause(DATA_AGAIN_S if waits else LATE_AGAIN_S)
             else:
@@ -196,7 +198,7 @@ class Preparation:
         return None
 
     async def _prepared(self, spec: JobSpec, job: JobRecord) -> JobData | None:
-        """The data, with the rewards loaded meanwhile; None if the job ended before. Raises GcoreError."""
+        """The data, with the rewards loaded; None if the job ended before. Raises GcoreError."""
         warming = asyncio.create_task(self.scorer.warm(), name=f"rewards {job.uid}")
         try:
             await StorageProof(
@@ -212,7 +214,7 @@ class Preparation:
             await asyncio.wait({warming})
 
     async def _with_models(self, spec: JobSpec, job: JobRecord) -> JobSpec | None:
-        """The spec, naming the models' folders on this node; None if the job ended before. Raises ModelError."""
+        """The spec with the models' folders on this node; None if the job ended before. Raises ModelError."""
         model = await self._fetched(spec.model, job.model_revision)
         judges = []
         for judge in spec.judges:
@@ -227,7 +229,7 @@ class Preparation:
         return spec.model_copy(update={"model": model, "judges": tuple(judges)})
 
     async def _fetched(self, model: M, revision: str) -> M | None:
-        """The model's section, naming its folder on this node; None if the job ended before. Raises ModelError."""
+        """The model's section with its folder on this node; None if the job ended before. Raises ModelError."""
         node = self.identity.node
         report = FetchProgress(self.store, self.keys.fetch(node), node, model.path, lease=self.identity.lease)
         reporting = asyncio.create_task(report.run(), name=f"model {model.path}")
@@ -249,12 +251,12 @@ class Preparation:
         return make_job_data(spec, job.uid, prompts, self.scorer, self.judges(spec))
 
     def _is_counted_on(self) -> bool:
-        """Whether the job waits for this node: before it has a plan for all, then if the plan names it."""
+        """Whether the job needs this node: before it has a plan, every node; then those in the plan."""
         plan = self.mirror().plan
         return plan is None or self.identity.node in plan.record.nodes
 
     def _has_progress(self) -> bool:
-        """Whether a step of the job stands, which its end would throw away."""
+        """Whether the job has a committed step, which its end would discard."""
         head = self.mirror().head
         return head is not None and head.record.step > 0
 

@@ -1,8 +1,8 @@
-"""The loop of one job on one controller, and the actions that it has in flight. Decide at every change, carry out what is due, sleep until
-something becomes due.
+"""The loop of one job on one controller, and its actions in flight: decide at every change, execute what is due, wait until the next action
+is due.
 
-It also keeps the connections to engines and ranks on those of head's world, and starts and stops this node's workers. Each action is under
-way at most once, and is not decided on again before its result was heard of. Actions that move or read many bytes run in the background.
+It also updates the connections to engines and to the ranks of head's world, and starts and stops this node's workers. Each action runs at most
+once at a time, and is not decided again before its result was seen. Actions that move or read many bytes run in the background.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ log = logging.getLogger(__name__)
 STOP_S = 2.0
 
 HEARD_WITHIN_S = 5.0
-"""An action that won is decided on again if the watch does not show its result for so long."""
+"""A successful action may be decided again if the watch does not show its result within this time."""
 
 
 class ActionsInFlight:
-    """Intents by their condition: those that run in the background, and those that won and whose result the watch has not shown yet."""
+    """Intents by condition: those that run in the background, and those that succeeded and whose result the watch has not shown yet."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ActionsInFlight:
         metrics: Metrics,
         clock: Clock,
     ) -> None:
-        """`effects`: what actions are carried out with; `fail`: ends the job as failed."""
+        """`effects`: the collaborators of the executor; `fail`: ends the job as failed."""
         self._job = job
         self._effects = effects
         self._fail = fail
@@ -63,7 +63,7 @@ class ActionsInFlight:
         self._clock = clock
         self._background: dict[str, asyncio.Task[None]] = {}
         self._held_off: dict[str, tuple[int, float]] = {}
-        """By condition: the revision at which the watch shows its result, and until when to wait for that."""
+        """By condition: the revision at which the watch shows the result, and the time until which to wait for it."""
         self._defect: BaseException | None = None
 
     @property
@@ -72,23 +72,23 @@ class ActionsInFlight:
         return bool(self._held_off)
 
     def under_way(self) -> frozenset[str]:
-        """The conditions on which nothing may be decided now."""
+        """The conditions that must not be decided now."""
         now, heard = self._clock.monotonic(), self._job.mirror.revision
         held = (c for c, (revision, until) in self._held_off.items() if now < until and heard < revision)
         return frozenset((*self._background, *held))
 
     def forget_what_is_over(self, now: float) -> None:
-        """Drop the conditions whose result was seen, or that have been held off for long enough."""
+        """Drop the conditions whose result was seen, or that were held off long enough."""
         heard = self._job.mirror.revision
         self._held_off = {c: held for c, held in self._held_off.items() if now < held[1] and heard < held[0]}
 
     def raise_defect(self) -> None:
-        """Raise the defect that a background action met, if one did."""
+        """Raise the defect that occurred in a background action, if any."""
         if self._defect is not None:
             raise self._defect
 
     async def stop(self) -> None:
-        """Cancel background actions and wait a moment for their end: a publication resumes its engine."""
+        """Cancel background actions and wait briefly for their end: a cancelled publication resumes its engine."""
         tasks = tuple(self._background.values())
         for task in tasks:
             task.cancel()
@@ -96,7 +96,7 @@ class ActionsInFlight:
             await asyncio.wait(tasks, timeout=STOP_S)
 
     async def carry_out(self, intent: Intent, view: JobView) -> None:
-        """Carry `intent` out, or start it in the background."""
+        """Execute `intent`, or start it in the background."""
         if intent.action.runs_in_background:
             task = asyncio.create_task(self._in_background(intent, view), name=intent.condition)
             task.add_done_callback(self._background_done)
@@ -122,7 +122,7 @@ class ActionsInFlight:
         if done.outcome is TxnOutcome.WON and intent.action.seen_at_once:
             self._job.look_anew()
             return
-        # Until the watch shows what was written, the view is older than the action; deciding again would only lose.
+        # Until the watch shows the result, the view is older than the action, and deciding again would lose the compare.
         until = self._clock.monotonic() + (HEARD_WITHIN_S if done.outcome is TxnOutcome.WON else LOOK_AGAIN_S)
         self._held_off[intent.condition] = (done.revision or self._job.mirror.revision + 1, until)
         self._job.look_anew()
@@ -141,17 +141,17 @@ class ActionsInFlight:
 
 
 LOOK_ANYWAY_S = 1.0
-"""The loop looks so often even if nothing changed."""
+"""Maximum seconds between two cycles if nothing changes."""
 
 JOIN_S = 15.0
-"""A node's engines are left to its controller for so long while that is present and has not joined the job."""
+"""Time for which the engines of a registered controller that has not joined the job yet are left to it."""
 
 SHOW_S = 1.0
-"""The metrics of prompts in flight are set so often."""
+"""Interval at which the metrics of prompts in flight are updated."""
 
 
 class Reconciler:
-    """Runs one job on one controller: decides, carries out actions, keeps workers and connections up to date."""
+    """Runs one job on one controller: decides, executes actions, updates workers and connections."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Reconciler:
         metrics: Metrics,
         clock: Clock,
     ) -> None:
-        """`note_scoring`: sees what rewards and judges are at, of which no change tells; `note_engines`: sees which engines have nothing to do."""
+        """`note_scoring`: polls rewards and judges, which report no changes; `note_engines`: records which engines are idle."""
         self._job = job
         self._buffer = buffer
         self._note_scoring = note_scoring
@@ -183,20 +183,20 @@ class Reconciler:
         self._joined: set[str] = set()
         """Nodes that have been members."""
         self._absent: dict[str, float] = {}
-        """Nodes whose controller is there and has never joined, and since when."""
+        """Registered nodes that have never joined, and since when."""
         self._joining: frozenset[str] = frozenset()
         self._workers_seen: tuple[float, tuple[object, ...]] | None = None
-        """When this node's workers were looked at last, and what of theirs was seen."""
+        """When this node's workers were last checked, and the inputs of that check."""
         self._asked_to_stop: dict[str, str] = {}
-        """By instance: the state in which a worker was asked last."""
+        """By instance: the state in which a worker was last asked to stop."""
         self._failed: set[str] = set()
-        """Engines that have failed and were told."""
+        """Failed engines that have been reported."""
         self._wait_reporter = WaitReporter(job, metrics, clock)
         self._shown = -SHOW_S
         self._connected_to: tuple[object, ...] | None = None
 
     async def run(self) -> None:
-        """Run until cancelled. Raises what a background action raised that is no GcoreError."""
+        """Run until cancelled. Raises the exception of a background action that is no GcoreError."""
         while True:
             began = self._clock.monotonic()
             self._actions.raise_defect()
@@ -248,7 +248,7 @@ class Reconciler:
         """Start and stop this node's workers of the job."""
         if not view.mirror.is_running:
             return
-        # Whether a process lives is asked of the kernel, for each of them: not at every look.
+        # Each check asks the kernel for every process, so it does not run in every cycle.
         engines = {**view.engines, **view.judges}
         mirror, hung = view.mirror, {name for name, engine in engines.items() if engine.hung}
         inputs = (view.workers, mirror.plan, mirror.head, mirror.claims, hung)
@@ -261,12 +261,12 @@ class Reconciler:
         emulated: list[StartEngine] = []
         for action in schedule_workers(view, self._launcher.launches(view.workers), now):
             if isinstance(action, StopWorker):
-                # Once: asked twice, a worker does not drain. What hangs is asked twice.
+                # Only once: a second signal prevents draining. A hung worker gets two.
                 worker = view.workers[action.instance]
                 asked_in = self._asked_to_stop.get(action.instance)
                 if asked_in is None or (action.at_once and worker.state == "stopping" and asked_in != "stopping"):
                     self._asked_to_stop[action.instance] = worker.state
-                    log.warning("stop %s: %s", action.instance, action.reason)
+                    log.warning("stopping %s: %s", action.instance, action.reason)
                     send_signal(worker.process, signal.SIGTERM)
             elif isinstance(action, StartEngine) and is_emulated(action.place.slot):
                 emulated.append(action)
@@ -278,7 +278,7 @@ class Reconciler:
             self._launcher.start_emulated(emulated, view)
 
     def _tell_failures(self, view: JobView) -> None:
-        """Engines of this node that failed, hung ones among them. Of a rank the new world tells."""
+        """Report engines of this node that failed, including hung ones. A failed rank is reported by the rollback."""
         mine = {
             i: w
             for i, w in view.workers.items()
@@ -286,15 +286,15 @@ class Reconciler:
         }
         for instance, worker in mine.items():
             if worker.state == "failed" and instance not in self._failed:
-                why = worker.reason or "without a word"
-                self._job.warnings.note(f"engine-{view.node}", f"{instance} failed, and another is started: {why}")
+                why = worker.reason or "no reason reported"
+                self._job.warnings.note(f"engine-{view.node}", f"{instance} failed and will be replaced: {why}")
         self._failed = {instance for instance, worker in mine.items() if worker.state == "failed"}
 
     async def _update_connections(self) -> None:
-        """Connect to the ranks of head's world and to the engines that this controller owns."""
+        """Connect to the ranks of head's world and to the engines that this controller manages."""
         mirror = self._job.mirror
         workers, members = self._cluster.workers, mirror.members
-        # A member that is leaving asks nothing of engines any more.
+        # A leaving member sends no more requests to engines.
         staying = {name: stored.record for name, stored in members.items() if not stored.record.leaving}
         joining = self._note_joining()
         inputs = (workers, members, joining, mirror.head, mirror.plan, mirror.claims)
@@ -307,7 +307,7 @@ class Reconciler:
             (workers, members, joining),
             lambda: owned_engines(self._job.uid, workers, staying, self._job.me, joining),
         )
-        for judge, pool in self._pools.items():  # anybody asks judges
+        for judge, pool in self._pools.items():  # every member queries judges
             await pool.aim(workers if judge else mine if mirror.members else {})
         self._connected_to = inputs
         if mirror.head is None or mirror.plan is None:
@@ -322,9 +322,9 @@ class Reconciler:
         self._ranks.aim(WorldName(self._job.uid, head.world, head.lineage), addresses)
 
     def _note_joining(self) -> frozenset[str]:
-        """The nodes whose controller is there and has never joined yet, but for those that do not for too long.
+        """The registered nodes that have never joined, except those that take too long.
 
-        The engines of one that was away are others' by now, and stay so until it has joined again.
+        The engines of a node that was away have other managers until it has joined again.
         """
         now = self._clock.monotonic()
         self._joined |= {stored.record.node for stored in self._job.mirror.members.values()}

@@ -1,8 +1,8 @@
-"""A new world, in one transaction: from copies of head's own state if the nodes have them in memory, else from the newest whole
+"""Forms a new world in one transaction: from copies of head's own state if the nodes have them in memory, otherwise from the newest complete
 checkpoint on the chain, with its cursors and tally.
 
-Where nodes share no folder, the checkpoint is fetched first. A peer that cannot be reached has damaged nothing, and is asked again. Only a
-checkpoint that all present nodes have damaged, or that none has, is skipped.
+If nodes share no folder, the checkpoint is fetched first. An unreachable peer is retried, because it does not prove damage. A checkpoint is
+only skipped if it is damaged on all registered nodes or if none has it.
 """
 
 from __future__ import annotations
@@ -30,48 +30,45 @@ DAMAGED = "damaged"
 """Topic of the warning about damaged checkpoints."""
 
 AWAY = "mount"
-"""Topic of the warning about a folder that this node no longer sees."""
+"""Topic of the warning about a run folder that this node no longer sees."""
 
 
 async def roll_back(action: Rollback, view: JobView, effects: Effects) -> ActionResult:
-    """Load and verify first, then one transaction: weights and cursors always come from the same record."""
+    """Load and verify first, then run one transaction: weights and cursors always come from the same record."""
     head = open_slots(view).head.record
     world = new_world_name()
     try:
         plan = _plan_of(action, view, world)
     except SpecError as error:
-        # Nodes that are away may come back: a job that fitted once does not fail for want of them.
+        # Absent nodes may return: a job that fitted once does not fail without them.
         return ActionResult(TxnOutcome.STALE, f"rollback: {error}")
     reason = action.reason
     seen = await highest_numbers(view, effects.run_dir)
     if seen.entry > head.seq:
-        reason += f"; the store stands at entry {head.seq} of the log, and the run's folder has entries up to {seen.entry}: it was put back"
-    # Copies in memory are lost with the ranks of a job that stands still.
+        reason += f"; etcd was restored from a backup: its log ends at entry {head.seq}, but the run's folder has entries up to {seen.entry}"
+    # In-memory copies are lost with the ranks of a suspended job.
     state = None if action.stands_still else state_at_hand(view, frozenset(rank.node for rank in plan.ranks))
     if state is not None:
         advance = chain.reform_entry(head, state, world, new_writer(view), reason, seen=seen)
         report = await effects.ledger.run(_transaction(action, view, advance, plan))
-        sentence = (
-            f"{len(plan.ranks)} ranks go on from copies of step {head.step}, lineage {advance.head.lineage}: {reason}"
-        )
+        sentence = f"{len(plan.ranks)} ranks start from in-memory copies of step {head.step}, lineage {advance.head.lineage}: {reason}"
         return ActionResult(report.outcome, sentence, report.revision)
     skipped: list[str] = []
     for target in resumable_checkpoints(head, view.checkpoints):
         if action.between_steps and target.step != head.step:
-            # Head's own checkpoint is damaged, or copies went since it was decided: no training is given up for a larger world.
+            # Head's own checkpoint is damaged, or the copies were lost after the decision. A larger world is not worth discarded training.
             return ActionResult(
-                TxnOutcome.STALE, f"rollback: head's state is not at hand, and no rank is lost: {reason}"
+                TxnOutcome.STALE,
+                f"rollback: skipped, because head's state is not available and no rank is lost: {reason}",
             )
         entry = await _entry_of(target, view, effects)
         problem = await _find_problem(target, view, effects)
         if isinstance(problem, ActionResult):
             return problem
         if entry is None or entry.cursors is None or entry.tally is None:
-            problem = (
-                f"its log entry {target.seq} {'is not there' if entry is None else 'keeps no cursors or no tally'}"
-            )
+            problem = f"its log entry {target.seq} {'is missing' if entry is None else 'has no cursors or no tally'}"
         if problem or entry is None:
-            log.warning("checkpoint %s is skipped: %s", target.file, problem)
+            log.warning("skipping checkpoint %s: %s", target.file, problem)
             skipped.append(f"checkpoint {target.file} is skipped: {problem.rstrip('.')}")
             continue
         reason = "; ".join([reason, *skipped])
@@ -80,11 +77,11 @@ async def roll_back(action: Rollback, view: JobView, effects: Effects) -> Action
         report = await effects.ledger.run(_transaction(action, view, advance, plan))
         sentence = f"rollback from step {head.step} to {target.step}, lineage {advance.head.lineage}: {reason}"
         return ActionResult(report.outcome, sentence, report.revision)
-    raise GcoreError("no whole checkpoint is left on the chain, not even the first model", where=str(effects.run_dir))
+    raise GcoreError("the chain has no usable checkpoint left, not even the initial model", where=str(effects.run_dir))
 
 
 def _plan_of(action: Rollback, view: JobView, world: str) -> Plan:
-    """The plan of the new world. Raises SpecError while too few slots are there."""
+    """The plan of the new world. Raises SpecError if there are too few slots."""
     generation = view.plan.generation + 1
     if action.stands_still:
         return Plan(generation=generation, world=world, ranks=(), engines=(), reason=action.reason, stands_still=True)
@@ -92,8 +89,8 @@ def _plan_of(action: Rollback, view: JobView, world: str) -> Plan:
 
 
 async def _find_problem(target: Checkpoint, view: JobView, effects: Effects) -> str | ActionResult:
-    """Why a checkpoint cannot be used, or nothing; the result of the action, if this node cannot say now. Where nodes share no folder,
-    the checkpoint is fetched first."""
+    """Why a checkpoint cannot be used, or empty; the result of the action if this node cannot decide now. If nodes share no folder, the
+    checkpoint is fetched first."""
     if effects.replicator is not None and target.file:
         brought = await effects.replicator.ensure_checkpoint(SavedCheckpoint.of(target), view, read_all=True)
         problem = brought.problem
@@ -102,7 +99,7 @@ async def _find_problem(target: Checkpoint, view: JobView, effects: Effects) -> 
     else:
         problem = await asyncio.to_thread(find_damage, effects.run_dir, target)
     if problem and effects.replicator is None and (away := await asyncio.to_thread(effects.away)):
-        # A checkpoint that this node cannot see is not damaged. To skip it would train everything again, and then forget it.
+        # A checkpoint that this node cannot see is not damaged. Skipping it would discard training and then delete it.
         effects.tell(AWAY, away)
         return ActionResult(TxnOutcome.UNKNOWN, f"rollback: {away}")
     effects.tell(AWAY, "")
@@ -110,7 +107,7 @@ async def _find_problem(target: Checkpoint, view: JobView, effects: Effects) -> 
 
 
 async def highest_numbers(view: JobView, run_dir: Path) -> chain.HighWater:
-    """The highest lineage and entry that this node can find anywhere."""
+    """The highest lineage and log entry that this node can find anywhere."""
     lineage, left = await asyncio.gather(
         asyncio.to_thread(highest_lineage, run_dir), asyncio.to_thread(highest_in_folder, run_dir)
     )
@@ -121,7 +118,7 @@ async def highest_numbers(view: JobView, run_dir: Path) -> chain.HighWater:
 
 
 def highest_reported_lineage(view: JobView) -> int:
-    """The highest lineage that engines, ranks and nodes report. Higher than head's only if the store was restored from a backup."""
+    """The highest lineage that engines, ranks and nodes report. It exceeds head's only if the store was restored from a backup."""
     served = [engine.version.lineage for engine in view.engines.values() if engine.version is not None]
     fed = [token.lineage for rank in view.ranks.values() for token in (rank.holding, rank.applied) if token is not None]
     held = [one.lineage for stored in view.mirror.folders.values() for one in stored.record.checkpoints]
@@ -145,25 +142,25 @@ def _transaction(action: Rollback, view: JobView, advance: chain.Advance, plan: 
 
 
 def find_damage(run_dir: Path, checkpoint: Checkpoint) -> str:
-    """What is wrong with a checkpoint's files, or nothing. The base has none: it is the job's model."""
+    """What is wrong with a checkpoint's files; empty if nothing is. The base checkpoint has no files: it is the job's model."""
     if not checkpoint.file:
         return ""
     folder = run_dir / checkpoint.file
     try:
         verify_checkpoint(folder)
         if manifest_digest(folder) != checkpoint.digest:
-            return "it is not the one that was registered"
+            return "it differs from the registered checkpoint"
     except CheckpointDamaged as error:
         return str(error)
     return ""
 
 
 async def _warn_of_skipped(skipped: list[str], target: Checkpoint, view: JobView, effects: Effects) -> None:
-    """Write a warning about the damaged checkpoints: people do not read the reason of a new world if all goes well after it.
+    """Write a warning about damaged checkpoints, because users may not read the reason of a successful rollback.
 
-    It is tried once: a peer that loses the compare finds the warning written.
+    Tried once: a peer that loses the compare finds the warning already written.
     """
-    instead = f"the one before it is used, of step {target.step}" if target.file else "the first model is used"
+    instead = f"using the earlier checkpoint of step {target.step}" if target.file else "using the initial model"
     sentence = f"{'; '.join(skipped)}; {instead}"
     known = view.mirror.troubles.get(DAMAGED)
     if skipped and (known is None or known.record.sentence != sentence):
@@ -171,7 +168,7 @@ async def _warn_of_skipped(skipped: list[str], target: Checkpoint, view: JobView
 
 
 async def _entry_of(target: Checkpoint, view: JobView, effects: Effects) -> LogEntry | None:
-    """The target's log entry, which has the cursors and the tally to go back to."""
+    """The target's log entry, which contains the cursors and the tally of the rollback."""
     known: Versioned[LogEntry] | None = view.mirror.log.get(target.seq)
     if known is not None:
         return known.record

@@ -1,5 +1,5 @@
-"""`JobRunner` watches one job's records and runs its session (`controllers.job.session`), from the moment at which the job's record is known
-until the job has ended. `make_dependencies` makes what a job on a daemon's node reaches outside of this process.
+"""`JobRunner` watches one job's records and runs its session (`controllers.job.session`) from the first record until the job has ended.
+`make_dependencies` builds the collaborators outside of this process for a job on a daemon's node.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def make_dependencies(
     traces: StepTraces | None = None,
     released: Callable[[], None] = lambda: None,
 ) -> JobDependencies:
-    """The dependencies of a job on a daemon's node. `traces`: the collector to which steps are exported; None: none. `released`: called
-    after the last reading of the job's workers."""
+    """The dependencies of a job on a daemon's node. `traces`: the exporter of steps; None: steps are not exported. `released`: called after
+    the slot accounting has read the job's workers for the last time."""
     keys, home = JobKeys(uid), Path(config.home)
     launcher, reach = WorkerLauncher(config, clock, connector, groups), engine_reach(connector)
     return JobDependencies(
@@ -95,7 +95,7 @@ def make_dependencies(
 
 
 class JobRunner:
-    """Watches one job's records, and runs its session until the job has ended, or the incarnation has."""
+    """Watches one job's records, and runs its session until the job or the incarnation has ended."""
 
     def __init__(
         self, uid: str, identity: Identity, cluster: ClusterMirror, changes: ChangeSignal, dependencies: JobDependencies
@@ -104,82 +104,82 @@ class JobRunner:
         self.changes = changes
         self.telemetry = dependencies.telemetry
         self.closed = False
-        """Whether nothing more will be heard here."""
+        """Whether no more changes will be seen here."""
         self._goes_on = False
-        """Whether the job went on after its end, of which this runner, which saw the end, hears no more."""
+        """Whether the job was extended after its end. Then this runner, which saw the end, ignores further records."""
         self._records = JobRecords(uid)
         self._identity = identity
         self._cluster = cluster
         self._dependencies = dependencies
         self._recorder = dependencies.new_recorder(lambda: self._records.mirror)
         self._session: JobSession | None = None
-        """None before the job's record is known, and once it has ended."""
+        """None before the job's record is known, and after the job has ended."""
 
     @property
     def mirror(self) -> JobMirror:
-        """The job's records as last heard."""
+        """The job's records as last seen."""
         return self._records.mirror
 
     @property
     def is_working(self) -> bool:
-        """Whether there is a view to look at."""
+        """Whether there is a view."""
         return self._session is not None
 
     @property
     def session(self) -> JobSession:
-        """The session; there must be one."""
+        """The session. Requires that there is one."""
         assert self._session is not None
         return self._session
 
     @property
     def needs_workers(self) -> bool:
-        """Whether the job's workers must not end yet: slot accounting has not read their last seconds."""
+        """Whether the job's workers must keep running, because slot accounting has not read their last seconds."""
         return self.telemetry.slot_accounting.is_reading
 
     @property
     def waits(self) -> Timers:
-        """Since when the job waits for what."""
+        """The waits of the job and since when each has lasted."""
         return self.session.waits
 
     @property
     def has_handed_over(self) -> bool:
-        """Whether nothing is left that it is worth staying for."""
+        """Whether this controller may end without loss of finished work."""
         return self._session is None or (not self.is_ending and has_handed_over(self._session.look()))
 
     @property
     def is_ending(self) -> bool:
-        """Whether the job has ended and its last step is being accounted for, which takes a bounded time."""
+        """Whether the job has ended and its last step is being accounted, which takes a bounded time."""
         return self.needs_workers and self.mirror.has_ended
 
     def look(self) -> JobView:
-        """The view now."""
+        """The current view."""
         return self.session.look()
 
     async def loads(self) -> LoadsReply:
-        """The load of the engines that this controller is responsible for."""
+        """The load of the engines that this controller manages."""
         return await self.session.loads()
 
     def leave(self) -> None:
-        """Hand over: this controller is about to end."""
+        """Hand over the job, because this controller is about to end."""
         self._records.leaving = True
         for ref in list(self._records.buffer.in_flight):
             self._records.buffer.in_flight.give_up(ref, stale=False)
         self.changes.notify()
 
     async def withdraw(self) -> None:
-        """Be no member of a job that cannot be worked on here."""
+        """Remove the membership in a job that this node cannot work on."""
         await withdraw_member(self._dependencies.store, self._records.keys, self._identity, self._dependencies.clock)
 
     async def end_left(self, reason: str) -> None:
-        """End the job as failed, if nobody works on it any more."""
+        """End the job as failed if it has no members."""
         await fail_abandoned_job(self._dependencies.store, self._records.keys, self._dependencies.clock, reason)
 
     async def end_lost(self) -> None:
-        """End the job as failed, if the store has lost records of it."""
+        """End the job as failed if the store has lost records of it."""
         await fail_lost_job(self._dependencies.store, self._records.keys, self._dependencies.clock)
 
     async def run(self) -> None:
-        """Until the job has ended. Raises RecordsLost."""
+        """Run until the job has ended. Raises RecordsLost."""
         logs.set_log_context(lambda: self.telemetry.about)
         watching = asyncio.create_task(self._watch(), name=f"watch {self.uid}")
         try:
@@ -202,7 +202,7 @@ class JobRunner:
             await self._dependencies.ranks.close()
 
     async def _unless(self, watching: asyncio.Task[None], work: object) -> None:
-        """Await `work`, and fail with the watch if that fails first."""
+        """Await `work`; fail with the watch if that fails first."""
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]
         try:
             await asyncio.wait({task, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -219,7 +219,7 @@ class JobRunner:
         await self._session.run()
 
     def make_session(self, spec: JobSpec, job: JobRecord, control_group: str) -> JobSession:
-        """All parts of the job. `job`: its record, naming the run's folder on this node; `group`: the control group of its processes."""
+        """Build all parts of the job. `job`: its record with the run's folder on this node; `control_group`: the control group of its processes."""
         return JobSession(
             self._records,
             self._identity,
@@ -238,7 +238,7 @@ class JobRunner:
             group.create_task(self._watch_claim(), name=f"claim {self.uid}")
 
     async def _watch_claim(self) -> None:
-        """Until the job has ended. Raises RecordsLost if its claim, which is none of its records, is gone before."""
+        """Return when the job has ended. Raises RecordsLost if its claim, which is not among its own records, disappears earlier."""
         store, clock = self._dependencies.store, self._dependencies.clock
         while True:
             await self.changes.until(lambda: self.uid not in self._cluster.active)
@@ -260,18 +260,16 @@ class JobRunner:
             now = localize_mirror(so_far.fold(one), self._dependencies.run_root)
             if so_far.has_ended and not now.has_ended:
                 self._goes_on = True
-            if self._goes_on:  # with a higher goal, and another runner
+            if self._goes_on:  # another runner continues the extended job
                 return
             if so_far.job is not None and now.job is not None and so_far.job.record != now.job.record:
-                raise NodeNotReady(
-                    "the job ended and went on with a higher goal, and this node had not heard of its end"
-                )
-            if lost := now.lost_keys():  # before anybody looks at it
+                raise NodeNotReady("the job ended and was extended before this node saw its end")
+            if lost := now.lost_keys():  # before any part uses the records
                 raise RecordsLost(lost_sentence(lost))
             self._records.mirror = now
             self.telemetry.events.note(so_far, one, self.mirror, wall)
         for key in self.mirror.unreadable.keys() - before.unreadable.keys():
-            sentence = f"{self.mirror.unreadable[key].why}; it is as if it were not there"
+            sentence = f"{self.mirror.unreadable[key].why}; the record is ignored"
             self._dependencies.warnings.note(f"record-{self.node}", sentence)
         self._recorder.note(self.mirror, self._records.buffer.group)
         if self._session is not None:

@@ -1,8 +1,8 @@
 """The parts of one job on one controller, for one incarnation.
 
-`JobSession` builds all parts of the job and is what they work on; `JobWork` builds those that need the job's data, once these are prepared.
-Parts meet in the change signal and in the view, which is computed once for each change. The daemon and the simulation build the same
-session. What a job reaches outside of this process comes in as `JobDependencies`.
+`JobSession` builds all parts of the job and holds their shared state; `JobWork` builds the parts that need the job's data, after preparation.
+Parts communicate through the change signal and the view, which is computed once for each change. The daemon and the simulation build the
+same session. Everything outside of this process comes in as `JobDependencies`.
 """
 
 from __future__ import annotations
@@ -84,18 +84,18 @@ log = logging.getLogger(__name__)
 
 
 SPEC_TOPIC = "spec"
-"""Topic of a warning about settings that a new job could not have."""
+"""Topic of the warning about settings that a new job could not have."""
 
 UNJUDGED_LOOK_S = 1.0
-"""Between two looks at whether any verdict of a judge could be read."""
+"""Seconds between checks whether any verdict of a judge was readable."""
 
 LONGEST_REASON = 2000
-"""Characters. Plug-ins may raise errors of any length; the store takes values up to 1.5 MiB."""
+"""Maximum characters. Plug-ins may raise errors of any length; the store accepts values up to 1.5 MiB."""
 
 
 @dataclass(frozen=True)
 class JobDependencies:
-    """The collaborators of one job outside of its session: store, workers, telemetry, folders. The simulation gives its own."""
+    """The collaborators of one job outside of its session: store, workers, telemetry, folders. The simulation provides its own."""
 
     store: Store
     ledger: TransactionExecutor
@@ -109,16 +109,16 @@ class JobDependencies:
     warnings: WarningLog
     errors: PluginErrorLog
     folders: LocalRunFolders
-    """This node's own folders of runs, for jobs whose nodes share none."""
+    """This node's own folders of runs, for jobs whose nodes share no folder."""
     memory_dir: Path | None
-    """The in-memory copies of the job's train states on this node; None: no copies are kept."""
+    """The folder of in-memory copies of the job's train states on this node; None: no copies are kept."""
     cache_dir: Path
     disk_gib: float | None
     """The disk quota of the job; None: no quota."""
     new_recorder: Callable[[Callable[[], JobMirror]], RunRecorder]
-    """Makes the run recorder; called with a function that returns the mirror."""
+    """Builds the run recorder; called with a function that returns the mirror."""
     run_root: Path
-    """Where this node keeps the folders of runs, for jobs whose nodes share none."""
+    """The folder of this node's runs, for jobs whose nodes share no folder."""
     folder_loss: Callable[[Path], str]
     """Why this node no longer sees the run's folder; empty if it does. Blocks."""
     group_of_job: Callable[[], str]
@@ -130,7 +130,7 @@ class JobDependencies:
 
 
 class JobRecords:
-    """A job's records as last heard and its groups on this controller, which outlive its session."""
+    """A job's records as last seen and its groups on this controller. They outlive its session."""
 
     def __init__(self, uid: str) -> None:
         self.uid = uid
@@ -142,9 +142,9 @@ class JobRecords:
 
 
 class FlowRunner:
-    """Runs a job's flow, and again when there are steps to make again after a rollback from behind the last step.
+    """Runs a job's flow. Runs it again after a rollback from the last step, when there are steps left to train.
 
-    An error of the flow or of a plug-in ends the job; the traceback of a plug-in is noted first, so that its event comes first.
+    An error of the flow or of a plug-in ends the job. A plug-in's traceback is recorded first, so that its event comes first.
     """
 
     def __init__(self, job: JobSession, errors: PluginErrorLog, clock: Clock) -> None:
@@ -159,25 +159,27 @@ class FlowRunner:
         while True:
             try:
                 await flow(peer)
-            except DataChanged as error:  # all that is trained would be lost for a file that can be put back
+            except DataChanged as error:  # training must not be lost for a file that can be restored
                 raise NodeNotReady(error.what, where=error.where, fix=error.fix) from error
             except GcoreError as error:
                 await self.fail_with(error)
-            except (*RAISED, asyncio.CancelledError) as error:  # the edge to foreign code
+            except (*RAISED, asyncio.CancelledError) as error:  # the boundary to plug-in code
                 if me.cancelling():
                     raise
-                # A cancellation that was not meant for it is of a task of the flow's own.
-                log.error("the flow of job %s raised a %s", self._job.uid, type(error).__name__)  # the rest is a fault
+                # This task was not cancelled: the cancellation belongs to a task of the flow.
+                log.error(
+                    "the flow of job %s raised a %s", self._job.uid, type(error).__name__
+                )  # the fault contains the details
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 await self.fail_with(error, f"the flow raised {error!r} at {last.filename}:{last.lineno}")
-            if me.cancelling():  # which the flow has kept to itself
+            if me.cancelling():  # the flow swallowed the cancellation
                 return
             await self._job.changes.until(self._job.has_more)
-            # A flow that always ends at once must not keep everything else from running.
+            # A flow that always returns at once must not starve other tasks.
             await self._clock.sleep(LOOK_AGAIN_S)
 
     async def fail_with(self, error: BaseException, reason: str = "") -> None:
-        """End the job because of `error`; first note the traceback of a plug-in that raised it."""
+        """End the job because of `error`; first record the traceback of the plug-in that raised it, if one did."""
         reason = reason or str(error)
         if len(reason) > LONGEST_REASON:
             reason = f"{reason[: LONGEST_REASON - 1]}…"
@@ -188,14 +190,14 @@ class FlowRunner:
 
 
 class Unprepared:
-    """In place of `JobWork` before the job's data are prepared."""
+    """Placeholder for `JobWork` until the job's data is prepared."""
 
     is_ordering = is_held_back = False
     proposal: MoveProposal | None = None
     move_report: MoveReport | None = None
 
     def note(self, before: JobMirror, after: JobMirror) -> None:
-        """A change of the job's records: nothing here depends on it."""
+        """Ignore a change of the job's records."""
 
 
 class JobSession(LiveJob):
@@ -213,7 +215,7 @@ class JobSession(LiveJob):
         job: JobRecord,
         control_group: str,
     ) -> None:
-        """`job`: the record, naming the run's folder on this node; `group`: the control group of its processes."""
+        """`job`: the record with the run's folder on this node; `control_group`: the control group of its processes."""
         super().__init__(
             records.uid,
             identity.node,
@@ -234,11 +236,11 @@ class JobSession(LiveJob):
         self.cluster = cluster
         self._records = records
         self._unanswered = (0, 0)
-        """How many of the job's transactions had no answer, and up to which revision it was heard at the last of them."""
+        """The number of the job's transactions without a response, and the mirror's revision at the last of them."""
         self._memo = Memo()
         self._missing_input = ""
         self._pools: tuple[PoolStatus | None, PoolStatus | None, PoolStatus | None] = (None, None, None)
-        """The state of rewards, of judges, and of processes of agents and tools."""
+        """The states of rewards, judges, and the processes of agents and tools."""
         clock, metrics = dependencies.clock, dependencies.metrics
         rollout = spec.rollout
         self.engines = EnginePool(
@@ -258,7 +260,7 @@ class JobSession(LiveJob):
             for judge in spec.served_judges
         }
         self.pools: dict[str, EnginePool] = {"": self.engines, **self.judges}
-        """All engines, by judge; the policy's have no name."""
+        """All engines, by judge; the policy's engines have an empty name."""
         self._judge_counts = JudgeMetricsObserver(
             metrics, lambda topic, said: self.warnings.note(f"{topic}-{self.node}", said)
         )
@@ -344,7 +346,7 @@ class JobSession(LiveJob):
         return not self.mirror.has_ended and self.mirror.head is not None and not self.look().is_over
 
     async def fail(self, reason: str) -> None:
-        """End the job as failed, however long the store is away."""
+        """End the job as failed; retry while the store is unavailable."""
         while not self.mirror.has_ended:
             done = await apply_action(SetPhase(JobPhase.FAILED, reason), self.look(), self.effects)
             if done.outcome is not TxnOutcome.WON:
@@ -353,13 +355,13 @@ class JobSession(LiveJob):
                 await self.changes.until(lambda: self.mirror.has_ended)
 
     def prune(self, before: JobMirror) -> None:
-        """Drop groups that a new head has made terminal, cut off or too old."""
+        """Drop groups that a new head has made terminal, discarded or too old."""
         mirror = self.mirror
         if mirror.job is not None and mirror.head is not None and mirror.head != before.head:
             self.buffer.prune(self._current_rules(mirror.job.record), mirror.head.record)
 
     async def loads(self) -> LoadsReply:
-        """The load of the engines that this controller is responsible for."""
+        """The load of the engines that this controller manages."""
         return await own_loads(self.look(), self.pools)
 
     def note_scoring(self) -> None:
@@ -373,8 +375,8 @@ class JobSession(LiveJob):
             self._pools, self._view = seen, None
 
     async def fail_unjudged(self) -> None:
-        """End a job of which no response could be judged: a judge gave a step's worth of answers here and none can be read, and nothing was
-        scored anywhere since the job began. Otherwise it would go on to the end of its first data epoch."""
+        """End a job in which no response can be judged: a judge gave a step's worth of unreadable answers here, and nothing was scored anywhere
+        since the job started. Otherwise the job would run to the end of its first data epoch."""
         answers = answers_of_a_step(self.spec)
         while not (reason := self._judge_counts.unreadable_judge_reason(answers)) or self._has_scores():
             await self.dependencies.clock.sleep(UNJUDGED_LOOK_S)
@@ -389,7 +391,7 @@ class JobSession(LiveJob):
         return bool(kept or view.offered.groups or view.holdings)
 
     def note_engines(self) -> None:
-        """Account the idle time of engines."""
+        """Account for the idle time of engines."""
         if self.mirror.head is not None:
             self.dependencies.telemetry.note_engines(self.look(), self.engines.busy, held_back=self.work.is_held_back)
 
@@ -409,7 +411,7 @@ class JobSession(LiveJob):
                 await self.episodes.close()
 
     async def _prepare(self) -> JobWork | None:
-        """Prepare this node and build the job's work; None if the job has ended, or was failed."""
+        """Prepare this node and build the job's work; None if the job has ended or failed."""
         preparation = self._make_preparation()
         try:
             async with report_waits(self, self.dependencies.metrics, self.dependencies.clock):
@@ -429,7 +431,7 @@ class JobSession(LiveJob):
 
     def _make_preparation(self) -> Preparation:
         def report_missing(reason: str) -> None:
-            # Nobody decides while this is under way, so nobody else notes since when the job waits for it.
+            # No decisions are made during preparation, so the start times of its waits are recorded here.
             models = [f"wait model {node}" for node in (self.node, *self.cluster.nodes)]
             conditions = ["wait start", *models] + ["wait material"] * bool(reason)
             self.waits = self.waits.note(conditions, self.dependencies.clock.monotonic())
@@ -452,11 +454,11 @@ class JobSession(LiveJob):
         return None if self.mirror.head is None else self.mirror.head.record.version
 
     def _current_rules(self, job: JobRecord) -> StreamRules:
-        # A spec is checked whole to give them: too much for whatever is heard.
+        # `rules_of` validates the whole spec, which is too expensive for each change.
         return self._memo.get("rules", (job,), lambda: rules_of(job))
 
     def _find_store_trouble(self) -> str:
-        """Why the last write had no answer. A change that is heard later shows that the store takes writes again, whoever made it."""
+        """Why the last write had no response. A later change by any writer shows that the store accepts writes again."""
         ledger, revision = self.dependencies.ledger, self.mirror.revision
         if ledger.unanswered != self._unanswered[0]:
             self._unanswered = ledger.unanswered, revision
@@ -546,7 +548,7 @@ class JobWork:
 
     @property
     def is_ordering(self) -> bool:
-        """Whether a curriculum's order is being worked out."""
+        """Whether the order of a curriculum is being computed."""
         return self._orders.arranging
 
     @property
@@ -556,16 +558,16 @@ class JobWork:
 
     @property
     def proposal(self) -> MoveProposal | None:
-        """The move that this controller wants."""
+        """The placement change that this controller wants."""
         return self._planner.proposal
 
     @property
     def move_report(self) -> MoveReport | None:
-        """This controller's report on earlier moves."""
+        """This controller's report on earlier placement changes."""
         return self._planner.move_report
 
     def note(self, before: JobMirror, after: JobMirror) -> None:
-        """A change of the job's records."""
+        """Handle a change of the job's records."""
         self._planner.note(before, after)
 
     async def run(self) -> None:
@@ -593,10 +595,10 @@ class JobWork:
                 for task in tasks:
                     task.cancel()
         finally:
-            # Before this process may be ended too, and the daemon ends the job's workers.
+            # Finished before the daemon stops the job's workers or this process ends.
             await cancel_all([accounting_task])
             await accounting.finish()
-            # First of all what is being published: it lets its engine go on.
+            # First of all, running publications are stopped, because they resume their engines.
             await session.actions.stop()
             await self._peer.close()
             for pool in session.pools.values():

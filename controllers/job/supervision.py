@@ -1,10 +1,10 @@
-"""A daemon's part in one job: it works on the job, leaves it when it cannot, and tries again every `JOB_RETRY_S`.
+"""A daemon's supervision of one job: it works on the job, leaves it on errors, and tries again every `JOB_RETRY_S`.
 
-It leaves a job whose records, spec or data it cannot read, and one in which it meets a defect of gcore. The cause may be gone later: a
-peer of another version has ended, a plug-in was installed, a data file was restored. No record would say so, so each daemon looks again.
+A daemon leaves a job if it cannot read its records, spec or data, or if it meets a defect of gcore. The cause may disappear later: a peer of
+another version has ended, a plug-in was installed, a data file was restored. No record reports that, so each daemon tries again.
 
-A defect ends that job's runner and not the daemon; all that was believed of the job is thrown away. A daemon that meets a defect again and
-again, and is the last member to leave, ends the job as failed. Leaving goes by the store alone, for nothing is heard of the job by then.
+A defect ends that job's runner, not the daemon, and discards the runner's state. If a daemon meets defects repeatedly and is the last member
+to leave, it ends the job as failed. Leaving uses only the store, because the job's watch has stopped by then.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from gcore.system.concurrency import limit_time
 log = logging.getLogger(__name__)
 
 JOB_RETRY_S = 10.0
-"""From leaving a job to the next look at it."""
+"""Delay between leaving a job and the next attempt."""
 
 MOST_DEFECTS = 3
-"""In a row; then the job is ended, if nobody else works on it."""
+"""Consecutive defects after which the job is ended, if it has no members."""
 
 MOST_NAMED = 4
-"""Lost keys that are named."""
+"""Maximum number of lost keys that are named."""
 
 LONGEST_SAID = 500
-"""Characters of what a defect says, in the reason of the job's end."""
+"""Maximum characters of a defect's message in the reason of the job's end."""
 
 CALM_S = 600.0
-"""After so long at work on a job, defects are counted from zero."""
+"""Work on a job for this long resets the count of defects."""
 
 
 class NodeNotReady(GcoreError):
-    """This node lacks what the job needs, which can be put right, and the job must not end for it."""
+    """This node lacks something that the job needs. The problem can be fixed, so the job must not end."""
 
 
 class RecordsLost(GcoreError):
@@ -60,31 +60,31 @@ class RecordsLost(GcoreError):
 
 
 class RunnableJob(Protocol):
-    """One try at a job: `controllers.job`'s."""
+    """One attempt at a job, implemented in `controllers.job`."""
 
     uid: str
 
     async def run(self) -> None:
-        """Until the job has ended. Raises UnreadableRecord, UsageError, NodeNotReady, RecordsLost."""
+        """Run until the job has ended. Raises UnreadableRecord, UsageError, NodeNotReady, RecordsLost."""
         ...
 
     async def withdraw(self) -> None:
-        """Be no member of it."""
+        """Remove the membership in the job."""
         ...
 
     async def end_left(self, reason: str) -> None:
-        """End it as failed, if it has no members."""
+        """End the job as failed if it has no members."""
         ...
 
     async def end_lost(self) -> None:
-        """End it as failed, if the store has lost records of it."""
+        """End the job as failed if the store has lost records of it."""
         ...
 
 
 async def work_on_job(
     new_runner: Callable[[], RunnableJob], is_active: Callable[[], bool], changes: ChangeSignal
 ) -> None:
-    """Until the job has ended. While it cannot be worked on here it is left to others; the daemon goes on with the rest."""
+    """Work on a job until it has ended. While this node cannot work on it, the job is left to others and retried."""
     said: set[str] = set()
     defects, loop = 0, asyncio.get_running_loop()
     while True:
@@ -92,11 +92,11 @@ async def work_on_job(
         wrong, defect = await _tried(runner)
         if not wrong and defect is None:
             return
-        for sentence in wrong - said:  # each once, and again only if something else was wrong meanwhile
+        for sentence in wrong - said:  # log each error once, and again only after a different one
             log.error("%s", sentence)
         said = wrong
         if defect is not None:
-            # The loop's handler logs it with its traceback; where a defect has to end everything, in a simulation, it does.
+            # The loop's handler logs the defect with its traceback; in a simulation it ends the run.
             loop.call_exception_handler({"message": f"job {runner.uid} met a defect of gcore", "exception": defect})
         await runner.withdraw()
         await runner.end_lost()
@@ -105,7 +105,7 @@ async def work_on_job(
             defects += 1
             if defects >= MOST_DEFECTS:
                 await runner.end_left(f"a defect of gcore was met {defects} times in a row: {place}")
-        del runner, defect  # a job's memory is not kept while it is left
+        del runner, defect  # frees the job's memory until the next attempt
         with contextlib.suppress(TimeoutError):
             async with limit_time(JOB_RETRY_S):
                 await changes.until(lambda: not is_active())
@@ -113,7 +113,7 @@ async def work_on_job(
 
 
 async def _tried(runner: RunnableJob) -> tuple[set[str], ExceptionGroup[Exception] | None]:
-    """What was wrong, and the defect that was met; nothing if the job has ended. Raises LeaseLost."""
+    """Run the job; return the errors and the defect that occurred, or neither if the job has ended. Raises LeaseLost."""
     wrong: set[str] = set()
     defect: ExceptionGroup[Exception] | None = None
     task = asyncio.current_task()
@@ -121,20 +121,20 @@ async def _tried(runner: RunnableJob) -> tuple[set[str], ExceptionGroup[Exceptio
     try:
         await runner.run()
     except* LeaseLost:
-        raise  # it is the life's, not the job's
+        raise  # it concerns the incarnation, not the job
     except* (UnreadableRecord, UsageError, NodeNotReady, RecordsLost) as errors:
         wrong = {f"job {runner.uid} is not worked on here: {error}" for error in _leaves(errors)}
-    except* Exception as errors:  # noqa: BLE001  the edge of the job: the others of this daemon go on
+    except* Exception as errors:  # noqa: BLE001  the edge of the job: other jobs of this daemon continue
         defect = errors
-    # A task group whose task failed leaves a cancel request counted (until Python 3.13). With one, a time limit of this task ends
-    # with CancelledError before Python 3.11.3, and the job would not be tried again.
+    # Before Python 3.13, a task group with a failed task leaves a cancellation request counted. Before 3.11.3, a time limit in this task would
+    # then end with CancelledError, and the job would not be retried.
     while task is not None and task.cancelling() > cancelled:
         task.uncancel()
     return wrong, defect
 
 
 def _place(defects: ExceptionGroup[Exception] | None) -> str | None:
-    """What was raised, and where; None if it is only what the node lacks, or the store."""
+    """The first exception that is a defect, and its location; None if all are expected errors of the node or the store."""
     own = (one for one in _leaves(defects) if not isinstance(one, GcoreError | OSError)) if defects else ()
     defect = next(iter(own), None)
     if defect is None:
@@ -154,14 +154,14 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
 
 
 async def withdraw_member(store: Store, keys: JobKeys, identity: Identity, clock: Clock) -> None:
-    """Be no member of a job, so that the others do not count on this controller; however long the store is away."""
+    """Remove the membership in a job, so that other members do not rely on this controller. Retries while the store is unavailable."""
     ledger, leaves = TransactionExecutor(store, keys), transactions.withdraw(keys, identity.incarnation, identity.node)
     while (await ledger.run(leaves)).outcome is TxnOutcome.UNKNOWN:
         await clock.sleep(LOOK_AGAIN_S)
 
 
 async def fail_abandoned_job(store: Store, keys: JobKeys, clock: Clock, reason: str) -> None:
-    """End a job as failed, if nobody works on it any more and the store is there."""
+    """End a job as failed if it has no members and the store is available."""
     with contextlib.suppress(StoreUnavailable, UnreadableRecord):
         kv = await store.get(keys.state)
         if kv is None or (await store.list(keys.member_prefix)).kvs:
@@ -173,8 +173,8 @@ async def fail_abandoned_job(store: Store, keys: JobKeys, clock: Clock, reason: 
 
 
 async def find_lost_records(store: Store, keys: JobKeys) -> LostRecords | None:
-    """What the store has lost of a job that has not ended; None if nothing is. Raises StoreUnavailable, UnreadableRecord."""
-    # The claim first: a job that ends loses it in the transaction that writes its state.
+    """The records that the store has lost of a job that has not ended; None if there are none. Raises StoreUnavailable, UnreadableRecord."""
+    # The claim is read first: a job that ends deletes its claim in the transaction that writes its state.
     kv = await store.get(keys.active)
     listing = await store.list(keys.prefix)
     events = tuple(WatchEvent("put", one) for one in listing.kvs)
@@ -186,7 +186,7 @@ async def find_lost_records(store: Store, keys: JobKeys) -> LostRecords | None:
 
 @dataclass(frozen=True, slots=True)
 class LostRecords:
-    """The keys that a job has lost, with its state and its claim on slots as they were read then; None: absent."""
+    """The lost keys of a job, with its status and its claim on slots at that time; None: absent."""
 
     keys: tuple[str, ...]
     status: Versioned[JobStatus] | None
@@ -194,16 +194,16 @@ class LostRecords:
 
 
 def lost_sentence(keys: Sequence[str]) -> str:
-    """What happened and what to do, for the reason of the job's end."""
+    """The reason of the job's end: what happened and what to do."""
     named = ", ".join(keys[:MOST_NAMED]) + (f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else "")
     return (
-        f"the store has lost {named}: somebody deleted what gcore never deletes alone, so the run cannot be proven and ends; "
-        "restore etcd from a backup, or begin a new job, which may start from a checkpoint in the run's folder (model.path)"
+        f"the store has lost {named}: gcore never deletes these records alone, so the run cannot be verified and has ended. "
+        "Restore etcd from a backup, or start a new job, which may use a checkpoint in the run's folder (model.path)"
     )
 
 
 async def fail_lost_job(store: Store, keys: JobKeys, clock: Clock) -> None:
-    """End a job as failed if the store has lost records of it. While the store is away, or another node was first, nothing is done."""
+    """End a job as failed if the store has lost records of it. Does nothing if the store is unavailable or another node was first."""
     with contextlib.suppress(StoreUnavailable, UnreadableRecord):
         if (lost := await find_lost_records(store, keys)) is None:
             return

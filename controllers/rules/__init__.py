@@ -1,5 +1,5 @@
-"""Every decision that is made from the view of one job. Pure: no clock, no network, no store.
+"""All decisions about one job, from its view. Pure: no clock, no network, no store.
 
-A rule is a function `view -> Iterator[Intent]`. Read `view` first (what is known of a job), then `actions` (what may be decided), then
-`decide` (which rules apply, in which order). The other modules are the rules by subject. `job.executor` carries intents out.
+A rule is a function `view -> Iterator[Intent]`. Read `view` first (what is known about a job), then `actions` (the possible decisions), then
+`decide` (which rules apply, in which order). The other modules are the rules by subject. `job.executor` executes intents.
 """

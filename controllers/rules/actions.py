@@ -1,4 +1,4 @@
-"""The actions that one look at a job may decide on. `controllers.job.executor` carries them out."""
+"""The actions that a job's rules may decide on. `controllers.job.executor` executes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from placement.moves import MoveProposal, MoveReport
 
 @dataclass(frozen=True, slots=True)
 class ActionResult:
-    """The result of an action: an outcome that is counted, a sentence that is logged."""
+    """The result of an action: an outcome for metrics and a sentence for the log."""
 
     outcome: TxnOutcome
     sentence: str
@@ -27,23 +27,23 @@ class ActionResult:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One transaction or one call. `runs_in_background`: it reads or writes many bytes. `seen_at_once`: it writes nothing to the store and
-    shows in the view as soon as it is done, so there is nothing to hear of."""
+    """One transaction or one call. `runs_in_background`: it reads or writes many bytes. `seen_at_once`: it writes nothing to the store and its
+    effect is in the view as soon as it is done, so the reconciler need not wait for a watch event."""
 
     runs_in_background: ClassVar[bool] = False
     seen_at_once: ClassVar[bool] = False
 
     kind: ClassVar[str]
-    """The action's name in metrics, which does not follow the class's. A class gives it where it names its base."""
+    """The action's name in metrics, independent of the class name."""
 
     def __init_subclass__(cls, kind: str = "") -> None:
-        if kind:  # `slots` makes each class a second time, with what it has by then
+        if kind:  # `slots` creates each class twice; the second time the attribute is already set
             cls.kind = kind
 
 
 @dataclass(frozen=True, slots=True)
 class BackgroundAction(Action):
-    """Reads or writes many bytes."""
+    """An action that reads or writes many bytes."""
 
     runs_in_background: ClassVar[bool] = True
 
@@ -57,7 +57,7 @@ class EngineAction(BackgroundAction):
 
 @dataclass(frozen=True, slots=True)
 class FolderAction(BackgroundAction):
-    """Concerns this node's own folder of a run, where nodes share none."""
+    """An action on this node's own folder of a run, if nodes share no folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class JoinJob(Action, kind="join"):
 
 @dataclass(frozen=True, slots=True)
 class LeaveJob(Action, kind="leave"):
-    """Mark this incarnation's membership: it is about to end."""
+    """Mark this incarnation's membership as leaving."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,24 +91,24 @@ class PutOffer(Action, kind="putoffer"):
 
 @dataclass(frozen=True, slots=True)
 class MakeSeal(Action, kind="makeseal"):
-    """Close the batch of `step`, or seal one more part of it."""
+    """Seal the batch of `step`, or one more part of it."""
 
     step: int
     chosen: SealStep | SealPart
     checkpoint: bool = False
-    """Whether the step is to have a checkpoint, whatever the spec says."""
+    """Whether the step gets a checkpoint regardless of the spec."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordOutcomes(Action, kind="account"):
-    """Write an entry of outcomes alone, without a step."""
+    """Write an account entry: outcomes without a step."""
 
     outcomes: tuple[EndedRef, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUpBatch(Action, kind="reseal"):
-    """Reopen the slot of a sealed batch, or the part of it that is not READY; its groups can be sealed again."""
+    """Reopen the slot of a sealed batch, or its part that is not READY; the groups can be sealed again."""
 
     step: int
     reason: str
@@ -116,7 +116,7 @@ class GiveUpBatch(Action, kind="reseal"):
 
 @dataclass(frozen=True, slots=True)
 class FeedRank(BackgroundAction, kind="feed"):
-    """Push this peer's groups of the seal to one rank."""
+    """Send this peer's groups of the seal to one rank."""
 
     rank: int
     token: Token
@@ -124,7 +124,7 @@ class FeedRank(BackgroundAction, kind="feed"):
 
 @dataclass(frozen=True, slots=True)
 class MarkBatchReady(Action, kind="ready"):
-    """Mark the seal READY: every rank holds its share of what is sealed."""
+    """Mark the seal READY: every rank holds its share of it."""
 
     step: int
 
@@ -147,7 +147,7 @@ class AccumulateParts(BackgroundAction, kind="accumulate"):
 
 @dataclass(frozen=True, slots=True)
 class ReleaseRank(BackgroundAction, kind="releaserank"):
-    """Release a rank's memory until its next step; `step` is the last that it has done."""
+    """Release a rank's memory until its next step; `step`: the last step it has trained."""
 
     rank: int
     step: int
@@ -176,14 +176,14 @@ class RegisterCheckpoint(Action, kind="register"):
 
 @dataclass(frozen=True, slots=True)
 class RetainCheckpoints(BackgroundAction, kind="retain"):
-    """Keep these checkpoints, forget the others, then delete their files."""
+    """Keep these checkpoints, unregister the others, then delete their files."""
 
     kept: tuple[Checkpoint, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PostWarning(Action, kind="warn"):
-    """Write a warning about something that does not stop the run; a topic keeps its newest only."""
+    """Write a warning that does not stop the run; only the newest warning of a topic is kept."""
 
     topic: str
     sentence: str
@@ -198,7 +198,7 @@ class PruneLog(BackgroundAction, kind="prune"):
 
 @dataclass(frozen=True, slots=True)
 class SweepKeys(BackgroundAction, kind="sweep"):
-    """Delete what belongs to past worlds and cut-off weights: in the store, then checkpoints in the run's folder."""
+    """Delete keys of past worlds and of discarded branches from the store, then discarded checkpoints from the run's folder."""
 
     swept: SweptKeys
 
@@ -212,7 +212,7 @@ class ForgetEvaluations(BackgroundAction, kind="forgetevaluations"):
 
 @dataclass(frozen=True, slots=True)
 class BeginEpoch(Action, kind="beginepoch"):
-    """Fix the statistics of a data epoch, and forget the records of these that nothing asks for any more."""
+    """Record the statistics of a data epoch, and delete records of epochs that are no longer needed."""
 
     record: EpochRecord
     forgotten: tuple[int, ...]
@@ -220,11 +220,11 @@ class BeginEpoch(Action, kind="beginepoch"):
 
 @dataclass(frozen=True, slots=True)
 class Rollback(BackgroundAction, kind="rollback"):
-    """Start a new world: from copies of head's state if they are at hand, else from the newest whole checkpoint on its chain.
+    """Start a new world: from copies of head's state if they are available, else from the newest complete checkpoint on its chain.
 
-    `between_steps`: only from head's own state, since the world that is there is well. `slots_as_seen`: only if the open steps
-    are still what they were. `split`: of the slots, that a policy wants; None: as there was, or as the spec says. `stands_still`: the
-    new world has no ranks, and nothing else is placed, until it is followed by another.
+    `between_steps`: only from head's own state, because the current world is healthy. `slots_as_seen`: only if the open steps are unchanged.
+    `split`: the division of slots that a policy wants; None: unchanged, or as in the spec. `stands_still`: the new world has no ranks and
+    nothing else is placed, until another world follows.
     """
 
     reason: str
@@ -236,19 +236,19 @@ class Rollback(BackgroundAction, kind="rollback"):
 
 @dataclass(frozen=True, slots=True)
 class ReportCopies(BackgroundAction, kind="takestock"):
-    """Write down which copies of train states this node's memory has, now that head's entry is `seq`."""
+    """Report which copies of train states this node's memory holds, for head's entry `seq`."""
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReportFolder(FolderAction, kind="sayfolder"):
-    """Write down which checkpoints this node's own folder has."""
+    """Report which checkpoints this node's own folder contains."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchWeights(FolderAction, kind="fetchweights"):
-    """Bring staged weights to this node, from `source` if it gives them."""
+    """Copy staged weights to this node, from `source` if possible."""
 
     version: Version
     source: str
@@ -256,7 +256,7 @@ class FetchWeights(FolderAction, kind="fetchweights"):
 
 @dataclass(frozen=True, slots=True)
 class FetchCheckpoint(FolderAction, kind="fetchcheckpoint"):
-    """Bring a copy of a checkpoint to this node."""
+    """Copy a checkpoint to this node."""
 
     checkpoint: SavedCheckpoint
 
@@ -278,7 +278,7 @@ class GatherReceipts(FolderAction, kind="gather"):
 
 @dataclass(frozen=True, slots=True)
 class ArchiveRecords(FolderAction, kind="archive"):
-    """Write these log entries and evaluations down in this node's own folder."""
+    """Write these log entries and evaluations into this node's own folder."""
 
     seqs: tuple[int, ...] = ()
     evaluations: tuple[str, ...] = ()
@@ -307,7 +307,7 @@ class ReturnSlots(Action, kind="giveback"):
 
 @dataclass(frozen=True, slots=True)
 class PublishWeights(EngineAction, kind="publish"):
-    """Bring one engine to the committed weights."""
+    """Load the committed weights into one engine."""
 
     instance: str
     version: Version
@@ -320,21 +320,21 @@ class TakeLead(Action, kind="lead"):
 
 @dataclass(frozen=True, slots=True)
 class WriteMove(Action, kind="place"):
-    """Change the plan as a policy decided, or write down which train world it wants, or what it would do."""
+    """Change the plan as a policy decided, or record which train world it wants, or what it would do."""
 
     proposal: MoveProposal
 
 
 @dataclass(frozen=True, slots=True)
 class ReportMoves(Action, kind="tellmoves"):
-    """Write down the results of moves, if the record is still the one that this was made from."""
+    """Record the results of placement changes, if the record is unchanged."""
 
     report: MoveReport
 
 
 @dataclass(frozen=True, slots=True)
 class SleepEngine(EngineAction, kind="sleep"):
-    """Release an engine's memory. `judge`: whose engine it is; empty: the policy's."""
+    """Release an engine's memory. `judge`: the judge it serves; empty: the policy."""
 
     instance: str
     judge: str
@@ -350,7 +350,7 @@ class WakeEngine(EngineAction, kind="wake"):
 
 @dataclass(frozen=True, slots=True)
 class GiveUpPrompt(Action, kind="giveup"):
-    """Cancel what is in flight here for `ref`. `stale`: it was issued in vain, and counts."""
+    """Cancel the requests in flight here for `ref`. `stale`: count it as a failed attempt."""
 
     ref: PromptRef
     reason: str
@@ -359,7 +359,7 @@ class GiveUpPrompt(Action, kind="giveup"):
 
 @dataclass(frozen=True, slots=True)
 class SetPhase(Action, kind="setphase"):
-    """End the job. `at_head`: only if head and the open steps are still what the decision followed from."""
+    """End the job. `at_head`: only if head and the open steps are unchanged."""
 
     phase: JobPhase
     reason: str
@@ -368,9 +368,9 @@ class SetPhase(Action, kind="setphase"):
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """An action, the condition that calls for it, and whose turn it is.
+    """An action, its condition, and this peer's turn.
 
-    It is carried out once the condition has held for `after` seconds plus this peer's turn.
+    It is executed when the condition has held for `after` seconds plus the delay of this peer's turn.
     """
 
     action: Action

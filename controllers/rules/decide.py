@@ -1,16 +1,15 @@
-"""Decide what a job should do now, from one view of it: the rules that apply, the assignment of shards, the hand-over of a leaving controller.
+"""Decides what a job should do now, from one view: the applicable rules, the assignment of shards, the hand-over of a leaving controller.
 
-Each rule stands alone and yields intents. Whose turn it is follows from a hash; `Timers` say how long a condition has held. The view may
-be old, so a rule may be wrong about the present: the transaction that follows compares, and after a lost compare the controller looks again.
-No rule counts on another having come before it. The reconciler carries the ripe intents out one after the other, in the order of the rules, so the
-order says which transaction of a look is tried first.
+Each rule is independent and yields intents. A hash decides whose turn it is; `Timers` record how long a condition has held. The view may be
+outdated, so a rule may be wrong: its transaction compares, and after a lost compare the controller reads again. No rule relies on another
+having run before. The reconciler executes the ripe intents one after the other in the order of the rules.
 
 Assignment of shards: sticky and balanced. Loads differ by at most one, and no shard moves without need. An assignment is a hint; the
-seal's check keeps a prompt from being trained twice.
+seal's check prevents a prompt from being trained twice.
 
-Hand-over: a controller that was asked to end says so in its membership, and the others take its shards at once. It begins nothing, and
-gives up what it has in flight. Its finished groups stay in its offer until they are sealed and fed, for at most `LEAVE_WITHIN_S`, or not
-at all if it is the last member: then they are issued again. Its engines and ranks go on without it.
+Hand-over: a controller that is asked to end marks its membership, and the others take its shards at once. It starts nothing new and gives up
+its prompts in flight. Its finished groups stay in its offer until they are sealed and fed, for at most `LEAVE_WITHIN_S`. If it is the last
+member, it does not wait: the prompts are sampled again. Its engines and ranks keep running.
 """
 
 from __future__ import annotations
@@ -63,10 +62,10 @@ from gcore.types import PromptRef
 
 
 def shard_assignment(members: Sequence[str], shards: int, old: Assignment | None) -> Assignment:
-    """Give every shard an owner. Without members: nobody's.
+    """Give every shard an owner, or None without members.
 
-    At first shards are dealt out in turn, so that every stretch of the stream is spread over all peers. Then only what
-    is nobody's, and what is above a peer's fair share, moves; of an overfull peer every k-th shard goes, for the same reason.
+    Initially shards are dealt out in turn, so that every section of the stream is spread over all peers. Later only unowned shards and those above
+    a peer's fair share move; an overfull peer gives up every k-th shard, for the same reason.
     """
     ordered = tuple(sorted(members))
     if not ordered:
@@ -76,7 +75,7 @@ def shard_assignment(members: Sequence[str], shards: int, old: Assignment | None
         alive = set(ordered)
         owner = [name if (name := old.owner(shard)) in alive else None for shard in range(shards)]
     held = {name: [shard for shard in range(shards) if owner[shard] == name] for name in ordered}
-    # The larger shares go to who holds most already, so that fewest shards move.
+    # The larger shares go to the peers that hold most already, so that fewest shards move.
     by_load = sorted(ordered, key=lambda name: (-len(held[name]), name))
     base, more = divmod(shards, len(ordered))
     quota = {name: base + (i < more) for i, name in enumerate(by_load)}
@@ -86,7 +85,7 @@ def shard_assignment(members: Sequence[str], shards: int, old: Assignment | None
     loads = {name: min(len(held[name]), quota[name]) for name in ordered}
     for shard in range(shards):
         if owner[shard] is None:
-            # The emptiest takes the next: in a fresh start that deals them out in turn.
+            # The peer with the fewest shards takes the next one. In a fresh start this deals them out in turn.
             taker = min(
                 (name for name in ordered if loads[name] < quota[name]),
                 key=lambda name: (loads[name] - quota[name], ordered.index(name)),
@@ -105,7 +104,7 @@ def _spread(shards: list[int], count: int) -> list[int]:
 
 
 def decide(view: JobView) -> tuple[Intent, ...]:
-    """Everything that should be done now, in the order of the rules."""
+    """All intents for now, in the order of the rules."""
     status = view.mirror.status
     if status is None or status.record.phase.ended:
         return ()
@@ -114,9 +113,9 @@ def decide(view: JobView) -> tuple[Intent, ...]:
             return (
                 Intent(SetPhase(JobPhase.CANCELLED, view.claim.ends), "end", turn_of(view.nodes, view.node, "end")),
             )
-        if "start" in view.under_way:  # or it would be tried again and again until what it did is heard
+        if "start" in view.under_way:  # prevents retries until the watch reports its effect
             return ()
-        if lacking_slots(view):  # the cluster may still fill up
+        if lacking_slots(view):  # more nodes may register
             return tuple(release_slots(view))
         return (Intent(StartJob(), "start", turn_of(view.nodes, view.node, "start")),)
     if view.mirror.head is None or view.mirror.plan is None or view.mirror.checkpoints is None:
@@ -125,7 +124,7 @@ def decide(view: JobView) -> tuple[Intent, ...]:
         return ()
     if view.me not in view.mirror.members:
         return () if view.leaving or "join" in view.under_way else (Intent(JoinJob(), "join"),)
-    # The rules of a suspended job, which has no workers, and those of a job that works.
+    # The rules of a suspended job, which has no workers, and those of a working job.
     standing_still = (leave, prune_log, sweep_old_worlds, archive_evaluations, release_slots, resume, end_suspended_job)
     working = (
         leave,
@@ -166,27 +165,27 @@ def decide(view: JobView) -> tuple[Intent, ...]:
 
 
 def leave(view: JobView) -> Iterator[Intent]:
-    """A controller that is asked to end says so first: its shards go to others at once and not when its lease is over."""
+    """Mark the membership of a controller that is asked to end, so that others take its shards before its lease expires."""
     if view.leaving and not view.mirror.members[view.me].record.leaving:
         yield Intent(LeaveJob(), "leave")
 
 
 def assign_shards(view: JobView) -> Iterator[Intent]:
-    """Every shard is some member's, and that member has engines to come: else its prompts would never be answered.
+    """Assign every shard to a member whose node has engines in the plan; otherwise its prompts would never be sampled.
 
-    A node that joined, or came back, after the plan was made has none. Who is leaving takes none, if there are others.
+    A node that joined or returned after the plan was made has no engines. A leaving member gets no shards if there are others.
     """
     mirror = view.mirror
     sources = (mirror.assign, mirror.plan, mirror.members)
     wanted = view.remembered.get("assignment", sources, lambda: _assignment(view))
     if wanted is not None:
-        # The condition names the members, so that who comes or goes meanwhile starts it anew.
+        # The condition names the members, so a change of members restarts the delay.
         topic = f"assign {' '.join(wanted.members)}"
         yield Intent(AssignShards(wanted), topic, view.turn(topic), after=0.1)
 
 
 def _assignment(view: JobView) -> Assignment | None:
-    """The assignment that is to be, if it is not what stands."""
+    """The new assignment, or None if the current one is correct."""
     old = view.mirror.assign
     nodes = view.plan.rollout_nodes
     staying = {name: m for name, m in view.mirror.members.items() if not m.record.leaving} or view.mirror.members
@@ -198,7 +197,7 @@ def _assignment(view: JobView) -> Assignment | None:
 
 
 def has_handed_over(view: JobView) -> bool:
-    """Whether nothing is left that it is worth staying for."""
+    """Whether this controller may end without loss of finished work."""
     members = view.mirror.members
     mine = members.get(view.me)
     others = [name for name, member in members.items() if name != view.me and not member.record.leaving]
@@ -212,7 +211,7 @@ def has_handed_over(view: JobView) -> bool:
 
 
 def undelivered_refs(view: JobView) -> frozenset[PromptRef]:
-    """The refs of what this controller has finished and nobody else has: what would be lost with it."""
+    """The refs whose finished results only this controller holds. They would be lost with it."""
     if view.mirror.head is None:
         return frozenset()
     head = view.mirror.head.record

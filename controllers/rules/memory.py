@@ -1,18 +1,18 @@
-"""Which engines and train ranks sleep and wake, who takes a shared slot, and which controller is responsible for an engine.
+"""Which engines and train ranks sleep and wake, which of them uses a shared slot, and which controller manages an engine.
 
-Order on a slot that engines share: nothing new goes to an engine that is to sleep, its requests are given back with the tokens they
-have, its memory is freed. To wake: first the memory, then the current weights by a publication, then requests. No engine of a slot
-wakes before those that are to sleep do.
+Order on a slot that engines share: an engine that will sleep gets no new requests, returns its running requests with their tokens, and
+releases its memory. To wake, it first gets its memory, then the current weights by a publication, then requests. No engine of a slot wakes
+before those that must sleep do.
 
-Order on a slot that engines and a rank share (`placement.memory`; staleness 0): when a batch is READY the engines sleep, the rank takes
-its memory and trains. After the commit the rank frees all of it (what was committed is in the run's folder), and only then the engines
-wake. The controller of the rank's node restores the rank and says Apply; while it is away, others do so a little later. Nothing waits
-without end: a rank that is told to train takes its memory by itself, and is told so after `PATIENCE_S` whoever sleeps; if a rank cannot
-free its memory, the engines wake beside it.
+Order on a slot that engines and a rank share (`placement.memory`; staleness 0): when a batch is READY the engines sleep, the rank takes its
+memory and trains. After the commit the rank releases all of it (the committed state is in the run's folder), and only then the engines
+wake. The controller of the rank's node restores the rank and sends Apply; if it is away, others do so a little later. Every wait is
+bounded: a rank that is told to train takes its memory itself, and after `PATIENCE_S` it is told to train even if engines are awake; if a
+rank cannot release its memory, the engines wake anyway.
 
-Responsibility: the controller of an engine's node, or while that is away the member that a hash names. All engines of a slot, and of all
-slots that one of them spans, have the same controller. While a node's controller is there and has not joined yet, its engines have none:
-otherwise the first to join a large job would briefly have all of them. Two controllers that both believe to be responsible do no harm.
+Management: an engine is managed by the controller of its node, or, while that is away, by the member that a hash selects. All engines of a
+slot, and of all slots that one of them spans, have the same manager. While a node's controller is registered but has not joined yet, its
+engines have no manager: otherwise the first member of a large job would briefly manage all of them. Two managers at once do no harm.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from gcore.types import ServingPool
 from gcore.worker.records import WorkerRecord
 
 PATIENCE_S = 60.0
-"""After so long a READY batch is trained even if engines have not made room."""
+"""After this time a READY batch is trained even if engines have not released their memory."""
 
 AWAY_S = 5.0
-"""Another peer waits so long for a node's controller before it tells that node's ranks to release memory or to train."""
+"""Delay before another peer acts for an absent controller: releases the memory of its node's ranks or tells them to train."""
 
 
 def takes_turns(spec: JobSpec, slot: str) -> bool:
-    """Whether an engine and a rank of the job that share `slot` have its memory one after the other."""
+    """Whether an engine and a rank of the job that share `slot` use its memory in turns."""
     if spec.placement.memory is not None:
         return spec.placement.memory == "in_turns"
     apart = spec.placement.policy == "static" or spec.rollout.staleness > 0 or spec.train.stream
@@ -45,7 +45,7 @@ def takes_turns(spec: JobSpec, slot: str) -> bool:
 
 
 def ranks_taking_turns(view: JobView) -> Mapping[int, RankPlace]:
-    """The ranks of head's world that take turns, by rank."""
+    """The ranks of head's world that use their slot in turns, by rank."""
     plan = view.mirror.plan
     if plan is None:
         return {}
@@ -69,14 +69,14 @@ def engines_asleep_for_ranks(view: JobView) -> frozenset[str]:
     for rank, its_turn in turns.items():
         for instance in _engines_on(view, places[rank]):
             engine = known.get(instance)
-            # Of a rank that nobody has heard yet it is not known whether it has its memory: all stays as it is.
+            # While a rank has not reported, it is unknown whether it has its memory, so nothing changes.
             if its_turn or (its_turn is None and engine is not None and engine.asleep):
                 found.add(instance)
     return frozenset(found)
 
 
 def _its_turn(view: JobView, rank: int) -> bool | None:
-    """Whether the slot's memory is the rank's; None: not known yet."""
+    """Whether the slot's memory belongs to the rank; None: unknown yet."""
     if _is_ready(view) or not _serves(view, rank):
         return True
     known = view.ranks.get(rank)
@@ -84,7 +84,7 @@ def _its_turn(view: JobView, rank: int) -> bool | None:
 
 
 def take_turns(view: JobView) -> Iterator[Intent]:
-    """Ranks give their memory back behind a commit, and take it again before they train."""
+    """Have ranks release their memory after a commit, and take it again before they train."""
     for rank, place in ranks_taking_turns(view).items():
         known = view.ranks.get(rank)
         if known is None or not _serves(view, rank):
@@ -100,8 +100,8 @@ def take_turns(view: JobView) -> Iterator[Intent]:
 
 
 def train_delay_s(view: JobView, rank: int) -> float:
-    """Seconds that a rank of a READY batch is given before it is told to train: to take its memory, and for the engines beside it to give
-    theirs back. A rank that has just loaded has its memory before anybody slept. Who does not see its engines leaves it to who does."""
+    """Seconds to wait before a rank of a READY batch is told to train, so that it can take its memory and its engines can release theirs. A rank
+    that has just loaded has its memory already. A controller that does not manage the rank's engines waits longer."""
     known, place = view.ranks.get(rank), ranks_taking_turns(view).get(rank)
     if known is None or place is None:
         return 0.0
@@ -113,8 +113,8 @@ def train_delay_s(view: JobView, rank: int) -> float:
 
 
 def blocking_nodes(view: JobView) -> tuple[str, ...]:
-    """The nodes whose engines have not made room for the ranks of a READY batch, as far as this controller sees it, or whose ranks have
-    not taken it."""
+    """The nodes whose engines have not released memory for the ranks of a READY batch, or whose ranks have not taken it, as seen by this
+    controller."""
     if not _is_ready(view):
         return ()
     resting = {rank for rank, known in view.ranks.items() if known.released}
@@ -127,7 +127,7 @@ def _is_ready(view: JobView) -> bool:
 
 
 def _is_at_head(view: JobView, known: RankView) -> bool:
-    """Whether a rank has done no more, and no less, than what is committed; one that has trained nothing has just loaded that."""
+    """Whether a rank's state equals what is committed. A rank that has trained nothing has just loaded that state."""
     return known.applied is None or (known.applied.lineage, known.applied.step) == (view.head.lineage, view.head.step)
 
 
@@ -141,7 +141,7 @@ def _serves(view: JobView, rank: int) -> bool:
 
 
 def _engines_on(view: JobView, place: RankPlace) -> Iterator[str]:
-    """The engines that serve the job on a rank's slot, its judges' too."""
+    """The job's engines on a rank's slot, including its judges'."""
     by_slot = view.remembered.get(
         "engines by slot", (view.workers,), lambda: _by_slot(view.workers, view.mirror.keys.uid)
     )
@@ -164,7 +164,7 @@ def _all_sleep(view: JobView, place: RankPlace) -> bool:
 
 
 def _patience(view: JobView, place: RankPlace) -> float:
-    """Who is nearer sees to a rank."""
+    """The delay of this controller for a rank: none on the same node."""
     return 0.0 if place.node == view.node else AWAY_S
 
 
@@ -176,10 +176,10 @@ def owned_engines(
     joining: Collection[str] = (),
     role: ServingPool = "rollout",
 ) -> dict[str, WorkerRecord]:
-    """The serving engines of the job that are mine: those of my node, and those of nodes without a member by hash.
+    """The serving engines of the job that this controller manages: those of its node, and by hash those of nodes without a member.
 
-    `joining`: nodes whose controller is waited for. An engine of a judge is asked by everybody; who puts it to sleep and wakes it
-    is one, found in the same way.
+    `joining`: nodes whose controller has not joined yet; their engines are left out. Any peer may query a judge's engine, but only its manager
+    puts it to sleep and wakes it.
     """
     here = {m.node: incarnation for incarnation, m in sorted(members.items())}
     begins = _begins(worker for worker in workers.values() if worker.role != "train" and worker.job_uid == job_uid)
@@ -199,13 +199,13 @@ def owned_engines(
 
 
 def _begins(engines: Iterable[WorkerRecord]) -> dict[tuple[str, str], str]:
-    """By node and slot, where the widest engine there begins; of slots whose engines span no other nothing is said."""
+    """The first slot of the widest engine, by node and slot; omits slots whose engines span only one slot."""
     wide = sorted((one for one in engines if one.further), key=lambda one: len(one.slots))
     return {(one.node, slot): one.slot for one in wide for slot in one.slots}
 
 
 SLEEP_RETRY_S = 0.5
-"""An engine that could not be put to sleep, or woken, is tried again after so long."""
+"""Delay before another attempt to put an engine to sleep or to wake it."""
 
 
 def engine_places(plan: Plan | None, workers: Mapping[str, WorkerRecord], job_uid: str) -> dict[str, EnginePlace]:
@@ -224,7 +224,7 @@ def planned_sleepers(plan: Plan | None, workers: Mapping[str, WorkerRecord], job
 
 
 def sleeping_engines(view: JobView) -> frozenset[str]:
-    """The same, of a view, with those whose slot is a train rank's now."""
+    """The engines of a view that must sleep: by plan, or because their slot belongs to a train rank now."""
     plan, uid = view.mirror.plan, view.mirror.keys.uid
     planned = view.remembered.get(
         "sleepers",
@@ -235,7 +235,7 @@ def sleeping_engines(view: JobView) -> frozenset[str]:
 
 
 def apply_sleep_plan(view: JobView) -> Iterator[Intent]:
-    """Engines sleep and wake as the plan says."""
+    """Put engines to sleep and wake them as the plan says."""
     asleep = sleeping_engines(view)
     engines = managed_engines(view)
     if not asleep and not any(engine.asleep for engine in engines.values()):

@@ -1,16 +1,16 @@
-"""A job keeps to its share of the slots; one controller plans its placement, and moves are written down.
+"""A job's share of the slots: which slots it gives up, when it suspends and resumes, and which controller plans its placement.
 
-New slots are used as new nodes are (`controllers.rules.world`). Slots that the job is to give back are left between two steps: engines at
-once, by a change of the plan; a train world by a new one, formed from head's own state. If the rest is too little to run on, the job
-stands still: its plan places nothing, its workers end, and nothing is issued or sealed until it has slots again. Then it goes on from
-head's own checkpoint, so that no committed step is lost and none is trained twice.
+New slots are used like new nodes (`controllers.rules.world`). Slots that the job must give back are released between two steps: engines at
+once, by a change of the plan; a train world by a new one, formed from head's own state. If the remaining slots are too few, the job is
+suspended: its plan places nothing, its workers end, and nothing is sampled or sealed until it has slots again. It then continues from head's
+own checkpoint, so that no committed step is lost and none is trained twice.
 
-A job that stands still, or forms a world without copies of head's state at hand, needs a checkpoint of head. So the steps sealed meanwhile
-have one (`Seal.checkpoint`), and while head's is being written nothing more is sealed. Slots that the plan no longer uses, and on which
-nothing of the job runs, are given back (`ReturnSlots`). `placement.shares` decides who gets which.
+A suspended job, or one that forms a world without copies of head's state, needs a checkpoint of head. So the steps sealed meanwhile get one
+(`Seal.checkpoint`), and while head's checkpoint is being written nothing more is sealed. Slots that the plan no longer uses, and on which no
+process of the job runs, are given back (`ReturnSlots`). `placement.shares` decides which job gets which slots.
 
-Leadership: the controller that holds a key under its lease plans. Any controller may take it when there is no leader, or when the leader no longer
-works on the job. Safety does not rest on it: a plan is written by a transaction that compares the plan that was seen and the leadership.
+Leadership: the controller that holds a key under its lease plans. Any controller may take the key if there is no leader or the leader no
+longer works on the job. Safety does not depend on it: a transaction that writes a plan compares the previous plan and the leadership.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ from placement.moves import MoveProposal, MoveReport
 from placement.placer import new_placer
 
 RESUME_AFTER_S = 0.3
-"""Slots that are granted one after the other are looked at together."""
+"""Delay that collects slots which are granted one after the other."""
 
 
 def is_suspended(view: JobView) -> bool:
-    """Whether the job stands still: its plan places nothing."""
+    """Whether the job is suspended: its plan places nothing."""
     plan = view.mirror.plan
     return plan is not None and plan.record.stands_still
 
 
 def plan_slots(plan: Plan) -> frozenset[Slot]:
-    """All that it uses."""
+    """All slots that the plan uses."""
     return frozenset((*(slot for place in plan.engines for slot in place.on), *(rank.on for rank in plan.ranks)))
 
 
 def surplus_slots(view: JobView) -> frozenset[Slot]:
-    """What the plan uses and the job is not granted. Of a job whose last step is trained nothing, while its world lives: it ends
-    sooner than it would leave."""
+    """The slots that the plan uses without a grant. Empty for a job whose last step is trained while its world lives: it ends sooner than it
+    could release them."""
     if view.share is None or view.mirror.plan is None or (view.is_over and world_loss(view) is None):
         return frozenset()
     return view.remembered.get("surplus", (view.mirror.plan, view.share), lambda: _surplus(view))
@@ -74,7 +74,7 @@ def _surplus(view: JobView) -> frozenset[Slot]:
 
 
 def fits_grant(view: JobView) -> bool:
-    """Whether the job can run on what it is granted and is there."""
+    """Whether the job can run on the slots that are granted and registered."""
     if view.claim.ends:
         return False
     return view.remembered.get(
@@ -83,7 +83,7 @@ def fits_grant(view: JobView) -> bool:
 
 
 def remove_slots(plan: Plan, slots: frozenset[Slot]) -> Plan | None:
-    """The plan without the engines on these slots; None if a rank is on one, or a pool would have no engine left."""
+    """The plan without the engines on these slots; None if a rank is on one, or a pool would lose its last engine."""
     if any(rank.on in slots for rank in plan.ranks):
         return None
     engines = tuple(one for one in plan.engines if slots.isdisjoint(one.on))
@@ -91,20 +91,20 @@ def remove_slots(plan: Plan, slots: frozenset[Slot]) -> Plan | None:
     if served != {one.judge for one in plan.engines if not one.asleep or one.judge}:
         return None
     gone = len(plan.engines) - len(engines)
-    reason = f"{plan.reason}; then {gone} engine{'s' * (gone > 1)} left, for {GAVE_BACK}"
+    reason = f"{plan.reason}; then {gone} engine{'s were' if gone > 1 else ' was'} removed: {GAVE_BACK}"
     return plan.model_copy(
         update={"generation": plan.generation + 1, "engines": engines, "lent_from": None, "reason": reason}
     )
 
 
 def is_checkpointed(view: JobView) -> bool:
-    """Whether head's step has a registered checkpoint; the model that the job began with needs none."""
+    """Whether head's step has a registered checkpoint. The base model needs none."""
     saved = resumable_checkpoints(view.head, view.checkpoints)
     return bool(saved) and saved[0].step == view.head.step
 
 
 def wants_checkpoint(view: JobView) -> bool:
-    """Whether the next step is to have a checkpoint, because slots cannot be given back without one of it."""
+    """Whether the next step must have a checkpoint, because slots can only be given back with one."""
     given = surplus_slots(view)
     if not given or is_suspended(view):
         return False
@@ -114,7 +114,7 @@ def wants_checkpoint(view: JobView) -> bool:
 
 
 def awaits_checkpoint(view: JobView) -> bool:
-    """Whether nothing is to be sealed, because head's checkpoint is on its way and slots are given back with it."""
+    """Whether sealing must wait, because head's checkpoint is being written and slots are given back with it."""
     if not wants_checkpoint(view):
         return False
     version = view.head.version
@@ -125,13 +125,13 @@ def awaits_checkpoint(view: JobView) -> bool:
 
 
 def give_up_slots(view: JobView) -> Iterator[Intent]:
-    """Leave what is not the job's any more, between two steps."""
+    """Release the slots that no longer belong to the job, between two steps."""
     given = surplus_slots(view)
     if not given or is_suspended(view):
         return
     plan, why = view.plan, _why(view)
     if not fits_grant(view) and world_loss(view) is not None:
-        # Nothing more will be trained here. It goes on as after any loss, when it has slots.
+        # The lost world trains nothing more here. The job recovers as after any loss when it has slots.
         topic = f"suspend {plan.generation} {view.head.world}"
         yield Intent(Rollback(why, slots_as_seen=True, stands_still=True), topic, view.turn(topic), after=SETTLE_S)
     if not is_between_steps(view):
@@ -159,7 +159,7 @@ def _why(view: JobView) -> str:
 
 
 def resume(view: JobView) -> Iterator[Intent]:
-    """A job that stood still goes on once it has slots, from head's own checkpoint."""
+    """Resume a suspended job from head's own checkpoint once it has slots."""
     if is_suspended(view) and fits_grant(view):
         assert view.share is not None
         topic = f"resume {view.plan.generation} {view.share.revision}"
@@ -167,14 +167,14 @@ def resume(view: JobView) -> Iterator[Intent]:
 
 
 def end_suspended_job(view: JobView) -> Iterator[Intent]:
-    """One that was to end as soon as it stands still does."""
+    """End a suspended job that was asked to end."""
     if view.claim.ends and is_suspended(view):
         done = SetPhase(JobPhase.CANCELLED, view.claim.ends, at_head=True)
         yield Intent(done, "end", view.turn("end"))
 
 
 def release_slots(view: JobView) -> Iterator[Intent]:
-    """Say of slots that they are free, when nothing of the job is on them."""
+    """Return slots on which nothing of the job runs."""
     if view.share is None:
         return
     left = view.remembered.get("free", (view.share, view.mirror.plan, view.workers), lambda: _free(view))
@@ -201,11 +201,11 @@ def _free(view: JobView) -> frozenset[Slot]:
 
 
 TAKE_S = 0.2
-"""So long is it left to the one whose turn it is."""
+"""Delay between the attempts of two peers to take the leadership."""
 
 
 def is_leader(view: JobView) -> bool:
-    """Whether this controller plans."""
+    """Whether this controller plans the placement."""
     leader = view.mirror.leader
     if is_suspended(view):
         return False
@@ -215,7 +215,7 @@ def is_leader(view: JobView) -> bool:
 
 
 def take_lead(view: JobView) -> Iterator[Intent]:
-    """Take the leadership, if nobody has it who works on the job and stays."""
+    """Take the leadership if no active member of the job has it."""
     if not view.spec.placement.is_live or view.leaving:
         return
     leader = view.mirror.leader
@@ -227,7 +227,7 @@ def take_lead(view: JobView) -> Iterator[Intent]:
 
 
 def write_moves(view: JobView) -> Iterator[Intent]:
-    """Write down what was decided, while it is about the plan and the step that are there; else what came of earlier moves."""
+    """Write the placement change that was decided, if it fits the current plan and step; otherwise the results of earlier changes."""
     if not is_leader(view) or view.is_over:
         return
     proposal = view.proposal
@@ -240,8 +240,8 @@ def write_moves(view: JobView) -> Iterator[Intent]:
 
 
 def is_proposal_due(proposal: MoveProposal, view: JobView) -> bool:
-    """Whether it is about the plan and the step that are there, is not written, a person lets it be, and it is in the way of no train world
-    that is wanted."""
+    """Whether the proposal fits the current plan and step, is not written yet, is allowed by the pin, and does not prevent the formation of a
+    wanted train world."""
     move = proposal.move
     is_written = any((one.generation, one.time) == (move.generation, move.time) for one in view.mirror.moves.moves)
     is_of_now = move.generation == view.plan.generation + 1 and move.step == view.head.step
@@ -250,12 +250,12 @@ def is_proposal_due(proposal: MoveProposal, view: JobView) -> bool:
 
 
 def is_report_new(report: MoveReport, mirror: JobMirror) -> bool:
-    """Whether it says more than the record, and is about that record; else whoever plans makes another."""
+    """Whether the report adds to the current record; otherwise the leader makes another report."""
     return report.since == mirror.moves_revision and report.moves != mirror.moves
 
 
 def _obeys(move: Move, pin: Pin) -> bool:
-    """Whether a person lets it be, who may have fixed something since it was decided. What was lent goes back in any case."""
+    """Whether the pin allows the change; it may be newer than the decision. Lent slots are returned in any case."""
     if move.kind is MoveKind.RETURN or not pin.fixes:
         return True
     return not pin.frozen and not pin.off(move.after)

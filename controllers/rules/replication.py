@@ -1,8 +1,8 @@
-"""Which node keeps what, of a job whose nodes share no folder (`storage.copies`).
+"""Which node keeps which files, for a job whose nodes share no folder (`storage.copies`).
 
-What must survive a node is on as many nodes as the spec asks for, or as there are, before the store names it or forgets it: a checkpoint
-before it is registered, receipts of ranks before their step is committed, old records before they leave the store. Each node's record says
-what is in its folder (`NodeFolder`), and each node fetches what it is to have from peers. Where nodes share a folder, no rule applies.
+Files that must survive the loss of a node are on as many nodes as the spec requests, or as there are, before the store names or forgets them:
+a checkpoint before it is registered, receipts before their step is committed, old records before they leave the store. Each node reports
+the contents of its folder (`NodeFolder`), and each node fetches its share from peers. If nodes share a folder, no rule applies.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from gcore.ledger.selection import is_ancestor, resumable_checkpoints
 from gcore.types import Token, Version
 
 SPREAD_PATIENCE_S = 60.0
-"""A node whose turn it is has so long to fetch a copy before the next node fetches one too."""
+"""Time that a selected node has to fetch a copy before the next node fetches one too."""
 
 REPAIR_PATIENCE_S = 60.0
-"""A node is missing for so long before another gets a copy in its place."""
+"""Time that a node must be missing before another node gets a copy in its place."""
 
 GATHER_PATIENCE_S = 2.0
-"""A node whose turn it is has so long to fetch the receipts of a step, which waits for them."""
+"""Time that a selected node has to fetch the receipts of a step, whose commit waits for them."""
 
 HOLDERS_GRACE_S = 300.0
-"""A world that is to start from a checkpoint which no node has that is there waits so long for one to come back."""
+"""Maximum delay of a world until a node with its start checkpoint returns."""
 
 
 def keeps_copies(view: JobView) -> bool:
-    """Whether nodes keep copies, since they share no folder."""
+    """Whether nodes keep copies because they share no folder."""
     return view.spec.storage.copies is not None
 
 
 def copies_wanted(view: JobView) -> int:
-    """On how many nodes something must lie now."""
+    """The number of nodes that must have a copy now."""
     return min(view.spec.storage.copies or 1, max(1, len(_member_nodes(view))))
 
 
 def node_folders(view: JobView) -> Mapping[str, NodeFolder]:
-    """What lies on the nodes that work on the job, as they said in this life of theirs."""
+    """The folder contents that the current members have reported, by node."""
     said = {node: stored.record for node, stored in view.mirror.folders.items()}
     return {node: folder for node, folder in said.items() if folder.by in view.mirror.members}
 
@@ -60,17 +60,17 @@ def checkpoint_holders(view: JobView, version: Version, digest: str) -> frozense
 
 
 def is_safe(view: JobView, version: Version, digest: str) -> bool:
-    """Whether enough nodes have a checkpoint that the store may name it."""
+    """Whether enough nodes have a checkpoint to register it."""
     return not keeps_copies(view) or len(checkpoint_holders(view, version, digest)) >= copies_wanted(view)
 
 
 def has_receipts(view: JobView, token: Token) -> bool:
-    """Whether enough nodes have the ranks' receipts of `token` that its step may be committed."""
+    """Whether enough nodes have the ranks' receipts of `token` to commit its step."""
     return not keeps_copies(view) or len(_witnesses(view, token)) >= copies_wanted(view)
 
 
 def archived_entries(view: JobView, seqs: Collection[int]) -> tuple[int, ...]:
-    """Those of `seqs` that enough nodes have written down; all, where nodes share a folder, for who prunes writes there."""
+    """The entries of `seqs` that enough nodes have archived; all, if nodes share a folder: pruning writes them there."""
     if not keeps_copies(view):
         return tuple(seqs)
     there = [frozenset(folder.log) for folder in node_folders(view).values()]
@@ -78,7 +78,7 @@ def archived_entries(view: JobView, seqs: Collection[int]) -> tuple[int, ...]:
 
 
 def archived_evaluations(view: JobView, versions: Collection[str]) -> tuple[str, ...]:
-    """The same of evaluations."""
+    """The same for evaluations."""
     if not keeps_copies(view):
         return tuple(versions)
     there = [folder.evaluations for folder in node_folders(view).values()]
@@ -86,7 +86,7 @@ def archived_evaluations(view: JobView, versions: Collection[str]) -> tuple[str,
 
 
 def archive_records(view: JobView, seqs: tuple[int, ...] = (), evaluations: tuple[str, ...] = ()) -> Iterator[Intent]:
-    """Write down here what is to leave the store."""
+    """Archive here what will leave the store."""
     own = _own(view)
     if own is None or (set(seqs) <= set(own.log) and set(evaluations) <= set(own.evaluations)):
         return
@@ -96,17 +96,17 @@ def archive_records(view: JobView, seqs: tuple[int, ...] = (), evaluations: tupl
 
 
 def gather_receipts(view: JobView, token: Token) -> Iterator[Intent]:
-    """Fetch the ranks' receipts of the step that all have trained."""
+    """Fetch the ranks' receipts of a step that all ranks have trained."""
     there = _witnesses(view, token)
     if view.node in there or _own(view) is None:
         return
-    # The same nodes at every step: what they fetch is little more each time.
+    # The same nodes at every step, so that each fetch adds little.
     after = 0.0 if _is_my_turn(view, "receipts", there) else GATHER_PATIENCE_S
     yield Intent(GatherReceipts(token), f"gather {token}", after=after)
 
 
 def report_folder(view: JobView) -> Iterator[Intent]:
-    """Say what lies here: at first, after a change of the world, and when a rank here has written a checkpoint."""
+    """Report the folder's contents: at first, after a change of the world, and when a rank here has written a checkpoint."""
     if not keeps_copies(view):
         return
     own = _own(view)
@@ -119,7 +119,7 @@ def report_folder(view: JobView) -> Iterator[Intent]:
 
 
 def copy_checkpoints(view: JobView) -> Iterator[Intent]:
-    """Fetch a checkpoint of which there are too few copies, the newest first and one at a time."""
+    """Fetch a checkpoint with too few copies, newest first, one at a time."""
     if not keeps_copies(view) or _own(view) is None or any(c.startswith("checkpoint ") for c in view.under_way):
         return
     fresh = unregistered_checkpoints(view)
@@ -127,7 +127,7 @@ def copy_checkpoints(view: JobView) -> Iterator[Intent]:
         have = checkpoint_holders(view, one.version, one.digest)
         if have and view.node not in have and len(have) < copies_wanted(view):
             topic = f"checkpoint {one.version}"
-            # What is registered has had its copies: a node whose controller is started again is back with them at once.
+            # A registered checkpoint had enough copies: a restarted controller brings its node's copies back soon.
             after = 0.0 if one in fresh else REPAIR_PATIENCE_S
             after += 0.0 if _is_my_turn(view, topic, have) else SPREAD_PATIENCE_S
             yield Intent(FetchCheckpoint(one), topic, after=after)
@@ -135,7 +135,7 @@ def copy_checkpoints(view: JobView) -> Iterator[Intent]:
 
 
 def fetch_inputs(view: JobView) -> Iterator[Intent]:
-    """Fetch what this node's workers load: head's weights, and the checkpoint that a rank starts from."""
+    """Fetch what this node's workers load: head's weights, and the checkpoint from which a rank starts."""
     if not keeps_copies(view):
         return
     head, plan = view.head, view.plan
@@ -151,8 +151,8 @@ def fetch_inputs(view: JobView) -> Iterator[Intent]:
 
 
 def may_start(view: JobView) -> bool:
-    """Whether what head's world starts from lies where it has to: here, read to the last byte, and on the other ranks' nodes, for
-    a rank that is started waits for the others only so long."""
+    """Whether the start state of head's world is available: verified on this node, and present on the other ranks' nodes, because a started
+    rank waits only a limited time for the others."""
     checkpoint = start_checkpoint(view) if keeps_copies(view) else None
     if checkpoint is None:
         return True
@@ -162,28 +162,28 @@ def may_start(view: JobView) -> bool:
 
 
 def delete_orphans(view: JobView) -> Iterator[Intent]:
-    """Each node deletes its own copies of what no record names any more."""
+    """Delete this node's own copies of checkpoints that no record names any more."""
     own = _own(view) if keeps_copies(view) else None
     if own is None:
         return
     lying = [one.version for one in own.checkpoints]
-    # What lies here was listed before head came to be what it is now, so nothing of a later world is among it.
+    # The contents were listed before head reached its current state, so they include nothing of a later world.
     gone = sorted(orphaned_checkpoints(view.head, view.checkpoints, lying))
     if gone:
         yield Intent(DiscardCheckpoints(tuple(gone)), f"discard {gone[0]}", after=SETTLE_S)
 
 
 def why_start_lost(view: JobView) -> str:
-    """Why head's world cannot be started any more, for want of what it starts from, or nothing."""
+    """Why head's world cannot start because its start checkpoint is missing; empty if it can."""
     checkpoint = start_checkpoint(view) if keeps_copies(view) else None
     if checkpoint is None or checkpoint_holders(view, checkpoint.version, checkpoint.digest):
         return ""
     waiting = [p for p in view.plan.ranks if view.mirror.claim(view.head.world, p.rank) is None]
-    return f"no node that is there has {checkpoint.file}, which the world was to start from" if waiting else ""
+    return f"no registered node has {checkpoint.file}, from which the world should start" if waiting else ""
 
 
 def newest_checkpoint_away(view: JobView) -> str:
-    """The newest checkpoint on the chain, if no node has it that is there, or nothing."""
+    """The newest checkpoint on the chain, if no registered node has it; otherwise empty."""
     if not keeps_copies(view):
         return ""
     newest = next(iter(resumable_checkpoints(view.head, view.checkpoints)), None)
@@ -193,7 +193,7 @@ def newest_checkpoint_away(view: JobView) -> str:
 
 
 def unregistered_checkpoints(view: JobView) -> tuple[SavedCheckpoint, ...]:
-    """The checkpoints that ranks have saved and that the store may still register, the newest first."""
+    """The checkpoints that ranks have saved and that can still be registered, newest first."""
     newest = max((c.step for c in _on_chain(view)), default=0)
     fresh = (one for v, one in view.saved.items() if v.step > newest and is_ancestor(view.head, v))
     return tuple(sorted(fresh, key=lambda one: one.version, reverse=True))
@@ -210,7 +210,7 @@ def _on_chain(view: JobView) -> tuple[Checkpoint, ...]:
 
 
 def _own(view: JobView) -> NodeFolder | None:
-    """What this incarnation has reported of its own folder."""
+    """The folder contents that this incarnation has reported."""
     said = view.mirror.folders.get(view.node)
     return said.record if said is not None and said.record.by == view.me else None
 
@@ -224,19 +224,19 @@ def _member_nodes(view: JobView) -> frozenset[str]:
 
 
 def _is_my_turn(view: JobView, topic: str, have: frozenset[str]) -> bool:
-    """Whether this node is among those that are to have a copy, beside those that have one."""
+    """Whether this node is selected to get a copy, in addition to the nodes that have one."""
     lacking = turn_order(_member_nodes(view) - have, topic)
     return view.node in lacking[: copies_wanted(view) - len(have)]
 
 
 def _writer(view: JobView) -> str:
-    """The node of the rank that writes weights and checkpoints; nothing while the plan is another world's."""
+    """The node of the rank that writes weights and checkpoints; empty while the plan belongs to another world."""
     plan = view.plan
     return next((p.node for p in plan.ranks if p.rank == 0 and plan.world == view.head.world), "")
 
 
 def _stages(view: JobView) -> bool:
-    """Whether that rank has come so far that head's weights are staged."""
+    """Whether that rank serves, so that head's weights are staged."""
     claim = view.mirror.claim(view.head.world, 0)
     worker = view.workers.get(claim.instance) if claim is not None else None
     return worker is not None and worker.state == "serving"

@@ -1,7 +1,6 @@
-"""Checkpoints are registered and forgotten, the log is kept short, data epochs begin, and keys that are no longer needed are swept.
+"""Registers and unregisters checkpoints, prunes the log, starts data epochs, and sweeps keys that are no longer needed.
 
-No step needs these rules to be safe. That the store stays within its bounds, and that checkpoints of discarded branches leave the run's
-folder, rests on them.
+No step needs these rules for safety. They keep the store within its limits and remove checkpoints of discarded branches.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from gcore.ledger.selection import is_ancestor, resumable_checkpoints
 from gcore.ledger.transactions import MOST_PRUNED
 
 CHECKPOINT_TROUBLE = "checkpoint"
-"""Topic of the warning about a checkpoint that cannot be written."""
+"""Topic of the warning about a failed checkpoint write."""
 
 FOLDER_TROUBLE = "folder"
-"""Topic of the warning about anything else that a train rank writes into the run's folder."""
+"""Topic of the warning about other failed writes of a train rank to the run's folder."""
 
 KEEP_LOG, PRUNE_AT = 64, 32
-"""Newest log entries that stay in the store, and how many older ones make a prune worth while."""
+"""Newest log entries that stay in the store, and the number of older ones that makes a prune worthwhile."""
 
 
 def register_and_forget_checkpoints(view: JobView) -> Iterator[Intent]:
-    """Checkpoints on disk are registered, then old ones are forgotten."""
+    """Register checkpoints that are on disk, then unregister old ones."""
     head, mirror = view.head, view.mirror
     assert mirror.checkpoints is not None
     known = mirror.checkpoints.record.entries
-    # Only ever a newer one: an older one may have been forgotten already, and its files be gone.
+    # Only newer ones are registered: an older one may have been deleted already.
     sources = (mirror.head, mirror.checkpoints)
     newest = view.remembered.get(
         "newest checkpoint", sources, lambda: max((c.step for c in resumable_checkpoints(head, known)), default=0)
@@ -57,11 +56,11 @@ def register_and_forget_checkpoints(view: JobView) -> Iterator[Intent]:
                     lineage=version.lineage, step=version.step, seq=seq, file=saved.file, digest=saved.digest
                 )
                 yield Intent(RegisterCheckpoint(checkpoint), f"register {version}", view.turn(f"register {version}"))
-    # The watch brings records in their order: who sees the checkpoints of later steps sees the evaluations before them.
+    # The watch delivers records in order: a controller that sees a later checkpoint sees the earlier evaluations.
     kept = view.remembered.get("kept", (*sources, mirror.evaluations), lambda: _kept(view, head, known))
     forgotten = [c.seq for c in known if c not in kept]
     if forgotten:
-        # Called by what goes, not by what stays: that changes with every new checkpoint, and nothing would ever be ripe.
+        # The topic names what is deleted: what is kept changes with every checkpoint, which would restart the delay each time.
         topic = f"forget {min(forgotten)}"
         yield Intent(RetainCheckpoints(kept), topic, view.turn(topic), after=SETTLE_S)
 
@@ -73,10 +72,12 @@ def _kept(view: JobView, head: Head, known: Sequence[Checkpoint]) -> tuple[Check
 
 
 def warn_of_disks(view: JobView) -> Iterator[Intent]:
-    """Warn of failed writes: a checkpoint, which costs no step, and files that a step waits for."""
+    """Warn about failed writes: a checkpoint, which delays no step, and files that a step waits for."""
     writing = view.writing
     if writing is not None and writing.error:
-        then = "the next one is tried when it is due" if writing.over else "it is tried again until the disk takes it"
+        then = (
+            "the next due checkpoint is the next attempt" if writing.over else "the write is retried until it succeeds"
+        )
         sentence = f"the checkpoint of step {writing.version.step} could not be written ({writing.error}); {then}"
         yield from _told(view, CHECKPOINT_TROUBLE, sentence, f"warn {writing.version}")
     if view.hindered:
@@ -90,7 +91,7 @@ def _told(view: JobView, topic: str, sentence: str, turn: str) -> Iterator[Inten
 
 
 def prune_log(view: JobView) -> Iterator[Intent]:
-    """The store holds a bounded stretch of the log; what is older goes to the run's folder, many entries at a time."""
+    """Move old log entries from the store to the run's folder, many at a time, so that the store stays bounded."""
     mirror = view.mirror
     assert mirror.checkpoints is not None
     known = view.checkpoints
@@ -109,7 +110,7 @@ def prune_log(view: JobView) -> Iterator[Intent]:
 
 
 def begin_epochs(view: JobView) -> Iterator[Intent]:
-    """With a curriculum, a data epoch begins when its statistics are fixed, once for all peers: by whoever needs it."""
+    """Start a data epoch of a job with a curriculum: record its statistics once for all peers."""
     head = view.head
     if view.spec.data.curriculum is None or view.is_over:
         return
@@ -123,12 +124,12 @@ def begin_epochs(view: JobView) -> Iterator[Intent]:
 
 
 FORGET_AT = 8
-"""How many evaluations make a trip to the run's folder worth while."""
+"""Number of old evaluations that makes moving them to the run's folder worthwhile."""
 
 
 def sweep_old_worlds(view: JobView) -> Iterator[Intent]:
-    """After each change of the train world: its claims and rendezvous, parts of evaluations, and checkpoints that were cut off;
-    and what nodes that are gone have told."""
+    """Delete, after each change of the train world, its claims and rendezvous, parts of evaluations, discarded checkpoints, and warnings of
+    nodes that are gone."""
     mirror = view.mirror
     sources = (mirror.head, mirror.claims, mirror.rendezvous, mirror.eval_parts, mirror.troubles, view.nodes)
     swept = view.remembered.get(
@@ -142,7 +143,7 @@ def sweep_old_worlds(view: JobView) -> Iterator[Intent]:
 
 
 def archive_evaluations(view: JobView) -> Iterator[Intent]:
-    """Old evaluations move to the run's folder, several at a time."""
+    """Move old evaluations to the run's folder, several at a time."""
     known = view.mirror.checkpoints
     assert known is not None
     if len(view.mirror.evaluations) < FORGET_AT:

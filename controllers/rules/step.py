@@ -1,16 +1,16 @@
 """The rules of a step, in its order: offer, seal, exchange, train, commit, publish. Then stale prompts, and the parts of an evaluation.
 
-Offer: each write wakes every peer, and a seal can come only when the offers hold its quota. A peer therefore writes its offer when it has
-its share (an n-th) of what the cluster still lacks, and when its own part is done. Less than a share waits a while, since others issue more
-for refs that ended without a group, and people look at the progress of the step.
+Offer: each write wakes every peer, and a seal is possible only when the offers contain its quota. A peer therefore writes its offer when it
+has its share (1/n) of what the cluster still lacks, and when its own part is finished. A smaller offer is delayed a little, but not skipped:
+other peers sample replacements for refs that ended without a group, and users watch the progress of the step.
 
-Staleness: where some is allowed, an offer also names the prompts in flight, at most a little after they were begun: other peers count them
-and wait for those that would become too old. A prompt that a seal waits for because of its age is given up after a while and issued again;
-after too many tries it has failed. At staleness 0 none of this applies.
+Staleness: if it is allowed, an offer also names the prompts in flight, shortly after they were started. Other peers count them and wait for
+prompts that would exceed the staleness limit. If a seal waits too long for a prompt because of its age, the prompt is given up and sampled
+again; after too many attempts it has failed. At staleness 0 none of this applies.
 
-Evaluation: the members that have engines are ordered by the version, and parts go to them in turn. If the owner of a part delivers nothing
-for a while, the next member takes its parts over, from the end, since the owner goes from the beginning. If a member leaves, the order
-changes at once. Two answers to one part do no harm: the first that is written counts.
+Evaluation: the members with engines are ordered by a hash of the version, and take parts in turn. If the owner of a part delivers nothing
+for a while, the next member takes its parts over, starting from the end, because the owner starts from the beginning. If a member leaves, the
+order changes at once. Duplicate results of a part are harmless: the first one written counts.
 """
 
 from __future__ import annotations
@@ -55,35 +55,35 @@ from gcore.ledger.transactions import Versioned
 from gcore.types import PromptRef, Version
 
 COALESCE_S = 0.3
-"""A share of what lacks waits so long for more."""
+"""Delay of an offer that contains a full share, to collect more groups."""
 
 OUTCOME_S = 1.0
-"""Less than a share waits so long if there are outcomes in it,"""
+"""Delay of a smaller offer that contains outcomes."""
 
 GROUPS_S = 3.0
-"""and so long if there are none."""
+"""Delay of a smaller offer without outcomes."""
 
 EVALUATION_PATIENCE_S = 900.0
-"""A batch of carried groups waits so long for the evaluation of the weights before it, or for another part of that evaluation. A flow
-may never ask for it."""
+"""Delay of a batch of carried groups until the evaluation of the previous weights, or another part of it, arrives. A flow may never request
+that evaluation."""
 
 EXCHANGE_LIMIT_S = 60.0
-"""A sealed batch of which nothing arrives for so long is given up."""
+"""A sealed batch is given up if no sample of it arrives for this long."""
 
 STRANDED_PATIENCE_S = 10.0
-"""A prompt in flight on a node without engines may have all its responses and only wait for its reward: it gets so long to end."""
+"""Time that a prompt in flight on a node without engines has to end: it may have all responses and only wait for its reward."""
 
 TAKEOVER_S = 20.0
-"""The next peer takes a part when its owner has delivered nothing for so long. The peer after it takes the part when both have
-delivered nothing for twice as long, and so on."""
+"""The next peer takes over a part if its owner has delivered nothing for this long. The peer after it does so if both have delivered nothing
+for twice as long, and so on."""
 
 
 def offer_groups(view: JobView) -> Iterator[Intent]:
-    """What this peer holds and has not offered, once its part is complete, or a little later.
+    """Write this peer's offer when its part is complete, or a little later.
 
-    An offer that names what is terminal by now does no harm: whoever seals checks it. One that names what this peer has
-    dropped and what could be sealed again (after a rollback it may be fresh once more) must go, or it would be sealed and
-    given up for ever. Of outcomes only so many as one entry takes: the others follow when those are written down.
+    An offer may contain refs that are terminal by now, because the sealing peer checks them. An offer must not contain groups that this peer
+    has dropped and that could be sealed again (after a rollback they may be valid once more): they would be sealed and given up forever. The
+    number of outcomes is limited to what one log entry takes; the rest follow later.
     """
     stored = view.mirror.offers.get(view.me)
     sources = (view.me, view.holdings, view.outcomes, view.in_flight, stored, view.mirror.seals, view.mirror.head)
@@ -100,9 +100,9 @@ def offer_groups(view: JobView) -> Iterator[Intent]:
 
 @dataclass(frozen=True, slots=True)
 class _OfferChange:
-    """The next offer, and how many groups and outcomes of it the stored offer lacks.
+    """The next offer, and how many of its groups and outcomes are missing from the stored one.
 
-    `void`: the stored one names a group that is no longer held; `misnamed`: it is wrong about what is in flight.
+    `void`: the stored offer names a group that this peer no longer holds; `misnamed`: its prompts in flight are outdated.
     """
 
     offer: Offer
@@ -116,7 +116,7 @@ def _offer_change(view: JobView, stored: Offer | None) -> _OfferChange | None:
     head = view.head
     ended = dict(sorted(view.outcomes.items(), key=lambda item: stream_position(view, item[0]))[:MOST_OUTCOMES])
     named = {g.digest: g.ref for g in stored.groups} if stored else {}
-    # By their versions too: an outcome of a cut-off lineage does not stand for the one that came after it.
+    # Compared by version too: an outcome of a discarded branch differs from a later one.
     named_outcomes = {(o.ref, o.versions) for o in stored.outcomes} if stored else set()
     groups = sum(g.digest not in named for g in view.unsealed)
     outcomes = len({(ref, outcome.versions) for ref, outcome in ended.items()} - named_outcomes)
@@ -126,7 +126,7 @@ def _offer_change(view: JobView, stored: Offer | None) -> _OfferChange | None:
     misnamed = is_offer_outdated(view, head, stored)
     if not (groups or outcomes or void or misnamed):
         return None
-    # Groups in a seal stay in the offer: if the seal is given up, they are there for the next.
+    # Groups in a seal stay in the offer, so that they are available if the seal is given up.
     offer = Offer(
         incarnation=view.me,
         groups=tuple(view.holdings[ref] for ref in sorted(view.holdings)),
@@ -144,9 +144,9 @@ def in_flight_refs(view: JobView) -> tuple[InFlightRef, ...]:
 
 
 def is_offer_outdated(view: JobView, head: Head, stored: Offer | None) -> bool:
-    """Whether the stored offer lacks what is in flight, or has what no longer is.
+    """Whether the stored offer lacks prompts that are in flight or names prompts that no longer are.
 
-    What is not named when head moves could be passed over by a seal that it should have been waited for.
+    If a prompt is missing when head moves, a seal may not wait for it.
     """
     if not view.rules.staleness:
         return False
@@ -158,15 +158,15 @@ def is_offer_outdated(view: JobView, head: Head, stored: Offer | None) -> bool:
 
 
 def stream_position(view: JobView, ref: PromptRef) -> tuple[int, int]:
-    """Where `ref` comes in the order (position, shard)."""
+    """The position of `ref` in the stream order: (position, shard)."""
     return view.rules.shape.position(ref), ref.shard
 
 
 def offer_delay_s(view: JobView, groups: int, outcomes: int) -> float:
-    """Seconds that an offer waits which would tell of so many groups and outcomes, while this peer has more to come."""
+    """Seconds to delay an offer with this many new groups and outcomes while this peer expects more."""
     chosen = view.chosen
     lacking = chosen.missing if isinstance(chosen, AwaitGroups) else 0
-    if view.rules.part is not None:  # as much as makes a part is worth a write
+    if view.rules.part is not None:  # a full part is worth a write
         lacking = min(lacking, view.rules.part)
     if groups + outcomes >= lacking / max(1, len(view.mirror.members)):
         return COALESCE_S
@@ -174,7 +174,7 @@ def offer_delay_s(view: JobView, groups: int, outcomes: int) -> float:
 
 
 def seal_batch(view: JobView) -> Iterator[Intent]:
-    """The batch is closed as soon as the offers hold its quota; a part of it, when enough of it is certain."""
+    """Seal the batch when the offers contain its quota; seal a part of it when enough groups are certain."""
     head = view.head
     slot = view.seal
     if view.is_over or (slot is not None and slot.state is not SealState.OPEN) or awaits_checkpoint(view):
@@ -184,7 +184,7 @@ def seal_batch(view: JobView) -> Iterator[Intent]:
     topic = f"seal {head.seq} {slot.attempt if slot else 0}"
     if isinstance(chosen, SealStep) and refuse_seal(view.rules, head, seals, chosen) is None:
         owed = owes_evaluation(view)
-        # Named by the evaluation's parts while it is waited for: each that comes begins the wait anew.
+        # The topic contains the number of parts received, so each new part restarts the delay.
         waits = f"{topic} evaluated {len(view.mirror.eval_parts_of(head.version))}" if owed else topic
         yield Intent(
             MakeSeal(head.step + 1, chosen, wants_checkpoint(view)),
@@ -202,7 +202,7 @@ def seal_batch(view: JobView) -> Iterator[Intent]:
 
 
 def owes_evaluation(view: JobView) -> bool:
-    """Whether head's weights are still to be evaluated. What is carried could close the next batch before they are."""
+    """Whether head's weights are still to be evaluated. Carried groups could complete the next batch before that."""
     head = view.head
     if not view.rules.staleness or not view.is_evaluated_after(head.step, last=False):
         return False
@@ -210,7 +210,7 @@ def owes_evaluation(view: JobView) -> bool:
 
 
 def exchange_batch(view: JobView) -> Iterator[Intent]:
-    """A SEALED batch, or a part of one, goes to the ranks; what cannot be delivered is given up."""
+    """Send a SEALED batch, or a part of one, to the ranks; give up what cannot be delivered."""
     seal = view.seal
     if seal is None or seal.state not in (SealState.SEALED, SealState.PARTIAL):
         return
@@ -224,7 +224,7 @@ def exchange_batch(view: JobView) -> Iterator[Intent]:
     if lost:
         yield Intent(GiveUpBatch(seal.step, lost), f"reseal {seal.token}", view.turn(topic), after=SETTLE_S / 2)
     else:
-        # Named by how much is missing: whatever arrives begins the wait anew, for a large batch over a slow line gets there.
+        # The topic contains the number of missing samples, so each arrival restarts the delay: a large batch on a slow network arrives eventually.
         left = sum(len(samples) for of_rank in missing.values() for samples in of_rank.values())
         why = f"{len(undelivered)} groups were not delivered, and nothing arrived for {EXCHANGE_LIMIT_S:.0f} s"
         yield Intent(
@@ -237,22 +237,22 @@ def exchange_batch(view: JobView) -> Iterator[Intent]:
 
 
 def why_groups_lost(view: JobView, seal: Seal, undelivered: set[str]) -> str:
-    """Why some of the undelivered groups will never come, or nothing."""
+    """Why some of the undelivered groups will never arrive; empty if they may."""
     held = {group.digest for group in view.holdings.values()}
     for group in seal.groups:
         if group.digest not in undelivered:
             continue
         if group.holder == view.me and group.digest not in held:
-            return f"{view.me} no longer holds the group of prompt {group.ref}"
+            return f"{view.me} has lost the group of prompt {group.ref}"
         if group.holder not in view.mirror.members:
-            return f"{group.holder} is gone and with it the group of prompt {group.ref}"
+            return f"{group.holder} has ended, and the group of prompt {group.ref} is lost with it"
     return ""
 
 
 def waits_for_others(view: JobView) -> bool:
-    """Whether a sealed batch is on its way, none of it from here any more, and others are the first to do what follows.
+    """Whether a sealed batch is being exchanged, this peer has nothing left to send, and other peers come first for the next action.
 
-    Ranks tell every peer of each part that comes; with many peers, looking at each would keep all of them busy that feed.
+    Ranks report each part to every peer. With many peers, a cycle for each report would slow down the peers that still send.
     """
     seal = view.seal if view.mirror.head is not None else None
     if seal is None or seal.state is not SealState.SEALED:
@@ -266,12 +266,12 @@ def waits_for_others(view: JobView) -> bool:
 
 
 def train_parts(view: JobView) -> Iterator[Intent]:
-    """READY parts of a step are added to its gradients by every rank, while the rest of it is collected and exchanged."""
+    """Have every rank add the READY parts of a step to its gradients while the rest is collected and exchanged."""
     seal = view.seal
     if seal is None or not seal.ready_parts or seal.state is SealState.READY:
         return
     if any(view.contradicts(rank) for rank in view.ranks.values()):
-        return  # `controllers.rules.world` sees to it
+        return  # `controllers.rules.world` handles this
     for rank in range(seal.world_size):
         known = view.ranks.get(rank)
         if known is not None and view.begun(known) < seal.ready_parts:
@@ -282,12 +282,12 @@ def train_parts(view: JobView) -> Iterator[Intent]:
 
 
 def train_step(view: JobView) -> Iterator[Intent]:
-    """A READY batch is trained by every rank, then committed."""
+    """Have every rank train a READY batch, then commit it."""
     seal = view.seal
     if seal is None or seal.state is not SealState.READY:
         return
     if any(view.contradicts(rank) for rank in view.ranks.values()):
-        return  # `controllers.rules.world` sees to it
+        return  # `controllers.rules.world` handles this
     behind = [rank for rank in range(seal.world_size) if _applied(view, rank) != seal.token]
     if not behind and not has_receipts(view, seal.token):
         yield from gather_receipts(view, seal.token)
@@ -305,9 +305,9 @@ def _applied(view: JobView, rank: int) -> object:
 
 
 def publish_weights(view: JobView) -> Iterator[Intent]:
-    """Engines serve what was committed; only after the commit, and only those that are awake.
+    """Publish committed weights to awake engines, only after the commit.
 
-    One after the other: the end of the one before would let the engine go on while it is given the next.
+    One action at a time per engine: the end of one action would resume the engine while it receives the next.
     """
     version = view.head.version
     kinds = ("publish ", "sleep ", "wake ")
@@ -323,7 +323,7 @@ def publish_weights(view: JobView) -> Iterator[Intent]:
 
 
 def _is_here(view: JobView, instance: str) -> bool:
-    """Whether an engine is on this node: where nodes share no folder, it sees no weights but its own node's."""
+    """Whether an engine is on this node. If nodes share no folder, an engine sees only its own node's weights."""
     worker = view.workers.get(instance)
     return worker is not None and worker.node == view.node
 
@@ -337,20 +337,25 @@ def give_up_stale_prompts(view: JobView) -> Iterator[Intent]:
     for ref, version in view.in_flight.items():
         topic = f"late {ref} {version}"
         if head.cursors.is_terminal(view.rules.shape, ref) or not is_ancestor(head, version):
-            yield Intent(GiveUpPrompt(ref, "its prompt has ended, or its lineage", stale=False), topic)
+            yield Intent(GiveUpPrompt(ref, "its prompt or its lineage has ended", stale=False), topic)
         elif steps_left(view.rules, head, version) < 0:
-            yield Intent(GiveUpPrompt(ref, f"its first tokens are of {version}, too old by now", stale=True), topic)
+            yield Intent(
+                GiveUpPrompt(
+                    ref, f"its first tokens are from version {version}, which exceeds the staleness limit", stale=True
+                ),
+                topic,
+            )
         elif ref in stranded:
-            why = "no engine is left here, and its shard is another peer's"
+            why = "this node has no engine any more, and the shard belongs to another peer"
             yield Intent(GiveUpPrompt(ref, why, stale=False), f"{topic} stranded", after=STRANDED_PATIENCE_S)
         elif ref in awaited:
-            why = f"it was waited for {view.spec.rollout.timeout_s:g} s"
+            why = f"the next step waited {view.spec.rollout.timeout_s:g} s for it"
             yield Intent(GiveUpPrompt(ref, why, stale=True), f"{topic} awaited", after=view.spec.rollout.timeout_s)
 
 
 def _stranded_prompts(view: JobView) -> frozenset[PromptRef]:
-    """The prompts in flight here that will never end, and that no other peer begins: the plan has no engine here any more, this peer asks
-    no engine of a lost node, and the shard belongs to another peer."""
+    """The prompts in flight here that cannot end and that no other peer samples: the plan has no engine on this node any more, this peer uses no
+    engine of a lost node, and the shard belongs to another peer."""
     assign = view.mirror.assign
     if not view.in_flight or assign is None or view.node in view.plan.rollout_nodes:
         return frozenset()
@@ -366,7 +371,7 @@ def evaluation_order(version: Version, members: Collection[str]) -> tuple[str, .
 
 
 def members_with_engines(members: Mapping[str, Versioned[Member]], plan: Plan | None) -> tuple[str, ...]:
-    """The members on whose nodes the plan has rollout engines; all of them if that is none."""
+    """The members on whose nodes the plan has rollout engines; all members if there are none."""
     nodes = plan.rollout_nodes if plan is not None else frozenset()
     return tuple(sorted(name for name, member in members.items() if member.record.node in nodes)) or tuple(
         sorted(members)
@@ -374,16 +379,16 @@ def members_with_engines(members: Mapping[str, Versioned[Member]], plan: Plan | 
 
 
 def evaluation_turn(me: str, number: int, members: tuple[str, ...]) -> int:
-    """My place in the order of part `number`: 0 answers it. Whoever is not among the `members` comes last."""
+    """My place in the order for part `number`; 0 evaluates it. A peer that is not among the `members` comes last."""
     return (members.index(me) - number) % len(members) if me in members else len(members)
 
 
 def parts_to_take(
     me: str, open_parts: Collection[int], members: tuple[str, ...], quiet_s: Mapping[str, float]
 ) -> tuple[int, ...]:
-    """The open parts that this peer answers now, the most urgent first.
+    """The open parts that this peer evaluates now, most urgent first.
 
-    `members` in the version's order; `quiet_s`: since when each of them has delivered nothing.
+    `members`: in the version's order; `quiet_s`: seconds since each of them last delivered something.
     """
 
     def is_mine(number: int, place: int) -> bool:

@@ -1,12 +1,12 @@
-"""All that one cycle of a job looks at, frozen: the mirror of the store, and what this controller knows itself.
+"""Everything that one cycle of a job reads, frozen: the mirror of the store and this controller's own state.
 
-The view may be late. Every transaction that follows from it compares the revisions that it was made from.
+The view may be outdated. Every transaction based on it compares the revisions that it has read.
 
-Turns: any peer may make any transaction. A preferred peer tries at once and each other `TURN_SECONDS` later, which spares the store
-transactions that lose (their bodies are written to its log all the same). Safety never rests on turns.
+Turns: any peer may run any transaction. A preferred peer tries at once and each other one `TURN_SECONDS` later, which saves the store
+transactions that would lose (their bodies go to its log too). Safety never depends on turns.
 
-`Memo` keeps results while the records that they follow from are the same objects. Records are replaced, never changed, so the result is the
-same too; most changes concern none of the records from which the long computations follow.
+`Memo` caches results while the source records are the same objects. Records are replaced, never changed, so the result is the same too; most
+changes do not touch the records that expensive computations use.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ from gcore.worker.sandbox.pool import PoolStatus
 from placement.moves import MoveProposal, MoveReport
 
 TURN_SECONDS = 1.0
-"""How long each peer leaves the one before it."""
+"""Delay between the attempts of two peers in turn order."""
 
 SETTLE_S = 1.0
-"""A loss is looked at twice: registrations and claims reach a controller through different watches."""
+"""A loss is confirmed after this delay, because registrations and claims reach a controller through different watches."""
 
 
 def turn_order(members: Iterable[str], topic: str) -> tuple[str, ...]:
-    """The members in the order of `topic`."""
+    """The members in the order of a hash with `topic`."""
     return _order(frozenset(members), topic)
 
 
-@functools.lru_cache(maxsize=1024)  # the same few topics are looked at again and again
+@functools.lru_cache(maxsize=1024)  # few topics are used again and again
 def _order(members: frozenset[str], topic: str) -> tuple[str, ...]:
     return tuple(sorted(members, key=lambda name: hashlib.blake2b(f"{topic}|{name}".encode()).digest()))
 
@@ -82,21 +82,21 @@ def turn_of(members: Iterable[str], me: str, topic: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Timers:
-    """Since when each condition has held without a break."""
+    """Since when each condition has held without interruption."""
 
     since: Mapping[str, float]
 
     def note(self, conditions: Iterable[str], now: float) -> Timers:
-        """Conditions that hold now keep their beginning, or begin; the others are forgotten."""
+        """Keep the start time of conditions that still hold, add new ones at `now`, drop the others."""
         return Timers({c: self.since.get(c, now) for c in conditions})
 
     def ripe(self, condition: str, turn: int, now: float, *, after: float = 0.0) -> bool:
-        """Whether it is my turn: the condition has held for `after` plus my place in the order."""
+        """Whether it is my turn: the condition has held for `after` plus the delay of my place in the order."""
         return now - self.since.get(condition, now) >= self.wait(turn, after)
 
     @staticmethod
     def wait(turn: int, after: float) -> float:
-        """Seconds that a peer of that place waits."""
+        """Seconds that a peer at this place waits."""
         return after + turn * TURN_SECONDS
 
 
@@ -110,13 +110,13 @@ class _Known:
 
 
 class Memo:
-    """Results by name."""
+    """A cache of results by name."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Known] = {}
 
     def get(self, name: Hashable, sources: tuple[object, ...], work: Callable[[], T]) -> T:
-        """What `work` gives, or gave from these very `sources`. It may follow from nothing else."""
+        """The result of `work`, cached while `sources` are the same objects. `work` must depend on nothing else."""
         known = self._known.get(name)
         if known is None or len(known.sources) != len(sources) or not all(map(is_, known.sources, sources)):
             known = self._known[name] = _Known(sources, work())
@@ -126,9 +126,9 @@ class Memo:
 
 @dataclass(frozen=True)
 class CheckpointProgress:
-    """A checkpoint on its way to the disk: `written` of `total` bytes; `error`: why the last try failed, empty if none did.
+    """A checkpoint being written: `written` of `total` bytes; `error`: why the last attempt failed, or empty.
 
-    `over`: nothing more comes of it, for the next that is due is the next try.
+    `over`: this checkpoint is not retried; the next due checkpoint is the next attempt.
     """
 
     version: Version
@@ -148,34 +148,34 @@ class RankView:
     """Group digest -> indexes of its samples."""
     applied: Token | None = None
     content: bytes = b""
-    """What was applied (`gcore.ledger.balance`); empty: it does not say."""
+    """Digest of the applied batch (`gcore.ledger.balance`); empty: not reported."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     phase: str = ""
     writing: CheckpointProgress | None = None
-    """How the newest write of a checkpoint stands, on the rank that writes them."""
+    """The newest checkpoint write, reported by the rank that writes checkpoints."""
     trouble: str = ""
-    """What the run's folder does not take from it, beside checkpoints, and is tried again."""
+    """A failing write to the run's folder, other than a checkpoint, that is being retried."""
     progress: int = 0
-    """Grows whenever it gets anywhere."""
+    """Increases with any progress."""
     begun: int = 0
-    """Parts of step `begun_step` that it has begun; `begun_content` says which (`gcore.ledger.balance.parts_sha256`)."""
+    """Parts of step `begun_step` that the rank has started; `begun_content` identifies them (`gcore.ledger.balance.parts_sha256`)."""
     begun_step: int = 0
     begun_content: bytes = b""
     released: frozenset[str] = frozenset()
-    """What it has given the memory back of (`gcore.train.rank.launch`)."""
+    """The parts whose memory the rank has released (`gcore.train.rank.launch`)."""
     unrested: str = ""
-    """Why it could not give its memory back behind the newest step, if it could not."""
+    """Why the rank could not release its memory after the newest step; empty if it could."""
     speaks: int = SCHEMA_VERSION
-    """The schema version in which it is spoken to."""
+    """The schema version used in requests to the rank."""
     clock: float | None = None
-    """Its monotonic clock when it said this; None: it does not say what its time was."""
+    """The rank's monotonic clock at this report; None: not reported."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """What its time until then was: seconds in each phase since it began."""
+    """Seconds that the rank has spent in each phase since its start."""
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that is whole and on the disk, as rank 0 reported it."""
+    """A complete checkpoint on disk, as rank 0 reported it."""
 
     version: Version
     file: str
@@ -183,17 +183,16 @@ class SavedCheckpoint:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> SavedCheckpoint:
-        """One that is registered."""
+        """The same for a registered checkpoint."""
         return cls(checkpoint.version, checkpoint.file, checkpoint.digest)
 
 
 @dataclass(frozen=True)
 class EngineView:
-    """A rollout replica that this controller is responsible for; `version` None: not known yet.
+    """A rollout engine that this controller manages. `version` None: unknown.
 
-    `silent`: it owes an answer and gives none; `hung`: for so long that it is to be ended; `why` says so to people. `trouble`:
-    why it did not take its weights the last time, if it did not. `asleep`: its memory is given back, and what it serves is
-    forgotten.
+    `silent`: it has open requests and does not respond; `hung`: for so long that it must be ended; `why`: the sentence for users. `trouble`: why
+    it did not load its weights the last time, or empty. `asleep`: its memory is released, and its weights are gone.
     """
 
     instance: str
@@ -208,7 +207,7 @@ class EngineView:
 
 @dataclass(frozen=True)
 class JobView:
-    """One look at a job."""
+    """A snapshot of one job."""
 
     spec: JobSpec
     rules: StreamRules
@@ -220,57 +219,57 @@ class JobView:
     ranks: Mapping[int, RankView] = field(default_factory=dict)
     engines: Mapping[str, EngineView] = field(default_factory=dict)
     judges: Mapping[str, EngineView] = field(default_factory=dict)
-    """The engines of the job's judges, all of the cluster's: whoever has something to be judged asks any of them."""
+    """The engines of the job's judges in the whole cluster; any peer may send requests to any of them."""
     holdings: Mapping[PromptRef, OfferedGroup] = field(default_factory=dict)
     outcomes: Mapping[PromptRef, EndedRef] = field(default_factory=dict)
     in_flight: Mapping[PromptRef, Version] = field(default_factory=dict)
-    """Prompts that this peer has begun and not finished, with the oldest weights that have, or may have, a part in each."""
+    """Prompts that this peer has started and not finished, with the oldest weights that may have sampled part of each."""
     busy: bool = False
     """Whether this peer still produces something that is due."""
     under_way: frozenset[str] = frozenset()
     """Conditions whose action runs in the background now."""
     saved: Mapping[Version, SavedCheckpoint] = field(default_factory=dict)
-    """Checkpoints that ranks reported, whether registered or not."""
+    """Checkpoints that ranks reported, registered or not."""
     staged: frozenset[Version] = frozenset()
     """Versions whose weights are in the run's folder."""
     fetched_starts: frozenset[str] = frozenset()
-    """Train worlds whose start checkpoint is verified in this node's own folder; only where nodes share none."""
+    """Train worlds whose start checkpoint is verified in this node's own folder; used only if nodes share no folder."""
     is_ordering: bool = False
-    """Whether this peer computes a curriculum's order now."""
+    """Whether this peer is computing the order of a curriculum."""
     share: KnownShare | None = None
-    """Which slots are the job's; None: all that there are."""
+    """The slots of the job; None: all slots."""
     claim: Claim = field(default_factory=Claim)
     """The job's claim on slots."""
     queued: QueuePosition | None = None
-    """Its place in the queue for slots, if it waits."""
+    """The job's position in the queue for slots, if it waits."""
     outdated_nodes: Mapping[str, int] = field(default_factory=dict)
-    """Nodes too old to read the records written now, and the newest schema version that each reads; none of them is among `nodes`."""
+    """Nodes too old to read the records written now, with the newest schema version that each reads. They are not in `nodes`."""
     missing_input: str = ""
-    """Why this node cannot work on the job yet: an input that it lacks; empty: it has all."""
+    """Why this node cannot work on the job yet: a missing input; empty: none."""
     reward_pool: PoolStatus | None = None
     """The state of this peer's reward pool."""
     judge_pool: PoolStatus | None = None
-    """The state of this peer's questions to judges."""
+    """The state of this peer's requests to judges."""
     tool_pool: PoolStatus | None = None
-    """The state of this peer's processes of agents and tools."""
+    """The state of this peer's processes for agents and tools."""
     store_trouble: str = ""
-    """Why the store took no write of this controller since anything was last heard of the job; empty: it took the last one."""
+    """Why the store refused the last write of this controller; empty if it accepted it or a newer change of the job was seen."""
     failed_start: str = ""
-    """Why a worker of the job cannot be started here, after several tries; empty: none failed."""
+    """Why a worker of the job cannot be started here, after several attempts; empty: none failed."""
     leaving: bool = False
-    """Whether this controller was asked to end and hands over."""
+    """Whether this controller is shutting down and hands over its work."""
 
     proposal: MoveProposal | None = None
-    """The move that this controller wants, if it plans the placement."""
+    """The placement change that this controller wants, if it plans the placement."""
     move_report: MoveReport | None = None
-    """Its report on earlier moves."""
+    """Its report on earlier placement changes."""
 
     remembered: Memo = field(default_factory=Memo, repr=False, compare=False)
-    """Results of earlier looks at the same records."""
+    """Cached results for the same records."""
 
     @cached_property
     def offered(self) -> OffersView:
-        """All live offers, ref by ref."""
+        """All live offers, by ref."""
         return self.remembered.get("offered", self._batch, self._offered)
 
     def _offered(self) -> OffersView:
@@ -278,13 +277,13 @@ class JobView:
         return OffersView.collect(self.rules, self.head, offers, self._part)
 
     def _part(self, rules: StreamRules, head: Head, offer: Offer) -> OffersView:
-        # When one peer writes its offer, those of all others are what they were.
+        # When one peer writes its offer, the offers of the others are unchanged.
         sources = (offer, rules, head)
         return self.remembered.get(("offer", offer.incarnation), sources, lambda: OffersView.of(rules, head, offer))
 
     @cached_property
     def due(self) -> tuple[PromptRef, ...]:
-        """The refs that must still be produced for the next seal, by whomever; oldest first."""
+        """The refs that any peer must still produce for the next seal, oldest first."""
         rule = carried.due_refs if self.rules.staleness else due_refs
         return self.remembered.get(
             "due", self._batch, lambda: rule(self.rules, self.head, self._seals, self.offered, order=self._order)
@@ -300,7 +299,7 @@ class JobView:
 
     @cached_property
     def part(self) -> SealPart | None:
-        """The part of the next step that is worth sealing while others of its batch are missing; None if there is none."""
+        """The part of the next step that is worth sealing while other groups of its batch are missing; None if there is none."""
         if self.rules.part is None or not isinstance(self.chosen, AwaitGroups):
             return None
         return self.remembered.get(
@@ -309,13 +308,13 @@ class JobView:
 
     @property
     def _order(self) -> CachedOrder:
-        """The refs that are neither terminal nor sealed; offers, which come more often than seals, change nothing in it."""
+        """The refs that are neither terminal nor sealed. Offers, which change more often than seals, do not affect it."""
         sources = (self.rules, self.mirror.head, self.mirror.seals)
         return self.remembered.get("order", sources, lambda: CachedOrder(self.rules, self.head, self._seals))
 
     @cached_property
     def awaited(self) -> tuple[PromptRef, ...]:
-        """The prompts that the next seal waits for, since they would be too old after it; none at staleness 0."""
+        """The prompts that the next seal waits for because they would exceed the staleness limit after it; none at staleness 0."""
         if not self.rules.staleness:
             return ()
         return self.remembered.get(
@@ -324,38 +323,38 @@ class JobView:
 
     @property
     def _batch(self) -> tuple[object, ...]:
-        """Everything from which it follows what the next seal takes."""
+        """The records that determine the next seal."""
         mirror = self.mirror
         return self.rules, mirror.head, mirror.seals, mirror.offers
 
     @cached_property
     def epochs(self) -> Mapping[int, EpochRecord]:
-        """The data epochs that have begun, of a job with a curriculum."""
+        """The data epochs that have started, of a job with a curriculum."""
         return valid_epochs(self.head, [stored.record for stored in self.mirror.epochs.values()])
 
     @property
     def writing(self) -> CheckpointProgress | None:
-        """The progress of the newest checkpoint write in head's world; None if it has begun none."""
+        """The progress of the newest checkpoint write in head's world; None if there is none."""
         return next((rank.writing for rank in self.ranks.values() if rank.writing is not None), None)
 
     @property
     def hindered(self) -> str:
-        """The failed writes of head's world to the run's folder, besides checkpoints; empty if there are none."""
+        """A failing write of head's world to the run's folder, other than a checkpoint; empty if there is none."""
         return next((rank.trouble for rank in self.ranks.values() if rank.trouble), "")
 
     @cached_property
     def log(self) -> Mapping[int, LogEntry]:
-        """The newest stretch of the log, by sequence number."""
+        """The newest part of the log, by sequence number."""
         log = self.mirror.log
         return self.remembered.get("log", (log,), lambda: {seq: stored.record for seq, stored in log.items()})
 
     @property
     def is_over(self) -> bool:
-        """Whether no step is left to make."""
+        """Whether all steps are done."""
         return is_over(self.rules, self.head)
 
     def is_evaluated_after(self, step: int, *, last: bool) -> bool:
-        """Whether the weights of `step` are evaluated: because it is their turn, or somebody asked for it."""
+        """Whether the weights of `step` are evaluated, by schedule or by request."""
         asked = self.mirror.asked
         by_hand = asked is not None and asked.step == step and self.spec.eval.wanted
         return by_hand or self.spec.evaluates_after(step, last=last)
@@ -366,34 +365,34 @@ class JobView:
 
     @property
     def head(self) -> Head:
-        """The newest entry of the chain; there must be one."""
+        """The newest entry of the chain. Requires that there is one."""
         assert self.mirror.head is not None
         return self.mirror.head.record
 
     @property
     def plan(self) -> Plan:
-        """The plan of the placement; there must be one."""
+        """The plan of the placement. Requires that there is one."""
         assert self.mirror.plan is not None
         return self.mirror.plan.record
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
-        """The registered checkpoints; there must be a record of them."""
+        """The registered checkpoints. Requires that their record exists."""
         assert self.mirror.checkpoints is not None
         return self.mirror.checkpoints.record.entries
 
     @property
     def job(self) -> JobRecord:
-        """The record of the job; there must be one."""
+        """The record of the job. Requires that there is one."""
         return self.mirror.job_record
 
     def has_lost(self, node: str, slots: Collection[str]) -> bool:
-        """Whether a node that is there has not all of these slots: it came back with fewer than it was planned with."""
+        """Whether a registered node lacks some of these slots: it restarted with fewer slots than planned."""
         record = self.nodes.get(node)
         return record is not None and not set(slots) <= set(record.slots)
 
     def turn(self, topic: str) -> int:
-        """My place among the members in trying what `topic` names."""
+        """My place among the members for `topic`."""
         return turn_of(self.mirror.members, self.me, topic)
 
     @property
@@ -404,7 +403,7 @@ class JobView:
 
     @property
     def unsealed(self) -> tuple[OfferedGroup, ...]:
-        """Groups this peer holds that no open seal has, oldest first."""
+        """Groups that this peer holds and that no open seal contains, oldest first."""
         return self.remembered.get("unsealed", (self.holdings, self.mirror.seals), self._unsealed)
 
     def _unsealed(self) -> tuple[OfferedGroup, ...]:
@@ -412,11 +411,10 @@ class JobView:
         return tuple(g for ref, g in sorted(self.holdings.items()) if ref not in sealed)
 
     def contradicts(self, rank: RankView) -> bool:
-        """Whether `rank` has trained, under the token of the next step's seal, what is not in it; or has begun parts of that
-        step which are not READY in it.
+        """Whether `rank` has trained, under the token of the next step's seal, another batch than the seal's, or has started parts of that step that
+        are not READY in it.
 
-        A store that was put back to an older state gives tokens out again. A rank that does not say what it has trained is
-        believed.
+        A store that was restored from an older backup issues tokens a second time. A rank that does not report what it trained is trusted.
         """
         seal = self.seal
         if begun := self.begun(rank):
@@ -428,15 +426,15 @@ class JobView:
         return rank.content != self.remembered.get("content", (seal,), lambda: content_sha256(seal))
 
     def begun(self, rank: RankView) -> int:
-        """Parts of the next step that `rank` has begun."""
+        """Parts of the next step that `rank` has started."""
         return rank.begun if rank.begun_step == self.head.step + 1 else 0
 
     def layout(self, seal: Seal) -> StepLayout:
-        """Which rank takes which sample of `seal`."""
+        """Which rank gets which sample of `seal`."""
         return self.remembered.get("layout", (seal,), lambda: balance_samples(seal))
 
     def held_for(self, seal: Seal) -> frozenset[str]:
-        """The digests of the groups of `seal` that this peer brings."""
+        """The digests of the groups of `seal` that this peer must deliver."""
         groups = seal.groups
         return self.remembered.get(
             "held for", (seal, self.me), lambda: frozenset(group.digest for group in groups if group.holder == self.me)
@@ -457,14 +455,14 @@ class JobView:
         return missing
 
     def _holds(self, holding: Token | None, seal: Seal) -> bool:
-        """Whether what a rank says it holds of `holding` counts for `seal`: of a streamed step it outlives the attempt."""
+        """Whether the samples that a rank reported for `holding` count for `seal`. In a streamed step they stay valid across attempts."""
         if holding is None or self.rules.part is None:
             return holding == seal.token
         return (holding.lineage, holding.step) == (seal.lineage, seal.step)
 
 
 def world_start(view: JobView) -> WorldStart | None:
-    """What head's world starts from: what its lineage's rollback named, copies or a checkpoint, or the base."""
+    """The start state of head's world: the copies or checkpoint that its lineage's rollback named, or the base model."""
     head = view.head
     entries = view.checkpoints
     if head.lineage == 0:
@@ -479,7 +477,7 @@ def world_start(view: JobView) -> WorldStart | None:
 
 
 def start_checkpoint(view: JobView) -> Checkpoint | None:
-    """The registered checkpoint that head's world starts from, if it does from one."""
+    """The registered checkpoint from which head's world starts, if it starts from one."""
     start = world_start(view)
     if start is None or not start.checkpoint:
         return None

@@ -1,8 +1,8 @@
-"""The waits of a job in words, and which of them become an event. docs/operate/failures.md lists what is done about each.
+"""The waits of a job as sentences, and which of them become an event. docs/operate/failures.md lists what to do about each.
 
-Each wait says what would show progress (`progress`). A wait without progress for as long as `PATIENCE_S` has for its cause becomes an
-event: an hour in which something moves is none, a minute in which nothing does is one. One peer reports each standstill, once: a node's own
-by that node, the others by the first in their order of turns, so that it is also reported when that peer is the one that hangs.
+Each wait names what would show progress (`progress`). A wait becomes an event after `PATIENCE_S` of its cause without progress: an hour
+with progress causes no event, a minute without any does. One peer reports each stall, once: local causes by their own node, the others
+by the first peer in their turn order, so that a stall is reported even if the peer that hangs is the cause.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from gcore.ledger.selection import AwaitGroups
 from gcore.schema import PIN, written_version
 from gcore.types import Version
 
-WORKER_STATES = {"starting": "is starting", "failed": "has failed and is to be replaced", "stopping": "is stopping"}
+WORKER_STATES = {"starting": "is starting", "failed": "has failed and will be replaced", "stopping": "is stopping"}
 RANKS_NAMED = 4
 RECOVERY, TIDYING = ("world ", "grow "), ("forget ", "prune ", "sweep ")
 
 START = "start "
-"""Prefix of the conditions of actions that prepare a start."""
+"""Prefix of the conditions of intents that prepare a start."""
 
 CHECKPOINT = "checkpoint"
-"""The phase of a rank that copies a checkpoint, or waits until the one before is on the disk."""
+"""The phase of a rank that copies a checkpoint or waits until the previous one is written to disk."""
 
 PATIENCE_S: Mapping[str, float] = MappingProxyType(
     {
@@ -66,20 +66,20 @@ PATIENCE_S: Mapping[str, float] = MappingProxyType(
         "tidying": 60.0,
     }
 )
-"""By cause: seconds without progress after which a wait is told in an event. What is in flight for long is given up instead, and
-an engine that answers nothing is told by `controllers.inference.rules`' times."""
+"""By cause: seconds without progress after which a wait becomes an event. A prompt that is in flight for too long is given up instead, and
+for an engine that does not respond, the times of `controllers.inference.rules` apply."""
 
 LOCAL = frozenset(
     {"store", "material", "engines", "engine", "order", "reward", "judge", "agent", "tools", "recovery", "tidying"}
 )
-"""Causes of this node alone: it tells them itself. The others are told by one of the peers for all."""
+"""Causes that concern one node, which reports them itself. Of the others, one peer reports for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """`cause` is one of few words, for a metric; `what` is for people; `key` stays the same while the wait lasts.
+    """One thing that a job waits for. `cause`: one of few words, for metrics; `what`: a sentence for users; `key`: constant while the wait lasts.
 
-    `progress`: another text whenever what is waited for has come nearer.
+    `progress`: a text that changes whenever there is progress.
     """
 
     cause: str
@@ -89,12 +89,12 @@ class Wait:
 
     @property
     def stall(self) -> str:
-        """A key that stays the same while the wait lasts and nothing moves."""
+        """A key that stays the same while the wait lasts without progress."""
         return f"still {self.key} {self.progress}"
 
 
 def _slots(view: JobView, what: str) -> Wait:
-    """For slots. A job that somebody has paused waits for that person: under a cause of its own, of which nobody is told."""
+    """A wait for slots. A job that a user has paused waits for that user: it has its own cause, which never becomes an event."""
     cause = "paused" if view.claim.paused and not view.claim.ends else "slots"
     return Wait(cause, f"{what}: {slot_wait_reason(view)}", f"wait {cause}")
 
@@ -103,40 +103,40 @@ def slot_wait_reason(view: JobView) -> str:
     if view.claim.ends:
         return view.claim.ends
     if view.claim.paused:
-        return "it is paused; `gcore resume` lets it go on"
-    return view.queued.reason if view.queued is not None else "what it is given is on its way"
+        return "the job is paused; `gcore resume` continues it"
+    return view.queued.reason if view.queued is not None else "the slots granted to it are not free yet"
 
 
 def current_waits(view: JobView) -> Iterator[Wait]:
-    """Everything the job waits for now, as this controller sees it."""
+    """Everything that the job waits for now, as this controller sees it."""
     mirror = view.mirror
     if mirror.status is None or mirror.status.record.phase.ended:
         return
     if view.store_trouble:
-        # No step goes on without a write, so whatever else is awaited is not the cause.
+        # Every step needs a write to the store, so other waits are not the cause.
         yield Wait("store", f"{view.node} cannot write to the store: {view.store_trouble.rstrip('.')}", "wait store")
         return
     yield from _models(view)
     for node, newest in view.outdated_nodes.items():
         what = (
-            f"{node} is of an older version: it reads records of schema version {newest} at most, and {written_version()} is written, so nothing "
-            "is placed there, and it works on nothing; install there the gcore that the others have, and start it without "
+            f"{node} runs an older version of gcore: it reads schema version {newest} at most, and the cluster writes {written_version()}, so the "
+            "node takes no part in the job; install the version of the other nodes there, and start it without "
             f"{PIN}"
         )
         yield Wait("node", what, f"wait node {node}")
     if view.missing_input:
         yield Wait("material", f"{view.node} cannot work on the job: {view.missing_input.rstrip('.')}", "wait material")
-        return  # whatever else is missing here is missing because of that
+        return  # this is the cause of all other waits of this node
     if mirror.status.record.phase is JobPhase.PENDING or mirror.head is None or mirror.plan is None:
         short = lacking_slots(view) if mirror.status.record.phase is JobPhase.PENDING else ""
         if short and view.share is not None and view.nodes and not view.share.granted:
             yield _slots(view, "the job waits for slots")
             return
-        yield Wait("start", short or "the job is about to be started", f"wait start {bool(short)}", short)
+        yield Wait("start", short or "the job is starting", f"wait start {bool(short)}", short)
         return
     head = mirror.head.record
     if is_suspended(view):
-        yield _slots(view, "the job stands still")
+        yield _slots(view, "the job is suspended")
         return
     yield from _world(view, head)
     yield from _under_way(view)
@@ -154,7 +154,7 @@ def current_waits(view: JobView) -> Iterator[Wait]:
     yield from _oldest_in_flight(view, head)
     if view.is_over:
         writing = _being_written(view)
-        what = f"all steps are trained; {writing or 'the last checkpoint or evaluation is not yet there'}"
+        what = f"all steps are trained; {writing or 'the last checkpoint or evaluation is not finished'}"
         yield Wait("finish", what, "wait finish", writing)
     elif seal is None or seal.collects:
         yield from _groups(view, head)
@@ -167,22 +167,22 @@ def current_waits(view: JobView) -> Iterator[Wait]:
 
 
 def _models(view: JobView) -> Iterator[Wait]:
-    """Waits for models that nodes fetch before they join."""
+    """Waits for models that nodes download before they join."""
     joined = {stored.record.node for stored in view.mirror.members.values()}
     for stored in view.mirror.fetches.values():
         fetch = stored.record
-        # A node joins with its model: the last word on its progress may have been lost, and would stand here for ever.
+        # A node joins when it has its model. Its last progress record may be incomplete, so it is ignored then.
         if fetch.done < fetch.total and fetch.node not in joined:
             yield Wait("model", f"{fetch.node} is {fetch.sentence}", f"wait model {fetch.node}", str(fetch.done))
 
 
 def _world(view: JobView, head: Head) -> Iterator[Wait]:
-    """Waits for slots of a new train world, and for its ranks."""
+    """Waits for slots for a new train world, and for its ranks."""
     if (away := newest_checkpoint_away(view)) and world_loss(view):
         what = (
-            f"no node that is there has {away}, from which a new train world is to start; one that has it is waited for"
+            f"the new train world is to start from {away}, which no connected node has; waiting for a node that has it"
         )
-        yield Wait("train_world", f"{what} for {HOLDERS_GRACE_S:.0f} s", f"wait holders {head.world} {away}")
+        yield Wait("train_world", f"{what}, at most {HOLDERS_GRACE_S:.0f} s", f"wait holders {head.world} {away}")
     if (lost := world_loss(view)) and (short := lacking_slots(view)):
         yield Wait("train_world", f"{lost.why}: {short}", f"wait slots {head.world}", short)
     for place in view.plan.ranks:
@@ -199,19 +199,19 @@ def _world(view: JobView, head: Head) -> Iterator[Wait]:
 
 
 def _engines(view: JobView, head: Head) -> Iterator[Wait]:
-    """Waits for this node's engines: for their weights, unless they are to sleep, and for their answers."""
+    """Waits for this node's engines: for their weights, unless they are to sleep, and for their responses."""
     resting = sleeping_engines(view)
     awake = [engine for name, engine in view.engines.items() if name not in resting]
     if (awake or not view.engines) and not any(engine.version == head.version for engine in awake):
         served = sorted({weights_text(e.version) for e in view.engines.values() if e.version is not None})
         have = f"they have {', '.join(served)}" if served else "none is ready"
-        what = f"the engines of {view.node} are to load {weights_text(head.version)} ({have})"
+        what = f"no engine of {view.node} has loaded {weights_text(head.version)} yet ({have})"
         troubles = sorted(f"{engine.instance}: {engine.trouble}" for engine in view.engines.values() if engine.trouble)
         what += f"; {troubles[0]}" if troubles else ""
         yield Wait("engines", what, f"wait engines {head.version}", have)
     for name, engine in managed_engines(view).items():
         if engine.trouble and engine.asleep != (name in resting):
-            what = f"engine {name} is to {'sleep' if name in resting else 'wake'}: {engine.trouble}"
+            what = f"engine {name} cannot {'sleep' if name in resting else 'wake'}: {engine.trouble}"
             yield Wait("engine", what, f"wait memory {name}", engine.trouble)
     for engine in view.engines.values():
         if engine.why:
@@ -221,12 +221,12 @@ def _engines(view: JobView, head: Head) -> Iterator[Wait]:
 
 
 def _judges(view: JobView) -> Iterator[Wait]:
-    """Waits for judges without a serving engine, for judges that do not answer, and for questions in the queue."""
+    """Waits for judges without a serving engine, for judges that do not respond, and for queued judge requests."""
     job = view.mirror.keys.uid
     serving = {w.judge for w in view.workers.values() if w.job_uid == job and w.state == "serving"}
     for judge in view.spec.served_judges:
         if judge.name not in serving:
-            yield Wait("judge", f"no engine of judge {judge.name!r} serves yet", f"wait judge {judge.name}")
+            yield Wait("judge", f"no engine of judge {judge.name!r} is ready yet", f"wait judge {judge.name}")
     for engine in view.judges.values():
         if engine.why:
             yield Wait(
@@ -240,94 +240,96 @@ def _judges(view: JobView) -> Iterator[Wait]:
 
 
 def _exchange(view: JobView, seal: Seal) -> Iterator[Wait]:
-    """Waits for responses that are not yet fed to the ranks."""
+    """Waits for responses that the train ranks have not received."""
     late = [rank for rank in range(seal.world_size) if view.missing(seal, rank)]
-    what = f"the responses of step {seal.step} are on their way to {ranks_text(late)}"
+    what = f"the responses of step {seal.step} are being sent to {ranks_text(late)}"
     if not late and growth_delay_s(view):
-        yield Wait("train_world", f"a larger train world is to be formed ({growth_reason(view)})", "wait growth")
+        yield Wait("train_world", f"a larger train world will be formed ({growth_reason(view)})", "wait growth")
     lacking = sum(len(samples) for rank in late for samples in view.missing(seal, rank).values())
     yield Wait("exchange", what, f"wait exchange {seal.token}", str(lacking))
 
 
 def _training(view: JobView, seal: Seal) -> Iterator[Wait]:
-    """Waits for ranks that have not applied their share, and for receipts that too few nodes have."""
+    """Waits for ranks that have not applied their share, and for copies of receipts on other nodes."""
     behind = [r for r in range(seal.world_size) if r not in view.ranks or view.ranks[r].applied != seal.token]
     phases = {view.ranks[r].phase if r in view.ranks else "not connected" for r in behind}
     if not behind and not has_receipts(view, seal.token):
-        what = f"the receipts of step {seal.step} are to lie on {copies_wanted(view)} nodes before it is committed"
+        what = f"step {seal.step} commits when {copies_wanted(view)} nodes have its receipts"
         yield Wait("train", what, f"wait receipts {seal.token}")
         return
     what = f"{ranks_text(behind)} {'trains' if len(behind) == 1 else 'train'} step {seal.step}"
     moved = " ".join(f"{r}:{view.ranks[r].phase}:{view.ranks[r].progress}" for r in behind if r in view.ranks)
     what = f"{what} ({', '.join(sorted(phases))})" if phases else what
     if CHECKPOINT in phases and (writing := _being_written(view)):
-        what = f"{what}; before its own, {writing}"
+        what = f"{what}; waiting for the previous checkpoint: {writing}"
     what = f"{what}; {view.hindered}" if view.hindered else what
     if nodes := blocking_nodes(view):
-        what = f"{what}; on {', '.join(nodes)} engines give memory back, and ranks take it"
+        what = f"{what}; on {', '.join(nodes)} engines are releasing memory for the ranks"
     yield Wait("train", what, f"wait train {seal.token}", moved)
 
 
 def _being_written(view: JobView) -> str:
-    """The progress of the checkpoint that is being written; empty if none is."""
+    """The progress of the checkpoint that is being written or copied; empty if there is none."""
     writing = view.writing
     if writing is None or writing.over:
         fresh = next(iter(unregistered_checkpoints(view)), None)
         if fresh is None or is_safe(view, fresh.version, fresh.digest):
             return ""
-        have = ", ".join(sorted(checkpoint_holders(view, fresh.version, fresh.digest))) or "none yet"
+        have = ", ".join(sorted(checkpoint_holders(view, fresh.version, fresh.digest))) or "none"
         return (
-            f"the checkpoint of step {fresh.version.step} is to lie on {copies_wanted(view)} nodes (it does on {have})"
+            f"the checkpoint of step {fresh.version.step} needs copies on {copies_wanted(view)} nodes (so far: {have})"
         )
     if writing.error:
-        return f"the checkpoint of step {writing.version.step} is tried again until the disk takes it ({writing.error})"
+        return f"the checkpoint of step {writing.version.step} cannot be written and is retried ({writing.error})"
     megabytes = f"{writing.written / 1e6:.0f} of {writing.total / 1e6:.0f} MB"
     return f"the checkpoint of step {writing.version.step} is being written ({megabytes})"
 
 
 def _under_way(view: JobView) -> Iterator[Wait]:
-    """Waits for this node's actions that take as long as its disk does."""
+    """Waits for this node's actions that read or write its disk."""
     for condition in sorted(view.under_way):
         if condition.startswith(RECOVERY):
-            what = f"{view.node} reads and checks what the next train world is to start from"
+            what = f"{view.node} reads and checks the state from which the next train world will start"
             yield Wait("recovery", what, f"wait {condition}")
         elif condition.startswith(START):
-            what = f"{view.node} fetches and checks the checkpoint that its train ranks start from"
+            what = f"{view.node} fetches and checks the checkpoint from which its train ranks start"
             yield Wait("recovery", what, f"wait {condition}")
         elif condition.startswith(TIDYING):
             yield Wait(
-                "tidying", f"{view.node} moves what is old out of the store and the run's folder", "wait tidying"
+                "tidying",
+                f"{view.node} removes old records from the store and old files from the run's folder",
+                "wait tidying",
             )
             return
 
 
 def _groups(view: JobView, head: Head) -> Iterator[Wait]:
-    """Waits for groups that the next step's batch lacks."""
+    """Waits for groups that the next step's batch still needs."""
     chosen = view.chosen
     if isinstance(chosen, AwaitGroups):
         count = "1 more prompt" if chosen.missing == 1 else f"{chosen.missing} more prompts"
-        what = f"step {head.step + 1} needs {count} with all their responses (the oldest: {chosen.oldest})"
+        what = f"step {head.step + 1} needs {count} with all their responses (oldest: {chosen.oldest})"
         if view.awaited:
             begun = weights_text(view.offered.in_flight[chosen.oldest])
-            what += f"; it was begun with {begun}, and would be too old later"
+            what += f"; it was started with {begun} and would exceed the staleness limit in a later step"
         moved = f"{chosen.missing} {chosen.oldest} {len(view.offered.groups)} {len(view.holdings)}"
         yield Wait("groups", what, f"wait groups {head.seq}", moved)
     if view.is_ordering:
-        yield Wait("order", f"{view.node} works out the order of the curriculum", "wait order")
+        yield Wait("order", f"{view.node} is computing the order of the curriculum", "wait order")
 
 
 def _oldest_in_flight(view: JobView, head: Head) -> Iterator[Wait]:
-    """Waits for prompts that are in flight since an earlier step, where some staleness is allowed."""
+    """Waits for prompts in flight since an earlier step, if staleness is allowed."""
     left_over = [(version.step, ref, version) for ref, version in view.in_flight.items() if version != head.version]
     if view.rules.staleness and left_over:
         _, ref, version = min(left_over)
         count = "1 prompt" if len(left_over) == 1 else f"{len(left_over)} prompts"
-        what = f"{count} of earlier steps still in flight on {view.node}; the oldest, {ref}, was begun with {weights_text(version)}"
+        what = f"{count} of earlier steps still in flight on {view.node}; the oldest, {ref}, was started with {weights_text(version)}"
         yield Wait("in_flight", what, f"wait in flight {ref}")
 
 
 def _collectives(view: JobView) -> Iterator[Wait]:
-    """Waits for peers that have not yet given their part of a collective."""
+    """Waits for peers that have not yet contributed to a collective."""
     parts = {member: stored.record for member, stored in view.mirror.parts.items()}
     for at, name in sorted({(part.at, name) for part in parts.values() for name in part.given}):
         if f"{at}/{name}" in view.mirror.agreed:
@@ -335,24 +337,24 @@ def _collectives(view: JobView) -> Iterator[Wait]:
         late = awaited_members(at, name, view.mirror.members, parts)
         if late:
             nodes = ", ".join(sorted(view.mirror.members[member].record.node for member in late))
-            what = f"step {at.step + 1}: {nodes} {'has' if len(late) == 1 else 'have'} not yet given {name!r}"
-            yield Wait("peers", f"{what} (the flow there has not come to it)", f"wait {at} {name}")
+            what = f"step {at.step + 1}: {nodes} {'has' if len(late) == 1 else 'have'} not contributed to collective {name!r} yet"
+            yield Wait("peers", f"{what} (the flow there has not reached it)", f"wait {at} {name}")
 
 
 def _evaluation(view: JobView) -> Iterator[Wait]:
-    """Waits for the evaluation of head's weights, if it is due."""
+    """Waits for the evaluation of head's weights, if one is due."""
     version = view.head.version
     if not view.is_evaluated_after(version.step, last=view.is_over) or str(version) in view.mirror.evaluations:
         return
     parts = view.mirror.eval_parts_of(version)
-    made = f"{len(parts)} of its {next(iter(parts.values())).parts} parts" if parts else "none of its parts"
+    made = f"{len(parts)} of {next(iter(parts.values())).parts} parts" if parts else "no part yet"
     what = f"the evaluation of {weights_text(version)} has {made}"
     yield Wait("evaluation", what, f"wait evaluation {version}", str(len(parts)))
 
 
 def weights_text(version: Version) -> str:
-    """`the weights of step 7`; of the model that training began with, and of a later lineage, it says that."""
-    weights = f"the weights of step {version.step}" if version.step else "the first weights"
+    """`the weights of step 7`; names the initial weights as such, and the lineage unless it is 0."""
+    weights = f"the weights of step {version.step}" if version.step else "the initial weights"
     return f"{weights} in lineage {version.lineage}" if version.lineage else weights
 
 
@@ -366,29 +368,29 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def overdue_waits(view: JobView, waiting: Iterable[Wait], waits: Timers, now: float) -> Iterator[Wait]:
-    """The waits that this peer is to tell, or has told, as of `now`; `waits` says since when each stands still."""
+    """The waits that this peer reports as events at time `now`. `waits`: since when each wait has made no progress."""
     for wait in waiting:
         patience = PATIENCE_S.get(wait.cause)
         mine = wait.cause in LOCAL or _first(view, f"tell {wait.cause}")
         if wait.cause == "engine":
-            yield wait  # it is one only after a time of its own
+            yield wait  # such a wait exists only after a delay of its own
         elif patience is not None and mine and now - waits.since.get(wait.stall, now) >= patience:
             yield wait
 
 
 def _first(view: JobView, topic: str) -> bool:
-    """Whether this peer tells for all. Before anybody is a member (none is until the job runs here with its model and its
-    data) that goes by the nodes that are there."""
+    """Whether this peer reports for all. Without members (a node joins when it has the job's model and data), the turn order of the nodes
+    applies."""
     members = view.mirror.members
     return (turn_of(members, view.me, topic) if members else turn_of(view.nodes, view.node, topic)) == 0
 
 
 WHOLE = ("engine", "node", "store")
-"""Causes whose waits say all that there is to say, for others go on without what is waited for."""
+"""Causes whose sentence needs no time: the job continues on other nodes or the sentence says everything."""
 
 
 def wait_sentence(wait: Wait) -> str:
-    """The sentence of the event."""
+    """The sentence of a wait's event."""
     if wait.cause in WHOLE:
         return wait.what
     return f"nothing has moved for {PATIENCE_S[wait.cause]:g} s: {wait.what}"

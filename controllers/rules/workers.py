@@ -1,8 +1,8 @@
-"""Which workers of a job this node is to run: what is started and stopped. `controllers.workers.launcher` carries it out.
+"""Which workers of a job this node starts and stops. `controllers.workers.launcher` executes the decisions.
 
-Workers outlive their controller, so what runs is read from the store: a restarted controller adopts the registered workers of its node by
-instance. Only starts that have not registered yet, and the number of tries, are remembered (`Launches`). A train rank that died is not
-started again; a rollback makes a new world.
+Workers outlive their controller, so running workers are read from the store: a restarted controller adopts the registered workers of its
+node by instance. Only unregistered starts and the number of attempts are kept in memory (`Launches`). A dead train rank is not restarted; a
+rollback forms a new world.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class StartRank:
 
 @dataclass(frozen=True, slots=True)
 class StopWorker:
-    """End a worker that is no longer wanted."""
+    """Stop a worker that is no longer needed."""
 
     instance: str
     reason: str
     at_once: bool = False
-    """Whether it is not worth to wait until it has drained: it hangs."""
+    """Whether to stop it without draining, because it hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +56,21 @@ class Launch:
     process: ProcessId
     at: float
     starter_log: Path | None = None
-    """What its supervisor says, or whoever is the process of many."""
+    """Output of its supervisor, or of the process that supervises many workers."""
     log: Path | None = None
-    """What the worker itself says, in the run's folder."""
+    """The worker's own log, in the run's folder."""
 
 
 @dataclass(frozen=True)
 class Launches:
-    """What was started, by what it is for ("rollout cpu:0", "judge NAME cpu:0", "train WORLD 1")."""
+    """The started workers, by purpose ("rollout cpu:0", "judge NAME cpu:0", "train WORLD 1")."""
 
     pending: Mapping[str, Launch] = field(default_factory=dict)
-    """Started, and the process lives; it may have registered meanwhile."""
+    """Started workers whose process lives; they may have registered by now."""
     tries: Mapping[str, int] = field(default_factory=dict)
-    """Starts in a row without one that lasted. A rank has a second in its world only if none has registered."""
+    """Consecutive starts that did not last. A rank is started again in its world only if no attempt has registered."""
     last: Mapping[str, float] = field(default_factory=dict)
-    """When it was last started."""
+    """Time of the last start."""
 
 
 def schedule_workers(view: JobView, launches: Launches, now: float) -> Iterator[StartEngine | StartRank | StopWorker]:
@@ -85,7 +85,7 @@ def schedule_workers(view: JobView, launches: Launches, now: float) -> Iterator[
         if place.node != view.node or view.has_lost(place.node, place.slots):
             continue
         key = engine_key(place)
-        # One that hangs keeps its place, and its slot's memory, until it has ended.
+        # A hung worker keeps its place and its slot's memory until it has ended.
         running = [i for i, w in mine.items() if _is_of(w, place) and (is_usable(w) or i in hung)]
         wanted.update(running[:1])
         ripe = now >= launches.last.get(key, 0.0) + launch_backoff_s(launches, key)
@@ -96,9 +96,9 @@ def schedule_workers(view: JobView, launches: Launches, now: float) -> Iterator[
             yield StartEngine(place)
     for rank in plan.record.ranks:
         if rank.node != view.node or plan.record.world != head.world:
-            continue  # one whose slot is no more there is lost (`controllers.rules.world`)
+            continue  # a rank whose slot has disappeared is lost (`controllers.rules.world`)
         claim = view.mirror.claim(head.world, rank.rank)
-        # A registration may be heard of before the claim that was written with it.
+        # A registration may arrive before the claim of the same transaction.
         there = {i for i, w in mine.items() if (w.world, w.rank) == (head.world, rank.rank) and is_usable(w)}
         wanted |= {claim.instance} if claim else there
         key = rank_key(rank, head.world)
@@ -111,11 +111,11 @@ def schedule_workers(view: JobView, launches: Launches, now: float) -> Iterator[
         if instance in hung and worker.state != "failed":
             yield StopWorker(instance, f"it {hung[instance]}", at_once=True)
         elif instance not in wanted and worker.state in ("starting", "serving"):
-            yield StopWorker(instance, "the plan has no place for it")
+            yield StopWorker(instance, "the placement plan no longer includes it")
 
 
 def _is_taken(view: JobView, slots: Collection[str]) -> bool:
-    """Whether a worker of another job, which has ended or gave the slot back, is still there."""
+    """Whether a worker of another job, which has ended or gave the slot back, still runs there."""
     if view.share is None:
         return False
     uid, here = view.mirror.keys.uid, set(slots)
@@ -123,8 +123,8 @@ def _is_taken(view: JobView, slots: Collection[str]) -> bool:
 
 
 def _has_memory(view: JobView, place: EnginePlace, mine: Mapping[str, WorkerRecord]) -> bool:
-    """Whether an engine that is started would find its memory: on a GPU where engines take turns, only once all others there sleep.
-    Those that are to sleep load first, so that each has the GPU to itself for that."""
+    """Whether a new engine would have enough memory. On a GPU that engines share in turns, all others must be asleep. Engines that will sleep
+    load first, so that each has the GPU to itself while it loads."""
     slots = set(place.slots)
     here = [p for p in view.plan.engines if p.node == place.node and not slots.isdisjoint(p.slots)]
     if not is_cuda(place.slot) or not any(p.asleep for p in here):
@@ -138,8 +138,8 @@ def _has_memory(view: JobView, place: EnginePlace, mine: Mapping[str, WorkerReco
 
 
 def _is_rank_awake(view: JobView, place: EnginePlace, mine: Mapping[str, WorkerRecord], launches: Launches) -> bool:
-    """Whether a train rank has the memory of a GPU that it takes in turns with an engine, or loads there. Its turn ends with a commit; an
-    engine that is started meanwhile takes what the rank needs."""
+    """Whether a train rank uses, or is loading into, the memory of a GPU that it shares in turns with an engine. Its turn ends with a commit; an
+    engine started before would take memory that the rank needs."""
     ranks = {
         rank.slot: rank for rank in ranks_taking_turns(view).values() if rank.node == place.node and is_cuda(rank.slot)
     }
@@ -153,9 +153,9 @@ def _is_rank_awake(view: JobView, place: EnginePlace, mine: Mapping[str, WorkerR
 
 
 def _engines_load_first(view: JobView, rank: RankPlace, mine: Mapping[str, WorkerRecord], launches: Launches) -> bool:
-    """Whether an engine with which a rank takes turns on a GPU has still to load and to sleep: it sizes its cache by what is free.
+    """Whether an engine that shares a GPU in turns with a rank must load and sleep first: it sizes its cache by the free memory.
 
-    An engine that did not start, or that cannot be put to sleep, is not waited for.
+    The rank does not wait for an engine that failed to start or cannot sleep.
     """
     if not is_cuda(rank.slot) or not takes_turns(view.spec, rank.slot):
         return False
@@ -176,7 +176,7 @@ def _is_of(worker: WorkerRecord, place: EnginePlace) -> bool:
 
 
 def is_usable(worker: WorkerRecord) -> bool:
-    """Whether it serves, or will."""
+    """Whether it serves or will serve."""
     return worker.state in ("starting", "serving")
 
 
@@ -196,6 +196,6 @@ def launch_key(action: StartEngine | StartRank) -> str:
 
 
 def launch_backoff_s(launches: Launches, key: str) -> float:
-    """Seconds from the last start to the next."""
+    """Seconds between the last start and the next."""
     tries = launches.tries.get(key, 0)
     return min(2.0 ** (tries - 1), MAX_BACKOFF_S) if tries else 0.0

@@ -1,15 +1,15 @@
-"""The train world: whether it is lost, when it is recovered, grown or resized, and how the job ends.
+"""The train world: when it is lost, recovered, grown or resized, and how the job ends.
 
-A node that joins gets its engines at once, by a change of the plan that leaves the world alone. The world is formed again only
-between steps, when head's state is at hand, so that no training is lost, and only if a larger world saves clearly more time in the
-remaining steps than its start takes.
-Where a policy moves slots (`placement.is_live`) it decides on the world's size and writes it down; any controller may form it.
+A node that joins gets its engines at once, by a change of the plan that keeps the world. The world is formed again only between steps, when
+head's state is available, so that no training is lost, and only if a larger world saves clearly more time in the remaining steps than its
+start takes. If a placement policy moves slots (`placement.is_live`), the policy decides the world's size and records it; any controller may
+form the world.
 
-Before a world is formed, each node writes down once, for that head, which copies of train states are in its memory.
+Before a world is formed, each node reports once, for that head, which copies of train states are in its memory.
 
-A job has succeeded when its last step and the checkpoint and evaluation of that step are on head's chain. It has failed when its data
-bring nothing to train, when a worker cannot be started, or when world after world dies without a step between them. A world
-that lost a rank is otherwise replaced (`controllers.job.rollback`).
+A job has succeeded when its last step, that step's checkpoint and its evaluation are on head's chain. A job has failed when its data contains
+nothing to train, when a worker cannot be started, or when several worlds in a row die without a step. Otherwise a world that lost a
+rank is replaced (`controllers.job.rollback`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from placement.slots import NodeSlots, Snapshot, sizes_of, trim_to_replicas
 
 @dataclass(frozen=True, slots=True)
 class WorldLoss:
-    """Why a world cannot go on. `by_the_slots`: the open steps tell it, so that who has not heard of one yet may be mistaken. `instance`:
-    the worker by which it is lost, if it is one's doing."""
+    """Why a world cannot continue. `by_the_slots`: derived from the open steps, so a controller that has not seen one yet may be wrong.
+    `instance`: the worker that caused the loss, if one did."""
 
     why: str
     by_the_slots: bool = False
@@ -43,8 +43,8 @@ class WorldLoss:
 
 
 def world_loss(view: JobView) -> WorldLoss | None:
-    """Whether and why head's world cannot go on."""
-    return view.remembered.get("lost", (view,), lambda: _lost_world(view))  # several rules ask
+    """Why head's world cannot continue, or None."""
+    return view.remembered.get("lost", (view,), lambda: _lost_world(view))  # used by several rules
 
 
 def _lost_world(view: JobView) -> WorldLoss | None:
@@ -53,9 +53,9 @@ def _lost_world(view: JobView) -> WorldLoss | None:
         claim = view.mirror.claim(head.world, place.rank)
         if claim is None:
             if place.node not in view.nodes:
-                return WorldLoss(f"{place.node}, which was to run rank {place.rank}, is gone")
+                return WorldLoss(f"{place.node}, which should run rank {place.rank}, is gone")
             if view.has_lost(place.node, (place.slot,)):
-                return WorldLoss(f"{place.node} has no slot {place.slot} any more, which was to run rank {place.rank}")
+                return WorldLoss(f"{place.node} lost slot {place.slot}, which should run rank {place.rank}")
             continue
         worker = view.workers.get(claim.instance)
         if worker is None:
@@ -70,48 +70,47 @@ def _lost_world(view: JobView) -> WorldLoss | None:
 
 
 def _ahead(view: JobView) -> str:
-    """Whether a rank stands where no record of the store could have brought it: the store was put back to an older state, from
-    a backup. It would drop all that it is told from now on as long past.
+    """Why a rank's state contradicts the store: etcd was restored from an older backup. The rank would ignore later requests as outdated.
 
-    A rank that is a step ahead has trained what is not committed yet, if its seal is there. If it is only head, or the seal, that
-    this controller has not heard of, the rollback's compares fail.
+    A rank that is one step ahead of head has trained a step that is not committed yet, if the step's seal exists. If only this controller has
+    not seen head or the seal yet, the compares of the rollback fail.
     """
     head, seal = view.head, view.seal
-    back = f"the store was put back to step {head.step}"
+    back = f"etcd was restored from a backup of step {head.step}"
     for rank in view.ranks.values():
         applied = rank.applied
         if view.begun(rank) and view.contradicts(rank):
-            return f"rank {rank.rank} has begun other parts of step {head.step + 1} than its seal names: {back}"
+            return f"rank {rank.rank} has started parts of step {head.step + 1} that are not in its seal: {back}"
         if applied is None or applied.lineage != head.lineage or applied.step <= head.step:
             continue
         if view.contradicts(rank):
-            return f"rank {rank.rank} has trained another batch as step {applied.step} than its seal names: {back}"
+            return f"rank {rank.rank} has trained a batch for step {applied.step} that differs from its seal: {back}"
         if applied.step > head.step + 1 or seal is None or seal.collects:
-            return f"rank {rank.rank} has trained step {applied.step}, of which the store knows nothing: {back}"
+            return f"rank {rank.rank} has trained step {applied.step}, which the store does not contain: {back}"
     return ""
 
 
 JOIN_SETTLE_S = 2.0
-"""A node that comes is looked at twice: several often come together."""
+"""Delay after a node joins, because several nodes often join together."""
 
 AWAY_S = 15.0
-"""A node that is away for so long has its judges' engines started elsewhere; one that is merely restarted is back by then."""
+"""If a node is away for this long, the engines of its judges are started elsewhere. A restarted node is back by then."""
 
 GROW_AFTER_S = 1.0
-"""Between a commit and the forming of a larger world: the others have said by then what lies in their memory."""
+"""Delay between a commit and the formation of a larger world; by then the nodes have reported their copies."""
 
 HOLD_S = 5.0
-"""A batch waits at most so long for a larger world; then the present one trains it."""
+"""Maximum delay of a batch for a larger world; afterwards the current world trains it."""
 
 STOCK_PATIENCE_S = 3.0
-"""A rollback waits so much longer while some node has not reported which copies it has."""
+"""Extra delay of a rollback while a node has not reported its copies."""
 
 MAX_TRIES_FROM_COPIES = 2
-"""Worlds in a row that may start from copies without a step between them; the next starts from a checkpoint."""
+"""Consecutive worlds that may start from copies without a step in between; the next one starts from a checkpoint."""
 
 
 def report_copies(view: JobView) -> Iterator[Intent]:
-    """Say which copies lie in this node's memory, when a world is about to be formed anew."""
+    """Report which copies this node's memory holds, if a world is about to be formed."""
     if not may_use_copies(view) or not (world_loss(view) or growth_reason(view)):
         return
     known = view.mirror.copies.get(view.node)
@@ -120,7 +119,7 @@ def report_copies(view: JobView) -> Iterator[Intent]:
 
 
 def add_engines(view: JobView) -> Iterator[Intent]:
-    """Nodes that came after the plan was made get engines; the world stays as it is."""
+    """Add engines on nodes that joined after the plan was made; the world stays as it is."""
     stored = view.mirror.plan
     assert stored is not None
     plan = view.remembered.get(
@@ -134,8 +133,8 @@ def add_engines(view: JobView) -> Iterator[Intent]:
 
 
 def relocate_judges(view: JobView) -> Iterator[Intent]:
-    """Judges of nodes that stay away get engines elsewhere. A lost rank's world is placed anew with all its judges, so only the
-    loss of nodes without a rank is met here."""
+    """Start the judges' engines of absent nodes elsewhere. If a rank is lost, the whole world is placed again with all judges, so this rule only
+    handles the loss of nodes without a rank."""
     stored = view.mirror.plan
     assert stored is not None
     plan = view.remembered.get(
@@ -149,7 +148,7 @@ def relocate_judges(view: JobView) -> Iterator[Intent]:
 
 
 def resize_world(view: JobView) -> Iterator[Intent]:
-    """Form a world of another size, right after a step, from exactly head's state: a larger one, or the one that a policy wants."""
+    """Form a world of another size right after a step, from exactly head's state: a larger one, or the one that a policy wants."""
     why = growth_reason(view)
     if not why or world_loss(view) or not is_between_steps(view) or not is_state_at_hand(view):
         return
@@ -161,27 +160,27 @@ def resize_world(view: JobView) -> Iterator[Intent]:
 
 
 def awaits_world(view: JobView) -> bool:
-    """Whether a train world that a policy wants may still be formed: every change of the plan before that would be in its way."""
+    """Whether a train world that a policy wants may still be formed. Other changes of the plan would prevent it."""
     return wanted_world(view) is not None and growth_delay_s(view) > 0
 
 
 def growth_delay_s(view: JobView) -> float:
-    """Seconds that a batch, or its first part, waits before it is READY, so that a larger world gets its moment where batches come at once."""
+    """Seconds that a batch, or its first part, is held before it is READY, so that a larger world can be formed even if batches follow at once."""
     if not growth_reason(view) or world_loss(view) or not is_between_steps(view):
         return 0.0
     return HOLD_S if is_state_at_hand(view) or (may_use_copies(view) and unreported_nodes(view)) else 0.0
 
 
 def growth_reason(view: JobView) -> str:
-    """Why a larger world is worth its start, or nothing. Never twice without a step between, and not before every node that
-    is there works on the job: a rank on one that still fetches the model would hold all the others up."""
+    """Why a larger world is worth its start; empty if it is not. Never twice without a step in between, and not before every registered node
+    works on the job: a rank on a node that still downloads the model would delay all others."""
     mirror = view.mirror
     sources = (view.rules, mirror.plan, mirror.log, mirror.head, mirror.members, view.nodes, view.share, mirror.movings)
     return view.remembered.get("growth", sources, lambda: _growth(view))
 
 
 def wanted_world(view: JobView) -> Move | None:
-    """The move by which a policy wants a train world of another size, if it is for this very head and plan."""
+    """The change to another world size that a policy wants, if it applies to this head and plan."""
     move = view.mirror.moves.newest
     if (
         move is None
@@ -211,8 +210,7 @@ def _growth(view: JobView) -> str:
 
 
 def is_between_steps(view: JobView) -> bool:
-    """Whether no step is being trained, nor a part of one: its groups stay with their holders, and are sealed again for the new
-    world."""
+    """Whether no step, nor a part of one, is being trained. Its groups stay with their holders and are sealed again for the new world."""
     seal = view.seal
     return seal is None or (seal.state is not SealState.READY and not seal.ready_parts)
 
@@ -224,7 +222,7 @@ def is_state_at_hand(view: JobView) -> bool:
 
 
 def state_at_hand(view: JobView, nodes: frozenset[str]) -> WorldState | None:
-    """Head's state, if it lies whole in the memory of `nodes`, as they said after head came to be what it is."""
+    """Head's state, if the nodes' memory contains all of it according to their reports for this head."""
     if not may_use_copies(view):
         return None
     held = {n: stored.record for n, stored in view.mirror.copies.items() if stored.record.seq == view.head.seq}
@@ -232,7 +230,7 @@ def state_at_hand(view: JobView, nodes: frozenset[str]) -> WorldState | None:
 
 
 def unreported_nodes(view: JobView) -> frozenset[str]:
-    """The members' nodes which have not said which copies lie in their memory, if that matters."""
+    """The members' nodes that have not reported their copies, if copies may be used."""
     if not may_use_copies(view):
         return frozenset()
     heard = {n for n, stored in view.mirror.copies.items() if stored.record.seq == view.head.seq}
@@ -240,8 +238,8 @@ def unreported_nodes(view: JobView) -> frozenset[str]:
 
 
 def may_use_copies(view: JobView) -> bool:
-    """Whether a new world may start from copies: they are made, there is something in head that was trained, and not one world after
-    the other has tried in vain."""
+    """Whether a new world may start from copies: copies are made, head contains a trained step, and not too many worlds in a row have failed
+    to start from copies."""
     return (
         view.spec.train.copies_gb != 0
         and bool(_names_of_head(view))
@@ -264,7 +262,7 @@ def _tries_from_copies(view: JobView) -> int:
 
 
 def newest_step(view: JobView) -> LogEntry | None:
-    """The entry of head's step, if head's world trained it."""
+    """The log entry of head's step, if head's world trained it."""
     log = view.log
     entry = log.get(view.head.seq)
     while entry is not None and entry.kind == "account":
@@ -273,13 +271,13 @@ def newest_step(view: JobView) -> LogEntry | None:
 
 
 def _names_of_head(view: JobView) -> tuple[StateName, ...]:
-    """Of the states that ranks named when they had trained head's step."""
+    """The names of the states that ranks reported when they had trained head's step."""
     sources = (view.mirror.head, view.mirror.log)
     return view.remembered.get("names of head", sources, lambda: head_state_names(view.head, view.log))
 
 
 def placement_snapshot(view: JobView) -> Snapshot:
-    """The nodes on which a train world may be placed now."""
+    """The nodes and slots on which a train world may be placed now."""
     return view.remembered.get("snapshot", (view.nodes, view.share), lambda: _snapshot(view))
 
 
@@ -293,12 +291,12 @@ def _snapshot(view: JobView) -> Snapshot:
 
 
 def model_configs(mirror: JobMirror) -> ModelConfigs | None:
-    """The configurations of the job's models, if they were kept."""
+    """The configurations of the job's models, if they were recorded."""
     return None if mirror.job is None else mirror.job.record.models
 
 
 def placeable_nodes(view: JobView) -> Snapshot:
-    """The nodes that may take a train world now: not those that still fetch the model, which would hold all others up."""
+    """The nodes that may get a train rank now: not those that still download the model, which would delay all others."""
     joined = {stored.record.node for stored in view.mirror.members.values()}
     fetches = (stored.record for stored in view.mirror.fetches.values())
     fetching = {fetch.node for fetch in fetches if fetch.done < fetch.total} - joined if joined else set()
@@ -306,9 +304,9 @@ def placeable_nodes(view: JobView) -> Snapshot:
 
 
 def lacking_slots(view: JobView) -> str:
-    """Why a train world cannot be placed now, for people; empty if it fits.
+    """Why a train world cannot be placed now, as a sentence for users; empty if it fits.
 
-    Nodes come one by one, after a restart too, so a job waits for them and does not fail for want of them.
+    Nodes register one by one, also after a restart, so the job waits for slots and does not fail without them.
     """
     there, job = placeable_nodes(view), PlacementRequest.by(view.spec)
     first = view.mirror.plan is None
@@ -319,15 +317,15 @@ def lacking_slots(view: JobView) -> str:
     wanted = there.slots + lacking if apart else count_ranks(there, job) or 1
     names = ", ".join(sorted(node.node for node in there.nodes)) or "no node"
     if apart:
-        what, fix = f"the pools need {wanted} slots", "begin the job anew with less in placement"
+        what, fix = f"the pools need {wanted} slots", "start a new job with fewer slots in placement"
     else:
         what = "1 train rank needs a slot" if wanted == 1 else f"{wanted} train ranks need as many slots"
-        fix = "begin the job anew with fewer train.ranks"
+        fix = "start a new job with fewer train.ranks"
     widest = sizes_of(view.spec).widest
     counts = f" in whole engines of {widest} slots" * (widest > 1)
     return (
-        f"{what}, and there are {there.slots}{counts} (of {names}); it goes on when {lacking} more {'is' if lacking == 1 else 'are'} "
-        f"there. Start the controllers that are missing, or {fix}"
+        f"{what}, but only {there.slots}{counts} are available (on {names}); the job continues when {lacking} more "
+        f"{'is' if lacking == 1 else 'are'} available. Start the missing controllers, or {fix}"
     )
 
 
@@ -336,23 +334,22 @@ LEFT = "its slots are given back"
 HAS_AGAIN = "it has slots again"
 
 OF_SHARES = (GAVE_BACK, LEFT, HAS_AGAIN)
-"""Prefixes of the reasons of planned rollbacks."""
+"""Prefixes of the reasons of planned rollbacks. Stored log entries contain them, so they must not change."""
 
 NODE_GRACE_S = 15.0
-"""A world whose node is away waits so long for the node before it is placed on the others."""
+"""Delay before a world with an absent node is placed on the other nodes."""
 
 LONGEST_PAUSE_S = 30.0
-"""Worlds that die one after the other follow each other more and more slowly, and so slowly at most; a job that is not given up
-before, as in simulation, comes to it."""
+"""Maximum delay between worlds that die one after the other; the delay doubles each time."""
 
 MAX_FRUITLESS_ROLLBACKS = 5
-"""Worlds that died one after the other without a commit between them; then the job has failed."""
+"""A job fails after this many consecutive worlds died without a commit."""
 
 
 def fail_barren_job(view: JobView) -> Iterator[Intent]:
-    """A job whose data brought nothing to train for a whole epoch fails: the next epoch would bring the same, for ever.
+    """Fail a job whose data gave nothing to train for a whole epoch, because the next epoch would give the same.
 
-    Not while a group of a later epoch is offered or sealed: then it did bring something.
+    Not while a group of a later epoch is offered or sealed.
     """
     head = view.head
     epoch = barren_epoch(view.rules.shape, head)
@@ -364,7 +361,7 @@ def fail_barren_job(view: JobView) -> Iterator[Intent]:
 
 
 def recover_world(view: JobView) -> Iterator[Intent]:
-    """A world of which a rank is lost starts again, in a new lineage: from copies of head's state, or from a checkpoint."""
+    """Replace a world that lost a rank, in a new lineage: from copies of head's state, or from a checkpoint."""
     if is_complete(view):
         return
     head = view.head
@@ -372,7 +369,7 @@ def recover_world(view: JobView) -> Iterator[Intent]:
     fruitless = fruitless_rollbacks(view)
     if view.failed_start or (lost is not None and fruitless >= MAX_FRUITLESS_ROLLBACKS):
         last = lost.why + _log_of(lost, view) if lost is not None else ""
-        why = view.failed_start or f"{fruitless} train worlds died without a step between them; the last: {last}"
+        why = view.failed_start or f"{fruitless} train worlds in a row died without completing a step; the last: {last}"
         yield Intent(SetPhase(JobPhase.FAILED, why), "fail", view.turn("fail"))
     elif lost is not None:
         away = {place.node for place in view.plan.ranks} - view.nodes.keys()
@@ -387,7 +384,7 @@ def recover_world(view: JobView) -> Iterator[Intent]:
 
 
 def _log_of(lost: WorldLoss, view: JobView) -> str:
-    """Where to read what the worker said by which it is lost, on its node."""
+    """The log of the worker that caused the loss, as a remark."""
     if not lost.instance or view.mirror.job is None:
         return ""
     return f" (its log: {view.mirror.job.record.run_dir}/logs/{lost.instance}.log)"
@@ -399,14 +396,14 @@ def fruitless_rollbacks(view: JobView) -> int:
     for _, entry in sorted(view.log.items(), reverse=True):
         if entry.kind == "train":
             break
-        if entry.raised is not None:  # what comes before is of the job as it had ended
+        if entry.raised is not None:  # earlier entries belong to the job before its extension
             break
         count += entry.kind == "rollback" and not entry.reason.startswith(OF_SHARES)
     return count
 
 
 def finish_job(view: JobView) -> Iterator[Intent]:
-    """All steps are committed, the last checkpoint is registered and the last evaluation made."""
+    """Mark the job as succeeded: all steps are committed, the last checkpoint is registered and the last evaluation is done."""
     if is_complete(view):
         done = SetPhase(JobPhase.SUCCEEDED, _how_it_ended(view), at_head=True)
         yield Intent(done, "finish", view.turn("finish"))
@@ -426,9 +423,9 @@ def is_complete(view: JobView) -> bool:
 def _how_it_ended(view: JobView) -> str:
     epochs, steps = view.rules.epochs, view.head.step
     failed = sum(one.failed for one in view.head.tally.sources.values())
-    said = f"; {failed} prompt{'s' * (failed > 1)} failed, the job's events say why" if failed else ""
+    said = f"; {failed} prompt{'s' * (failed > 1)} failed (see the job's events for the reasons)" if failed else ""
     said += emulation_remark(place.slot for place in view.plan.engines)
     if epochs is None:
-        return f"all {steps} steps are trained{said}"
+        return f"all {steps} steps were trained{said}"
     through = "the data epoch" if epochs == 1 else f"all {epochs} data epochs"
-    return f"every prompt of {through} has its outcome, after {steps} steps{said}"
+    return f"every prompt of {through} was processed, in {steps} steps{said}"

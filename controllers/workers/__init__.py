@@ -1,5 +1,5 @@
 """Worker processes on this node: engines and train ranks.
 
-`launcher` starts supervisors, `launch_documents` says what each child is told (pure), `ranks` connects to train ranks. What a worker is, is in
-`gcore.worker`; which workers are wanted is decided in `controllers.rules.workers`.
+`launcher` starts supervisors, `launch_documents` builds the launch document of each child (pure), `ranks` connects to train ranks. The worker
+itself is in `gcore.worker`; `controllers.rules.workers` decides which workers run.
 """

@@ -1,7 +1,7 @@
-"""The launch documents of this node's workers: what each child runs, and what it is told.
+"""The launch documents of this node's workers: the command and the settings of each child.
 
-The torch engine and SGLang's worker are told the same things in the same words, as far as both have them; which of the
-two it is, only `rollout.engine` says. Starts nothing (`controllers.workers.launcher`).
+The torch engine and SGLang's worker get the same settings under the same names, as far as both have them; `rollout.engine` selects the
+engine. This module starts nothing (`controllers.workers.launcher` does).
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ ENGINE_COMMANDS: Mapping[str, tuple[str, ...]] = {
 }
 
 RANK_COMMAND = (sys.executable, "-P", "-m", "gcore.train")
-# The name of before; the code is `gcore.engines.emulated.rank`.
+# The former module name, kept for compatibility; the code is in `gcore.engines.emulated.rank`.
 EMULATED_RANK_COMMAND = (sys.executable, "-P", "-m", "gcore.emulated.rank")
 
 START_LIMITS_S: Mapping[str, float] = {"torch": 600.0, "sglang": 1800.0}
-"""From an engine's start to its serving. SGLang loads big models, and captures its graphs."""
+"""Maximum time from an engine's start to its serving. SGLang loads big models and captures CUDA graphs."""
 
 
 class SglangMissing(GcoreError):
-    """A job wants SGLang on a node that has none."""
+    """A job needs SGLang on a node without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchDocument:
-    """A worker's child: its command, its launch document, and what its environment has besides."""
+    """A worker's child process: its command, its launch document, and additional environment variables."""
 
     command: tuple[str, ...]
     document: Mapping[str, Any]
@@ -50,7 +50,7 @@ class LaunchDocument:
 
 
 def engine_document(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> LaunchDocument:
-    """An engine of `spec`, for the policy or for a judge, on slots of the node of `config`. Raises SglangMissing."""
+    """The launch document of an engine, for the policy or for a judge, on slots of the node of `config`. Raises SglangMissing."""
     judge = next((one for one in spec.judges if one.name == place.judge), None)
     model, serving = (spec.model, spec.rollout) if judge is None else (judge.model, judge.serving)
     assert model is not None
@@ -75,7 +75,7 @@ def engine_document(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> La
     else:
         if config.sglang_python is None:
             key = "rollout.engine" if judge is None else f"the engine of judge {judge.name!r}"
-            raise SglangMissing(f"{key} is sglang, and node {config.node} has no SGLang", fix=HOW)
+            raise SglangMissing(f"{key} is sglang, but node {config.node} has no SGLang", fix=HOW)
         told |= {"kind": "sglang", "python": config.sglang_python, "engine_args": list(serving.engine_args)}
         told["gpus"] = len(place.slots) if cuda else 1
     return LaunchDocument(
@@ -84,7 +84,7 @@ def engine_document(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> La
 
 
 def emulated_engine(place: EnginePlace, host: str) -> PlacedEngine:
-    """An engine of the process called `host`, under a name of its own."""
+    """An engine in the process `host`, under its own instance name."""
     role, judge = ("reward", f"-{place.judge}") if place.judge else ("rollout", "")
     instance = f"{role}-{host}{judge}-{place.slot.rpartition(':')[2]}"
     return PlacedEngine(instance=instance, slot=place.slot, judge=place.judge, further=place.further)
@@ -93,7 +93,7 @@ def emulated_engine(place: EnginePlace, host: str) -> PlacedEngine:
 def emulated_host(
     spec: JobSpec, config: NodeConfig, job_uid: str, name: str, engines: tuple[PlacedEngine, ...]
 ) -> HostLaunch:
-    """The one process of a node's emulated engines, for the policy and for judges."""
+    """The launch of the single process that hosts a node's emulated engines, for the policy and for judges."""
     asked = {engine.judge for engine in engines}
     judges = tuple(
         ServedJudge(
@@ -127,7 +127,7 @@ def emulated_host(
 
 
 def access_settings(config: NodeConfig, connector: Connector, role: str, instance: str) -> dict[str, Any]:
-    """What a worker's document says besides, of who may ask it: its node's certificate, and an engine's key."""
+    """The access settings in a worker's document: its node's certificate, and the engine's key."""
     told: dict[str, Any] = {}
     if (tls := serving_tls(config)) is not None:
         told["tls"] = tls.model_dump()
@@ -137,22 +137,22 @@ def access_settings(config: NodeConfig, connector: Connector, role: str, instanc
 
 
 def serving_tls(config: NodeConfig) -> ServingTls | None:
-    """The certificate that a node's workers serve with."""
+    """The certificate with which a node's workers serve."""
     return None if config.tls is None else ServingTls(ca=config.tls.ca, cert=config.tls.cert, key=config.tls.key)
 
 
 def interface_env(config: NodeConfig) -> dict[str, str]:
-    """Over which network train ranks exchange gradients, if the configuration says."""
+    """Environment variables that select the network interface for gradient exchange, if it is configured."""
     name = config.train_interface
     return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 
 
 def rank_command(slot: str) -> tuple[str, ...]:
-    """What a train rank on a slot runs."""
+    """The command of a train rank on a slot."""
     return EMULATED_RANK_COMMAND if is_emulated(slot) else RANK_COMMAND
 
 
 def device_env(*slots: str) -> dict[str, str]:
-    """A worker sees its own devices only, in the order of its slots and numbered as the driver does, and asks no hub: its model is here."""
+    """Restrict a worker to its own devices, in the order of its slots and with the driver's numbering, and disable hub access."""
     seen = ",".join(slot.removeprefix("cuda:") for slot in slots if is_cuda(slot))
     return {"CUDA_VISIBLE_DEVICES": seen, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "HF_HUB_OFFLINE": "1"}

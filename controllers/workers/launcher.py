@@ -1,12 +1,12 @@
-"""Starts the supervisors of workers on this node, remembers them until they have registered, and how often each start was tried.
+"""Starts the supervisors of workers on this node, and keeps track of unregistered starts and of the number of attempts.
 
-`controllers.rules.workers` decides; a worker is stopped by its own supervisor. Nothing here touches a run's folder: where that hangs, this
-daemon must not.
+`controllers.rules.workers` decides; a worker is stopped by its own supervisor. This module never accesses a run's folder: if its mount hangs,
+the daemon must not.
 
-Control groups: one for each job, with the limits of the daemon's configuration. `auto` makes them beside the daemon's own group, and only where
-systemd delegated that to it (`DelegateSubgroup=daemon`): a group that others use is not the daemon's to divide, and a service whose own
-group was divided cannot be started again while a worker of it lives. Where there are none, jobs run without limits, which is logged
-once, with what to do. A group is made with the first worker of its job, and removed when nothing of an ended job runs any more.
+Control groups: one for each job, with the limits of the daemon's configuration. `auto` creates them next to the daemon's own group, and only
+if systemd has delegated that group (`DelegateSubgroup=daemon`): the daemon must not divide a group that others use, and a service whose own
+group was divided cannot be restarted while one of its workers lives. Without control groups, jobs run without limits; the daemon logs that
+once, with the fix. A group is created with the first worker of its job, and removed when no process of an ended job is left.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from gcore.worker.records import LaunchSpec, WorkerRecord
 log = logging.getLogger(__name__)
 
 DELEGATED = "daemon"
-"""What the group of its own that systemd has the daemon in is called."""
+"""The name of the subgroup in which systemd runs the daemon."""
 
 PREFIX = "job-"
 
 
 def groups_base(limits: JobLimits, mount: Path, own: str | None) -> Path:
-    """Where the groups of jobs are made, of a daemon in the group `own`. Raises CannotLimit."""
+    """The parent of the jobs' groups, for a daemon in the group `own`. Raises CannotLimit."""
     if limits.cgroup != AUTO:
         return Path(limits.cgroup)
     if own is None:
@@ -59,21 +59,21 @@ def groups_base(limits: JobLimits, mount: Path, own: str | None) -> Path:
     parent, _, name = own.rpartition("/")
     if name != DELEGATED or not parent:
         raise CannotLimit(
-            f"the daemon's control group is {own}, which is not one that was delegated to it",
+            f"the daemon's control group {own} is not delegated to it",
             where="limits.cgroup",
-            fix="Start it as deploy/systemd does (Delegate=yes, DelegateSubgroup=daemon), or name a group for jobs here",
+            fix="Start the daemon as deploy/systemd does (Delegate=yes, DelegateSubgroup=daemon), or set limits.cgroup to a group for jobs",
         )
     return mount / parent.lstrip("/")
 
 
 class JobGroups:
-    """Of one daemon."""
+    """The control groups of the jobs on one node."""
 
     def __init__(self, limits: JobLimits, mount: Path = MOUNT, proc: Path = Path("/proc/self/cgroup")) -> None:
         self._wanted = limit_files(memory_gib=limits.memory_gib, cpus=limits.cpus, pids=limits.pids)
         self._base: Path | None = None
         self.why_not = ""
-        """Why jobs run without limits that the configuration has; nothing if they do not."""
+        """Why jobs run without the configured limits; empty if limits apply."""
         if limits.of_groups:
             try:
                 own = proc.read_text(encoding="utf-8") if proc.exists() else ""
@@ -84,7 +84,7 @@ class JobGroups:
                 self._cannot(error)
 
     def group_of(self, job_uid: str) -> str:
-        """The folder of a job's group, which is there from now on; nothing where there are no limits."""
+        """Create the job's group and return its folder; empty if there are no limits."""
         if self._base is None:
             return ""
         group = self._base / f"{PREFIX}{job_uid}"
@@ -96,7 +96,7 @@ class JobGroups:
         return str(group)
 
     def sweep(self, active: Collection[str]) -> None:
-        """Remove the groups of jobs that have ended, as far as nothing of them runs."""
+        """Remove the groups of ended jobs that have no processes left."""
         if self._base is None:
             return
         for group in self._base.glob(f"{PREFIX}*"):
@@ -105,22 +105,22 @@ class JobGroups:
 
     def _cannot(self, error: Exception) -> None:
         if not self.why_not:
-            log.warning("jobs run without the limits of this configuration on memory, cores and processes: %s", error)
+            log.warning("jobs run without the configured limits on memory, cores and processes: %s", error)
         self.why_not = str(error)
 
 
 MAX_LAUNCHES = 5
-"""Starts of one engine or rank in a row that did not last; then the job has no hope on this node."""
+"""Consecutive starts of an engine or rank that did not last, after which the job fails on this node."""
 
 LASTING_S = 60.0
-"""An engine that serves for so long counts as started well."""
+"""An engine that serves for this long counts as started successfully."""
 
 LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ \S+ ")
-"""What stands before each sentence in a log: when, how bad, whose."""
+"""The prefix of each log line: time, level, logger."""
 
 
 class WorkerLauncher:
-    """Starts supervisors on this node, and remembers them until they have registered."""
+    """Starts supervisors on this node, and tracks them until they have registered."""
 
     def __init__(
         self, config: NodeConfig, clock: Clock, connector: Connector = PLAIN, groups: JobGroups | None = None
@@ -137,7 +137,7 @@ class WorkerLauncher:
         self._why: dict[str, str] = {}
 
     def launches(self, workers: Mapping[str, WorkerRecord]) -> Launches:
-        """What is known now; forgets launches that registered or died, and the tries of what has lasted."""
+        """The current starts; forgets those that registered or died, and the attempts of workers that have lasted."""
         now = self._clock.monotonic()
         for key, launch in self._newest.items():
             worker = workers.get(launch.instance)
@@ -150,7 +150,7 @@ class WorkerLauncher:
         return Launches(dict(self._started), dict(self._tries), dict(self._last))
 
     def failed_start(self, workers: Mapping[str, WorkerRecord]) -> str:
-        """Which worker cannot be kept alive here, and why, after several tries; or nothing."""
+        """Which worker cannot be kept running here after several attempts, and why; empty if there is none."""
         for key, tries in self._tries.items():
             newest = self._newest.get(key)
             worker = workers.get(newest.instance) if newest else None
@@ -159,16 +159,15 @@ class WorkerLauncher:
         return ""
 
     def _cause(self, key: str) -> str:
-        """Why the newest did not, and which file says more. Reads nothing in the run's folder: where that hangs, this must not."""
+        """The cause of the newest failure, and its log file. Reads nothing in the run's folder, because its mount may hang."""
         why, newest = self._why.get(key, ""), self._newest.get(key)
         file = None if newest is None else newest.log if why else newest.starter_log
         if file is not None and not why:
-            why = LOGGED.sub("", last_log_lines(file, 0))  # it never came so far as to say it in the store
+            why = LOGGED.sub("", last_log_lines(file, 0))  # the worker never registered, so the store has no reason
         return (f": {why}" if why else "") + (f" (its log: {file})" if file is not None else "")
 
     def start(self, action: StartEngine | StartRank, view: JobView) -> str:
-        """Spawn a supervisor; it registers itself. One that cannot be spawned (a full disk) is tried again later: why, or
-        nothing."""
+        """Start a supervisor, which registers itself. If that fails (for example on a full disk), return the reason; it is retried later."""
         why = ""
         key = launch_key(action)
         self._last[key] = self._clock.monotonic()
@@ -182,7 +181,7 @@ class WorkerLauncher:
         return why
 
     def start_emulated(self, actions: Sequence[StartEngine], view: JobView) -> None:
-        """The same for engines on emulated slots, all in one process: none of them computes, and there may be very many."""
+        """Start engines on emulated slots, all in one process: they compute nothing, and there may be very many."""
         name = f"emulated-{self._config.node}-{uuid.uuid4().hex[:8]}"
         engines = ((engine_key(action.place), emulated_engine(action.place, name)) for action in actions)
         placed = {
@@ -209,7 +208,7 @@ class WorkerLauncher:
                 self._newest[key] = self._started[key] = Launch(one.instance, process, now, said, said)
 
     def _spawn(self, action: StartEngine | StartRank, view: JobView) -> Launch:
-        """Raises CannotStart, SglangMissing, OSError."""
+        """Start the supervisor. Raises CannotStart, SglangMissing, OSError."""
         uid = view.mirror.keys.uid
         run_dir = Path(view.job.run_dir)
         slots: tuple[str, ...] = action.place.slots if isinstance(action, StartEngine) else (action.place.slot,)
@@ -224,7 +223,7 @@ class WorkerLauncher:
             judge, role, world, rank = "", "train", action.world, action.place.rank
             child = self._rank_child(action, view)
         instance = f"{role}-{self._config.node}-{uuid.uuid4().hex[:8]}"
-        logs = run_dir / "logs"  # made by the supervisor: where the run's folder hangs, this daemon must not
+        logs = run_dir / "logs"  # created by the supervisor, because the run's folder may hang
         launch = LaunchSpec(
             instance=instance,
             node=self._config.node,
@@ -255,7 +254,7 @@ class WorkerLauncher:
         return Launch(instance, process, self._clock.monotonic(), said, Path(launch.log_file))
 
     def memory_dir(self, job_uid: str) -> Path:
-        """Where copies of a job's train states lie in this node's memory."""
+        """The folder of in-memory copies of a job's train states on this node."""
         return memory_folder(Path(self._config.memory_dir), self._config.home, self._config.node, job_uid)
 
     def _rank_child(self, action: StartRank, view: JobView) -> LaunchDocument:

@@ -1,11 +1,11 @@
-"""Connections to the train ranks of one world: what they report, and what they are sent.
+"""Connections to the train ranks of one world: their reports, and the data sent to them.
 
-One `Watch` stream for each rank keeps `views` current. What a rank holds is also in its answers to feeds; the two overtake each other, and
-both only grow. Feeds and applies are repeated by whoever decides: a call that fails is simply not reflected in what the rank reports. A rank of
-another world refuses everything. A rank is spoken to in the older of its schema version and this process's.
+A `Watch` stream for each rank keeps `views` current. The responses to feeds also contain what a rank holds; both sources may overtake each
+other, and both only grow. The reconciler repeats feeds and applies: a failed call is simply missing in the rank's report. A rank of another
+world refuses all calls. Requests use the older of the rank's schema version and this process's.
 
-A feed is cut into calls of a bounded size, each with a timeout that follows from its bytes, so that a large step gets over a slow line, what has
-arrived is not sent again when a later part fails, and no message comes near the limits of gRPC and protobuf. A group is never cut.
+A feed is split into calls of bounded size, each with a timeout that depends on its bytes. A large step can then be sent over a slow network,
+received samples are not sent again after a later failure, and no message reaches the limits of gRPC and protobuf. A group is never split.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from gcore.train.rank.messages import (
 from gcore.types import Group, Token, Version
 
 PART_BYTES = 16 << 20
-"""A feed is cut into parts of about so many bytes."""
+"""Approximate maximum size of one part of a feed."""
 
 LEAST_S = 30.0
-"""For the smallest part: so long may a rank be busy with something else."""
+"""Timeout of the smallest part: a rank may be busy for this long."""
 
 SLOWEST_BYTES_S = 1 << 20
-"""The lowest rate in bytes a second that a feed allows for."""
+"""The lowest transfer rate in bytes per second that a feed's timeout allows."""
 
 GroupShare = tuple[Group, frozenset[int]]
-"""A group, and the indexes of those of its samples that are meant."""
+"""A group, and the indexes of the samples to send."""
 
 
 def split_shares(shares: Iterable[GroupShare], limit: int = PART_BYTES) -> Iterator[tuple[GroupShare, ...]]:
-    """The shares in their order, in parts of about `limit` bytes at most; a larger one is a part of its own."""
+    """Split the shares, in their order, into parts of about `limit` bytes; a larger share becomes its own part."""
     part: list[GroupShare] = []
     size = 0
     for share in shares:
@@ -70,21 +70,21 @@ def split_shares(shares: Iterable[GroupShare], limit: int = PART_BYTES) -> Itera
 
 
 def share_bytes(share: GroupShare) -> int:
-    """About the bytes that it takes on the wire: four bytes for a token's id, four for its log-probability. Digests are little."""
+    """The approximate size on the wire: four bytes per token id, four per log-probability. Digests are negligible."""
     group, samples = share
     return 4 * len(group.prompt_ids) + sum(8 * len(group.samples[index].token_ids) for index in samples)
 
 
 def feed_timeout_s(size: int) -> float:
-    """How long a call that brings `size` bytes may take."""
+    """The timeout in seconds of a call with `size` bytes."""
     return LEAST_S + size / SLOWEST_BYTES_S
 
 
 class ReceivedSamples(Mapping[str, frozenset[int]]):
-    """What a rank holds: as its stream last said, and as its answers to feeds of the same token did, which may be newer.
+    """The samples that a rank holds: as last reported by its stream, and by its responses to feeds of the same token, which may be newer.
 
-    Read when somebody asks. A rank's word is as long as what it holds, and while a batch comes from many peers most of its
-    words are overtaken by the next before this controller looks.
+    Parsed on demand. A report lists everything that the rank holds, and while many peers send a batch, most reports are outdated before
+    this controller reads them.
     """
 
     def __init__(self, told: Iterable[pb.HeldGroup], answered: Mapping[str, frozenset[int]]) -> None:
@@ -108,7 +108,7 @@ class ReceivedSamples(Mapping[str, frozenset[int]]):
 def merge_samples(
     one: Mapping[str, frozenset[int]], other: Mapping[str, frozenset[int]]
 ) -> Mapping[str, frozenset[int]]:
-    """All that either knows of."""
+    """The union of both."""
     if one == other:
         return one
     joined = {**one, **other}
@@ -122,19 +122,19 @@ log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 30.0
 
 REST_TIMEOUT_S = 600.0
-"""A rank answers when its memory is put aside, or back: on the host many gigabytes go through a disk. Asking again does no harm."""
+"""Timeout of Release and Restore: many gigabytes may go through a disk on the host. Both are safe to repeat."""
 
 CANNOT_REST = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED)
-"""There is no room for what it holds; or it is of a version that keeps its memory always."""
+"""There is no room for the rank's state, or the rank's version cannot release memory."""
 
 RECONNECT_S = 0.3
 
 SAVED_KNOWN = 16
-"""Newest checkpoints that are remembered as saved; they are registered one by one, as they come."""
+"""Number of newest saved checkpoints to remember; they are registered one by one as they arrive."""
 
 
 class RankNotConnected(GcoreError):
-    """There is no connection to the rank, or no longer: it may have ended between the decision and the action."""
+    """There is no connection to the rank: it may have ended between the decision and the action."""
 
 
 @dataclass(slots=True)
@@ -143,11 +143,11 @@ class _RankConnection:
     channel: grpc.aio.Channel
     task: asyncio.Task[None]
     generation: int
-    """Of the certificates with which it was made."""
+    """The generation of the certificates used for this connection."""
 
 
 class RankConnections:
-    """Lines to the ranks of the current world. `aim` says which those are."""
+    """Connections to the ranks of the current world, which `aim` sets."""
 
     def __init__(self, clock: Clock, on_change: Callable[[], None], connector: Connector = PLAIN) -> None:
         self._connector = connector
@@ -160,15 +160,15 @@ class RankConnections:
         self.views: dict[int, RankView] = {}
         """Replaced, never changed."""
         self._told: dict[int, tuple[Token | None, Sequence[pb.HeldGroup]]] = {}
-        """By rank: what it holds, as its stream last said."""
+        """The samples that a rank holds, as last reported by its stream, by rank."""
         self._answered: dict[int, tuple[Token | None, Mapping[str, frozenset[int]]]] = {}
-        """By rank: what it holds, as its answers to feeds said."""
+        """The samples that a rank holds, as reported in its responses to feeds, by rank."""
         self._unrested: dict[int, tuple[Token | None, str]] = {}
-        """By rank: behind which step it could not give its memory back, and why."""
+        """The step after which a rank could not release its memory, and the reason, by rank."""
         self.saved: dict[Version, SavedCheckpoint] = {}
 
     def aim(self, world: WorldName | None, addresses: Mapping[int, str]) -> None:
-        """Talk to these ranks of this world from now on."""
+        """Connect to these ranks of this world, and drop other connections."""
         if world != self._world:
             self._world = world
             self.views, self._told, self._answered, self._unrested = {}, {}, {}, {}
@@ -185,12 +185,12 @@ class RankConnections:
                 self._connections[rank] = _RankConnection(address, channel, task, self._connector.generation)
 
     def _is_outdated(self, connection: _RankConnection) -> bool:
-        """Whether it cannot connect any more as it was made: certificates have changed since. What stands goes on."""
+        """Whether a broken connection uses replaced certificates and cannot reconnect. Working connections continue."""
         broken = connection.channel.get_state() is not grpc.ChannelConnectivity.READY
         return broken and connection.generation != self._connector.generation
 
     def raise_defect(self) -> None:
-        """Nobody would hear of the rank any more, and the step be waited for for ever: that must not end in silence."""
+        """Raise the exception of a failed `Watch` stream. Otherwise the rank's reports would silently stop and the step would wait forever."""
         if self._defect is not None:
             raise self._defect
 
@@ -206,9 +206,9 @@ class RankConnections:
     async def feed(
         self, rank: int, seal: Seal, groups: Iterable[tuple[Group, frozenset[int]]], share: int, sender: str
     ) -> None:
-        """Push samples of groups (by index) to a rank, part by part. Raises grpc.aio.AioRpcError, RankNotConnected.
+        """Send samples of groups (by index) to a rank, part by part. Raises grpc.aio.AioRpcError, RankNotConnected.
 
-        `share`: how many samples of the seal are the rank's, from all peers together.
+        `share`: how many samples of the seal the rank gets from all peers together.
         """
         self._reach(rank)
         world = self._world
@@ -224,11 +224,11 @@ class RankConnections:
         share: int,
         sender: str,
     ) -> None:
-        # Off the event loop: it may be many MB, and the lease must be kept meanwhile.
+        # Off the event loop: a part may have many MB, and the lease must be renewed meanwhile.
         payload, digest = await asyncio.to_thread(_payload_of, part)
         connection = self._reach(rank)
         if world is None or world != self._world:
-            raise RankNotConnected(f"the world of rank {rank} is over", fix="Look again")
+            raise RankNotConnected(f"the train world of rank {rank} has ended", fix="Retry with the new world")
         header = pb.FeedHeader(
             schema_version=self._speaks(rank),
             world=write_world(world),
@@ -244,7 +244,7 @@ class RankConnections:
             self._note_held(rank, seal.token, reply.held)
 
     async def apply(self, rank: int, seal: Seal, stored: bytes, *, whole: bool = True) -> None:
-        """Tell a rank to train on the READY seal, or on its READY parts. Raises grpc.aio.AioRpcError, RankNotConnected."""
+        """Tell a rank to train the READY seal, or its READY parts. Raises grpc.aio.AioRpcError, RankNotConnected."""
         connection, world = self._reach(rank), self._world
         assert world is not None
         request = pb.ApplyRequest(
@@ -254,7 +254,7 @@ class RankConnections:
         await (stub.Apply if whole else stub.Accumulate)(request, timeout=CALL_TIMEOUT_S)
 
     async def rest(self, rank: int, step: int | None) -> None:
-        """Have a rank give its memory back, behind `step`, or (None) take it again. Raises grpc.aio.AioRpcError, RankNotConnected."""
+        """Have a rank release its memory after `step`, or (None) restore it. Raises grpc.aio.AioRpcError, RankNotConnected."""
         connection, world = self._reach(rank), self._world
         assert world is not None
         stub = VersionedStub(train_pb2_grpc.TrainRankStub(connection.channel))
@@ -266,8 +266,8 @@ class RankConnections:
         except grpc.aio.AioRpcError as error:
             known = self.views.get(rank)
             if error.code() in CANNOT_REST and known is not None and world == self._world:
-                log.warning("rank %d keeps its memory: %s", rank, error.details())
-                self._unrested[rank] = known.applied, error.details() or "it cannot"
+                log.warning("rank %d cannot release its memory: %s", rank, error.details())
+                self._unrested[rank] = known.applied, error.details() or "no reason reported"
                 self._show(replace(known, unrested=self._unrested[rank][1]))
             raise
 
@@ -278,13 +278,13 @@ class RankConnections:
     def _reach(self, rank: int) -> _RankConnection:
         connection = self._connections.get(rank)
         if connection is None:
-            raise RankNotConnected(f"rank {rank} is not connected", fix="Look again")
+            raise RankNotConnected(f"rank {rank} is not connected", fix="Retry when it is connected")
         return connection
 
     def _drop(self, rank: int) -> None:
         connection = self._connections.pop(rank)
         connection.task.cancel()
-        # The channel is closed in the background: nobody waits for a dead rank.
+        # The channel is closed in the background, because a dead rank must not delay the loop.
         closing = asyncio.ensure_future(connection.channel.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -340,7 +340,7 @@ class RankConnections:
             self._show(replace(view, holding=token, held=self._held(rank, token)))
 
     def _held(self, rank: int, token: Token | None) -> ReceivedSamples:
-        """What a rank holds of one token only grows, but its answers and its stream overtake each other."""
+        """The samples of one token that a rank holds. They only grow, but responses and stream may overtake each other."""
         told_of, told = self._told.get(rank, (None, ()))
         answered_of, answered = self._answered.get(rank, (None, {}))
         return ReceivedSamples(told if told_of == token else (), answered if answered_of == token else {})
@@ -356,11 +356,13 @@ def _payload_of(part: Iterable[tuple[Group, frozenset[int]]]) -> tuple[bytes, by
 
 
 def _saved(state: pb.RankState, view: RankView) -> Iterator[SavedCheckpoint]:
-    """The newest checkpoint that the rank has brought to the disk, if it has."""
+    """The newest checkpoint that the rank has written to disk, if any."""
     if state.HasField("saved"):
         found = read_saved_checkpoint(state.saved)
         yield SavedCheckpoint(found.version, found.file, found.sha256)
-    elif view.applied and state.report.checkpoint_file:  # a rank of the version before: it wrote within the step
+    elif (
+        view.applied and state.report.checkpoint_file
+    ):  # a rank of the previous version, which writes checkpoints within the step
         version = Version(view.applied.lineage, view.applied.step)
         yield SavedCheckpoint(version, state.report.checkpoint_file, state.report.checkpoint_sha256)
 

@@ -1,4 +1,4 @@
-"""From the network to a service: the server, who may call what, limits on calls, and errors on the wire.
+"""The network edge of the API: server, authentication, authorization, limits on calls, and error statuses.
 
 Read `gate` first: it authenticates a call from its headers, before the body is read.
 """

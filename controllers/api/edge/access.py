@@ -1,15 +1,15 @@
-"""Roles, callers and tokens: who makes a call, and what the role table of every RPC allows.
+"""Roles, callers and tokens: the identity of a caller, and which RPCs each role may call.
 
-A *viewer* reads, a *submitter* also begins, changes and ends jobs, an *admin* does both in every namespace and manages the
-cluster. Viewers and submitters have the namespaces of their token; others do not exist for them. A *node* is another daemon; only
-nodes read loads of engines and ranks, and no token makes a node.
+A *viewer* reads. A *submitter* also creates, changes and ends jobs. An *admin* does both in every namespace and manages the cluster.
+Viewers and submitters have access to the namespaces of their token; other namespaces do not exist for them. A *node* is another daemon.
+Only nodes read the load of engines and ranks, and no token grants the node role.
 
-The table names the least role of each RPC and whether the RPC is written to the audit log. An RPC without a row is refused. The call's
-token or client certificate decides who the caller is (`controllers.api.edge.gate`); a token wins over a certificate. Where no
-authentication is configured, which is allowed on loopback only, everybody is an admin without a name. A revoked token counts no
-more as soon as the store's watch says so. The token of `auth.admin_token_file` is always an admin's.
+The table gives the lowest role for each RPC and whether the RPC is written to the audit log. An RPC without an entry is refused. The
+token or client certificate of a call identifies the caller (`controllers.api.edge.gate`); a token takes precedence over a certificate.
+Without authentication, which is allowed on loopback only, every caller is an unnamed admin. A revoked token becomes invalid when the
+store's watch reports it. The token of `auth.admin_token_file` always grants the admin role.
 
-Services ask `may_see` for the namespace of what they return. A token's secret is returned once, when it is created.
+Services call `may_see` with the namespace of what they return. A token's secret is returned once, when the token is created.
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ from gcore.store.types import Compare, Delete, Put, Store, WatchBatch
 from gcore.system.clock import Clock
 
 OPEN = "/grpc.health.v1.Health/"
-"""Answers everybody."""
+"""The health service, which needs no authentication."""
 
 log = logging.getLogger(__name__)
 
 FIRST_ADMIN = "first-admin"
-"""Who shows the token of the configuration's file."""
+"""The caller's name for the token in the configured file."""
 
-HOW = "Show a token (`gcore token create` makes one; GCORE_TOKEN or the context names it) or a client certificate"
+HOW = (
+    "Send a token (create one with `gcore token create`, set it in GCORE_TOKEN or the context) or a client certificate"
+)
 
 
 class Role(IntEnum):
-    """The roles of callers. A greater role may do all that a smaller one may."""
+    """The roles of callers. A higher role includes the permissions of the lower ones."""
 
     VIEWER = 1
     SUBMITTER = 2
@@ -57,31 +59,31 @@ class Role(IntEnum):
 
     @property
     def word(self) -> str:
-        """The role as people write it."""
+        """The role as users write it."""
         return self.name.lower()
 
 
 USER_ROLES: Mapping[str, Role] = MappingProxyType(
     {role.word: role for role in (Role.VIEWER, Role.SUBMITTER, Role.ADMIN)}
 )
-"""What a token or a person's certificate may say."""
+"""The roles that a token or a user's certificate may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The authenticated caller of a call. `namespaces` None: all. `name` empty: nobody is told apart."""
+    """The authenticated caller of an RPC. `namespaces` None: all. `name` empty: the daemon does not authenticate callers."""
 
     name: str
     role: Role
     namespaces: frozenset[str] | None = None
 
     def may_see(self, namespace: str) -> bool:
-        """Whether what is in `namespace` is there for this caller."""
+        """Whether this caller has access to `namespace`."""
         return self.namespaces is None or namespace in self.namespaces
 
     @property
     def home(self) -> str:
-        """The namespace in which the caller's jobs are, and names are looked up, if none is named."""
+        """The default namespace for the caller's jobs and for names without a namespace."""
         if self.may_see(DEFAULT_NAMESPACE):
             return DEFAULT_NAMESPACE
         return min(self.namespaces or (DEFAULT_NAMESPACE,))
@@ -94,17 +96,17 @@ _caller: ContextVar[Caller] = ContextVar("caller", default=NOBODY_IS_TOLD_APART)
 
 
 def current_caller() -> Caller:
-    """The caller of the call that this task serves."""
+    """The caller of the RPC that this task serves."""
     return _caller.get()
 
 
 def may_see(namespace: str) -> bool:
-    """Whether what is in `namespace` is there for whoever calls."""
+    """Whether the current caller has access to `namespace`."""
     return current_caller().may_see(namespace)
 
 
 def set_caller(one: Caller) -> None:
-    """Set the caller for whom this task acts from now on."""
+    """Set the caller for the rest of this task."""
     _caller.set(one)
 
 
@@ -120,11 +122,11 @@ def acting_as(one: Caller) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class AccessRule:
-    """The least role that an RPC needs."""
+    """The lowest role that may call an RPC."""
 
     least: Role
     changes: bool = False
-    """Whether it changes anything: then it is written to the audit log each time."""
+    """Whether the RPC changes anything. Such calls are always written to the audit log."""
 
 
 def _reads(least: Role = Role.VIEWER) -> AccessRule:
@@ -181,17 +183,17 @@ TABLE: Mapping[str, AccessRule] = MappingProxyType(
 TOOLS: Mapping[str, AccessRule] = MappingProxyType(
     {"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _reads()}
 )
-"""What is no service of gcore's, and is there only where the node's configuration lets it be."""
+"""Services that are not gcore's; served only if the node's configuration enables them."""
 
 
 def access_refusal(one: Caller, method: str) -> str | None:
-    """Why `one` may not call an RPC, or None."""
+    """Why the caller may not call an RPC, or None."""
     row = TABLE.get(method) or TOOLS.get(method)
     if row is None:
-        return f"{method[:200]} is served to nobody: it is not in the role table"
+        return f"{method[:200]} is not in the role table, so no caller may use it"
     if one != NOBODY_IS_TOLD_APART and one.role < row.least:
         verb = method.rpartition("/")[2]
-        return f"{verb} needs the role {row.least.word}, and {one.name or 'the caller'} is a {one.role.word}"
+        return f"{verb} needs the role {row.least.word}, but {one.name or 'the caller'} has the role {one.role.word}"
     return None
 
 
@@ -202,7 +204,7 @@ class NoCredentials(Unauthenticated):
 
 
 class BadToken(Unauthenticated):
-    """The token is malformed, not of this cluster, or revoked."""
+    """The token is malformed, unknown to this cluster, or revoked."""
 
     reason = "BAD_TOKEN"
 
@@ -214,16 +216,16 @@ class TokenExpired(Unauthenticated):
 
 
 class BadCertificate(Unauthenticated):
-    """The cluster's authority signed the certificate, which names no node or user of gcore."""
+    """The cluster's authority signed the certificate, but it names no node or user of gcore."""
 
     reason = "BAD_CERTIFICATE"
 
 
 class Authenticator:
-    """Authenticates callers by token or certificate. `required` False: all callers are the same, whatever a call shows. Any thread may ask."""
+    """Authenticates callers by token or certificate. `required` False: every call has the same unnamed admin as caller. Thread-safe."""
 
     def __init__(self, clock: Clock, *, required: bool = False, admin_file: Path | None = None) -> None:
-        """Raises UsageError for an admin's file that has no token."""
+        """Raises UsageError if the admin token's file contains no token."""
         self._clock = clock
         self.required = required
         self._first = None if admin_file is None else read_token(admin_file)
@@ -231,12 +233,12 @@ class Authenticator:
         self._heard = False
 
     async def watch(self, store: Store) -> None:
-        """Hear of tokens, for ever."""
+        """Follow the tokens in the store; never returns."""
         async for batch in store.watch(keys.TOKENS):
             self.note(batch)
 
     def note(self, batch: WatchBatch) -> None:
-        """Note a change of the tokens."""
+        """Apply a change of the tokens."""
         known = {} if batch.reset else dict(self._known)
         for event in batch.events:
             token_id = event.kv.key.removeprefix(keys.TOKENS)
@@ -245,53 +247,53 @@ class Authenticator:
                 try:
                     known[token_id] = TokenRecord.decode(event.kv.value, event.kv.key)
                 except UnreadableRecord as error:
-                    log.error("passed over: %s", error)
+                    log.error("ignoring an unreadable token record: %s", error)
         self._known, self._heard = known, True
 
     def caller(self, authorization: str | None, uris: Iterable[str] | None) -> Caller:
-        """Whose a call is that shows this header and a certificate with these names (None: no certificate).
+        """The caller with this `authorization` header and these certificate URIs (None: no certificate).
 
-        Raises Unauthenticated; StoreUnavailable while it is not known which tokens there are.
+        Raises Unauthenticated, and StoreUnavailable until the tokens were read from the store.
         """
         if not self.required:
             return NOBODY_IS_TOLD_APART
         if authorization is not None:
             scheme, _, text = authorization.partition(" ")
             if scheme.lower() != "bearer":
-                raise BadToken("the header `authorization` is no Bearer token", fix=HOW)
+                raise BadToken("the `authorization` header is not a Bearer token", fix=HOW)
             return self.by_token(text.strip())
         if uris is not None:
             return caller_by_certificate(uris)
-        raise NoCredentials("the call does not say whose it is", fix=HOW)
+        raise NoCredentials("the call has no credentials", fix=HOW)
 
     def by_token(self, text: str) -> Caller:
-        """Whose the token is. Raises Unauthenticated, StoreUnavailable."""
+        """The caller with this token. Raises Unauthenticated, StoreUnavailable."""
         token = parse_token(text)
         if token is None:
-            raise BadToken("what was shown is no token", fix="A token begins with gcore_; copy all of it")
+            raise BadToken("the token is malformed", fix="Copy the whole token, which begins with gcore_")
         if self._first is not None and token.id == self._first.id and token.is_of(self._first.sha256):
             return Caller(FIRST_ADMIN, Role.ADMIN)
         if not self._heard:
             raise StoreUnavailable(
-                "which tokens there are was not heard from the store yet", fix="Ask again in a moment"
+                "this controller has not read the tokens from the store yet", fix="Retry in a few seconds"
             )
         record = self._known.get(token.id)
         if record is None or not token.is_of(record.sha256):
-            raise BadToken("the token is not one of this cluster, or was revoked", fix=HOW)
+            raise BadToken("the token is unknown to this cluster or was revoked", fix=HOW)
         if self._clock.wall() >= record.expires:
-            raise TokenExpired(f"the token {record.id} of {record.name} has expired", fix="Have an admin make another")
+            raise TokenExpired(f"token {record.id} of {record.name} has expired", fix="Ask an admin for a new one")
         try:
             return _user(record.whose)
         except UsageError as error:
-            raise BadToken(f"the token's record says nothing that holds ({error})", fix=HOW) from error
+            raise BadToken(f"the token's record is invalid ({error})", fix=HOW) from error
 
 
 def caller_by_certificate(uris: Iterable[str]) -> Caller:
-    """Whose a certificate is that the cluster's authority signed. Raises Unauthenticated."""
+    """The caller with a certificate that the cluster's authority signed. Raises Unauthenticated."""
     whose = parse_cert_name(uris)
     if whose is None:
         raise BadCertificate(
-            "the certificate does not say for whom of gcore it is", fix="`gcore certs issue NAME --for user` makes one"
+            "the certificate names no node or user of gcore", fix="Create one with `gcore certs issue NAME --for user`"
         )
     return Caller(whose.name, Role.NODE) if whose.kind == "node" else _user(whose)
 
@@ -303,17 +305,17 @@ def _user(whose: CertName) -> Caller:
 
 
 def read_token(file: Path) -> UserToken:
-    """The token in a file of its own. Raises UsageError."""
-    fix = f"`gcore token first-admin --to {file}` makes one"
+    """Read a token from its file. Raises UsageError."""
+    fix = f"Create one with `gcore token first-admin --to {file}`"
     try:
         if file.stat().st_mode & 0o077:
-            raise UsageError("others may read the token", where=str(file), fix=f"chmod 600 {file}")
+            raise UsageError("other users can read the token's file", where=str(file), fix=f"chmod 600 {file}")
         token = parse_token(file.read_text(encoding="utf-8").strip())
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(f"the token cannot be read ({why})", where=str(file), fix=fix) from error
     if token is None:
-        raise UsageError("there is no token in it", where=str(file), fix=fix)
+        raise UsageError("the file contains no token", where=str(file), fix=fix)
     return token
 
 
@@ -327,14 +329,14 @@ class AccessService(access_pb2_grpc.AccessServicer):
     """Implements gcore.api.v1.Access: creates, lists and revokes tokens."""
 
     def __init__(self, store: Store, clock: Clock, trouble: Any = str) -> None:
-        """`trouble`: why the store cannot be brought back, if that is known here."""
+        """`trouble`: returns the known reason why the store is unavailable, or nothing."""
         self._store = store
         self._clock = clock
         self.trouble = trouble
 
     @handle_errors
     async def WhoAmI(self, request: pb.WhoAmIRequest, context: CallContext) -> pb.WhoAmIReply:
-        """Whom this call is taken for."""
+        """Return the caller as the daemon identified it."""
         me = current_caller()
         return pb.WhoAmIReply(
             name=me.name,
@@ -345,10 +347,12 @@ class AccessService(access_pb2_grpc.AccessServicer):
 
     @handle_errors
     async def CreateToken(self, request: pb.CreateTokenRequest, context: CallContext) -> pb.CreateTokenReply:
-        """Make a token."""
+        """Create a token."""
         lifetime_s = request.lifetime_s or DEFAULT_S
         if not 0 < lifetime_s <= LONGEST_S:
-            raise bad_field("lifetime_s", f"{request.lifetime_s} is no lifetime", "Name seconds, ten years at most")
+            raise bad_field(
+                "lifetime_s", f"{request.lifetime_s} is not a valid lifetime", "Give seconds, at most ten years"
+            )
         try:
             check_user(request.name, request.role, request.namespaces, "the token")
         except UsageError as error:
@@ -368,18 +372,18 @@ class AccessService(access_pb2_grpc.AccessServicer):
         key = keys.token(token.id)
         won = await self._store.transact([Compare(key, 0)], [Put(key, record.encode())])
         if not won.won:
-            raise GcoreError("another token has this id, by a chance that never comes", fix="Ask again")
+            raise GcoreError("another token already has this random id", fix="Retry the request")
         return pb.CreateTokenReply(token=_told(record), secret=token.text)
 
     @handle_errors
     async def ListTokens(self, request: pb.ListTokensRequest, context: CallContext) -> pb.ListTokensReply:
-        """All there are."""
+        """List all tokens."""
         records = sorted(await self._records(), key=lambda one: (one.name, one.id))
         return pb.ListTokensReply(tokens=[_told(record) for record in records])
 
     @handle_errors
     async def RevokeToken(self, request: pb.RevokeTokenRequest, context: CallContext) -> pb.RevokeTokenReply:
-        """Take a token back."""
+        """Revoke a token."""
         key = keys.token(request.id)
         known = await self._store.get(key) if request.id and len(request.id) < 64 else None
         if known is None:
@@ -404,13 +408,13 @@ class AccessService(access_pb2_grpc.AccessServicer):
         return found
 
     async def _sweep(self) -> None:
-        """Those that expired long ago go when others are made; there are never more than so many."""
+        """Delete long-expired tokens before a new one is created. Raises GcoreError if there are too many tokens."""
         records, now = await self._records(), self._clock.wall()
         gone = [one for one in records if one.role != "?" and one.expires + KEPT_S < now]
         for one in gone[:64]:
             await self._store.transact([], [Delete(keys.token(one.id))])
         if len(records) - len(gone) >= MOST_TOKENS:
-            raise GcoreError(f"there are {MOST_TOKENS} tokens already", fix="Revoke those that nobody uses")
+            raise GcoreError(f"there are {MOST_TOKENS} tokens already", fix="Revoke unused tokens")
 
 
 def _field_of(error: UsageError) -> str:

@@ -1,7 +1,7 @@
-"""Errors at the edge of the API: which gcore error leaves as which gRPC status, with a `google.rpc.Status`.
+"""Errors of the API: the gRPC status for each gcore error, with a `google.rpc.Status`.
 
-A defect is logged and leaves as INTERNAL; it fails its own call, never the daemon. `ErrorInfo.reason` is the constant for programs
-(docs/reference/api.md lists them) and never changes its meaning.
+A defect is logged and returned as INTERNAL; it fails its own call, never the daemon. `ErrorInfo.reason` is the constant for programs
+(docs/reference/api.md lists them); its meaning never changes.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ Code = grpc.StatusCode
 
 
 class NotFound(GcoreError):
-    """The thing that a call names does not exist."""
+    """The resource that a call names does not exist."""
 
     reason: ClassVar[str] = "NOT_FOUND"
 
 
 class JobNotFound(NotFound):
-    """No job of that name or uid, or none that the caller may see."""
+    """No job has that name or uid, or the caller has no access to it."""
 
     reason: ClassVar[str] = "JOB_NOT_FOUND"
 
 
 class NodeNotFound(NotFound):
-    """No node of that name."""
+    """No node has that name."""
 
     reason: ClassVar[str] = "NODE_NOT_FOUND"
 
@@ -53,7 +53,7 @@ class WorkerNotFound(NotFound):
 
 
 class NamespaceNotFound(NotFound):
-    """Nothing is of that namespace, or nothing that the caller may see."""
+    """The namespace does not exist, or the caller has no access to it."""
 
     reason: ClassVar[str] = "NAMESPACE_NOT_FOUND"
 
@@ -65,31 +65,31 @@ class Conflict(GcoreError):
 
 
 class JobEnded(Conflict):
-    """The call is only for jobs that have not ended."""
+    """The call applies only to jobs that have not ended."""
 
     reason: ClassVar[str] = "JOB_HAS_ENDED"
 
 
 class JobNotEnded(Conflict):
-    """The call is only for jobs that have ended."""
+    """The call applies only to jobs that have ended."""
 
     reason: ClassVar[str] = "JOB_HAS_NOT_ENDED"
 
 
 class Exhausted(GcoreError):
-    """A limit of the daemon is reached at the moment."""
+    """A limit of the daemon is currently reached."""
 
     reason: ClassVar[str] = "TOO_MANY_STREAMS"
 
 
 class TooManyCalls(Exhausted):
-    """The caller has too many calls at once."""
+    """Too many calls are active at once."""
 
     reason: ClassVar[str] = "TOO_MANY_CALLS"
 
 
 class Forbidden(GcoreError):
-    """The caller is authenticated, and not allowed to do this."""
+    """The caller is authenticated but has no permission."""
 
     reason: ClassVar[str] = "PERMISSION_DENIED"
 
@@ -101,7 +101,7 @@ class Unauthenticated(GcoreError):
 
 
 class BadFields(UsageError):
-    """Fields of the request that are out of range, unknown, or do not go together."""
+    """Fields of the request are out of range, unknown, or inconsistent."""
 
     reason: ClassVar[str] = "BAD_REQUEST"
 
@@ -111,7 +111,7 @@ class BadFields(UsageError):
 
 
 def bad_field(field: str, what: str, fix: str | None = None) -> BadFields:
-    """One field is wrong."""
+    """The error for one wrong field."""
     return BadFields([Violation(field, what)], fix)
 
 
@@ -132,16 +132,16 @@ CODES: tuple[tuple[type[GcoreError], grpc.StatusCode, str], ...] = (
     (UnreadableRecord, Code.FAILED_PRECONDITION, "UNREADABLE_RECORD"),
     (GcoreError, Code.FAILED_PRECONDITION, "REFUSED"),
 )
-"""The first that fits."""
+"""The first matching entry applies."""
 
 
 def status_of(error: GcoreError) -> grpc.StatusCode:
-    """The code that an error leaves with."""
+    """The gRPC status code of an error."""
     return next(code for kind, code, _ in CODES if isinstance(error, kind))
 
 
 def make_refusal(error: GcoreError, sentence: str = "") -> Refusal:
-    """Make the refusal of a call; `sentence`: in place of the error's own."""
+    """Build the refusal for an error. `sentence` replaces the error's own text."""
     reason = next(reason for kind, _, reason in CODES if isinstance(error, kind))
     violations: tuple[Violation, ...] = ()
     if isinstance(error, BadFields):
@@ -153,7 +153,7 @@ def make_refusal(error: GcoreError, sentence: str = "") -> Refusal:
 
 
 def spec_violations(error: SpecError) -> list[Violation]:
-    """The fields that a spec's error is about: it tells each as `section.field: what`, one after the other."""
+    """The fields that a spec error is about. Its text lists them as `section.field: what`, separated by semicolons."""
     found = []
     for problem in error.what.split("; "):
         name, colon, what = problem.partition(": ")
@@ -163,17 +163,19 @@ def spec_violations(error: SpecError) -> list[Violation]:
 
 
 async def abort_call(context: CallContext, refusal: Refusal) -> NoReturn:
-    """End the call."""
+    """Abort the call with the refusal's status."""
     await context.abort(refusal.code, refusal.sentence, refusal_metadata(refusal))
     raise AssertionError("abort raises")
 
 
 def final_status(context: Any, *, done: bool, left: bool = False) -> str:
-    """The status that a call ends with, for those who count calls or write them down. `done`: whether all of its answer was given.
-    Whoever went away before that has cancelled it. `left`: a stream was closed from outside, for nobody takes more of it: gRPC ends one
-    so that waits for its client when that goes, and it is not this task that is cancelled then."""
+    """The final status of a call, for metrics and the audit log.
+
+    `done`: whether the whole response was produced; otherwise the client has cancelled the call. `left`: the stream was closed from outside.
+    gRPC does that when the client of a waiting stream disconnects, and does not cancel this task then.
+    """
     code: Any = context.code()
-    if isinstance(code, int):  # as grpc.aio tells one that was not set
+    if isinstance(code, int):  # grpc.aio returns an integer if no status was set
         code = next((one for one in Code if one.value[0] == code), None)
     if code is None or code is Code.OK:
         if done:
@@ -185,7 +187,7 @@ def final_status(context: Any, *, done: bool, left: bool = False) -> str:
 
 
 def handle_errors(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
-    """Around a method that answers once."""
+    """Convert the exceptions of a unary method to gRPC statuses."""
 
     @functools.wraps(method)
     async def guarded(self: Any, request: Any, context: CallContext) -> T:
@@ -198,7 +200,7 @@ def handle_errors(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitabl
 
 
 def handle_stream_errors(method: Callable[..., AsyncGenerator[T, None]]) -> Callable[..., AsyncGenerator[T, None]]:
-    """Around a method that answers with a stream."""
+    """Convert the exceptions of a streaming method to gRPC statuses."""
 
     @functools.wraps(method)
     async def guarded(self: Any, request: Any, context: CallContext) -> AsyncGenerator[T, None]:
@@ -213,11 +215,11 @@ def handle_stream_errors(method: Callable[..., AsyncGenerator[T, None]]) -> Call
 
 
 def _refused(service: Any, name: str, error: Exception) -> Refusal:
-    """What `error` is to whoever called `name`. Raises it if it is a refusal already."""
+    """The refusal for an exception of the method `name`. Raises the exception if it is a refusal already."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if not isinstance(error, GcoreError):
         log.error("%s failed", name, exc_info=error)
         return Refusal(Code.INTERNAL, clip_details(f"{name} failed: {error!r}"), "DEFECT")
-    # Whoever asks in vain because the store is away is told why it does not come back.
+    # If the store is unavailable and the cause is known here, the caller gets the cause.
     return make_refusal(error, service.trouble() if isinstance(error, StoreUnavailable) else "")

@@ -1,14 +1,14 @@
 """Authentication of calls, and the audit log.
 
-Health answers everybody. Where the node's configuration tells callers apart, every other call needs a token or a client certificate.
-The server authenticates a call from its metadata, before it reads the request, so unauthenticated clients hold no place. It checks the
-token of a stream again with each message. Handlers find the caller in `controllers.api.edge.access.current_caller`.
+The health service needs no authentication. If the node's configuration enables authentication, every other call needs a token or a client
+certificate. The server authenticates a call from its metadata, before it reads the request, so unauthenticated clients hold no permit.
+It checks the token of a stream again with each message. Handlers find the caller in `controllers.api.edge.access.current_caller`.
 
 The audit log has one line of JSON for each call that changes something and for each refused call: `{"time", "caller", "role", "peer",
 "verb", "job", "outcome", "reason"}`, where `peer` is the address and `outcome` a gRPC or HTTP status. Credentials and requests are never
-logged. The file rotates at a size, and a few old ones stay. Calls of unknown callers go to a file beside it (`refused-...`), so that
-they displace no other lines. A thread writes; when the disk takes nothing, the oldest of some thousand waiting lines are dropped, and
-the log says so. Only the daemon's owner can read the files.
+logged. The file rotates at a maximum size, and a few old files are kept. Calls of unknown callers go to a second file (`refused-...`), so
+that they displace no other lines. A thread writes the lines. If writes fail, the oldest of some thousand waiting lines are dropped, and
+the daemon logs an error. Only the daemon's owner can read the files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MOST_OF_A_FIELD = 200
 END_S = 2.0
 
 STRANGERS_WITHIN_S = 5.0
-"""From the beginning of a stranger's call to its request."""
+"""Maximum time from the start of an unauthenticated call to its request."""
 
 _NAMES = "peer_uri"
 
@@ -55,7 +55,7 @@ _WATCH = access.OPEN + "Watch"
 
 @dataclass(frozen=True, slots=True)
 class CallEntry:
-    """One entry of the journal of calls."""
+    """One entry of the audit log."""
 
     caller: str
     role: str
@@ -67,7 +67,7 @@ class CallEntry:
 
 
 class CallJournal:
-    """Writes the journal of calls. `file` None: nothing is written. `most_bytes` of a file, `kept` old files."""
+    """Writes the audit log. `file` None: writes nothing. `most_bytes`: maximum size of a file; `kept`: number of old files."""
 
     def __init__(self, file: Path | None, clock: Clock, *, most_bytes: int = 16 << 20, kept: int = 4) -> None:
         self._file = file
@@ -82,7 +82,7 @@ class CallJournal:
             self._thread.start()
 
     def note(self, entry: CallEntry) -> None:
-        """A call has ended. Never waits; any thread."""
+        """Add an entry. Never blocks; thread-safe."""
         if self._file is None:
             return
         tree = {"time": round(self._clock.wall(), 3)} | {
@@ -102,7 +102,7 @@ class CallJournal:
                 self._drop_oldest()
 
     def close(self) -> None:
-        """Write what is left, if the disk takes it soon."""
+        """Write the remaining lines, waiting at most END_S."""
         if self._thread is not None:
             try:
                 self._lines.put_nowait(None)
@@ -118,7 +118,7 @@ class CallJournal:
             return
         self._dropped += 1
         if self._dropped & (self._dropped - 1) == 0:
-            log.error("%s takes nothing: %d lines of who did what are lost so far", self._file, self._dropped)
+            log.error("the audit log %s cannot be written fast enough: %d lines lost so far", self._file, self._dropped)
 
     def _write_all(self) -> None:
         while (next_one := self._lines.get()) is not None:
@@ -131,7 +131,7 @@ class CallJournal:
                 self._dropped += 1
                 if self._dropped & (self._dropped - 1) == 0:
                     log.error(
-                        "who did what cannot be written to %s (%s): %d lines are lost so far",
+                        "the audit log %s cannot be written (%s): %d lines lost so far",
                         self._file,
                         error,
                         self._dropped,
@@ -154,8 +154,8 @@ class CallJournal:
 
 
 class AccessGate(grpc.aio.ServerInterceptor):
-    """An interceptor that authenticates and authorizes calls. It comes before those that read requests, and after the one that counts
-    calls. `within_s`: a request that comes later is refused."""
+    """An interceptor that authenticates and authorizes calls. It runs before the interceptors that read requests and after the call counter.
+    `within_s`: a request that arrives later is refused."""
 
     def __init__(
         self, book: Authenticator, journal: CallJournal, room: CallLimiter, *, within_s: float = REQUEST_WITHIN_S
@@ -187,7 +187,7 @@ class AccessGate(grpc.aio.ServerInterceptor):
 
 
 class _Begun:
-    """A call that has begun, until its entry is written."""
+    """A call from its start until its audit entry is written."""
 
     def __init__(self, handler: Handler, room: CallLimiter, within_s: float) -> None:
         self._handler = handler
@@ -195,10 +195,10 @@ class _Begun:
         self._room = room
         self._within_s = within_s
         self._request: Any = None
-        """Once it has come."""
+        """None until it has been read."""
 
     async def answered(self, requests: AsyncIterator[Any], context: CallContext) -> Any:
-        """For a call with one answer."""
+        """Serve a unary call."""
         done, answer = False, None
         try:
             await self._admit(requests, context)
@@ -209,13 +209,13 @@ class _Begun:
             self._over(context, answer, done=done)
 
     async def streamed(self, requests: AsyncIterator[Any], context: CallContext) -> AsyncGenerator[Any, None]:
-        """For a call with many."""
+        """Serve a streaming call."""
         done = left = False
         try:
             await self._admit(requests, context)
             async with aclosing(self._inner(self._request, context)) as answers:
                 async for one in answers:
-                    # Before it is sent: between two messages of a quiet stream a token may have been taken back long ago.
+                    # Checked before each message: a token may have been revoked while the stream was quiet.
                     await self._still(context)
                     yield one
             done = True
@@ -226,28 +226,28 @@ class _Begun:
             self._over(context, None, done=done, left=left)
 
     async def _admit(self, requests: AsyncIterator[Any], context: CallContext) -> None:
-        """Until its request has come, or it was refused."""
+        """Read the request, or abort the call if it is refused."""
         try:
             await self._enter(requests, context)
         except GcoreError as error:
             await abort_call(context, make_refusal(error))
 
     async def _enter(self, requests: AsyncIterator[Any], context: CallContext) -> None:
-        """The same. Raises GcoreError."""
+        """Take a permit, authorize the call and read the request. Raises GcoreError."""
         raise NotImplementedError
 
     async def _read(self, requests: AsyncIterator[Any]) -> None:
         self._request = await read_request(self._handler, requests, self._within_s)
 
     async def _still(self, context: CallContext) -> None:
-        """Whether it may go on."""
+        """Abort the stream if its credentials are no longer valid."""
 
     def _over(self, context: CallContext, answer: Any, *, done: bool, left: bool = False) -> None:
-        """Note that the call has ended."""
+        """Write the audit entry of the ended call."""
 
 
 class _Strangers(_Begun):
-    """Handles calls that need no role: those of unauthenticated clients too."""
+    """A call that needs no role, such as health; clients may be unauthenticated."""
 
     def __init__(self, handler: Handler, room: CallLimiter, within_s: float, *, watches: bool) -> None:
         super().__init__(handler, room, within_s)
@@ -259,7 +259,7 @@ class _Strangers(_Begun):
 
 
 class _Call(_Begun):
-    """Handles calls that need a role."""
+    """A call that needs a role."""
 
     def __init__(
         self,
@@ -281,11 +281,11 @@ class _Call(_Begun):
     async def _enter(self, requests: AsyncIterator[Any], context: CallContext) -> None:
         one = self._caller = self._book.caller(self._shown, certificate_uris(context))
         self._room.enter(one, context)
-        # Before it is looked whether they may: what a known caller wanted in vain is noted.
+        # Read before the authorization check, so that the audit log shows the target of a refused call.
         await self._read(requests)
         why = access.access_refusal(one, self._method)
         if why is not None:
-            raise Forbidden(why, fix="Ask an admin for a token with that role")
+            raise Forbidden(why, fix="Ask an admin for a token with a higher role")
         set_caller(one)
 
     async def _still(self, context: CallContext) -> None:
@@ -316,14 +316,14 @@ class _Call(_Begun):
 
 
 def _about(request: Any, answer: Any) -> str:
-    """The job, node, token or namespace that a call is about: as it says, or, of one that it made, as it was told."""
+    """The job, node, token or namespace that a call is about: from the request, or from the response if the call created it."""
     told = (getattr(request, name, "") for name in ("job", "node", "id", "name", "namespace"))
     made = (getattr(answer, name, "") for name in ("uid", "name"))
     return next((one for one in (*told, *made) if isinstance(one, str) and one), "")
 
 
 def certificate_uris(context: Any) -> list[str] | None:
-    """The URIs of gcore in the certificate of whoever calls; None: no certificate was shown."""
+    """The gcore URIs in the client's certificate; None if the client sent no certificate."""
     shown = context.auth_context()
     if "x509_pem_cert" not in shown:
         return None

@@ -1,14 +1,14 @@
-"""The gRPC server of a daemon: limits on calls, streams and messages; counters; health; undecodable requests.
+"""The gRPC server of a daemon: limits on calls, streams and messages; metrics; health; undecodable requests.
 
-A stream costs little however slowly its client reads, so the number of streams is bounded. Calls above a limit end as
-RESOURCE_EXHAUSTED. Where callers are told apart, nobody has more than half of the places. Daemons count among streams as one caller and
-have places for calls of their own; unauthenticated clients, to whom only health answers, have a few places apart, counted by machine. A
-call holds its place until it is over, not until it is answered. The server accepts more calls than the gate's limiter, which leaves
-room for health, for nodes and for refusals. Pings find dead connections.
+A slow client must not make a stream expensive, so the number of streams is limited. Calls above a limit end with RESOURCE_EXHAUSTED. If
+callers are authenticated, one caller may use at most half of the permits. For streams, daemons count as one caller; for calls, daemons
+have permits of their own. Unauthenticated clients may only call the health service; they have a few separate permits, counted by
+machine. A call holds its permit until it has ended, not until the response is sent. The gRPC server accepts more calls than the limiter,
+which leaves room for health checks, nodes and refusals. Keepalive pings detect dead connections.
 
-Health never waits for a client: a watcher that reads nothing blocks its own stream only. (gRPC's health servicer writes to watchers under a
-lock.) Requests that cannot be decoded are INVALID_ARGUMENT; gRPC would log a traceback for each. Calls of unknown methods are counted
-together, because callers choose their names.
+The health service never waits for a client: a watcher that does not read blocks only its own stream. (gRPC's own health servicer writes to
+watchers under a lock.) Requests that cannot be decoded end with INVALID_ARGUMENT; gRPC would log a traceback for each. Calls of unknown
+methods are counted under one label, because clients choose the names.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from gcore.observability.metrics import Metrics
 from gcore.system.clock import Clock
 
 STRANGERS = 128
-"""Calls of strangers at once."""
+"""Maximum number of concurrent unauthenticated calls."""
 
 WATCHERS = 16
-"""Strangers that watch health, each a stream without an end."""
+"""Maximum number of unauthenticated health watchers; their streams have no end."""
 
 UNKNOWN = "unknown"
 
-SENTENCE = "the request is not a message of the kind that is expected; use a client of this API's version"
+SENTENCE = "the request cannot be decoded. Use a client of this API's version"
 
 Status: Any = pb.HealthCheckResponse
 
 MOST_REQUEST = 4 << 20
-"""Bytes of a request: a spec with its templates is the largest."""
+"""Maximum size of a request in bytes. The largest is a spec with its templates."""
 
 MOST_ANSWER = 64 << 20
-"""Bytes of an answer; what a client takes (`gcore.client.calls.MAX_ANSWER_BYTES`)."""
+"""Maximum size of a response in bytes. Equals the client's limit (`gcore.client.calls.MAX_ANSWER_BYTES`)."""
 
 MOST_METADATA = 16 << 10
 
@@ -60,13 +60,13 @@ OPTIONS = (
     ("grpc.max_metadata_size", MOST_METADATA),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    # Clients may ask whether it is there, but not without end.
+    # Clients may send pings, but only at this rate.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
 
 
 class Permits:
-    """Limits how many of `what` run at once to `most`; no named caller gets more than half of them."""
+    """A limit of `most` concurrent `what`. A named caller gets at most half of the permits."""
 
     def __init__(self, most: int, what: str, kind: type[Exhausted], fix: str) -> None:
         self._most = most
@@ -78,19 +78,19 @@ class Permits:
         self.taken = 0
 
     def take(self, name: str) -> None:
-        """One more of `name`'s; without a name, of anybody's. Raises Exhausted."""
+        """Take a permit for `name`; an empty name has no limit of its own. Raises Exhausted."""
         if self.taken >= self._most:
-            raise self._kind(f"{self.taken} {self._what} are served here already", fix=self._fix)
+            raise self._kind(f"this controller already serves its maximum of {self.taken} {self._what}", fix=self._fix)
         if name and self._by_name[name] >= self._most_of_one:
             raise self._kind(
-                f"{self._by_name[name]} {self._what} of {name} are served here already, which is half of all there may be",
-                fix="End some of them, or ask another controller",
+                f"{name} already has {self._by_name[name]} {self._what} here, which is half of this controller's limit",
+                fix="End some of them, or use another controller",
             )
         self.taken += 1
         self._by_name[name] += 1
 
     def give(self, name: str) -> None:
-        """One of `name`'s is free again."""
+        """Return a permit of `name`."""
         self.taken -= 1
         self._by_name[name] -= 1
         if not self._by_name[name]:
@@ -98,20 +98,20 @@ class Permits:
 
 
 class StreamLimiter:
-    """Limits the streams at once to `most`."""
+    """Limits the number of concurrent streams to `most`."""
 
     def __init__(self, most: int) -> None:
-        fix = "Ask another controller, or raise api.streams in the node's configuration"
+        fix = "Use another controller, or raise api.streams in the node's configuration"
         self._places = Permits(most, "streams", Exhausted, fix)
 
     @property
     def taken(self) -> int:
-        """Streams that there are."""
+        """The number of open streams."""
         return self._places.taken
 
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
-        """For one stream. Raises Exhausted."""
+        """Hold a permit for one stream. Raises Exhausted."""
         name = _named(current_caller())
         self._places.take(name)
         try:
@@ -121,32 +121,32 @@ class StreamLimiter:
 
 
 class CallLimiter:
-    """Limits the calls of people at once to `most`, and those of daemons to as many. `context`: of the call, which tells when it is over."""
+    """Limits the concurrent calls of users to `most`, and those of daemons to as many. A call returns its permit when `context` is done."""
 
     def __init__(self, most: int) -> None:
-        fix = "Ask another controller, or raise api.calls in the node's configuration"
+        fix = "Use another controller, or raise api.calls in the node's configuration"
         self._people = Permits(most, "calls", TooManyCalls, fix)
         self._nodes = Permits(most, "calls of nodes", TooManyCalls, fix)
-        self._strangers = Permits(STRANGERS, "calls without a token", TooManyCalls, "Ask another controller")
-        self._watchers = Permits(WATCHERS, "watchers of health", TooManyCalls, "Ask for it with Check")
+        self._strangers = Permits(STRANGERS, "calls without a token", TooManyCalls, "Use another controller")
+        self._watchers = Permits(WATCHERS, "health watchers", TooManyCalls, "Poll with Check instead")
 
     @property
     def taken(self) -> int:
-        """Calls that there are."""
+        """The number of active calls."""
         return sum(one.taken for one in (self._people, self._nodes, self._strangers, self._watchers))
 
     def enter(self, one: Caller, context: Any) -> None:
-        """A call of somebody who is known. Raises TooManyCalls."""
+        """Take a permit for the call of an authenticated caller. Raises TooManyCalls."""
         _enter(self._nodes if one.role is Role.NODE else self._people, _named(one), context)
 
     def enter_stranger(self, context: Any, *, watches: bool) -> None:
-        """A call of whoever it may be. Raises TooManyCalls."""
+        """Take a permit for an unauthenticated call. Raises TooManyCalls."""
         machine = str(context.peer() or "").rpartition(":")[0]
         _enter(self._watchers if watches else self._strangers, machine, context)
 
 
 def most_at_once(most: int) -> int:
-    """Calls that a server takes whose `CallLimiter` has `most` places: those, and some that are being refused."""
+    """The gRPC server's call limit for a `CallLimiter` with `most` permits; includes room for calls that are being refused."""
     return 2 * most + 2 * (STRANGERS + WATCHERS)
 
 
@@ -160,7 +160,7 @@ def _enter(places: Permits, name: str, context: Any) -> None:
 
 
 class CallCounter(grpc.aio.ServerInterceptor):
-    """An interceptor that counts calls. It comes first, so that refused calls are counted too."""
+    """An interceptor that counts calls. It runs first, so that refused calls are counted too."""
 
     def __init__(self, metrics: Metrics, clock: Clock) -> None:
         self._metrics = metrics
@@ -218,12 +218,12 @@ class CallCounter(grpc.aio.ServerInterceptor):
 
 
 class UndecodableMessage:
-    """Stands in for a request that could not be decoded."""
+    """Replaces a request that could not be decoded."""
 
 
 class DecodingInterceptor(grpc.aio.ServerInterceptor):
-    """An interceptor that refuses requests that could not be decoded. It comes last, next to the services. Requests that are streams are
-    left to gRPC: none of people's has any."""
+    """An interceptor that refuses requests that could not be decoded. It runs last, next to the services. Streaming requests are left to gRPC:
+    no RPC for users has any."""
 
     async def intercept_service(
         self,
@@ -273,7 +273,7 @@ async def _check(request: Any, context: CallContext) -> None:
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """The gRPC health service of the whole daemon, under the empty name; no part has a health of its own."""
+    """The gRPC health service for the whole daemon, under the empty service name. Other services have no separate status."""
 
     WHOLE: ClassVar[str] = ""
 
@@ -282,20 +282,22 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._changed = asyncio.Event()
 
     def set(self, *, serving: bool) -> None:
-        """Set the answer from now on."""
+        """Set the status."""
         if serving != self._serving:
             self._serving = serving
             self._changed.set()
             self._changed = asyncio.Event()
 
     async def Check(self, request: Any, context: Any) -> Any:
-        """How it is now."""
+        """Return the current status."""
         if request.service != self.WHOLE:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "the daemon's health has no name: leave service empty")
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, "only the whole daemon has a health status. Leave service empty"
+            )
         return self._answer()
 
     async def Watch(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
-        """How it is now, and then each time that it is another; of what comes while nobody reads, the last."""
+        """Send the current status and every later change. A slow client gets only the newest status."""
         if request.service != self.WHOLE:
             yield Status(status=Status.SERVICE_UNKNOWN)
             await asyncio.Event().wait()
@@ -311,7 +313,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor], api: ApiConfig) -> grpc.aio.Server:
-    """Without services yet."""
+    """Create a server without services."""
     most = most_at_once(api.calls)
     return grpc.aio.server(
         interceptors=[*interceptors, DecodingInterceptor()], options=OPTIONS, maximum_concurrent_rpcs=most
@@ -319,7 +321,7 @@ def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor], api: ApiConfi
 
 
 def add_reflection(server: grpc.aio.Server, api: ApiConfig) -> None:
-    """Tell tools what is served, where that is wanted. What they are told is no secret: it stands in docs/reference/api.md."""
+    """Enable gRPC reflection if the configuration requests it. It reveals only what docs/reference/api.md lists."""
     if not api.reflection:
         return
     from grpc_reflection.v1alpha import reflection

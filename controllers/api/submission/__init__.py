@@ -1,5 +1,5 @@
-"""From a spec to the record of a job.
+"""Turns a job spec into the record of a job.
 
-`submit` creates the record, `checks` finds what is wrong with a spec on this cluster, `allowlist` says which models, plug-ins and paths a spec
-may name.
+`submit` creates the record, `checks` validates a spec against this cluster, and `allowlist` decides which models, plug-ins and paths a
+spec may name.
 """

@@ -1,12 +1,12 @@
-"""What a spec may name on this cluster (`AllowSection` of the node's configuration), checked before anything it names is opened.
+"""What a spec may name on this cluster (`AllowSection` of the node's configuration), checked before any named file is opened.
 
-A spec names code (plug-ins, models that bring code, arguments of a server) and files and secrets that the daemon's user can read.
-`spec_paths` lists every path of a spec, also those in options of gcore's own plug-ins. What another plug-in does with its options is
-not checked: a shared cluster allows only plug-ins that take no paths.
+A spec names code (plug-ins, models with remote code, server arguments) and also files and secrets that the daemon's user can read.
+`spec_paths` lists every path of a spec, including those in the options of gcore's own plug-ins. The options of other plug-ins are not
+checked: a shared cluster should allow only plug-ins that take no paths.
 
-Where daemons tell callers apart, paths must lead into the configured roots. A path is followed to where its links lead now, and a
-folder that is read is searched for links. Within a root, the daemon's own files may not be named: home, runs, and every file that
-the configuration names as a key, certificate, token, password or secret. A link that is created after the submission is not noticed.
+If the daemon authenticates callers, paths must be below the configured roots. The check resolves symbolic links and searches a folder
+that is read for links. Within a root, a spec may not name the daemon's own files: home, runs, and every file that the configuration
+names as a key, certificate, token, password or secret. The check does not see links that are created after the submission.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gcore.errors import SpecError, did_you_mean
 from gcore.models.replicas import home_folder
 
 MOST_ENTRIES = 20_000
-"""Files and folders of one folder that a spec names: a model or a saved dataset has hundreds."""
+"""Maximum number of files and folders in one folder that a spec names. A model or a saved dataset has hundreds."""
 
 FILE = "file:"
 _RUN = re.compile(r".+-[0-9a-f]{12}")
@@ -50,7 +50,7 @@ class PathUse(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NamedPath:
-    """A path of a spec. `where`: the field that names it."""
+    """A path in a spec. `where`: the field that contains it."""
 
     where: str
     path: str
@@ -58,10 +58,10 @@ class NamedPath:
 
 
 class PathPolicy:
-    """Says which paths a spec may name. Blocks: it asks the file system."""
+    """Decides which paths a spec may name. Blocks: it reads the file system."""
 
     def __init__(self, section: AllowSection, own: NodeConfig | None = None) -> None:
-        """`own`: of a daemon that tells its callers apart. None: nobody is a stranger, and what is not said is allowed."""
+        """`own`: the configuration of a daemon that authenticates callers. None: all callers are trusted, and an unset list allows everything."""
         self._hubs = section.hubs
         said = section.roots if section.roots is not None or own is None else ()
         self._roots = None if said is None else tuple(Path(root).resolve() for root in said)
@@ -72,13 +72,13 @@ class PathPolicy:
         self._secrets = tuple(str(Path(one).parent.resolve() / Path(one).name) for one in files) if own else ()
 
     def check(self, named: NamedPath) -> None:
-        """Raises SpecError."""
+        """Raise SpecError if the path is not allowed."""
         if named.use is PathUse.MODEL and named.path.startswith(HUB_SCHEMES):
             if not self._hubs:
                 raise SpecError(
-                    f"{named.path[:80]!r} is on a hub, and models of hubs are not allowed on this cluster",
+                    f"{named.path[:80]!r} is a hub model, and this cluster does not allow hub models",
                     where=named.where,
-                    fix="Name a folder, or ask for allow.hubs in the nodes' configuration",
+                    fix="Name a local folder, or ask an admin to set allow.hubs in the nodes' configuration",
                 )
             return
         if self._roots is None:
@@ -95,99 +95,99 @@ class PathPolicy:
     def _check_roots(self, named: NamedPath, leads: Path, roots: tuple[Path, ...]) -> None:
         if not roots:
             raise SpecError(
-                f"{named.path[:200]!r} cannot be named: the nodes' configuration names no folder in which specs may name paths",
+                f"{named.path[:200]!r} is not allowed: the nodes' configuration lists no folders that specs may use",
                 where=named.where,
-                fix="Have whoever runs the cluster name the folders of models and data in allow.roots of the nodes' configuration",
+                fix="Ask an admin to list the folders of models and data in allow.roots of the nodes' configuration",
             )
         if not any(leads.is_relative_to(root) for root in roots):
             raise SpecError(
-                f"{named.path[:200]!r} does not lie where jobs of this cluster may read and write",
+                f"{named.path[:200]!r} is outside the folders that jobs of this cluster may read and write",
                 where=named.where,
-                fix=f"Put it below {' or '.join(map(str, roots))} (allow.roots of the nodes' configuration)",
+                fix=f"Move it below {' or '.join(map(str, roots))} (allow.roots of the nodes' configuration)",
             )
 
     def _check_own(self, named: NamedPath, leads: Path, through: str = "") -> None:
         reads = named.use is not PathUse.WRITE
         if any(_touches(leads, run, around=reads) for run in self._runs) or _in_a_run(leads):
-            # Whoever names storage.root wants a folder for the runs, and the nodes have one.
-            fix = EXPORT if reads else "Leave it out: runs lie in run_root anyway; or name another folder"
+            # A spec that sets storage.root wants a folder for its runs. The nodes already have one.
+            fix = EXPORT if reads else "Leave it out, since runs go to run_root by default, or name another folder"
             raise SpecError(
-                f"{named.path[:200]!r} leads{through} to where runs of jobs lie, and these are not for specs to name",
+                f"{named.path[:200]!r} leads{through} into the folder of job runs, which specs may not name",
                 where=named.where,
                 fix=fix,
             )
         secret = any(fnmatchcase(str(leads), one) for one in self._secrets)
         if secret or any(_touches(leads, one, around=reads) for one in self._closed):
             raise SpecError(
-                f"{named.path[:200]!r} leads{through} to what is the daemon's own: its home, keys, tokens and passwords",
+                f"{named.path[:200]!r} leads{through} to the daemon's own files (home, keys, tokens or passwords)",
                 where=named.where,
-                fix="Name a folder below allow.roots of the nodes' configuration that holds nothing of the daemon's",
+                fix="Name a folder below allow.roots of the nodes' configuration that contains no files of the daemon",
             )
 
     def _check_link(self, named: NamedPath, link: Path) -> None:
         try:
             leads = link.resolve()
-        except (OSError, RuntimeError):  # a circle of links leads nowhere
+        except (OSError, RuntimeError):  # a cycle of links has no target
             return
-        through = f", by its link {link.name[:80]!r},"
+        through = f", through the link {link.name[:80]!r},"
         if not any(leads.is_relative_to(root) for root in self._roots or ()):
             raise SpecError(
-                f"{named.path[:200]!r} leads{through} out of where jobs of this cluster may read and write",
+                f"{named.path[:200]!r} leads{through} outside the folders that jobs of this cluster may read and write",
                 where=named.where,
-                fix="Put the file itself in the place of the link",
+                fix="Replace the link by the file itself",
             )
         self._check_own(named, leads, through)
 
 
 def job_paths(config: NodeConfig) -> tuple[str, ...]:
-    """Where a daemon has what belongs to jobs: their runs, and copies of their states."""
+    """Folders in which a daemon keeps job data: runs and copies of train states."""
     return config.run_root, str(home_folder(Path(config.memory_dir), config.home).parent)
 
 
 def daemon_paths(config: NodeConfig) -> tuple[str, ...]:
-    """What is a daemon's own besides: its home, and the files that its configuration names for it alone."""
+    """The daemon's own paths: its home and the files that its configuration names."""
     sections = (config.tls, config.auth, config.etcd.tls, config.etcd.user)
     named = [value for section in sections if section is not None for _, value in section]
     return config.home, *(value for value in named if isinstance(value, str) and value.startswith("/"))
 
 
 def _followed(named: NamedPath) -> Path:
-    """Where a path leads."""
+    """The path with its links resolved. Raises SpecError."""
     if not named.path.startswith("/"):
         raise SpecError(
-            f"{named.path[:200]!r} is no whole path, and every node would look for it elsewhere",
+            f"{named.path[:200]!r} is not an absolute path, so each node would resolve it differently",
             where=named.where,
-            fix="Write it from the root on, beginning with /; `gcore submit` does so for what is relative to the spec's folder",
+            fix="Write an absolute path. `gcore submit` resolves paths relative to the spec's folder",
         )
     try:
         return Path(named.path).resolve()
     except (OSError, ValueError, RuntimeError) as error:
         raise SpecError(
-            f"{named.path[:80]!r} is no path ({error})", where=named.where, fix="Name a file or a folder"
+            f"{named.path[:80]!r} is not a valid path ({error})", where=named.where, fix="Name a file or a folder"
         ) from error
 
 
 def _touches(leads: Path, own: Path, *, around: bool) -> bool:
-    """Whether a path lies in `own`, or (`around`) holds it."""
+    """Whether a path is below `own`, or (`around`) contains it."""
     return leads.is_relative_to(own) or (around and own.is_relative_to(leads))
 
 
 def _in_a_run(leads: Path) -> bool:
-    """Whether it lies in the run's folder of a job whose spec names a `storage.root` of its own."""
+    """Whether the path is in a run folder of a job whose spec sets its own `storage.root`."""
     return any(_RUN.fullmatch(one.name) and os.path.isdir(one / RUN_MARK) for one in (leads, *leads.parents))
 
 
 def _links_in(named: NamedPath, folder: Path) -> Iterator[Path]:
-    """The links in a folder and in those below it; of a file there are none."""
+    """Yield the links in a folder and its subfolders. A file has none."""
     seen = 0
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             seen += 1
             if seen > MOST_ENTRIES:
                 raise SpecError(
-                    f"there are more than {MOST_ENTRIES} files and folders in {named.path[:200]!r}",
+                    f"{named.path[:200]!r} has more than {MOST_ENTRIES} files and folders",
                     where=named.where,
-                    fix="Name the folder of the model or of the data alone",
+                    fix="Name the folder that contains only the model or the data",
                 )
             one = Path(parent, name)
             if one.is_symlink():
@@ -197,8 +197,8 @@ def _links_in(named: NamedPath, folder: Path) -> Iterator[Path]:
 class Allowlist:
     """The paths that specs may name on a node.
 
-    `own`: the configuration of a daemon that tells its callers apart, so that a caller who submits is not as trusted as the daemon's owner;
-    None: every caller is.
+    `own`: the configuration of a daemon that authenticates callers, so that a caller is less trusted than the daemon's owner. None: every
+    caller is trusted.
     """
 
     def __init__(self, section: AllowSection, own: NodeConfig | None = None) -> None:
@@ -212,14 +212,14 @@ class Allowlist:
         return cls(config.allow, config if config.tells_apart else None)
 
     def check_flow(self, tree: dict[str, Any]) -> None:
-        """The flow of a spec that is not validated yet: for that the flow's code is loaded. Raises SpecError."""
+        """Check the flow of a spec before it is validated, because validation loads the flow's code. Raises SpecError."""
         flow = tree.get("flow")
         name = flow.get("name") if isinstance(flow, dict) else None
         if isinstance(name, str):
             self._check_name("flow.name", "flows", name)
 
     def check(self, spec: JobSpec) -> None:
-        """Raises SpecError for the first thing that is not allowed."""
+        """Raise SpecError for the first name, path or secret that is not allowed."""
         for where, kind, name in _names(spec):
             self._check_name(where, kind, name)
         self._check_code(spec)
@@ -245,9 +245,9 @@ class Allowlist:
         for where, code in brings:
             if code and not may:
                 raise SpecError(
-                    "models may not bring code that is run on this cluster",
+                    "this cluster does not run code that comes with a model",
                     where=f"{where}.trust_remote_code",
-                    fix="Leave it out, or ask for allow.remote_code in the nodes' configuration",
+                    fix="Leave it out, or ask an admin to set allow.remote_code in the nodes' configuration",
                 )
         may = not self._strangers if self._section.engine_args is None else self._section.engine_args
         servings = [("rollout", spec.rollout.engine_args)]
@@ -255,9 +255,9 @@ class Allowlist:
         for where, arguments in servings:
             if arguments and not may:
                 raise SpecError(
-                    "arguments for SGLang's server are not allowed on this cluster",
+                    "this cluster does not allow arguments for the SGLang server",
                     where=f"{where}.engine_args",
-                    fix="Leave them out, or ask for allow.engine_args in the nodes' configuration",
+                    fix="Leave them out, or ask an admin to set allow.engine_args in the nodes' configuration",
                 )
 
     def _check_secret(self, where: str, reference: str) -> None:
@@ -266,23 +266,23 @@ class Allowlist:
             return
         if ".." in reference.split("/") or not any(_matches(reference, one) for one in known or ()):
             raise SpecError(
-                f"the secret {reference[:80]!r} may not be named by specs on this cluster",
+                f"specs on this cluster may not use the secret {reference[:80]!r}",
                 where=where,
                 fix=f"Allowed: {', '.join(sorted(known or ())) or 'none'} (allow.secrets of the nodes' configuration)",
             )
 
 
 EVERYTHING = Allowlist(AllowSection())
-"""Where nobody is told apart, and nothing is said."""
+"""For daemons that authenticate no callers and configure no limits."""
 
 
 def _matches(reference: str, allowed: str) -> bool:
-    """A `*` stands for any part of one name: of a folder's files, not of what is below its folders."""
+    """Match one name per path component: a `*` matches files of a folder, not files of its subfolders."""
     return reference.count("/") == allowed.count("/") and fnmatchcase(reference, allowed)
 
 
 def _names(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
-    """Where the spec names a plug-in, the kind of plug-in, and its name."""
+    """Yield the field that names a plug-in, the kind of plug-in, and its name."""
     yield "flow.name", "flows", spec.flow.name
     for number, one in enumerate(spec.flow.filters):
         yield f"flow.filters.{number}", "filters", one.name
@@ -314,7 +314,7 @@ def _names(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
 
 
 def spec_paths(spec: JobSpec) -> Iterator[NamedPath]:
-    """Every file or folder that the spec names."""
+    """Yield every file and folder that the spec names."""
     yield NamedPath("model.path", spec.model.path, PathUse.MODEL)
     if spec.storage.root is not None:
         yield NamedPath("storage.root", spec.storage.root, PathUse.WRITE)
@@ -343,20 +343,20 @@ def _of(section: str, origin: SourcesSection) -> Iterator[NamedPath]:
 
 
 def _path_of_tracker(name: str, option: str, value: str) -> str | None:
-    """Where one of gcore's own trackers writes to by that option, if that is a folder or a file."""
+    """The path that an option of one of gcore's own trackers writes to, or None if the option is no path."""
     if (name, option) in (("tensorboard", "folder"), ("swanlab", "folder")):
         return value
     return _path_of_uri(value) if (name, option) == ("mlflow", "uri") else None
 
 
 def _path_of_uri(uri: str) -> str | None:
-    """The file or folder that MLflow takes a URI for; None: it is a server's."""
+    """The path that MLflow reads from a URI, or None for the URI of a server."""
     try:
         parts = urlsplit(uri)
     except ValueError:
         return uri
     kind = parts.scheme.partition("+")[0]
-    if kind == "sqlite":  # sqlite:///RELATIVE, sqlite:////WHOLE
+    if kind == "sqlite":  # sqlite:///RELATIVE, sqlite:////ABSOLUTE
         return unquote(parts.path[1:])
     if kind == "file":
         return unquote(parts.path)
@@ -364,7 +364,7 @@ def _path_of_uri(uri: str) -> str | None:
 
 
 def _secrets(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    """Where the spec refers to a secret, and to which."""
+    """Yield each field that refers to a secret, and the reference."""
     for number, judge in enumerate(spec.judges):
         if judge.external is not None and (reference := judge.external.key_reference) is not None:
             yield f"judges.{number}.external", reference

@@ -1,8 +1,8 @@
-"""Everything that can be known to be wrong with a spec before it is a job.
+"""Checks of a spec before it becomes a job.
 
-A controller checks before it creates a job; `gcore validate` checks too, looks at every prompt and shows what was found. Cheap checks
-come first. Judges are not asked anything; for an external judge only the presence of its key on this node is checked. Nothing is
-written but the data caches and the folder of the runs.
+A controller runs them before it creates a job. `gcore validate` runs them too, looks at every prompt and shows the results. Cheap checks
+come first. No check queries a judge; for an external judge, only the presence of its key on this node is checked. The checks write
+nothing but the data caches and the folder of the runs.
 """
 
 from __future__ import annotations
@@ -53,86 +53,85 @@ from placement.policies.base import find_policy
 from placement.slots import count_noun
 
 HEADS = "num_attention_heads"
-"""As configurations call them."""
+"""The key in a model's configuration."""
 
 MIN_FREE_BYTES = 64 << 20
-"""On the disk of the runs: for records and logs. How much the checkpoints take, the model says."""
+"""Free space needed on the disk of the runs, for records and logs. The model determines the size of checkpoints."""
 
 LENGTH_SAMPLE = 10_000
-"""Prompts of a source whose length is looked at before a job starts; `gcore validate` looks at all. A longer one fails
-alone."""
+"""Prompts of a source whose length is checked before a job starts; `gcore validate` checks all. A prompt that is too long fails alone,
+not the job."""
 
 REWARDS_TRIED = 3
 
 MOST_FOR_EVER = 1000
-"""Checkpoints that a job may keep for ever: each stands in one record of the store, and keeps its log entry there."""
+"""Maximum number of checkpoints that a job may keep forever. Each is listed in one record of the store and keeps its log entry there."""
 
 CheckProgress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done and how much there is."""
+"""Called with the task, the amount done and the total."""
 
 
 def check_engine(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
-    """Whether the nodes have the engine that the job wants: each of them runs some. Emulated slots have every engine. Raises SpecError."""
+    """Check that the nodes have the engine that the job needs. Emulated slots have every engine. Raises SpecError."""
     without = sorted(node.name for node in nodes if not node.sglang and not all(map(is_emulated, node.slots)))
     where = next(iter(wants_sglang(spec)), None)
     if where is not None and (without or not nodes):
         which = "no node has SGLang" if len(without) == len(nodes) else f"SGLang is missing on {', '.join(without)}"
-        raise SpecError(which, where=where, fix=f"{HOW}, and start the nodes again; or set {where}: torch")
+        raise SpecError(which, where=where, fix=f"{HOW}, and restart the nodes. Or set {where}: torch")
 
 
 def wants_sglang(spec: JobSpec) -> tuple[str, ...]:
-    """The settings of a spec that ask for SGLang."""
+    """The settings of a spec that request SGLang."""
     judges = enumerate(spec.judges)
     wanted = ["rollout.engine"] * (spec.rollout.engine == "sglang")
     return (*wanted, *(f"judges.{number}.serving.engine" for number, one in judges if one.serving.engine == "sglang"))
 
 
 def check_served_judges(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
-    """Whether every node has slots that can serve the judges. Raises SpecError."""
+    """Check that every node has slots that can serve the judges. Raises SpecError."""
     classifiers = [judge.name for judge in spec.served_judges if judge.kind == "classifier"]
     emulated = sorted(node.name for node in nodes if any(map(is_emulated, node.slots)))
     if classifiers and emulated:
         raise SpecError(
-            f"judge {classifiers[0]!r} is a classifier, and the emulated slots of {', '.join(emulated)} serve judges that write only",
+            f"judge {classifiers[0]!r} is a classifier, and the emulated slots of {', '.join(emulated)} serve only generative judges",
             where="judges",
-            fix="Take a judge of kind: generative there",
+            fix="Use a judge with kind: generative on emulated slots",
         )
 
 
 def check_ranks(spec: JobSpec, most: int | None) -> None:
-    """Whether as many train ranks, and as many slots, will ever be there. `most`: the slots of a cluster that cannot grow; None: more nodes
-    may come.
+    """Check that the cluster can ever have enough slots for the train ranks. Raises SpecError.
 
-    What does not fit yet is waited for. Raises SpecError.
+    `most`: the slots of a cluster that cannot grow. None: nodes may join, so the job waits for slots.
     """
     ranks = spec.train.ranks
     if most is not None and ranks is not None and ranks > most:
         raise SpecError(
             f"{count_noun(ranks, 'train rank')} do not fit on {count_noun(most, 'slot')}",
             where="train.ranks",
-            fix="Lower train.ranks, or start the cluster anew with more --slots",
+            fix="Lower train.ranks, or restart the cluster with more --slots",
         )
     least = spec.scheduling.slots_min
     if most is not None and least > most:
         raise SpecError(
-            f"{count_noun(least, 'slot')} are the fewest to run on, and there are {count_noun(most, 'slot')}",
+            f"the job needs at least {count_noun(least, 'slot')}, and the cluster has {count_noun(most, 'slot')}",
             where="scheduling.slots_min",
-            fix="Lower it, or start the cluster anew with more --slots",
+            fix="Lower it, or restart the cluster with more --slots",
         )
 
 
 def check_copies(spec: JobSpec, *, local: bool) -> None:
-    """Whether nodes that are to share no folder can have one each. `local`: it is the cluster of `gcore up`. Raises SpecError."""
+    """Check that nodes of a job without a shared folder can each have their own. `local`: the cluster of `gcore up`. Raises SpecError."""
     if local and spec.storage.copies is not None:
         raise SpecError(
-            "the nodes of a local cluster share one folder, where what lies once would count as several copies",
+            "the nodes of a local cluster share one folder, so one file would count as several copies",
             where="storage.copies",
-            fix="Leave it out, or submit the job to a cluster whose nodes have a run_root each",
+            fix="Leave it out, or submit the job to a cluster where each node has its own run_root",
         )
 
 
 def local_warning(spec: JobSpec) -> str | None:
-    """What a job wants that this machine does not have, as a warning: it may be there on the machines that run it."""
+    """A warning if this machine lacks something that the job needs. The machines that run the job may have it."""
     if (wanted := wants_sglang(spec)) and find_python() is None:
         return f"warning: {wanted[0]} is sglang, and SGLang was not found on this machine. {HOW}"
     return None
@@ -140,7 +139,7 @@ def local_warning(spec: JobSpec) -> str | None:
 
 @dataclass(frozen=True)
 class CheckedJudge:
-    """A judge with its small files. `model`: None of an external one."""
+    """A judge with its small files. `model`: None for an external judge."""
 
     number: int
     spec: JudgeSpec
@@ -149,7 +148,7 @@ class CheckedJudge:
     renderer: PromptRenderer | None = None
 
     def check_question(self, prompt: Prompt, source: str) -> None:
-        """Whether it can be asked about `prompt`, the longest of a source, at all. Raises SpecError."""
+        """Check that the judge can score `prompt`, the longest of a source. Raises SpecError."""
         where = f"judges.{self.number} ({self.spec.name!r}), source {source!r}"
         try:
             pairwise = self.spec.mode == "pairwise"
@@ -159,10 +158,10 @@ class CheckedJudge:
         if self.renderer is None or self.spec.model is None:
             return
         given, own = self.spec.model.max_length, self.renderer.max_length
-        # What SGLang's context may be depends on more of the model's configuration, which it looks at itself.
+        # SGLang derives its context limit from more of the model's configuration and checks it itself.
         if given is not None and own is not None and given > own and self.spec.serving.engine == "torch":
             raise SpecError(
-                f"max_length is {given}, and the judge's own context is {own}",
+                f"max_length is {given}, which exceeds the judge's context of {own}",
                 where=f"judges.{self.number}.model.max_length",
                 fix="Leave it out, or lower it",
             )
@@ -171,9 +170,9 @@ class CheckedJudge:
             tokens = len(self.renderer.encode(self.renderer.render(question)))
         except DataError as error:
             raise SpecError(
-                f"it cannot be asked about the longest prompt: {error.what}",
+                f"the judge cannot score the longest prompt: {error.what}",
                 where=where,
-                fix=f"Change judges.{self.number}.template, or take a model whose tokenizer takes it",
+                fix=f"Change judges.{self.number}.template, or use a model whose tokenizer accepts it",
             ) from error
         classifies = self.spec.kind == "classifier"
         answer = 0 if classifies else self.spec.max_new_tokens
@@ -181,15 +180,15 @@ class CheckedJudge:
             more = "" if classifies else f" with max_new_tokens ({answer})"
             shorter = "Lower" if classifies else f"Lower judges.{self.number}.max_new_tokens or"
             raise SpecError(
-                f"what it is shown of the longest prompt has {tokens} tokens, and{more} no room for a "
-                f"response is left in the judge's context of {limit}",
+                f"the judge's prompt for the longest item has {tokens} tokens, which{more} leaves no room for a "
+                f"response in the judge's context of {limit}",
                 where=where,
-                fix=f"{shorter} data.max_prompt_tokens, show the judge less, or take one with a longer context",
+                fix=f"{shorter} data.max_prompt_tokens, shorten the judge's template, or use a judge with a longer context",
             )
 
 
 def check_fallbacks(spec: JobSpec) -> None:
-    """Whether there are rewards of the names that score where a judge cannot. Loads nothing. Raises PluginFault."""
+    """Check that the fallback rewards of the judges exist. Loads no code. Raises PluginFault."""
     for number, judge in enumerate(spec.judges):
         if isinstance(judge.on_error, Fallback):
             kind = replace(REWARDS, where=f"judges.{number}.on_error.fallback")
@@ -197,7 +196,7 @@ def check_fallbacks(spec: JobSpec) -> None:
 
 
 def check_judges(spec: JobSpec) -> Mapping[str, CheckedJudge]:
-    """Every judge of the spec, by name. Blocks. Raises SpecError, ModelError, DataError."""
+    """Check every judge of the spec; return them by name. Blocks. Raises SpecError, ModelError, DataError."""
     return {judge.name: _check_judge(number, judge) for number, judge in enumerate(spec.judges)}
 
 
@@ -220,14 +219,14 @@ def _check_judge(number: int, judge: JudgeSpec) -> CheckedJudge:
 
 
 def judge_revisions(judges: Mapping[str, CheckedJudge]) -> dict[str, str]:
-    """The commits of those models that are a hub's, by judge."""
+    """The hub commits of the judges' models, by judge. Local models have none."""
     return {
         name: judge.model.revision for name, judge in judges.items() if judge.model is not None and judge.model.revision
     }
 
 
 def judge_remote_code(judges: Mapping[str, CheckedJudge]) -> tuple[str, ...]:
-    """Python files that come with the judges' models and will run."""
+    """The Python files that come with the judges' models and will run."""
     return tuple(
         f"{judge.spec.name}: {Path(file).name}"
         for judge in judges.values()
@@ -237,33 +236,33 @@ def judge_remote_code(judges: Mapping[str, CheckedJudge]) -> tuple[str, ...]:
 
 
 def check_spans(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
-    """Whether each node's slots can be divided by the size of an engine: a replica crosses no node's boundary. What comes later with
-    other slots is used as far as it goes (`placement.slots`). Raises SpecError."""
+    """Check that the engine size divides the number of slots of each node, because a replica must fit on one node. Nodes that join later
+    with another number of slots are used as far as possible (`placement.slots`). Raises SpecError."""
     for _, where, size in _wide(spec):
         odd = next((node for node in sorted(nodes, key=lambda one: one.name) if len(node.slots) % size), None)
         if odd is not None:
             raise SpecError(
-                f"an engine of {size} slots lies on one node, and node {odd.name} has {count_noun(len(odd.slots), 'slot')}",
+                f"{size} slots per engine do not divide the {count_noun(len(odd.slots), 'slot')} of node {odd.name}",
                 where=where,
-                fix="Use a size by which each node's slots can be divided, or start the controllers with other --slots",
+                fix="Use a size that divides the slots of every node, or start the controllers with other --slots",
             )
 
 
 def check_heads(spec: JobSpec, models: ModelConfigs) -> None:
-    """Whether each model's heads can be divided among the slots of its engines, as far as they are known. Raises SpecError."""
+    """Check that the engine size divides each model's number of attention heads, where that is known. Raises SpecError."""
     for judge, where, size in _wide(spec):
         config = models.judges.get(judge, {}) if judge else models.policy
         heads = config.get(HEADS)
         if isinstance(heads, int) and heads % size:
             raise SpecError(
-                f"an engine of {size} slots shares a model's heads out among them, and this one has {heads}",
+                f"{size} slots per engine do not divide the model's {heads} attention heads",
                 where=where,
                 fix=f"Use a size that divides {heads}",
             )
 
 
 def _wide(spec: JobSpec) -> Iterator[tuple[str, str, int]]:
-    """The judge, empty for the policy, the field, and the slots, of engines that span several."""
+    """Yield judge (empty for the policy), field and size of each engine that spans several slots."""
     if spec.rollout.slots_per_engine > 1:
         yield "", "rollout.slots_per_engine", spec.rollout.slots_per_engine
     for number, judge in enumerate(spec.judges):
@@ -273,7 +272,7 @@ def _wide(spec: JobSpec) -> Iterator[tuple[str, str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class CheckedSource:
-    """A source, and how long its prompts are. `held_out`: whether it is for evaluation."""
+    """A source and the lengths of its prompts. `held_out`: whether it is for evaluation."""
 
     opened: PromptSource
     lengths: LengthReport
@@ -282,20 +281,20 @@ class CheckedSource:
 
 @dataclass(frozen=True, slots=True)
 class CheckedJob:
-    """A checked spec: its resolved sources, models and judges, with their files as they are now.
+    """A checked spec: its resolved sources, models and judges, with the current state of their files.
 
     `attention_equals_at`: how the model weighs long samples (`gcore.ledger.records.cluster`).
     """
 
     prompts: JobPrompts
     sources: tuple[CheckedSource, ...]
-    """Of training, then of evaluation, in the order of the spec."""
+    """The training sources, then the evaluation sources, in the order of the spec."""
     attention_equals_at: int
     model: ResolvedModel
-    """As it is on the hub now, with its small files here; the weights are fetched when the job runs."""
+    """The current revision on the hub, with its small files downloaded. The weights are fetched when the job runs."""
     judges: Mapping[str, CheckedJudge]
     models: ModelConfigs
-    """What their sizes follow from."""
+    """The configurations that determine the models' sizes."""
 
 
 def check_submission(
@@ -306,9 +305,8 @@ def check_submission(
     sample: int | None = LENGTH_SAMPLE,
     progress: CheckProgress | None = None,
 ) -> CheckedJob:
-    """Check everything about a spec that needs its files. `sample`: prompts counted of a source, None for all.
-
-    Blocks, for minutes if the data are large and new. Raises GcoreError for the first mistake.
+    """Check everything about a spec that needs its files. `sample`: how many prompts of each source to count, None for all.
+    Blocks, for minutes if the data is large and new. Raises GcoreError for the first error.
     """
     if spec.placement.is_live:
         find_policy(spec.placement.policy)
@@ -373,7 +371,7 @@ def _check_source(
 
 
 def model_configs(spec: JobSpec, policy: Path, judges: Mapping[str, CheckedJudge]) -> ModelConfigs:
-    """What the sizes of the job's models follow from. `policy`: its folder. Judges that others serve have none."""
+    """The configurations that determine the models' sizes. `policy`: the folder of the policy. External judges have none."""
     critic = spec.train.critic.path if spec.train.critic is not None else None
     served = {name: judge.model.folder for name, judge in judges.items() if judge.model is not None}
     return ModelConfigs(
@@ -384,7 +382,7 @@ def model_configs(spec: JobSpec, policy: Path, judges: Mapping[str, CheckedJudge
 
 
 def check_tags(environment: EnvironmentSpec, renderer: PromptRenderer) -> None:
-    """Whether the model can write, and be shown, what stands around a call between tags. Raises SpecError."""
+    """Check that the tokenizer can encode the tags around a tool call. Raises SpecError."""
     if environment.name != SAYS_NOTHING:
         return
     form = call_format(environment.options, environment.tools.names, chat=renderer.chat)
@@ -394,9 +392,9 @@ def check_tags(environment: EnvironmentSpec, renderer: PromptRenderer) -> None:
         text = getattr(form, name) or ""
         if not renderer.tokenizer.can_say(text):
             raise SpecError(
-                f"the model's tokenizer cannot say {text!r}",
+                f"the model's tokenizer cannot encode {text!r}",
                 where=f"environment.options.{name}",
-                fix="Take a text that its vocabulary has the characters of",
+                fix="Use a text whose characters are in its vocabulary",
             )
 
 
@@ -411,10 +409,11 @@ def _counted(
 
 
 def _try_reward(rewards: RewardTrial, checked: CheckedSource, spec: JobSpec) -> None:
-    """Score an empty response to a few prompts: an option that is misspelt fails all alike. Then check the expected answer of every
+    """Score an empty response to the first few prompts, to find errors in the reward's options. Then check the expected answer of every
     entry whose prompt was counted.
 
-    Raises SpecError if none of the few can be scored, and for the first entry whose answer the reward cannot use. Judges are not asked.
+    Raises PluginFault if the reward fails for all of the few prompts, and for the first entry whose answer it cannot use. Judges are not
+    queried.
     """
     source, dataset = checked.opened.source, checked.opened.dataset
     for reward in reward_functions(source.reward, {judge.name: judge for judge in spec.judges}):
@@ -440,30 +439,30 @@ def _check_step_size(spec: JobSpec) -> None:
     seal = seal_bytes(spec)
     if seal > MOST_BYTES:
         raise SpecError(
-            f"a step of {spec.flow.groups_per_step} groups of {spec.flow.samples_per_prompt} takes about {seal >> 10} KiB "
-            f"in the store, more than {MOST_BYTES >> 10}",
+            f"a step of {spec.flow.groups_per_step} groups of {spec.flow.samples_per_prompt} samples takes about {seal >> 10} KiB "
+            f"in the store, and the limit is {MOST_BYTES >> 10} KiB",
             where="flow.groups_per_step",
             fix="Lower it",
         )
     if offer_bytes(spec) > MOST_BYTES:
         raise SpecError(
             f"with rollout.staleness {spec.rollout.staleness} a controller may offer {spec.rollout.staleness + 1} steps of "
-            f"{spec.flow.groups_per_step} groups, about {offer_bytes(spec) >> 10} KiB in the store, more than "
-            f"{MOST_BYTES >> 10}",
+            f"{spec.flow.groups_per_step} groups, about {offer_bytes(spec) >> 10} KiB in the store, and the limit is "
+            f"{MOST_BYTES >> 10} KiB",
             where="rollout.staleness",
             fix="Lower it, or flow.groups_per_step",
         )
-    # A commit writes them twice: into head, and into the log.
+    # A commit writes the cursors twice: into head and into the log.
     if 2 * cursor_bytes(spec) > MOST_BYTES:
         raise SpecError(
-            f"where the stream stands may take about {cursor_bytes(spec) >> 10} KiB in the store with {spec.data.shards} shards and "
-            f"windows of {spec.data.window}, more than {MOST_BYTES // 2 >> 10}",
+            f"the cursors may take about {cursor_bytes(spec) >> 10} KiB in the store with {spec.data.shards} shards and "
+            f"windows of {spec.data.window}, and the limit is {MOST_BYTES // 2 >> 10} KiB",
             where="data.shards" if 24 * spec.data.shards * 2 > MOST_BYTES else "data.window",
             fix="Lower data.shards, or data.window",
         )
     if spec.flow.groups_per_step > spec.data.shards * spec.data.window:
         raise SpecError(
-            f"a step takes {spec.flow.groups_per_step} groups, the shards' windows hold "
+            f"a step takes {spec.flow.groups_per_step} groups, but the windows of the shards hold only "
             f"{spec.data.shards * spec.data.window}",
             where="data.window",
             fix="Raise data.window or data.shards",
@@ -471,32 +470,32 @@ def _check_step_size(spec: JobSpec) -> None:
 
 
 def _check_quota(spec: JobSpec, prompts: int) -> None:
-    """A step that takes more groups than there are prompts would take some of them twice."""
+    """Check that a step does not take more groups than there are prompts: it would take some prompts twice."""
     if spec.flow.groups_per_step > prompts:
         raise SpecError(
-            f"a step takes {spec.flow.groups_per_step} groups, and a data epoch has {prompts} prompts",
+            f"a step takes {spec.flow.groups_per_step} groups, but a data epoch has only {prompts} prompts",
             where="flow.groups_per_step",
             fix=f"Lower it to {prompts} at most, or add data",
         )
 
 
 def check_kept_checkpoints(spec: JobSpec, prompts: int) -> None:
-    """What `checkpoint.keep_every` keeps for ever: something, and no more than the store has room for. Raises SpecError."""
+    """Check that `checkpoint.keep_every` keeps at least one checkpoint and no more than the store can list. Raises SpecError."""
     every, flow = spec.checkpoint.keep_every, spec.flow
     if every is None:
         return
-    # Of a job that goes by epochs: at most, if nothing is filtered.
+    # For a job that counts epochs this is an upper bound, reached if nothing is filtered.
     epochs = flow.epochs or 1
     steps = flow.steps if flow.steps is not None else epochs * math.ceil(prompts / flow.groups_per_step)
     if every > steps:
         raise SpecError(
-            f"checkpoints of every {every}th step are to be kept, and the job has {steps} steps at most: it would keep none",
+            f"keep_every is {every}, but the job has at most {steps} steps, so it would keep no checkpoint",
             where="checkpoint.keep_every",
             fix="Lower it, or leave it out: the last step's checkpoint is kept anyway",
         )
     if steps // every > MOST_FOR_EVER:
         raise SpecError(
-            f"{steps // every} checkpoints would be kept for ever, more than {MOST_FOR_EVER}",
+            f"{steps // every} checkpoints would be kept forever, and the limit is {MOST_FOR_EVER}",
             where="checkpoint.keep_every",
             fix=f"Raise it to a multiple of checkpoint.every ({spec.checkpoint.every}) of at least {-(-steps // MOST_FOR_EVER)}",
         )
@@ -508,13 +507,13 @@ def _check_disk(run_root: Path) -> None:
         free = shutil.disk_usage(run_root).free
     except OSError as error:
         raise GcoreError(
-            f"runs cannot be kept there ({error.strerror})",
+            f"the folder of the runs cannot be created ({error.strerror})",
             where=str(run_root),
             fix="Choose another --home, or storage.root",
         ) from error
     if free < MIN_FREE_BYTES:
         raise GcoreError(
-            f"only {free >> 20} MiB are free on the disk, and a job is not begun with less than {MIN_FREE_BYTES >> 20}",
+            f"only {free >> 20} MiB are free on the disk, and a job needs at least {MIN_FREE_BYTES >> 20} MiB to start",
             where=str(run_root),
-            fix="Make room; one checkpoint takes 12 bytes a parameter",
+            fix="Free some space. One checkpoint takes 12 bytes per parameter",
         )

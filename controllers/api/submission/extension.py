@@ -1,8 +1,8 @@
-"""A job that has succeeded goes on: the same spec with a higher `flow.steps` or `flow.epochs`, from the last checkpoint, with optimizer and
-cursors.
+"""Extension of a job that has succeeded: the same spec with a higher `flow.steps` or `flow.epochs` continues from the last checkpoint,
+with optimizer state and cursors.
 
-The log entry that says so is a rollback to that checkpoint. It binds the job's record as it is from then on, so the audit proves the steps
-before it under the goal that there was. The job waits for slots as one that was suspended does. Of two requests one wins.
+The log records the extension as a rollback to that checkpoint. The entry binds the new job record, so the audit checks earlier steps
+against the earlier goal. The job then waits for slots like a suspended job. If two requests race, one wins.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from gcore.store.keys import JobKeys
 from gcore.system.clock import Clock
 from placement.shares import new_claim
 
-ANEW = "begin a new job with --new"
+ANEW = "start a new job with --new"
 
 GOALS: tuple[Literal["steps", "epochs"], ...] = ("steps", "epochs")
 
@@ -49,7 +49,7 @@ def changed_keys(job: JobRecord, spec: JobSpec) -> list[str]:
 
 
 def raised_goal(job: JobRecord, spec: JobSpec) -> RaisedGoal | None:
-    """How much further `spec` goes than the job's own; None if that is not the only difference."""
+    """The increase of the goal from the job's spec to `spec`; None if the specs differ in anything else."""
     old, changed = stored_spec(job.spec), changed_keys(job, spec)
     what = next((goal for goal in GOALS if changed == [f"flow.{goal}"]), None)
     if what is None:
@@ -59,13 +59,13 @@ def raised_goal(job: JobRecord, spec: JobSpec) -> RaisedGoal | None:
 
 
 def find_last_state(mirror: JobMirror, named: int) -> tuple[EndedJob, Checkpoint, LogEntry]:
-    """The job as it stands, its last checkpoint and that one's log entry. `named`: revision of the key by which its name means it. Raises
-    Conflict if it cannot go on."""
+    """The ended job's records, its last checkpoint and that checkpoint's log entry. `named`: revision of the key that maps the job's name
+    to it. Raises Conflict if the job cannot continue."""
     job, status, head = mirror.job, mirror.status, mirror.head
     if job is None or status is None or head is None or mirror.checkpoints is None or mirror.plan is None:
         raise Conflict(f"the store has lost records of job {mirror.keys.uid}", fix=f"`gcore audit` names them; {ANEW}")
     if status.record.phase is not JobPhase.SUCCEEDED or head.record.deleted:
-        raise Conflict(f"somebody else has changed job {job.record.name!r} meanwhile", fix="Ask again")
+        raise Conflict(f"another request changed job {job.record.name!r} at the same time", fix="Retry the request")
     known = mirror.checkpoints.record.entries
     target = next(iter(resumable_checkpoints(head.record, known)), None)
     entry: Versioned[LogEntry] | None = None if target is None else mirror.log.get(target.seq)
@@ -85,21 +85,23 @@ def extend_transaction(
     time: float,
     seen: chain.HighWater = chain.NOTHING_SEEN,
 ) -> Transaction:
-    """From the checkpoint whose log entry is `entry`. `by`: who writes it; `time`: now, in seconds since the epoch; `seen`: numbers that
-    are taken (`chain.rollback_entry`)."""
+    """Build the transaction that continues the job from the checkpoint whose log entry is `entry`.
+
+    `by`: the writer; `time`: now, in seconds since the epoch; `seen`: numbers that are already used (`chain.rollback_entry`).
+    """
     job = ended.job.record.with_goal(raised.what, raised.after)
     writer = chain.ChainWriter(by, uuid.uuid4().hex[:16], chain.job_digest(job))
-    reason, world = f"it goes on after its end: {raised}", uuid.uuid4().hex[:12]
+    reason, world = f"continued after its end: {raised}", uuid.uuid4().hex[:12]
     advance = chain.rollback_entry(ended.head.record, entry, world, writer, reason, seen=seen, raised=raised)
     claim = new_claim(stored_spec(job.spec), created=time, owner=job.owner)
     return transactions.extend(job_keys, ended, advance, claim)
 
 
 async def extend_job(jobs: StoreReader, uid: str, raised: RaisedGoal, clock: Clock) -> None:
-    """Have a job that has succeeded go on. Raises Conflict, StoreUnavailable."""
+    """Continue a job that has succeeded. Raises Conflict, StoreUnavailable."""
     if written_version() < chain.BINDING_VERSION:
-        what = "nodes of an earlier version are in the cluster, which do not know that a job can go on after its end"
-        raise Conflict(what, fix=f"Replace them first, or {ANEW}")
+        what = "the cluster has nodes of an earlier version that cannot continue a job after its end"
+        raise Conflict(what, fix=f"Upgrade them first, or {ANEW}")
     while True:
         mirror = JobMirror(JobKeys(uid)).fold(await jobs.batch(uid))
         ended, target, entry = find_last_state(mirror, await _named(jobs, mirror))
@@ -110,26 +112,28 @@ async def extend_job(jobs: StoreReader, uid: str, raised: RaisedGoal, clock: Clo
         if report.outcome is TxnOutcome.WON:
             return
         if report.outcome is TxnOutcome.UNKNOWN:
-            raise StoreUnavailable(f"whether the job goes on is not known ({report.why})", fix="Ask again")
+            raise StoreUnavailable(
+                f"it is unknown whether the job was continued ({report.why})", fix="Retry the request"
+            )
 
 
 async def _named(jobs: StoreReader, mirror: JobMirror) -> int:
-    """Revision of the key by which the job's name means it. Raises Conflict if it means another."""
+    """The revision of the key that maps the job's name to it. Raises Conflict if the name now belongs to another job."""
     job = mirror.job
     named = None if job is None else await jobs.store.get(keys.name(job.record.name, job.record.namespace))
     if named is None or named.value != mirror.keys.uid.encode():
-        raise Conflict(f"the name of job {mirror.keys.uid} belongs to another job by now", fix="Ask again")
+        raise Conflict(f"the name of job {mirror.keys.uid} now belongs to another job", fix="Retry the request")
     return named.mod_revision
 
 
 async def _numbers_in_folder(jobs: StoreReader, uid: str, target: Checkpoint) -> chain.HighWater:
-    """The highest numbers of which anything is left in the run's folder. Raises Conflict if the checkpoint cannot be used; where nodes
-    share no folder, that is found out when the job has slots."""
+    """The highest lineage and log number that the run's folder contains. Raises Conflict if the checkpoint is damaged. If nodes share no
+    folder, the checkpoint is only checked when the job has slots."""
     mirror = await jobs.mirror(uid)
     job, run_dir = mirror.job_record, mirror.run_dir
     if not has_own_folder(job) and (problem := await asyncio.to_thread(find_damage, run_dir, target)):
         what = f"the last checkpoint of job {job.name!r} cannot be used: {problem}"
-        raise Conflict(what, where=str(run_dir / target.file), fix=f"Put the files back, or {ANEW}")
+        raise Conflict(what, where=str(run_dir / target.file), fix=f"Restore the files, or {ANEW}")
     await jobs.collect(mirror, collect_records)
     lineage, left = await asyncio.gather(
         asyncio.to_thread(highest_lineage, run_dir), asyncio.to_thread(highest_in_folder, run_dir)

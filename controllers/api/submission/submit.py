@@ -1,8 +1,8 @@
-"""Creating and cancelling jobs.
+"""Creates and cancels jobs.
 
-A spec started again: interrupted → the same job goes on; finished → a new job, or if only its goal is higher the same one goes on
-(`controllers.api.submission.extension`); changed under the same name while the old one has not ended → refused, naming `--new`, which ends
-the old one and starts afresh. Whatever can be known to be wrong is refused here, before anything is written.
+If a spec is submitted again: an interrupted job resumes; a finished job is replaced by a new one, or continues if only its goal is higher
+(`controllers.api.submission.extension`). If the spec changed and the job of that name has not ended, the request is refused; `--new` ends
+the old job and starts a new one. All checks run before anything is written.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from placement.shares import new_claim
 
 
 class Submitter:
-    """Writes jobs; each write is one guarded transaction."""
+    """Creates and cancels jobs; each write is one guarded transaction."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class Submitter:
         allowed: Allowlist = EVERYTHING,
         owner_key: str = "",
     ) -> None:
-        """`most_slots`: those of a cluster that cannot grow; None: more nodes may come. `local`: it is the cluster of `gcore up`.
-        `owner_key`: whoever shows it may name plug-in files; empty: specs name none."""
+        """`most_slots`: the slots of a cluster that cannot grow, None if nodes may join. `local`: the cluster of `gcore up`. `owner_key`: a
+        caller who sends it may submit specs that name plug-in files; empty: no caller may."""
         self._store = store
         self._jobs = jobs
         self._run_root = run_root
@@ -83,8 +83,8 @@ class Submitter:
         self._owner_key = owner_key
 
     async def create(self, request_id: str, spec_json: str, anew: bool, owner: str = "", owner_key: str = "") -> str:
-        """The uid of the new job, or of the one that the request means. `owner`: who asks for it. `owner_key`: what the caller shows of the
-        cluster's key. Raises GcoreError."""
+        """Create a job, or find the one that the request refers to; return its uid. `owner`: the caller. `owner_key`: the cluster's key as the
+        caller sent it. Raises GcoreError."""
         try:
             tree = json.loads(spec_json)
         except (ValueError, RecursionError) as error:
@@ -100,9 +100,9 @@ class Submitter:
         if not may_see(spec.namespace):
             mine = ", ".join(sorted(current_caller().namespaces or ())) or "none"
             raise Forbidden(
-                f"namespace {spec.namespace!r} is not yours",
+                f"you have no access to namespace {spec.namespace!r}",
                 where="namespace",
-                fix=f"Name one of yours in the spec: {mine}",
+                fix=f"Use one of your namespaces in the spec: {mine}",
             )
         await asyncio.to_thread(self._allowed.check, spec)
         while True:
@@ -114,7 +114,7 @@ class Submitter:
                 if existing is not None:
                     return existing
             run_root, checked = await self._checked(spec)
-            if named is not None and anew:  # only now: a spec that is refused ends nothing
+            if named is not None and anew:  # only after the checks: a refused spec must not end the old job
                 await self.cancel(named.value.decode(errors="replace"), "replaced by a new job of the same name")
             uid = uuid.uuid4().hex[:12]
             run_dir = run_root / run_name(spec, uid)
@@ -147,12 +147,12 @@ class Submitter:
                 return uid
             if report.outcome is TxnOutcome.UNKNOWN:
                 raise StoreUnavailable(
-                    f"whether the job was created is not known ({report.why})",
-                    fix="Submit it again, with the same request id",
+                    f"it is unknown whether the job was created ({report.why})",
+                    fix="Submit it again with the same request id",
                 )
 
     async def _checked(self, spec: JobSpec) -> tuple[Path, CheckedJob]:
-        """Where the run's folder would lie, and what the spec names. Raises GcoreError."""
+        """Check the spec; return the folder of the runs and the checked job. Raises GcoreError."""
         nodes = (await self._jobs.cluster()).nodes
         check_engine(spec, nodes)
         check_ranks(spec, self._most_slots())
@@ -176,19 +176,19 @@ class Submitter:
             )
 
     async def _asked_before(self, uid: str, request_id: str, spec: JobSpec) -> str:
-        """The job that was created by this request. Raises Conflict if that was for another spec."""
+        """The job that an earlier request with this id created. Raises Conflict if its spec differs."""
         job = (await self._jobs.mirror(uid)).job
         if job is not None and may_see(job.record.namespace) and (changes := changed_keys(job.record, spec)):
             changed = ", ".join(changes)
             raise Conflict(
                 f"request id {request_id!r} was used for job {job.record.name!r}, whose spec differs ({changed})",
                 where="request_id",
-                fix="Give each new job a request id of its own",
+                fix="Use a new request id for each new job",
             )
         return uid
 
     async def _same_or_ended(self, uid: str, spec: JobSpec) -> str | None:
-        """The job that goes on under this name; None if a new one may be made."""
+        """The uid of the job that continues under this name; None if a new job may be created."""
         mirror = await self._jobs.mirror(uid)
         if mirror.job is None or mirror.status is None:
             return None
@@ -204,16 +204,16 @@ class Submitter:
             changed = ", ".join(changes)
             raise Conflict(
                 f"job {spec.name!r} is not finished and its spec differs ({changed})",
-                fix="Start it with --new to end the old one and begin afresh, or give the spec another name",
+                fix="Use --new to end the old job and start a new one, or give the spec another name",
             )
         data = await asyncio.to_thread(identify_data, spec, self._cache_dir)
         check_unchanged(mirror.job.record, data)
         return uid
 
     async def cancel(self, uid: str, reason: str) -> JobStatus | None:
-        """End a job, if it has not ended; how it stands then. Raises StoreUnavailable, UnreadableRecord.
+        """End a job if it has not ended; return its status. Raises StoreUnavailable, UnreadableRecord.
 
-        Only its state is read: a job of which another record is damaged must be got rid of, too.
+        Reads only the job's status, so that a job with another damaged record can be cancelled.
         """
         job_keys = JobKeys(uid)
         while True:
@@ -227,11 +227,13 @@ class Submitter:
             txn = transactions.set_status(job_keys, old, status, None)
             report = await TransactionExecutor(self._store, job_keys).run(txn)
             if report.outcome is TxnOutcome.UNKNOWN:
-                raise StoreUnavailable(f"whether the job was cancelled is not known ({report.why})", fix="Ask again")
+                raise StoreUnavailable(
+                    f"it is unknown whether the job was cancelled ({report.why})", fix="Retry the request"
+                )
 
 
 def run_name(spec: JobSpec, uid: str) -> str:
-    """Of the run's folder."""
+    """The name of the run's folder."""
     return keys.full_name(f"{spec.name}-{uid}", spec.namespace).replace("/", ".")
 
 

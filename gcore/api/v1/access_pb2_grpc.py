@@ -60,28 +60,28 @@ class AccessServicer:
     """Missing associated documentation comment in .proto file."""
 
     def WhoAmI(self, request, context):
-        """Whom this call is taken for.
+        """Returns the identity of the caller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateToken(self, request, context):
-        """Makes a token. Its secret is in the answer, and nowhere else, ever again. Not repeatable: each call makes another one.
+        """Creates a token. Only this response contains its secret. Not idempotent: each call creates another token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListTokens(self, request, context):
-        """All there are, without their secrets.
+        """Lists all tokens, without their secrets.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RevokeToken(self, request, context):
-        """Ends a token. One that is not there (any more) is NOT_FOUND.
+        """Revokes a token. NOT_FOUND if it does not exist.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

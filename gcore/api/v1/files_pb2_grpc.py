@@ -50,14 +50,14 @@ class FilesServicer:
     """Missing associated documentation comment in .proto file."""
 
     def List(self, request, context):
-        """What lies in a folder of the run, at any depth. A folder that is not there is empty.
+        """Lists the files of a folder of the run, at any depth. A missing folder counts as empty.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Read(self, request, context):
-        """A file from an offset to where it ends now, in chunks of at most 1 MiB.
+        """Streams a file from an offset to its current end, in chunks of at most 1 MiB.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

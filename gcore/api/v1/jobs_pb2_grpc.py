@@ -160,168 +160,168 @@ class JobsServicer:
     """Missing associated documentation comment in .proto file."""
 
     def CreateJob(self, request, context):
-        """Creates a job. Repeating it with the same request_id and spec returns the same job; with another spec it is refused.
+        """Creates a job. A retry with the same request_id and spec returns the same job; with another spec it is refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetJob(self, request, context):
-        """How a job stands now.
+        """Returns the current state of a job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListJobs(self, request, context):
-        """The jobs that the caller may see, the newest first, in pages.
+        """Lists the jobs that the caller may see, newest first, in pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchJob(self, request, context):
-        """The job's events from a sequence number on, then as they come; ends when the job has ended.
+        """Streams a job's events after a sequence number, then new ones; ends when the job has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamLogs(self, request, context):
-        """What a job's workers wrote to their logs, line by line, then what they write.
+        """Streams the log lines of a job's workers, and new lines if requested.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamMetrics(self, request, context):
-        """The numbers of a job's steps, then of each as it is committed; ends when the job has ended.
+        """Streams the metrics of a job's steps, and of new steps if requested; ends when the job has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateJob(self, request, context):
-        """Changes what may change while the job runs: scheduling.priority, scheduling.slots_min, scheduling.slots_max.
+        """Changes the fields that may change while a job runs: scheduling.priority, scheduling.slots_min, scheduling.slots_max.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PauseJob(self, request, context):
-        """Has the job give all of its slots back at its next commit, with a checkpoint, and begin nothing until it is resumed.
+        """Pauses a job: it gives all its slots back at its next commit, with a checkpoint, and gets none until it is resumed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeJob(self, request, context):
-        """Has a paused job go on as soon as there are slots for it.
+        """Resumes a paused job as soon as there are slots for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelJob(self, request, context):
-        """Ends a job for good, at once or at its next commit. One that has ended stays as it is.
+        """Ends a job permanently, now or at its next commit. Does nothing if the job has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteJob(self, request, context):
-        """Forgets a job that has ended: its records, and its run's folder if that is asked for. Its name is free then.
+        """Deletes a job that has ended: its records, and its run folder if requested. Its name can then be used again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RunEval(self, request, context):
-        """Evaluates the newest weights of a running job, out of turn.
+        """Evaluates the newest weights of a running job, outside of the schedule.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListShards(self, request, context):
-        """Who has which shards of the prompt stream, and how far each is.
+        """Lists the shards of the prompt stream with their owners and positions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AuditJob(self, request, context):
-        """Recomputes the job's accounts from the log and the ranks' receipts.
+        """Audits a job: recomputes the outcome of every prompt from the log and the ranks' receipts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetSamples(self, request, context):
-        """What a step was trained on, group by group: prompts, responses, rewards, advantages, as far as they are kept.
+        """Streams the samples of a step, group by group: prompts, responses, rewards, advantages, as far as they are kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetBooks(self, request, context):
-        """What the slots of a job did in a step, node by node; by default in the newest steps, and without what they did when.
+        """Streams the slot accounting of a job's step, node by node; by default the newest steps, without the spans of each slot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListCheckpoints(self, request, context):
-        """A job's registered checkpoints, why each is kept, and how it lies on the disk.
+        """Lists a job's registered checkpoints, why each is kept, and the state of its files.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPlacement(self, request, context):
-        """How a job's slots are shared out, who plans it, what is fixed, and the newest moves with their reasons.
+        """Returns a job's placement: the plan, the planning node, the pin, and the newest placement changes with their reasons.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinPlacement(self, request, context):
-        """Fixes something of a job's placement, or lets it go again. Answers with what is fixed then.
+        """Pins a job's placement, or releases the pin. Returns the new placement.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListNodes(self, request, context):
-        """The daemons and workers of the cluster.
+        """Lists the daemons and workers of the cluster.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainNode(self, request, context):
-        """Has every job leave a node at its next commit, and places nothing there until that is undone.
+        """Drains a node: every job leaves it at its next commit, and nothing is placed there until the drain is undone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetUsage(self, request, context):
-        """Slot-hours by namespace, job or pool, from the books.
+        """Returns slot-seconds by namespace, job, owner or pool, from the slot accounting.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetQuotas(self, request, context):
-        """The most slots that the jobs of each namespace may have together, and what they have.
+        """Lists the quota of each namespace (the maximum slots of its jobs together) and the slots in use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetQuota(self, request, context):
-        """Sets a namespace's, or takes it away.
+        """Sets or removes the quota of a namespace.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

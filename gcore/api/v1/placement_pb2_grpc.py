@@ -45,7 +45,7 @@ class PlacementServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Loads(self, request, context):
-        """What the engines that the controller sees to have to do now.
+        """Returns the current load of the engines that the controller manages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

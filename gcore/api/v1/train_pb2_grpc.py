@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class TrainRankStub:
-    """One rank of a train world. It refuses whoever names another job, world or lineage (FAILED_PRECONDITION), keeps the
-    highest attempt of a step, drops feeds of lower ones, and applies a token once.
+    """One rank of a train world. It refuses calls for another job, world or lineage (FAILED_PRECONDITION), keeps the highest
+    attempt of a step, drops feeds of lower attempts, and applies a token once.
     """
 
     def __init__(self, channel):
@@ -69,50 +69,48 @@ class TrainRankStub:
 
 
 class TrainRankServicer:
-    """One rank of a train world. It refuses whoever names another job, world or lineage (FAILED_PRECONDITION), keeps the
-    highest attempt of a step, drops feeds of lower ones, and applies a token once.
+    """One rank of a train world. It refuses calls for another job, world or lineage (FAILED_PRECONDITION), keeps the highest
+    attempt of a step, drops feeds of lower attempts, and applies a token once.
     """
 
     def Feed(self, request_iterator, context):
-        """Brings samples of one token. The first chunk carries the header; the data of all chunks, joined, is a FeedPayload.
+        """Sends samples of one token. The first chunk contains the header; the concatenated data of all chunks is a FeedPayload.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Apply(self, request, context):
-        """Trains on the sealed step. Returns at once; the result comes through Watch. Repeating it does nothing.
+        """Trains the sealed step. Returns at once; Watch reports the result. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Accumulate(self, request, context):
-        """Adds the READY parts of a streamed step to its gradients, those that it has not begun yet. Returns at once; repeating it
-        does nothing.
+        """Adds the READY parts of a streamed step that the rank has not started yet to its gradients. Returns at once; idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Gives the memory of what the rank holds back, for as long as it has no step to train. Answers when that is done; repeating
-        it does nothing. Refused while a step is trained (FAILED_PRECONDITION), and where there is no room to put it aside
-        (RESOURCE_EXHAUSTED); then nothing has changed.
+        """Releases the rank's memory while it has no step to train. Returns when that is done; idempotent. Refused during a step
+        (FAILED_PRECONDITION), and if there is no room for the state elsewhere (RESOURCE_EXHAUSTED); then nothing has changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Restore(self, request, context):
-        """Takes all of it again. Answers when that is done; repeating it does nothing. Apply and Accumulate do it by themselves.
+        """Restores the rank's memory. Returns when that is done; idempotent. Apply and Accumulate do it implicitly.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """The rank's state now, and again after each change.
+        """Streams the rank's state, now and after each change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,8 +158,8 @@ def add_TrainRankServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainRank:
-    """One rank of a train world. It refuses whoever names another job, world or lineage (FAILED_PRECONDITION), keeps the
-    highest attempt of a step, drops feeds of lower ones, and applies a token once.
+    """One rank of a train world. It refuses calls for another job, world or lineage (FAILED_PRECONDITION), keeps the highest
+    attempt of a step, drops feeds of lower attempts, and applies a token once.
     """
 
     @staticmethod

@@ -186,7 +186,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], Callable[[Path], object], str]] = [
         "a quota larger than the data",
         ("--set", "flow.groups_per_step=39"),
         lambda f: None,
-        "flow.groups_per_step: a step takes 39 groups, and a data epoch has 38 prompts",
+        "flow.groups_per_step: a step takes 39 groups, but a data epoch has only 38 prompts",
     ),
     (
         "two sources of one name",

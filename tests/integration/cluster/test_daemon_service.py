@@ -54,7 +54,7 @@ async def test_it_is_ready_while_it_can_work_and_says_what_it_waits_for(tmp_path
     stop_process(etcd.process.pid)
     await service.start(WATCHDOG_USEC="600000")
     try:
-        assert "store" in await service.hears("STATUS=waits for the store")
+        assert "store" in await service.hears("STATUS=waiting for the store")
         assert await service.health() == NOT_SERVING
         await service.hears("WATCHDOG=1")
         assert not any("READY=1" in said for said in service.said)
@@ -69,7 +69,7 @@ async def test_it_is_ready_while_it_can_work_and_says_what_it_waits_for(tmp_path
 
         stop_process(etcd.process.pid)  # the lease is not renewed any more
         await service.until(lambda health: health == NOT_SERVING)
-        await service.hears("STATUS=waits for the store: its lease is not renewed")
+        await service.hears("STATUS=waiting for the store: the lease is not renewed")
         os.kill(etcd.process.pid, signal.SIGCONT)
         await service.until(lambda health: health == SERVING)
         assert sum("READY=1" in said for said in service.said) == 1
@@ -236,8 +236,8 @@ async def test_a_slot_on_which_starts_fail_is_told_to_the_cluster_under_the_daem
             await CLOCK.sleep(0.05)
         assert sick.slots.keys() == {"cpu:0"}
         assert "the device does not answer" in sick.slots["cpu:0"]
-        assert "slot cpu:0 is sick" in (tmp_path / "log").read_text()
-        await service.hears("STATUS=ready: 2 slots, 1 of them sick")
+        assert "slot cpu:0 is unhealthy" in (tmp_path / "log").read_text()
+        await service.hears("STATUS=ready: 2 slots, 1 of them unhealthy")
         # Whoever tried it, it is well; then the other one is not.
         await store.transact(
             (), (worker("again", "cpu:0", state="serving", address="h:2"), Delete(keys.worker("good")))

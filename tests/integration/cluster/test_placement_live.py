@@ -254,7 +254,7 @@ def test_what_a_person_fixes_is_obeyed(tmp_path: Path, monkeypatch: pytest.Monke
         run.close()
     assert "reward has 2" in said
     assert refused.returncode != 0
-    assert "reward 9 are more than the 8 slots there are" in refused.stderr
+    assert "reward 9 need more than the 8 slots of the cluster" in refused.stderr
     later = [move for move in moves_of(home) if move.step >= 3]
     assert {move.after.reward for move in later} <= {2}
 

@@ -217,7 +217,7 @@ async def test_a_daemon_with_certificates_answers_whoever_shows_one_or_a_token(t
             (work := tmp_path / "work").mkdir()
             token = str(cluster.root / "admin.token")
             asked = job(work, "https://judge.example", data={"path": "train.jsonl", "template": token})
-            with pytest.raises(GcoreError, match=r"names no folder in which specs may name paths.*allow\.roots"):
+            with pytest.raises(GcoreError, match=r"lists no folders that specs may use.*allow\.roots"):
                 await admin.create_job(asked, request_id=uuid.uuid4().hex, mode=pb.START_MODE_NEW)
         stranger = cluster.client("")
         with pytest.raises(NotAllowed):

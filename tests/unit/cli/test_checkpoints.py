@@ -181,7 +181,7 @@ def test_the_copy_of_the_records_says_why_each_of_an_ended_run_was_kept_and_whic
         (20, ["newest"], ""),
         (18, [], ""),
         (16, ["every"], ""),
-        (12, ["best"], "its folder is not there"),
+        (12, ["best"], "its folder is missing"),
         (8, ["every"], ""),
     ]
     assert all(one.folder.startswith(str(tmp_path)) for one in found)

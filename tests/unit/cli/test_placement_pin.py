@@ -105,15 +105,19 @@ def test_what_is_fixed_is_added_to_what_was_and_let_go_as_a_whole() -> None:
 @pytest.mark.parametrize(
     ("request_", "record", "said"),
     [
-        pytest.param(asked(), job(), "nothing is said", id="nothing"),
+        pytest.param(asked(), job(), "the request pins nothing", id="nothing"),
         pytest.param(
-            asked(release=True, freeze=True), job(), "nothing else can be fixed with it", id="release and more"
+            asked(release=True, freeze=True), job(), "cannot be combined with other options", id="release and more"
         ),
         pytest.param(asked(rollout=0), job(), "cannot have 0 slots", id="no slots"),
-        pytest.param(asked(rollout=6, reward=3), job(), "rollout 6, reward 3 are more than the 8 slots", id="too many"),
+        pytest.param(
+            asked(rollout=6, reward=3), job(), "rollout 6, reward 3 need more than the 8 slots", id="too many"
+        ),
         pytest.param(asked(rollout=6, reward=3), job(), "Lower one of them", id="too many, of several"),
         pytest.param(asked(reward=9), job(), "Lower reward, or release", id="too many, of one"),
-        pytest.param(asked(freeze=True), job(policy="colocated"), "moves nothing", id="a policy that moves nothing"),
+        pytest.param(
+            asked(freeze=True), job(policy="colocated"), "never moves slots", id="a policy that moves nothing"
+        ),
     ],
 )
 def test_what_cannot_be_fixed_is_refused_in_a_sentence(request_: Any, record: JobRecord, said: str) -> None:
@@ -124,11 +128,9 @@ def test_what_cannot_be_fixed_is_refused_in_a_sentence(request_: Any, record: Jo
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
-        pytest.param(
-            asked(rollout=3), "rollout 3 is no number of whole engines, which span 4 slots each", id="rollout"
-        ),
-        pytest.param(asked(reward=3), "reward 3 is no number .* 2 slots each", id="reward"),
-        pytest.param(asked(rollout=4, train=3), "train 3, with 2 for reward, are more than the 8 slots", id="others"),
+        pytest.param(asked(rollout=3), "rollout 3 is not a whole number of engines of 4 slots each", id="rollout"),
+        pytest.param(asked(reward=3), "reward 3 is not a whole number .* 2 slots each", id="reward"),
+        pytest.param(asked(rollout=4, train=3), "train 3, with 2 for reward, need more than the 8 slots", id="others"),
     ],
 )
 def test_engines_that_span_several_slots_are_fixed_whole(request_: Any, said: str) -> None:
@@ -171,7 +173,7 @@ async def test_who_loses_a_compare_looks_again_and_an_unknown_answer_is_told() -
     ledger = Writes(TxnOutcome.STALE, TxnOutcome.WON)
     await write_pin(ledger, look, asked(freeze=True), 8, "a", 5.0)  # type: ignore[arg-type]
     assert (looked, [txn.writes[0].key for txn in ledger.made]) == (2, [KEYS.pin] * 2)
-    with pytest.raises(StoreUnavailable, match="not known whether"):
+    with pytest.raises(StoreUnavailable, match="unknown whether"):
         await write_pin(Writes(TxnOutcome.UNKNOWN), look, asked(freeze=True), 8, "a", 5.0)  # type: ignore[arg-type]
     ended = stored(JobStatus(phase=JobPhase.SUCCEEDED))
 

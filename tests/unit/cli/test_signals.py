@@ -148,7 +148,7 @@ RUNNING = {"uid": "u", "name": "sums", "state": pb.JOB_STATE_RUNNING, "lineage":
         ),
         pytest.param({**RUNNING, "state": pb.JOB_STATE_PAUSED}, ["look"], id="somebody has paused it"),
         pytest.param(
-            {**RUNNING, "reason": f"{PAUSES}; 2 slots are being given back"}, ["look"], id="and it still has slots"
+            {**RUNNING, "reason": f"{PAUSES}; it still has to release 2 slots"}, ["look"], id="and it still has slots"
         ),
         pytest.param({**RUNNING, "state": pb.JOB_STATE_SUCCEEDED}, ["look"], id="it has ended"),
     ],

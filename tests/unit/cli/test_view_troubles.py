@@ -151,7 +151,7 @@ async def test_the_keeper_says_why_when_etcd_is_started_again_and_again(tmp_path
         await keeper.look()
         clock.jump(5.0)
     assert keeper.trouble == (
-        "etcd has ended 3 times within 60 s, each time it was started; it last said: failed to write: no space left on device"
+        "etcd has ended 3 times within 60 s after being started; its last log line: failed to write: no space left on device"
     )
     clock.jump(60.0)
     await keeper.look()

@@ -310,7 +310,7 @@ async def test_nothing_of_an_epoch_is_ready_before_its_statistics_are_fixed(
     refs = [PromptRef(1, 0, 0), PromptRef(0, 1, 0)]
     await peer.until_ready([refs[1]], {})
     assert peer.ready(refs, {}) == [refs[1]]
-    with pytest.raises(RuntimeError, match="before it was known"):
+    with pytest.raises(RuntimeError, match="before it was computed"):
         stream.found(refs[0])
     await peer.until_ready(refs, {1: ONE})
 
@@ -338,7 +338,7 @@ async def test_what_is_over_or_went_elsewhere_is_not_kept(two_peers: list[OnePee
     stream.found(PromptRef(1, 0, 0))
     stream.found(PromptRef(0, 1, 0))  # mine, and nothing newer of it is due
     for gone in (PromptRef(0, 0, 0), PromptRef(0, 2, 0)):
-        with pytest.raises(RuntimeError, match="before it was known"):
+        with pytest.raises(RuntimeError, match="before it was computed"):
             stream.found(gone)
 
 
@@ -353,7 +353,7 @@ async def test_of_what_is_held_the_order_stays_though_its_epoch_is_over_or_its_s
         peer.stream.found(ref)
     peer.orders.ready([PromptRef(1, 0, 0)], {1: ONE}, [0, 1])
     for ref in held:
-        with pytest.raises(RuntimeError, match="before it was known"):
+        with pytest.raises(RuntimeError, match="before it was computed"):
             peer.stream.found(ref)
 
 

@@ -55,7 +55,9 @@ def test_a_judges_engine_is_told_what_its_job_says_of_it() -> None:
 
 def test_emulated_slots_serve_judges_that_write_and_no_classifiers() -> None:
     check_served_judges(spec(), [EMULATED])
-    with pytest.raises(SpecError, match="judge 'tutor' is a classifier, and the emulated slots of e serve judges that"):
+    with pytest.raises(
+        SpecError, match="judge 'tutor' is a classifier, and the emulated slots of e serve only generative judges"
+    ):
         check_served_judges(spec(kind="classifier"), [EMULATED])
 
 

@@ -265,7 +265,7 @@ async def test_what_is_filtered_is_counted_and_no_event() -> None:
 async def test_a_flow_that_does_not_ask_the_filters_of_the_spec_ends_with_a_sentence() -> None:
     job = Job(CheckedFilter("signal", signal, {}))
     await job.produce(group_of((1.0, 0.0)), ask=False)
-    with pytest.raises(SpecError, match=r"flow 'grpo' trains a group that flow\.filters has not seen"):
+    with pytest.raises(SpecError, match=r"flow 'grpo' trains a group without applying flow\.filters"):
         job.buffer.in_flight.raise_defect()
     without = Job()
     await without.produce(group_of((1.0, 0.0)), ask=False)

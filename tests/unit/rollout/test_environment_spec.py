@@ -92,7 +92,7 @@ def test_texts_around_a_call_that_the_model_cannot_say_are_refused_with_the_opti
     for model in (models.BPE(letters, []), models.BPE(letters, [], unk_token="?")):
         for option in ("open", "close", "before", "after", "failed"):
             told = TOOLS | {"options": {"form": "tags", option: "call("}}
-            with pytest.raises(SpecError, match=r"the model's tokenizer cannot say 'call\('") as raised:
+            with pytest.raises(SpecError, match=r"the model's tokenizer cannot encode 'call\('") as raised:
                 check_tags(environment_of(told), tokenizer(model))
             assert raised.value.where == f"environment.options.{option}"
         check_tags(environment_of(TOOLS | {"options": {"form": "tags", "after": "=", "failed": "-"}}), tokenizer(model))

@@ -111,12 +111,12 @@ async def test_ready_is_said_once_and_health_says_each_change(tmp_path: Path, ma
 async def test_a_daemon_that_stops_is_never_ready_again(tmp_path: Path, manager: socket.socket) -> None:
     told = Told(tmp_path)
     await told.notifying.say(True, "ready")
-    await told.notifying.stopping("hands over 1 jobs")
+    await told.notifying.stopping("handing over 1 jobs")
     await told.notifying.say(True, "ready")
     told.notifying.reloading()
     told.notifying.reloaded("x")
     assert told.health == [True, False, False]
-    assert heard(manager) == ["READY=1\nSTATUS=ready", "STOPPING=1\nSTATUS=hands over 1 jobs"]
+    assert heard(manager) == ["READY=1\nSTATUS=ready", "STOPPING=1\nSTATUS=handing over 1 jobs"]
 
 
 async def test_a_reload_is_told_with_its_time_and_its_end_but_not_before_ready(
@@ -128,12 +128,12 @@ async def test_a_reload_is_told_with_its_time_and_its_end_but_not_before_ready(
     await told.notifying.say(True, "ready")
     await told.clock.advance(12.5)
     told.notifying.reloading()
-    told.notifying.reloaded("has read its files anew")
+    told.notifying.reloaded("reloaded its files")
     micros = int(told.clock.monotonic() * 1e6)
     assert heard(manager) == [
         "READY=1\nSTATUS=ready",
         f"RELOADING=1\nMONOTONIC_USEC={micros}",
-        "READY=1\nSTATUS=has read its files anew",
+        "READY=1\nSTATUS=reloaded its files",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Where the paths of a spec may lead: into the roots, and never to what is the daemon's own; links are followed before anything is judged."""
+"""Where the paths of a spec may lead: into the roots, and never to the daemon's own files; links are followed before anything is judged."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ def test_every_field_that_names_a_file_is_on_the_list_of_paths() -> None:
 
 def test_where_callers_are_told_apart_and_no_roots_are_named_no_path_may_be(tmp_path: Path) -> None:
     for section in (AllowSection(), AllowSection(roots=())):
-        with pytest.raises(SpecError, match=r"names no folder in which specs may name paths") as caught:
+        with pytest.raises(SpecError, match=r"lists no folders that specs may use") as caught:
             Allowlist(section, node(tmp_path)).check(spec())
         assert "allow.roots of the nodes' configuration" in caught.value.fix
     EVERYTHING.check(spec())
     Allowlist.of(NodeConfig(node="n", home="/h", run_root="/r", etcd={"endpoints": ["a:1"]}, slots=["cpu:0"])).check(
         spec()
     )  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match="names no folder"):
+    with pytest.raises(SpecError, match="lists no folders"):
         Allowlist.of(node(tmp_path)).check(spec())
     Allowlist.of(node(tmp_path, allow={"roots": ["/models", "/data"]})).check(spec())
 
@@ -146,20 +146,20 @@ def test_a_path_that_leads_out_of_the_roots_is_refused(
     sections: dict[str, Any], where: str, strangers: bool, tmp_path: Path
 ) -> None:
     section = AllowSection(roots=("/models", "/data"))
-    with pytest.raises(SpecError, match="does not lie where jobs of this cluster may") as caught:
+    with pytest.raises(SpecError, match="is outside the folders that jobs of this cluster may") as caught:
         Allowlist(section, node(tmp_path) if strangers else None).check(spec(**sections))
     assert caught.value.where == where
 
 
 @pytest.mark.parametrize("path", ["models/m", "~/m", "~root/m", "./m", "../m", "hf:/m"])
 def test_a_path_that_is_not_whole_is_refused_for_nobody_knows_what_it_is_relative_to(path: str, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="is no whole path"):
+    with pytest.raises(SpecError, match="is not an absolute path"):
         on(node(tmp_path), "/").check(spec(model={"path": path}))
 
 
 @pytest.mark.parametrize("field", ["path", "template", "tools"])
 def test_what_looks_like_a_model_of_a_hub_is_a_path_where_no_model_is_named(field: str, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="is no whole path"):
+    with pytest.raises(SpecError, match="is not an absolute path"):
         on(node(tmp_path), "/models", "/data").check(spec(data={field: "hf://../../etc/passwd"}))
 
 
@@ -172,7 +172,7 @@ def test_a_tracker_that_is_a_server_is_no_path(tmp_path: Path) -> None:
 def test_hubs_are_allowed_or_not(tmp_path: Path) -> None:
     hub = spec(model={"path": "hf://org/model"})
     on(node(tmp_path), "/models", "/data").check(hub)
-    with pytest.raises(SpecError, match="models of hubs are not allowed"):
+    with pytest.raises(SpecError, match="does not allow hub models"):
         on(node(tmp_path), "/models", "/data", hubs=False).check(hub)
 
 
@@ -185,7 +185,7 @@ def test_a_link_that_leads_out_of_the_roots_is_followed_before_it_is_judged(tmp_
     roots.check(spec(model={"path": str(tmp_path / "way" / "m")}))
     roots.check(spec(model={"path": str(tmp_path / "in" / "m")}))
     for path in ("link/m", "link", "link/../out"):
-        with pytest.raises(SpecError, match="does not lie"):
+        with pytest.raises(SpecError, match="is outside the folders"):
             roots.check(spec(model={"path": f"{tmp_path}/in/{path}"}))
 
 
@@ -200,7 +200,7 @@ def test_a_link_within_a_folder_that_is_read_is_judged_too(deep: str, tmp_path: 
     (model / "circle").symlink_to("circle")
     roots.check(spec(model={"path": str(model)}))  # as a hub's cache has them
     (model / deep / "chat_template.jinja").symlink_to(tmp_path / "out")
-    with pytest.raises(SpecError, match=r"by its link 'chat_template.jinja', out of where") as caught:
+    with pytest.raises(SpecError, match=r"through the link 'chat_template.jinja', outside the folders") as caught:
         roots.check(spec(model={"path": str(model)}))
     assert caught.value.where == "model.path"
 
@@ -214,7 +214,7 @@ def test_a_link_to_a_folder_of_links_is_followed_to_its_end(tmp_path: Path) -> N
     other = tmp_path / "models" / "other"
     other.symlink_to(tmp_path / "own" / "admin.token")
     (model / "chat_template.jinja").symlink_to(other)
-    with pytest.raises(SpecError, match=r"by its link 'chat_template.jinja', to what is the daemon's own"):
+    with pytest.raises(SpecError, match=r"through the link 'chat_template.jinja', to the daemon's own files"):
         on(config, "/").check(spec(model={"path": str(model)}, data={"path": str(model)}))
 
 
@@ -240,7 +240,7 @@ def test_whatever_the_configuration_names_in_its_guarded_sections_is_the_daemons
     assert len(named) == 10
     assert named <= set(daemon_paths(config))
     for path in (*named, config.home, f"{config.home}/logs/calls.jsonl"):
-        with pytest.raises(SpecError, match="to what is the daemon's own") as caught:
+        with pytest.raises(SpecError, match="to the daemon's own files") as caught:
             on(config, "/").check(spec(data={"template": path}))
         assert caught.value.where == "data.template"
 
@@ -253,7 +253,7 @@ def test_a_link_to_the_admins_token_is_the_token(tmp_path: Path) -> None:
     (tmp_path / "data" / "t.jinja").symlink_to(tmp_path / "own" / "admin.token")
     (tmp_path / "data" / "way").symlink_to(tmp_path / "own")
     for path in ("t.jinja", "way/admin.token", "way/../own/admin.token"):
-        with pytest.raises(SpecError, match="to what is the daemon's own"):
+        with pytest.raises(SpecError, match="to the daemon's own files"):
             on(config, tmp_path, "/models", "/data").check(spec(data={"template": f"{tmp_path}/data/{path}"}))
 
 
@@ -263,7 +263,7 @@ def test_a_file_that_specs_may_name_as_a_secret_may_not_be_named_as_anything_els
     (tmp_path / "way").symlink_to(tmp_path / "keys")
     allowed = on(config, "/", secrets=[f"file:{tmp_path}/way/*", "env:JUDGE_KEY"])
     for folder in ("keys", "way"):
-        with pytest.raises(SpecError, match="to what is the daemon's own"):
+        with pytest.raises(SpecError, match="to the daemon's own files"):
             allowed.check(spec(data={"template": str(tmp_path / folder / "judge")}))
     allowed.check(spec(data={"template": str(tmp_path / "other" / "judge")}))
 
@@ -277,10 +277,10 @@ def test_runs_of_jobs_are_nobodys_to_name_and_what_they_hold_is_exported(tmp_pat
         f"{tmp_path}/shared",
         f"{tmp_path}/shared/memory/gcore-{os.getuid()}/x",
     ):
-        with pytest.raises(SpecError, match="where runs of jobs lie") as caught:
+        with pytest.raises(SpecError, match="into the folder of job runs") as caught:
             on(config, "/").check(spec(data={"template": path}))
         assert "gcore export" in caught.value.fix
-    with pytest.raises(SpecError, match="where runs of jobs lie") as caught:
+    with pytest.raises(SpecError, match="into the folder of job runs") as caught:
         on(config, "/").check(spec(storage={"root": str(runs)}))
     assert "run_root" in caught.value.fix
     on(config, "/").check(spec(storage={"root": str(tmp_path / "shared")}))  # beside them there is room for others
@@ -292,7 +292,7 @@ def test_a_run_in_a_folder_of_its_own_jobs_choice_is_known_by_what_lies_in_it(tm
     (run / "samples").mkdir()
     roots = on(node(tmp_path / "n"), tmp_path, "/models", "/data")
     for path in (run, run / "samples" / "1.jsonl"):
-        with pytest.raises(SpecError, match="where runs of jobs lie"):
+        with pytest.raises(SpecError, match="into the folder of job runs"):
             roots.check(spec(data={"template": str(path)}))
     roots.check(spec(data={"template": str(tmp_path / "vision" / "t.jinja")}))
     (tmp_path / "vision" / "data-0123456789ab").mkdir()

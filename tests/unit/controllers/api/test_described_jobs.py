@@ -143,4 +143,4 @@ async def test_a_job_whose_spec_or_state_this_version_does_not_know_hides_no_oth
     await job.store.transact((), (Put(job.keys.job, record.encode()), Delete(job.keys.state)))
     one = await listed()
     assert (one.uid, one.name, one.state) == ("u", "u", pb.JOB_STATE_UNSPECIFIED)
-    assert "/state: it is not there" in one.reason
+    assert "/state: the record is missing" in one.reason

@@ -128,8 +128,8 @@ def with_older_nodes(job: RecordedJob) -> None:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        pytest.param(without_name, "belongs to another job by now", id="another job has its name"),
-        pytest.param(marked, "somebody else has changed job 'sums'", id="it is being deleted"),
+        pytest.param(without_name, "now belongs to another job", id="another job has its name"),
+        pytest.param(marked, "another request changed job 'sums'", id="it is being deleted"),
         pytest.param(
             without_checkpoint_entry, "the store has lost the last checkpoint", id="the checkpoint's entry is lost"
         ),

@@ -116,11 +116,11 @@ async def test_what_nobody_knows_to_be_written_and_too_many_are_refused(memory: 
         async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
             raise StoreUnavailable("away")
 
-    with pytest.raises(StoreUnavailable, match="whether the quota was set is not known"):
+    with pytest.raises(StoreUnavailable, match="it is unknown whether the quota was set"):
         await set_quota(Away(memory), "a", 1)
     full = Quotas(slots={f"n{number}": 1 for number in range(MOST_NAMESPACES)})
     memory.transact((), (Put(keys.QUOTAS, full.encode()),))
-    with pytest.raises(BadFields, match="1000 namespaces have a quota"):
+    with pytest.raises(BadFields, match="1000 namespaces already have a quota"):
         await set_quota(MemoryStore(memory), "one-more", 1)
 
 

@@ -128,14 +128,14 @@ def test_what_is_wrong_with_a_request_names_the_field(request_: dict[str, Any], 
     ids=["prefix", "namespace", "states"],
 )
 def test_the_token_of_another_list_is_refused(other: dict[str, Any]) -> None:
-    with pytest.raises(BadFields, match="belongs to another list"):
+    with pytest.raises(BadFields, match="belongs to a list with other filters"):
         listed({"page_size": 2}, other | {"page_token": "next"})
 
 
 def test_a_token_that_another_caller_was_given_is_refused() -> None:
     token = parse_query(pb.ListJobsRequest(), None).token(7)
     assert parse_query(pb.ListJobsRequest(page_token=token), None).before == 7
-    with pytest.raises(BadFields, match="belongs to another list"):
+    with pytest.raises(BadFields, match="belongs to a list with other filters"):
         parse_query(pb.ListJobsRequest(page_token=token), frozenset({"research"}))
 
 

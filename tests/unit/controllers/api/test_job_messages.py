@@ -109,10 +109,20 @@ def share(granted: Any = None, held: Any = None) -> Shares:
 
 STANDINGS: dict[str, tuple[Claim, Shares, Any, str]] = {
     "it runs": (Claim(), share(HERE, HERE), pb.JOB_STATE_RUNNING, "training"),
-    "it waits": (Claim(least=2), share(), pb.JOB_STATE_QUEUED, "it waits for 2 slots"),
+    "it waits": (Claim(least=2), share(), pb.JOB_STATE_QUEUED, "waiting for 2 slots"),
     "it waits and is told why": (Claim(), share(), pb.JOB_STATE_QUEUED, "3 are wanted"),
-    "it gives back": (Claim(), share(None, HERE), pb.JOB_STATE_RUNNING, "go to other jobs at its next commit"),
-    "it pauses": (Claim(paused=True), share(None, HERE), pb.JOB_STATE_RUNNING, "it pauses at its next commit; 2 slots"),
+    "it gives back": (
+        Claim(),
+        share(None, HERE),
+        pb.JOB_STATE_RUNNING,
+        "gives its slots to other jobs at its next commit",
+    ),
+    "it pauses": (
+        Claim(paused=True),
+        share(None, HERE),
+        pb.JOB_STATE_RUNNING,
+        "it pauses at its next commit; it still has to release 2 slots",
+    ),
     "it is paused": (Claim(paused=True), share(), pb.JOB_STATE_PAUSED, "paused"),
     "it ends": (Claim(ends="enough"), share(HERE, HERE), pb.JOB_STATE_RUNNING, "ends at its next commit (enough)"),
 }
@@ -252,7 +262,7 @@ async def test_a_job_that_is_at_work_is_not_forgotten() -> None:
 
 def test_a_folder_that_is_not_the_runs_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
-    with pytest.raises(GcoreError, match="not touched"):
+    with pytest.raises(GcoreError, match="not deleted"):
         remove_folder(tmp_path / "home", "e")
     assert (tmp_path / "home").is_dir()
     remove_folder(tmp_path / "gone-e", "e")
@@ -316,7 +326,7 @@ async def test_a_daemon_that_hears_nothing_of_the_cluster_tells_of_jobs_all_the_
     await create(api.store, "w1", "first")
     api.cluster = None
     job = await api.ask("GetJob", pb.GetJobRequest(job="w1"))
-    assert (job.state, job.queue_position, job.reason) == (pb.JOB_STATE_QUEUED, 0, "it waits for 1 slot")
+    assert (job.state, job.queue_position, job.reason) == (pb.JOB_STATE_QUEUED, 0, "waiting for 1 slot")
 
 
 async def test_whose_a_slot_is_is_told_to_those_who_may_know_it() -> None:

@@ -133,7 +133,7 @@ async def test_nobody_submits_to_a_namespace_that_is_not_theirs_nor_ends_a_job_t
     _, store = await service_of(tmp_path)
     submissions = Submitter(store, StoreReader(store), tmp_path, tmp_path, FakeClock())
     before = (await store.list("")).kvs
-    with acting_as(OTHER), pytest.raises(Forbidden, match="namespace 'vision' is not yours"):
+    with acting_as(OTHER), pytest.raises(Forbidden, match="you have no access to namespace 'vision'"):
         await submissions.create("r2", json.dumps(SPEC), True)
     assert (await store.list("")).kvs == before
 
@@ -206,7 +206,12 @@ async def test_a_request_id_of_another_namespace_is_taken_and_its_jobs_spec_is_n
     with acting_as(OTHER), pytest.raises(Ended):
         await service.CreateJob(asks, context)
     code, said = context.refused
-    assert (code, "is taken" in said, "secret" in said, "steps" in said) == ("FAILED_PRECONDITION", True, False, False)
+    assert (code, "is already used in another namespace" in said, "secret" in said, "steps" in said) == (
+        "FAILED_PRECONDITION",
+        True,
+        False,
+        False,
+    )
     own = pb.CreateJobRequest(request_id="r-u1", spec_json=json.dumps(spec | {"namespace": "vision"}))
     with acting_as(OWN), pytest.raises(Ended):
         await service.CreateJob(own, context)

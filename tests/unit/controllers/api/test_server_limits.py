@@ -24,11 +24,11 @@ def test_nobody_has_more_than_half_of_the_places_and_a_place_that_is_left_is_fre
         with ExitStack() as of_ann:
             take(room, ANN, of_ann)
             take(room, ANN, of_ann)
-            with pytest.raises(Exhausted, match="2 streams of ann are served here already"):
+            with pytest.raises(Exhausted, match="ann already has 2 streams here"):
                 take(room, ANN, of_ann)
             take(room, BOB, held)
             take(room, BOB, held)
-            with pytest.raises(Exhausted, match="4 streams are served here already"):
+            with pytest.raises(Exhausted, match="already serves its maximum of 4 streams"):
                 take(room, Caller("eve", Role.ADMIN), held)
         take(room, ANN, held)
     assert room.taken == 0
@@ -40,7 +40,7 @@ def test_where_nobody_is_told_apart_and_for_daemons_all_places_count(one: Caller
     with ExitStack() as held:
         for _ in range(3):
             take(room, one, held)
-        with pytest.raises(Exhausted, match="3 streams are served here already"):
+        with pytest.raises(Exhausted, match="already serves its maximum of 3 streams"):
             take(room, one, held)
 
 

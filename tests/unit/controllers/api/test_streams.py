@@ -87,7 +87,9 @@ def test_a_number_that_a_step_has_told_or_gcore_has_is_known(names: list[str]) -
 def test_a_number_that_no_step_has_told_and_gcore_has_not_is_unknown() -> None:
     some = [entry(1, "train", 0, 1, reward=0.1), entry(2, "train", 0, 2, **{"own/number": 1.0})]
     for name, near in (("rewrad", "reward"), ("own/numbr", "own/number"), ("clip_fractoin", "clip_fraction")):
-        with pytest.raises(BadFields, match=f"{name!r} is no number of this job's steps so far, did you mean {near!r}"):
+        with pytest.raises(
+            BadFields, match=f"{name!r} is not a metric of this job's steps so far, did you mean {near!r}"
+        ):
             has_no_values(["reward", name], some)
 
 

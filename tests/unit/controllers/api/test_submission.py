@@ -109,7 +109,7 @@ def test_more_shards_or_wider_windows_than_the_store_has_room_for_are_refused(
 ) -> None:
     tree = {"name": "j", "model": {"path": "nowhere"}, "data": {"path": "nowhere", **data}}
     tree |= {"flow": {"steps": 1}, "rollout": {"max_new_tokens": 4}}
-    with pytest.raises(SpecError, match="where the stream stands may take about") as caught:
+    with pytest.raises(SpecError, match="the cursors may take about") as caught:
         check_submission(parse_spec(tree), tmp_path / "runs", tmp_path / "cache")
     assert caught.value.where == where
     assert list(tmp_path.iterdir()) == []
@@ -122,7 +122,7 @@ def test_a_disk_with_too_little_room_is_told_with_how_much_it_takes(
     monkeypatch.setattr("controllers.api.submission.checks.shutil.disk_usage", lambda path: free)
     spec = {"name": "j", "model": {"path": "nowhere"}, "data": {"path": "nowhere"}, "flow": {"steps": 1}}
     spec |= {"rollout": {"max_new_tokens": 4}}
-    with pytest.raises(GcoreError, match="only 63 MiB are free on the disk, and a job is not begun with less than 64"):
+    with pytest.raises(GcoreError, match="only 63 MiB are free on the disk, and a job needs at least 64 MiB to start"):
         check_submission(parse_spec(spec), tmp_path / "runs", tmp_path / "cache")
 
 
@@ -210,13 +210,13 @@ def test_a_file_that_several_held_out_sets_share_is_named_once(tmp_path: Path) -
     ("flow", "keep_every", "wrong"),
     [
         pytest.param({"steps": 100}, 100, "", id="the last"),
-        pytest.param({"steps": 100}, 150, "the job has 100 steps at most: it would keep none", id="none"),
+        pytest.param({"steps": 100}, 150, "the job has at most 100 steps, so it would keep no checkpoint", id="none"),
         pytest.param({"steps": 50 * MOST_FOR_EVER}, 50, "", id="as many as there may be"),
         pytest.param(
-            {"steps": 50 * MOST_FOR_EVER + 50}, 50, f"1001 checkpoints .* more than {MOST_FOR_EVER}", id="more"
+            {"steps": 50 * MOST_FOR_EVER + 50}, 50, f"1001 checkpoints .* the limit is {MOST_FOR_EVER}", id="more"
         ),
         pytest.param({"epochs": 2, "groups_per_step": 8}, 50, "", id="by epochs"),
-        pytest.param({"epochs": 2, "groups_per_step": 8}, 100, "the job has 50 steps at most", id="none by epochs"),
+        pytest.param({"epochs": 2, "groups_per_step": 8}, 100, "the job has at most 50 steps", id="none by epochs"),
     ],
 )
 def test_what_is_to_be_kept_for_ever_is_something_and_not_too_much(
@@ -236,7 +236,7 @@ def test_what_is_to_be_kept_for_ever_is_something_and_not_too_much(
 def test_a_submission_that_would_keep_nothing_is_refused_before_anything_is_read_or_written(tmp_path: Path) -> None:
     tree = {"name": "j", "model": {"path": "nowhere"}, "data": {"path": "nowhere"}, "flow": {"steps": 100}}
     tree |= {"rollout": {"max_new_tokens": 4}, "checkpoint": {"every": 50, "keep_every": 500}}
-    with pytest.raises(SpecError, match="it would keep none"):
+    with pytest.raises(SpecError, match="it would keep no checkpoint"):
         check_submission(parse_spec(tree), tmp_path / "runs", tmp_path / "cache")
     assert list(tmp_path.iterdir()) == []
 

@@ -214,10 +214,10 @@ async def test_one_that_expired_long_ago_goes_when_another_is_made(clock: FakeCl
 @pytest.mark.parametrize(
     ("content", "mode", "said"),
     [
-        ("junk", 0o600, "there is no token in it"),
+        ("junk", 0o600, "the file contains no token"),
         (None, 0, "cannot be read"),
         ("", 0o600, "no token"),
-        ("x", 0o644, "others may read"),
+        ("x", 0o644, "other users can read"),
     ],
 )
 def test_the_first_admins_file_is_checked_at_the_start(

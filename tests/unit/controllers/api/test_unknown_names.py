@@ -132,7 +132,7 @@ async def test_numbers_of_a_name_that_no_step_has_told_are_refused_once_there_is
     await store.transact((), (Put(JobKeys("e").log(1), step(1, reward=0.5).encode()),))
     (code, said), answers = await asked(metrics, request)
     assert (code, answers) == ("INVALID_ARGUMENT", [])
-    assert "names: 'rewrad' is no number of this job's steps so far, did you mean 'reward'?" in said
+    assert "names: 'rewrad' is not a metric of this job's steps so far, did you mean 'reward'?" in said
     ended, answers = await asked(metrics, pb.StreamMetricsRequest(job="e", names=["reward", "kl"]))
     assert (ended, [dict(one.values) for one in answers]) == (("OK", ""), [{"reward": 0.5}])
 

@@ -189,7 +189,7 @@ async def test_what_cannot_be_read_is_as_if_it_said_nothing(
         await rested()
         assert shares(memory) == {"one": 2}
         assert mirror.claims == {"one": Claim()}
-    assert "passed over" in caplog.text
+    assert "ignoring an unreadable record" in caplog.text
 
 
 async def test_a_job_that_ended_is_forgotten(memory: MemoryCluster) -> None:
@@ -230,5 +230,5 @@ async def test_a_change_of_which_nobody_knows_whether_it_was_written_says_so(mem
         async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
             raise StoreUnavailable("away")
 
-    with pytest.raises(StoreUnavailable, match="whether the job's claim was changed is not known"):
+    with pytest.raises(StoreUnavailable, match="it is unknown whether the job's claim was changed"):
         await change_claim(Away(memory), "one", lambda claim: claim.model_copy(update={"paused": True}))

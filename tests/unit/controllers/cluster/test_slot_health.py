@@ -30,7 +30,7 @@ def test_a_gpu_that_the_driver_does_not_list_is_missing() -> None:
     driver = DriverReport().answered(TWO)
     assert missing_devices(("cuda:0", "cuda:1", "cpu:0"), driver, None) == {}
     assert missing_devices(("cuda:1", "cuda:7"), driver, None) == {
-        "cuda:7": "the driver does not list it (nvidia-smi -L)"
+        "cuda:7": "the driver does not list this GPU (nvidia-smi -L)"
     }
 
 
@@ -40,7 +40,7 @@ def test_a_driver_is_silent_for_a_while_before_its_gpus_count_as_gone() -> None:
         driver = driver.failed("it hangs")
         assert missing_devices(("cuda:0",), driver, None) == {}
     gone = driver.failed("it hangs")
-    assert missing_devices(("cuda:0",), gone, None) == {"cuda:0": "the driver does not answer any more: it hangs"}
+    assert missing_devices(("cuda:0",), gone, None) == {"cuda:0": "the driver no longer responds: it hangs"}
     assert missing_devices(("cuda:0",), gone.answered(TWO), None) == {}
 
 

@@ -94,7 +94,7 @@ def test_of_a_node_that_does_not_read_what_is_written_people_are_told(tmp_path: 
     assert session.look().outdated_nodes == {"b": OLDER}
     view = replace(running_job(), outdated_nodes={"b": OLDER})
     (wait,) = [one for one in current_waits(view) if one.cause == "node"]
-    assert wait.what.startswith(f"b is of an older version: it reads records of schema version {OLDER} at most")
+    assert wait.what.startswith(f"b runs an older version of gcore: it reads schema version {OLDER} at most")
     held, late = Timers({}).note([wait.stall], 0.0), PATIENCE_S["node"]
     told = [
         wait_sentence(one)

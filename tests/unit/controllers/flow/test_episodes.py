@@ -161,7 +161,7 @@ async def test_the_same_seeds_make_the_same_responses_and_greedy_ones_have_none(
 async def test_an_engine_that_fails_is_the_callers_to_ask_again() -> None:
     with pytest.raises(EngineError, match="broke"):
         await episodes(Engines(breaks=2)).side_by_side(conversation(), (5, 6), "r")
-    with pytest.raises(EngineError, match="gave up"):
+    with pytest.raises(EngineError, match="aborted"):
         await episodes(Engines(reason="abort")).side_by_side(conversation(), (5, 6), "r")
 
 

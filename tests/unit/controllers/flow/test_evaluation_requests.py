@@ -109,7 +109,7 @@ async def test_an_answer_that_never_came_is_told_as_such() -> None:
             raise StoreUnavailable("no answer")
 
     silent = TransactionExecutor(Silent(job.store.cluster), job.keys)  # type: ignore[attr-defined]
-    with pytest.raises(StoreUnavailable, match="not known whether it was asked"):
+    with pytest.raises(StoreUnavailable, match="unknown whether the evaluation was requested"):
         await request_evaluation(silent, job.look, "", 1.0)
 
 

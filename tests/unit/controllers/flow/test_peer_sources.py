@@ -322,7 +322,9 @@ async def test_a_prompt_whose_groups_were_too_old_too_often_fails_instead_of_bei
     assert again in issued
     ended = job.buffer.outcomes[late]
     assert (ended.kind, ended.source) == ("failed", "sums")
-    assert ended.reason == "stale: issued 4 times, the last group was too old before a step could take it"
+    assert (
+        ended.reason == "stale: sampled 4 times; the last group exceeded the staleness limit before a step could use it"
+    )
 
 
 async def produced(
@@ -355,7 +357,7 @@ async def test_a_prompt_whose_engine_cannot_be_reached_waits_longer_each_time(tm
     await produced(job, prompt)
     ended = job.buffer.outcomes[prompt.ref]
     assert (ended.kind, ended.source) == ("failed", "sums")
-    assert ended.reason == "issued 4 times, the last: gone"
+    assert ended.reason == "sampled 4 times; the last error: gone"
 
 
 async def test_an_engine_that_refused_is_asked_again_at_once(tmp_path: Path) -> None:
@@ -384,7 +386,7 @@ async def test_a_prompt_whose_production_raises_a_cancellation_that_nobody_asked
     await produced(job, prompt, cancelled())
     ended = job.buffer.outcomes[prompt.ref]
     assert (ended.kind, ended.source) == ("failed", "sums")
-    assert ended.reason == "issued 4 times, the last: a task that it waited for was cancelled"
+    assert ended.reason == "sampled 4 times; the last error: an inner task was cancelled"
 
 
 async def test_what_is_judged_early_goes_on_until_the_production_ends_whichever_of_its_tasks_asked(

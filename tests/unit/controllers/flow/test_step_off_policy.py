@@ -127,7 +127,7 @@ def test_what_the_seal_waits_for_is_given_up_after_a_while() -> None:
         in_flight=(InFlightRef(ref=REF, version=OLD), InFlightRef(ref=refs[6], version=NEW)),
     )
     (intent,) = given_up(view_of(offer=named, in_flight={REF: OLD, refs[6]: NEW}))
-    assert intent.action == GiveUpPrompt(REF, "it was waited for 30 s", stale=True)
+    assert intent.action == GiveUpPrompt(REF, "the next step waited 30 s for it", stale=True)
     assert intent.after == 30.0
 
 
@@ -153,7 +153,7 @@ def test_what_no_engine_here_will_answer_is_left_to_the_peer_that_has_its_shard(
         assign=Versioned(Assignment(members=(ME, other), owners=owners), 1),
     )
     intents = given_up(replace(view, mirror=mirror))
-    expected = GiveUpPrompt(REF, "no engine is left here, and its shard is another peer's", stale=False)
+    expected = GiveUpPrompt(REF, "this node has no engine any more, and the shard belongs to another peer", stale=False)
     assert [(intent.action, intent.after) for intent in intents] == ([] if case else [(expected, STRANDED_PATIENCE_S)])
 
 
@@ -177,10 +177,10 @@ def test_what_goes_on_and_what_is_waited_for_is_told_in_words() -> None:
     named = Offer(incarnation=ME, groups=tuple(map(group, refs[1:5])), in_flight=(InFlightRef(ref=REF, version=OLD),))
     told = {wait.cause: wait.what for wait in current_waits(view_of(offer=named, in_flight={REF: OLD}))}
     assert told["groups"].endswith(
-        "(the oldest: 0/0/0); it was begun with the weights of step 1, and would be too old later"
+        "(oldest: 0/0/0); it was started with the weights of step 1 and would exceed the staleness limit in a later step"
     )
     assert told["in_flight"] == (
-        "1 prompt of earlier steps still in flight on node-0; the oldest, 0/0/0, was begun with the weights of step 1"
+        "1 prompt of earlier steps still in flight on node-0; the oldest, 0/0/0, was started with the weights of step 1"
     )
 
 
@@ -290,7 +290,7 @@ async def test_a_prompt_that_is_given_up_too_often_has_failed_as_stale() -> None
         assert peer.buffer.knows(REF) == (tries == 2)
     ended = peer.buffer.outcomes[REF]
     assert ended.kind == "failed"
-    assert ended.reason == "stale: issued 2 times, the last one took more than rollout.staleness allows"
+    assert ended.reason == "stale: sampled 2 times; the last attempt exceeded rollout.staleness"
 
 
 async def test_a_prompt_whose_lineage_was_cut_off_was_not_issued_in_vain() -> None:

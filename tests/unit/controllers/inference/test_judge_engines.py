@@ -279,7 +279,7 @@ def test_what_a_judge_cannot_be_asked_names_its_own_fields(spec: JobSpec) -> Non
     with pytest.raises(SpecError) as caught:
         checked(mute).check_question(PROMPT, "data")
     assert caught.value.where == "judges.0 ('tutor'), source 'data'"
-    assert caught.value.what == "it cannot be asked about the longest prompt: the model's tokenizer cannot say 'Y'"
+    assert caught.value.what == "the judge cannot score the longest prompt: the model's tokenizer cannot say 'Y'"
     assert "judges.0.template" in str(caught.value.fix)
     with pytest.raises(SpecError, match=r"Lower judges\.0\.max_new_tokens or data\.max_prompt_tokens"):
         checked(lambda text: [0] * 7).check_question(PROMPT, "data")

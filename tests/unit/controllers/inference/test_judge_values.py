@@ -330,13 +330,15 @@ def test_a_model_without_a_head_of_one_number_is_refused_at_submission(folder: P
 
 def test_a_judge_without_room_for_a_response_is_refused_at_submission(folder: Path) -> None:
     checked = check_judges(spec_of(folder, template="12345678{{ response }}"))["taste"]
-    with pytest.raises(SpecError, match="has 8 tokens, and no room for a response is left in the judge's context of 8"):
+    with pytest.raises(
+        SpecError, match="has 8 tokens, which leaves no room for a response in the judge's context of 8"
+    ):
         checked.check_question(PROMPT, "source")
 
 
 def test_a_context_that_the_judges_model_has_not_is_refused_at_submission(folder: Path) -> None:
     model = {"path": str(folder), "max_length": 1_000_000}
-    with pytest.raises(SpecError, match="max_length is 1000000, and the judge's own context is 8") as raised:
+    with pytest.raises(SpecError, match="max_length is 1000000, which exceeds the judge's context of 8") as raised:
         check_judges(spec_of(folder, model=model))["taste"].check_question(PROMPT, "source")
     assert raised.value.where == "judges.0.model.max_length"
     sglang = check_judges(spec_of(folder, model=model, serving={"engine": "sglang"}))["taste"]

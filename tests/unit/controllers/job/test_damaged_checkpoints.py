@@ -188,8 +188,8 @@ async def test_any_harm_to_any_file_is_found_and_the_one_before_is_used(tmp_path
     kind, message = told(ledger)
     assert kind == "warning"
     assert "checkpoint checkpoints/0-6 is skipped" in message
-    assert "the one before it is used, of step 4" in message
-    assert name in message or (name == MANIFEST_FILE and "not the one that was registered" in message)
+    assert "using the earlier checkpoint of step 4" in message
+    assert name in message or (name == MANIFEST_FILE and "differs from the registered checkpoint" in message)
     entry = LogEntry.decode(ledger.written(TxnKind.ROLLBACK, KEYS.log(8)))
     assert "checkpoints/0-6 is skipped" in entry.reason
 
@@ -203,7 +203,7 @@ async def test_all_that_are_damaged_are_named_and_the_first_model_is_left(tmp_pa
     _, message = told(ledger)
     assert "checkpoints/0-6 is skipped" in message
     assert "checkpoints/0-4 is skipped" in message
-    assert message.endswith("the first model is used")
+    assert message.endswith("using the initial model")
 
 
 async def test_another_whole_checkpoint_in_its_place_is_not_the_one_that_was_registered(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ async def test_another_whole_checkpoint_in_its_place_is_not_the_one_that_was_reg
         file.rename(tmp_path / newer.file / file.relative_to(tmp_path / "elsewhere" / imposter.file))
     head, ledger = await roll_back(tmp_path, view(older, newer))
     assert head.step == 4
-    assert "not the one that was registered" in told(ledger)[1]
+    assert "differs from the registered checkpoint" in told(ledger)[1]
 
 
 async def test_a_folder_that_this_node_does_not_see_any_more_is_no_damage(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ async def test_nothing_is_accounted_for_before_the_rollback(tmp_path: Path) -> N
     view = seen_by(job)
     done = await apply_action(ended, view, effects)
     assert done.outcome is TxnOutcome.STALE
-    assert "entries up to 4, head is entry 3: a rollback comes first" in done.sentence
+    assert "entries up to 4, but head is entry 3; waiting for a rollback" in done.sentence
     await asyncio.to_thread(job.roll_back, highest_in_folder(tmp_path))
     assert (await apply_action(ended, seen_by(job), effects)).outcome is TxnOutcome.WON
     assert job.head.seq == 6

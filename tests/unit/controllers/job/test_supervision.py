@@ -304,7 +304,7 @@ async def test_shares_that_cannot_be_read_are_not_taken_for_nobodys(caplog: pyte
     await mirror.watch_shares()
     assert mirror.shares is None
     assert not mirror.is_complete
-    assert "passed over" in caplog.text
+    assert "ignoring an unreadable record" in caplog.text
     mirror._store = Batches(WatchBatch((read,), 1, True), WatchBatch((unread,), 2, False))
     await mirror.watch_shares()
     assert mirror.shares == Versioned(shares, 1)

@@ -127,13 +127,13 @@ def test_a_pending_job_waits_for_nodes_that_are_still_to_come_and_says_how_many_
         pending, spec=SPEC.model_copy(update={"train": SPEC.train.model_copy(update={"ranks": len(pending.nodes) + 1})})
     )
     assert actions(wanting) == []
-    assert "it goes on when 1 more is there" in waits(wanting)["start"]
+    assert "the job continues when 1 more is available" in waits(wanting)["start"]
     assert ", ".join(sorted(pending.nodes)) in waits(wanting)["start"]
     first = next(iter(pending.nodes.values()))
     more = first.model_copy(update={"name": "node-9", "incarnation": "node-9.a"})
     came = replace(wanting, nodes={**wanting.nodes, "node-9": more})
     assert actions(came) == [StartJob()]
-    assert waits(came)["start"] == "the job is about to be started"
+    assert waits(came)["start"] == "the job is starting"
 
 
 def test_a_lost_world_that_has_no_room_says_so() -> None:
@@ -339,7 +339,7 @@ def test_ranks_that_are_further_than_a_store_that_was_put_back_mean_rollback() -
         (action,) = actions(with_rank_at(Token(0, step, 1)))
         assert isinstance(action, Rollback)
         assert f"step {step}" in action.reason
-        assert "put back to step 0" in action.reason
+        assert "restored from a backup of step 0" in action.reason
         assert action.slots_as_seen, "who has not heard of the seal yet must not think so"
     assert actions(with_rank_at(Token(1, 9, 1))) == []  # of another world than head's
     ready, seal = with_sealed_step(view, ready=True)
@@ -386,7 +386,7 @@ def test_a_rank_that_trained_another_batch_under_the_same_token_means_rollback()
     assert CommitStep in map(type, actions(trained(b""))), "one that does not say"
     (action,) = actions(trained(content_sha256(seal.model_copy(update={"groups": ()}))))
     assert isinstance(action, Rollback)
-    assert "another batch" in action.reason
+    assert "differs from its seal" in action.reason
     assert action.slots_as_seen
 
 
@@ -433,7 +433,7 @@ def test_a_complete_job_succeeds() -> None:
     assert isinstance(action, SetPhase)
     assert action.phase is JobPhase.SUCCEEDED
     assert action.at_head
-    assert action.reason == "all 3 steps are trained"
+    assert action.reason == "all 3 steps were trained"
 
 
 def test_a_job_that_succeeded_says_how_many_prompts_failed() -> None:
@@ -445,7 +445,7 @@ def test_a_job_that_succeeded_says_how_many_prompts_failed() -> None:
     entries = (Checkpoint(lineage=0, step=0, seq=0, file=""), Checkpoint(lineage=0, step=3, seq=3, file="c"))
     (action,) = actions(with_mirror(view, head=stored(head), checkpoints=stored(Checkpoints(entries=entries))))
     assert isinstance(action, SetPhase)
-    assert action.reason == "all 3 steps are trained; 66 prompts failed, the job's events say why"
+    assert action.reason == "all 3 steps were trained; 66 prompts failed (see the job's events for the reasons)"
 
 
 def test_a_saved_checkpoint_is_registered_but_not_one_older_than_what_is_registered() -> None:
@@ -478,12 +478,12 @@ def test_a_checkpoint_that_the_disk_did_not_take_is_told_once_with_its_reason() 
     (sentence,) = told(view)
     assert sentence == (
         "the checkpoint of step 2 could not be written (no room to write it (No space left on device)); "
-        "the next one is tried when it is due"
+        "the next due checkpoint is the next attempt"
     )
     known = stored(Trouble(topic="checkpoint", node="node-1", sentence=sentence))
     assert told(with_mirror(view, troubles={"checkpoint": known})) == []
     (other,) = told(with_mirror(writing(4, "Input/output error", over=False), troubles={"checkpoint": known}))
-    assert other.endswith("(Input/output error); it is tried again until the disk takes it")
+    assert other.endswith("(Input/output error); the write is retried until it succeeds")
     assert any(isinstance(action, PostWarning) for action in actions(view)), "it is one of the rules"
 
 
@@ -503,7 +503,7 @@ def test_what_waits_for_the_disk_says_how_far_it_is() -> None:
     ranks = {0: RankView(0, phase="checkpoint", writing=shown), 1: RankView(1, applied=seal.token)}
     (what,) = [wait.what for wait in current_waits(replace(view, ranks=ranks)) if wait.cause == "train"]
     assert what == (
-        "train rank 0 trains step 1 (checkpoint); before its own, the checkpoint of step 2 is being written (30 of 120 MB)"
+        "train rank 0 trains step 1 (checkpoint); waiting for the previous checkpoint: the checkpoint of step 2 is being written (30 of 120 MB)"
     )
     over = running(ranks={0: RankView(0, writing=shown)})
     head = over.mirror.head.record.model_copy(update={"step": 3})
@@ -516,9 +516,7 @@ def test_what_waits_for_the_disk_says_how_far_it_is() -> None:
         for wait in current_waits(with_mirror(replace(over, ranks=ranks), head=stored(head)))
         if wait.cause == "finish"
     ]
-    assert wait.what.endswith(
-        "the checkpoint of step 2 is tried again until the disk takes it (No space left on device)"
-    )
+    assert wait.what.endswith("the checkpoint of step 2 cannot be written and is retried (No space left on device)")
 
 
 def test_the_entry_of_a_checkpoint_that_is_being_written_stays_in_the_store() -> None:
@@ -610,13 +608,11 @@ def test_an_evaluation_that_is_due_is_waited_for_in_words() -> None:
     def waits(**changes: Any) -> list[str]:
         return [wait.what for wait in current_waits(with_mirror(view, **changes)) if wait.cause == "evaluation"]
 
-    assert waits() == ["the evaluation of the first weights has none of its parts"]
+    assert waits() == ["the evaluation of the initial weights has no part yet"]
     part = EvalPart(
         version=Version(0, 0), number=2, parts=5, source="data", first=0, samples=1, correct=(1,), reward=1.0
     )
-    assert waits(eval_parts={"0.0/000002": stored(part)}) == [
-        "the evaluation of the first weights has 1 of its 5 parts"
-    ]
+    assert waits(eval_parts={"0.0/000002": stored(part)}) == ["the evaluation of the initial weights has 1 of 5 parts"]
     made = Evaluation(version=Version(0, 0), accuracy=1.0, count=1)
     assert waits(evaluations={"0.0": stored(made)}) == []
 
@@ -729,7 +725,7 @@ def test_a_job_by_epochs_is_done_when_each_prompt_has_its_outcome_and_the_last_s
     assert isinstance(done, SetPhase)
     assert (done.phase, done.reason) == (
         JobPhase.SUCCEEDED,
-        "every prompt of the data epoch has its outcome, after 7 steps",
+        "every prompt of the data epoch was processed, in 7 steps",
     )
 
 
@@ -792,9 +788,9 @@ def waits(view: JobView) -> dict[str, str]:
 
 def test_what_a_job_waits_for_is_a_sentence_without_numbers_of_the_machinery() -> None:
     pending = with_mirror(running(), status=stored(JobStatus(phase=JobPhase.PENDING)), head=None)
-    assert waits(pending) == {"start": "the job is about to be started"}
+    assert waits(pending) == {"start": "the job is starting"}
     sealed_view, seal = with_sealed_step(running())
-    assert waits(sealed_view) == {"exchange": "the responses of step 1 are on their way to train ranks 0 and 1"}
+    assert waits(sealed_view) == {"exchange": "the responses of step 1 are being sent to train ranks 0 and 1"}
     one_left, _ = with_sealed_step(running())
     assert waits(with_fed_ranks(one_left, seal, ranks=(0,)))["exchange"].endswith("to train rank 1")
     ready, _ = with_sealed_step(running(), ready=True)
@@ -808,9 +804,9 @@ def test_a_job_says_which_ranks_and_engines_it_waits_for() -> None:
     said = [wait.what for wait in current_waits(replace(view, workers=starting))]
     assert "train rank 0 on node-0 is starting" in said
     assert "train rank 1 on node-1 has no process yet" in said
-    assert "the engines of node-0 are to load the first weights (none is ready)" in said
+    assert "no engine of node-0 has loaded the initial weights yet (none is ready)" in said
     unknown = replace(view, engines={"e": EngineView("e", "h:1", None)})
-    assert waits(unknown)["engines"] == "the engines of node-0 are to load the first weights (none is ready)"
+    assert waits(unknown)["engines"] == "no engine of node-0 has loaded the initial weights yet (none is ready)"
 
 
 def test_a_node_that_cannot_work_on_a_job_says_why() -> None:
@@ -838,7 +834,7 @@ def test_ranks_and_weights_are_named_as_people_count_them() -> None:
         "train ranks 0, 1 and 2",
         "8 train ranks",
     ]
-    assert weights_text(Version(0, 0)) == "the first weights"
+    assert weights_text(Version(0, 0)) == "the initial weights"
     assert weights_text(Version(0, 7)) == "the weights of step 7"
     assert weights_text(Version(2, 7)) == "the weights of step 7 in lineage 2"
 
@@ -849,7 +845,10 @@ def test_whoever_has_not_come_to_what_the_others_wait_in_is_named() -> None:
     mine = Part(incarnation=ME, at=at, given={"tried": 3})
     waiting = replace(view, mirror=replace(view.mirror, parts={ME: Versioned(mine, 9)}))
     (wait,) = [w for w in current_waits(waiting) if w.cause == "peers"]
-    assert wait.what == f"step {at.step + 1}: node-1 has not yet given 'tried' (the flow there has not come to it)"
+    assert (
+        wait.what
+        == f"step {at.step + 1}: node-1 has not contributed to collective 'tried' yet (the flow there has not reached it)"
+    )
     past = Part(incarnation=PEER, at=Version(at.lineage, at.step + 1))
     gone_on = replace(view, mirror=replace(view.mirror, parts={ME: Versioned(mine, 9), PEER: Versioned(past, 10)}))
     assert not [w for w in current_waits(gone_on) if w.cause == "peers"]

@@ -268,11 +268,11 @@ def test_who_is_to_sleep_is_not_waited_for_and_who_does_not_get_to_is_told() -> 
     asleep = placed(place("cpu:1", asleep=True), policy_cpu1=EngineView("policy_cpu1", "h:1", None, asleep=True))
     assert not [wait for wait in current_waits(asleep) if wait.cause in ("engines", "engine")]
     stuck = placed(place("cpu:1", asleep=True), policy_cpu1=EngineView("policy_cpu1", "h:1", head, trouble="no room"))
-    assert "engine policy_cpu1 is to sleep: no room" in [wait.what for wait in current_waits(stuck)]
+    assert "engine policy_cpu1 cannot sleep: no room" in [wait.what for wait in current_waits(stuck)]
     late = placed(place("cpu:1"), policy_cpu1=EngineView("policy_cpu1", "h:1", None, asleep=True, trouble="no room"))
     told = [wait.what for wait in current_waits(late)]
-    assert "engine policy_cpu1 is to wake: no room" in told
-    assert any("are to load" in what for what in told)
+    assert "engine policy_cpu1 cannot wake: no room" in told
+    assert any("no engine of" in what for what in told)
 
 
 async def test_one_engine_that_slept_long_for_once_does_not_make_every_change_dear(tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_a_job_that_keeps_its_memory_knows_no_turns() -> None:
 def test_what_is_waited_for_is_said() -> None:
     cluster = Cluster(ready=True)
     (wait,) = (one for one in current_waits(cluster.view()) if one.cause == "train")
-    assert "on node-0, node-1 engines give memory back, and ranks take it" in wait.what
+    assert "on node-0, node-1 engines are releasing memory for the ranks" in wait.what
     cluster.released = {0: frozenset(), 1: PARTS}
     assert blocking_nodes(cluster.view()) == ("node-1",)
 

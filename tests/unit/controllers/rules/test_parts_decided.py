@@ -158,7 +158,7 @@ def test_a_rank_that_has_begun_what_the_store_does_not_name_means_rollback_if_th
         with_mirror(begun, seals={1: stored(chain.reseal_slot(parted(streaming(0), 0, ready=False)[1], ME))}),
     ):
         (action,) = [a for a in actions(seen) if isinstance(a, Rollback)]
-        assert "has begun other parts of step 1" in action.reason
+        assert "has started parts of step 1 that are not in its seal" in action.reason
         assert action.slots_as_seen
         assert not {AccumulateParts, TrainBatch} & kinds(seen)
     assert Rollback not in kinds(begun)

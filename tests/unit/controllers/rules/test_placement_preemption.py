@@ -205,7 +205,7 @@ def test_a_job_that_waits_for_its_first_slots_says_so_and_is_not_started() -> No
 def test_a_paused_job_says_how_it_goes_on() -> None:
     view = replace(suspended(job(NONE, step=1, saved=1)), claim=Claim(paused=True))
     assert [wait.what for wait in current_waits(view)] == [
-        "the job stands still: it is paused; `gcore resume` lets it go on"
+        "the job is suspended: the job is paused; `gcore resume` continues it"
     ]
     (action,) = intents(replace(job(NONE, step=1, saved=1), claim=Claim(paused=True)), Rollback)
     assert action.reason == f"{LEFT}: the job is paused"

@@ -187,7 +187,7 @@ def test_a_step_is_committed_when_its_receipts_lie_on_enough_nodes() -> None:
     one = apart(view, {ME: {"receipts": token}, PEER: {"receipts": "0.0.1"}})
     assert [type(intent.action) for intent in train_step(one)] == []
     assert [type(intent.action) for intent in train_step(of(one, PEER))] == [GatherReceipts]
-    assert any("receipts of step 1 are to lie on 2 nodes" in wait.what for wait in current_waits(one))
+    assert any("step 1 commits when 2 nodes have its receipts" in wait.what for wait in current_waits(one))
     both = apart(view, {ME: {"receipts": token}, PEER: {"receipts": token}})
     assert [type(intent.action) for intent in train_step(both)] == [CommitStep]
 
@@ -277,10 +277,10 @@ def test_a_world_whose_start_no_node_has_any_more_is_lost_and_a_node_that_has_it
     view = going_on({ME: {}, PEER: {}})
     lost = world_loss(view)
     assert lost is not None
-    assert "no node that is there has checkpoints/0-2" in lost.why
+    assert "no registered node has checkpoints/0-2" in lost.why
     (intent,) = (one for one in recover_world(view) if isinstance(one.action, Rollback))
     assert intent.after >= spreading.HOLDERS_GRACE_S
-    assert any("one that has it is waited for" in wait.what for wait in current_waits(view))
+    assert any("waiting for a node that has it" in wait.what for wait in current_waits(view))
 
 
 def test_each_deletes_its_own_copies_of_what_no_record_names() -> None:

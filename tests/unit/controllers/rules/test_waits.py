@@ -276,7 +276,7 @@ async def test_a_folder_that_takes_no_old_records_is_told_once_until_it_takes_th
     for _ in range(3):
         assert (await job_effects.prune_log(prune, running_job(), effects)).outcome is TxnOutcome.UNKNOWN
     assert [one.sentence for one in book._waiting] == [
-        "the run's folder takes no old records (No space left on device); they stay in the store, which grows"
+        "old records cannot be written to the run's folder (No space left on device); they stay in the store, so the store grows"
     ]
     full[0] = False
     monkeypatch.setattr(job_effects.transactions, "prune", lambda *_: None)

@@ -99,7 +99,7 @@ def test_a_judges_engine_is_a_worker_of_its_own_beside_the_policys() -> None:
     assert kinds(lacking, pending) == []
     there = {"j": worker("j", "reward", judge="sums"), "other": worker("other", "reward", judge="gone")}
     (stop,) = schedule_workers(replace(lacking, workers=RUNNING | there), Launches(), 0.0)
-    assert stop == StopWorker("other", "the plan has no place for it")
+    assert stop == StopWorker("other", "the placement plan no longer includes it")
     hung = {"j": EngineView("j", "h:1", None, silent=True, hung=True, why="answers nothing")}
     (stop,) = schedule_workers(replace(lacking, workers=RUNNING | {"j": there["j"]}, judges=hung), Launches(), 0.0)
     assert stop == StopWorker("j", "it answers nothing", at_once=True)
@@ -112,7 +112,7 @@ def test_what_a_node_that_came_back_with_fewer_slots_has_no_more_is_not_started_
     assert kinds(seen) == []
     lost = world_loss(seen)
     assert lost is not None
-    assert lost.why == "node-0 has no slot cpu:0 any more, which was to run rank 0"
+    assert lost.why == "node-0 lost slot cpu:0, which should run rank 0"
     assert kinds(replace(seen, workers={"e": RUNNING["e"]})) == [StopWorker]
     whole = fewer.model_copy(update={"slots": ("cpu:0", "cpu:1")})
     again = replace(seen, nodes={"node-0": whole, "node-1": whole.model_copy(update={"name": "node-1"})})

@@ -102,7 +102,7 @@ def test_a_job_is_refused_where_a_nodes_slots_cannot_be_divided() -> None:
     check_spans(job, [even])
     check_spans(spec(), [odd])
     with pytest.raises(
-        SpecError, match=r"rollout\.slots_per_engine: .* 2 slots lies on one node, and node b has 1 slot"
+        SpecError, match=r"rollout\.slots_per_engine: 2 slots per engine do not divide the 1 slot of node b"
     ):
         check_spans(job, [even, odd])
     with pytest.raises(SpecError, match=r"judges\.0\.serving\.slots_per_engine"):
@@ -116,15 +116,15 @@ def test_a_job_that_waits_for_whole_engines_slots_says_that_it_counts_those() ->
     view = running_job()
     nodes = {name: node(name, "cuda:0") for name in ("a", "b")}
     said = lacking_slots(replace(view, spec=spec(WIDE), nodes=nodes, mirror=replace(view.mirror, plan=None)))
-    assert "there are 0 in whole engines of 2 slots (of a, b)" in said
+    assert "only 0 in whole engines of 2 slots are available (on a, b)" in said
 
 
 def test_heads_that_cannot_be_divided_are_refused_as_far_as_they_are_known() -> None:
     job = spec(WIDE, judge(**WIDE))
     check_heads(job, ModelConfigs(policy={"num_attention_heads": 4}, judges={"tutor": {}}))
-    with pytest.raises(SpecError, match=r"judges\.0\.serving\.slots_per_engine: .* this one has 7"):
+    with pytest.raises(SpecError, match=r"judges\.0\.serving\.slots_per_engine: .* the model's 7 attention heads"):
         check_heads(job, ModelConfigs(policy={}, judges={"tutor": {"num_attention_heads": 7}}))
-    with pytest.raises(SpecError, match=r"rollout\.slots_per_engine: .* this one has 5"):
+    with pytest.raises(SpecError, match=r"rollout\.slots_per_engine: .* 5 attention heads"):
         check_heads(job, ModelConfigs(policy={"num_attention_heads": 5}))
 
 

@@ -270,7 +270,7 @@ class TestANodeThatComes:
             assert bool(intents(seen, Rollback)) == grows
         held = RankView(0, holding=seal.token, held={"d": frozenset({0})})
         waiting = replace(with_mirror(self.SEEN, seals={3: stored(seal)}), ranks={0: held, 1: replace(held, rank=1)})
-        assert any("a larger train world is to be formed" in wait.what for wait in current_waits(waiting))
+        assert any("a larger train world will be formed" in wait.what for wait in current_waits(waiting))
 
     def test_a_batch_waits_a_little_for_a_larger_world_and_not_where_none_can_be_formed_now(self) -> None:
         assert growth_delay_s(self.SEEN) == HOLD_S

@@ -45,7 +45,7 @@ BAD = [
 
 @pytest.mark.parametrize("path", BAD)
 async def test_a_path_that_is_not_served_is_refused_in_both_calls(tmp_path: Path, path: str) -> None:
-    with pytest.raises(UsageError, match="is served"):
+    with pytest.raises(UsageError, match="is not served"):
         parse_path(path)
     async with serving(tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
         stub: Any = files_pb2_grpc.FilesStub(channel)  # type: ignore[no-untyped-call]

@@ -79,9 +79,9 @@ def test_groups_of_ended_jobs_go_and_others_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        pytest.param("0::/user.slice/session-1.scope\n", "not one that was delegated", id="a login"),
-        pytest.param("0::/\n", "not one that was delegated", id="a container"),
-        pytest.param("0::/daemon\n", "not one that was delegated", id="at the root"),
+        pytest.param("0::/user.slice/session-1.scope\n", "is not delegated to it", id="a login"),
+        pytest.param("0::/\n", "is not delegated to it", id="a container"),
+        pytest.param("0::/daemon\n", "is not delegated to it", id="at the root"),
         pytest.param("4:memory:/a\n1:cpu:/\n", "no control groups of version 2", id="version 1 alone"),
         pytest.param("", "no control groups of version 2", id="none"),
     ],
