@@ -1,7 +1,7 @@
-"""Every deletion and every edit of a single field of what the audit reads is found, but for those that docs/develop/audit.md lists.
+"""The audit finds every deletion of a record and every edit of a single field, except those that docs/develop/audit.md lists.
 
-Edits are made of the records as they are stored, field by field, and of the fields that a record does not have, with the values of
-the golden records. A path names the kind of record and the fields, without positions in lists: an edit of any element counts.
+The test edits stored records field by field. It also adds fields that a record lacks, with the values of the golden records. A path
+names the kind of record and the fields, without list positions: an edit of any element counts.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ HAS_VALUE: dict[str, str] = {
     "seal": "gcore.ledger.records.chain.Seal",
     "offer": "gcore.ledger.records.chain.Offer",
 }
-"""By the beginning of a key: which golden record has a value for each of its fields."""
+"""By key prefix: the golden record that has a value for each field."""
 
 FREE = ("spec", "stats", "sources", "parts")
-"""Fields that hold what anybody calls as they like; the golden record's names in them are not these."""
+"""Fields whose keys are free names, which differ from the names in the golden records."""
 
 Edit = tuple[str, Any]
-"""The path, and the whole record after the edit; None: the record is deleted."""
+"""The path, and the complete record after the edit; None: the record is deleted."""
 
 
 def edits(tree: Any, golden: Any, path: str = "") -> Iterator[Edit]:
-    """All edits of one value, at any depth."""
+    """Yield all edits of one value, at any depth."""
     if isinstance(tree, dict):
         for name, value in tree.items():
             below = f"{path}.{name}".lstrip(".")
@@ -106,11 +106,11 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "filtered": ("trained", "failed"),
     "failed": ("trained", "filtered"),
 }
-"""What else may stand where one of these does."""
+"""Other valid values in place of each of these."""
 
 
 def kind_of(key: str, tree: Any) -> str:
-    """Of an entry with its own kind: `log.train`."""
+    """Return the kind of a record; for a log entry with its own kind, such as `log.train`."""
     name = key.partition("/")[0]
     return f"{name}.{tree['kind']}" if name == "log" else name
 
@@ -121,14 +121,14 @@ def golden_of(key: str) -> Any:
 
 
 class Stored:
-    """A job's records, to be audited with one of them edited."""
+    """The records of a job, audited with one of them edited."""
 
     def __init__(self, job: RecordedJob) -> None:
         self.run_dir = job.run_dir
         self.records = {kv.key.removeprefix(KEYS.prefix): kv.value for kv in job.listing.kvs}
 
     def is_clean(self, key: str = "", value: bytes | None = b"") -> bool:
-        """With `key` edited, or deleted."""
+        """Return whether the audit is clean with `key` edited to `value`, or deleted if `value` is None."""
         records = {name: one for name, one in self.records.items() if name != key}
         if key and value is not None:
             records[key] = value
@@ -137,7 +137,7 @@ class Stored:
         return audit_of_records(UID, batch, self.run_dir).clean
 
     def missed(self, kinds: tuple[str, ...]) -> set[str]:
-        """The paths of edits of these records in the store that were not found."""
+        """Return the paths of edits of these stored records that the audit does not find."""
         paths = set()
         for key, data in self.records.items():
             if key.partition("/")[0] not in kinds:
@@ -152,7 +152,7 @@ class Stored:
         return paths
 
     def missed_lines(self, folder: str, kind: Callable[[Any], str], golden: Any) -> set[str]:
-        """The same of the lines of the files in a folder of the run."""
+        """Return the same for the lines of the files in a folder of the run."""
         paths = set()
         for file in sorted((self.run_dir / folder).glob("*.jsonl")):
             whole = file.read_text()
@@ -181,11 +181,11 @@ SCENES = {
     a_finished_job: ("job", "state", "head", "ckpts", "log"),
     a_job_that_went_on: ("job", "state", "head", "ckpts", "log"),
 }
-"""Jobs, and the records of each that are edited; the others' are the same as in another one."""
+"""Jobs, and the records of each that are edited. Its other records are the same as in another job."""
 
 
 def listed() -> set[str]:
-    """The paths in the page's table, each with a reason."""
+    """Return the paths in the page's table. Each has a reason."""
     table = PAGE.read_text().partition("## Edits that are not found\n")[2].partition("\n## ")[0]
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
     assert all(reason.strip() for _, reason in rows)
@@ -193,7 +193,7 @@ def listed() -> set[str]:
 
 
 def kind_of_receipt(job: RecordedJob) -> Callable[[Any], str]:
-    """Whether its step is of head's chain, of the open seal, or was cut off."""
+    """Classify receipts: `receipt` if the step belongs to head's chain, otherwise `uncommitted_receipt`."""
     log, chain, seq = job.mirror.log, set(), job.head.seq
     archived = read_entries(job.run_dir)
     while seq is not None:

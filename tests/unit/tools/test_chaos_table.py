@@ -1,4 +1,4 @@
-"""The table of faults: what it holds, what it runs, what it skips, what it concludes. Nothing is broken here."""
+"""The table of chaos faults: its rows, runs, skips and conclusions. These tests inject no real faults."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_moments_share_a_job_where_they_may() -> None:
 
 
 class Played:
-    """A cluster in which only the job's steps go on: one at each look, up to its last."""
+    """A cluster in which only the job's step increases: by one at each read, up to the last."""
 
     def __init__(self, last: int = 10**6) -> None:
         self.last = last
@@ -182,7 +182,7 @@ class Quick:
     """Time that does not pass."""
 
     async def sleep(self, seconds: float) -> None:
-        """At once."""
+        """Return at once."""
 
     def monotonic(self) -> float:
         return 0.0
@@ -196,7 +196,7 @@ async def one_fault(monkeypatch: pytest.MonkeyPatch, fault: Fault, cluster: Play
 
 
 def misses(count: int) -> Callable[[ChaosCluster], Any]:
-    """A fault that meets nobody so many times."""
+    """A fault that finds no target `count` times."""
     left = [None] * count
 
     async def act(cluster: ChaosCluster) -> Told:
@@ -250,7 +250,7 @@ async def test_nobody_who_fell_asleep_is_no_run(monkeypatch: pytest.MonkeyPatch)
 
 
 class Losing(Played):
-    """Of a run with lost answers: which points are met, `but` for some."""
+    """A run with lost responses: all points are reached except `but`."""
 
     def __init__(self, but: str = "") -> None:
         super().__init__(last=3)
@@ -292,7 +292,7 @@ async def test_two_more_steps_follow_also_a_fault_with_which_the_job_began(monke
 
 
 class Versioned(Played):
-    """Two daemons of which each is new once it was restarted; head is written in what `written` says of how many are old."""
+    """Two daemons that are new after a restart. `written` gives the schema version of head from the number of old ones."""
 
     def __init__(self, written: Callable[[int], int]) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ async def test_a_restart_to_a_new_schema_version_looks_at_what_stands_in_the_sto
 
 
 class Telling(Played):
-    """A cluster whose job tells something at each look: what `told` says, given how often was looked."""
+    """A cluster whose job reports `told(n)` at the n-th read."""
 
     def __init__(
         self, folder: Path, told: Callable[[int], dict[str, str]], *, last: int = 10**6, step: int = 5
@@ -366,7 +366,7 @@ FULL = "the weights of step 6 cannot be written (No space left on device): /r; i
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time does not pass, and no disk is filled."""
+    """Replace the clock by one that does not wait, and fill no disk."""
     monkeypatch.setattr(chaos_faults, "CLOCK", Quick())
     monkeypatch.setattr(chaos_faults, "_full", lambda ballast: contextlib.nullcontext())
 
@@ -462,7 +462,7 @@ async def test_a_watch_whose_history_is_gone_says_that_it_lists_again(
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """With one commit, of a module and of results."""
+    """A repository with one commit: a module and results."""
     (tmp_path / "results.json").write_text("{}")
     (tmp_path / "module.py").write_text("x = 1\n")
     who = ("-c", "user.name=a", "-c", "user.email=a@b")

@@ -137,7 +137,7 @@ FAULTS: list[Fault] = [
     ("docs/develop/step-protocol.md", "| 3 |", "| 4 |", "the rules are numbered ['1', '2', '4', '4'"),
     (
         "docs/develop/step-protocol.md",
-        "| between seal and READY |",
+        "| a controller dies between seal and READY |",
         "| x | y | z |\n| between |",
         "no test that shows it: | x | y",
     ),

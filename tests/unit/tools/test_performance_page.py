@@ -1,4 +1,4 @@
-"""The pages of figures say what the results say."""
+"""The tables on the pages match the committed results."""
 
 import pytest
 
