@@ -642,9 +642,23 @@ def _advance(keys: JobKeys, advance: chain.Advance) -> tuple[Put, Put]:
     return (Put(keys.head, advance.head.encode()), Put(keys.log(advance.entry.seq), advance.entry.encode()))
 
 
-def share_out(keys: JobKeys, known: Revisioned | None, new: Shares) -> Transaction:
-    """Which slots each job has from now on. `keys`: no job's in particular."""
-    return put_if_unchanged(TxnKind.SHARE, store_keys.SHARES, known, new)
+MOST_DROPPED = 100
+"""Jobs that one `share_out` takes slots from: the store takes 128 operations in a transaction."""
+
+
+def share_out(keys: JobKeys, known: Versioned[Shares] | None, new: Shares) -> Transaction:
+    """Write which slots each job has. `keys`: of no job in particular.
+
+    Slots of a job that is no longer in the record may go to others at once. So the transaction compares that each such job has no claim: a
+    controller whose watch of claims is late takes a job that was just created, or that continues after its end, for one that has ended.
+    """
+    before = {} if known is None else known.record.jobs
+    dropped = sorted(uid for uid, share in before.items() if share.held and uid not in new.jobs)
+    if len(dropped) > MOST_DROPPED:
+        new = Shares(jobs={uid: share for uid, share in before.items() if uid not in dropped[:MOST_DROPPED]})
+    txn = put_if_unchanged(TxnKind.SHARE, store_keys.SHARES, known, new)
+    absent = tuple(Compare(JobKeys(uid).active, 0) for uid in dropped[:MOST_DROPPED])
+    return replace(txn, compares=(*txn.compares, *absent))
 
 
 def keeping_to(share: KnownShare | None, txn: Transaction) -> Transaction:

@@ -185,7 +185,7 @@ COMPARED = {
     "agree": ("agreed/",),
     "give_back": ("shares", "plan"),
     "set_claim": ("active/",),
-    "share_out": ("shares",),
+    "share_out": ("shares", "active/"),
     "set_quotas": ("pool/",),
     "ask": ("head", "evalask"),
 }

@@ -343,8 +343,14 @@ def asking(job: StoredJob) -> Transaction:
     return ask(job.keys, job.mirror.head, None, asked)
 
 
+async def unclaimed(job: StoredJob) -> None:
+    await job.store.transact((), (Delete(job.keys.active),))
+
+
 def sharing(job: StoredJob) -> Transaction:
-    return share_transactions.share_out(job.keys, None, Shares())
+    """Of shares in which a job has slots that has ended."""
+    known = Versioned(Shares(jobs={job.keys.uid: Share(held={"n0": ("cpu:0",)})}), 0)
+    return share_transactions.share_out(job.keys, known, Shares())
 
 
 def limiting(job: StoredJob) -> Transaction:
@@ -433,7 +439,7 @@ TABLE = [
     pytest.param("pin", nothing, pinning, {"placement/pin"}, id="pin"),
     pytest.param("begin_epoch", nothing, beginning, {"head", "ckpts", "epoch/1"}, id="begin epoch"),
     pytest.param("ask", nothing, asking, {"head", "evalask"}, id="ask for an evaluation"),
-    pytest.param("share_out", nothing, sharing, {"shares"}, id="share out"),
+    pytest.param("share_out", unclaimed, sharing, {"shares", "active/"}, id="share out"),
     pytest.param("set_quotas", nothing, limiting, {"pool/quotas"}, id="set quotas"),
     pytest.param("give_back", nothing, giving_back, {"shares", "plan"}, id="give back"),
     pytest.param("set_claim", claimed, claiming, {"active/"}, id="set claim"),

@@ -18,7 +18,7 @@ from gcore.ledger.records.cluster import Claim, KnownShare, Quotas, Share, Share
 from gcore.ledger.records.job import Plan
 from gcore.ledger.transactions import Transaction, TxnKind, Versioned
 from gcore.store import keys
-from gcore.store.types import Put
+from gcore.store.types import Delete, Put, check_transaction
 from gcore.testing import FakeClock, MemoryCluster
 
 BOTH = {"n": ("cpu:0", "cpu:1")}
@@ -85,6 +85,26 @@ def test_who_shares_out_goes_by_what_stands(cluster: MemoryCluster) -> None:
     assert not won(cluster, share_transactions.share_out(KEYS, None, shares()))
     stands = known(cluster)
     assert won(cluster, share_transactions.share_out(KEYS, Versioned(stands.shares, stands.revision), shares(BOTH)))
+
+
+def test_a_job_whose_claim_was_not_heard_of_keeps_its_slots(cluster: MemoryCluster) -> None:
+    """It was just created, or continues after its end; the writer's watch of claims is late."""
+    assert won(cluster, share_transactions.share_out(KEYS, None, shares()))
+    stands = known(cluster)
+    put(cluster, KEYS.active, Claim().encode())
+    without = Shares(jobs={})
+    assert not won(cluster, share_transactions.share_out(KEYS, Versioned(stands.shares, stands.revision), without))
+    cluster.transact((), (Delete(KEYS.active),))
+    assert won(cluster, share_transactions.share_out(KEYS, Versioned(stands.shares, stands.revision), without))
+
+
+def test_of_very_many_jobs_that_ended_at_once_some_lose_their_slots_first() -> None:
+    jobs = {f"{number:03d}": Share(held={"n": (f"cpu:{number}",)}) for number in range(150)}
+    txn = share_transactions.share_out(KEYS, Versioned(Shares(jobs=jobs), 7), Shares(jobs={"new": Share()}))
+    check_transaction(txn.compares, txn.writes)
+    (write,) = txn.writes
+    assert isinstance(write, Put)
+    assert sorted(Shares.decode(write.value).jobs) == sorted(jobs)[100:]
 
 
 def test_a_claim_is_changed_only_as_it_was_seen_and_never_of_a_job_that_ended(cluster: MemoryCluster) -> None:
