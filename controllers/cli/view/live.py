@@ -282,7 +282,7 @@ def _time_bar(state: ViewState, width: int) -> RenderableType:
     # The median without the first step, which includes the start of engines and train ranks.
     recent = state.points[max(1, len(state.points) - RECENT_STEPS) :] or state.points
     usual = {phase: median(p.phases.get(phase, 0.0) for p in recent) if recent else 0.0 for phase in PHASES}
-    head, legend = Text("phases ", style="dim", no_wrap=True), Text()
+    head, legend = Text("step ", style="dim", no_wrap=True), Text()
     for phase in PHASES:
         legend.append(f"  {PHASE_NAMES[phase]} ", style=PHASE_COLOURS[phase])
         legend.append(format_seconds(usual[phase]) if recent else "-")
