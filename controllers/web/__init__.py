@@ -1,4 +1,4 @@
-"""The read-only web page of every controller, on its metrics port: jobs, learning curves, slots, events.
+"""The page that every controller serves beside its metrics: jobs, learning curves, slots, events. Read-only.
 
 `app` is the WSGI application, `content` builds the JSON, `page.html` is the page: one file, without a build step and external resources.
 """

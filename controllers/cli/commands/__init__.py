@@ -1,1 +1,1 @@
-"""The commands of `gcore`, one module a subject. typer calls their functions."""
+"""The commands of `gcore`, one module a subject; typer calls their functions."""
