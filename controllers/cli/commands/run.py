@@ -558,9 +558,9 @@ def run(
     sglang_python: SglangPython = None,
     address: Address = None,
 ) -> None:
-    """Run a job until it ends: start a local cluster if none is running, submit the job, show it, print a summary, and stop what was started.
+    """Run a job until it ends. Starts a local cluster if none is running, and stops it at the end.
 
-    An interrupted job continues. For a finished job, a new job is created; if only flow.steps or flow.epochs was raised, the finished job
+    Shows the job and prints a summary. An interrupted job continues. For a finished job, a new job is created; if only flow.steps or flow.epochs was raised, the finished job
     continues. Ctrl-C stops the cluster in an orderly way, a second Ctrl-C kills it.
     """
 
