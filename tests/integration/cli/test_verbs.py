@@ -87,7 +87,7 @@ def test_every_answer_is_there_for_people_without_a_control_character(address: s
 def test_a_job_is_described_with_its_slots_what_it_waits_for_and_its_last_events(address: str) -> None:
     shown = run(address, "describe", "sums", "--events", "2").stdout
     assert "research/sums (u1), owner ada" in shown
-    assert "2, of 1 to all there are, priority 5" in shown
+    assert "2 (min 1, max unlimited), priority 5" in shown
     assert "node-0: the batch of step 3, for" in shown
     assert "event 8" in shown
     assert "event 6" not in shown
