@@ -245,7 +245,7 @@ def test_the_commands_make_show_and_renew(tmp_path: Path) -> None:
     assert inspect_certificate(tmp_path / "ca" / "n1").sha256 != before, (
         "one that cannot be renewed keeps no other from it"
     )
-    with pytest.raises(UsageError, match=r"2 of 3 were not renewed: .*gone/cert.pem.*lost/cert.pem"):
+    with pytest.raises(UsageError, match=r"2 of 3 certificates were not renewed: .*gone/cert.pem.*lost/cert.pem"):
         gcore("renew", *(str(tmp_path / name) for name in ("gone", "lost", "ca/n1")), *ours)
     with pytest.raises(UsageError, match="there is nothing called 'judge'"):
         gcore("issue", "x", "--for", "judge", *ours)
