@@ -247,7 +247,7 @@ def test_the_commands_make_show_and_renew(tmp_path: Path) -> None:
     )
     with pytest.raises(UsageError, match=r"2 of 3 certificates were not renewed: .*gone/cert.pem.*lost/cert.pem"):
         gcore("renew", *(str(tmp_path / name) for name in ("gone", "lost", "ca/n1")), *ours)
-    with pytest.raises(UsageError, match="there is nothing called 'judge'"):
+    with pytest.raises(UsageError, match="'judge' is not a kind of certificate"):
         gcore("issue", "x", "--for", "judge", *ours)
     (tmp_path / "junk.pem").write_text("junk")
     with pytest.raises(UsageError, match=r"junk.pem: not a certificate"):
