@@ -1,5 +1,5 @@
 """The `gcore` command.
 
-`main` lists the commands; `commands` has them by subject; `view` turns answers into text and live screens; `options` and `output` are shared by
-all. Read `main` first. A command imports what it needs when it runs, so that `gcore --help` starts fast.
+Read `main` first: it registers the commands. `commands` has one module a subject, `view` renders responses as text and live screens,
+`options` and `output` are shared. A command imports its dependencies when it runs, so that `gcore --help` starts fast.
 """

@@ -1,14 +1,14 @@
-"""The local cluster: one etcd and several daemons on this machine, in one folder (the home).
+"""The local cluster: one etcd and several daemons on this machine, in one folder (the home folder).
 
-`start_cluster` returns when every daemon serves, or leaves nothing running and says why. `stop_cluster` ends the processes of
-the home and keeps the data, so that the next start continues the same jobs. It ends daemons first, because they would start
-workers again; then workers, which stop their engines and ranks; etcd last. Each kind gets SIGTERM, and SIGKILL after a grace
-period. While it works, the file `stopping` keeps daemons from restarting what it ends (`controllers.daemon.keeper`). A file
-lock allows one start or stop at a time per home.
+`start_cluster` returns when every daemon is ready. If it fails, it raises an error and leaves nothing running. `stop_cluster` stops the
+processes of the home folder and keeps the data, so that the next start continues the same jobs. It stops daemons first, because they would
+restart workers; then workers, which stop their engines and train ranks; then etcd. Each process gets SIGTERM, and SIGKILL after a grace
+period. Meanwhile, the file `stopping` prevents daemons from restarting processes (`controllers.daemon.keeper`). A file lock allows only
+one start or stop at a time per home folder.
 
-`stop_cluster` does not trust what `start_cluster` wrote down. It reads the command lines of this user's processes: daemons,
-workers and trackers carry `--home HOME`, etcd its data folder, and the rest are descendants of workers. The command line tool
-itself is not one of them. Systemd, Kubernetes or Slurm start a cluster of several machines.
+`stop_cluster` does not rely on records of `start_cluster`. It reads the command lines of this user's processes: daemons, workers and
+trackers have `--home HOME`, etcd has its data folder, and the rest are descendants of workers. The command line tool itself is excluded.
+Clusters of several machines are started by systemd, Kubernetes or Slurm.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ _PROGRAMS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class HomeProcess:
-    """A process of the home. `child`: an engine, a rank or a tracker, or what it started."""
+    """A process of the home folder. `child`: an engine, a train rank, a tracker, or a descendant of one."""
 
     process: ProcessId
     kind: Kind
 
 
 def real_path(path: Path) -> Path:
-    """Resolve links; a link to itself stays as it is, where `Path.resolve` raises RuntimeError."""
+    """Resolve links. A link to itself is unchanged; `Path.resolve` would raise RuntimeError."""
     return Path(os.path.realpath(path))
 
 
 def classify_process(arguments: Sequence[str], home: Path) -> Kind | None:
-    """What a process with this command line is to `home` (absolute, resolved); None: nothing."""
+    """The kind of a process of `home` (absolute, resolved) by its command line; None if it belongs to another home folder."""
     if not arguments:
         return None
     if Path(arguments[0]).name == "etcd":
@@ -87,7 +87,7 @@ def classify_process(arguments: Sequence[str], home: Path) -> Kind | None:
 
 
 def home_processes(home: Path) -> tuple[HomeProcess, ...]:
-    """Every living process of `home`, but for this one and its ancestors."""
+    """Every running process of `home`, except this one and its ancestors."""
     table = {pid: parent for pid in _pids() if (parent := _parent(pid)) is not None}
     spared = _ancestors(os.getpid(), table)
     kinds: dict[int, Kind] = {}
@@ -102,13 +102,13 @@ def home_processes(home: Path) -> tuple[HomeProcess, ...]:
 
 
 def _program_of(arguments: Sequence[str]) -> Kind | None:
-    """The program is the module behind -m, the script behind the interpreter, or the first word itself."""
+    """The program of a command line: the module after -m, the script after the interpreter, or the first word."""
     return next((_PROGRAMS[name] for word in arguments[:9] if (name := Path(word).name) in _PROGRAMS), None)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalWorker:
-    """The supervisor of an engine or a rank on this machine, or the host of emulated ones. `has_daemon`: whether a daemon of its home runs."""
+    """The supervisor process of an engine or a train rank, or the host of emulated ones. `has_daemon`: whether a daemon of its home runs."""
 
     process: ProcessId
     instance: str
@@ -117,7 +117,7 @@ class LocalWorker:
 
 
 def local_workers() -> tuple[LocalWorker, ...]:
-    """This user's workers of all homes. While a daemon runs whose home cannot be told, all of them have one."""
+    """This user's workers of all home folders. If the home folder of a running daemon is unknown, every worker counts as having a daemon."""
     found: list[tuple[ProcessId, str, Path]] = []
     daemons: set[Path | None] = set()
     for pid in _pids():
@@ -135,7 +135,7 @@ def local_workers() -> tuple[LocalWorker, ...]:
 
 
 def _configured_home(pid: int, arguments: Sequence[str]) -> Path | None:
-    """The home of a daemon that names only its configuration; None if that cannot be read."""
+    """The home folder of a daemon from its configuration file; None if the file cannot be read."""
     from gcore.config.node import NodeConfig
 
     names = [after for before, after in itertools.pairwise(arguments) if before == "--config"]
@@ -147,10 +147,10 @@ def _configured_home(pid: int, arguments: Sequence[str]) -> Path | None:
 
 
 def end_leftover_workers(homes: Iterable[Path], *, clock: Clock, grace_s: float | None = None) -> ShutdownResult:
-    """End the workers of these homes, of which no daemon runs, with all that they started."""
+    """Stop the workers of these home folders, which have no running daemon, and their child processes."""
     ended = killed = 0
     for home in homes:
-        there = home_processes(home)  # before workers end: their children would have another parent then
+        there = home_processes(home)  # List them before workers end: then their children would get another parent.
         for kind in ("worker", "child"):
             some = [one.process for one in there if one.kind == kind and is_running(one.process)]
             ended += len(some)
@@ -172,7 +172,7 @@ def _is_under(folder: str, home: Path) -> bool:
 
 
 def _pids() -> Iterable[int]:
-    """This user's processes. One that ends meanwhile is passed over."""
+    """Process IDs of this user. Processes that end meanwhile are skipped."""
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             try:
@@ -221,26 +221,26 @@ def _descendants(roots: Iterable[int], table: Mapping[int, int]) -> frozenset[in
 
 
 GRACES_S: Mapping[Kind, float] = {"controller": 10.0, "worker": 15.0, "child": 0.0, "etcd": 10.0}
-"""In this order; seconds from SIGTERM to SIGKILL. A worker gives its child ten itself."""
+"""Seconds from SIGTERM to SIGKILL, in the order of shutdown. A worker itself gives its child ten seconds."""
 
 ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class ShutdownResult:
-    """How many processes ended, and how many of them had to be killed."""
+    """Number of stopped processes, and how many of them had to be killed."""
 
     ended: int
     killed: int
 
 
 def end_processes(home: Path, *, clock: Clock, grace_s: float | None = None) -> ShutdownResult:
-    """End every process of `home` (absolute, resolved); with `grace_s` 0 by SIGKILL alone.
+    """Stop every process of `home` (absolute, resolved). `grace_s` 0: send SIGKILL only.
 
-    Raises GcoreError if something does not die.
+    Raises GcoreError if a process does not end.
     """
     ended = killed = 0
-    # More than one round only if something was started while this looked.
+    # Further rounds are only needed if a process was started meanwhile.
     for _ in range(ROUNDS):
         for kind, grace in GRACES_S.items():
             some = [p.process for p in home_processes(home) if p.kind == kind]
@@ -250,11 +250,11 @@ def end_processes(home: Path, *, clock: Clock, grace_s: float | None = None) -> 
         if not left:
             return ShutdownResult(ended, killed)
     pids = ", ".join(str(p.process.pid) for p in left)
-    raise GcoreError(f"processes {pids} are still there", where=str(home), fix="Look at them with `ps`")
+    raise GcoreError(f"processes {pids} are still running", where=str(home), fix="Inspect them with `ps`")
 
 
 def _end(processes: Sequence[ProcessId], grace_s: float, clock: Clock) -> int:
-    """How many had to be killed."""
+    """Stop the processes. Returns how many had to be killed."""
     if grace_s > 0:
         for process in processes:
             send_signal(process, signal.SIGTERM)
@@ -271,32 +271,32 @@ _GPU = re.compile(r"nvidia\d+")
 
 
 def check_gpus(wanted: int, dev: Path = Path("/dev")) -> None:
-    """Raises UsageError if `wanted` GPUs cannot be here."""
+    """Check that this machine has `wanted` GPUs. Raises UsageError."""
     there = count_gpus(dev)
     if there is not None and there < wanted:
         shows = "no GPU" if there == 0 else f"{there} GPU{'s' * (there > 1)}"
         raise UsageError(
-            f"cuda:{wanted} asks for {wanted} GPU{'s' * (wanted > 1)}, and this machine shows {shows}",
+            f"cuda:{wanted} needs {wanted} GPU{'s' * (wanted > 1)}, but this machine has {shows}",
             where="--slots",
-            fix="Use --slots cpu:2; `gcore doctor` tells more" if there == 0 else f"Use --slots cuda:{there}",
+            fix="Use --slots cpu:2, and see `gcore doctor`" if there == 0 else f"Use --slots cuda:{there}",
         )
 
 
 def count_gpus(dev: Path = Path("/dev")) -> int | None:
-    """GPUs of the machine; None if that cannot be told so."""
+    """Number of GPUs of the machine; None if unknown."""
     try:
         names = [entry.name for entry in dev.iterdir()]
     except OSError:
         return None
-    if "dxg" in names:  # under WSL the driver has one file for all
+    if "dxg" in names:  # Under WSL, one device file represents all GPUs.
         return None
     return sum(_GPU.fullmatch(name) is not None for name in names)
 
 
 def check_timing_model(environment: MutableMapping[str, str]) -> None:
-    """The law of emulated devices that is named there is named by its whole path from now on: workers do not stand where it was written.
+    """Check the timing file of emulated devices, and make its path in `environment` absolute, because workers have another working directory.
 
-    Raises UsageError for a file that holds none, which would else be found out by engine after engine.
+    Raises UsageError for an invalid file, before every engine fails on it.
     """
     from gcore.engines.emulated.launch import LAW_FILE
 
@@ -313,13 +313,13 @@ def check_timing_model(environment: MutableMapping[str, str]) -> None:
 HOST = "127.0.0.1"
 
 READY_S = 90.0
-"""From a daemon's start to its readiness; an import from a cold disk takes a while."""
+"""Timeout from a daemon's start to its readiness. Imports from a cold disk are slow."""
 
 RETURN_S = 30.0
-"""In which a daemon that died in a living cluster is to be back."""
+"""How long to wait until a daemon that died is restarted by the others."""
 
 STARTS = 3
-"""Starts of a cluster of which a signal ends a process before all is ready: the last one is not repeated."""
+"""Maximum number of attempts to start a cluster, if a signal ends a process before it is ready."""
 
 POLL_S = 0.1
 START_FAILED_GRACE_S = 3.0
@@ -328,10 +328,10 @@ DaemonCommand = Callable[[str, str], Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class UpRequest:
-    """What is to be up. `port`: of the first daemon's API, the others' follow; None: free ones.
+    """The requested cluster. `port`: API port of the first daemon, the others use the next ones; None: free ports.
 
-    `sglang_python`: the Python that has SGLang; None where there is none. `lease_ttl_s`: of the daemons' leases; None: the
-    default, which is for as many daemons as the machine has cores for.
+    `sglang_python`: the Python interpreter with SGLang, or None. `lease_ttl_s`: lease TTL of the daemons; None: the default, which assumes at
+    least one core per daemon.
     """
 
     home: Path
@@ -345,7 +345,7 @@ class UpRequest:
 
 @dataclass(frozen=True, slots=True)
 class UpResult:
-    """`started` False: it was up already. `absent`: daemons that do not answer (now)."""
+    """The running cluster. `started` False: it was already running. `absent`: daemons that do not respond."""
 
     cluster: LocalClusterState
     started: bool
@@ -358,25 +358,29 @@ LAST_PORT = 65535
 
 
 def deal_slots(text: str, controllers: int) -> tuple[tuple[str, ...], ...]:
-    """`cpu:4` over two controllers: ("cpu:0", "cpu:1"), ("cpu:2", "cpu:3"). Raises UsageError."""
+    """Divide slots among controllers: `cpu:4` over two gives ("cpu:0", "cpu:1"), ("cpu:2", "cpu:3"). Raises UsageError."""
     kind, colon, number = text.partition(":")
     if colon and kind not in SLOT_KINDS:
         raise UsageError(
-            f"there is no kind of slot called {kind!r}",
+            f"there is no kind of slot {kind!r}",
             where="--slots",
-            fix=f"There are {', '.join(SLOT_KINDS)}; for example --slots cpu:2, or cuda:8",
+            fix=f"Use one of {', '.join(SLOT_KINDS)}; for example --slots cpu:2 or --slots cuda:8",
         )
     if not colon or not number.isascii() or not number.isdigit() or not number.strip("0"):
-        raise UsageError(f"{text!r} is no number of slots", where="--slots", fix="For example --slots cpu:2, or cuda:8")
+        raise UsageError(
+            f"{text!r} is not KIND:NUMBER", where="--slots", fix="For example --slots cpu:2 or --slots cuda:8"
+        )
     count = int(number) if len(number) < 7 else MOST_SLOTS + 1
     if count > MOST_SLOTS:
         raise UsageError(
-            f"{text[:40]!r} are more slots than one machine has",
+            f"{text[:40]!r} exceeds the maximum of {MOST_SLOTS} slots",
             where="--slots",
-            fix=f"Use --slots {kind}:N with the number of its cores or devices, at most {MOST_SLOTS}",
+            fix=f"Use --slots {kind}:N with the number of cores or devices of this machine",
         )
     if controllers < 1:
-        raise UsageError(f"{controllers} controllers cannot work", where="--controllers", fix="Use at least 1")
+        raise UsageError(
+            f"{controllers} is not a valid number of controllers", where="--controllers", fix="Use at least 1"
+        )
     if count < controllers:
         raise UsageError(
             f"{count} slots cannot be divided among {controllers} controllers",
@@ -388,11 +392,13 @@ def deal_slots(text: str, controllers: int) -> tuple[tuple[str, ...], ...]:
 
 
 def check_port(option: str, first: int | None, count: int) -> None:
-    """Whether `count` ports from `first` on are ports at all. Raises UsageError."""
+    """Check that `count` ports from `first` on exist. Raises UsageError."""
     highest = LAST_PORT - count + 1
     if first is not None and not 1 <= first <= highest:
-        what = f"{first} is no port" if not 1 <= first <= LAST_PORT else f"there are no {count} ports from {first} on"
-        raise UsageError(what, where=option, fix=f"Name one from 1 to {highest}, or leave it out")
+        what = (
+            f"{first} is not a port" if not 1 <= first <= LAST_PORT else f"there are no {count} ports from {first} on"
+        )
+        raise UsageError(what, where=option, fix=f"Give a port from 1 to {highest}, or omit the option")
 
 
 async def start_cluster(
@@ -402,9 +408,9 @@ async def start_cluster(
     command: DaemonCommand = daemon_command,
     say: Callable[[str], None] = lambda what: None,
 ) -> UpResult:
-    """Start what is not up. Raises GcoreError, and then nothing that it started is left running.
+    """Start the cluster if it is not running. On an error, stops what it started and raises GcoreError.
 
-    `say` is told before it begins what takes a while.
+    `say`: called with a message before a slow operation.
     """
     from controllers.daemon.keeper import STOPPING
     from gcore.config.local_cluster import FILE_NAME, LocalClusterState
@@ -425,7 +431,7 @@ async def start_cluster(
         if request.slots.startswith(f"{KIND}:"):
             check_timing_model(os.environ)
             say(f"{SAID.capitalize()}.")
-        say(f"Bringing up etcd and {request.controllers} controllers in {home} ...")
+        say(f"Starting etcd and {request.controllers} controllers in {home} ...")
         end_processes(home, clock=clock)
         (home / FILE_NAME).unlink(missing_ok=True)
         (home / STOPPING).unlink(missing_ok=True)
@@ -440,7 +446,7 @@ async def start_cluster(
 
 
 def stop_cluster(home: Path, *, clock: Clock, grace_s: float | None = None) -> ShutdownResult:
-    """End everything of `home`; `grace_s` 0 kills at once. Raises GcoreError if something does not die."""
+    """Stop every process of `home`; `grace_s` 0 kills immediately. Raises GcoreError if a process does not end."""
     from controllers.daemon.keeper import STOPPING
     from gcore.config.local_cluster import FILE_NAME
     from gcore.models.replicas import MEMORY, home_folder
@@ -451,15 +457,15 @@ def stop_cluster(home: Path, *, clock: Clock, grace_s: float | None = None) -> S
     with _alone(home):
         (home / STOPPING).touch()
         try:
-            # A daemon that is just bringing something back finishes that first, so that it is found.
+            # If a daemon is just restarting a process, wait until it has finished, so that the new process is found.
             with _locked(home / "keeper.lock", wait=grace_s != 0):
                 pass
-        except BlockingIOError:  # in a hurry: what it brings back is found in the next round
+        except BlockingIOError:  # With grace_s 0 do not wait: the next round finds the new process.
             pass
         try:
             ended = end_processes(home, clock=clock, grace_s=grace_s)
             (home / FILE_NAME).unlink(missing_ok=True)
-            # The machine's memory is given back: a job that goes on later starts from a checkpoint.
+            # Free the memory of in-memory replicas: a job that continues later starts from a checkpoint.
             shutil.rmtree(home_folder(MEMORY, str(home)), ignore_errors=True)
         finally:
             (home / STOPPING).unlink(missing_ok=True)
@@ -467,8 +473,10 @@ def stop_cluster(home: Path, *, clock: Clock, grace_s: float | None = None) -> S
 
 
 def memory_share_gib(slots: int, of_all: int) -> float | None:
-    """What of this machine's memory falls to a daemon with `slots` of the `of_all` slots that are dealt out; None: all of it, or nobody
-    knows. What each node's planning leaves to the system is left once."""
+    """The share of this machine's memory in GiB for a daemon with `slots` of `of_all` slots; None: all of it, or unknown.
+
+    Each node's plan reserves memory for the system. The shares are chosen so that the machine reserves it only once.
+    """
     from gcore.system.memory import host_memory
     from placement.mapping.cluster import GIB, NODE_GIB
 
@@ -525,8 +533,8 @@ async def _start(
         replace_file(home / FILE_NAME, cluster.model_dump_json(indent=2).encode())
     except BaseException:
         (home / FILE_NAME).unlink(missing_ok=True)
-        # Blocking on purpose: this also runs while a key press tears the event loop down. All of the home, because a
-        # daemon with an unfinished job may have started workers already.
+        # This blocks on purpose, because it also runs while Ctrl-C closes the event loop. It stops all processes of the home folder, because a
+        # daemon with an unfinished job may already have started workers.
         end_processes(home, clock=clock, grace_s=START_FAILED_GRACE_S)
         raise
     return cluster
@@ -542,8 +550,7 @@ async def _start_etcd(home: Path, port: int | None, clock: Clock) -> LocalEtcd:
 
 
 async def _ready(controller: ControllerProcess, etcd: ProcessId, home: Path, clock: Clock) -> None:
-    """Until the daemon says that it serves. Raises GcoreError if it ends before, or takes too long; EndedBySignal if a signal ended it, or
-    etcd."""
+    """Wait until the daemon is ready. Raises GcoreError if it exits before or takes too long; EndedBySignal if a signal ended it or etcd."""
     from gcore.client.calls import WaitPolicy
     from gcore.client.jobs import JobsClient
 
@@ -557,14 +564,14 @@ async def _ready(controller: ControllerProcess, etcd: ProcessId, home: Path, clo
                     raise EndedBySignal(f"{name} was ended by {killed} before it was ready", where=str(where))
             ended = not is_running(controller.process)
             if ended or clock.monotonic() - begun > READY_S:
-                why = "ended right after its start" if ended else f"is not ready after {READY_S:.0f} s"
-                fix = f"It last said: {_last_line(log_file)}"
+                why = "exited right after its start" if ended else f"is not ready after {READY_S:.0f} s"
+                fix = f"Last line of its log: {_last_line(log_file)}"
                 raise GcoreError(f"{controller.name} {why}", where=str(log_file), fix=fix)
             await clock.sleep(POLL_S)
 
 
 async def _absent(home: Path, clock: Clock) -> tuple[str, ...]:
-    """The daemons of a cluster that is up which do not answer, after they had time to be brought back."""
+    """The daemons of a running cluster that do not respond, after time for their restart."""
     from gcore.client.calls import WaitPolicy
     from gcore.client.jobs import JobsClient
     from gcore.config.local_cluster import LocalClusterState
@@ -583,16 +590,16 @@ async def _absent(home: Path, clock: Clock) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _alone(home: Path) -> Iterator[None]:
-    """With the home made, and nobody else starting or ending things in it. Raises UsageError."""
+    """Create the home folder and hold its exclusive lock while the block runs. Raises UsageError."""
     try:
         home.mkdir(parents=True, exist_ok=True)
         with _locked(home / "up.lock", wait=False):
             yield
     except BlockingIOError as error:
-        what, fix = "another `gcore up`, `run` or `down` is at work there", "Wait until it has ended"
+        what, fix = "another `gcore up`, `run` or `down` is using this folder", "Wait until it has ended"
         raise UsageError(what, where=str(home), fix=fix) from error
     except OSError as error:
-        what, fix = f"cannot write there ({error.strerror or error})", "Choose another --home"
+        what, fix = f"the folder is not writable ({error.strerror or error})", "Choose another --home"
         raise UsageError(what, where=str(home), fix=fix) from error
 
 
@@ -604,7 +611,7 @@ def _locked(path: Path, *, wait: bool) -> Iterator[None]:
 
 
 def _ports(count: int, first: int | None, listening: int, option: str = "--port") -> tuple[int, ...]:
-    """`count` ports that are free now: the first `listening` from `first` on if that is named. Raises UsageError."""
+    """`count` free ports. The first `listening` ports start at `first`, if given. Raises UsageError."""
     with contextlib.ExitStack() as held:
         ports = []
         for index in range(count):
@@ -615,7 +622,7 @@ def _ports(count: int, first: int | None, listening: int, option: str = "--port"
                 probe.bind((HOST, port))
             except (OSError, OverflowError) as error:
                 raise UsageError(
-                    f"port {port} is in use or not allowed", where=option, fix="Choose another, or leave it out"
+                    f"port {port} is in use or not allowed", where=option, fix="Choose another port, or omit the option"
                 ) from error
             ports.append(int(probe.getsockname()[1]))
         return tuple(ports)

@@ -1,7 +1,7 @@
-"""The `gcore` command: the modules of its commands, and how an error ends.
+"""The `gcore` command: registers the command modules and handles errors.
 
-A `GcoreError` is printed as one sentence on standard error and sets the exit code. Anything else is a defect of gcore and
-shows its traceback. Commands import what they need when they run, so that `--help` is fast; nothing here imports torch.
+A `GcoreError` is printed on standard error and sets the exit code. Any other exception is a bug in gcore and shows its
+traceback. Commands import their dependencies when they run, so that `--help` is fast. No module here imports torch at the top.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ app.add_typer(placement.app, name="placement", rich_help_panel=JOBS)
 
 
 def interrupt_on_sigterm() -> None:
-    """Handle SIGTERM as Ctrl-C, so that every command ends in order.
+    """Handle SIGTERM like Ctrl-C, so that every command shuts down cleanly.
 
-    The handler raises SIGINT. Where SIGINT is ignored, as in a script's background, it is blocked instead, and the handler unblocks it.
+    The handler raises SIGINT. If SIGINT is ignored (as in a background job of a script), SIGINT is blocked until the handler unblocks it.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -53,7 +53,7 @@ def interrupt_on_sigterm() -> None:
 
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise SIGINT: asyncio cancels the main task for it, while a KeyboardInterrupt inside another task would show a traceback."""
+    """Raise SIGINT. asyncio then cancels the main task; a KeyboardInterrupt raised inside another task would show a traceback."""
     signal.raise_signal(signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
@@ -72,7 +72,7 @@ def top(
     context: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", envvar="GCORE_CONTEXT", help="The cluster to talk to, as `gcore context` names it."
+            metavar="NAME", envvar="GCORE_CONTEXT", help="The context (cluster) to use; see `gcore context list`."
         ),
     ] = None,
 ) -> None:
@@ -82,7 +82,7 @@ def top(
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     accept_signals()
     interrupt_on_sigterm()
     try:

@@ -1,7 +1,7 @@
-"""The command `gcore` and its panels, options that several commands share, the choice of the cluster, and completion in the shell.
+"""The `gcore` application, options that several commands share, the choice of the cluster, and shell completion.
 
-A command talks to the controllers of `--address`, else of the named context, else of the local cluster in its home, else of the
-current context. Completion asks a controller for at most a second, completes nothing when none answers, and prints nothing.
+A command uses the first of these that exists: the controllers of `--address`, the named context, the local cluster in the home
+folder, the current context. Completion waits at most one second for a controller. On an error it offers no completions and prints nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST = 100
 
 
 def complete_job(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Jobs whose name begins so, the newest first, each with its state."""
+    """Complete a job name: matching jobs, newest first, each with its state."""
     if "/" in incomplete:
         return []
 
@@ -45,7 +45,7 @@ def complete_job(context: typer.Context, incomplete: str) -> list[tuple[str, str
 
 
 def complete_node(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Nodes whose name begins so, each with its slots."""
+    """Complete a node name: matching nodes, each with its slots."""
 
     async def ask(client: JobsClient) -> list[tuple[str, str]]:
         nodes = (await client.list_nodes()).nodes
@@ -72,30 +72,32 @@ def _ask(
 
 
 def check_utf8(word: str | None) -> str | None:
-    """The word, if it can be sent to a controller. Raises UsageError: the shell may hand over any bytes."""
+    """Return the word if it is valid UTF-8. Raises UsageError: a shell may pass any bytes."""
     try:
         (word or "").encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{word!a} is not UTF-8 text", fix="Type it again, or copy it from `gcore list`") from error
+        raise UsageError(
+            f"{word!a} is not valid UTF-8", fix="Type the name again, or copy it from `gcore list`"
+        ) from error
     return word
 
 
-Home = Annotated[Path, typer.Option(envvar="GCORE_HOME", help="Folder of the local cluster: its state, logs and runs.")]
+Home = Annotated[Path, typer.Option(envvar="GCORE_HOME", help="Folder of the local cluster: state, logs and runs.")]
 
 Address = Annotated[
     str | None,
     typer.Option(
         envvar="GCORE_ADDRESS",
-        help="host:port of a controller, or several with commas; default: those of the local cluster that is up, else of the context.",
+        help="host:port of a controller, or several, separated by commas. Default: the running local cluster, else the context.",
     ),
 ]
 
-Controllers = Annotated[int, typer.Option(help="Daemons on this machine.")]
+Controllers = Annotated[int, typer.Option(help="Number of daemons on this machine.")]
 
 Slots = Annotated[
     str,
     typer.Option(
-        help="Slots of this machine, dealt out to the daemons: cpu:N or cuda:N. emulated:N computes nothing; for tests and benchmarks only."
+        help="Slots of this machine, divided among the daemons: cpu:N or cuda:N. emulated:N only simulates compute, for tests and benchmarks."
     ),
 ]
 
@@ -103,33 +105,37 @@ Set = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="Replace a field: section.field=value. Repeatable. A path is relative to the spec's folder, as in the spec.",
+        help="Override a field of the spec: section.field=value. Repeatable. Paths are relative to the spec's folder.",
     ),
 ]
 
-New = Annotated[bool, typer.Option("--new", help="Always a new job; one of that name that has not ended is ended.")]
-Plain = Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")]
-Format = Annotated[Output, typer.Option("--output", "-o", help="How the answer is printed.")]
-SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A job spec, a YAML file.")]
+New = Annotated[
+    bool, typer.Option("--new", help="Always create a new job. An unfinished job of the same name is cancelled.")
+]
+Plain = Annotated[bool, typer.Option("--plain", help="Print lines instead of the live view.")]
+Format = Annotated[Output, typer.Option("--output", "-o", help="Output format.")]
+SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A job spec (YAML file).")]
 
 JobName = Annotated[
     str,
     typer.Argument(
-        metavar="JOB", help="A job's name, NAMESPACE/NAME or uid.", callback=check_utf8, autocompletion=complete_job
+        metavar="JOB", help="Job name, NAMESPACE/NAME or uid.", callback=check_utf8, autocompletion=complete_job
     ),
 ]
 
 NodeName = Annotated[
-    str, typer.Argument(metavar="NODE", help="A node's name.", callback=check_utf8, autocompletion=complete_node)
+    str, typer.Argument(metavar="NODE", help="Node name.", callback=check_utf8, autocompletion=complete_node)
 ]
 
-Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Only this one; default: all that you may see.")]
+Namespace = Annotated[
+    str, typer.Option("--namespace", "-n", help="Only this namespace. Default: all that you may see.")
+]
 
 SglangPython = Annotated[
     Path | None,
     typer.Option(
         envvar="GCORE_SGLANG_PYTHON",
-        help="Python that has SGLang, or its environment's folder, for rollout.engine: sglang; default: .venv-sglang.",
+        help="Python interpreter or virtual environment that has SGLang, for rollout.engine: sglang. Default: .venv-sglang.",
     ),
 ]
 
@@ -139,7 +145,10 @@ DEFAULT_SLOTS = "cpu:2"
 
 
 def find_cluster(address: str | None, home: Path) -> ClusterAddress:
-    """Where a cluster answers, and how to talk to it. Raises UsageError, and Unreachable if none is up in `home` and no other is known."""
+    """Choose the cluster: its addresses and how to connect.
+
+    Raises UsageError, and Unreachable if no cluster runs in `home` and no context is set.
+    """
     from gcore.client.contexts import choose_cluster
 
     if address is not None:
@@ -154,9 +163,9 @@ def find_cluster(address: str | None, home: Path) -> ClusterAddress:
 
 
 def find_addresses(address: str | None, home: Path) -> tuple[str, ...]:
-    """host:port of every controller that may be asked. `address`: one or several, separated by commas.
+    """host:port of every controller. `address`: one or several, separated by commas.
 
-    Raises UsageError for an address that is none, Unreachable if no cluster is up in `home`.
+    Raises UsageError for an invalid address, Unreachable if no cluster runs in `home`.
     """
     if address is not None:
         return parse_addresses(address)
@@ -164,24 +173,26 @@ def find_addresses(address: str | None, home: Path) -> tuple[str, ...]:
 
     cluster = LocalClusterState.load(home)
     if cluster is None:
-        kept = " (what `gcore run` started ended with it; its jobs are kept)" if (home / "runs").is_dir() else ""
+        kept = (
+            " (a cluster that `gcore run` started stops with it; its jobs are kept)" if (home / "runs").is_dir() else ""
+        )
         raise Unreachable(
-            "no cluster is up here",
+            "no local cluster is running",
             where=str((home / FILE_NAME).absolute()),
-            fix=f"Start one with `gcore up`{kept}, or name a controller with --address host:port",
+            fix=f"Start one with `gcore up`{kept}, or give a controller's address with --address host:port",
         )
     return cluster.addresses
 
 
 def parse_addresses(text: str) -> tuple[str, ...]:
-    """`host:port`, or several with commas. Raises UsageError."""
+    """Parse `host:port`, or several separated by commas. Raises UsageError."""
     return tuple(_checked(part.strip()) for part in text.split(","))
 
 
 def _checked(address: str) -> str:
     host, colon, port = address.rpartition(":")
     if not host or not colon or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UsageError(f"{address!r} is no address", where="--address", fix="For example --address 10.0.0.7:7700")
+        raise UsageError(f"{address!r} is not host:port", where="--address", fix="For example: --address 10.0.0.7:7700")
     return address
 
 
@@ -192,17 +203,17 @@ INTERRUPTED = 130
 ENDINGS = """
 [bold]Exit codes[/bold]
 
-[bold]0[/bold]  it worked
+[bold]0[/bold]  success
 
 [bold]1[/bold]  the job failed or was cancelled, or its audit found violations
 
-[bold]2[/bold]  the command, the spec or a file it names is wrong; nothing was started
+[bold]2[/bold]  the command, the spec or a file that it names is wrong; nothing was started
 
-[bold]3[/bold]  no controller, or no store, answered
+[bold]3[/bold]  no controller or no store responded
 
-[bold]4[/bold]  you are not known there, or may not do this
+[bold]4[/bold]  not authenticated, or not permitted
 
-[bold]130[/bold]  interrupted; the same command goes on
+[bold]130[/bold]  interrupted; the same command continues
 
 [bold]First steps[/bold]
 
@@ -213,7 +224,7 @@ gcore init sorting
 
 RUN, JOBS, FLEET, CLUSTER = "Run", "Jobs", "Cluster", "Local cluster"
 FILES, ACCESS = "Specs and models", "Access"
-"""Panels of the help."""
+"""Panels of the help text."""
 
 ORDER = (
     "demo",
@@ -258,14 +269,14 @@ ORDER = (
     "context",
     "placement",
 )
-"""Of the commands in the help, whichever module was imported first."""
+"""Order of the commands in the help text, independent of the order of imports."""
 
 
 class OrderedCommands(TyperGroup):
-    """The commands of `gcore` in their order."""
+    """The command group of `gcore`, listed in a fixed order."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """By `ORDER`."""
+        """Command names sorted by `ORDER`."""
         return sorted(super().list_commands(ctx), key=ORDER.index)
 
 
@@ -282,7 +293,7 @@ app = typer.Typer(
 
 
 def command(name: str, panel: str, *lines: str) -> Callable[[Function], Function]:
-    """Make a function a command of `gcore`. Its help ends with the examples `lines`. One that is interrupted ends with 130, as shells do."""
+    """Register a function as a command of `gcore`. Its help ends with the examples `lines`. An interrupted command exits with 130, as in shells."""
 
     def add(call: Function) -> Function:
         @functools.wraps(call)
@@ -300,17 +311,17 @@ def command(name: str, panel: str, *lines: str) -> Callable[[Function], Function
 
 
 def examples(*commands: str) -> str:
-    """The epilog of a command's help: a line for each of `commands`."""
+    """The epilog of a command's help: one line for each example."""
     return "\n\n".join(("\n[bold]Examples[/bold]", *commands)) + "\n"
 
 
 def verb_examples(verb: str) -> tuple[str, str]:
-    """Examples of a verb that takes a job."""
+    """Two examples of a command that takes a job."""
     return f"gcore {verb} arithmetic", f"gcore {verb} arithmetic --address 10.0.0.7:7700 -o json"
 
 
 def command_group(purpose: str, epilog: str) -> typer.Typer:
-    """An application whose commands are called behind its name."""
+    """A typer application for a group of subcommands."""
     return typer.Typer(
         help=purpose,
         no_args_is_help=True,
@@ -323,7 +334,7 @@ def command_group(purpose: str, epilog: str) -> typer.Typer:
 def call_cluster(
     what: Callable[[JobsClient], Awaitable[T]], address: str | None, home: Path, patience: WaitPolicy | None = None
 ) -> T:
-    """Run one conversation with the cluster."""
+    """Connect to the cluster and run `what` with the client."""
     from gcore.client.jobs import JobsClient
 
     cluster = find_cluster(address, home)
@@ -343,9 +354,9 @@ def call_cluster(
 
 
 def run_of_home(job: str, address: str | None, home: Path, error: Unreachable) -> dict[str, str]:
-    """The run of that job that ended in `home`, as `describe_finished_run` finds it: it is read where no cluster is up.
+    """The finished run of that job in `home` (see `describe_finished_run`), used when no cluster is running.
 
-    Raises GcoreError; `error`, which is why no cluster answered, if one was named by its address.
+    Raises GcoreError. If the user gave an address, raises `error`: the reason why the cluster did not respond.
     """
     from controllers.cli.view.summary import describe_finished_run
 

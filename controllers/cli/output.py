@@ -1,7 +1,7 @@
-"""Tables and JSON of the job API's messages, text that is safe to show, and hints with the command as it was called.
+"""Tables and JSON of the messages of the job API, text that is safe to print, and hints with the program name as the user called it.
 
-`-o json` has every field under its name in the API; tables show what fits. Models and datasets may write control characters,
-which move the cursor: everything from a spec, a model or a dataset is shown through `printable_text`.
+`-o json` has every field under its API name; tables show a selection. Models and datasets may write control characters that move the cursor,
+so every text from a spec, a model or a dataset is printed through `printable_text`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ SHADES = " ░▒▓█"
 
 
 def printable_text(text: str, limit: int = 60) -> str:
-    """`text` on one line, at most `limit` characters, with every control or invisible character spelt out."""
+    """`text` on one line, truncated to `limit` characters, with control and invisible characters escaped."""
     shown = "".join(c if c == " " or _harmless(c) else _spelt(c) for c in text[: limit + 1])
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
 def distinguish_texts(texts: Sequence[str], limit: int = 60) -> list[str]:
-    """Each of `texts` as `printable_text` shows it. Where one is too long, the words that all begin with (a system message, say)
-    give way to "…", so that what is left tells them apart."""
+    """Each of `texts` through `printable_text`. If one is too long, their common first words (such as a system message) are replaced by "…", so
+    that the differences remain visible."""
     alike = takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False)) if len(texts) > 1 else ()
     end = max((n + 1 for n, column in enumerate(alike) if column[0].isspace()), default=0)
     if not end or all(len(text) <= limit for text in texts):
@@ -82,7 +82,7 @@ def format_seconds(value: float) -> str:
 
 
 def bin_points(points: Sequence[tuple[float, float]], width: int) -> tuple[float | None, ...]:
-    """`(place, value)`, places from 0 to 1, gathered into `width` columns by their mean; None where there is none."""
+    """Means of `(place, value)` points in `width` columns, with places from 0 to 1; None for an empty column."""
     sums = [0.0] * width
     counts = [0] * width
     for place, value in points:
@@ -93,7 +93,7 @@ def bin_points(points: Sequence[tuple[float, float]], width: int) -> tuple[float
 
 
 def fill_gaps(values: Sequence[float | None], end: int) -> tuple[float | None, ...]:
-    """Each gap filled with the value before it, up to column `end`: for what is measured now and then."""
+    """Fill each gap with the previous value, up to column `end`, for values that are measured rarely."""
     result: list[float | None] = []
     last: float | None = None
     for column, value in enumerate(values):
@@ -103,7 +103,7 @@ def fill_gaps(values: Sequence[float | None], end: int) -> tuple[float | None, .
 
 
 def draw_chart(values: Sequence[float | None], *, height: int, low: float, high: float) -> tuple[str, ...]:
-    """A column chart, top line first. A value at or below `low` still shows its lowest mark."""
+    """The lines of a column chart, top first. A value at or below `low` still gets the lowest mark."""
     steps = height * (len(LEVELS) - 1)
     span = (high - low) or 1.0
     filled = [None if v is None else max(1, min(steps, round((v - low) / span * steps))) for v in values]
@@ -115,7 +115,7 @@ def draw_chart(values: Sequence[float | None], *, height: int, low: float, high:
 
 
 def divide_cells(amounts: Mapping[str, float], width: int) -> dict[str, int]:
-    """`width` cells dealt out in proportion to `amounts`; largest remainders first, so that they sum to `width`."""
+    """Divide `width` cells in proportion to `amounts`, by largest remainders, so that they sum to `width`."""
     total = sum(amounts.values())
     if total <= 0:
         return {}
@@ -127,9 +127,9 @@ def divide_cells(amounts: Mapping[str, float], width: int) -> dict[str, int]:
 
 
 def shard_strip(owned: Collection[int], count: int, width: int) -> str:
-    """A map of shards 0 to `count`-1 in at most `width` cells; the fuller a cell, the more of its shards are owned.
+    """A map of shards 0 to `count`-1 in at most `width` cells. A fuller cell means that more of its shards are owned.
 
-    Every cell stands for the same number of shards, but for the last.
+    Every cell except the last represents the same number of shards.
     """
     mine = frozenset(owned)
     line = []
@@ -140,7 +140,7 @@ def shard_strip(owned: Collection[int], count: int, width: int) -> str:
 
 
 def moved_cells(moved: Collection[int], count: int, width: int) -> frozenset[int]:
-    """The cells of `strip` in which a moved shard lies."""
+    """The cells of `shard_strip` that contain a moved shard."""
     return frozenset(index for index, cell in enumerate(_cells(count, width)) if any(s in moved for s in cell))
 
 
@@ -152,8 +152,8 @@ def _cells(count: int, width: int) -> tuple[range, ...]:
 
 
 def format_measure(metric: str, value: float) -> str:
-    """`accuracy 98.5%`, `pass@4 71.2%`; `reward 0.712`, `mean@4 0.712`, because rewards need not be shares. A part's mean is read beside the
-    accuracy, and looks like it where it can: `judged 95.3%`; `stars 3.214`."""
+    """`accuracy 98.5%`, `pass@4 71.2%`; `reward 0.712`, `mean@4 0.712`, because rewards need not be shares. The mean of a reward part is a
+    percentage if it is between 0 and 1, for comparison with the accuracy: `judged 95.3%`, `stars 3.214`."""
     if metric.startswith(OF_PART):
         return f"{metric.removeprefix(OF_PART)} {f'{value:.1%}' if 0 <= value <= 1 else f'{value:.3f}'}"
     number = f"{value:.3f}" if metric == REWARD or metric.rpartition("/")[2].startswith("mean@") else f"{value:.1%}"
@@ -161,7 +161,7 @@ def format_measure(metric: str, value: float) -> str:
 
 
 def format_measures(metrics: Mapping[str, float], accuracy: float | None) -> list[str]:
-    """What a set's metrics say beside its accuracy, which pass@1 is, and the mean reward too where rewards are 0 and 1."""
+    """The metrics of a set, without those that equal its accuracy: pass@1, and the mean reward if rewards are 0 and 1."""
 
     def place(metric: str) -> tuple[str, int]:
         name, _, number = metric.partition("@")
@@ -172,12 +172,12 @@ def format_measures(metrics: Mapping[str, float], accuracy: float | None) -> lis
 
 
 def format_part_measures(metrics: Mapping[str, float]) -> list[str]:
-    """What a set's metrics say of the parts of its reward: also where one is what the accuracy is, for that they agree is news too."""
+    """The reward parts among the metrics of a set, also if a part equals the accuracy."""
     return [format_measure(metric, value) for metric, value in sorted(metrics.items()) if metric.startswith(OF_PART)]
 
 
 def source_line(source: SourceFigures) -> str:
-    """`120 trained, 3 filtered, 0 failed; reward 0.531, length 3.1, 4% cut off; accuracy 75.0%`."""
+    """`120 trained, 3 filtered, 0 failed; reward 0.531, length 3.1, 4% truncated; accuracy 75.0%`."""
     words = [f"{source.trained} trained, {source.filtered} filtered, {source.failed} failed"]
     means = []
     if source.mean_reward is not None:
@@ -185,7 +185,7 @@ def source_line(source: SourceFigures) -> str:
     if source.mean_length is not None:
         means.append(f"length {source.mean_length:.1f}")
     if source.truncated is not None:
-        means.append(f"{source.truncated:.0%} cut off")
+        means.append(f"{source.truncated:.0%} truncated")
     if means:
         words.append(", ".join(means))
     if source.accuracy is not None:
@@ -197,7 +197,7 @@ def source_line(source: SourceFigures) -> str:
 
 
 class Output(StrEnum):
-    """How an answer is printed."""
+    """Output formats."""
 
     TABLE = "table"
     JSON = "json"
@@ -205,16 +205,16 @@ class Output(StrEnum):
 
     @property
     def is_for_programs(self) -> bool:
-        """Whether all of an answer goes out, with the names of the API."""
+        """Whether the output has all fields, under their API names."""
         return self is not Output.TABLE
 
     def text(self, tree: Any) -> str:
-        """A tree as a program reads it."""
+        """A tree as JSON or YAML."""
         return as_yaml(tree) if self is Output.YAML else as_json(tree)
 
 
 def as_json(tree: Any) -> str:
-    """Indented, in the order given. What is no number (NaN, infinity), for which JSON has no word, is null."""
+    """Indented JSON in the given order. NaN and infinity, which JSON does not have, become null."""
     try:
         return json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -222,7 +222,7 @@ def as_json(tree: Any) -> str:
 
 
 def as_yaml(tree: Any) -> str:
-    """The same in YAML, without a line end behind it."""
+    """The same in YAML, without a trailing newline."""
     import yaml
 
     text = yaml.safe_dump(
@@ -232,7 +232,7 @@ def as_yaml(tree: Any) -> str:
 
 
 def _plain(tree: Any) -> Any:
-    """Of dicts, lists and what stands in them: YAML writes a subclass of text as what it is."""
+    """Replace StrEnum members by plain text, because PyYAML writes a subclass of str with its type."""
     match tree:
         case dict():
             return {str(key): _plain(value) for key, value in tree.items()}
@@ -255,14 +255,14 @@ def _finite(tree: Any) -> Any:
 
 
 MOST_VIOLATIONS = 20
-"""Violations that a table shows; JSON has all."""
+"""Maximum number of violations in a table; JSON has all."""
 
 PIPE_WIDTH = 1000
-"""Columns of an output that is no terminal: whoever reads it there wants whole lines, not 80 columns."""
+"""Columns of an output that is not a terminal, so that lines are not wrapped at 80 columns."""
 
 
 def stdout_console() -> Console:
-    """Standard output."""
+    """A console for standard output."""
     from rich.console import Console
 
     found = Console()
@@ -270,7 +270,7 @@ def stdout_console() -> Console:
 
 
 def job_snapshot(job: pb.Job) -> JobSnapshot:
-    """The API's job, as the views take it."""
+    """The snapshot of an API job, for the views."""
     from gcore.client.calls import job_state_name
 
     try:
@@ -295,14 +295,14 @@ def job_snapshot(job: pb.Job) -> JobSnapshot:
 
 
 def job_tree(job: JobSnapshot) -> dict[str, Any]:
-    """For JSON."""
+    """The job as a JSON object."""
     tree = dataclasses.asdict(job)
     tree["shares"] = {node.name: list(node.shards) for node in job.shares}
     return tree
 
 
 def message_tree(message: Message, *names: str) -> dict[str, Any]:
-    """For JSON: the fields `names` of a message of the API, or all that it has. Maps are sorted; null stands for what is absent."""
+    """The fields `names` (default: all) of an API message as a JSON object. Maps are sorted; absent fields are null."""
     fields = message.DESCRIPTOR.fields_by_name
     return {name: _field_tree(message, fields[name]) for name in names or fields}
 
@@ -319,7 +319,7 @@ def _field_tree(message: Message, field: Any) -> Any:
 
 
 def audit_tree(report: pb.AuditReport) -> dict[str, Any]:
-    """For JSON."""
+    """The audit report as a JSON object."""
     return message_tree(
         report,
         *("clean", "violations", "findings", "steps", "epochs", "issued", "trained", "filtered", "failed", "in_flight"),
@@ -328,7 +328,7 @@ def audit_tree(report: pb.AuditReport) -> dict[str, Any]:
 
 
 def jobs_table(jobs: Sequence[JobSnapshot]) -> Table:
-    """One line a job."""
+    """A table with one line per job."""
     headings = ("NAME", "UID", "STATE", "PRIORITY", "SLOTS", "STEP", "CREATED", "REASON")
     rows = (
         (
@@ -354,7 +354,7 @@ def rows_table(
     whole: Collection[str] = (),
     fold: Collection[str] = (),
 ) -> Table:
-    """One line a row. Of the headings, numbers are aligned `right`, `whole` cells are never wrapped, `fold` breaks words. No cell is markup."""
+    """A table. Columns in `right` are right-aligned, cells in `whole` are never wrapped, `fold` breaks words. Cells are not parsed as markup."""
     from rich.table import Table
     from rich.text import Text
 
@@ -372,12 +372,12 @@ def rows_table(
 
 
 def printable_cells(*values: object) -> tuple[str, ...]:
-    """A row of a table, each cell as `printable_text` shows it."""
+    """A row of a table, each cell through `printable_text`."""
     return tuple(printable_text(str(value)) for value in values)
 
 
 def pairs_table(rows: Mapping[str, str]) -> Table:
-    """Two columns: what, and what it is."""
+    """A table of two columns: names and values."""
     from rich.table import Table
     from rich.text import Text
 
@@ -388,10 +388,10 @@ def pairs_table(rows: Mapping[str, str]) -> Table:
 
 
 def job_rows(job: JobSnapshot, now: float) -> dict[str, str]:
-    """What `gcore describe` shows. `now`: seconds since the epoch."""
+    """The rows of `gcore describe`. `now`: seconds since the epoch."""
     rows = {
         "job": f"{printable_text(job.full_name)} ({printable_text(job.uid)})"
-        + (f", {printable_text(job.owner)}'s" if job.owner else ""),
+        + (f", owner {printable_text(job.owner)}" if job.owner else ""),
         "state": job.state + (f": {printable_text(job.reason, 300)}" if job.reason else ""),
         "slots": slots_line(job),
         "step": f"{job.step} of {job.of_steps}, lineage {job.lineage}",
@@ -421,28 +421,30 @@ def job_rows(job: JobSnapshot, now: float) -> dict[str, str]:
 
 
 def slots_line(job: JobSnapshot) -> str:
-    """`4 of 2 to 8, priority 0; third in the queue`."""
-    most = str(job.slots_max) if job.slots_max else "all there are"
-    bounds = f", of {job.slots_min or 1} to {most}" if not job.ended else ""
-    queued = f"; number {job.queue_position} of those that wait" if job.queue_position else ""
+    """`4 (min 2, max 8), priority 0; position 3 in the queue`."""
+    most = str(job.slots_max) if job.slots_max else "unlimited"
+    bounds = f" (min {job.slots_min or 1}, max {most})" if not job.ended else ""
+    queued = f"; position {job.queue_position} in the queue" if job.queue_position else ""
     return f"{job.slots or 'none'}{bounds}, priority {job.priority}{queued}"
 
 
 def best_line(best: BestPoint) -> str:
     """`step 32, accuracy 98.5%: FOLDER`."""
-    where = best.checkpoint or ("the model it began with" if best.step == 0 else "its checkpoint is being written")
+    where = best.checkpoint or ("the initial model" if best.step == 0 else "its checkpoint is not written yet")
     return f"step {best.step}, {format_measure(best.metric, best.value)}: {where}"
 
 
 def audit_rows(report: pb.AuditReport) -> dict[str, str]:
-    """What `gcore audit` shows."""
+    """The rows of `gcore audit`."""
     told = list(report.violations)
-    beyond = told.pop() if 0 < len(report.findings) < len(told) else ""  # the audit itself tells no more than so many
+    beyond = (
+        told.pop() if 0 < len(report.findings) < len(told) else ""
+    )  # The audit itself limits the number of violations.
     verdict = f"{len(told)} violation{'s' * (len(told) != 1)}" + (f", {beyond}" if beyond else "")
     rows = {
         "verdict": "clean" if report.clean else verdict,
-        "steps": f"{report.steps}, lineage {report.lineages}; {report.epochs} whole data epochs",
-        "prompts": f"{report.issued} issued: {report.trained} trained, {report.filtered} filtered, "
+        "steps": f"{report.steps}, lineage {report.lineages}; {report.epochs} complete data epochs",
+        "prompts": f"{report.issued} sampled: {report.trained} trained, {report.filtered} filtered, "
         f"{report.failed} failed, {report.in_flight} in flight",
     }
     for node, count in sorted(report.groups_by_node.items()):
@@ -466,21 +468,21 @@ def format_ranges(numbers: Sequence[int]) -> str:
 
 
 def format_time(epoch_s: float) -> str:
-    """A moment for people, in UTC; "-" for none."""
+    """A time for people, in UTC; "-" if the time is 0."""
     return datetime.fromtimestamp(epoch_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if epoch_s else "-"
 
 
 _HINT = "`gcore "
 
 PREPARED = ".cache/examples"
-"""Where `gcore prepare` puts what it makes, unless it is told another folder."""
+"""Default target folder of `gcore prepare`."""
 
 
 def program_name() -> str:
-    """The first words of a command: `gcore` if a shell finds this one by that name, else as it was called."""
+    """`gcore` if the shell finds this program by that name, else its path as it was called."""
     called = Path(sys.argv[0])
     found = shutil.which("gcore")
-    # Under another name it is a test, or a program that has its own ways.
+    # Under another name, a test or another program is running.
     if called.name != "gcore" or (found is not None and _same(Path(found), called)):
         return "gcore"
     relative = os.path.relpath(called)
@@ -488,20 +490,17 @@ def program_name() -> str:
 
 
 def with_program_name(text: str) -> str:
-    """Hints in backquotes, with the command as it was called."""
+    """`text` with the program name replaced in hints in backquotes."""
     return text.replace(_HINT, f"`{program_name()} ")
 
 
 def prepare_hint(text: str) -> str:
-    """What makes a prepared example's file that an error names and that is not there, for behind the error; or nothing.
-
-    The commands of the examples stand in their specs too, but who runs one has not always read it.
-    """
+    """A hint to append to an error that names a missing file of a prepared example: the command that creates it. Empty otherwise."""
     for path in re.findall(rf"(\S*{re.escape(PREPARED)}/[a-z-]+)/", text):
         name = Path(path).name
         if name in NAMES and not Path(path).exists():
             there = "" if Path(path).resolve() == Path(PREPARED, name).resolve() else f" --to {path}"
-            return f". `gcore prepare {name}{there}` makes it"
+            return f". Create it with `gcore prepare {name}{there}`"
     return ""
 
 

@@ -1,8 +1,8 @@
 """A job's events, derived from the changes of its records.
 
-`EventLog` numbers and keeps them; `derive_events` says in words and numbers what a change of one record tells. Every controller derives the
-same events with the same sequence numbers (from the store's revisions). So a follower can continue with any controller after the last
-number it saw, without loss or repetition, as long as it is not `MOST_EVENTS` behind.
+`derive_events` turns the change of one record into events; `EventLog` numbers and keeps them. Every controller derives the same events with
+the same sequence numbers (from the store's revisions). So a client can switch to any controller and continue after the last number it saw,
+without loss or repetition, unless it is more than `MOST_EVENTS` behind.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from gcore.store.types import WatchBatch, WatchEvent
 from placement.moves import move_in_words
 
 MOST_MOVES = 8
-"""Moves that one write of their record may tell of."""
+"""Maximum number of move events from one write of the moves record."""
 
 MOST_CHECKPOINTS = 8
-"""Checkpoints that one write of their record tells of each, the newest; those before them are summed up. Usually a write registers one;
-whoever lists the records later finds all of them in the last."""
+"""Maximum number of checkpoint events from one write of the record: the newest; one event sums up the earlier ones. Usually a write registers
+one checkpoint, but a controller that lists the records later finds all of them in the last write."""
 
 Derived = tuple[str, str, dict[str, Any]]
-"""An event's kind, its message and its data."""
+"""Kind, message and data of an event."""
 
 PER_REVISION = 16
-"""Room for the events of one revision: their numbers lie between its own and the next one's (`_in_their_room`)."""
+"""Sequence numbers reserved for the events of one revision (`_in_their_room`)."""
 
 MOST_EVENTS = 10_000
-"""Events that a controller remembers of a job: the newest. A long job has one for every step, with all its numbers, and whoever
-asks for what is older finds it in the run's folder."""
+"""Maximum number of events that a controller keeps of a job: the newest. A long job has one for every step, with all its numbers. Older
+events are in the run folder."""
 
 SUMMED_UP = frozenset({"checkpoint", "placement"})
-"""Kinds of events that come from a record with a list of what happened."""
+"""Kinds of events that are derived from a record with a list of entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,7 @@ class Event:
     message: str
     data: dict[str, Any]
     again: bool = False
-    """Whether it may have been told under another number by who heard of it when it happened: it comes from a record that is written
-    again and again, as it was found later."""
+    """Whether another controller may have reported it under another number: it was derived later, from a record that is overwritten."""
 
     @property
     def data_json(self) -> str:
@@ -76,19 +75,19 @@ class Event:
 
 
 class EventLog:
-    """The newest events of one job that this controller has heard of, ascending."""
+    """The newest events of one job on this controller, ascending by number."""
 
     def __init__(self, keys: JobKeys) -> None:
         self._keys = keys
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self._warned: set[str] = set()
-        """The sources whose responses were mostly cut off in some step: said once."""
+        """Sources that already have a truncation warning."""
         self._moved: deque[tuple[Any, ...]] = deque(maxlen=NEWEST_MOVES)
-        """The newest moves that were told."""
+        """The newest moves that have an event."""
         self._last = -1
 
     def note(self, before: JobMirror, batch: WatchBatch, after: JobMirror, wall: float) -> None:
-        """Add what `batch` brought; what is known already is not added again."""
+        """Add the events of `batch`. Events that are already known are not added again. `wall`: seconds since the epoch."""
         ordered = sorted(batch.events, key=self._place)
         for revision, changes in groupby(ordered, key=lambda change: change.kv.mod_revision):
             told = [one for change in changes for one in self._told(before, change, after)]
@@ -105,15 +104,16 @@ class EventLog:
         yield from self._warnings(derived, after)
 
     def _place(self, change: WatchEvent) -> tuple[int, int, str]:
-        """The order of changes. Of one revision, what is never written over comes first, then the state: whoever hears of them so late
-        that the others were written over gives these the same numbers. Last is what tells more, the later it is heard."""
+        """The sort key of a change. Within one revision, records that are never overwritten come first, then the state. So a controller that
+        reads them after the others were overwritten assigns the same numbers. Records with lists come last, because they give more events
+        the later they are read."""
         key = change.kv.key
         lasting = key.startswith((self._keys.log_prefix, self._keys.eval_prefix)) or key == self._keys.job
         lists = key in (self._keys.checkpoints, self._keys.moves)
         return change.kv.mod_revision, 0 if lasting else 1 if key == self._keys.state else 3 if lists else 2, key
 
     def _is_new(self, derived: Derived) -> bool:
-        """Whether a move is not told yet: writes that are heard together would tell of it each."""
+        """Whether a move has no event yet. If several writes arrive together, each would yield the move."""
         kind, _, data = derived
         if kind != "placement":
             return True
@@ -123,7 +123,7 @@ class EventLog:
         return not known
 
     def _warnings(self, derived: Sequence[Derived], after: JobMirror) -> Iterator[Derived]:
-        """The warnings that follow from events. Every controller that saw the same events makes the same warnings."""
+        """The warnings that follow from events: the same on every controller with the same events."""
         for kind, _, data in derived:
             if kind != "step":
                 continue
@@ -135,8 +135,7 @@ class EventLog:
                 yield truncation_warning(source, data)
 
     def after(self, sequence: int, *, goes_on: bool = False) -> list[Event]:
-        """The events with greater numbers. `goes_on`: for whoever has heard of events before; what may have been told already is not
-        told again."""
+        """The events with greater numbers. `goes_on`: the client has received events before; skip those that it may already have."""
         newer = []
         for event in reversed(self.events):
             if event.sequence <= sequence:
@@ -147,8 +146,8 @@ class EventLog:
 
 
 def split_by_revision(batch: WatchBatch) -> Iterator[WatchBatch]:
-    """A batch in pieces of one revision each, but for one that tells everything anew: which changes come together is chance, and
-    every controller is to derive the same events from them."""
+    """Split a batch into one batch per revision, except a full listing. Which changes arrive together is random, but every controller must
+    derive the same events from them."""
     if batch.reset or len({event.kv.mod_revision for event in batch.events}) < 2:
         yield batch
         return
@@ -157,22 +156,22 @@ def split_by_revision(batch: WatchBatch) -> Iterator[WatchBatch]:
 
 
 def _in_their_room(told: list[Derived]) -> list[Derived]:
-    """The events of one revision, as many as have numbers of their own; those beyond are counted in the last one."""
+    """Limit the events of one revision to the reserved numbers. If there are more, the last event counts the rest."""
     if len(told) <= PER_REVISION:
         return told
     kept, more = told[: PER_REVISION - 1], told[PER_REVISION - 1 :]
     kinds = Counter(kind for kind, _, _ in more)
     what = ", ".join(f"{kind} {n}" for kind, n in sorted(kinds.items()))
-    return [*kept, ("note", f"{len(more)} things more that came with these: {what}", {"more": dict(kinds)})]
+    return [*kept, ("note", f"{len(more)} more events at the same time: {what}", {"more": dict(kinds)})]
 
 
 def derive_events(keys: JobKeys, before: JobMirror, change: WatchEvent, after: JobMirror) -> Iterator[Derived]:
-    """The events of a change of one of a job's records, `before` it and `after` the batch that brought it. Raises UnreadableRecord."""
+    """The events of a change of one record. `before` and `after`: the records before and after its batch. Raises UnreadableRecord."""
     key, kv = change.kv.key, change.kv
     if change.kind == "delete":
         if key.startswith(keys.member_prefix):
             node = node_of(key.removeprefix(keys.member_prefix))
-            yield "member", f"{node} is gone", {"node": node, "joined": False}
+            yield "member", f"{node} has left", {"node": node, "joined": False}
         return
     if key == keys.state:
         status = JobStatus.decode(kv.value, key)
@@ -181,7 +180,9 @@ def derive_events(keys: JobKeys, before: JobMirror, change: WatchEvent, after: J
         job = JobRecord.decode(kv.value, key)
         if job.remote_code:
             files = ", ".join(job.remote_code)
-            what = f"Python code that comes with the model runs in every engine and rank, as the spec asks for: {files}"
+            what = (
+                f"model.trust_remote_code is set: Python code of the model runs in every engine and train rank: {files}"
+            )
             yield "warning", what, {"files": list(job.remote_code)}
     elif key.startswith(keys.fetch_prefix):
         fetch = ModelFetch.decode(kv.value, key)
@@ -203,7 +204,7 @@ def derive_events(keys: JobKeys, before: JobMirror, change: WatchEvent, after: J
     elif key.startswith(keys.member_prefix):
         node = node_of(key.removeprefix(keys.member_prefix))
         if Member.decode(kv.value, key).leaving:
-            yield "member", f"{node} is leaving: its shards go to the others", {"node": node, "leaving": True}
+            yield "member", f"{node} is leaving; its shards move to other nodes", {"node": node, "leaving": True}
         else:
             yield "member", f"{node} has joined", {"node": node, "joined": True}
     elif key == keys.moves:
@@ -215,10 +216,10 @@ def derive_events(keys: JobKeys, before: JobMirror, change: WatchEvent, after: J
 
 
 def truncation_warning(source: str, step: Mapping[str, Any]) -> Derived:
-    """The warning that most responses of a source were cut off in a step (its data)."""
+    """The warning that most responses of a source were truncated in a step. `step`: the data of the step event."""
     share = step["stats"].get(source_key("truncated", source), step["stats"].get("truncated", 0.0))
     message = (
-        f"{share:.0%} of the responses of source {source!r} were cut off in step {step['step']}; raise max_new_tokens, or "
+        f"{share:.0%} of the responses of source {source!r} were truncated in step {step['step']}. Raise max_new_tokens, or "
         "see rollout.truncated"
     )
     return "warning", message, {"cause": "truncated", "source": source, "share": share, "step": step["step"]}
@@ -231,25 +232,25 @@ def _shards(before: JobMirror, new: Assignment) -> Derived:
         moved = sum(old.owner(shard) != new.owner(shard) for shard in range(len(new.owners)))
     shares = {node_of(member): list(new.shards_of(member)) for member in new.members}
     spread = ", ".join(f"{node} {len(shards)}" for node, shards in sorted(shares.items()))
-    what = f"{moved} shards moved" if old is not None else "shards are dealt out"
+    what = f"{moved} shards moved" if old is not None else "shards assigned"
     return "shards", f"{what}: {spread}", {"moved": moved, "shares": shares}
 
 
 def _registered(new: Sequence[Checkpoint]) -> Iterator[Derived]:
-    """Checkpoints that were not known, oldest first."""
+    """Events for newly registered checkpoints, oldest first."""
     earlier = new[:-MOST_CHECKPOINTS]
     if earlier:
         last = earlier[-1]
         data = {"step": last.step, "lineage": last.lineage, "file": last.file, "count": len(earlier)}
-        many = "a checkpoint" if len(earlier) == 1 else f"{len(earlier)} checkpoints"
-        yield "checkpoint", f"{many} up to step {last.step}: registered before the newest {MOST_CHECKPOINTS}", data
+        many = "1 checkpoint" if len(earlier) == 1 else f"{len(earlier)} checkpoints"
+        yield "checkpoint", f"{many} up to step {last.step} registered before the newest {MOST_CHECKPOINTS}", data
     for one in new[-MOST_CHECKPOINTS:]:
         data = {"step": one.step, "lineage": one.lineage, "file": one.file}
-        yield "checkpoint", f"checkpoint of step {one.step} is registered", data
+        yield "checkpoint", f"checkpoint of step {one.step} registered", data
 
 
 def _moves(before: Moves, after: Moves) -> Iterator[Derived]:
-    """Each new move, with its reason; one that was wanted and has come to be. What came of a move is for `gcore placement explain`."""
+    """Events for new moves and for moves whose state changed. `gcore placement explain` shows their effect."""
     known = {(move.generation, move.time): move.state for move in before.moves}
     for move in after.moves[-MOST_MOVES:]:
         if known.get((move.generation, move.time)) != move.state:
@@ -284,34 +285,45 @@ def _entry(before: JobMirror, entry: LogEntry, after: JobMirror) -> Iterator[Der
             "filtered": sum(e.kind == "filtered" for e in entry.delta),
             "failed": sum(e.kind == "failed" for e in entry.delta),
         }
-        yield "step", f"step {entry.step} is committed", data
+        yield "step", f"step {entry.step} committed", data
         if entry.stats.get("groups_lacking") and entry.stats.get("planned_steps") != entry.step:
             yield _smaller(entry, sum(by_node.values()))
         skipped = int(entry.stats.get("skipped_updates", 0))
         if skipped:
             updates = f"{skipped} update{'s' if skipped > 1 else ''} of step {entry.step} skipped"
-            yield "skipped", f"{updates}: gradient not finite", {"step": entry.step, "updates": skipped}
+            yield "skipped", f"{updates}: the gradient is not finite", {"step": entry.step, "updates": skipped}
     elif entry.kind == "rollback":
         from_step = before.head.record.step if before.head else entry.step
         data = {"from_step": from_step, "to_step": entry.step, "lineage": entry.lineage, "reason": entry.reason}
         if entry.raised is not None:
             data["raised"] = str(entry.raised)
-        yield "rollback", f"back from step {from_step} to {entry.step}: {entry.reason}", data
+        yield "rollback", _restart_sentence(before, entry), data
     elif entry.kind == "account":
         yield _untrained(entry)
 
 
+def _restart_sentence(before: JobMirror, entry: LogEntry) -> str:
+    """`restarted from checkpoint 44 (attempt 2): preempted; no step is lost`. Without a known head before, lost steps are not mentioned."""
+    source = f"checkpoint {entry.step}" if entry.step else "the initial model"
+    verb = "restarted" if entry.raised is None else "continued"
+    sentence = f"{verb} from {source} (attempt {entry.lineage + 1}): {entry.reason.rstrip('.')}"
+    lost = None if before.head is None or entry.raised is not None else before.head.record.step - entry.step
+    if lost is None or lost < 0:
+        return sentence
+    return f"{sentence}; {lost or 'no'} step{'s are' if lost > 1 else ' is'} lost"
+
+
 def _known_steps(job: JobRecord) -> int | None:
-    """The job's last step, if that is known from its beginning."""
+    """The job's last step, if the spec determines it."""
     return FlowSpec.model_validate(job.spec.get("flow", {})).last_step(job.prompts)
 
 
 def _smaller(entry: LogEntry, groups: int) -> Derived:
-    """A step with fewer groups than its quota must not be a mystery."""
+    """The warning that a step trained fewer groups than its quota."""
     lacking, used = int(entry.stats["groups_lacking"]), int(entry.stats.get("prompts_used", 0))
     message = (
-        f"step {entry.step} trained {groups} of {groups + lacking} groups: there were no more after {used} prompts "
-        "(flow.max_prompts_per_step, the end of the last epoch, or data.window)"
+        f"step {entry.step} trained {groups} of {groups + lacking} groups: no more were available after {used} prompts "
+        "(limit: flow.max_prompts_per_step, data.window, or the end of the last epoch)"
     )
     return "warning", message, {"cause": "smaller", "step": entry.step, "groups": groups, "lacking": lacking}
 
@@ -322,7 +334,7 @@ def _untrained(entry: LogEntry) -> Derived:
     message = ", ".join(f"{n} {'prompt' if n == 1 else 'prompts'} {kind}" for kind, n in kinds.items() if n)
     if common is not None:
         reason, times = common
-        message += f": {reason}" if times == len(entry.delta) else f"; the commonest reason, {times} times: {reason}"
+        message += f": {reason}" if times == len(entry.delta) else f"; most frequent reason ({times} times): {reason}"
     return "account", message, {"count": len(entry.delta), **kinds, "reason": common[0] if common else ""}
 
 
@@ -342,5 +354,5 @@ def _evaluation(evaluation: Evaluation) -> Derived:
     message = f"accuracy {evaluation.accuracy:.1%}{graded} after step {evaluation.version.step}"
     if evaluation.unscored:
         why = next((f": {score.why_unscored}" for score in evaluation.by_source.values() if score.why_unscored), "")
-        message += f"; {evaluation.unscored} responses could not be scored and count as not correct{why}"
+        message += f"; {evaluation.unscored} responses could not be scored and count as incorrect{why}"
     return "eval", message, data

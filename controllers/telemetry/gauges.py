@@ -1,6 +1,6 @@
-"""A job's records shown as metrics: its progress, waits and placement, and how much the store holds of it.
+"""Metrics of a job from its records: progress, waits, placement, and its size in the store. No decision depends on them.
 
-For people and alerts: nothing is decided by it. A store member that does not answer is no longer shown; the calls that fail report it.
+A store member that does not respond is removed from the metrics; failed requests report the problem.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ ASK_EVERY_S = 15.0
 def show_in_flight(
     metrics: Metrics, mirror: JobMirror, versions: Collection[Version], offered: int, oldest_s: float
 ) -> None:
-    """Show the prompts that this peer has in flight, of which `versions` has the oldest weights each, and the groups that it offers.
+    """Set the gauges of in-flight prompts and offered groups of this controller.
 
-    `oldest_s`: for how many seconds the oldest has been in flight.
+    `versions`: for each prompt in flight, its oldest weights. `oldest_s`: age of the oldest one in seconds.
     """
     if mirror.job is None or mirror.head is None:
         return
@@ -42,7 +42,7 @@ def show_in_flight(
 
 
 def show_waits(metrics: Metrics, mirror: JobMirror, waiting: Sequence[Wait], waits: Timers, now: float) -> None:
-    """For how long what the job waits for has been waited for, by cause. `now`: the monotonic clock."""
+    """Set the gauges of wait times, by cause. `now`: the monotonic clock."""
     if mirror.job is None:
         return
     seconds: dict[str, float] = {}
@@ -53,7 +53,7 @@ def show_waits(metrics: Metrics, mirror: JobMirror, waiting: Sequence[Wait], wai
 
 
 def count_checkpoints(metrics: Metrics, action: Action, view: JobView) -> None:
-    """Count what an action that was done made of checkpoints."""
+    """Count checkpoints that a completed action registered, removed, or reported as failed."""
     match action:
         case RegisterCheckpoint():
             metrics.checkpoints.labels("registered").inc()
@@ -64,7 +64,7 @@ def count_checkpoints(metrics: Metrics, action: Action, view: JobView) -> None:
 
 
 def count_moves(metrics: Metrics, action: Action) -> None:
-    """Count a move of the placement that was written."""
+    """Count a written move of the placement."""
     if isinstance(action, WriteMove):
         for kind in MoveKind:
             metrics.moves.labels(kind.value, action.proposal.move.state)
@@ -72,7 +72,7 @@ def count_moves(metrics: Metrics, action: Action) -> None:
 
 
 def show_job(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) -> None:
-    """Set the job's gauges, and count what `me` wrote in this batch. History that is only read again is not counted."""
+    """Set the job's gauges, and count the log entries of `me` in this batch. Entries from a full listing are not counted."""
     if mirror.job is None or mirror.head is None:
         return
     job = mirror.job.record.full_name
@@ -108,7 +108,7 @@ def show_job(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) ->
 
 
 def _show_sources(metrics: Metrics, job: str, mirror: JobMirror, entry: LogEntry) -> None:
-    """A step's numbers by source; a job with one source has them as the step's own."""
+    """Set the gauges by source. A job with a single source uses the numbers of the step."""
     assert mirror.head is not None
     found = [(split, value) for key, value in entry.stats.items() if (split := split_source_key(key)) is not None]
     for (name, source), value in found:
@@ -119,7 +119,7 @@ def _show_sources(metrics: Metrics, job: str, mirror: JobMirror, entry: LogEntry
 
 
 def show_placement(metrics: Metrics, before: JobMirror, after: JobMirror) -> None:
-    """Set the gauges of a placement that has changed: the split, the newest move of each kind and what came of it, the expected step."""
+    """Set the gauges of a changed placement: the split, the newest move of each kind with its effect, and the expected step time."""
     if after.job is None:
         return
     job = after.job.record.full_name
@@ -135,12 +135,12 @@ def show_placement(metrics: Metrics, before: JobMirror, after: JobMirror) -> Non
 
 
 def newest_moves(moves: Moves) -> dict[str, Move]:
-    """The newest move of each kind that was made, or would have been."""
+    """The newest move of each kind that was made, or that a dry run would have made."""
     return {move.kind.value: move for move in moves.moves if move.state in ("done", "would")}
 
 
 def move_figures(move: Move) -> MoveFigures:
-    """The expected and the measured figures of a move. A step's gain is the time by which it became shorter."""
+    """The expected and measured figures of a move. The gain is the reduction of the step time."""
     outcome = move.outcome
     expected = move.gain_s
     if move.before_s is not None and move.expected_s is not None:
@@ -154,14 +154,14 @@ def move_figures(move: Move) -> MoveFigures:
 
 
 def expected_step_s(moves: Moves) -> float | None:
-    """The step time that the newest decision expects, whether it moved anything or not."""
+    """The step time in seconds that the newest decision expects, with or without a move."""
     told = [(move.time, move.expected_s) for move in moves.moves if move.expected_s is not None]
     told += [(stay.time, stay.expected_s) for stay in moves.stays if stay.expected_s is not None]
     return max(told, default=(0.0, None), key=lambda one: one[0])[1]
 
 
 class JobStoreSize:
-    """Counts the keys and bytes that the store holds of one job. It takes as much memory as the job has keys, which are bounded."""
+    """Counts the keys and bytes of one job in the store. Needs memory in proportion to the number of keys, which is bounded."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}
@@ -169,11 +169,11 @@ class JobStoreSize:
 
     @property
     def keys(self) -> int:
-        """That the store holds of it."""
+        """Number of keys of the job in the store."""
         return len(self._sizes)
 
     def note(self, batch: WatchBatch) -> None:
-        """A change of the job's records."""
+        """Process a change of the job's records."""
         if batch.reset:
             self._sizes, self.bytes = {}, 0
         for event in batch.events:
@@ -191,7 +191,7 @@ class JobStoreSize:
 async def watch_members(
     standing: Callable[[], Awaitable[Mapping[str, StoreMemberStatus]]], metrics: Metrics, clock: Clock
 ) -> None:
-    """Show what the store's members say of themselves, for ever. `standing`: asks them; a member that does not answer is not in it."""
+    """Publish the status of the store's members, until cancelled. `standing`: queries them; members that do not respond are absent."""
     while True:
         metrics.show_members(await standing())
         await clock.sleep(ASK_EVERY_S)

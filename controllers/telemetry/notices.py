@@ -1,12 +1,11 @@
-"""What a controller reports about a job beside its steps, for the job's events: waits, warnings, and errors of plug-ins.
+"""Wait reports, warnings and plug-in errors of a job. Each becomes an event.
 
-`WaitReporter` publishes what the job waits for and since when, as metrics, and as a warning once a wait has lasted too long. The
-reconciler calls it at each look at the job; `report_waits` runs it while the node prepares and there is no reconciler yet. What is waited
-for is worked out once a second, since it is for people and the reconciler looks at its job many times in one.
-`controllers.rules.waits` decides which waits there are, and which are reported.
+`WaitReporter` publishes wait reports as metrics, and as a warning if a wait lasts too long. The reconciler calls it in each cycle;
+`report_waits` runs it while the node prepares the job and has no reconciler yet. Wait reports are computed once a second, because only people
+read them and the reconciler runs many cycles a second. `controllers.rules.waits` decides which waits exist and which are reported.
 
-`LiveJob` is the job as the reporter and the reconciler see it. `WarningLog` and `PluginErrorLog` write to the store what others note; an
-event tells each record. What follows from a warning or an error is decided elsewhere.
+`LiveJob` is the job as the reporter and the reconciler see it. `WarningLog` and `PluginErrorLog` write warnings and errors to the store.
+Reactions to them are decided elsewhere.
 """
 
 from __future__ import annotations
@@ -37,38 +36,38 @@ log = logging.getLogger(__name__)
 RETRY_S = 1.0
 
 MOST_WAITING = 64
-"""Sentences that the store has not taken yet: the newest."""
+"""Maximum number of warnings that wait for the store: the newest."""
 
 LOOK_S = 1.0
 
 MOST_FAULTS = 16
-"""Of one job, by one controller: a plug-in whose every error is another one must not fill the store."""
+"""Maximum number of plug-in errors of one job from one controller, so that ever-different errors do not fill the store."""
 
 MOST_OF_JOB = 64
-"""Of one job, by all controllers that it ever had; each may write one more."""
+"""Maximum number of plug-in errors of one job from all controllers. Each controller may exceed it by one."""
 
 
 class WaitReporter:
-    """Notes what the job waits for and since when, and reports waits that last."""
+    """Tracks what the job waits for and since when, and reports long waits."""
 
     def __init__(self, job: LiveJob, metrics: Metrics, clock: Clock) -> None:
         self._job = job
         self._metrics = metrics
         self._clock = clock
         self._told: set[str] = set()
-        """Waits without progress that were told and last."""
+        """Current waits without progress that were already reported."""
         self._waiting: tuple[Wait, ...] = ()
         self._looked = -LOOK_S
-        """When what is waited for was worked out last."""
+        """When the waits were last computed, by the monotonic clock."""
 
     async def run(self) -> None:
-        """Until cancelled, for a job that nobody drives yet."""
+        """Report until cancelled, for a job without a reconciler."""
         while True:
             self.look(self._job.look(), (), self._clock.monotonic())
             await self._clock.sleep(LOOK_S)
 
     def look(self, view: JobView, others: Iterable[str], now: float) -> None:
-        """Note since when everything holds that is waited for, and the conditions in `others`; tell what is to be told."""
+        """Update the start times of the waits and of the conditions in `others`; once a second, publish the waits."""
         due = now >= self._looked + LOOK_S
         if due:
             self._looked, self._waiting = now, tuple(current_waits(view))
@@ -92,7 +91,7 @@ class WaitReporter:
 
 @asynccontextmanager
 async def report_waits(job: LiveJob, metrics: Metrics, clock: Clock) -> AsyncIterator[None]:
-    """Report what the job waits for while the block runs. Raises what the reporting raised, which is a defect."""
+    """Report what the job waits for while the block runs. Raises the reporter's exception, which is a bug."""
     tasks = [asyncio.create_task(work) for work in (WaitReporter(job, metrics, clock).run(), job.warnings.run())]
     try:
         yield
@@ -105,7 +104,7 @@ async def report_waits(job: LiveJob, metrics: Metrics, clock: Clock) -> AsyncIte
 
 
 class LiveJob:
-    """A job as this controller sees it: its records, its view, what it waits for and since when, and its warnings."""
+    """A job as this controller sees it: records, view, wait timers and warnings."""
 
     def __init__(
         self,
@@ -118,7 +117,7 @@ class LiveJob:
         warnings: WarningLog,
         waits: Timers,
     ) -> None:
-        """`node`, `me`: this node and this incarnation. `mirror`: gives the job's records as last heard."""
+        """`node`, `me`: this node and this incarnation. `mirror`: returns the newest known records of the job."""
         self.uid, self.node, self.me, self.changes = uid, node, me, changes
         self.warnings, self.waits = warnings, waits
         self._mirror = mirror
@@ -127,25 +126,25 @@ class LiveJob:
 
     @property
     def mirror(self) -> JobMirror:
-        """The job's records as last heard."""
+        """The newest known records of the job."""
         return self._mirror()
 
     def look(self) -> JobView:
-        """The view now; computed once for each change."""
+        """The current view, computed once for each change."""
         if self._view is None or self._view[0] != self.changes.count:
             self._view = (self.changes.count, self._make_view())
         return self._view[1]
 
     def look_anew(self) -> None:
-        """Something that the view holds has changed, which no record tells."""
+        """Discard the cached view after a change that is in no record."""
         self._view = None
 
 
 class WarningLog:
     """Writes warnings about a job from one controller to the store.
 
-    A sentence is written under its topic, over the one before. While the store is away the newest `MOST_WAITING` sentences wait, and come
-    late. The caller sees to it that it notes a sentence once.
+    A warning overwrites the previous one of its topic. While the store is unavailable, the newest `MOST_WAITING` warnings wait. Callers
+    must not note the same warning repeatedly; see `hold`.
     """
 
     def __init__(self, store: Store, keys: JobKeys, node: str, clock: Clock) -> None:
@@ -158,33 +157,33 @@ class WarningLog:
         self._news = asyncio.Event()
 
     def note(self, topic: str, sentence: str) -> None:
-        """Report a sentence. `topic`: one of few, a word."""
+        """Log a warning and queue it for the store. `topic`: one word of a small fixed set."""
         log.warning("%s", sentence)
         now = self._clock.wall()
         self._waiting.append(Trouble(topic=topic, node=self._node, sentence=sentence, time=now))
         self._news.set()
 
     def hold(self, topic: str, sentence: str) -> None:
-        """Report a sentence once, for as long as it is the one of its topic. An empty sentence: the trouble is over."""
+        """Report a sentence once, until another sentence of its topic follows. An empty sentence: the problem is solved."""
         if sentence and self._held.get(topic) != sentence:
             self.note(topic, sentence)
         self._held[topic] = sentence
 
     async def run(self) -> None:
-        """For ever: write what was noted, and what was left."""
+        """Write queued warnings, until cancelled."""
         self._news.set()
         while True:
             await self._news.wait()
             self._news.clear()
             while self._waiting:
-                trouble = self._waiting[0]  # which it stays until it is written, also if this is cancelled
+                trouble = self._waiting[0]  # It stays queued until it is written, also if this task is cancelled.
                 if not await self._is_written(trouble):
                     await self._clock.sleep(RETRY_S)
                 elif self._waiting and self._waiting[0] is trouble:
                     self._waiting.popleft()
 
     async def _is_written(self, trouble: Trouble) -> bool:
-        # An unknown answer is asked again: an event twice is better than none.
+        # Retry if the result is unknown: a duplicate event is better than a missing one.
         try:
             await self._store.transact((), (Put(self._keys.trouble(trouble.topic), trouble.encode()),))
         except StoreUnavailable:
@@ -194,34 +193,33 @@ class WarningLog:
 
 EQUAL_STEPS = 10
 LEAST_EQUAL_GROUPS = 16
-"""Steps, and groups, in which all responses to a source must have had the same reward before a warning. Without any step: as many groups as
-`EQUAL_STEPS` steps have."""
+"""Minimum number of steps and groups with equal rewards before a warning. If no step commits: the number of groups of `EQUAL_STEPS` steps."""
 
 
 @dataclass
 class _EqualRewards:
     reward: float
     step: int
-    """Head's, when the first of the groups was scored."""
+    """The head's step when the first of the groups was scored."""
     refs: set[PromptRef] = field(default_factory=set)
     responses: int = 0
     told: bool = False
 
 
 class EqualRewardsWatch:
-    """Warns of a source whose responses have all had the same reward for `EQUAL_STEPS` steps: a policy learns nothing from them.
+    """Warns if all responses of a source have had the same reward for `EQUAL_STEPS` steps: the policy cannot learn from them.
 
-    Of the groups that this controller has scored since it began on the job, before filters.
+    Counts the groups that this controller has scored, before filters.
     """
 
     def __init__(self, groups_per_step: int, warnings: WarningLog) -> None:
         self._most = EQUAL_STEPS * groups_per_step
         self._warnings = warnings
         self._equal: dict[str, _EqualRewards] = {}
-        """By source: its newest groups in a row whose rewards are equal."""
+        """By source: the newest consecutive groups with equal rewards."""
 
     def note(self, source: str, ref: PromptRef, rewards: Sequence[float], step: int) -> None:
-        """Note the rewards of a prompt's responses, which may come in several calls; `step` is head's."""
+        """Note the rewards of responses to a prompt, possibly in several calls. `step`: the head's step."""
         known = self._equal.get(source)
         if len(set(rewards)) != 1:
             self._equal.pop(source, None)
@@ -237,17 +235,17 @@ class EqualRewardsWatch:
         if long or groups >= self._most:
             known.told = True
             sentence = (
-                f"source {source!r}: the last {known.responses} responses, to {groups} prompts, all had reward {known.reward:g}; equal "
-                "rewards teach the policy nothing. Compare responses with the expected answers: gcore samples"
+                f"source {source!r}: the last {known.responses} responses to {groups} prompts all had reward {known.reward:g}. The policy "
+                "cannot learn from equal rewards. Compare responses with the expected answers: gcore samples"
             )
             self._warnings.note("equal-rewards", sentence)
 
 
 class PluginErrorLog:
-    """Writes each error of a plug-in, and why prompts failed, to the store: once for the job, whichever controller meets it.
+    """Writes errors of plug-ins and reasons of failed prompts to the store, each once per job.
 
-    Errors have the plug-in's own traceback; a controller writes a bounded number. What the store did not take is in the controller's log,
-    and is written when it is met again.
+    Errors include the plug-in's traceback. A controller writes a bounded number of errors. If the store is unavailable, the error is only in
+    the controller's log, until it occurs again.
     """
 
     def __init__(self, store: Store, keys: JobKeys, node: str) -> None:
@@ -258,22 +256,22 @@ class PluginErrorLog:
         self._to_write: asyncio.Queue[tuple[str, FaultRecord]] = asyncio.Queue()
 
     def note(self, what: str, trace: str = "") -> None:
-        """Report an error, unless it is known."""
+        """Report an error, unless it was already reported."""
         name = hashlib.blake2b((trace or what).encode(errors="replace"), digest_size=8).hexdigest()
         if name in self._known or len(self._known) >= MOST_FAULTS:
             return
         self._known.add(name)
         told = f"{what}\n{trace}" if trace else what
-        log.warning("%s", told.encode(errors="backslashreplace").decode())  # a log takes no half surrogate pair
+        log.warning("%s", told.encode(errors="backslashreplace").decode())  # Logs cannot encode lone surrogates.
         self._to_write.put_nowait((name, FaultRecord(node=self._node, what=what, trace=trace)))
 
     async def run(self) -> None:
-        """For ever: write down what was noted."""
+        """Write queued errors, until cancelled."""
         while True:
             await self._write(*await self._to_write.get())
 
     async def finish(self) -> None:
-        """Write down what is left."""
+        """Write the remaining errors."""
         while not self._to_write.empty():
             await self._write(*self._to_write.get_nowait())
 
@@ -284,4 +282,4 @@ class PluginErrorLog:
                 return
             await self._store.transact((Compare(key, 0),), (Put(key, record.encode()),))
         except StoreUnavailable:
-            self._known.discard(name)  # it is told when it is met again
+            self._known.discard(name)  # Report it when it occurs again.

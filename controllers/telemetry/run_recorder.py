@@ -1,11 +1,11 @@
-"""What a controller reports and keeps of a job for people, while the job goes on.
+"""Telemetry of a running job on one controller, and the files in its run folder.
 
-`JobTelemetry` is what the runner of a job talks to: it hears every change of the job's records and passes it on to the job's events, its
-metrics, its slot accounting and its spans. `RunRecorder` keeps the run's numbers and samples in the run's folder
-(`MetricsFileWriter`, `SampleWriter`) and feeds the trackers.
+`JobTelemetry` is the runner's interface to telemetry: it receives every change of the job's records and passes it to the job's events,
+metrics, slot accounting and trace spans. `RunRecorder` writes the run's metrics and samples to the run folder (`MetricsFileWriter`,
+`SampleWriter`) and feeds the experiment trackers.
 
-The recorder's tasks run beside the job and never in its way: what fails in them (a full disk, a tracker that is down) is reported and tried
-again. A defect in one of these tasks is logged when the task ends, and ends only that task, not the run.
+The recorder's tasks run concurrently and never delay the job. A failure (a full disk, an unavailable tracker) is reported and retried. A bug in
+one of these tasks is logged and ends only that task, not the run.
 """
 
 from __future__ import annotations
@@ -51,28 +51,28 @@ log = logging.getLogger(__name__)
 RETRY_S = 2.0
 
 GAP_PATIENCE = 15
-"""Tries before entries that are found nowhere are passed over."""
+"""Attempts before log entries that are found nowhere are skipped."""
 
 END_PATIENCE_S = 10.0
-"""For the last lines of a job that has ended."""
+"""Timeout for the last lines of an ended job."""
 
 MOST_WAITING = 4
-"""Steps whose samples wait to be written; when the disk is slower than the steps, the oldest are left out."""
+"""Maximum number of steps whose samples wait to be written. If the disk is too slow, the oldest are dropped."""
 
 GroupLookup = Callable[[str], Group | None]
-"""Finds a finished group that this controller has by its digest."""
+"""Finds a finished group of this controller by its digest."""
 
 COPY_TURN_S = 0.5
-"""How long the next in turn waits for the one before to leave the copy of the records."""
+"""How long each further controller waits for the previous one to write the copy of the records."""
 
 STOP_S = 10.0
-"""For tracker processes to end, once they were let go of."""
+"""Timeout for tracker processes to exit after their input was closed."""
 
 
 class JobTelemetry:
-    """Reports one job on this controller: events, metrics, slot accounting, spans, and words for log lines.
+    """Reports one job on this controller: events, metrics, slot accounting, trace spans, and fields for log lines.
 
-    Hears every change of the job's records. Decides nothing, and nothing waits for it.
+    Receives every change of the job's records. Makes no decisions, and nothing waits for it.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class JobTelemetry:
         traces: StepTraces | None,
         released: Callable[[], None] = lambda: None,
     ) -> None:
-        """`traces`: where steps are exported as spans; None: nowhere. `released`: called after the last reading of workers."""
+        """`traces`: exports steps as spans; None: no export. `released`: called after the last read from workers."""
         self._keys = keys
         self._incarnation = identity.incarnation
         self._metrics = metrics
@@ -102,7 +102,7 @@ class JobTelemetry:
 
     @property
     def about(self) -> dict[str, object]:
-        """The fields of each log line that is written for this job."""
+        """The fields of every log line about this job."""
         told: dict[str, object] = {"job": self._keys.uid}
         if self._mirror.job is not None:
             told["job_name"] = self._mirror.job.record.full_name
@@ -111,8 +111,7 @@ class JobTelemetry:
         return told
 
     def note(self, before: JobMirror, batch: WatchBatch, now: JobMirror) -> None:
-        """The job's records were as `before`, and with `batch` they are as `now`. Its events are noted one revision at a time
-        (`events`)."""
+        """Process a change: `batch` changed the job's records from `before` to `now`. Events are noted separately, one revision at a time."""
         self._mirror = now
         self.stopwatch.note(before, now, self._clock.monotonic())
         if now.head is not None:
@@ -124,17 +123,17 @@ class JobTelemetry:
             self._size.show(self._metrics, now.job.record.full_name)
 
     def note_engines(self, view: JobView, busy: Collection[str], *, held_back: bool) -> None:
-        """Account for engines that are not `busy`. `held_back`: whether no prompt should be begun because of a judge."""
+        """Account for engines that are not `busy`. `held_back`: whether a judge prevents new prompts."""
         self.slot_accounting.look(view, held_back=held_back)
         idle = IdleEngines.of(view, busy, self.slot_accounting.stage)
         self.stopwatch.engines.note(idle, self._clock.monotonic())
 
     def stats(self, view: JobView) -> dict[str, float]:
-        """The numbers of the step that is under way, for its log entry."""
+        """The numbers of the current step, for its log entry."""
         return self.stopwatch.stats(view, self._clock.monotonic())
 
     def close(self) -> None:
-        """Nothing more is heard of the job here."""
+        """Remove the job from the metrics of this controller."""
         if self._mirror.job is not None:
             self._metrics.forget_job(self._mirror.job.record.full_name)
 
@@ -144,7 +143,7 @@ class JobTelemetry:
 
 
 class RunRecorder:
-    """Keeps one job's metrics file and samples on this controller, and feeds its trackers. `look`: the mirror now."""
+    """Writes one job's metrics file and samples, and feeds its trackers. `look`: returns the current mirror."""
 
     def __init__(
         self,
@@ -168,7 +167,7 @@ class RunRecorder:
         self._trackers: list[asyncio.Task[None]] = []
 
     def begin(self) -> None:
-        """Run beside the caller, until `finish` or `cancel`. The job is known by now."""
+        """Start the background tasks, which run until `finish` or `stop`. The job record must be known."""
         job = self._look().job
         assert job is not None
         for work in (self._recorder.run(), self.samples.run()):
@@ -187,11 +186,11 @@ class RunRecorder:
             self._trackers.append(start_background_task(keeper.run(), f"tracker {tracker.name}"))
 
     def note(self, mirror: JobMirror, find_group: GroupLookup) -> None:
-        """A change, before terminal groups leave the buffer."""
+        """Process a change. Must be called before terminal groups leave the buffer."""
         self.samples.note(mirror, find_group)
 
     async def finish(self) -> None:
-        """The job has ended: what is missing is written and given to the trackers, for a bounded time."""
+        """Write the remaining data of an ended job and pass it to the trackers, within a bounded time."""
         for task in self._writing:
             task.cancel()
         last = {"records": self._recorder.finish(), "samples": self.samples.write(), "copy": self._leave_copy()}
@@ -200,14 +199,14 @@ class RunRecorder:
             await asyncio.wait(self._trackers, timeout=TrackerTimeouts().end_s + STOP_S)
 
     async def stop(self) -> None:
-        """Stop at once; processes that were started are let go of and waited for."""
+        """Stop immediately. Closes the input of tracker processes and waits for them."""
         tasks = [*self._writing, *self._trackers]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _leave_copy(self) -> None:
-        """With the job's records in its folder the run can be audited when its cluster is gone; one copy is enough."""
+        """Write a copy of the job's records to the run folder, so that the run can be audited without its cluster. One copy is sufficient."""
         mirror = self._look()
         run_dir, me = mirror.run_dir, self._identity.incarnation
         await self._clock.sleep(COPY_TURN_S * turn_of(mirror.members, me, "copy"))
@@ -216,23 +215,23 @@ class RunRecorder:
                 return
             listing = await self._store.list(self._keys.prefix)
             await asyncio.to_thread(archive.write_copy, run_dir, me, mirror.keys.uid, listing)
-        except (StoreUnavailable, OSError) as error:  # whoever audits it later leaves one
-            log.warning("the run's folder has no copy of the job's records: %s", error)
+        except (StoreUnavailable, OSError) as error:  # A later audit writes the copy.
+            log.warning("the copy of the job's records was not written to the run folder: %s", error)
 
     async def _warn(self, topic: str, sentence: str) -> None:
         key = self._keys.trouble(topic)
         trouble = Trouble(topic=topic, node=self._identity.node, sentence=sentence, time=self._clock.wall())
-        with contextlib.suppress(StoreUnavailable):  # the log has it
+        with contextlib.suppress(StoreUnavailable):  # The warning is in the log.
             await self._store.transact((), (Put(key, trouble.encode()),))
 
 
 class MetricsFileWriter:
-    """Keeps `metrics.jsonl` of a job's run up with its chain. `look`: the mirror now.
+    """Keeps `metrics.jsonl` of a run up to date with the job's log. `look`: returns the current mirror.
 
-    Every controller could write the file and one does: the first in the order of turns, or another that finds it behind for longer than its
-    turn. The file's own content says what is missing (`gcore.observability.metrics_file`), under a lock, in a thread. When the job has ended
-    each controller looks once more, so that the last lines are there even if others died. A folder that takes nothing is tried again for
-    ever and reported once; it never ends a run.
+    Every controller can write the file, but normally one does: the first in the order of turns. Another one writes if the file is behind for
+    longer than its turn. The content of the file determines what is missing (`gcore.observability.metrics_file`); it is read in a thread, under
+    a lock. When the job has ended, each controller checks once more, so that the last lines are written even if others died. A folder that is
+    not writable is retried forever and reported once; it never ends a run.
     """
 
     def __init__(
@@ -246,13 +245,13 @@ class MetricsFileWriter:
         self._file: MetricsFile | None = None
         self._gaps = 0
         self._settled: JobMirror | None = None
-        """Of which nothing is missing in the file: most changes are none of the chain."""
+        """The mirror for which the file is complete; most changes do not concern the log."""
         self._trouble = ""
         self.told = ChangeSignal()
         """Notified when there are new lines here."""
 
     async def run(self) -> None:
-        """For ever."""
+        """Write missing lines, until cancelled."""
         behind: float | None = None
         while True:
             if not self._lacks():
@@ -268,7 +267,7 @@ class MetricsFileWriter:
                 await self._clock.sleep(RETRY_S)
 
     async def finish(self) -> None:
-        """The last lines of a job that has ended; gives up when the folder does not take them in time."""
+        """Write the last lines of an ended job, for at most `END_PATIENCE_S` seconds."""
         end = self._clock.monotonic() + END_PATIENCE_S
         while self._lacks() and self._clock.monotonic() < end:
             if not await self._bring():
@@ -295,7 +294,7 @@ class MetricsFileWriter:
             return False
         except (OSError, ValueError) as error:
             self._gaps += isinstance(error, ValueError)
-            if (trouble := f"{file.path} is not written: {error}") != self._trouble:
+            if (trouble := f"{file.path} cannot be written: {error}") != self._trouble:
                 self._trouble = trouble
                 log.warning("%s", trouble)
                 await self._warn("metrics", trouble)
@@ -307,11 +306,11 @@ class MetricsFileWriter:
 
 
 class SampleWriter:
-    """Keeps samples of each step in the run's folder: those that this controller holds, of groups that were sealed.
+    """Writes samples of each step to the run folder: of the sealed groups that this controller holds.
 
-    Sealed groups are picked up when the seal is heard of, before any of them is dropped, and written in a thread once the batch is READY or
-    committed. Of a batch that was given up nothing is written. What cannot be written is missing, and reported once until writing works
-    again: samples are for people, and a step must not wait for them.
+    Groups are taken from the buffer when the seal arrives, before they are dropped, and written in a thread once the batch is READY or
+    committed. Nothing is written for an abandoned batch. If writing fails, the samples are lost, and the error is reported once until writing
+    works again, because a step must not wait for samples.
     """
 
     def __init__(self, me: str, warn: WarnPeople) -> None:
@@ -325,14 +324,14 @@ class SampleWriter:
         self._changes = ChangeSignal()
         self._run_dir = Path()
         self.has_room = True
-        """Whether the run's folder is to take more samples."""
+        """Whether the disk has space for more samples."""
 
     def open(self, spec: JobSpec, stream: PromptStream, run_dir: Path) -> None:
-        """From here on prompts can be looked up."""
+        """Set the spec, the prompt stream and the run folder. Samples are only kept after this call."""
         self._spec, self._stream, self._run_dir = spec, stream, run_dir
 
     def note(self, mirror: JobMirror, find_group: GroupLookup) -> None:
-        """Called at each change, before terminal groups leave the buffer."""
+        """Process a change. Must be called before terminal groups leave the buffer."""
         if self._spec is None or mirror.head is None:
             return
         for stored in mirror.seals.values():
@@ -351,24 +350,24 @@ class SampleWriter:
                 if held:
                     self._ready.append((Version(token.lineage, token.step), held))
                     self._changes.notify()
-                self._held[token] = ()  # written once
+                self._held[token] = ()  # Write it only once.
             if token.lineage != head.lineage or token.step <= head.step:
                 del self._held[token]
 
     async def run(self) -> None:
-        """Write what is ready, for ever."""
+        """Write samples when they are ready, until cancelled."""
         while True:
             await self.write()
             await self._changes.wait()
 
     async def write(self) -> None:
-        """Write what is ready now."""
+        """Write the samples that are ready now."""
         while self._ready:
             version, held = self._ready.popleft()
             try:
                 await asyncio.to_thread(self._write, version, held)
             except OSError as error:
-                told = f"the samples of step {version.step} are not kept: {error}"
+                told = f"the samples of step {version.step} were not written: {error}"
                 log.warning("%s", told)
                 if not self._in_trouble:
                     self._in_trouble = True
@@ -421,7 +420,7 @@ def _source(mirror: JobMirror) -> MetricsSource | None:
 
 
 def start_background_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Start a task whose end, also by a defect, is not the caller's."""
+    """Start a task whose exception is logged and does not affect the caller."""
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_log_defect)
     return task
@@ -429,4 +428,6 @@ def start_background_task(work: Coroutine[Any, Any, None], name: str) -> asyncio
 
 def _log_defect(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (defect := task.exception()) is not None:
-        log.error("%s: nothing more is kept of the run for people to read", task.get_name(), exc_info=defect)
+        log.error(
+            "background task %r of the run recorder failed and is not restarted", task.get_name(), exc_info=defect
+        )

@@ -1,14 +1,13 @@
-"""The numbers of a step, for its log entry, metrics, events and views. For people; nothing is decided by them.
+"""The numbers of a step, for its log entry, metrics, events and views. No decision depends on them.
 
-- `StepTimer`: where the step's time went, as this controller saw it. `wait_for_batch_s` is how long the ranks had nothing to train: from
-  the commit before to the moment when each has its part, less what they trained by then of a step that comes in parts (`streamed_s`).
-  How long engines had nothing to do is beside it (`controllers.accounting.attribution`): the two name what holds steps up.
-- `sampling_stats`: what the step took, and what was filtered on the way.
-- `source_stats`: numbers source by source. A key is a name of `PER_SOURCE` and the source's, as in "reward/sums". A job with one source has
-  none of them: they would repeat the step's own numbers.
-- `part_stats`: what rewards are made of, part by part. A group carries the means of its samples' parts; a step's number is the mean over
-  the groups of the sources whose rewards have that part. A part that a sample does not have (nothing was taken off for its length, say)
-  counts as 0 there.
+- `StepTimer`: the phases of the step, as measured by this controller. `wait_for_batch_s` is the time in which train ranks had nothing to train: from
+  the previous commit until every rank has its share, minus the time in which they already trained parts of a streamed step (`streamed_s`).
+  Together with the idle time of engines (`controllers.accounting.attribution`) it shows the bottleneck.
+- `sampling_stats`: the prompts that the step used, and how many were filtered.
+- `source_stats`: numbers by source. A key is a name of `PER_SOURCE` and a source, as in "reward/sums". Omitted for a job with a single source,
+  because they would equal the numbers of the step.
+- `part_stats`: means of the reward parts. A group carries the means over its samples. A step's number is the mean over the groups of those
+  sources whose rewards have the part. A part that a sample lacks (for example no length penalty) counts as 0.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from gcore.ledger.statistics import add_outcomes
 from gcore.types import Group
 
 PER_SOURCE = ("reward", "response_length", "truncated", "groups", "filtered", "failed")
-"""Mean reward, mean length in tokens, share of responses that were cut off; prompts that were trained, filtered, failed."""
+"""Mean reward, mean length in tokens, share of truncated responses; number of trained, filtered and failed prompts."""
 
 MOSTLY = 0.5
-"""Above this share of cut-off responses in a step a person is warned."""
+"""Share of truncated responses in a step above which a warning is posted."""
 
 PREFIX = "reward_part/"
 
 MOST, LONGEST = 6, 32
-"""Parts that a group carries, in the order in which its samples name them, and characters of a name: they go through the store."""
+"""Maximum number of parts of a group, in the order of its samples, and of characters of a name, because they go through the store."""
 
 PHASES = ("cut", "reference", "old_logprobs", "values", "update", "saving", "copies")
-"""Of a rank's step: what it does from READY on, or of a streamed one before that."""
+"""Phases of a train rank in a step: after READY, or earlier in a streamed step."""
 
 
 class StepTimer:
-    """Times a step's phases: when head moved, when the batch was sealed, and when it was ready. All in seconds of the monotonic clock."""
+    """Measures the phases of a step: when the head moved, when the batch was sealed, and when it was ready. In seconds of the monotonic clock."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -51,12 +50,12 @@ class StepTimer:
         self.engines = StepWaits()
 
     def note(self, before: JobMirror, after: JobMirror, now: float) -> None:
-        """A change of the job's records."""
+        """Process a change of the job's records."""
         if after.head is None:
             return
         slot = after.seals.get(after.head.record.step + 1)
         if before.head is None or before.head.record.version != after.head.record.version:
-            # Who comes back in the middle of a step does not know since when it is under way.
+            # A controller that joins in the middle of a step does not know when the step began.
             is_late = before.head is None and slot is not None
             self._began, self._sealed, self._ready, self._producing = None if is_late else now, None, None, None
             self.engines.begin(now)
@@ -68,12 +67,12 @@ class StepTimer:
             self._ready = now
 
     def produced(self, now: float) -> None:
-        """The weights were published, and the first prompt of the step is issued."""
+        """Note that the weight sync is complete and the first prompt of the step was sampled."""
         if self._producing is None:
             self._producing = now
 
     def stats(self, view: JobView, now: float) -> dict[str, float]:
-        """Numbers for the log entry of the READY step, committed now."""
+        """The numbers for the log entry of the READY step, which is committed now."""
         seal = view.seal
         if seal is None or view.mirror.head is None:
             return {}
@@ -100,7 +99,7 @@ class StepTimer:
         if ranks:
             stats = dict(ranks[0].metrics) | stats
         if self._began is not None and self._sealed is not None and self._ready is not None:
-            # A batch that was carried may be closed before anything is begun for later ones.
+            # A batch of carried-over groups may be complete before a prompt of a later step is sampled.
             producing = min(self._producing if self._producing is not None else self._began, self._sealed)
             seconds = max(now - self._began, 1e-9)
             streamed = _streamed_s(stats, now - self._ready, self._ready - self._began) if seal.parts else 0.0
@@ -118,23 +117,23 @@ class StepTimer:
 
 
 def _streamed_s(stats: Mapping[str, float], after: float, before: float) -> float:
-    """Seconds that ranks trained within the `before` ones until the batch was READY, of a step whose rest took `after`."""
+    """Seconds of training before the batch was READY. `before`, `after`: seconds of the step before and after READY."""
     trained = sum(stats.get(f"{phase}_seconds", 0.0) for phase in PHASES)
     return min(max(trained - after, 0.0), before)
 
 
 def sampling_stats(rules: StreamRules, head: Head, seal: Seal) -> dict[str, float]:
-    """What the step that `seal` closes took, and what was filtered on the way. It follows `head`.
+    """Sampling numbers of the step of `seal`, which follows `head`.
 
-    prompts_used         prompts that ended in the step or, since the step before, without one
+    prompts_used         prompts with an outcome in this step, or since the previous step without training
     filter_rate          share of them that were filtered
-    prompts_per_group    prompts used for a trained group
-    issue_ratio          prompts that were issued at once for each group still wanted
-    groups_lacking       groups that the quota lacks; only where the step is smaller than it
+    prompts_per_group    prompts used per trained group
+    issue_ratio          prompts sampled at once per group still needed
+    groups_lacking       groups missing from the quota; only for a smaller step
     reward_before_filter, response_length_before_filter
-                         mean over all groups whose responses were scored, the filtered ones too; groups count alike,
-                         lengths are in tokens. `reward` and `response_length` are those of what was trained
-    planned_steps        how many steps the job will have had, where that is an estimate
+                         mean over all scored groups, including filtered ones, with equal weight per group; lengths in tokens.
+                         `reward` and `response_length` are means over trained groups only
+    planned_steps        estimated total number of steps, if it is not fixed
     """
     used = add_outcomes(head.tally.since_step, seal.outcomes)
     groups = len(seal.groups)
@@ -156,24 +155,24 @@ def sampling_stats(rules: StreamRules, head: Head, seal: Seal) -> dict[str, floa
 
 
 def source_key(name: str, source: str) -> str:
-    """The name of a source's number."""
+    """The key of a number of a source."""
     return f"{name}/{source}"
 
 
 def split_source_key(key: str) -> tuple[str, str] | None:
-    """Inverse of `source_key`; None for a number that is no source's."""
+    """Inverse of `source_key`; None for a key without a source."""
     name, slash, source = key.partition("/")
     return (name, source) if slash and source and name in PER_SOURCE else None
 
 
 def truncated_share(groups: Sequence[SealedGroup]) -> float:
-    """Share of responses that were cut off, 0 to 1."""
+    """Share of truncated responses, 0 to 1."""
     samples = sum(len(group.response_tokens) for group in groups)
     return sum(group.truncated for group in groups) / samples if samples else 0.0
 
 
 def source_stats(groups: Sequence[SealedGroup], outcomes: Sequence[EndedRef], *, several: bool) -> dict[str, float]:
-    """The numbers of a sealed step. `several`: whether the job has more than one source."""
+    """The numbers of a sealed step by source. `several`: whether the job has more than one source."""
     return dict(_numbers(groups, outcomes)) if several else {}
 
 
@@ -191,7 +190,7 @@ def _numbers(groups: Sequence[SealedGroup], outcomes: Sequence[EndedRef]) -> Ite
 
 
 def drop_reward_stats(stats: Mapping[str, float]) -> dict[str, float]:
-    """The numbers of a step whose groups are demonstrations: nothing was scored, and a reward of 0 would say that it was."""
+    """The numbers of a step without rewards, for supervised training: its groups were not scored, and a reward of 0 would be misleading."""
     unscored = {"reward", "reward_before_filter"}
     return {
         key: value
@@ -201,7 +200,7 @@ def drop_reward_stats(stats: Mapping[str, float]) -> dict[str, float]:
 
 
 def truncated_sources(stats: Mapping[str, float], only: str) -> list[str]:
-    """The sources of which more than half the responses of a step were cut off. `only`: the source of a job with one."""
+    """The sources with more than half of their responses truncated in a step. `only`: the source of a job with a single source."""
     shares = {
         found[1]: value for key, value in stats.items() if (found := split_source_key(key)) and found[0] == "truncated"
     }
@@ -211,17 +210,17 @@ def truncated_sources(stats: Mapping[str, float], only: str) -> list[str]:
 
 
 def group_parts(group: Group) -> dict[str, float]:
-    """The mean of each part over the group's samples."""
+    """The mean of each reward part over the group's samples."""
     names = dict.fromkeys(name for sample in group.samples for name, _ in sample.reward_parts)
     shown = list(names)[:MOST]
     count = len(group.samples)
     totals = {name: math.fsum(dict(sample.reward_parts).get(name, 0.0) for sample in group.samples) for name in shown}
-    # Six digits: it is for people, and each takes room in every offer and seal.
+    # Six digits are sufficient for people, and each digit takes space in every offer and seal.
     return {name[:LONGEST]: float(f"{total / count:.6g}") for name, total in totals.items()}
 
 
 def part_stats(groups: Sequence[SealedGroup]) -> dict[str, float]:
-    """The numbers of a sealed step: `reward_part/NAME`."""
+    """The reward parts of a sealed step: `reward_part/NAME`."""
     having: dict[str, set[str]] = {}
     for group in groups:
         for name in group.parts:
@@ -234,5 +233,5 @@ def part_stats(groups: Sequence[SealedGroup]) -> dict[str, float]:
 
 
 def parts_by_name(stats: Mapping[str, float]) -> dict[str, float]:
-    """The parts among a step's numbers, by name."""
+    """The reward parts among a step's numbers, by name."""
     return {key.removeprefix(PREFIX): value for key, value in stats.items() if key.startswith(PREFIX)}

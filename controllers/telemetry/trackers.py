@@ -1,9 +1,9 @@
-"""Keeps the process of one tracker going: started, woken, watched, started again; by one controller of all at a time.
+"""Runs the process of one experiment tracker: start, notify, watch, restart. One controller at a time runs it.
 
-The first peer in the tracker's order of turns has the process; when that changes, or the controller dies, the process is let
-go of, gives its tracker what there is, and the next peer starts its own, which goes on from the stored cursor. A process that
-died, or has not moved for long though there is more to give, is started again, later and later; a warning event says so, once
-for each reason. Nothing of this is waited for by anything else.
+The first controller in the tracker's order of turns has the process. When that changes, or the controller dies, the process gets the end of
+its input, sends the remaining data to the tracker and exits; the next controller starts its own process, which continues at the stored
+cursor. A process that died, or that makes no progress although there is more data, is restarted with increasing delays; a warning event
+reports each reason once. Nothing else waits for trackers.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from gcore.system.clock import Clock
 from gcore.system.concurrency import limit_time
 
 WarnPeople = Callable[[str, str], Awaitable[None]]
-"""Tells people: what has trouble, and a sentence."""
+"""Posts a warning event: its topic and its sentence."""
 
 log = logging.getLogger(__name__)
 FIRST_RETRY_S, LONGEST_RETRY_S = 2.0, 120.0
 LOG = "output.log"
 
 LET_GO_S = 5.0
-"""For a process to end by itself once it was let go of."""
+"""Timeout for a process to exit after its input was closed."""
 
 LOOK_S = 1.0
 
 MOST_OUTPUT, KEPT_OUTPUT = 16 << 20, 1 << 20
-"""Bytes of what a tracker's package printed: when there are more, so many stay, the last."""
+"""Maximum bytes of the output of a tracker's package, and bytes kept from its end when it is truncated."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrackerTimeouts:
-    """How long a tracker's process may take, in seconds."""
+    """Timeouts of a tracker's process, in seconds."""
 
     stall_s: float = 180.0
-    """Without a word while there is more to give, or before the tracker is open."""
+    """Without a message while there is more data, or before the tracker is open."""
     end_s: float = 30.0
-    """For the last lines of a job that has ended."""
+    """For the last lines of an ended job."""
 
 
 @dataclass(slots=True)
 class _Heard:
-    """The newest messages of a tracker's process."""
+    """State from the messages of a tracker's process."""
 
     offset: int = 0
     ready: bool = False
@@ -66,7 +66,7 @@ class _Heard:
 
 
 class TrackerProcess:
-    """Runs one tracker of one job on one controller, in a process of its own. `told`: notified when there are new lines."""
+    """Runs one tracker of one job on one controller, in a separate process. `told`: notified when there are new lines."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class TrackerProcess:
         self._warned = ""
 
     async def run(self) -> None:
-        """Until the job's end was given to the tracker by this controller, or is another's to give."""
+        """Run until the job has ended and this controller sent the end to the tracker, or another controller is responsible for that."""
         retry = FIRST_RETRY_S
         while True:
             while not self._is_mine():
@@ -102,13 +102,13 @@ class TrackerProcess:
             if code == 0 and self._ended():
                 return
             if code not in (0, BUSY):
-                reason = heard.error or f"its process ended with {code}"
-                await self._tell(f"tracker {self._tracker.name!r} fails and is started again: {reason}")
+                reason = heard.error or f"its process exited with {code}"
+                await self._tell(f"tracker {self._tracker.name!r} failed and is being restarted: {reason}")
             retry = FIRST_RETRY_S if code in (0, BUSY) else min(2 * retry, LONGEST_RETRY_S)
             await self._clock.sleep(retry)
 
     async def _live(self, heard: _Heard) -> int:
-        """One process from start to end; its exit code, negative for a signal."""
+        """Run one process from start to end. Returns its exit code, negative for a signal."""
         job = self._job()
         folder = tracker_folder(Path(job.run_dir), self._tracker.name)
         try:
@@ -119,7 +119,7 @@ class TrackerProcess:
         try:
             with output:
                 process = await self._started(job, output)
-        except OSError as error:  # no memory, no room for one more process
+        except OSError as error:  # No memory, or too many processes.
             heard.error = f"its process cannot be started ({error.strerror or error})"
             return 1
         assert process.stdin is not None
@@ -135,7 +135,7 @@ class TrackerProcess:
         finally:
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
-            await asyncio.to_thread(_bound, folder / LOG)  # it may have ended because the disk was full
+            await asyncio.to_thread(_bound, folder / LOG)  # The process may have ended because the disk was full.
         assert process.returncode is not None
         return process.returncode
 
@@ -150,7 +150,7 @@ class TrackerProcess:
         )
 
     async def _watch(self, process: asyncio.subprocess.Process, heard: _Heard) -> None:
-        """Until it has ended, is no longer mine, or has to be killed, which is done here."""
+        """Watch the process until it ends, until this controller is no longer responsible, or until it stalls; then kill it."""
         assert process.stdin is not None
         ended_at: float | None = None
         waiting = asyncio.create_task(process.wait())
@@ -164,7 +164,7 @@ class TrackerProcess:
                     return
                 await asyncio.to_thread(_bound, tracker_folder(Path(self._job().run_dir), self._tracker.name) / LOG)
                 if await self._stalled(heard, now):
-                    heard.error = f"it has not moved for {self._patience.stall_s:.0f} s"
+                    heard.error = f"no progress for {self._patience.stall_s:.0f} s"
                     _kill(process)
                     await waiting
                     return
@@ -225,7 +225,7 @@ class TrackerProcess:
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    """With whatever it started: it is its own group."""
+    """Kill the process group of the process, including its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -237,7 +237,7 @@ def _open_log(folder: Path) -> BinaryIO:
 
 
 def _bound(output: Path) -> None:
-    """Only its end stays of an output that is too long: what a package prints must not fill the disk of the run."""
+    """Truncate a too long output to its end, so that the output of a package does not fill the disk of the run."""
     with contextlib.suppress(OSError):
         if output.stat().st_size <= MOST_OUTPUT:
             return
@@ -245,8 +245,8 @@ def _bound(output: Path) -> None:
             file.seek(-KEPT_OUTPUT, os.SEEK_END)
             end = file.read(KEPT_OUTPUT)
             file.truncate(0)
-        with output.open("ab") as file:  # as its process writes: behind whatever came meanwhile
-            file.write(b"(what was printed before is left out)\n" + end)
+        with output.open("ab") as file:  # Append, like the process, after anything written meanwhile.
+            file.write(b"(earlier output was removed)\n" + end)
 
 
 def _size(file: Path) -> int:

@@ -1,9 +1,8 @@
-"""The page over HTTP: which path is what. Threads of the HTTP server ask, the daemon's event loop answers.
+"""The WSGI application of the web page. Threads of the HTTP server receive requests; the daemon's event loop handles them.
 
-Whatever is asked is answered in bounded time: with what was asked for, or with a status and one sentence. At most `MOST_AT_ONCE`
-questions are with the loop; more are told to come again. What a model or a person wrote is only ever text: JSON to the page, which puts it
-into text nodes, under a policy that lets nothing run but the page's own script (`content_security_policy`). Knows nothing of who may ask what but that
-somebody says whose question it is (`who`).
+Every request gets a response in bounded time: the content, or an error status with one sentence. At most `MOST_AT_ONCE` requests wait for the
+event loop; further ones get status 503. Text of models and users is sent as JSON and shown in text nodes, under a policy that allows only
+the page's own script (`content_security_policy`). The parameter `who` identifies the caller of a request.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ Who = Callable[["WSGIEnvironment"], Caller]
 
 
 class PageApp:
-    """A WSGI application. `loop`: where `shown` lives."""
+    """A WSGI application. `loop`: the event loop of `shown`."""
 
     def __init__(
         self, shown: PageContent, loop: asyncio.AbstractEventLoop, who: Who = lambda environ: NOBODY_IS_TOLD_APART
@@ -68,9 +67,11 @@ class PageApp:
             return [text]
         question = self._question(path, environ.get("QUERY_STRING", ""))
         if question is None:
-            return _answer(start_response, "404 Not Found", {"error": "There are /, /metrics and /targets here."})
+            return _answer(
+                start_response, "404 Not Found", {"error": "Not found. Available paths: /, /metrics, /targets."}
+            )
         if not self._turns.acquire(blocking=False):
-            said = "Too many ask at once. Ask again in a second."
+            said = "Too many concurrent requests. Retry in a second."
             return _answer(start_response, "503 Service Unavailable", {"error": said})
         try:
             status, tree = self._ask(question, self._who(environ))
@@ -96,9 +97,9 @@ class PageApp:
         answering = _for(caller, question)
         try:
             asked = asyncio.run_coroutine_threadsafe(answering, self._loop)
-        except RuntimeError:  # the daemon is ending
+        except RuntimeError:  # The daemon is shutting down.
             answering.close()
-            return "503 Service Unavailable", {"error": "This controller is ending. Ask another."}
+            return "503 Service Unavailable", {"error": "This controller is shutting down. Use another controller."}
         try:
             return "200 OK", asked.result(ANSWER_S)
         except NotFound as error:
@@ -107,12 +108,12 @@ class PageApp:
             return "503 Service Unavailable", {"error": str(error)}
         except (TimeoutError, concurrent.futures.CancelledError):
             asked.cancel()
-            return "504 Gateway Timeout", {"error": "There was no answer in time. The store may be slow, or the disk."}
+            return "504 Gateway Timeout", {"error": "The request timed out. The store or the disk may be slow."}
         except GcoreError as error:
             return "500 Internal Server Error", {"error": str(error)}
         except Exception:
-            log.exception("the page could not be answered")
-            return "500 Internal Server Error", {"error": "This is a defect. The controller's log has more."}
+            log.exception("a request of the web page failed")
+            return "500 Internal Server Error", {"error": "Internal error. See the log of the controller."}
 
 
 async def _for(caller: Caller, question: Callable[[], Coroutine[Any, Any, Told]]) -> Told:
@@ -121,7 +122,7 @@ async def _for(caller: Caller, question: Callable[[], Coroutine[Any, Any, Told]]
 
 
 def parse_after(query: str) -> int:
-    """The number after which events are asked for; none that makes sense: all."""
+    """The sequence number after which events are requested; -1 (all) if absent or invalid."""
     said = parse_qs(query, max_num_fields=8).get("after", ["-1"])[-1] if query.count("&") < 8 else "-1"
     return int(said) if said.isascii() and said.isdigit() and len(said) <= MOST_DIGITS else -1
 
@@ -133,13 +134,13 @@ def _answer(start_response: StartResponse, status: str, tree: Told) -> Iterable[
 
 @functools.cache
 def load_page() -> tuple[bytes, tuple[str, str]]:
-    """The page, and the policy under which a browser runs it."""
+    """The page, and the header with its content security policy."""
     text = resources.files("controllers.web").joinpath("page.html").read_text(encoding="utf-8")
     return text.encode(), ("Content-Security-Policy", content_security_policy(text))
 
 
 def content_security_policy(text: str) -> str:
-    """The policy of a page's own script and style: themselves, and ask this controller. All else, from wherever, does not run or load."""
+    """The content security policy: allow the page's own script and style and requests to this controller, and nothing else."""
     scripts, styles = (re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("script", "style"))
     return "; ".join(
         [

@@ -1,11 +1,11 @@
-"""The JSON of the page: the cluster's jobs and one job, from the store, this controller's runner and the run's folder.
+"""The JSON of the web page: the jobs of the cluster and one job in detail, from the store, this controller's runner and the run folder.
 
-A caller sees jobs of their namespaces only. Samples, specs and logs are never shown. Curves come from the end of `metrics.jsonl`,
-without the steps that a rollback discarded; of too many steps every second, fourth, ... is left out, never the newest. Timelines come
-from the end of the slot accounts, each node by its own clock. Both read a bounded part of a file and block on the disk.
+A caller sees only jobs of their namespaces. Samples, specs and logs are never shown. Curves come from the end of `metrics.jsonl`, without steps
+that a rollback discarded; if there are too many points, they are thinned out evenly, and the newest is kept. Timelines come from the end of
+the slot accounting, each node by its own clock. Both read a bounded part of a file and block on the disk.
 
-`FileCache` caches what was read until the file changes, for the newest few runs, so that viewers of one job cause one read a step. A disk
-that hangs holds one thread: others wait `TURN_S` for it, because the daemon has few threads.
+`FileCache` caches file contents of the most recently viewed runs until the files change, so that several viewers of a job cause one read per step. If the
+disk hangs, one thread blocks; other requests give up after `TURN_S` seconds, because the daemon has few threads.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from controllers.job.runner import JobRunner
 
 CURVES_MOST_BYTES = 4 << 20
-"""Of the file's end."""
+"""Bytes read from the end of the file."""
 
 MOST_POINTS = 400
 
 EVALUATED = {"accuracy": "accuracy", "held_out_reward": "reward"}
-"""Curves of evaluations, and what their lines call it."""
+"""Curves of evaluations, and their metric names in `metrics.jsonl`."""
 
 NAMES = (
     "reward",
@@ -74,12 +74,12 @@ TIMELINES_MOST_BYTES = 512 << 10
 """Bytes read from the end of a node's slot accounting."""
 
 MOST_STEPS, MOST_LINES = 8, 128
-"""Steps drawn of each node, and lines of all nodes together: with many nodes fewer steps are drawn."""
+"""Maximum number of steps per node, and of lines of all nodes together. With many nodes, fewer steps are drawn."""
 
 MOST_NODES = 64
 
 MOST_SLOTS = 256
-"""Rows of the picture, of all nodes."""
+"""Maximum number of rows of the timeline over all nodes."""
 
 MOST_RUNS = 16
 
@@ -92,17 +92,17 @@ MOST_JOBS = 200
 MOST_EVENTS = 200
 
 MOST_SAID = 2000
-"""Characters of one event's message."""
+"""Maximum characters of an event's message."""
 
 LIST_ANEW_S = 5.0
-"""So long is a list of the jobs good: it takes reading the records of each."""
+"""Lifetime of a cached list of jobs, which needs the records of each job."""
 
 Tree = dict[str, Any]
 
 
 @dataclass
 class Curves:
-    """Points by number: `step` and `value`, ascending. `newest`: the last step; `partial`: earlier ones were not looked at."""
+    """Points `(step, value)` by curve, ascending. `newest`: the last step; `partial`: earlier steps were not read."""
 
     points: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     newest: int = 0
@@ -110,7 +110,7 @@ class Curves:
 
 
 def read_curves(run_dir: Path, most_bytes: int = CURVES_MOST_BYTES) -> Curves:
-    """Read the curves of a run's folder; empty where there is no file yet. Raises OSError."""
+    """Read the curves of a run folder; empty if there is no metrics file yet. Raises OSError."""
     try:
         with (run_dir / METRICS_FILE).open("rb") as file:
             size = file.seek(0, 2)
@@ -123,7 +123,7 @@ def read_curves(run_dir: Path, most_bytes: int = CURVES_MOST_BYTES) -> Curves:
 
 
 def curves_stamp(run_dir: Path) -> object:
-    """Differs when there is anything new to read. Raises OSError, but for a file that is not there."""
+    """A value that changes when the file has new content; None without a file. Raises OSError."""
     try:
         return (run_dir / METRICS_FILE).stat().st_size
     except FileNotFoundError:
@@ -131,7 +131,7 @@ def curves_stamp(run_dir: Path) -> object:
 
 
 def build_curves(lines: Iterable[Line], *, partial: bool = False) -> Curves:
-    """The curves of a run's lines."""
+    """Build the curves from the lines of a metrics file."""
     steps: dict[int, dict[str, float]] = {}
     evals: dict[int, dict[str, float]] = {}
     for line in lines:
@@ -159,14 +159,14 @@ def _numbers(line: Line) -> dict[str, float]:
 
 
 def thin_points(points: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> list[tuple[int, float]]:
-    """At most so many of them, evenly, with the last."""
+    """Thin out points evenly to at most `most`, keeping the last."""
     every = -(-len(points) // most)
     return list(points[(len(points) - 1) % every :: every]) if every > 1 else list(points)
 
 
 @dataclass
 class TimelineRow:
-    """A slot: [begin, end, state] each, in seconds since the epoch. A state that nobody can tell is empty."""
+    """The spans of a slot: (begin, end, state), in seconds since the epoch. An empty state is unknown."""
 
     node: str
     slot: str
@@ -175,8 +175,8 @@ class TimelineRow:
 
 @dataclass
 class SlotTimelines:
-    """The states of slots in the newest steps. `steps`: [begin, end, step] by the first node's slot accounting; `more`: slots that have no
-    row."""
+    """The states of slots in the newest steps. `steps`: (begin, end, step) by the first node's slot accounting; `more`: number of slots without
+    a row."""
 
     rows: list[TimelineRow] = field(default_factory=list)
     steps: list[tuple[float, float, int]] = field(default_factory=list)
@@ -188,7 +188,7 @@ class SlotTimelines:
 
 
 def read_timelines(run_dir: Path) -> SlotTimelines:
-    """Read the slots' timelines of a run's folder. Raises OSError."""
+    """Read the timelines of the slots from a run folder. Raises OSError."""
     found = SlotTimelines()
     books = sorted((run_dir / FOLDER).glob("*.jsonl"))[:MOST_NODES]
     steps = max(min(MOST_STEPS, MOST_LINES // max(len(books), 1)), 1)
@@ -198,7 +198,7 @@ def read_timelines(run_dir: Path) -> SlotTimelines:
 
 
 def timelines_stamp(run_dir: Path) -> object:
-    """Differs when there is anything new to read. Raises OSError."""
+    """A value that changes when the files have new content. Raises OSError."""
     return [(path.name, path.stat().st_size) for path in sorted((run_dir / FOLDER).glob("*.jsonl"))[:MOST_NODES]]
 
 
@@ -224,8 +224,8 @@ def _add(found: SlotTimelines, lines: list[AccountLine]) -> None:
 
 
 class FileCache(Generic[T]):
-    """Caches what was read of the newest runs' files. `stamp` differs when `read` would bring something new. Raises what they raise, and
-    TimeoutError, which is an OSError."""
+    """Caches file contents of the most recently viewed runs. `read` is called again when `stamp` changes. Raises their errors, and TimeoutError
+    (an OSError)."""
 
     def __init__(self, stamp: Callable[[Path], object], read: Callable[[Path], T]) -> None:
         self._stamp = stamp
@@ -234,9 +234,9 @@ class FileCache(Generic[T]):
         self._turn = threading.Lock()
 
     def of(self, run_dir: Path) -> T:
-        """Of a run's folder."""
+        """The content for a run folder."""
         if not self._turn.acquire(timeout=TURN_S):
-            raise TimeoutError(f"{run_dir} is not read: the disk has not answered to who asked before")
+            raise TimeoutError(f"{run_dir} was not read: an earlier read has not finished; the disk may hang")
         try:
             now = self._stamp(run_dir)
             known = self._known.get(run_dir)
@@ -251,7 +251,7 @@ class FileCache(Generic[T]):
 
 
 class PageContent:
-    """The page's content as one controller knows it. Raises NotFound, StoreUnavailable."""
+    """The content of the page from one controller. Raises NotFound, StoreUnavailable."""
 
     def __init__(self, node: str, jobs: StoreReader, runner: Callable[[str], JobRunner | None], clock: Clock) -> None:
         self._node = node
@@ -264,7 +264,7 @@ class PageContent:
         self._timelines = FileCache(timelines_stamp, read_timelines)
 
     async def cluster(self) -> Tree:
-        """All jobs, the newest first, with who is there."""
+        """All jobs, newest first, and the nodes."""
         listing, known = await asyncio.gather(self._jobs.cluster(), self._list())
         return {
             "node": self._node,
@@ -275,7 +275,7 @@ class PageContent:
         }
 
     async def targets(self) -> list[Tree]:
-        """Where every controller serves its metrics, as Prometheus asks for it (`http_sd_configs`)."""
+        """The metrics addresses of all controllers, in the format of Prometheus (`http_sd_configs`)."""
         nodes = (await self._jobs.cluster()).nodes
         return [
             {"targets": [reachable_address(one.metrics_address, one.address)], "labels": {"node": one.name}}
@@ -284,7 +284,7 @@ class PageContent:
         ]
 
     async def _list(self) -> pb.ListJobsReply:
-        """The newest jobs of whoever asks, as of a moment ago."""
+        """The newest jobs that the caller may see, cached for `LIST_ANEW_S`."""
         mine = current_caller().namespaces
         async with self._listing:
             now = self._clock.monotonic()
@@ -294,7 +294,7 @@ class PageContent:
             return self._listed[mine][1]
 
     async def job(self, uid: str, after: int) -> Tree:
-        """One job, with the newest of its events after a number."""
+        """One job, with its newest events after a sequence number."""
         mirror = await self._mirror(uid)
         message = await self._standing(add_news(describe_job(mirror), mirror))
         folder = mirror.run_dir
@@ -314,12 +314,12 @@ class PageContent:
         }
 
     async def _standing(self, message: pb.Job) -> pb.Job:
-        """With what the job has of the cluster's slots, and why it waits for some."""
+        """The job with its slots and its position in the queue."""
         await add_queue_positions(self._jobs, [message], await self._jobs.shares())
         return message
 
     async def slots(self, uid: str) -> Tree:
-        """What the slots of a job did in the newest steps."""
+        """The states of a job's slots in the newest steps."""
         mirror = await self._mirror(uid)
         try:
             found = await asyncio.to_thread(self._timelines.of, mirror.run_dir)
@@ -332,7 +332,7 @@ class PageContent:
         known = runner is not None and runner.mirror.job is not None and runner.mirror.status is not None
         mirror = runner.mirror if runner is not None and known else await self._jobs.mirror(uid)
         if mirror.job is None or not may_see(mirror.job.record.namespace):
-            raise NotFound(f"there is no job {uid[:40]!r}", fix="The page's list shows the jobs there are")
+            raise NotFound(f"there is no job {uid[:40]!r}", fix="Choose a job from the list of jobs")
         return mirror
 
     def _waiting(self, uid: str) -> list[Tree]:
@@ -355,7 +355,7 @@ class PageContent:
 
 
 def reachable_address(listens: str, address: str) -> str:
-    """Where others reach what a node serves at `listens`: one that listens at every address is reached as its daemon at `address` is."""
+    """The address under which others reach `listens`. If it listens on all addresses, use the host of the daemon's `address`."""
     host, _, port = listens.rpartition(":")
     return f"{address.rpartition(':')[0]}:{port}" if host.strip("[]") in EVERY_ADDRESS else listens
 

@@ -1,6 +1,6 @@
-"""`gcore certs`, `token`, `context` and `whoami`: certificates, tokens of users, and the clusters that a person talks to.
+"""`gcore certs`, `token`, `context` and `whoami`: certificates, user tokens, and the clusters that a user connects to.
 
-`certs` works on a private authority's folder and `context` on a file of the person's own; neither calls a cluster.
+`certs` works on the folder of a private certificate authority (CA), `context` on a file of the user. Neither contacts a cluster.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 certs_app = command_group(
-    "A private authority, and the certificates of nodes, users and etcd.",
+    "Manage a private certificate authority (CA) and the certificates of nodes, users and etcd.",
     examples(
         "gcore certs init --authority certs",
         "gcore certs issue node-1 --host node-1.cluster,10.0.0.1 --authority certs",
@@ -47,7 +47,9 @@ certs_app = command_group(
     ),
 )
 
-Authority = Annotated[Path, typer.Option(help="Folder of the authority. Whoever reads its ca-key.pem is everybody.")]
+Authority = Annotated[
+    Path, typer.Option(help="Folder of the CA. Anyone who can read its ca-key.pem can impersonate every node and user.")
+]
 DEFAULT_AUTHORITY = Path("certs")
 
 
@@ -59,16 +61,18 @@ DEFAULT_AUTHORITY = Path("certs")
 )
 def create_authority(
     authority: Authority = DEFAULT_AUTHORITY,
-    name: Annotated[str, typer.Option(help="What the authority is called.")] = "gcore",
-    days: Annotated[int, typer.Option(help="How long it lasts.")] = 3650,
+    name: Annotated[str, typer.Option(help="Name of the CA.")] = "gcore",
+    days: Annotated[int, typer.Option(help="Validity in days.")] = 3650,
 ) -> None:
-    """Make an authority, and the cluster's key of engines. One that is there stays."""
+    """Create a certificate authority and the cluster's engine key. An existing CA is never overwritten."""
     from gcore.api.authority import CA, CA_KEY, ENGINES, make_authority
 
     make_authority(authority, name, days=days, now=_now())
-    typer.echo(f"{authority / CA}      who trusts it trusts what it signs; give it to everybody")
-    typer.echo(f"{authority / CA_KEY}  signs; keep it off the nodes")
-    typer.echo(f"{authority / ENGINES}  the engines' keys follow from it; nodes get it with their certificates")
+    typer.echo(f"{authority / CA}      public CA certificate; distribute it to all nodes and users")
+    typer.echo(f"{authority / CA_KEY}  private signing key; keep it off the nodes")
+    typer.echo(
+        f"{authority / ENGINES}  secret from which engine keys are derived; nodes get it with their certificates"
+    )
 
 
 @certs_app.command(
@@ -82,36 +86,38 @@ def create_authority(
 )
 def issue_node_certificate(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="The node's name as in its configuration, or the user's.")
+        str, typer.Argument(metavar="NAME", help="Name of the node (as in its configuration) or of the user.")
     ],
     purpose: Annotated[str, typer.Option("--for", help="node, user or etcd.")] = "node",
     host: Annotated[
-        list[str] | None, typer.Option(help="Where the server is reached: hosts and IP addresses. Repeatable.")
+        list[str] | None, typer.Option(help="Host names and IP addresses of the server. Repeatable.")
     ] = None,
-    role: Annotated[str, typer.Option(help="A user's: viewer, submitter or admin.")] = "",
-    namespace: Annotated[list[str] | None, typer.Option(help="A user's. Repeatable; an admin has all.")] = None,
-    days: Annotated[int, typer.Option(help="How long it lasts.")] = 90,
+    role: Annotated[str, typer.Option(help="Role of a user: viewer, submitter or admin.")] = "",
+    namespace: Annotated[
+        list[str] | None, typer.Option(help="Namespace of a user. Repeatable. An admin has all namespaces.")
+    ] = None,
+    days: Annotated[int, typer.Option(help="Validity in days.")] = 90,
     authority: Authority = DEFAULT_AUTHORITY,
-    to: Annotated[Path | None, typer.Option(help="Folder to make; default: NAME in the authority's.")] = None,
+    to: Annotated[Path | None, typer.Option(help="New folder. Default: NAME in the folder of the CA.")] = None,
 ) -> None:
-    """Issue a certificate, into a folder of its own with its key and the authority's certificate."""
+    """Issue a certificate. Writes a folder with the certificate, its key and the CA certificate."""
     from gcore.api.authority import CertificateRequest, issue_certificate_into, parse_hosts
 
     if purpose not in ("node", "user", "etcd"):
-        raise UsageError(f"there is nothing called {purpose!r}", where="--for", fix="Use node, user or etcd")
+        raise UsageError(f"{purpose!r} is not a kind of certificate", where="--for", fix="Use node, user or etcd")
     kind = "node" if purpose == "node" else "user" if purpose == "user" else "etcd"
     wanted = CertificateRequest(kind, name, parse_hosts(host or []), role, tuple(namespace or ()), days)  # type: ignore[arg-type]
     folder = to or authority / name
     made = issue_certificate_into(folder, authority, wanted, _now())
-    typer.echo(f"{folder}  until {made.ends:%Y-%m-%d}")
+    typer.echo(f"{folder}  valid until {made.ends:%Y-%m-%d}")
 
 
 @certs_app.command("show", epilog=examples("gcore certs show certs/node-1", "gcore certs show certs/ca.pem -o json"))
 def show_certificate(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A certificate, or a folder with one.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A certificate file, or a folder with one.")],
     output: Format = Output.TABLE,
 ) -> None:
-    """Say whose a certificate is, what it is good for, and until when."""
+    """Show the owner, the purpose and the validity of a certificate."""
     from gcore.api.authority import inspect_certificate
 
     found, now = inspect_certificate(file), _now()
@@ -120,24 +126,32 @@ def show_certificate(
         typer.echo(output.text(tree))
         return
     for key, value in tree.items():
-        typer.echo(f"{key:<12}{' '.join(value) if isinstance(value, list) else value}")
+        shown = " ".join(value) if isinstance(value, list) else VALUES.get(value, value)
+        typer.echo(f"{LABELS.get(key, key):<12}{shown}")
+
+
+LABELS = {"of": "type", "is": "status", "serves": "serverAuth", "calls": "clientAuth"}
+VALUES = {"good": "valid", "not yet good": "not yet valid", "an authority": "CA", "nobody of gcore": "not of gcore"}
+"""Labels and values of `certs show` for people, by the names in its JSON."""
 
 
 @certs_app.command(
     "renew",
     epilog=examples(
         "gcore certs renew certs/node-1",
-        "[dim]From a timer, only what ends soon:[/dim]  gcore certs renew certs/node-1 certs/node-2 --within-days 30",
+        "[dim]From a timer, only those that expire soon:[/dim]  gcore certs renew certs/node-1 certs/node-2 --within-days 30",
     ),
 )
 def renew_certificates(
-    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders that `issue` made.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders that `gcore certs issue` wrote.")],
     authority: Authority = DEFAULT_AUTHORITY,
-    within_days: Annotated[int | None, typer.Option(help="Only what ends within so many days.")] = None,
-    days: Annotated[int | None, typer.Option(help="How long it lasts; default: as long as before.")] = None,
+    within_days: Annotated[
+        int | None, typer.Option(help="Only certificates that expire within this many days.")
+    ] = None,
+    days: Annotated[int | None, typer.Option(help="Validity in days. Default: as before.")] = None,
 ) -> None:
-    """Renew certificates, with new keys, for the names they have. Daemons read them by themselves. One that cannot be renewed keeps
-    none of the others from it."""
+    """Renew certificates with new keys and unchanged names. Daemons reload them automatically. If one renewal fails, the others are still
+    renewed."""
     from gcore.api.authority import renew_certificate
 
     problems = []
@@ -147,9 +161,11 @@ def renew_certificates(
         except UsageError as error:
             problems.append(error)
             continue
-        typer.echo(f"{folder}  lasts" if made is None else f"{folder}  until {made.ends:%Y-%m-%d}")
+        typer.echo(f"{folder}  not due" if made is None else f"{folder}  valid until {made.ends:%Y-%m-%d}")
     if len(problems) > 1:
-        raise UsageError(f"{len(problems)} of {len(folders)} were not renewed: {' '.join(map(str, problems))}")
+        raise UsageError(
+            f"{len(problems)} of {len(folders)} certificates were not renewed: {' '.join(map(str, problems))}"
+        )
     if problems:
         raise problems[0]
 
@@ -158,20 +174,20 @@ def renew_certificates(
     "trust",
     epilog=examples(
         "gcore certs trust certs/node-1 certs/node-2 --authority new-certs",
-        "[dim]Once everything is renewed by it:[/dim]  gcore certs trust certs/node-1 certs/node-2 --authority new-certs --only",
+        "[dim]After all certificates were renewed:[/dim]  gcore certs trust certs/node-1 certs/node-2 --authority new-certs --only",
     ),
 )
 def trust_authority(
-    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders that `issue` made.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders that `gcore certs issue` wrote.")],
     authority: Authority = DEFAULT_AUTHORITY,
-    only: Annotated[bool, typer.Option("--only", help="It alone, and no other any more.")] = False,
+    only: Annotated[bool, typer.Option("--only", help="Trust only this CA, and no other any more.")] = False,
 ) -> None:
-    """Have folders trust an authority besides the one that they trust: the first step to replace one."""
+    """Make folders trust an additional CA. This is the first step of replacing a CA."""
     from gcore.api.authority import add_trust
 
     for folder in folders:
         count = add_trust(folder, authority, only=only)
-        typer.echo(f"{folder}  trusts {count} authorit{'y' if count == 1 else 'ies'}")
+        typer.echo(f"{folder}  trusts {count} CA{'' if count == 1 else 's'}")
 
 
 def _now() -> datetime:
@@ -203,7 +219,7 @@ TOKEN = ("id", "name", "role", "namespaces", "created", "expires", "created_by")
 
 
 token_app = command_group(
-    "Tokens of users: with what they may do, where, and until when.",
+    "Manage user tokens. A token has a role, namespaces and an expiry date.",
     examples(
         "gcore token create bob --role submitter --namespace vision --days 30 --to bob.token",
         "gcore token list",
@@ -211,32 +227,30 @@ token_app = command_group(
     ),
 )
 
-To = Annotated[
-    Path | None, typer.Option(help="File to write the token to, for its owner alone; default: it is printed.")
-]
+To = Annotated[Path | None, typer.Option(help="File to write the token to (mode 0600). Default: print it.")]
 
 
 @token_app.command(
     "create",
     epilog=examples(
         "gcore token create bob --role submitter --namespace vision --to bob.token",
-        "[dim]For Prometheus, which reads the metrics of all:[/dim]  gcore token create prometheus --role viewer --namespace '*' --days 365 --to prometheus.token",
+        "[dim]For Prometheus, which reads all metrics:[/dim]  gcore token create prometheus --role viewer --namespace '*' --days 365 --to prometheus.token",
     ),
 )
 def create_token(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose it is; told in the journal of calls.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the user. The API call log shows it.")],
     role: Annotated[str, typer.Option(help="viewer, submitter or admin.")] = "submitter",
-    namespace: Annotated[list[str] | None, typer.Option(help="Repeatable; '*' is all. An admin has all.")] = None,
-    days: Annotated[int, typer.Option(min=1, max=3650, help="How long it lasts.")] = 90,
+    namespace: Annotated[list[str] | None, typer.Option(help="Repeatable; '*' means all. An admin has all.")] = None,
+    days: Annotated[int, typer.Option(min=1, max=3650, help="Validity in days.")] = 90,
     to: To = None,
     address: Address = None,
     home: Home = DEFAULT_HOME,
     output: Format = Output.TABLE,
 ) -> None:
-    """Make a token. Its secret is told once, here."""
+    """Create a token. Its secret is shown only once, by this command."""
     spaces = namespace or ([] if role == "admin" else ["default"])
     if to is not None and to.exists():
-        raise UsageError("there is a file already", where=str(to), fix="Name another --to")
+        raise UsageError("the file exists", where=str(to), fix="Give another file with --to")
     made = _call(lambda client: client.create_token(name, role, spaces, days * DAY_S), address, home)
     if to is not None:
         write_secret(to, made.secret)
@@ -247,32 +261,34 @@ def create_token(
             )
         )
         return
-    typer.echo(f"{made.token.id}  {name}  {role}  {' '.join(made.token.namespaces)}  until {_day(made.token.expires)}")
+    typer.echo(
+        f"{made.token.id}  {name}  {role}  {' '.join(made.token.namespaces)}  valid until {_day(made.token.expires)}"
+    )
     typer.echo(made.secret if to is None else str(to))
 
 
 @token_app.command("list", epilog=examples("gcore token list -o json"))
 def list_tokens(address: Address = None, home: Home = DEFAULT_HOME, output: Format = Output.TABLE) -> None:
-    """The tokens there are, without their secrets."""
+    """List the tokens, without their secrets."""
     found = _call(lambda client: client.list_tokens(), address, home).tokens
     if output.is_for_programs:
         typer.echo(output.text([message_tree(one, *TOKEN) for one in found]))
         return
     now = SystemClock().wall()
     for one in found:
-        until = f"until {_day(one.expires)}" if one.expires > now else f"expired {_day(one.expires)}"
+        until = f"valid until {_day(one.expires)}" if one.expires > now else f"expired {_day(one.expires)}"
         typer.echo(
-            f"{one.id}  {one.name}  {one.role}  {' '.join(one.namespaces)}  {until}  made by {one.created_by or '?'}"
+            f"{one.id}  {one.name}  {one.role}  {' '.join(one.namespaces)}  {until}  created by {one.created_by or '?'}"
         )
 
 
 @token_app.command("revoke", epilog=examples("gcore token revoke k3j9x2m4q8w1"))
 def revoke_token(
-    token_id: Annotated[str, typer.Argument(metavar="ID", help="As `list` shows it.")],
+    token_id: Annotated[str, typer.Argument(metavar="ID", help="Token ID, as in `gcore token list`.")],
     address: Address = None,
     home: Home = DEFAULT_HOME,
 ) -> None:
-    """End a token, at once."""
+    """Revoke a token. It is invalid immediately."""
     gone = _call(lambda client: client.revoke_token(token_id), address, home).token
     typer.echo(f"{gone.id}  {gone.name}  revoked")
 
@@ -281,31 +297,31 @@ def revoke_token(
     "first-admin",
     epilog=examples("[dim]For auth.admin_token_file of every daemon:[/dim]  gcore token first-admin --to admin.token"),
 )
-def create_first_admin(to: Annotated[Path, typer.Option(help="File to write, for its owner alone.")]) -> None:
-    """Make the token of auth.admin_token_file: an admin's, for as long as daemons are started with it. Asks no cluster."""
+def create_first_admin(to: Annotated[Path, typer.Option(help="File to write (mode 0600).")]) -> None:
+    """Create the token for auth.admin_token_file. It has the admin role as long as daemons are started with it. Contacts no cluster."""
     from gcore.api.tokens import new_token
 
     if to.exists():
-        raise UsageError("there is a file already", where=str(to), fix="Name another --to")
+        raise UsageError("the file exists", where=str(to), fix="Give another file with --to")
     write_secret(to, new_token().text)
-    typer.echo(f"{to}  name it in auth.admin_token_file of every daemon")
+    typer.echo(f"{to}  set auth.admin_token_file of every daemon to this file")
 
 
 @command("whoami", ACCESS, "gcore whoami", "gcore whoami -o json")
 def whoami(address: Address = None, home: Home = DEFAULT_HOME, output: Format = Output.TABLE) -> None:
-    """Say whom the cluster takes you for."""
+    """Show the user, role and namespaces that the cluster assigns to you."""
     me = _call(lambda client: client.who_am_i(), address, home)
     if output.is_for_programs:
         typer.echo(output.text(message_tree(me, "name", "role", "namespaces", "namespace")))
         return
-    typer.echo(f"{me.name or 'nobody is told apart here'}  {me.role}  {' '.join(me.namespaces)}")
+    typer.echo(f"{me.name or '(no authentication)'}  {me.role}  {' '.join(me.namespaces)}")
 
 
 def write_secret(file: Path, secret: str) -> None:
-    """For its owner alone. Raises UsageError."""
+    """Write a secret to a file with mode 0600. Raises UsageError."""
     from gcore.system.files import replace_file
 
-    with explain_os_errors("cannot be written", UsageError, where=file, fix="Name another --to"):
+    with explain_os_errors("cannot be written", UsageError, where=file, fix="Give another file with --to"):
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, secret.encode() + b"\n", mode=0o600)
 
@@ -327,7 +343,7 @@ def _day(seconds: float) -> str:
 
 
 context_app = command_group(
-    "The clusters that you talk to: where they answer, their authority, and what you show of yourself.",
+    "Manage contexts. A context is a cluster with its addresses, its CA and your credentials.",
     examples(
         "gcore context set lab --address gpu-1.lab:7500,gpu-2.lab:7500 --ca lab-ca.pem --token-file lab.token",
         "gcore context use lab",
@@ -335,29 +351,33 @@ context_app = command_group(
     ),
 )
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the context.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the context.")]
 
 
 @context_app.command(
     "set",
     epilog=examples(
         "gcore context set lab --address gpu-1.lab:7500 --ca lab-ca.pem --token-file lab.token",
-        "[dim]With a certificate, at the port for these:[/dim]  gcore context set lab --address gpu-1.lab:7501 --ca ada/ca.pem --cert ada/cert.pem --key ada/key.pem",
+        "[dim]With a certificate, on the mutual TLS port:[/dim]  gcore context set lab --address gpu-1.lab:7501 --ca ada/ca.pem --cert ada/cert.pem --key ada/key.pem",
     ),
 )
 def set_context(
     name: Name,
-    address: Annotated[str, typer.Option(help="host:port of a controller, or several with commas.")],
-    ca: Annotated[Path | None, typer.Option(help="The cluster's authority, a PEM file.")] = None,
-    token_file: Annotated[Path | None, typer.Option(help="A file with your token, which nobody else can read.")] = None,
+    address: Annotated[str, typer.Option(help="host:port of a controller, or several, separated by commas.")],
+    ca: Annotated[Path | None, typer.Option(help="CA certificate of the cluster (PEM file).")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with your token, readable only by you.")] = None,
     cert: Annotated[Path | None, typer.Option(help="Your certificate, instead of a token.")] = None,
-    key: Annotated[Path | None, typer.Option(help="Its key.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Private key of the certificate.")] = None,
 ) -> None:
-    """Name a cluster, or say anew where it is. The first one is the current one."""
+    """Create or change a context. The first context becomes the current one."""
     from gcore.client import contexts
 
     if not contexts.NAME.fullmatch(name):
-        raise UsageError(f"{name[:80]!r} is no name", where="NAME", fix="Take letters, digits and ._- inside")
+        raise UsageError(
+            f"{name[:80]!r} is not a valid name",
+            where="NAME",
+            fix="Use letters and digits, with . _ - only between them",
+        )
     whole = {
         key_name: str(path.absolute())
         for key_name, path in {"ca": ca, "token_file": token_file, "cert": cert, "key": key}.items()
@@ -369,14 +389,14 @@ def set_context(
     changed = known.model_copy(update={"contexts": {**known.contexts, name: made}, "current": known.current or name})
     contexts.choose_cluster(
         {contexts.CONFIG: str(file), contexts.CONTEXT: name}, known=changed
-    )  # what is wrong is told now
+    )  # Check the context before it is saved.
     contexts.save_contexts(file, changed)
     typer.echo(f"{name}  {' '.join(made.addresses)}{'  current' if changed.current == name else ''}")
 
 
 @context_app.command("use", epilog=examples("gcore context use lab"))
 def use_context(name: Name) -> None:
-    """Have commands talk to this cluster, where no other is named and none is up on this machine."""
+    """Make this the current context. Commands use it unless another cluster is given or a local one is running."""
     from gcore.client import contexts
 
     file = contexts.contexts_file(os.environ)
@@ -388,7 +408,7 @@ def use_context(name: Name) -> None:
 
 @context_app.command("list", epilog=examples("gcore context list"))
 def list_contexts(output: Format = Output.TABLE) -> None:
-    """The clusters that are known."""
+    """List the contexts."""
     from gcore.client import contexts
 
     known = contexts.load_contexts(contexts.contexts_file(os.environ))
@@ -408,7 +428,7 @@ def list_contexts(output: Format = Output.TABLE) -> None:
 
 @context_app.command("remove", epilog=examples("gcore context remove lab"))
 def remove_context(name: Name) -> None:
-    """Forget a cluster. Its files stay."""
+    """Delete a context. The files that it names are kept."""
     from gcore.client import contexts
 
     file = contexts.contexts_file(os.environ)

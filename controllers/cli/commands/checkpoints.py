@@ -1,6 +1,6 @@
-"""`gcore checkpoints` and `gcore export`: which checkpoints a job has, why each is kept, and a copy of one's model.
+"""`gcore checkpoints` and `gcore export`: list a job's checkpoints with the reason why each is kept, and copy the model of one.
 
-Where the job's nodes share no folder, `export` fetches the checkpoint from a node that has it and verifies it before it is copied.
+If the nodes of the job share no folder, `export` fetches the checkpoint from a node that has it and verifies it before the copy.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ if TYPE_CHECKING:
     "export",
     FILES,
     "gcore export arithmetic --to ./trained",
-    "[dim]The one that its evaluations found best:[/dim]  gcore export arithmetic --best --to ./trained",
-    "[dim]The one of a step:[/dim]  gcore export arithmetic --step 200 --to ./at-200",
-    "[dim]One of several jobs of that name:[/dim]  gcore export 08d8f27366e5 --to ./trained",
+    "[dim]The best checkpoint by evaluation:[/dim]  gcore export arithmetic --best --to ./trained",
+    "[dim]The checkpoint of a step:[/dim]  gcore export arithmetic --step 200 --to ./at-200",
+    "[dim]A job by its uid:[/dim]  gcore export 08d8f27366e5 --to ./trained",
 )
 def export(
     job: JobName,
-    to: Annotated[Path, typer.Option(help="Folder that is new: gets a Hugging Face model.")],
+    to: Annotated[Path, typer.Option(help="New folder for the Hugging Face model.")],
     home: Home = DEFAULT_HOME,
     address: Address = None,
     best: Annotated[
-        bool, typer.Option("--best", help="Not the newest checkpoint: the best by the spec's checkpoint.best.")
+        bool, typer.Option("--best", help="Use the best checkpoint by checkpoint.best of the spec, not the newest.")
     ] = False,
     step: Annotated[
-        int | None, typer.Option(help="Not the newest checkpoint: that of this step.", min=1, max=2**31 - 1)
+        int | None, typer.Option(help="Use the checkpoint of this step, not the newest.", min=1, max=2**31 - 1)
     ] = None,
 ) -> None:
-    """Copy the model of a job's newest checkpoint, of its best, or of a step's, ready for `from_pretrained` and for serving.
+    """Copy the model of a checkpoint, ready for `from_pretrained` and for serving. Default: the newest checkpoint.
 
-    A name means the newest job of that name; a uid means that one. Where no cluster is up, what `gcore run` finished in
-    this home is found by its summary.
+    A name selects the newest job of that name; a uid selects exactly one job. If no cluster is running, finished runs in the home folder
+    are searched.
     """
     if best and step is not None:
-        raise UsageError("--best and --step name two checkpoints", fix="Give one of them")
+        raise UsageError("--best and --step exclude each other", fix="Give only one of them")
     found = _exportable(job, home, address, best=best) if step is None else _of_step(job, home, address, step)
     folder = found.checkpoint
     from gcore.models.layout import CheckpointDamaged, copy_model
@@ -76,22 +76,22 @@ def export(
             copy_model(here, to, digest)
     except CheckpointDamaged as error:
         others = (
-            f"`gcore checkpoints {found.uid}` lists the others; `gcore export {found.uid} --step N` takes one of them"
+            f"List the others with `gcore checkpoints {found.uid}`; export one with `gcore export {found.uid} --step N`"
         )
         raise CheckpointDamaged(error.what, where=error.where, fix=others) from error
     except OSError as error:
         raise UsageError(
             f"the model cannot be written here ({error.strerror or error})",
             where=str(to),
-            fix="Name a folder that can be made, with room for the model",
+            fix="Choose a folder that can be created, on a disk with space for the model",
         ) from error
     typer.echo(f"The model of job {found.name} ({found.uid}){found.by} is in {to}; {found.what} is {folder}.")
 
 
 @dataclass(frozen=True, slots=True)
 class _Exportable:
-    """A job's newest checkpoint, or its best. `by`: how the job was found, if not by asking the cluster. `digest`: as it was
-    registered, empty if the records do not say; None: they were not asked."""
+    """The checkpoint to export. `by`: how the job was found, if not through the cluster. `digest`: that of its registration; empty if not
+    recorded; None if not looked up yet."""
 
     name: str
     uid: str
@@ -102,7 +102,7 @@ class _Exportable:
 
 
 def _exportable(job: str, home: Path, address: str | None, *, best: bool) -> _Exportable:
-    """The newest of a job, or its best. Raises GcoreError."""
+    """The newest or best checkpoint of a job. Raises GcoreError."""
     from controllers.cli.view.summary import describe_job
 
     by = ""
@@ -113,21 +113,21 @@ def _exportable(job: str, home: Path, address: str | None, *, best: bool) -> _Ex
     name, uid, words = found["job"], found["uid"], found.get("best", "")
     if not best:
         if not found["checkpoint"]:
-            fix = "Wait for one, or lower checkpoint.every"
+            fix = "Wait for the first checkpoint, or lower checkpoint.every"
             raise UsageError(f"job {job!r} ({uid}) has no checkpoint yet", fix=fix)
         return _Exportable(name, uid, Path(found["checkpoint"]), by)
-    fix = "Export the newest one, without --best"
+    fix = "Export the newest checkpoint, without --best"
     if not words:
-        why = "nothing on its chain was evaluated, or checkpoint.best is none"
+        why = "none of its steps was evaluated, or checkpoint.best is none"
         raise UsageError(f"job {job!r} ({uid}) has no best checkpoint: {why}", fix=fix)
     if not found["best_checkpoint"]:
-        raise UsageError(f"the best of job {job!r} ({uid}) is no checkpoint ({words})", fix=fix)
+        raise UsageError(f"the best step of job {job!r} ({uid}) has no checkpoint ({words})", fix=fix)
     what = f"its best checkpoint ({words.partition(': ')[0]})"
     return _Exportable(name, uid, Path(found["best_checkpoint"]), by, what)
 
 
 def _found_in(home: Path) -> str:
-    return f", found in {home / 'runs'} because no cluster is up,"
+    return f", found in {home / 'runs'} because no cluster is running,"
 
 
 def _of_step(job: str, home: Path, address: str | None, step: int) -> _Exportable:
@@ -139,16 +139,16 @@ def _of_step(job: str, home: Path, address: str | None, step: int) -> _Exportabl
 
 FIELDS = ("step", "lineage", "folder", "bytes", "written", "kept", "problem", "nodes")
 WIDEST = 400
-"""Characters of a folder or a reason that are shown; JSON has all."""
+"""Maximum characters of a folder or a reason in the table; JSON has all."""
 
 
 @command("checkpoints", JOBS, "gcore checkpoints arithmetic", "gcore checkpoints arithmetic -o json")
 def checkpoints(
     job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE
 ) -> None:
-    """The checkpoints of a job: step, size, age, and why each is kept. `gcore export --step` copies the model of one.
+    """List the checkpoints of a job: step, size, age, and why each is kept. `gcore export --step` copies the model of one.
 
-    Where no cluster is up, those of a run that ended in this home are read from its folder.
+    If no cluster is running, the checkpoints of a finished run are read from its folder.
     """
     found = find_checkpoints(job, home, address).reply
     if output.is_for_programs:
@@ -161,14 +161,14 @@ def checkpoints(
 
 @dataclass(frozen=True, slots=True)
 class CheckpointListing:
-    """A job's. `by`: how the job was found, if not by asking the cluster."""
+    """The checkpoints of a job. `by`: how the job was found, if not through the cluster."""
 
     reply: pb.ListCheckpointsReply
     by: str = ""
 
 
 def find_checkpoints(job: str, home: Path, address: str | None) -> CheckpointListing:
-    """The registered ones; where no cluster is up, those in the run's folder. Raises GcoreError."""
+    """The registered checkpoints; if no cluster is running, those in the run folder. Raises GcoreError."""
     try:
         return CheckpointListing(call_cluster(lambda client: client.list_checkpoints(job), address, home))
     except Unreachable as error:
@@ -180,21 +180,21 @@ def find_checkpoints(job: str, home: Path, address: str | None) -> CheckpointLis
 
 
 def select_checkpoint(found: CheckpointListing, step: int) -> pb.CheckpointInfo:
-    """The one of a step; of several, which rollbacks leave, one that is kept, else the newest lineage's. Raises UsageError."""
+    """The checkpoint of a step. If rollbacks left several, prefer one that is kept, then the newest lineage. Raises UsageError."""
     job = found.reply
     there = [one for one in job.checkpoints if one.step == step]
     if there:
         return max(there, key=lambda one: (bool(one.kept), one.lineage))
     steps = sorted({one.step for one in job.checkpoints})
-    known = f"there are those of steps {', '.join(map(str, steps))}" if steps else "it has none yet"
+    known = f"it has checkpoints of steps {', '.join(map(str, steps))}" if steps else "it has none yet"
     raise UsageError(
         f"job {job.name!r} ({job.uid}) has no checkpoint of step {step}; {known}",
-        fix="`gcore checkpoints` lists them; checkpoint.every and checkpoint.keep_every say which there will be",
+        fix="See `gcore checkpoints`. checkpoint.every and checkpoint.keep_every set which checkpoints are written and kept",
     )
 
 
 def checkpoint_digest(folder: Path, uid: str, home: Path, address: str | None) -> str:
-    """Of the manifest of the job's checkpoint `folder`, as it was registered; empty if the records do not say. Raises GcoreError."""
+    """The registered digest of the manifest of checkpoint `folder`; empty if not recorded. Raises GcoreError."""
     listed = find_checkpoints(uid, home, address).reply.checkpoints
     return next((one.digest for one in listed if Path(one.folder).name == folder.name), "")
 
@@ -212,7 +212,7 @@ def _table(found: pb.ListCheckpointsReply, now: float) -> Table:
 
 
 def format_size(count: int) -> str:
-    """`12.3 MB`; `-` for nothing that can be seen."""
+    """`12.3 MB`; `-` if the size is unknown."""
     if not count:
         return "-"
     unit, size = next(((u, s) for u, s in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if count >= s), ("KB", 1e3))
@@ -221,9 +221,9 @@ def format_size(count: int) -> str:
 
 @contextlib.contextmanager
 def local_checkpoint(folder: Path, job: str, home: Path, address: str | None, near: Path) -> Iterator[Path]:
-    """The checkpoint `folder` where it lies, or fetched beside `near` for as long as the block lasts.
+    """Yield the checkpoint `folder` itself, or a copy fetched into the parent of `near`, which is removed after the block.
 
-    Raises GcoreError, and OSError if there is no room beside `near`.
+    Raises GcoreError, and OSError if the copy does not fit.
     """
     if folder.is_dir():
         yield folder
@@ -238,7 +238,7 @@ def local_checkpoint(folder: Path, job: str, home: Path, address: str | None, ne
 
 
 def _fetcher(folder: Path, job: str, home: Path, address: str | None) -> Callable[[Path], Path]:
-    """What brings the checkpoint into a folder, once it is known who has it."""
+    """A function that fetches the checkpoint into a folder from the nodes that have it."""
     from controllers.storage.peer_files import PeerFiles, fetch_from_first
     from gcore.models.layout import verify_checkpoint
 
@@ -246,9 +246,9 @@ def _fetcher(folder: Path, job: str, home: Path, address: str | None) -> Callabl
     nodes = next((list(one.nodes) for one in found.checkpoints if Path(one.folder).name == folder.name), [])
     if not nodes:
         raise UsageError(
-            "the checkpoint is not to be seen on this machine",
+            "the checkpoint is not on this machine",
             where=str(folder),
-            fix="Run this where storage is mounted",
+            fix="Run this on a machine where the storage is mounted",
         )
     connector = find_cluster(address, home).connector
     addresses = {
@@ -264,9 +264,9 @@ def _fetcher(folder: Path, job: str, home: Path, address: str | None) -> Callabl
         fetched = asyncio.run(fetch_from_first(addresses, nodes, from_peer))
         if not fetched.source:
             raise UsageError(
-                f"the checkpoint is on {', '.join(nodes)}, and none of them gives it ({fetched.why or 'they are not there'})",
+                f"the checkpoint is on {', '.join(nodes)}, but none of them sent it ({fetched.why or 'they are not running'})",
                 where=str(folder),
-                fix="Ask again when one of them is there",
+                fix="Try again when one of these nodes is running",
             )
         return scratch / "checkpoints" / folder.name
 

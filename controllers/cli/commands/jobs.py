@@ -1,5 +1,6 @@
-"""Commands about one job or the list of jobs: `gcore list`, `describe`, `audit`, `cancel`, `pause`, `resume`, `retry`, `update`, `delete`
-and `eval`. Each is one call of the job API.
+"""Commands about jobs: `gcore list`, `describe`, `audit`, `cancel`, `pause`, `resume`, `retry`, `update`, `delete` and `eval`.
+
+Each makes one or a few requests to the job API.
 """
 
 from __future__ import annotations
@@ -57,16 +58,16 @@ if TYPE_CHECKING:
 )
 def list_jobs(
     state: Annotated[
-        list[str] | None, typer.Option(help="Only in this state, such as running or queued. Repeatable.")
+        list[str] | None, typer.Option(help="Only jobs in this state, such as running or queued. Repeatable.")
     ] = None,
     namespace: Namespace = "",
-    name: Annotated[str, typer.Option(help="Only those whose name begins so.", callback=check_utf8)] = "",
-    limit: Annotated[int | None, typer.Option(min=1, max=100_000, help="The newest so many; default: all.")] = None,
+    name: Annotated[str, typer.Option(help="Only jobs whose name starts with this.", callback=check_utf8)] = "",
+    limit: Annotated[int | None, typer.Option(min=1, max=100_000, help="Only the newest N. Default: all.")] = None,
     home: Home = DEFAULT_HOME,
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """The jobs of the cluster that you may see, the newest first."""
+    """List the jobs of the cluster that you may see, newest first."""
     states = [parse_state(one) for one in state or ()]
     found = call_cluster(
         lambda client: client.list_jobs(namespace=namespace, states=states, name_prefix=name, limit=limit),
@@ -81,14 +82,14 @@ def list_jobs(
 
 
 def parse_state(word: str) -> int:
-    """Of a state as a person writes it. Raises UsageError."""
+    """The number of a job state given by name. Raises UsageError."""
     from gcore.api.v1 import jobs_pb2 as pb
 
     known = {name.removeprefix("JOB_STATE_").lower(): number for name, number in pb.JobState.items() if number}
     if word.lower() not in known:
         near = did_you_mean(word.lower(), known)
         raise UsageError(
-            f"{word[:40]!r} is no state{near or '.'}", where="--state", fix=f"There are {', '.join(known)}"
+            f"{word[:40]!r} is not a job state{near or '.'}", where="--state", fix=f"Use one of {', '.join(known)}"
         )
     return known[word.lower()]
 
@@ -96,20 +97,20 @@ def parse_state(word: str) -> int:
 @command("describe", JOBS, *verb_examples("describe"))
 def describe(
     job: JobName,
-    events: Annotated[int, typer.Option(min=0, max=1000, help="How many of its last events are shown.")] = 5,
+    events: Annotated[int, typer.Option(min=0, max=1000, help="Number of recent events to show.")] = 5,
     home: Home = DEFAULT_HOME,
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """How a job stands: state and slots, what it waits for since when, shards, placement, last events and rollback, newest warnings."""
+    """Show a job in detail: state, slots, wait reports, shards, placement, recent events, last rollback and newest warnings."""
 
     async def look(client: JobsClient) -> tuple[pb.Job, pb.PlacementReply | None, list[JobEvent]]:
         found = await client.get_job(job)
         placement, last = None, []
-        with contextlib.suppress(UsageError):  # a controller of an earlier version
+        with contextlib.suppress(UsageError):  # A controller of an older version does not know this request.
             placement = await client.get_placement(found.uid)
         if events:
-            with contextlib.suppress(GcoreError):  # a controller that is not on the job yet; the rest is told
+            with contextlib.suppress(GcoreError):  # A controller that does not serve the job yet has no events.
                 last = [event async for event in client.follow(found.uid, newest=events, follow=False)]
         return found, placement, last
 
@@ -132,9 +133,9 @@ def describe(
 
 @command("audit", JOBS, *verb_examples("audit"))
 def audit(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
-    """Recompute a job's accounts from its log and the ranks' receipts. Ends with 1 if they do not add up.
+    """Audit a job: compare its log with the receipts of the train ranks. The exit code is 1 if they disagree.
 
-    Where no cluster is up, a run that ended in this home is audited from its folder.
+    If no cluster is running, a finished run is audited from its folder.
     """
     try:
         report = call_cluster(lambda client: client.audit_job(job), address, home)
@@ -160,38 +161,38 @@ MOST_SLOTS = 1_000_000
     "cancel",
     JOBS,
     "gcore cancel arithmetic",
-    "[dim]With a checkpoint, at its next commit:[/dim]  gcore cancel arithmetic --drain",
+    "[dim]After a checkpoint at the next commit:[/dim]  gcore cancel arithmetic --drain",
 )
 def cancel(
     job: JobName,
     drain: Annotated[
-        bool, typer.Option("--drain", help="At its next commit, with a checkpoint; default: at once.")
+        bool, typer.Option("--drain", help="Cancel at the next commit, with a checkpoint. Default: immediately.")
     ] = False,
     home: Home = DEFAULT_HOME,
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """End a job for good. One that has ended stays as it is."""
+    """Cancel a job permanently. A job that has ended is not changed."""
     _tell(call_cluster(lambda client: client.cancel_job(job, drain=drain), address, home), output)
 
 
 @command("pause", JOBS, *verb_examples("pause"))
 def pause(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
-    """Have a job give its slots back at its next commit, with a checkpoint, and begin nothing until it is resumed."""
+    """Pause a job: at its next commit it writes a checkpoint and releases its slots. `gcore resume` continues it."""
     _tell(call_cluster(lambda client: client.pause_job(job), address, home), output)
 
 
 @command("resume", JOBS, *verb_examples("resume"))
 def resume(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
-    """Have a paused job go on as soon as there are slots for it."""
+    """Resume a paused job. It continues as soon as slots are free."""
     _tell(call_cluster(lambda client: client.resume_job(job), address, home), output)
 
 
 @command("retry", JOBS, *verb_examples("retry"))
 def retry(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
-    """Begin a job that has ended once more: a new job with the same spec and name.
+    """Run an ended job again: create a new job with the same spec and name.
 
-    Repeating the command makes no second one, and one of that name that has not ended goes on.
+    Repeating the command creates no second job. If an unfinished job has that name, that job continues.
     """
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.client.calls import ENDED, job_state_name
@@ -201,9 +202,9 @@ def retry(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, outp
         if old.state not in ENDED:
             raise UsageError(
                 f"job {old.name!r} ({old.uid}) is {job_state_name(old.state)}: it has not ended",
-                fix="`gcore resume` goes on with a paused one; `gcore cancel` ends one",
+                fix="Use `gcore resume` for a paused job, or `gcore cancel` to end it first",
             )
-        # Not as a new one at any price: that would end another job which was given the name since.
+        # Not START_MODE_NEW: that would cancel another job which has been given the name since.
         return await client.create_job(old.spec_json, request_id=f"retry-{old.uid}", mode=pb.START_MODE_RESUME)
 
     _tell(call_cluster(again, address, home), output)
@@ -214,28 +215,29 @@ def retry(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, outp
     JOBS,
     "gcore update arithmetic --priority 10",
     "gcore update arithmetic --slots-min 2 --slots-max 8",
-    "[dim]As many as there are:[/dim]  gcore update arithmetic --slots-max 0",
+    "[dim]No upper limit:[/dim]  gcore update arithmetic --slots-max 0",
 )
 def update(
     job: JobName,
     priority: Annotated[
-        int | None, typer.Option(min=-1000, max=1000, help="The higher, the sooner; it takes slots of those below it.")
+        int | None,
+        typer.Option(min=-1000, max=1000, help="Jobs with a higher priority run first and may preempt others."),
     ] = None,
     slots_min: Annotated[
-        int | None, typer.Option("--slots-min", min=1, max=MOST_SLOTS, help="With fewer slots it does not run.")
+        int | None, typer.Option("--slots-min", min=1, max=MOST_SLOTS, help="Minimum number of slots to run.")
     ] = None,
     slots_max: Annotated[
-        int | None, typer.Option("--slots-max", min=0, max=MOST_SLOTS, help="More it does not take; 0: all there are.")
+        int | None, typer.Option("--slots-max", min=0, max=MOST_SLOTS, help="Maximum number of slots; 0: no limit.")
     ] = None,
     home: Home = DEFAULT_HOME,
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Change what may change while a job runs: its priority, and how many slots it takes."""
+    """Change the priority or the slot limits of a job while it runs."""
     given = {"priority": priority, "slots_min": slots_min, "slots_max": slots_max}
     changes = {name: value for name, value in given.items() if value is not None}
     if not changes:
-        raise UsageError("nothing is said that is to change", fix="Give --priority, --slots-min or --slots-max")
+        raise UsageError("no change is given", fix="Give --priority, --slots-min or --slots-max")
     _tell(call_cluster(lambda client: client.update_job(job, changes), address, home), output)
 
 
@@ -243,20 +245,20 @@ def update(
     "delete",
     JOBS,
     "gcore delete arithmetic",
-    "[dim]With its checkpoints and everything else in its folder:[/dim]  gcore delete 08d8f27366e5 --files --yes",
+    "[dim]With its run folder and all checkpoints:[/dim]  gcore delete 08d8f27366e5 --files --yes",
 )
 def delete(
     job: JobName,
     files: Annotated[
-        bool, typer.Option("--files", help="Its run's folder too, with all checkpoints. There is no way back.")
+        bool, typer.Option("--files", help="Also delete its run folder with all checkpoints. Cannot be undone.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     home: Home = DEFAULT_HOME,
     address: Address = None,
 ) -> None:
-    """Forget a job that has ended: its records, and with [bold]--files[/bold] its run's folder. Its name is free then.
+    """Delete an ended job: its records, and with [bold]--files[/bold] also its run folder. Its name can then be used again.
 
-    What it has used stays in `gcore usage`.
+    Its slot usage stays in `gcore usage`.
     """
     found = job_snapshot(call_cluster(lambda client: client.get_job(job), address, home))
     if files and not yes:
@@ -264,19 +266,19 @@ def delete(
             f"Delete {found.run_dir} with all checkpoints of job {found.full_name} ({found.uid})?", abort=True
         )
     call_cluster(lambda client: client.delete_job(found.uid, files=files), address, home)
-    left = "" if files or not found.run_dir else f"; its folder {found.run_dir} stays"
-    typer.echo(f"Job {printable_text(found.full_name)} ({found.uid}) is forgotten{left}.")
+    left = "" if files or not found.run_dir else f"; its run folder {found.run_dir} is kept"
+    typer.echo(f"Job {printable_text(found.full_name)} ({found.uid}) is deleted{left}.")
 
 
 @command("eval", JOBS, *verb_examples("eval"))
 def evaluate(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
-    """Have the newest weights of a running job evaluated, out of turn. The result is an event, and stands in its metrics."""
+    """Request an evaluation of a running job's newest weights. The result appears as an event and in its metrics."""
     reply = call_cluster(lambda client: client.run_eval(job), address, home)
     if output.is_for_programs:
         typer.echo(output.text(message_tree(reply, "step", "lineage")))
     else:
         typer.echo(
-            f"The weights of step {reply.step} (lineage {reply.lineage}) are evaluated as soon as they are there."
+            f"The weights of step {reply.step} (lineage {reply.lineage}) will be evaluated when the engines have them."
         )
 
 

@@ -1,6 +1,6 @@
-"""`gcore placement`, `gcore top` and `gcore trace`: which slot serves which pool and why, and what slots did in a step.
+"""`gcore placement`, `gcore top` and `gcore trace`: the placement of a job with its reasons, and the slot accounting of a step.
 
-`view/placement` renders the answers. Where no cluster is up, a finished run is read from its folder: its moves and its slot accounting.
+`view/placement` renders the responses. If no cluster is running, moves and slot accounting of a finished run are read from its folder.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Told = TypeVar("Told")
 
 
 app = command_group(
-    "Which slot serves which pool, why, and what came of each move; fix something of it.",
+    "Show which slot serves which pool, why, and the effect of each move; or pin parts of the placement.",
     examples(
         "gcore placement show arithmetic",
         "gcore placement explain arithmetic --last 3",
@@ -54,14 +54,14 @@ app = command_group(
 )
 
 MOST_SLOTS = 1_000_000
-Last = Annotated[int | None, typer.Option("--last", min=1, help="Only so many moves, the newest.")]
+Last = Annotated[int | None, typer.Option("--last", min=1, help="Only the newest N moves.")]
 
 
 @app.command("show", epilog=examples("gcore placement show arithmetic", "gcore placement show arithmetic -o json"))
 def show_placement(
     job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE
 ) -> None:
-    """How a job's slots are shared out now: pools, nodes, who plans, what is fixed."""
+    """Show the current placement of a job: pools, nodes, policy and pins."""
     from controllers.cli.view.placement import placement_rows, placement_tree, slots_table
 
     try:
@@ -69,9 +69,9 @@ def show_placement(
     except Unreachable as error:
         run = run_of_home(job, address, home, error)
         raise Unreachable(
-            f"{error.what}, and job {run['job']!r} has ended: nothing is placed any more",
+            f"{error.what}, and job {run['job']!r} has ended, so it has no placement",
             where=error.where,
-            fix="`gcore placement explain` and `history` and `gcore trace` read its folder",
+            fix="Use `gcore placement explain`, `gcore placement history` or `gcore trace`: they read the run folder",
         ) from error
     if output.is_for_programs:
         typer.echo(output.text(placement_tree(reply)))
@@ -87,9 +87,9 @@ def show_placement(
 def explain_placement(
     job: JobName, last: Last = None, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE
 ) -> None:
-    """Why slots are where they are: each move, with what was expected and what came of it, and why nothing moved.
+    """Explain the placement: each move with its expected and measured effect, and why there was no move after other steps.
 
-    Of steps after which nothing moved: what the best other split would have saved, and why it was not taken.
+    For steps without a move: the saving of the best other split, and why it was not chosen.
     """
     from controllers.cli.view.placement import history_tree, placement_story
 
@@ -110,14 +110,14 @@ def explain_placement(
 def show_history(
     job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE
 ) -> None:
-    """Every move of a job, a line each, oldest first."""
+    """List every move of a job, one a line, oldest first."""
     from controllers.cli.view.placement import history_table, move_tree
 
     known = _known(job, home, address)
     if output.is_for_programs:
         typer.echo(output.text([move_tree(move) for move in known.moves]))
     elif not known.moves:
-        typer.echo(f"Nothing has moved in job {known.name}.")
+        typer.echo(f"Job {known.name} has no moves.")
     else:
         stdout_console().print(history_table(known.moves))
 
@@ -132,22 +132,22 @@ def show_history(
 )
 def pin_placement(
     job: JobName,
-    freeze: Annotated[bool, typer.Option("--freeze", help="Nothing moves any more.")] = False,
-    rollout: Annotated[int | None, typer.Option(help="So many slots roll out.")] = None,
-    reward: Annotated[int | None, typer.Option(help="So many slots judge.")] = None,
-    train: Annotated[int | None, typer.Option(help="So many slots train.")] = None,
-    release: Annotated[bool, typer.Option("--release", help="Let all that was fixed go again.")] = False,
+    freeze: Annotated[bool, typer.Option("--freeze", help="Allow no more moves.")] = False,
+    rollout: Annotated[int | None, typer.Option(help="Number of slots of the rollout pool.")] = None,
+    reward: Annotated[int | None, typer.Option(help="Number of slots of the reward pool.")] = None,
+    train: Annotated[int | None, typer.Option(help="Number of slots of the train pool.")] = None,
+    release: Annotated[bool, typer.Option("--release", help="Remove all pins.")] = False,
     home: Home = DEFAULT_HOME,
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Fix something of a job's placement, which its policy then obeys from the next step on; or let it go again."""
+    """Pin parts of a job's placement, or remove the pins. The policy obeys the pins from the next step on."""
     from controllers.cli.view.placement import pin_words, placement_tree
     from gcore.api.v1 import jobs_pb2 as pb
 
     for name, size in (("--rollout", rollout), ("--reward", reward), ("--train", train)):
         if size is not None and not 1 <= size <= MOST_SLOTS:
-            raise UsageError(f"{name} {size} is no number of slots", fix=f"Give 1 to {MOST_SLOTS:,}")
+            raise UsageError(f"{name} {size} is not a valid number of slots", fix=f"Give 1 to {MOST_SLOTS:,}")
     request = pb.PinPlacementRequest(
         job=job, freeze=freeze, rollout=rollout, reward=reward, train=train, release=release
     )
@@ -159,7 +159,7 @@ def pin_placement(
 
 @dataclass(frozen=True, slots=True)
 class PlacementHistory:
-    """A job's moves and the stretches without any, and its placement, if a cluster is up."""
+    """The moves of a job, its periods without moves, and its placement if a cluster is running."""
 
     name: str
     moves: tuple[Move, ...]
@@ -168,7 +168,7 @@ class PlacementHistory:
 
 
 def _known(job: str, home: Path, address: str | None) -> PlacementHistory:
-    """All moves of a job: the run's folder has those that the store keeps no more. Raises GcoreError."""
+    """All moves of a job. The run folder has the moves that the store no longer keeps. Raises GcoreError."""
     from controllers.planning.history import NAME, read_moves, read_stays
 
     try:
@@ -183,7 +183,7 @@ def _known(job: str, home: Path, address: str | None) -> PlacementHistory:
 
 
 def collect_moves(reply: pb.PlacementReply) -> tuple[Move, ...]:
-    """Those that the store keeps, and from the run's folder, where it can be seen from here, those before them. Raises GcoreError."""
+    """The moves in the store, and the earlier ones from the run folder if this machine can read it. Raises GcoreError."""
     from controllers.cli.view.placement import moves_of
     from controllers.planning.history import NAME, read_moves
 
@@ -194,12 +194,12 @@ def collect_moves(reply: pb.PlacementReply) -> tuple[Move, ...]:
 
 
 def collect_stays(reply: pb.PlacementReply) -> tuple[HoldPeriod, ...]:
-    """The same of the stretches in which nothing moved, each as it is known last: the end of a job's last one stands in its folder only."""
+    """The periods without moves from the store and the run folder, each in its newest version. Only the run folder has the end of the last one."""
     from controllers.cli.view.placement import moves_of
     from controllers.planning.history import NAME, read_stays
 
     kept: list[HoldPeriod] = []
-    with contextlib.suppress(OSError):  # what the store has says enough
+    with contextlib.suppress(OSError):  # The periods in the store are sufficient.
         kept = read_stays(Path(reply.folder) / NAME)
     known = sorted((*kept, *moves_of(reply).stays), key=lambda stay: stay.time)
     newest = {stay.began: stay for stay in known}
@@ -207,7 +207,7 @@ def collect_stays(reply: pb.PlacementReply) -> tuple[HoldPeriod, ...]:
 
 
 def _read_folder(what: Callable[[Path], list[Told]], file: Path) -> list[Told]:
-    with explain_os_errors("the moves cannot be read", where=file):
+    with explain_os_errors("the history of moves cannot be read", where=file):
         return what(file)
 
 
@@ -220,18 +220,18 @@ LOOK_S = 1.0
 def top(
     job: Annotated[
         str | None,
-        typer.Argument(metavar="[JOB]", help="A job's name or uid; default: the one that runs.", callback=check_utf8),
+        typer.Argument(metavar="[JOB]", help="Job name or uid. Default: the newest running job.", callback=check_utf8),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Look once and end, for scripts.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit, for scripts.")] = False,
     home: Home = DEFAULT_HOME,
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """What a job's slots do: how many of them at what, what the idle ones wait for, and what holds steps up.
+    """Show the utilization of a job's slots: what they do, what idle slots wait for, and the bottleneck of a step.
 
-    Looks until the job has ended, or until Ctrl-C. Any controller answers.
+    Refreshes until the job ends or until Ctrl-C.
 
-    Where no cluster is up, the last step of a run that ended in this home is shown from its folder.
+    If no cluster is running, the last step of a finished run is read from its folder.
     """
     from rich.live import Live
     from rich.text import Text
@@ -239,7 +239,7 @@ def top(
     from controllers.cli.view.placement import render_top, top_tree
 
     if output.is_for_programs and not once:
-        raise UsageError("-o json and yaml are for a single look", fix="Give --once too")
+        raise UsageError("-o json and -o yaml need --once", fix="Add --once")
     screen, clock = stdout_console(), SystemClock()
 
     async def watch(client: JobsClient) -> None:
@@ -250,7 +250,7 @@ def top(
                 try:
                     found = await fetch_top(client, found.uid)
                 except GcoreError as error:
-                    live.update(Text(f"{error}; it is asked again"), refresh=True)
+                    live.update(Text(f"{error}; retrying"), refresh=True)
                 else:
                     live.update(render_top(found), refresh=True)
 
@@ -268,7 +268,7 @@ def top(
 
 
 async def fetch_top(client: JobsClient, job: str | None) -> JobTop:
-    """A job now. Raises UsageError where there is none."""
+    """Fetch the current slot accounting of a job. Raises UsageError if there is no job."""
     from controllers.cli.view.placement import JobTop
     from gcore.ledger.records.slot_accounting import StepAccount, parse_line
 
@@ -281,7 +281,7 @@ async def fetch_top(client: JobsClient, job: str | None) -> JobTop:
     message, books = await asyncio.gather(client.get_job(job), client.get_books(job))
     found = job_snapshot(message)
     read = {book.node: StepAccount.model_validate_json(book.book_json) for book in books}
-    if not read and found.ended:  # the daemons that booked it are gone, and the store keeps nothing for others
+    if not read and found.ended:  # The daemons that accounted for it have exited: ask for the last step instead.
         with contextlib.suppress(UsageError):
             lines = [parse_line(book.book_json) for book in await client.get_books(found.uid, found.step)]
             read = {line.node: line.book for line in lines if line is not None}
@@ -289,7 +289,7 @@ async def fetch_top(client: JobsClient, job: str | None) -> JobTop:
 
 
 def top_of_run(job: str | None, address: str | None, home: Path, error: Unreachable) -> JobTop:
-    """The last step of a run that ended, as its folder has it. `job` None: the run that booked last. Raises GcoreError."""
+    """The last step of a finished run, from its folder. `job` None: the run with the newest slot accounting. Raises GcoreError."""
     from controllers.api.job_messages import describe_run
     from controllers.cli.view.placement import JobTop
     from gcore.ledger.records.slot_accounting import FOLDER, newest_line
@@ -301,7 +301,7 @@ def top_of_run(job: str | None, address: str | None, home: Path, error: Unreacha
         job = last.parent.name.rpartition("-")[2]
     run = run_of_home(job, address, home, error)
     folder = Path(run["folder"])
-    with explain_os_errors("the run's folder cannot be read", where=folder):
+    with explain_os_errors("the run folder cannot be read", where=folder):
         told = describe_run(folder)
         lines = [newest_line(folder, file.stem) for file in sorted((folder / FOLDER).glob("*.jsonl"))]
     books = _of_the_last_step([line for line in lines if line is not None])
@@ -328,23 +328,24 @@ MOST = 2**31 - 1
 )
 def trace(
     job: JobName,
-    step: Annotated[int, typer.Option(help="The step: any that is committed, from 1.", min=1, max=MOST)],
+    step: Annotated[int, typer.Option(help="A committed step, from 1.", min=1, max=MOST)],
     to: Annotated[
-        Path | None, typer.Option(help="The file to write; '-': standard output. Default: JOB-step-N.json.")
+        Path | None, typer.Option(help="Output file; '-': standard output. Default: JOB-step-N.json.")
     ] = None,
     home: Home = DEFAULT_HOME,
     address: Address = None,
 ) -> None:
-    """Write a step as a trace that Perfetto opens: a track a slot, phases, moves with their reasons.
+    """Write a Perfetto trace of a step: one track per slot, with phases, and moves with their reasons.
 
-    Where no cluster is up, that of a run that ended in this home is made from its folder.
+    If no cluster is running, the trace of a finished run is built from its folder.
     """
     from controllers.cli.view.placement import build_trace
 
     name, lines, moves = _read_step(job, step, home, address)
     if not any(line.spans for line in lines.values()):
         raise UsageError(
-            f"what is known of step {step} cannot be read", fix="Was it booked by another version of gcore?"
+            f"the slot accounting of step {step} cannot be read",
+            fix="Use the version of gcore that wrote it",
         )
     text = json.dumps(build_trace(name, lines, moves), separators=(",", ":"))
     if to == Path("-"):
@@ -373,18 +374,18 @@ def _read_step(
         return reply.name, lines, list(collect_moves(reply))
     except Unreachable as error:
         folder = Path(run_of_home(job, address, home, error)["folder"])
-        with explain_os_errors("the run's folder cannot be read", where=folder):
+        with explain_os_errors("the run folder cannot be read", where=folder):
             lines = {line.node: line for line in read_step_lines(folder, step)}
             moves = read_moves(folder / NAME)
         if not lines:
-            what = f"no node has booked step {step} of the run in {folder}"
+            what = f"the run in {folder} has no slot accounting of step {step}"
             raise UsageError(what, fix=_account_lines(folder)) from None
         return job, lines, moves
 
 
 def _account_lines(folder: Path) -> str:
-    """Which steps there are to ask for."""
+    """The range of steps with slot accounting, as advice."""
     from gcore.ledger.records.slot_accounting import read_lines
 
     steps = {line.book.version.step for line in read_lines(folder)}
-    return f"Booked are steps {min(steps)} to {max(steps)}" if steps else "It ended before a step was booked"
+    return f"Choose a step from {min(steps)} to {max(steps)}" if steps else "The run ended before any step was recorded"

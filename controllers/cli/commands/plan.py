@@ -1,6 +1,6 @@
-"""`gcore plan` and `gcore simulate`: a placement before there is a job, and placement policies in simulated time.
+"""`gcore plan` and `gcore simulate`: recommend a placement for a spec, and run placement policies in simulated time.
 
-`plan` estimates memory and times of a spec on a cluster that a file describes. `simulate` plays a scenario, or a recorded run.
+`plan` estimates memory and step times of a spec on a cluster that a file describes. `simulate` simulates a scenario, or replays a recorded run.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ DEFAULT_COST_S = 5.0
 MOST_COST_S = 1e6
 
 MOST_SLOTS, MOST_STEPS = 4096, 100_000
-"""As a scenario's own (`placement.simulator.scenario`), which takes long to import."""
+"""Same as in `placement.simulator.scenario`, which takes long to import."""
 
 MOST_SEED = 2**63 - 1
 
 MOST_SHOWN = 2000
-"""Characters of what a scenario calls itself."""
+"""Maximum characters of a scenario's name and description."""
 
 
 @command(
@@ -44,26 +44,26 @@ MOST_SHOWN = 2000
     FILES,
     "gcore simulate benchmarks/scenarios/judge-slow-apart.yaml",
     "gcore simulate benchmarks/scenarios/growing.yaml --cost 20 --policy dynamic --policy static",
-    "[dim]What if the run had had 16 slots, and another policy:[/dim]",
+    "[dim]A finished run with 16 slots and all policies:[/dim]",
     "gcore simulate --run arithmetic-judge --slots 16",
     "gcore simulate --run .gcore/runs/arithmetic-judge-26559b7ecc10 -o json",
 )
 def simulate(
-    scenario: Annotated[Path | None, typer.Argument(help="A scenario's file (YAML).", show_default=False)] = None,
+    scenario: Annotated[Path | None, typer.Argument(help="Scenario file (YAML).", show_default=False)] = None,
     run: Annotated[
-        str | None, typer.Option("--run", help="A finished run instead: its job's name or uid, or its folder.")
+        str | None, typer.Option("--run", help="Replay a finished run instead: job name, uid or run folder.")
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="Only this policy, or one of your own; can be repeated. Default: all of gcore's."),
+        typer.Option(help="Policy to simulate: one of gcore's or your own. Repeatable. Default: all of gcore's."),
     ] = None,
     slots: Annotated[
-        int | None, typer.Option(help="So many slots instead of those there are.", min=2, max=MOST_SLOTS)
+        int | None, typer.Option(help="Number of slots. Default: as in the scenario or run.", min=2, max=MOST_SLOTS)
     ] = None,
     cost: Annotated[
         float | None,
         typer.Option(
-            help="Seconds that engines take to change over; a train world of another size takes twice that.",
+            help="Seconds to move engines to another pool. Resizing the train world costs twice that.",
             min=0,
             max=MOST_COST_S,
         ),
@@ -71,18 +71,19 @@ def simulate(
     staleness: Annotated[
         int | None,
         typer.Option(
-            help="Steps that rollouts may be ahead of training, if others than they were.", min=0, max=MOST_STEPS
+            help="Steps that rollout may be ahead of training. Default: as in the scenario or run.",
+            min=0,
+            max=MOST_STEPS,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="What is drawn at random follows from it.", min=0, max=MOST_SEED)] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.", min=0, max=MOST_SEED)] = 0,
     home: Home = DEFAULT_HOME,
     output: Format = Output.TABLE,
 ) -> None:
-    """Play a job with placement policies, beside the best static split in hindsight and the best split for each step.
+    """Simulate a job under placement policies, and compare them with the best static split and the best split for each step.
 
-    Of a run its own lengths, engine speeds and training times are taken, from its folder.
-
-    So it says what if another policy had planned it, or if it had had more slots.
+    For a run, response lengths, engine speeds and training times are read from its folder. The result shows how long the run would have
+    taken with another policy or with more slots.
     """
     from controllers.cli.view.data import progress_bar
     from placement.simulator.job import SimulatedJob
@@ -91,9 +92,9 @@ def simulate(
     from placement.slots import SINGLE, count_noun, feasible_splits, sizes_of
 
     if (scenario is None) == (run is None):
-        raise UsageError("gcore simulate takes a scenario's file, or --run with a run", fix="Give one of them")
+        raise UsageError("gcore simulate takes either a scenario file or --run", fix="Give one of them")
     if cost is not None and math.isnan(cost):
-        raise UsageError("--cost is no number of seconds", fix=f"Give 0 to {MOST_COST_S:,.0f}")
+        raise UsageError("--cost is not a number of seconds", fix=f"Give 0 to {MOST_COST_S:,.0f}")
     replay: ReplayScenario | None = None
     job: SimulatedJob
     if run is not None:
@@ -111,7 +112,7 @@ def simulate(
     fewest = min(job.scenario.slots_at(step) for step in range(job.scenario.steps))
     if not feasible_splits(job.scenario.bounds_of(fewest)):
         raise UsageError(
-            f"no split of {count_noun(fewest, 'slot')} has a train world and an engine of each pool",
+            f"{count_noun(fewest, 'slot')} cannot hold a train world and an engine of each pool",
             where="--slots",
             fix="Give more slots",
         )
@@ -127,7 +128,7 @@ def simulate(
 
 
 def _folder(home: Path, run: str) -> Path:
-    """Where the run lies: a folder that is named, or that of the newest finished run of that name."""
+    """The folder of the run: `run` itself if it is a run folder, else that of the newest finished run of that name."""
     if (Path(run) / "metrics.jsonl").is_file():
         return Path(run)
     from controllers.cli.view.summary import find_summary
@@ -135,15 +136,15 @@ def _folder(home: Path, run: str) -> Path:
     found = find_summary(home / "runs", run)
     if found is None:
         raise UsageError(
-            f"there is no finished run {run!r} in {home}, and no folder of a run of that name",
+            f"{run!r} is neither a finished run in {home} nor a run folder",
             where="--run",
-            fix="Name a job that has ended, or the folder that has its metrics.jsonl",
+            fix="Give a job that has ended, or the folder with its metrics.jsonl",
         )
     return Path(found["folder"])
 
 
 def _spec(folder: Path) -> JobSpec | None:
-    """What the run was to be, by its record; None where its folder has none."""
+    """The spec of the run, from the record in its folder; None if there is none."""
     from gcore.config.load import stored_spec
     from gcore.ledger import archive
 
@@ -152,7 +153,7 @@ def _spec(folder: Path) -> JobSpec | None:
 
 
 def _played(job: SimulatedJob, move_s: float, wanted: Sequence[str], tell: CheckProgress) -> dict[str, JobRun]:
-    """Each policy's run: gcore's own in their order, then those of other packages."""
+    """The simulated run of each policy: gcore's own in their order, then those of other packages."""
     from placement.simulator.run import play_policy, policies
 
     own = list(policies(job.scenario, job.seed))
@@ -160,14 +161,14 @@ def _played(job: SimulatedJob, move_s: float, wanted: Sequence[str], tell: Check
     names += [name for name in dict.fromkeys(wanted) if name not in own]
     found: dict[str, JobRun] = {}
     for name in names:
-        tell("playing policies", len(found), len(names))
+        tell("simulating policies", len(found), len(names))
         found[name] = (play_policy if name in own else _played_foreign)(job, name, move_s)
-    tell("playing policies", len(found), len(names))
+    tell("simulating policies", len(found), len(names))
     return found
 
 
 def _played_foreign(job: SimulatedJob, name: str, move_s: float) -> JobRun:
-    """A policy of another package. Raises UsageError for one that there is not, and for what it raises."""
+    """Simulate a policy of another package. Raises UsageError if it does not exist or raises an error."""
     from gcore.plugins import RAISED, PluginFault, error_sentence
     from placement.simulator.run import play_policy
 
@@ -175,21 +176,23 @@ def _played_foreign(job: SimulatedJob, name: str, move_s: float) -> JobRun:
         return play_policy(job, name, move_s)
     except PluginFault as error:
         raise UsageError(error.what, where="--policy", fix=error.fix) from error
-    except RAISED as error:  # the edge to foreign code: a policy may raise anything
+    except RAISED as error:  # A policy of another package may raise anything.
         raise UsageError(
-            f"policy {name!r} went wrong in the simulator ({error_sentence(error)})", where="--policy", fix="Mend it"
+            f"policy {name!r} failed in the simulator ({error_sentence(error)})",
+            where="--policy",
+            fix="Correct the policy",
         ) from error
 
 
 def _oracles(job: SimulatedJob, move_s: float, found: dict[str, JobRun], tell: CheckProgress) -> list[dict[str, Any]]:
-    """What could have been had, as rows. Without a compiler it takes minutes, and is left out."""
+    """The best splits in hindsight, as rows. Empty without a compiler, because the search would take minutes."""
     from placement.simulator.kernel import COMPILES
     from placement.simulator.run import best_each_step, best_static, switch_costs
 
     if not COMPILES:
         return []
     costs = switch_costs(job.scenario, job.seed, move_s)
-    searching = "looking for the best splits"
+    searching = "searching for the best splits"
     tell(searching, 0, 2)
     known = {"best split for each step": best_each_step(job, costs, found.values())}
     tell(searching, 1, 2)
@@ -205,7 +208,7 @@ def _oracles(job: SimulatedJob, move_s: float, found: dict[str, JobRun], tell: C
                     "step": step,
                     "to": str(after),
                     "cost_s": costs.of(before, after),
-                    "reason": "all was known beforehand",
+                    "reason": "computed in hindsight",
                 }
                 for step, (before, after) in enumerate(pairwise(best.splits), 1)
                 if before != after
@@ -218,7 +221,7 @@ def _oracles(job: SimulatedJob, move_s: float, found: dict[str, JobRun], tell: C
 def _result_tree(
     job: SimulatedJob, move_s: float, replay: ReplayScenario | None, found: dict[str, JobRun], tell: CheckProgress
 ) -> dict[str, Any]:
-    """All of it, as data."""
+    """The results as a JSON object."""
     rows, steps = _oracles(job, move_s, found, tell), job.scenario.steps
     best = min((row["seconds"] for row in rows), default=None)
     rows += [
@@ -256,10 +259,10 @@ def _result_tree(
 
 
 def _regime(staleness: int) -> str:
-    """As the page on the simulator calls it."""
+    """The synchrony of generation and training, in the words of the simulator's documentation."""
     if not staleness:
-        return "strict (staleness 0: no batch is made before the one before it is trained on)"
-    return f"one step ahead (staleness {staleness}: a batch is made while the one before it is trained on)"
+        return "strict (staleness 0: a batch is generated after the previous one is trained)"
+    return f"one step ahead (staleness {staleness}: a batch is generated while the previous one is trained)"
 
 
 def _show(tree: dict[str, Any]) -> None:
@@ -270,24 +273,24 @@ def _show(tree: dict[str, Any]) -> None:
     said = printable_text(f"{tree['scenario']}: {tree['what']}", MOST_SHOWN)
     out.print(said, highlight=False, soft_wrap=True, markup=False)
     out.print(
-        f"{tree['steps']} steps on {tree['slots']} slots, {_regime(tree['staleness'])}; engines change over in {tree['switch_s']:.3g} s",
+        f"{tree['steps']} steps on {tree['slots']} slots, {_regime(tree['staleness'])}; moving engines takes {tree['switch_s']:.3g} s",
         highlight=False,
         soft_wrap=True,
     )
     if tree["recorded_s"] is not None:
-        out.print(f"the run itself took {tree['recorded_s']:.1f} s for these steps", highlight=False)
+        out.print(f"the recorded run took {tree['recorded_s']:.1f} s for these steps", highlight=False)
     table = Table(box=None)
     table.add_column("policy")
-    for name in ("seconds", "a step", "behind the best", "moves"):
+    for name in ("seconds", "s/step", "behind the best", "moves"):
         table.add_column(name, justify="right")
-    table.add_column("begins with")
+    table.add_column("initial split")
     for row in tree["rows"]:
         behind = "" if row["behind_best"] is None else f"{row['behind_best']:.1%}"
         figures = (f"{row['seconds']:.1f}", f"{row['step_s']:.2f}", behind, f"{len(row['moves'])}")
         table.add_row(Text(row["policy"]), *figures, row["first"])
     out.print(table)
     if any(row["behind_best"] is None for row in tree["rows"]):
-        out.print("what could have been had is left out: pip install 'gcore\\[simulate]'", highlight=False)
+        out.print("the best splits are not computed without numba: pip install 'gcore\\[simulate]'", highlight=False)
 
 
 MOST_CLUSTER_BYTES = 1 << 16
@@ -298,29 +301,31 @@ MOST_TOKENS = 1 << 24
     "plan",
     FILES,
     "gcore plan grpo.yaml --cluster deploy/local/clusters/eight-h100.yaml",
-    "[dim]What to write into the spec:[/dim]  gcore plan grpo.yaml --cluster mine.yaml -o yaml",
-    "[dim]With what is known of the lengths:[/dim]  gcore plan grpo.yaml --cluster mine.yaml --prompt-tokens 180 --response-tokens 700",
+    "[dim]Print the section for the spec:[/dim]  gcore plan grpo.yaml --cluster mine.yaml -o yaml",
+    "[dim]With known mean lengths:[/dim]  gcore plan grpo.yaml --cluster mine.yaml --prompt-tokens 180 --response-tokens 700",
 )
 def plan(
     spec: SpecFile,
-    cluster: Annotated[Path, typer.Option("--cluster", help="The nodes, a YAML file; see deploy/local/clusters.")],
+    cluster: Annotated[
+        Path, typer.Option("--cluster", help="Nodes of the cluster (YAML file); see deploy/local/clusters.")
+    ],
     set_: Set = None,
     prompt_tokens: Annotated[
         float | None,
-        typer.Option(min=1, max=MOST_TOKENS, help="Mean tokens of a prompt; default: half of the longest."),
+        typer.Option(min=1, max=MOST_TOKENS, help="Mean tokens of a prompt. Default: half of the maximum."),
     ] = None,
     response_tokens: Annotated[
         float | None,
-        typer.Option(min=1, max=MOST_TOKENS, help="Mean tokens of a response; default: half of the longest."),
+        typer.Option(min=1, max=MOST_TOKENS, help="Mean tokens of a response. Default: half of the maximum."),
     ] = None,
-    show: Annotated[int, typer.Option(min=1, max=1000, help="Placements that are shown.")] = 5,
+    show: Annotated[int, typer.Option(min=1, max=1000, help="Number of placements to show.")] = 5,
     output: Annotated[
-        Output, typer.Option("--output", "-o", help="How the answer is printed; yaml: what to write into the spec.")
+        Output, typer.Option("--output", "-o", help="Output format; yaml prints the placement section for the spec.")
     ] = Output.TABLE,
 ) -> None:
-    """Where a job's pools should lie: what each model takes, the ways that fit, the best first, and why others do not fit.
+    """Recommend a placement: memory per model, the layouts that fit, ranked by expected step time, and why others do not fit.
 
-    Memory and times are estimated from the models' configurations and the devices' figures; nothing is started.
+    Memory and times are estimated from the configurations of the models and the data of the devices. Nothing is started.
     """
     from controllers.cli.view.plan import (
         cache_hints,
@@ -356,7 +361,7 @@ def make_plan(
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
 ) -> PlanReport:
-    """Read everything and search. Raises UsageError."""
+    """Read the spec, the cluster and the models, and search for layouts. Raises UsageError."""
     from controllers.cli.view.plan import PlanReport
     from gcore.config.load import load_spec
     from placement.mapping.cluster import parse_cluster
@@ -376,8 +381,8 @@ def _nothing_fits(planned: PlanReport, cluster: Path) -> UsageError:
     from controllers.cli.view.plan import advice
 
     misfits = sorted(planned.found.misfits, key=lambda one: not planned.begins(one.way))
-    nearest = f"; the nearest to it: {misfits[0].way}; {misfits[0].excess}" if misfits else ""
-    which = "placement of" if not planned.found.fits else "placement that can be begun with of"
+    nearest = f". The closest is {misfits[0].way}: {misfits[0].excess}" if misfits else ""
+    which = "placement of" if not planned.found.fits else "initial placement of"
     what = f"no {which} job {planned.spec.name!r} fits{nearest}"
     enough = (hint for hint in planned.found.hints if hint.startswith("With "))
     fix = next(enough, None) or advice(planned.workload, planned.cluster, next(iter(misfits), None))
@@ -385,12 +390,12 @@ def _nothing_fits(planned: PlanReport, cluster: Path) -> UsageError:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    """The cluster's file as a tree. Raises UsageError."""
+    """The parsed cluster file. Raises UsageError."""
     import yaml
 
-    fix = "Name a YAML file of nodes; deploy/local/clusters has some"
+    fix = "Give a YAML file of nodes; deploy/local/clusters has examples"
     with (
-        explain_os_errors("the cluster's file cannot be read", UsageError, where=path, fix=fix),
+        explain_os_errors("the cluster file cannot be read", UsageError, where=path, fix=fix),
         path.open("rb") as file,
     ):
         raw = file.read(MOST_CLUSTER_BYTES + 1)
@@ -400,9 +405,13 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         tree = yaml.safe_load(raw)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UsageError(f"this is no YAML ({reason})", where=str(path), fix="See deploy/local/clusters") from error
+        raise UsageError(
+            f"the file is not YAML ({reason})", where=str(path), fix="See deploy/local/clusters"
+        ) from error
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise UsageError("a cluster's file is a mapping with nodes", where=str(path), fix="See deploy/local/clusters")
+        raise UsageError(
+            "the cluster file must be a mapping with nodes", where=str(path), fix="See deploy/local/clusters"
+        )
     return tree
 
 
@@ -423,13 +432,13 @@ def _shapes(spec: JobSpec) -> JobShapes:
 
 
 def _shape(key: str, path: str, *, trusted: bool) -> ModelShape:
-    """Raises DataError."""
+    """The shape of a model, from its configuration. Raises DataError."""
     from gcore.models.checks import read_config
     from gcore.models.resolve import resolve_model
     from placement.mapping.workload import read_shape
 
     folder = resolve_model(path, trust_remote_code=trusted, weights=False).folder
     if not (folder / "config.json").is_file():
-        missing = "no model is here: there is no config.json" if folder.is_dir() else "the folder does not exist"
-        raise DataError(f"{key}: {missing}", where=path, fix=f"Name the folder of a Hugging Face model in {key}")
+        missing = "the folder has no config.json" if folder.is_dir() else "the folder does not exist"
+        raise DataError(f"{key}: {missing}", where=path, fix=f"Set {key} to the folder of a Hugging Face model")
     return read_shape(read_config(folder), where=str(folder))

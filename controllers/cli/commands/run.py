@@ -1,15 +1,16 @@
 """`gcore run` and `gcore submit`: create a job, follow it, and record its events.
 
-`run` starts a local cluster if none is up and stops it at the end. Meanwhile it brings back etcd and daemons that have died. The same command after an interruption continues the job. The
-first Ctrl-C (or SIGTERM) ends in good order what this command started, the second one at once. A cluster that was up before
-stays up; so does one that other commands or newer jobs use. For that, each `run` holds a shared lock on the home. The command that
-stops the cluster takes the lock alone: a `run` that comes meanwhile waits and starts another cluster.
+`run` starts a local cluster if none is running and stops it at the end. Meanwhile it restarts etcd and daemons that have died. After an
+interruption, the same command continues the job. The first Ctrl-C (or SIGTERM) stops what this command started in an orderly way, the
+second kills it. `run` does not stop a cluster that ran before, or that other commands or newer jobs use. For this, each `run` holds a
+shared lock on the home folder. To stop the cluster, a `run` takes the lock exclusively. A `run` that starts meanwhile waits, then starts
+a new cluster.
 
-`submit` may be repeated with the same request id, which finds the same job. Ctrl-C ends the following, not the job.
+`submit` is idempotent with the same request id. Ctrl-C stops following, not the job.
 
-`events.jsonl` in the run's folder gets each event once, one JSON object a line, each line by one append. A line that a crash cut
-off is removed when the file is opened again. Events that the folder does not take wait in memory; they never end a run. Beside the
-stream of events, the API is polled for what the job waits for; a failed poll is shown and changes nothing else.
+`events.jsonl` in the run folder gets each event once, as one JSON line, written by one append. A line that a crash truncated is removed
+when the file is opened again. Events that cannot be written wait in memory; a write error never ends a run. In addition to the event
+stream, `run` polls the API for wait reports; it shows a failed poll and continues.
 """
 
 from __future__ import annotations
@@ -82,36 +83,37 @@ if TYPE_CHECKING:
     RUN,
     "gcore submit examples/arithmetic/grpo.yaml",
     "gcore submit grpo.yaml --set train.learning_rate=1e-4 --set flow.steps=200 --follow",
-    "[dim]Check it, and submit nothing:[/dim]  gcore submit grpo.yaml --dry-run",
-    "[dim]From a script, which may repeat it safely:[/dim]  gcore submit grpo.yaml --request-id nightly-17 --wait -o json",
+    "[dim]Only check the spec:[/dim]  gcore submit grpo.yaml --dry-run",
+    "[dim]From a script, safe to repeat:[/dim]  gcore submit grpo.yaml --request-id nightly-17 --wait -o json",
 )
 def submit(
     spec: SpecFile,
     set_: Set = None,
     new: New = False,
-    follow: Annotated[bool, typer.Option("--follow", help="Show the job until it has ended.")] = False,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Return when the job has ended, and show nothing until then.")
-    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Show the job until it ends.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait silently until the job ends.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the spec and all it names, as a controller would; submit nothing.")
+        bool,
+        typer.Option("--dry-run", help="Only check the spec and its files, as a controller would. Submit nothing."),
     ] = False,
-    request_id: Annotated[str | None, typer.Option(help="Names the request: repeating it finds the same job.")] = None,
+    request_id: Annotated[
+        str | None, typer.Option(help="Request ID. Repeating the command with the same ID returns the same job.")
+    ] = None,
     plain: Plain = False,
     home: Home = DEFAULT_HOME,
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Hand a job to a cluster that is up. With [bold]--follow[/bold] or [bold]--wait[/bold] the exit code is the job's.
+    """Submit a job to a running cluster. With [bold]--follow[/bold] or [bold]--wait[/bold] the exit code is that of the job.
 
-    With -o json the answer is the job, or with --follow its events, one a line.
+    With -o json it prints the job; with --follow, its events, one a line.
     """
 
     from controllers.cli.commands.specs import warn_of_trust
     from gcore.config.load import load_spec
 
     if follow and wait:
-        raise UsageError("--follow and --wait both wait for the job's end", fix="Give one of them")
+        raise UsageError("--follow and --wait exclude each other", fix="Give only one of them")
     loaded = load_spec(spec, set_ or ())
     warn_of_trust(loaded.model)
     if dry_run:
@@ -126,14 +128,14 @@ def submit(
         if not submission.uid:
             raise
         uid = submission.uid
-        come_back = f"`gcore events {uid} --follow` goes on watching, `gcore describe {uid}` shows how it stands, "
-        hint = f"{come_back}`gcore cancel {uid}` ends it."
-        typer.echo(with_program_name(f"No longer watching; job {loaded.name} goes on. {hint}"), err=True)
+        come_back = f"`gcore events {uid} --follow` follows it again, `gcore describe {uid}` shows its state, "
+        hint = f"{come_back}`gcore cancel {uid}` cancels it."
+        typer.echo(with_program_name(f"Stopped following; job {loaded.name} continues. {hint}"), err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 
 class _Submission:
-    """One command's. `uid`: of the job, once there is one."""
+    """The submission of one command. `uid`: that of the job; empty until the job is created."""
 
     def __init__(
         self, spec: JobSpec, request: str, *, new: bool, follow: bool, wait: bool, plain: bool, output: Output
@@ -148,12 +150,12 @@ class _Submission:
         self._output = output
 
     async def run(self, client: JobsClient) -> None:
-        """Raises JobFailed if the job was waited for, and failed or was cancelled."""
+        """Submit the job. Raises JobFailed if the command waits for the job and the job failed or was cancelled."""
         job = await begin_job(client, self._spec, request_id=self._request, new=self._new)
         self.uid = job.uid
         if self._output is Output.TABLE:
             found = job_snapshot(job)
-            typer.echo(f"Job {found.name} ({found.uid}) is {found.state}; its folder is {found.run_dir}.")
+            typer.echo(f"Job {found.name} ({found.uid}) is {found.state}; its run folder is {found.run_dir}.")
         if self._follow:
             await self._watch(client, job)
         else:
@@ -183,29 +185,27 @@ class _Submission:
 
 
 def _check(spec: JobSpec, home: Home, output: Output) -> None:
-    """What a controller would refuse is refused here. Raises GcoreError."""
+    """Check a spec as a controller would. Raises GcoreError."""
     from controllers.cli.commands.specs import check_files
 
     checked = check_files(spec, home, None)
     if output.is_for_programs:
         typer.echo(output.text(spec.model_dump(mode="json")))
     else:
-        typer.echo(
-            f"The spec of job {spec.name} is valid, with {checked.prompts.prompts} prompts. Nothing was submitted."
-        )
+        typer.echo(f"The spec of job {spec.name} is valid ({checked.prompts.prompts} prompts). Nothing was submitted.")
 
 
 FILE_NAME = "events.jsonl"
 
 MOST_WAITING = 10_000
-"""Events that could not be written and wait for room; when there are more, the oldest are left out."""
+"""Maximum number of events that wait to be written. If there are more, the oldest are dropped."""
 
 
 class EventFile:
-    """The file, open for appending. Use it as a context manager."""
+    """`events.jsonl` of a run, open for appending. Use it as a context manager."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Make the folder if it is absent, and repair the file's end. Raises GcoreError."""
+        """Create the folder if needed, and remove a truncated last line. Raises GcoreError."""
         self.path = run_dir / FILE_NAME
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -225,7 +225,7 @@ class EventFile:
         os.close(self._fd)
 
     def offer(self, event: JobEvent) -> str:
-        """Write the event down, after those that could not be before. Why that cannot be done, or nothing."""
+        """Write the event, after any that are still waiting. Returns the error, or an empty string."""
         self._waiting.append(event)
         try:
             while self._waiting:
@@ -236,7 +236,7 @@ class EventFile:
         return ""
 
     def append(self, event: JobEvent) -> None:
-        """Write the event down, unless it is there. Raises GcoreError."""
+        """Write the event, unless the file already has it. Raises GcoreError."""
         if event.sequence <= self.last:
             return
         data = (event.to_line() + "\n").encode()
@@ -244,9 +244,9 @@ class EventFile:
             written = os.write(self._fd, data)
         except OSError as error:
             raise self._explained(error) from error
-        if written < len(data):  # the disk is full: leave no half line behind
+        if written < len(data):  # The disk is full: remove the partial line.
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
-            raise GcoreError("cannot write the events (no space left)", where=str(self.path), fix="Make room")
+            raise GcoreError("cannot write the events (no space left)", where=str(self.path), fix="Free disk space")
         self.last = event.sequence
 
     def _repair(self) -> int:
@@ -266,7 +266,7 @@ class EventFile:
         return GcoreError(
             f"cannot write the events ({error.strerror or error})",
             where=str(self.path),
-            fix="Make the run's folder writable from here",
+            fix="Make the run folder writable from this machine",
         )
 
 
@@ -276,9 +276,9 @@ ASK_INTERVAL_S = 1.0
 async def follow_job(
     client: JobsClient, job: JobSnapshot, screen: Screen, clock: Clock, *, run_dir: Path | None
 ) -> JobSnapshot:
-    """Show `job` until it has ended, and return how it then stands.
+    """Show `job` until it ends, and return its final snapshot.
 
-    `run_dir`: where `events.jsonl` is written; None: nowhere. A job that the store has lost meanwhile is FAILED. Raises GcoreError.
+    `run_dir`: folder for `events.jsonl`; None: do not write it. If the store loses the job meanwhile, its state is FAILED. Raises GcoreError.
     """
     try:
         return await _follow_to_end(client, job, screen, clock, run_dir)
@@ -294,15 +294,18 @@ JOB_NOT_FOUND = "JOB_NOT_FOUND"
 
 
 def lost_job(job: JobSnapshot, error: str, step: int) -> JobSnapshot:
-    """How a job stands that was there, and that the store does not have any more. `error`: the controller's answer; `step`: the last
-    that was heard of."""
+    """The FAILED snapshot of a job that the store no longer has. `error`: response of the controller; `step`: last step that was seen."""
     from gcore.models.layout import checkpoints_in
 
     found = checkpoints_in(Path(job.run_dir)) if Path(job.run_dir).is_dir() else {}
     newest = str(found[max(found)]) if found else ""
-    start = f"; it can start from a copy of {newest} without exp_avg* files (model.path)" if newest else ""
-    why = f"the store has lost the job, which it had: {error}. Its data were deleted, or another etcd answers there"
-    reason = f"{why}. The same command begins a new job{start}"
+    start = (
+        f"; to start it from the old weights, set model.path to a copy of {newest} without exp_avg* files"
+        if newest
+        else ""
+    )
+    why = f"the store no longer has the job: {error}. The data of etcd were deleted, or another etcd is running there"
+    reason = f"{why}. The same command creates a new job{start}"
     return dataclasses.replace(job, state="FAILED", reason=reason, step=step, checkpoint=newest)
 
 
@@ -330,9 +333,9 @@ async def _follow_to_end(
 
 
 async def record_job(client: JobsClient, job: JobSnapshot, screen: Screen, clock: Clock, *, begun: float) -> Summary:
-    """Show `job` until it has ended, and sum it up; its events and the summary are written to its folder, where that is on this machine.
+    """Show `job` until it ends, and summarize it. Events and summary are written to the run folder if this machine can access it.
 
-    `begun`: when the command began, by the monotonic clock. Raises GcoreError.
+    `begun`: start of the command, by the monotonic clock. Raises GcoreError.
     """
     from controllers.cli.view.summary import summarize, write_summary
 
@@ -345,21 +348,21 @@ async def record_job(client: JobsClient, job: JobSnapshot, screen: Screen, clock
 
 
 def _visible_here(run_dir: Path) -> Path | None:
-    """The run's folder, if this machine sees the storage that it is on; a cluster elsewhere may have its own."""
+    """The run folder, or None if this machine has no access to it; a remote cluster may use other storage."""
     if run_dir.parent.is_dir():
         return run_dir
-    typer.echo(f"{run_dir} is not on this machine, so no events and no summary are written.", err=True)
+    typer.echo(f"The run folder {run_dir} is not on this machine; events and summary are not written.", err=True)
     return None
 
 
 async def audit_job(client: JobsClient, job: str) -> AuditVerdict:
-    """The audit's verdict on a job that has ended; that it could not be made is a violation too."""
+    """Audit an ended job. A failed audit counts as a violation."""
     from controllers.cli.view.summary import AuditVerdict
 
     try:
         report = await client.audit_job(job)
     except GcoreError as error:
-        return AuditVerdict(violations=(f"the audit could not be made: {error}",))
+        return AuditVerdict(violations=(f"the audit failed: {error}",))
     violations = tuple(report.violations) or (() if report.clean else ("the audit is not clean",))
     return AuditVerdict(violations, tuple(sorted(report.groups_by_node.items())))
 
@@ -371,7 +374,7 @@ async def _ask(client: JobsClient, uid: str, screen: Screen, clock: Clock) -> No
         try:
             job = job_snapshot(await client.get_job(uid))
             screen.observe(job)
-            # No event can tell of it: events are written to the store.
+            # Events are in the store, so no event can report that the store is unavailable.
             found = {wait.who: wait.what for wait in job.waiting if wait.cause == "store"}
             for who in sorted(cut_off | found.keys()):
                 screen.trouble(who, found.get(who, ""), clock.wall())
@@ -385,11 +388,11 @@ async def _ask(client: JobsClient, uid: str, screen: Screen, clock: Clock) -> No
 LOCK = "followers.lock"
 
 ANSWER_TIMEOUT_S = 1.5
-"""For an answer: somebody has pressed a key and waits."""
+"""Timeout of a request after Ctrl-C, when the user waits."""
 
 
 class HomeUser:
-    """A command that is at work in a home, since `began` (seconds since the epoch)."""
+    """A command that uses a home folder, from its creation on."""
 
     def __init__(self, lock: int, clock: Clock) -> None:
         self._lock = lock
@@ -397,7 +400,7 @@ class HomeUser:
         self._began = clock.wall()
 
     def is_alone(self) -> bool:
-        """Whether no other command is at work there. If so, none begins before this one has ended."""
+        """Whether no other command uses the folder. If true, no other command can start before this one ends."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -405,10 +408,10 @@ class HomeUser:
         return True
 
     def others(self, home: Path, own: str, runner: asyncio.Runner) -> tuple[str, ...]:
-        """The names of jobs that were handed in since this began and have not ended, but for job `own`.
+        """Names of unfinished jobs that were submitted since this command started, except job `own`.
 
-        Nothing if no controller answers: then none works on them either. `runner`: the one that called controllers before, if
-        any did, for gRPC is in one loop of a process only: what comes late of a call goes to the loop that made it.
+        Empty if no controller responds: then no job can run. `runner`: the runner of earlier requests, because gRPC uses a single
+        event loop per process and delivers late responses to the loop that sent the request.
         """
         try:
             return runner.run(self._others(home, own))
@@ -427,30 +430,32 @@ class HomeUser:
 
 @contextlib.contextmanager
 def register_command(home: Path, clock: Clock, *, say: Callable[[str], None]) -> Iterator[HomeUser]:
-    """For as long as a command is at work in `home`. Raises UsageError."""
-    with explain_os_errors("cannot write there", UsageError, where=home, fix="Choose another --home"):
+    """Hold the shared lock on `home` while the block runs. Raises UsageError."""
+    with explain_os_errors("the folder is not writable", UsageError, where=home, fix="Choose another --home"):
         home.mkdir(parents=True, exist_ok=True)
         lock = (home / LOCK).open("a")
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"Another `gcore run` is stopping its cluster in {home}; waiting for that ...")
+            say(f"Waiting: another `gcore run` is stopping its cluster in {home} ...")
             fcntl.flock(lock, fcntl.LOCK_SH)
         yield HomeUser(lock.fileno(), clock)
 
 
 QUIET_S = 3.0
-"""So long nothing is said."""
+"""Delay before the notice is printed."""
 
 CHECKPOINT_S, RESUME_WAIT_S = 10.0, 5.0
-"""How long an interrupted run waits for a checkpoint of the step under way, and then for the answer to `resume_job`."""
+"""How long an interrupted run waits for a checkpoint of the current step, and then for the response to `resume_job`."""
 
-NOTICE = "The controller reads and checks the data before it creates the job; the first time, large data take minutes."
+NOTICE = (
+    "The controller is checking the data before it creates the job. The first time, this takes minutes for large data."
+)
 
 
 async def begin_job(client: JobsClient, spec: JobSpec, *, request_id: str, new: bool) -> pb.Job:
-    """`create_job`. If the job of that name had finished, says on standard error whether it goes on, or this is a new one."""
+    """Create or continue the job. If a job of that name has finished, print whether it continues or a new job was created."""
     from gcore.config.load import dump_explicit
 
     old = None if new else await find_finished(client, spec)
@@ -458,25 +463,25 @@ async def begin_job(client: JobsClient, spec: JobSpec, *, request_id: str, new: 
     if old is not None and old.uid == job.uid and job_snapshot(job).state not in ENDED_STATES:
         goal = f"{spec.flow.steps} steps" if spec.flow.steps is not None else f"{spec.flow.epochs} data epochs"
         typer.echo(
-            f"Job {old.full_name} ({old.uid}) has finished {old.step} steps and goes on from its last checkpoint, to {goal}. "
-            "--new would begin a new one.",
+            f"Job {old.full_name} ({old.uid}) finished {old.step} steps before and continues from its last checkpoint up to {goal}. "
+            "Use --new for a new job.",
             err=True,
         )
     elif old is not None and old.uid != job.uid and not job.step:
         typer.echo(
-            f"Job {old.full_name} ({old.uid}) has finished all its steps ({old.step}), so this is a new one. With a higher flow.steps or "
-            "flow.epochs, and no other change, the finished one goes on from its last checkpoint. To begin a new one with its weights: "
-            f"`{program_name()} export {old.uid} --to DIR`, and --set model.path=DIR.",
+            f"Job {old.full_name} ({old.uid}) has finished all its steps ({old.step}), so this is a new job. To continue the finished job "
+            "from its last checkpoint, raise flow.steps or flow.epochs and change nothing else. To start a new job with its weights: "
+            f"`{program_name()} export {old.uid} --to DIR`, then --set model.path=DIR.",
             err=True,
         )
     return job
 
 
 async def find_finished(client: JobsClient, spec: JobSpec) -> JobSnapshot | None:
-    """The newest job of the spec's name that has succeeded; None if there is none, or the cluster does not say."""
+    """The newest succeeded job of the spec's name; None if there is none, or if the request fails."""
     from gcore.api.v1 import jobs_pb2 as pb
 
-    with contextlib.suppress(GcoreError):  # only a sentence rests on it
+    with contextlib.suppress(GcoreError):  # It is only needed for a message.
         finished = await client.list_jobs(
             namespace=spec.namespace, states=(pb.JOB_STATE_SUCCEEDED,), name_prefix=spec.name, limit=20
         )
@@ -486,17 +491,17 @@ async def find_finished(client: JobsClient, spec: JobSpec) -> JobSnapshot | None
 
 
 async def resume_if_paused(client: JobsClient, job: pb.Job) -> pb.Job:
-    """A job that is to run to its end does not stay paused: somebody has paused it, or an interrupted command could not resume it."""
+    """Resume the job if it is paused: by a user, or by an interrupted command that could not resume it."""
     from gcore.api.v1 import jobs_pb2 as pb
 
     if job.state != pb.JOB_STATE_PAUSED:
         return job
-    typer.echo(f"Job {job.name} ({job.uid}) was paused and is resumed.", err=True)
+    typer.echo(f"Job {job.name} ({job.uid}) was paused; resuming it.", err=True)
     return await client.resume_job(job.uid)
 
 
 async def create_job(client: JobsClient, spec_json: str, *, request_id: str, new: bool) -> pb.Job:
-    """`JobsClient.create_job`, with a sentence on standard error when it takes long. Raises GcoreError."""
+    """Call `JobsClient.create_job`. Prints a notice on standard error if it takes long. Raises GcoreError."""
     from gcore.api.v1 import jobs_pb2 as pb
 
     mode = pb.START_MODE_NEW if new else pb.START_MODE_RESUME
@@ -511,7 +516,7 @@ async def create_job(client: JobsClient, spec_json: str, *, request_id: str, new
 
 
 class RepeatedSignals:
-    """From its making on, SIGINT and SIGTERM are remembered; from `heed` on, each is a KeyboardInterrupt."""
+    """Records SIGINT and SIGTERM from construction on. After `heed`, each signal raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self._pressed = self._heeded = False
@@ -520,11 +525,11 @@ class RepeatedSignals:
 
     @property
     def pressed(self) -> bool:
-        """Whether one was remembered."""
+        """Whether a signal was recorded."""
         return self._pressed
 
     def heed(self) -> None:
-        """Raises KeyboardInterrupt now if one was remembered, and wherever the caller is at the next."""
+        """Raise KeyboardInterrupt now if a signal was recorded, and later at each signal."""
         self._heeded = True
         if self._pressed:
             raise KeyboardInterrupt
@@ -539,9 +544,9 @@ class RepeatedSignals:
     "run",
     RUN,
     "gcore run examples/arithmetic/grpo.yaml",
-    "[dim]Afresh, and with another learning rate:[/dim]  gcore run grpo.yaml --new --set train.learning_rate=1e-4",
-    "[dim]Three controllers on three cores, into a log:[/dim]  gcore run grpo.yaml --controllers 3 --slots cpu:3 --plain > run.log",
-    "[dim]On a cluster that is up elsewhere:[/dim]  gcore run grpo.yaml --address 10.0.0.7:7700",
+    "[dim]A new job with another learning rate:[/dim]  gcore run grpo.yaml --new --set train.learning_rate=1e-4",
+    "[dim]Three controllers on three cores, with output to a log file:[/dim]  gcore run grpo.yaml --controllers 3 --slots cpu:3 --plain > run.log",
+    "[dim]On a remote cluster:[/dim]  gcore run grpo.yaml --address 10.0.0.7:7700",
 )
 def run(
     spec: SpecFile,
@@ -554,9 +559,10 @@ def run(
     sglang_python: SglangPython = None,
     address: Address = None,
 ) -> None:
-    """Run a job to its end: start the local cluster if none is up, submit, watch, sum up, and stop what was started.
+    """Run a job until it ends. Starts a local cluster if none is running, and stops it at the end.
 
-    An interrupted job goes on; a finished one is run anew, or goes on if only flow.steps or flow.epochs is higher. Ctrl-C stops in good order, a second one at once.
+    Shows the job and prints a summary. An interrupted job continues. For a finished job, a new job is created; if only flow.steps or flow.epochs was raised, the finished job
+    continues. Ctrl-C stops the cluster in an orderly way, a second Ctrl-C kills it.
     """
 
     from controllers.cli import local
@@ -596,7 +602,7 @@ def run(
                     runner.run(save_progress(find_cluster(address, home), screen.state.uid, further))
             raise typer.Exit(INTERRUPTED) from None
     finally:
-        # After a key press that was asked already.
+        # After a signal, `_is_shared` was already evaluated above.
         if started and (further is not None or not _is_shared(share, home, screen, runner)):
             _down(home, further)
         stack.close()
@@ -604,7 +610,9 @@ def run(
     console.print()
     console.print(pairs_table(summary_rows(summary, again=_again())))
     if address is None and not started:
-        typer.echo(f"The cluster in {home} was up before, so it stays up; `{program_name()} down` ends it.", err=True)
+        typer.echo(
+            f"The cluster in {home} was running before and keeps running; `{program_name()} down` stops it.", err=True
+        )
     if not summary.succeeded:
         raise typer.Exit(1)
 
@@ -612,7 +620,7 @@ def run(
 async def _submit_and_follow(
     spec: JobSpec, screen: Screen, cluster: ClusterAddress, *, home: Path | None, new: bool, begun: float
 ) -> Summary:
-    """`home`: of the local cluster; None: it is elsewhere, and others look after its processes."""
+    """Submit the job and follow it to its end. `home`: that of the local cluster; None: a remote cluster, which keeps its own processes."""
     from gcore.client.jobs import JobsClient
 
     clock = SystemClock()
@@ -628,8 +636,8 @@ async def _submit_and_follow(
 
 @contextlib.asynccontextmanager
 async def keep_processes(home: Path, screen: Screen, clock: Clock) -> AsyncIterator[None]:
-    """While the block runs, bring back etcd and daemons of the local cluster that have died, as each daemon does for the others: all of
-    them may be gone. What cannot be brought back is shown."""
+    """While the block runs, restart etcd and daemons of the local cluster that have died. Daemons do this for each other, but all of them may
+    have died. Shows an error if a restart fails."""
     from controllers.cli.local import real_path
     from controllers.daemon.keeper import LOOK_S, ProcessKeeper
     from gcore.config.local_cluster import LocalClusterState
@@ -658,8 +666,10 @@ async def keep_processes(home: Path, screen: Screen, clock: Clock) -> AsyncItera
 
 
 async def save_progress(cluster: ClusterAddress, uid: str, further: RepeatedSignals) -> None:
-    """Pause the job, which commits the step under way with a checkpoint, and resume it when the checkpoint is registered: for `CHECKPOINT_S` at
-    most, and not after a further signal."""
+    """Pause the job, so that it commits the current step with a checkpoint; resume it when the checkpoint is registered.
+
+    Gives up after `CHECKPOINT_S` seconds or at a further signal.
+    """
     clock = SystemClock()
     over = clock.monotonic() + CHECKPOINT_S
     saving = asyncio.create_task(_pause_for_checkpoint(cluster, uid, clock))
@@ -677,7 +687,7 @@ async def _pause_for_checkpoint(cluster: ClusterAddress, uid: str, clock: Clock)
     def is_training(job: pb.Job) -> bool:
         return job.state == pb.JOB_STATE_RUNNING and not _is_saved(job)
 
-    with contextlib.suppress(GcoreError):  # it may end meanwhile; and what is not saved is trained again
+    with contextlib.suppress(GcoreError):  # The job may end meanwhile. Steps without a checkpoint are trained again.
         async with JobsClient(cluster.addresses, clock=clock, connector=cluster.connector) as client:
             job = await client.get_job(uid)
             if not is_training(job) or job.reason.startswith(PAUSES):
@@ -692,12 +702,12 @@ async def _pause_for_checkpoint(cluster: ClusterAddress, uid: str, clock: Clock)
 
 
 def _is_saved(job: pb.Job) -> bool:
-    """Whether its newest commit has a registered checkpoint."""
+    """Whether the job's newest commit has a registered checkpoint."""
     return Path(job.checkpoint).name == f"{job.lineage}-{job.step}"
 
 
 def _clear_half_started(home: Path) -> None:
-    """`up` cleans up behind itself; this is for a second key press that interrupted that too."""
+    """Stop a partly started cluster. `start_cluster` normally does this itself, but a second signal may have interrupted it."""
     from controllers.cli import local
     from gcore.config.local_cluster import LocalClusterState
 
@@ -707,17 +717,17 @@ def _clear_half_started(home: Path) -> None:
 
 
 def _is_shared(share: HomeUser | None, home: Path, screen: Screen, runner: asyncio.Runner) -> bool:
-    """Whether others use the cluster that this has started. Says so: it stays up for them."""
+    """Whether others use the cluster that this command started. If so, print that the cluster keeps running."""
     jobs = share.others(home, screen.state.uid, runner) if share is not None else ()
     if share is None or (not jobs and share.is_alone()):
         return False
     who = f"job {', '.join(map(repr, jobs))} runs on it" if jobs else "another `gcore run` uses it"
-    typer.echo(f"The cluster stays up, for {who}; `{program_name()} down` ends it.", err=True)
+    typer.echo(f"The cluster keeps running, because {who}; `{program_name()} down` stops it.", err=True)
     return True
 
 
 def _may_lose_steps(state: ViewState) -> bool:
-    """Whether a commit was seen that a checkpoint may lack."""
+    """Whether a step was committed that may have no checkpoint."""
     return state.step > 0 and not state.ended
 
 
@@ -725,13 +735,13 @@ def _say_interrupted(screen: Screen, *, started: bool) -> None:
     state = screen.state
     where = f" at step {state.step} of {state.steps}" if state.steps else ""
     if started:
-        after = f", after a checkpoint if that takes less than {CHECKPOINT_S:.0f} s" if _may_lose_steps(state) else ""
-        typer.echo(f"Interrupted{where}; the cluster is being stopped{after} (once more to kill it).", err=True)
-        typer.echo(f"The same command goes on from there: {_again()}", err=True)
+        after = f" after a checkpoint, or after {CHECKPOINT_S:.0f} s without one" if _may_lose_steps(state) else ""
+        typer.echo(f"Interrupted{where}; stopping the cluster{after} (press Ctrl-C again to kill it).", err=True)
+        typer.echo(f"To continue the job, run the same command again: {_again()}", err=True)
     elif state.uid:
         typer.echo(
-            f"No longer watching{where}; the job goes on, because its cluster stays up. "
-            f"The same command watches again, `{program_name()} cancel {state.uid}` ends it.",
+            f"Stopped following{where}; the job continues, because its cluster keeps running. "
+            f"The same command follows it again, `{program_name()} cancel {state.uid}` cancels it.",
             err=True,
         )
     else:
@@ -739,7 +749,7 @@ def _say_interrupted(screen: Screen, *, started: bool) -> None:
 
 
 def _down(home: Path, further: RepeatedSignals | None) -> None:
-    """End the cluster; a further key press, also one since the first, kills it."""
+    """Stop the cluster. A further signal, including one since the first, kills it."""
     from controllers.cli import local
 
     try:
@@ -750,10 +760,10 @@ def _down(home: Path, further: RepeatedSignals | None) -> None:
         local.stop_cluster(home, clock=SystemClock(), grace_s=0)
         raise typer.Exit(INTERRUPTED) from None
     except GcoreError as error:
-        # What the run itself has to say matters more; but this must not go unsaid.
+        # Print the error instead of raising it: the result of the run matters more.
         typer.echo(f"gcore: {error}", err=True)
 
 
 def _again() -> str:
-    """The command as it was given, without --new: that would not go on, but begin afresh."""
+    """The command line as given, without --new, which would create a new job."""
     return f"{program_name()} {shlex.join(word for word in sys.argv[1:] if word != '--new')}"

@@ -1,7 +1,7 @@
 """Commands about files: `gcore init`, `validate`, `schema` and `prepare`.
 
-`init` creates a project in a hidden folder beside the target and renames it when it is complete, so that an error or Ctrl-C leaves
-no half-made project. The next `init` removes what a killed one left. Existing files are never overwritten. `gcore.quickstart.starter`
+`init` creates a project in a hidden folder next to the target and renames it when it is complete, so that an error or Ctrl-C leaves no
+partial project. The next `init` removes leftovers of a killed one. Existing files are never overwritten. `gcore.quickstart.starter`
 has the contents of the files.
 """
 
@@ -56,32 +56,32 @@ SEED = 0
     "[dim]With a model of your own:[/dim]  gcore init mine --model hf://Qwen/Qwen2.5-0.5B-Instruct",
 )
 def init(
-    name: Annotated[Path, typer.Argument(metavar="NAME", help="The project, and the new folder it is written to.")],
-    task: Annotated[str, typer.Option(help="What the model learns: sort or reverse.")] = "sort",
+    name: Annotated[Path, typer.Argument(metavar="NAME", help="Name of the project and of its new folder.")],
+    task: Annotated[str, typer.Option(help="Task that the model learns: sort or reverse.")] = "sort",
     model: Annotated[
         str | None,
-        typer.Option(help="A model folder, hf://OWNER/NAME or ms://OWNER/NAME; default: a small one is made here."),
+        typer.Option(help="Model folder, hf://OWNER/NAME or ms://OWNER/NAME. Default: create a small model."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Also into a folder that exists, if it is empty.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Use an existing folder if it is empty.")] = False,
 ) -> None:
-    """Write a project that learns: spec, data, a reward of its own with its test, and a small model to begin with.
+    """Create a project: a spec, data, a reward function with its test, and a small model to start from.
 
-    Most of the time goes into training the small model, on one core. Nothing is downloaded.
+    Training the small model on one core takes most of the time. Nothing is downloaded.
     """
     from gcore.quickstart.starter import TASKS, package_name
 
     if task not in TASKS:
-        raise UsageError(f"there is no task {task!r}", where="--task", fix=f"Known: {', '.join(TASKS)}")
+        raise UsageError(f"there is no task {task!r}", where="--task", fix=f"Use one of {', '.join(TASKS)}")
     target = _absolute(name)
     _refuse_occupied(target, force=force)
     package_name(target.name)
     own = None if model is None else _own_model(model)
     with explain_os_errors(
-        "the project cannot be written here", UsageError, where=target, fix="Name a folder that can be made"
+        "the project cannot be written here", UsageError, where=target, fix="Choose a folder that can be created"
     ):
         accuracy = _write(target, TASKS[task], own, force=force)
     if accuracy is not None:
-        typer.echo(f"{name} is ready. Its model is right on {accuracy:.0%} of the held-out prompts. Next:\n")
+        typer.echo(f"{name} is ready. The accuracy of its model on held-out prompts is {accuracy:.0%}. Next:\n")
     else:
         typer.echo(f"{name} is ready. Next:\n")
     for line in (
@@ -94,7 +94,7 @@ def init(
 
 
 def _write(target: Path, task: StarterTask, own: UserModel | None, *, force: bool) -> float | None:
-    """Everything, into `target`; the starter model's accuracy, if one was made."""
+    """Write all files into `target`. Returns the accuracy of the starter model, if one was created."""
     from gcore.quickstart.folder import Reporter
     from gcore.quickstart.starter import StarterModel, project_files, write_data, write_model
     from gcore.system.files import replace_folder
@@ -114,7 +114,7 @@ def _write(target: Path, task: StarterTask, own: UserModel | None, *, force: boo
             file.write_text(text, encoding="utf-8")
         (draft / "data").mkdir()
         write_data(task, draft / "data", seed=SEED, spelt_out=own is not None)
-        _refuse_occupied(target, force=force)  # somebody may have made it meanwhile
+        _refuse_occupied(target, force=force)  # It may have been created meanwhile.
     return accuracy
 
 
@@ -122,41 +122,45 @@ def _refuse_occupied(target: Path, *, force: bool) -> None:
     if not target.exists() and not target.is_symlink():
         return
     if target.is_symlink() or not target.is_dir():
-        raise UsageError("this exists, and is no folder", where=str(target), fix="Choose another name")
+        raise UsageError("the path exists and is not a folder", where=str(target), fix="Choose another name")
     if any(target.iterdir()):
         raise UsageError(
-            "the folder is not empty", where=str(target), fix="Choose another name; nothing is overwritten"
+            "the folder is not empty", where=str(target), fix="Choose another name; init never overwrites files"
         )
     if not force:
-        raise UsageError("the folder exists", where=str(target), fix="Choose another name, or use it with --force")
+        raise UsageError("the folder exists", where=str(target), fix="Choose another name, or give --force")
 
 
 def _own_model(given: str) -> UserModel:
-    """What `--model` names. Raises UsageError."""
+    """Resolve `--model`. Raises UsageError."""
     from controllers.cli.local import count_gpus
     from gcore.models.hubs import hub_model
     from gcore.quickstart.starter import UserModel
 
-    gpu = count_gpus() != 0  # where it cannot be told, under WSL, there is one
+    gpu = count_gpus() != 0  # If the number is unknown (WSL), assume that there is a GPU.
     if hub_model(given) is not None:
         return UserModel(given, chat=True, gpu=gpu)
     if "://" in given:
         raise UsageError(
-            f"{given!r} is neither a folder nor a hub's model", where="--model", fix="Write hf://OWNER/NAME"
+            f"{given!r} is neither a folder nor a model of a hub", where="--model", fix="Write hf://OWNER/NAME"
         )
     folder = _absolute(Path(given))
     if not (folder / "config.json").is_file():
-        raise UsageError("this is no model folder: it has no config.json", where=str(folder), fix="Name another")
+        raise UsageError(
+            "the folder has no config.json, so it is not a model", where=str(folder), fix="Choose a model folder"
+        )
     return UserModel(str(folder), chat=_has_chat_template(folder), gpu=gpu)
 
 
 def _absolute(path: Path) -> Path:
-    """Raises UsageError."""
+    """The absolute path, with `~` expanded. Raises UsageError."""
     try:
         return Path(os.path.abspath(path.expanduser()))
-    except (RuntimeError, OSError) as error:  # no such user; the folder that we are in was removed
+    except (RuntimeError, OSError) as error:  # There is no such user, or the working directory was removed.
         raise UsageError(
-            f"this is no path ({' '.join(str(error).split()).rstrip('.')})", where=str(path), fix="Write it in full"
+            f"the path is invalid ({' '.join(str(error).split()).rstrip('.')})",
+            where=str(path),
+            fix="Give the full path",
         ) from error
 
 
@@ -170,7 +174,7 @@ def _has_chat_template(folder: Path) -> bool:
 
 
 def _sweep(target: Path) -> None:
-    """Remove what an `init` of this name left that was killed and is no longer running."""
+    """Remove the leftovers of killed `init` commands for this name."""
     for remnant in target.parent.glob(f".{target.name}.init-*.tmp"):
         pid = remnant.name.removesuffix(".tmp").rpartition("-")[2]
         if pid.isdigit() and identify_process(int(pid)) is None:
@@ -178,15 +182,15 @@ def _sweep(target: Path) -> None:
 
 
 def download_sentence(path: str, answer: HubAnswer) -> str:
-    """`hf://own/tiny is commit 0123456789ab: 7 files, 3.4 GB, of which 1.2 GB are here`."""
+    """Describe the download of a model: `hf://own/tiny is commit 0123456789ab on ...: 7 files, 3.4 GB, of which 1.2 GB are cached here`."""
     return (
         f"{path} is commit {answer.commit[:12]} on {answer.hub}: {len(answer.files)} files, {format_bytes(answer.total)}, "
-        f"of which {format_bytes(answer.here)} are here; each node fetches the rest into its cache."
+        f"of which {format_bytes(answer.here)} are cached here. Each node downloads the rest into its cache."
     )
 
 
 def download_tree(answer: HubAnswer) -> dict[str, Any]:
-    """For JSON; sizes in bytes."""
+    """The download as a JSON object; sizes in bytes."""
     return {
         "hub": answer.hub,
         "commit": answer.commit,
@@ -197,17 +201,17 @@ def download_tree(answer: HubAnswer) -> dict[str, Any]:
 
 
 def warn_of_trust(model: ModelSpec) -> None:
-    """Said on standard error whenever a spec trusts code that comes with a model."""
+    """Print a warning on standard error if the spec trusts code that comes with a model."""
     if model.trust_remote_code:
         warning = (
-            f"warning: model.trust_remote_code is set: Python code that comes with {model.path} may run in every engine "
-            "and rank, with all that your account may do."
+            f"warning: model.trust_remote_code is set. Python code that comes with {model.path} runs in every engine "
+            "and train rank, with all permissions of your account."
         )
         typer.echo(warning, err=True)
 
 
 def format_bytes(size: int) -> str:
-    """`3.4 GB`, `120 kB`; decimal units, as hubs show them."""
+    """`3.4 GB`, `120 kB`; decimal units, as on the hubs."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= factor:
             return f"{size / factor:.1f} {unit}"
@@ -215,7 +219,7 @@ def format_bytes(size: int) -> str:
 
 
 def planned_processes(spec: JobSpec, controllers: int, slots: str, models: ModelConfigs | None) -> list[dict[str, str]]:
-    """Every process that `gcore run` would start, by the code that places them."""
+    """The processes that `gcore run` would start, computed by the placement code."""
     from controllers.cli.local import deal_slots, memory_share_gib
     from controllers.cluster.registration import node_facts
     from gcore.engines.emulated.launch import is_emulated
@@ -281,11 +285,11 @@ def validate(
     slots: Slots = DEFAULT_SLOTS,
     home: Home = DEFAULT_HOME,
     sample: Annotated[
-        int | None, typer.Option(min=2, help="Prompts of each source whose tokens are counted; default: all.")
+        int | None, typer.Option(min=2, help="Number of prompts of each source to tokenize. Default: all.")
     ] = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Check a spec and everything it names; print it resolved, its data, and every process that would be started."""
+    """Check a spec and its files. Print the resolved spec, statistics of its data, and the processes that `gcore run` would start."""
     import yaml
 
     from controllers.api.submission.checks import local_warning
@@ -301,7 +305,7 @@ def validate(
     from gcore.models.resolve import ask_hub
 
     loaded = load_spec(spec, set_ or ())
-    planned_processes(loaded, controllers, slots, None)  # too few slots are told before anything is read
+    planned_processes(loaded, controllers, slots, None)  # Report too few slots before the data are read.
     checked = check_files(loaded, home, sample)
     processes = planned_processes(loaded, controllers, slots, checked.models)
     prompts = checked.prompts.prompts
@@ -336,7 +340,7 @@ def validate(
 
 @command("schema", FILES, "gcore schema > job.schema.json")
 def schema() -> None:
-    """The JSON schema of a job spec: every field with its meaning, unit and default."""
+    """Print the JSON schema of a job spec: every field with its meaning, unit and default."""
     from gcore.config.spec import JobSpec
 
     typer.echo(as_json(JobSpec.model_json_schema()))
@@ -346,19 +350,19 @@ def schema() -> None:
     "prepare",
     FILES,
     "gcore prepare arithmetic --to .cache/examples/arithmetic",
-    "[dim]A judge of its answers:[/dim]  gcore prepare arithmetic-judge",
-    "[dim]A model that can ask a calculator:[/dim]  gcore prepare calculator",
+    "[dim]A judge for its responses:[/dim]  gcore prepare arithmetic-judge",
+    "[dim]A model that can call a calculator:[/dim]  gcore prepare calculator",
 )
 def prepare(
-    example: Annotated[str, typer.Argument(metavar="EXAMPLE", help="What to prepare: " + ", ".join(NAMES) + ".")],
-    to: Annotated[Path | None, typer.Option(help="Folder; default: .cache/examples/EXAMPLE.")] = None,
+    example: Annotated[str, typer.Argument(metavar="EXAMPLE", help="Example to prepare: " + ", ".join(NAMES) + ".")],
+    to: Annotated[Path | None, typer.Option(help="Target folder. Default: .cache/examples/EXAMPLE.")] = None,
 ) -> None:
-    """Make an example's data and its warm-started model, or the judge of one. Done already: returns at once."""
-    # Trains a small model: the one verb that needs the train extra, and only while it runs.
+    """Create the data and the warm-started model of an example, or its judge. Does nothing if they exist."""
+    # This is the only command that needs the train extra: it trains a small model.
     from gcore.quickstart.__main__ import EXAMPLES
 
     if example not in EXAMPLES:
-        raise UsageError(f"there is no example {example!r}", where="prepare", fix=f"Known: {', '.join(EXAMPLES)}")
+        raise UsageError(f"there is no example {example!r}", where="prepare", fix=f"Use one of {', '.join(EXAMPLES)}")
     folder = to or PREPARED_UNDER / example
     typer.echo(f"Preparing {example} in {folder} ...")
     there = EXAMPLES[example](folder, 0)
@@ -366,11 +370,11 @@ def prepare(
 
 
 def check_files(spec: JobSpec, home: Path, sample: int | None) -> CheckedJob:
-    """What a controller checks when a job is submitted, with all prompts counted."""
+    """Run the checks that a controller makes when a job is submitted, and count all prompts."""
     from controllers.api.submission.checks import check_submission
     from controllers.cli.view.data import progress_bar
 
     with tempfile.TemporaryDirectory(prefix="gcore-validate-") as scratch, progress_bar() as progress:
-        # A home that is there already keeps the index; a check alone leaves nothing behind.
+        # Keep the index in an existing home folder; do not create a home folder only for a check.
         folder = home if home.is_dir() else Path(scratch)
         return check_submission(spec, folder / "runs", folder / "cache", sample=sample, progress=progress)

@@ -1,6 +1,6 @@
-"""`gcore logs`, `gcore events` and `gcore samples`: what workers wrote, what happened to a job, and what a step was trained on.
+"""`gcore logs`, `gcore events` and `gcore samples`: worker logs, job events, and the samples that a step was trained on.
 
-Ctrl-C ends the following and nothing else; a hint says how to continue.
+Ctrl-C only stops following. A hint says how to continue.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 LONGEST = 16 * 1024
-Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until the job has ended.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Follow until the job ends.")]
 
 
 @command(
@@ -49,25 +49,27 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what co
     JOBS,
     "gcore logs arithmetic",
     "gcore logs arithmetic --role train --rank 0 --tail 20 --follow",
-    "[dim]Of workers that are gone:[/dim]  gcore logs arithmetic --previous --since 10m",
+    "[dim]Logs of workers that have exited:[/dim]  gcore logs arithmetic --previous --since 10m",
 )
 def logs(
     job: JobName,
-    role: Annotated[str, typer.Option(help="rollout, reward or train; default: all.")] = "",
-    rank: Annotated[int | None, typer.Option(min=0, help="Of train ranks, this one.")] = None,
-    node: Annotated[str, typer.Option(help="On this node.", callback=check_utf8)] = "",
-    instance: Annotated[str, typer.Option(help="Of this worker; `gcore nodes` names them.", callback=check_utf8)] = "",
-    since: Annotated[
-        str, typer.Option(help="Written later: 90s, 10m, 2h, 1d ago, or a time such as 2026-11-23T12:00.")
+    role: Annotated[str, typer.Option(help="Only workers of this role: rollout, reward or train. Default: all.")] = "",
+    rank: Annotated[int | None, typer.Option(min=0, help="Only this train rank.")] = None,
+    node: Annotated[str, typer.Option(help="Only workers on this node.", callback=check_utf8)] = "",
+    instance: Annotated[
+        str, typer.Option(help="Only this worker; `gcore nodes --workers` lists them.", callback=check_utf8)
     ] = "",
-    previous: Annotated[bool, typer.Option("--previous", "-p", help="Of workers that are gone.")] = False,
+    since: Annotated[
+        str, typer.Option(help="Only newer lines: 90s, 10m, 2h or 1d (ago), or a time such as 2026-11-23T12:00.")
+    ] = "",
+    previous: Annotated[bool, typer.Option("--previous", "-p", help="Workers that have exited.")] = False,
     follow: Follow = False,
-    tail: Annotated[int, typer.Option(min=0, max=100_000, help="The last so many lines of each worker; 0: all.")] = 0,
+    tail: Annotated[int, typer.Option(min=0, max=100_000, help="Only the last N lines of each worker; 0: all.")] = 0,
     home: Home = DEFAULT_HOME,
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """What a job's workers wrote to their logs, worker by worker; each line begins with the worker's name."""
+    """Print the logs of a job's workers, one worker after the other. Each line begins with the worker's name."""
     from gcore.api.v1 import jobs_pb2 as pb
 
     request = pb.StreamLogsRequest(
@@ -91,7 +93,7 @@ def logs(
         if not said:
             typer.echo(with_program_name(_nothing(job, previous=previous)), err=True)
 
-    _until_interrupted(read, lambda: f"`gcore logs {job} --follow --tail 10` goes on", address, home)
+    _until_interrupted(read, lambda: f"`gcore logs {job} --follow --tail 10` continues", address, home)
 
 
 @command(
@@ -99,19 +101,21 @@ def logs(
     JOBS,
     "gcore events arithmetic --tail 20",
     "gcore events arithmetic --follow",
-    "[dim]For a program, going on where it was:[/dim]  gcore events arithmetic --after 83120 --follow -o json",
+    "[dim]For a program, continuing after an event:[/dim]  gcore events arithmetic --after 83120 --follow -o json",
 )
 def events(
     job: JobName,
-    after: Annotated[int, typer.Option(min=0, help="Only events with a greater number.")] = 0,
+    after: Annotated[int, typer.Option(min=0, help="Only events with a greater sequence number.")] = 0,
     kind: Annotated[list[str] | None, typer.Option(help="Only events of this kind, such as step. Repeatable.")] = None,
-    tail: Annotated[int, typer.Option(min=0, max=10_000, help="The last so many; 0: all that are remembered.")] = 0,
+    tail: Annotated[
+        int, typer.Option(min=0, max=10_000, help="Only the last N; 0: all that the controller keeps.")
+    ] = 0,
     follow: Follow = False,
     home: Home = DEFAULT_HOME,
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """What happened to a job, the oldest first, each event once and with its number; -o json has all that each tells."""
+    """Print the events of a job, oldest first, each once and with its sequence number. -o json includes the data of each event."""
     last = after
     wanted = frozenset(kind or ())
 
@@ -132,13 +136,13 @@ def events(
                     )
 
     def hint() -> str:
-        return f"job {job} goes on. `gcore events {job} --after {last} --follow` goes on with the next"
+        return f"job {job} continues. `gcore events {job} --after {last} --follow` shows the next events"
 
     _until_interrupted(read, hint, address, home)
 
 
 def parse_time(text: str, now: float) -> float:
-    """Seconds since the epoch of `10m` (ago), or of a time. Raises UsageError."""
+    """Parse `10m` (ago) or an ISO time into seconds since the epoch. Raises UsageError."""
     ago = _AGO.fullmatch(text.strip())
     if ago is not None:
         return max(0.0, now - float(ago[1]) * _UNITS[ago[2]])
@@ -147,22 +151,22 @@ def parse_time(text: str, now: float) -> float:
         return max(0.0, (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp())
     except (ValueError, OverflowError) as error:
         raise UsageError(
-            f"{text[:40]!r} is no time", where="--since", fix="For example --since 10m, or --since 2026-11-23T12:00"
+            f"{text[:40]!r} is not a time", where="--since", fix="For example: --since 10m or --since 2026-11-23T12:00"
         ) from error
 
 
 def _nothing(job: str, *, previous: bool) -> str:
-    """For who asked for logs and got none: an empty answer says not whether there is nobody, or nobody of that kind."""
+    """The hint for an empty response: which other commands may show logs."""
     if previous:
-        return f"No worker of job {job} that is gone wrote what was asked for. `gcore logs {job}` shows those that are there."
+        return f"No exited worker of job {job} has matching log lines. `gcore logs {job}` shows the running workers."
     return (
-        f"No worker of job {job} that is there wrote what was asked for. `gcore nodes --workers` lists them; "
-        f"`gcore logs {job} --previous` shows those that are gone."
+        f"No running worker of job {job} has matching log lines. `gcore nodes --workers` lists the workers; "
+        f"`gcore logs {job} --previous` shows those that have exited."
     )
 
 
 def format_log_line(line: pb.LogLine, output: Output) -> str:
-    """A line as it is printed: a program gets all of it, a person no control characters that a model may have written."""
+    """A log line as printed: complete for programs, without control characters (which a model may write) for people."""
     if not output.is_for_programs:
         who = f"rank {line.rank} on {line.node}" if line.HasField("rank") else line.instance or line.node
         return f"{printable_text(who)}  {printable_text(line.text, LONGEST)}"
@@ -179,7 +183,7 @@ def _until_interrupted(
     try:
         call_cluster(read, address, home)
     except KeyboardInterrupt:
-        typer.echo(with_program_name(f"Stopped looking; {hint()}."), err=True)
+        typer.echo(with_program_name(f"Stopped following; {hint()}."), err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 
@@ -196,27 +200,27 @@ DEFAULT_LIMIT, MOST = 3, 2**31 - 1
 def samples(
     job: JobName,
     step: Annotated[
-        int | None, typer.Option(help="The step; default: the newest that has samples.", min=1, max=MOST)
+        int | None, typer.Option(help="The step. Default: the newest that has samples.", min=1, max=MOST)
     ] = None,
     source: Annotated[str, typer.Option(help="Only prompts of this source.", callback=check_utf8)] = "",
-    best: Annotated[bool, typer.Option("--best", help="The highest rewards first.")] = False,
-    worst: Annotated[bool, typer.Option("--worst", help="The lowest rewards first.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
     limit: Annotated[
-        int, typer.Option(help="At most so many prompts; 0: all that are kept.", min=0, max=MOST)
+        int, typer.Option(help="Maximum number of prompts; 0: all that were kept.", min=0, max=MOST)
     ] = DEFAULT_LIMIT,
     home: Home = DEFAULT_HOME,
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Prompts that a step was trained on, with their responses, reward parts and advantages.
+    """Print prompts that a step was trained on, with their responses, reward parts and advantages.
 
-    Where no cluster is up, those of a run that ended in this home are read from its folder.
+    If no cluster is running, the samples of a finished run are read from its folder.
     """
     from controllers.cli.view.data import groups_tree, show_groups
     from gcore.api.v1 import jobs_pb2 as pb
 
     if best and worst:
-        raise UsageError("--best and --worst are two orders", fix="Give one of them")
+        raise UsageError("--best and --worst exclude each other", fix="Give only one of them")
     order = pb.SAMPLE_ORDER_BEST if best else pb.SAMPLE_ORDER_WORST if worst else pb.SAMPLE_ORDER_UNSPECIFIED
     try:
         found = call_cluster(

@@ -1,4 +1,4 @@
 """Output of the command line: the live view of a run, tables, reports of placement, data and diagnoses.
 
-Read `state` first: it folds events into what the live view shows.
+Read `state` first: it computes the state of the live view from events.
 """

@@ -1,7 +1,7 @@
-"""Samples of a step, and the data of a spec, on a terminal.
+"""Samples of a step and the data of a spec, rendered for a terminal or as JSON.
 
-Text of models and datasets goes through `clip_text` or `printable_text`, which spell out what could move the cursor, hide text or colour
-it. Long texts are cut; JSON has all of them. Progress bars are drawn on standard error, and only on a terminal.
+Text of models and datasets goes through `clip_text` or `printable_text`, which escape characters that could move the cursor, hide text or
+color it. Long texts are truncated; JSON has the full texts. Progress bars are drawn on standard error, only on a terminal.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 2000, 1500
 
 COLUMN_WIDTH = 36
-"""The least that a response needs beside another."""
+"""Minimum width of a response in a row of several."""
 
-STANDINGS = {2: ", being trained on now", 3: ", cut off by a rollback"}
+STANDINGS = {2: ", currently being trained", 3: ", discarded by a rollback"}
 
 
 def clip_text(text: str, limit: int, more: int = 0) -> str:
-    """`text`, its lines kept, at most `limit` characters; `more`: those that were not even kept."""
+    """`text` with its line breaks, truncated to `limit` characters. `more`: number of characters that were not stored."""
     shown = "\n".join(printable_text(line, limit) for line in text[:limit].split("\n"))
     left = max(0, len(text) - limit) + more
-    return f"{shown}… ({left} characters more)" if left else shown
+    return f"{shown}… ({left} more characters)" if left else shown
 
 
 def groups_tree(groups: Sequence[pb.SampleGroup]) -> dict[str, Any]:
-    """For JSON. At least one group."""
+    """The groups as a JSON object. `groups` must not be empty."""
     first = groups[0]
     return {
         "step": first.step,
@@ -55,10 +55,10 @@ def groups_tree(groups: Sequence[pb.SampleGroup]) -> dict[str, Any]:
 
 
 def show_groups(console: Console, groups: Sequence[pb.SampleGroup]) -> None:
-    """Print them, at least one, with what they are."""
+    """Print the groups with a heading. `groups` must not be empty."""
     first = groups[0]
     note = STANDINGS.get(first.standing, "")
-    head = f"step {first.step}, lineage {first.lineage}{note}: {len(groups)} of {first.of} prompts that are kept"
+    head = f"step {first.step}, lineage {first.lineage}{note}: {len(groups)} of {first.of} kept prompts"
     console.print(head, style="bold", markup=False, highlight=False)
     for group in groups:
         if console.is_terminal:
@@ -68,12 +68,12 @@ def show_groups(console: Console, groups: Sequence[pb.SampleGroup]) -> None:
 
 
 def reward_text(response: pb.SampleResponse) -> str:
-    """Reward and advantage."""
+    """Reward and advantage of a response, as text."""
     return f"reward {_number(response.reward)}, advantage {_advantage(response)}"
 
 
 def response_details(response: pb.SampleResponse) -> str:
-    """What the reward is made of, and how the response ended."""
+    """Reward parts, finish reason, lengths and weight versions of a response, as text."""
     parts = [f"{printable_text(part.name, 40)} {_number(part.value)}" for part in response.parts]
     told = [f"{response.observed_tokens} of them observed"] if response.observed_tokens else []
     masked = ["masked"] if response.masked else []
@@ -82,7 +82,7 @@ def response_details(response: pb.SampleResponse) -> str:
 
 
 def mark_observed_text(response: pb.SampleResponse) -> str:
-    """Its text, with marks around what a tool or an environment said."""
+    """The text of a response, with marks around the output of tools and environments."""
     return mark_observed(response.text.text, ((told.start, told.end) for told in response.observed))
 
 
@@ -129,7 +129,7 @@ def _indented(name: str, text: str) -> str:
 
 def _title(group: pb.SampleGroup) -> str:
     node = printable_text(group.holder.rpartition(".")[0] or group.holder)
-    return f"prompt {printable_text(group.ref)} of {printable_text(group.source or 'the data')}, {group.prompt_tokens} tokens, held by {node}"
+    return f"prompt {printable_text(group.ref)} of {printable_text(group.source or 'the data')}, {group.prompt_tokens} tokens, from {node}"
 
 
 def _number(value: float) -> str:
@@ -178,8 +178,8 @@ PROMPT_SHOWN = 240
 
 
 def sources_table(sources: Sequence[CheckedSource]) -> Table:
-    """One line a source. Of 80 columns, if names are short; lengths have a place of their own below."""
-    numbers = ("ENTRIES", "WEIGHT", "AN EPOCH SHOWS")
+    """One line a source. It fits into 80 columns if names are short; lengths are printed separately."""
+    numbers = ("ENTRIES", "WEIGHT", "PER EPOCH")
     rows = (
         (
             printable_text(tree["source"]),
@@ -197,7 +197,7 @@ def sources_table(sources: Sequence[CheckedSource]) -> Table:
 
 
 def source_tree(checked: CheckedSource) -> dict[str, Any]:
-    """For JSON. `refs`: prompts of an epoch; of a held-out source, prompts that an evaluation shows."""
+    """A source as a JSON object. `refs`: prompts of an epoch, or of an evaluation for a held-out source."""
     from gcore.data.order import SourceShare
 
     source, lengths = checked.opened.source, checked.lengths
@@ -225,21 +225,21 @@ def source_tree(checked: CheckedSource) -> dict[str, Any]:
 
 
 def data_notes(sources: Sequence[CheckedSource]) -> list[str]:
-    """Sentences about what may not have been meant."""
+    """Sentences about properties of the data that may be unintended."""
     found = []
     for checked in sources:
         lengths, name = checked.lengths, source_title(checked)
         if lengths.checked < lengths.entries:
-            found.append(f"{name}: {lengths.checked:,} of {lengths.entries:,} prompts were counted, spread evenly.")
+            found.append(f"{name}: {lengths.checked:,} of {lengths.entries:,} prompts were tokenized, evenly spaced.")
         found += [f"{name}: {count:,} filtered: {reason}." for reason, count in lengths.filtered.items()]
-        found += [f"{name}: column {c!r} is left out: {why}." for c, why in checked.opened.dataset.left_out.items()]
+        found += [f"{name}: column {c!r} is ignored: {why}." for c, why in checked.opened.dataset.left_out.items()]
         if lengths.unknown:
-            found.append(f"{name}: {lengths.unknown:,} prompts hold text that the model's tokenizer does not know.")
+            found.append(f"{name}: {lengths.unknown:,} prompts contain text that the model's tokenizer does not know.")
     return found
 
 
 def histogram(lengths: LengthReport) -> list[str]:
-    """Prompts by length in tokens: one line a range, with a bar."""
+    """Histogram of prompts by length in tokens: one line per range, with a bar."""
     edges = _edges(int(lengths.tokens.min()), lengths.longest)
     counts = [int(np.count_nonzero((lengths.tokens >= low) & (lengths.tokens < high))) for low, high in pairwise(edges)]
     names = [f"{low}-{high - 1}" if high - low > 1 else str(low) for low, high in pairwise(edges)]
@@ -251,25 +251,25 @@ def histogram(lengths: LengthReport) -> list[str]:
 
 
 def lengths_title(checked: CheckedSource) -> str:
-    """What stands above the histogram: how long the prompts are in a few numbers."""
+    """The heading of the histogram, with mean, percentiles and maximum of the prompt lengths."""
     tokens = source_tree(checked)["tokens"]
     numbers = f"mean {tokens['mean']:.1f}, P50 {tokens['p50']}, P95 {tokens['p95']}, longest {tokens['max']}"
     return f"Prompts of {source_title(checked)} by tokens ({numbers}):"
 
 
 def first_prompt(checked: CheckedSource) -> str:
-    """The first prompt as the model is shown it, on one line."""
-    return f"{source_title(checked)} begins: {printable_text(checked.lengths.first.text, PROMPT_SHOWN)}"
+    """The first prompt in the form that the model receives, on one line."""
+    return f"First prompt of {source_title(checked)}: {printable_text(checked.lengths.first.text, PROMPT_SHOWN)}"
 
 
 def source_title(checked: CheckedSource) -> str:
-    """The source's name, and whether it is held out."""
+    """The name of a source; held-out sources are marked."""
     return f"{checked.opened.name} (evaluation)" if checked.held_out else checked.opened.name
 
 
 @contextmanager
 def progress_bar() -> Iterator[CheckProgress]:
-    """A bar on standard error for what takes long; nothing where that is no terminal, and nothing that stays."""
+    """A transient progress bar on standard error, only on a terminal."""
     with Progress(console=(console := Console(stderr=True)), transient=True, disable=not console.is_terminal) as bar:
         tasks: dict[str, Any] = {}
 
@@ -287,7 +287,7 @@ def _filtered(lengths: LengthReport) -> str:
 
 
 def _edges(least: int, most: int) -> list[int]:
-    """Bounds of at most `BINS` ranges of one round width that hold least..most."""
+    """Bounds of at most `BINS` ranges of equal, round width that cover least..most."""
     width = 1
     for step in (1, 2, 5, *(factor * 10**power for power in range(1, 10) for factor in (1, 2, 5))):
         width = step

@@ -1,7 +1,7 @@
-"""The checks of `gcore doctor`: functions from what was seen to a verdict with advice.
+"""The checks of `gcore doctor`: pure functions from facts to a graded result with advice.
 
-`fail`: gcore will not work here, or not as asked. `warn`: it works, but worse than it could, or only for some jobs.
-`commands/doctor` looks at the machine.
+`fail`: gcore does not work on this machine, or not with the requested options. `warn`: gcore works, but slower or only for some jobs.
+`commands/doctor` collects the facts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class CheckState(StrEnum):
-    """A verdict."""
+    """The result of a check."""
 
     OK = "ok"
     WARN = "warn"
@@ -26,7 +26,7 @@ OK, WARN, FAIL = CheckState.OK, CheckState.WARN, CheckState.FAIL
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`seen`: what is there; `fix`: what to do about it, empty if nothing."""
+    """One line of the report. `seen`: what was found; `fix`: what to do, empty if nothing."""
 
     name: str
     state: CheckState
@@ -35,7 +35,7 @@ class Check:
 
 
 class PackageFacts(NamedTuple):
-    """An installed package. `wanted`: what gcore asks for; `pinned`: what it was tested with, if that is known here."""
+    """An installed package. `wanted`: the required version; `pinned`: the tested version, if known."""
 
     name: str
     installed: str | None
@@ -43,11 +43,11 @@ class PackageFacts(NamedTuple):
     fits: bool = True
     pinned: str | None = None
     needed_for: str = ""
-    """The extra that brings it; empty: nothing works without."""
+    """The extra that requires it; empty: gcore itself requires it."""
 
 
 class RequestedSlots(NamedTuple):
-    """What is to run here. `kind` is cpu or cuda."""
+    """The slots that the user wants on this machine. `kind` is cpu or cuda."""
 
     kind: str
     slots: int
@@ -56,7 +56,7 @@ class RequestedSlots(NamedTuple):
 PYTHON = (3, 11)
 
 SYNC_SLOW_MS = 50.0
-"""A write that takes longer to reach the disk makes etcd lose its leader."""
+"""If synced writes take longer, etcd loses its leader."""
 
 GIB = 1 << 30
 DISK_FAIL, DISK_WARN = GIB, 10 * GIB
@@ -64,41 +64,41 @@ SHARED_WARN = 256 << 20
 FILES_FAIL, FILES_WARN = 1024, 4096
 
 SLOT_BYTES = GIB
-"""What the engine and the rank of one CPU slot take, with a small model."""
+"""Memory of the engine and the train rank of one CPU slot, with a small model."""
 
 CLOCK_OLD = 1_750_000_000
-"""A wall clock before this is wrong, and certificates do not verify."""
+"""An earlier wall clock is wrong; certificates then fail to verify."""
 
 CLOCK_APART_S = 2.0
 SGLANG_TESTED = "0.5.23"
 
 FOR_WHAT = {
-    "numba": "gcore simulate is a hundred times as fast with it",
+    "numba": "it makes gcore simulate a hundred times as fast",
     "matplotlib": "only the plots of make bench-placement need it",
 }
-"""Of packages that no node needs, what does."""
+"""What uses a package that no node needs."""
 
 DAMAGED_ETCD = ((3, 5, 0), (3, 5, 2))
-"""From and to which version etcd could lose data on a crash."""
+"""First and last etcd version that can lose data in a crash."""
 
 
 def grade(name: str, seen: str, *grades: tuple[bool, CheckState, str]) -> Check:
-    """The check with the state and the advice of the first of `grades` whose condition holds; ok if none does."""
+    """A check with the state and advice of the first of `grades` whose condition holds; ok if none does."""
     return next((Check(name, state, seen, fix) for holds, state, fix in grades if holds), Check(name, OK, seen))
 
 
 def check_python(version: tuple[int, int, int]) -> Check:
-    """The interpreter."""
+    """Check the version of the Python interpreter."""
     return grade("Python", ".".join(map(str, version)), (version[:2] < PYTHON, FAIL, "Use Python 3.11 or newer"))
 
 
 def check_packages(found: Sequence[PackageFacts]) -> Iterator[Check]:
-    """One line for what is as it should be, and one for each package that is not."""
+    """One line if all packages are right, else one line for each wrong package."""
     bad = [check for package in found if (check := _package(package)) is not None]
     if not bad:
         pinned = sum(package.pinned is not None for package in found)
-        pins = f", {pinned} of them as pinned" if pinned else "; no pins are at hand to compare with"
-        yield Check("packages", OK, f"{len(found)} as gcore asks for{pins}")
+        pins = f", {pinned} of them at the pinned version" if pinned else "; pinned versions are not known here"
+        yield Check("packages", OK, f"{len(found)} packages meet the requirements{pins}")
     yield from bad
 
 
@@ -107,20 +107,20 @@ def _package(package: PackageFacts) -> Check | None:
     extra = f"pip install 'gcore[{package.needed_for}]'" if package.needed_for else "pip install gcore"
     if package.installed is None:
         if package.needed_for == "modelscope":
-            return None  # only for models of ms://, which says so itself
+            return None  # Only ms:// models need it, and their error says so.
         who = FOR_WHAT.get(package.name, "nodes with workers need it")
         use = f"; {who} ({package.needed_for})" if package.needed_for else ""
         return Check(name, WARN if package.needed_for else FAIL, f"not installed{use}", f"Install it: {extra}")
     if not package.fits:
-        return Check(name, FAIL, f"{package.installed}, and gcore asks for {package.wanted}", f"Run {extra}")
+        return Check(name, FAIL, f"{package.installed}, but gcore requires {package.wanted}", f"Run {extra}")
     if package.pinned is not None and package.pinned != package.installed:
-        fix = "Install what was tested: make setup, or pip install -c constraints/cpu.txt"
+        fix = "Install the tested version: make setup, or pip install -c constraints/cpu.txt"
         return Check(name, WARN, f"{package.installed}, tested with {package.pinned}", fix)
     return None
 
 
 def check_torch(probe: Mapping[str, Any], wanted: RequestedSlots) -> Iterator[Check]:
-    """torch, and the devices that it sees. `probe`: what `gcore.train.rank.selftest` told, and under `error` its last words."""
+    """Check torch and the devices that it sees. `probe`: output of `gcore.train.rank.selftest`; `error`: its last line on stderr."""
     if not probe.get("torch"):
         yield Check("torch", FAIL, probe.get("error") or "cannot be imported", "Install gcore[train,engine]")
         return
@@ -132,96 +132,98 @@ def check_torch(probe: Mapping[str, Any], wanted: RequestedSlots) -> Iterator[Ch
         fix = "Use --slots cpu:N" if not devices else f"Use at most --slots cuda:{len(devices)}"
         if not cuda:
             fix += ", or install a CUDA build of torch (constraints/cuda.txt)"
-        yield Check("devices", FAIL, f"{seen}; --slots asks for {wanted.slots} GPUs", fix)
+        yield Check("devices", FAIL, f"{seen}; --slots requests {wanted.slots} GPUs", fix)
     else:
         yield Check("devices", OK, seen)
 
 
 def check_deepspeed(probe: Mapping[str, Any]) -> Check:
-    """DeepSpeed, by an update of a world of one rank. `probe` as in `check_torch`."""
+    """Check DeepSpeed with one optimizer update on one rank. `probe` as in `check_torch`."""
     version, error = probe.get("deepspeed"), probe.get("error")
     if "deepspeed" in probe:
-        return Check("DeepSpeed", OK, f"{version} makes an update on gloo")
+        return Check("DeepSpeed", OK, f"{version}; an update on gloo succeeded")
     fix = "Install gcore[train] with DS_ACCELERATOR=cpu pip install --no-build-isolation deepspeed"
     return Check("DeepSpeed", FAIL, f"cannot be imported: {error}" if error else "cannot be imported", fix)
 
 
 def check_etcd(path: str, version: str) -> Check:
-    """The binary."""
+    """Check the etcd binary."""
     parts = version.split("-")[0].split(".")
     number = tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
     seen = f"{version or 'version unknown'} at {path}"
     if DAMAGED_ETCD[0] <= number <= DAMAGED_ETCD[1]:
-        fix = "Good for a laptop; for anything to keep install etcd 3.5.3 or newer on PATH"
+        fix = "Sufficient for tests; to keep data, install etcd 3.5.3 or newer on PATH"
         return Check("etcd", WARN, f"{seen}; 3.5.0 to 3.5.2 can lose data in a crash", fix)
     return Check("etcd", OK, seen)
 
 
 def check_home(path: Path, free: int, sync_ms: float) -> Iterator[Check]:
-    """Whether a cluster can keep its state in a folder that can be written to. `sync_ms`: of a small write until it is on the disk."""
+    """Check that a writable folder can hold a cluster's state. `sync_ms`: time of a small synced write."""
     yield grade(
         "home",
         f"{path} is writable, {_size(free)} free",
-        (free < DISK_FAIL, FAIL, "Make room: checkpoints are three times the model in float32"),
-        (free < DISK_WARN, WARN, "Enough for small models; checkpoints are three times the model"),
+        (free < DISK_FAIL, FAIL, "Free disk space: a checkpoint is three times the size of the model in float32"),
+        (free < DISK_WARN, WARN, "Enough for small models: a checkpoint is three times the size of the model"),
     )
     slow = sync_ms > SYNC_SLOW_MS
-    seen = f"a write takes {sync_ms:.{0 if slow else 1}f} ms to reach it"
-    yield grade("disk", seen, (slow, WARN, "etcd needs quick syncs: put --home on a local disk"))
+    seen = f"a synced write takes {sync_ms:.{0 if slow else 1}f} ms"
+    yield grade("disk", seen, (slow, WARN, "etcd needs fast synced writes: put --home on a local disk"))
 
 
 def check_clock(wall: float, path: Path, apart_s: float) -> Check:
-    """Wall clocks: only shown to people, and certificates hang on them. `apart_s`: by which a new file in `path` is dated later."""
+    """Check the wall clock, which certificates depend on. `apart_s`: seconds by which a new file in `path` is dated later."""
     if wall < CLOCK_OLD:
-        return Check("clock", FAIL, "the machine's clock is years behind", "Set it; no certificate verifies")
+        return Check(
+            "clock", FAIL, "the clock of this machine is years behind", "Set the clock; no certificate verifies"
+        )
     if abs(apart_s) > CLOCK_APART_S:
-        seen = f"files in {path} are dated {apart_s:+.1f} s apart"
-        return Check("clock", WARN, seen, "Have machine and file server follow one time server")
-    return Check("clock", OK, "plausible, and the disk agrees")
+        seen = f"new files in {path} differ from the clock by {apart_s:+.1f} s"
+        return Check("clock", WARN, seen, "Synchronize this machine and the file server with the same time server")
+    return Check("clock", OK, "plausible, and file times agree with it")
 
 
 def check_cores(cpus: float, cores: int, wanted: RequestedSlots) -> Check:
-    """Cores against slots. `cpus`: those this process may use, after affinity and the control group's quota."""
-    seen = f"{cpus:g} of {cores} cores may be used"
+    """Compare cores with slots. `cpus`: cores that this process may use, by CPU affinity and cgroup quota."""
+    seen = f"{cpus:g} of {cores} cores are usable"
     if wanted.kind == "cpu" and wanted.slots > cpus:
-        fix = f"Use --slots cpu:{max(1, int(cpus))}: workers that share a core take turns, and all are slower"
-        return Check("processors", WARN, f"{seen}; --slots asks for {wanted.slots}", fix)
+        fix = f"Use --slots cpu:{max(1, int(cpus))}: workers that share a core are slower"
+        return Check("processors", WARN, f"{seen}; --slots requests {wanted.slots}", fix)
     return Check("processors", OK, f"{seen}; --slots {wanted.kind}:{wanted.slots}")
 
 
 def check_memory(available: int, total: int, wanted: RequestedSlots) -> Check:
-    """Memory against slots, for a small model; nobody can say it for a large one without the spec."""
+    """Compare memory with slots, for a small model; the need of a large model depends on the spec."""
     needed = wanted.slots * SLOT_BYTES if wanted.kind == "cpu" else SLOT_BYTES
-    fix = f"An engine and a rank take about 1 GiB beside the model: free {_size(needed)}, or use fewer slots"
+    fix = f"An engine and a train rank need about 1 GiB plus the model: free {_size(needed)}, or use fewer slots"
     return grade("memory", f"{_size(available)} of {_size(total)} are free", (available < needed, WARN, fix))
 
 
 def check_open_files(limit: int) -> Check:
-    """How many this process may open."""
+    """Check the limit of open files of this process."""
     return grade(
         "open files",
-        f"{limit} may be open",
+        f"limit {limit}",
         (limit < FILES_FAIL, FAIL, "Raise it: ulimit -n 65536, or LimitNOFILE of the service"),
         (limit < FILES_WARN, WARN, "Enough here; hundreds of requests in flight need more: ulimit -n 65536"),
     )
 
 
 def check_shared_memory(size: int | None, wanted: RequestedSlots) -> Check:
-    """`size`: of /dev/shm, in bytes; None: there is none."""
+    """Check shared memory. `size`: bytes of /dev/shm; None: it does not exist."""
     if size is None:
-        return Check("/dev/shm", WARN, "there is none", "Mount a tmpfs there; NCCL and SGLang pass tensors by it")
-    fix = "Give the container more (docker run --shm-size 8g); NCCL and SGLang pass tensors by it"
+        return Check("/dev/shm", WARN, "does not exist", "Mount a tmpfs there; NCCL and SGLang pass tensors through it")
+    fix = "Give the container more (docker run --shm-size 8g); NCCL and SGLang pass tensors through it"
     return grade("/dev/shm", _size(size), (wanted.kind == "cuda" and size < SHARED_WARN, WARN, fix))
 
 
 def check_loopback(problem: str) -> Check:
-    """`problem`: why a connection on 127.0.0.1 cannot be made; empty: it can."""
-    fix = "gcore's processes talk over 127.0.0.1: bring the interface lo up, and let no firewall between"
-    return grade("loopback", problem or "ports are free and answer", (bool(problem), FAIL, fix))
+    """Check connections on 127.0.0.1. `problem`: why one failed; empty: it succeeded."""
+    fix = "gcore's processes communicate over 127.0.0.1: bring the interface lo up, and allow it in the firewall"
+    return grade("loopback", problem or "a test connection succeeded", (bool(problem), FAIL, fix))
 
 
 def check_threads(environment: Mapping[str, str], cpus: float) -> Check:
-    """Settings that make waiting threads spin. gcore sets its workers' own; whatever else runs here takes their cores."""
+    """Check for settings that make waiting threads spin. gcore overrides them for its workers; other programs would take the workers' cores."""
     odd = []
     if environment.get("OMP_WAIT_POLICY", "").upper() == "ACTIVE":
         odd.append("OMP_WAIT_POLICY=ACTIVE")
@@ -232,28 +234,29 @@ def check_threads(environment: Mapping[str, str], cpus: float) -> Check:
     many = environment.get("OMP_NUM_THREADS", "")
     if many.isdigit() and int(many) > max(1, cpus):
         odd.append(f"OMP_NUM_THREADS={many} on {cpus:g} cores")
-    fix = "gcore's workers get settings of their own; unset these for what runs beside them"
-    return grade("threads", ", ".join(odd) or "nothing that makes threads spin", (bool(odd), WARN, fix))
+    fix = "gcore overrides these for its workers; unset them for other programs on this machine"
+    return grade("threads", ", ".join(odd) or "no setting makes threads spin", (bool(odd), WARN, fix))
 
 
 def check_sglang(python: str | None, version: str | None, error: str = "") -> Check:
-    """The environment of SGLang, which is needed for `rollout.engine: sglang` alone."""
+    """Check the SGLang environment. Only `rollout.engine: sglang` needs it."""
     if error:
-        return Check("SGLang", FAIL, error, "Correct or unset what names it; `make sglang-setup` makes one")
+        fix = "Correct or unset --sglang-python or GCORE_SGLANG_PYTHON; `make sglang-setup` creates an environment"
+        return Check("SGLang", FAIL, error, fix)
     if python is None:
         return Check("SGLang", OK, "none; only rollout.engine: sglang needs it")
     if version is None:
-        return Check("SGLang", FAIL, f"{python} cannot tell its version", "Install it again: make sglang-setup")
+        return Check("SGLang", FAIL, f"{python} reports no SGLang version", "Reinstall it: make sglang-setup")
     if version != SGLANG_TESTED:
-        return Check("SGLang", WARN, f"{version} in {python}, tested with {SGLANG_TESTED}", "Try before you rely")
+        return Check("SGLang", WARN, f"{version} in {python}, tested with {SGLANG_TESTED}", "Test it before you use it")
     return Check("SGLang", OK, f"{version} in {python}")
 
 
 def check_workers(states: Mapping[str, str]) -> Check:
-    """Of the cluster that is up in the home, by instance."""
+    """Check the workers of the local cluster. `states`: by instance."""
     failed = sorted(instance for instance, state in states.items() if state == "failed")
     if failed:
-        fix = "See their logs in the run's folder; the controllers start others"
+        fix = "See their logs in the run folder; the controllers start replacements"
         return Check("workers", WARN, f"failed: {', '.join(failed)}", fix)
     counts = [f"{list(states.values()).count(state)} {state}" for state in sorted(set(states.values()))]
     return Check("workers", OK, ", ".join(counts) or "none")

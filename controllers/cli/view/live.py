@@ -1,8 +1,8 @@
 """The live view: one job on one screen.
 
-`render_view` is a function of the state, the wall clock and the width. From top to bottom it shows the progress of the job; the
-curves of reward and held-out accuracy; the times of the newest steps and who waited for whom; each controller with its shards; a line
-for each source, where there are several; held-out answers before and now; the newest events. "-" stands for an unknown value.
+`render_view` is a function of the state, the wall clock and the terminal size. From top to bottom it shows the progress of the job, the curves
+of reward and held-out accuracy, the phases and waits of recent steps, each controller with its shards, each source if there are several,
+held-out responses before and now, and the newest events. "-" stands for an unknown value.
 """
 
 from __future__ import annotations
@@ -30,14 +30,23 @@ from controllers.cli.output import (
     printable_text,
     shard_strip,
 )
-from controllers.cli.view.state import PHASES, RECENT_STEPS, AnswerPoint, NodeView, SetPoint, StepPoint, ViewState
+from controllers.cli.view.state import (
+    PHASE_NAMES,
+    PHASES,
+    RECENT_STEPS,
+    AnswerPoint,
+    NodeView,
+    SetPoint,
+    StepPoint,
+    ViewState,
+)
 
 SHOWN = 6
-"""Sources in the live view; the others are counted."""
+"""Maximum number of sources shown; a line counts the others."""
 
 
 def list_sources(state: ViewState) -> tuple[str, ...]:
-    """The sources that the events tell of; none for a job with one."""
+    """The sources in the events; empty for a job with a single source."""
     stats = state.points[-1].stats if state.points else {}
     named = {key.partition("/")[2] for key in stats if key.startswith(("groups/", "filtered/", "failed/"))}
     if state.evals and (
@@ -48,7 +57,7 @@ def list_sources(state: ViewState) -> tuple[str, ...]:
 
 
 def sources_table(state: ViewState) -> Table | None:
-    """The table; None for a job with one source."""
+    """The table of sources; None for a job with a single source."""
     names = list_sources(state)
     if not names:
         return None
@@ -57,7 +66,7 @@ def sources_table(state: ViewState) -> Table | None:
     sets = state.evals[-1].sets if state.evals else {}
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_row(
-        *(Text(heading, style="dim") for heading in ("source", "groups", "reward", "length", "cut off", "accuracy"))
+        *(Text(heading, style="dim") for heading in ("source", "groups", "reward", "length", "truncated", "accuracy"))
     )
     for name in names[:SHOWN]:
         table.add_row(
@@ -85,28 +94,28 @@ def _number(value: float | None, form: str) -> Text:
 
 
 WAITS = {
-    "wait_for_batch_s": "ranks {} for a batch",
-    "wait_for_weights_s": "engines {} for weights",
-    "tail_s": "{} for others' responses",
+    "wait_for_batch_s": "ranks wait {} for a batch",
+    "wait_for_weights_s": "engines wait {} for weights",
+    "tail_s": "tail {}",
 }
-"""By their names in a step's statistics."""
+"""Wordings of the waits, by their names in a step's statistics."""
 
 
 def usual_waits(points: Sequence[StepPoint]) -> dict[str, float]:
-    """Medians of the waits, over those of the steps that tell them."""
+    """Medians of the waits, over the steps that have them."""
     told = {name: [point.stats[name] for point in points if name in point.stats] for name in WAITS}
     return {name: median(values) for name, values in told.items() if values}
 
 
 def waits_line(waits: Mapping[str, float]) -> str:
-    """One line; empty if nothing is known."""
+    """The waits and the bottleneck on one line; empty if unknown."""
     said = ", ".join(words.format(format_seconds(waits[name])) for name, words in WAITS.items() if name in waits)
     bottleneck = find_bottleneck(waits)
-    return f"{said}: {bottleneck} holds steps up" if bottleneck else said
+    return f"{said}; bottleneck: {bottleneck}" if bottleneck else said
 
 
 def find_bottleneck(waits: Mapping[str, float]) -> str:
-    """Whom the others wait for the longest; empty if that is not known. Ranks and engines that share a slot take turns."""
+    """The phase that others wait for the longest; empty if unknown, for example if train ranks and engines share slots."""
     batch, weights = waits.get("wait_for_batch_s"), waits.get("wait_for_weights_s")
     if batch is None or weights is None:
         return ""
@@ -118,7 +127,7 @@ def find_bottleneck(waits: Mapping[str, float]) -> str:
 CHART_HEIGHT = 5
 
 HIGHLIGHT_S = 6.0
-"""So long moved shards stand out."""
+"""How long moved shards are highlighted."""
 
 NODE_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_red", "bright_cyan", "bright_magenta")
 PHASE_COLOURS = {"collect": "cyan", "exchange": "yellow", "train": "magenta", "publish": "green"}
@@ -131,8 +140,10 @@ ROWS_WITH_ANSWERS = 35
 
 
 def render_view(state: ViewState, now: float, width: int = 100, height: int | None = None) -> RenderableType:
-    """The view at `now` (seconds since the epoch) for a terminal of `width` columns and `height` rows (None: as many as
-    it takes). On a low one the answers are left out, so that what happens is seen."""
+    """Render the view at `now` (seconds since the epoch) for a terminal of `width` columns and `height` rows (None: unlimited).
+
+    With few rows, sources and held-out responses are omitted, so that the events remain visible.
+    """
     inner = max(40, min(width, 140)) - 4
     rows: list[RenderableType] = [
         _progress(state, now, inner),
@@ -145,8 +156,8 @@ def render_view(state: ViewState, now: float, width: int = 100, height: int | No
     if (sources := sources_table(state)) is not None and (height is None or height >= ROWS_WITH_ANSWERS):
         rows += [Rule("sources, newest step", style="dim", align="left"), sources]
     if state.evals and (height is None or height >= ROWS_WITH_ANSWERS):
-        rows += [Rule("held-out answers", style="dim", align="left"), _answers(state)]
-    rows += [Rule("what happened", style="dim", align="left"), *_log(state, inner)]
+        rows += [Rule("held-out responses", style="dim", align="left"), _answers(state)]
+    rows += [Rule("events", style="dim", align="left"), *_log(state, inner)]
     return Panel(Group(*rows), title=_title(state), title_align="left", border_style="dim", width=inner + 4)
 
 
@@ -166,7 +177,7 @@ def _progress(state: ViewState, now: float, width: int) -> RenderableType:
     words = [Text(f"step {state.step}/{state.of_steps}", style="bold"), Text(f"{share:.0%}")]
     if state.started is not None:
         end = state.last_time if state.ended and state.last_time is not None else now
-        words.append(Text(f"{format_seconds(max(0.0, end - state.started))} so far", style="dim"))
+        words.append(Text(f"{format_seconds(max(0.0, end - state.started))} elapsed", style="dim"))
     left = state.seconds_left
     if left and not state.ended:
         words.append(Text(f"about {format_seconds(left)} left", style="dim"))
@@ -209,13 +220,13 @@ def _charts(state: ViewState, width: int) -> RenderableType:
 
 
 def _scale(values: Sequence[float]) -> tuple[float, float]:
-    """What a chart of rewards spans: from 0, or the least if that is negative, to the greatest; to 1 where that is near."""
+    """The range of a reward chart: from 0 (or a negative minimum) to the maximum, or to 1 if the maximum is just below."""
     high = max(values, default=1.0)
     return min([0.0, *values]), 1.0 if 0.5 < high <= 1.0 or high <= 0.0 else high
 
 
 def _held_out(state: ViewState) -> str:
-    """`97.1%`, and where it was best if that is not now; with graded rewards `0.367, accuracy 20.0%`."""
+    """`97.1%`, or with graded rewards `0.367, accuracy 20.0%`; followed by the best value if it is of another step."""
     if not state.evals:
         return "-"
     newest = state.evals[-1]
@@ -242,7 +253,7 @@ def _chart(
 
 
 def _numbers(state: ViewState, width: int) -> RenderableType:
-    """What the newest step measured; on a narrow terminal in two lines, and no number is torn from its name."""
+    """The numbers of the newest step. On a narrow terminal they wrap, but never between a name and its number."""
     stats = state.points[-1].stats if state.points else {}
     rate = state.points[-1].tokens_per_second if state.points else None
     shown = [
@@ -257,7 +268,7 @@ def _numbers(state: ViewState, width: int) -> RenderableType:
     ]
     if stats.get("filter_rate"):
         shown.append(("filtered", stats["filter_rate"], "{:.0%}"))
-        shown.append(("reward before", stats.get("reward_before_filter"), "{:.3f}"))
+        shown.append(("unfiltered reward", stats.get("reward_before_filter"), "{:.3f}"))
     lines = [Text()]
     for name, value, form in shown:
         number = Text.assemble((f"{name} ", "dim"), "-" if value is None else form.format(value))
@@ -268,12 +279,12 @@ def _numbers(state: ViewState, width: int) -> RenderableType:
 
 
 def _time_bar(state: ViewState, width: int) -> RenderableType:
-    # The median, and not of the first step: it has the start of engines and ranks in it.
+    # The median without the first step, which includes the start of engines and train ranks.
     recent = state.points[max(1, len(state.points) - RECENT_STEPS) :] or state.points
     usual = {phase: median(p.phases.get(phase, 0.0) for p in recent) if recent else 0.0 for phase in PHASES}
-    head, legend = Text("a step ", style="dim", no_wrap=True), Text()
+    head, legend = Text("step ", style="dim", no_wrap=True), Text()
     for phase in PHASES:
-        legend.append(f"  {phase} ", style=PHASE_COLOURS[phase])
+        legend.append(f"  {PHASE_NAMES[phase]} ", style=PHASE_COLOURS[phase])
         legend.append(format_seconds(usual[phase]) if recent else "-")
     cells = divide_cells(usual, max(4, min(width // 4, width - head.cell_len - legend.cell_len)))
     if not cells:
@@ -304,7 +315,7 @@ def _controllers(state: ViewState, now: float, width: int) -> RenderableType:
             Text(_doing(state, node), style="" if node.alive else "red", overflow="ellipsis", no_wrap=True),
         )
     if not state.nodes:
-        table.add_row(Text("-"), Text(), Text(), Text(), Text("nobody works on the job yet", style="dim"))
+        table.add_row(Text("-"), Text(), Text(), Text(), Text("no controller runs the job yet", style="dim"))
     return table
 
 
@@ -326,7 +337,7 @@ def _doing(state: ViewState, node: NodeView) -> str:
 
 
 def _waits(state: ViewState, now: float, width: int) -> Iterator[RenderableType]:
-    """What is waited for, longest first: nothing waits in silence."""
+    """Wait reports, longest first."""
     waits = () if state.ended else sorted(state.waiting, key=lambda wait: wait.since)
     for wait in waits[:WAITS_SHOWN]:
         text = Text(f"waits  {format_seconds(max(0.0, now - wait.since)):>6}  ", style="dim", no_wrap=True)
@@ -355,7 +366,7 @@ def _marked(answer: AnswerPoint | None) -> Text:
         return Text("-", style="dim")
     right = answer.right
     text = Text("✓ " if right else "✗ ", style="green" if right else "red")
-    return text.append(printable_text(answer.response, 24) or "(nothing)")
+    return text.append(printable_text(answer.response, 24) or "(empty)")
 
 
 def _log(state: ViewState, width: int) -> Iterator[RenderableType]:

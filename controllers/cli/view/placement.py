@@ -1,14 +1,14 @@
 """Tables, sentences and JSON for `gcore placement`, `gcore top` and `gcore trace`.
 
-Reasons come from policies and files of moves from anywhere: none of it is markup, and control characters are spelt out.
+Reasons come from policies and files, which may have any content. They are never printed as markup, and control characters are escaped.
 
-`top` shows the newest step that each node has accounted, never a guess about the running one. Its numbers are slot time over the
-step's time: `2.1 slots` is the time of that many slots.
+`top` shows the newest step with slot accounting on each node, not the current step. Its numbers are slot time divided by step time: `2.1 slots`
+means the time of 2.1 slots.
 
-`trace` writes Chrome trace events: one process a node, one track a slot, one track each for phases and moves. A slice is named by the
-slot's most frequent state; its arguments have the seconds of each state, and a counter shows the busy share. Time without an account
-is a slice `unbooked`. Times are microseconds since the first node began the step; nodes are aligned by their wall clocks. Slices of
-a track touch and never overlap, because viewers nest by time. Processes are numbered from 1: process 0 is Perfetto's idle one.
+`trace` writes Chrome trace events: one process per node, one track per slot, and one track each for phases and moves. A slice is named after
+the slot's most frequent state. Its arguments have the seconds of each state, and a counter shows the busy share. Time without accounting
+is a slice `unbooked`. Times are microseconds since the first node began the step; nodes are aligned by their wall clocks. Slices of a track
+touch but never overlap, because viewers nest by time. Processes are numbered from 1, because process 0 is Perfetto's idle process.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rich.text import Text
 
 from controllers.accounting.states import add_times
 from controllers.cli.output import format_seconds, pairs_table, printable_text, rows_table
+from controllers.cli.view.state import PHASE_NAMES
 from gcore.config.placement import FIXED_POLICIES
 from gcore.ledger.records.cluster import Slot
 from gcore.ledger.records.job import HoldPeriod, Move, MoveKind, Moves, Pin, Plan
@@ -46,59 +47,59 @@ if TYPE_CHECKING:
     from gcore.api.v1 import jobs_pb2 as pb
 
 MOST_SHOWN = 16_384
-"""Characters of a line. A reason has some hundreds at most, beside the slots of its move."""
+"""Maximum characters of a line. A reason has at most some hundreds, plus the slots of its move."""
 
 SURPRISE = 0.1
-"""What a step took beside what was expected, above which it is told: forecasts are held to be within it."""
+"""Relative difference between measured and expected step time above which it is mentioned."""
 
 
 def plan_of(reply: pb.PlacementReply) -> Plan | None:
-    """The plan; None before the job has started."""
+    """The current plan; None before the job has started."""
     return Plan.decode(reply.plan, "the job's plan") if reply.plan else None
 
 
 def moves_of(reply: pb.PlacementReply) -> Moves:
-    """The newest moves."""
+    """The newest moves from the store."""
     return Moves.decode(reply.moves, "the job's moves") if reply.moves else Moves()
 
 
 def pin_words(reply: pb.PlacementReply) -> str:
-    """What is fixed."""
+    """The pins, as text."""
     return str(Pin.decode(reply.pin, "what is fixed")) if reply.pin else str(Pin())
 
 
 def placement_rows(reply: pb.PlacementReply) -> dict[str, str]:
-    """What `gcore placement show` says before its table."""
+    """The rows of `gcore placement show` above its table."""
     plan = plan_of(reply)
     rows = {
         "job": f"{reply.name} ({reply.uid})",
-        "policy": reply.policy + " (only says what it would do)" * reply.dry_run,
+        "policy": reply.policy + " (dry run: proposes moves but makes none)" * reply.dry_run,
         "step": str(reply.step),
     }
     if plan is None:
         return rows | {"plan": "none: the job has not started"}
     rows["slots"] = split_in_words(plan, reply.away)
     rows["plan"] = _shown(f"generation {plan.generation}: {plan.reason}")
-    rows["planned by"] = reply.leader or "nobody now"
-    rows["fixed"] = pin_words(reply)
+    rows["planned by"] = reply.leader or "no controller now"
+    rows["pinned"] = pin_words(reply)
     fixed = bool(reply.pin) and Pin.decode(reply.pin).fixes
-    rows["lends within a step"] = "no" if not reply.lends else "not while anything is fixed" if fixed else "yes"
+    rows["elastic reassignment"] = "no" if not reply.lends else "not while pinned" if fixed else "yes"
     moves = moves_of(reply)
     rows["moves"] = str(moves.total)
     if moves.newest is not None:
-        rows["newest"] = _shown(f"{_at(moves.newest)}: {move_in_words(moves.newest)}")
+        rows["newest move"] = _shown(f"{_at(moves.newest)}: {move_in_words(moves.newest)}")
     if moves.stays:
         stay = moves.stays[-1]
         rows["newest decision" if moves.newest is None or stay.time > moves.newest.time else "before that"] = _shown(
             f"{span_in_words(stay)}: {stay_in_words(stay)}"
         )
     if reply.away:
-        rows["away"] = ", ".join(reply.away)
+        rows["absent nodes"] = ", ".join(reply.away)
     return rows
 
 
 def divide_plan(plan: Plan, away: Collection[str]) -> tuple[Plan, Plan]:
-    """What it has on nodes that are there, and on those that are away."""
+    """The parts of the plan on nodes that are present and on nodes that are absent."""
 
     def on(*, there: bool) -> Plan:
         ranks = tuple(one for one in plan.ranks if (one.node not in away) is there)
@@ -109,7 +110,7 @@ def divide_plan(plan: Plan, away: Collection[str]) -> tuple[Plan, Plan]:
 
 
 def split_in_words(plan: Plan, away: Collection[str]) -> str:
-    """How many slots of the nodes that are there serve what, and how many are away, of which nodes."""
+    """The split on present nodes, and the number of slots on absent nodes."""
     here, gone = divide_plan(plan, away)
     if not (lost := slot_roles(gone)):
         return str(split_of(here))
@@ -117,7 +118,9 @@ def split_in_words(plan: Plan, away: Collection[str]) -> str:
     pools = ", ".join(f"{count} {pool}" for pool, count in _pools(gone).items() if count)
     together = split_of(gone).mode == "colocated"
     had = "" if together or not pools else f", planned for {pools},"
-    return f"{split_of(here)}; {count_noun(len(lost), 'slot')} of {nodes}{had} {'is' if len(lost) == 1 else 'are'} away"
+    return (
+        f"{split_of(here)}; {count_noun(len(lost), 'slot')} of {nodes}{had} {'is' if len(lost) == 1 else 'are'} absent"
+    )
 
 
 def _pools(plan: Plan) -> dict[str, int]:
@@ -126,7 +129,7 @@ def _pools(plan: Plan) -> dict[str, int]:
 
 
 def slot_roles(plan: Plan) -> dict[Slot, list[str]]:
-    """What is on each slot, in words: who is awake first; of an engine that spans several, which they are."""
+    """The workers on each slot as text, awake ones first. For an engine on several slots, the slot numbers are included."""
     found: dict[Slot, list[str]] = {}
     for rank in sorted(plan.ranks, key=lambda one: one.rank):
         found.setdefault(rank.on, []).append(f"train rank {rank.rank}")
@@ -140,17 +143,17 @@ def slot_roles(plan: Plan) -> dict[Slot, list[str]]:
 
 
 def slots_table(reply: pb.PlacementReply) -> Table:
-    """A line a slot."""
+    """A table with one line per slot."""
     plan = plan_of(reply)
     rows = [
-        [_shown(one) for one in (slot.node + " (away)" * (slot.node in reply.away), slot.slot, ", ".join(what))]
+        [_shown(one) for one in (slot.node + " (absent)" * (slot.node in reply.away), slot.slot, ", ".join(what))]
         for slot, what in (slot_roles(plan).items() if plan is not None else ())
     ]
     return rows_table(("node", "slot", "serves"), rows)
 
 
 def placement_tree(reply: pb.PlacementReply) -> dict[str, Any]:
-    """The same as JSON."""
+    """The placement as a JSON object."""
     plan = plan_of(reply)
     here, gone = (None, None) if plan is None else divide_plan(plan, reply.away)
     return {
@@ -172,13 +175,13 @@ def placement_tree(reply: pb.PlacementReply) -> dict[str, Any]:
 
 
 def move_tree(move: Move) -> dict[str, Any]:
-    """A move as JSON, with its sentence."""
+    """A move as a JSON object, with its sentences."""
     tree: dict[str, Any] = json.loads(move.model_dump_json())
     return {**tree, "sentence": move_in_words(move), "came_of_it": outcome_in_words(move)}
 
 
 def history_tree(moves: Sequence[Move], stays: Sequence[HoldPeriod]) -> list[dict[str, Any]]:
-    """Moves as JSON, and between them the stretches without any, of the kind `stay`; oldest first."""
+    """Moves, and periods without moves (kind `stay`), as JSON objects, oldest first."""
     told = [(move.time, move_tree(move)) for move in moves]
     for stay in stays:
         tree = {"kind": "stay", **json.loads(stay.model_dump_json()), "sentence": stay_in_words(stay)}
@@ -189,26 +192,28 @@ def history_tree(moves: Sequence[Move], stays: Sequence[HoldPeriod]) -> list[dic
 def placement_story(
     name: str, reply: pb.PlacementReply | None, moves: Sequence[Move], left_out: int, stays: Sequence[HoldPeriod] = ()
 ) -> list[str]:
-    """The whole story: where the slots are now, each move with its reason, what was expected, and what came of it, and why nothing moved
-    where nothing did."""
+    """The lines of `gcore placement explain`: the current placement, each move with its reason, expected and measured effect, and the reasons
+    why there was no move."""
     lines = []
     if reply is not None:
         plan = plan_of(reply)
-        by = f", and {reply.leader} plans" if reply.leader else ""
+        by = f" on {reply.leader}" if reply.leader else ""
         lines.append(f"Job {name} is placed by policy {reply.policy}{by}; {reply.step} steps are committed.")
         if plan is not None:
             lines.append(f"Now: {split_in_words(plan, reply.away)} (plan {plan.generation}).")
         if (fixed := pin_words(reply)) != str(Pin()):
-            lines.append(f"Fixed by a person: {fixed}.")
+            lines.append(f"Pinned by a user: {fixed}.")
         if reply.dry_run:
-            lines.append("The policy only says what it would do.")
+            lines.append("Dry run: the policy proposes moves but makes none.")
     else:
-        lines.append(f"Job {name}, told from its folder, for no cluster is up.")
+        lines.append(f"Job {name}, read from its run folder because no cluster is running.")
     if not moves:
-        why = f": policy {reply.policy} moves nothing" if reply is not None and reply.policy in FIXED_POLICIES else ""
-        lines.append(f"Nothing has moved{why}.")
+        why = (
+            f": policy {reply.policy} never moves slots" if reply is not None and reply.policy in FIXED_POLICIES else ""
+        )
+        lines.append(f"There were no moves{why}.")
     if left_out:
-        lines.append(f"{left_out} earlier moves are left out.")
+        lines.append(f"{left_out} earlier moves are not shown.")
     told = [(move.time, _told(move, before)) for before, move in zip((None, *moves), moves, strict=False)]
     told += [(stay.began, _stayed(stay)) for stay in stays]
     for _, some in sorted(told, key=lambda one: one[0]):
@@ -221,53 +226,53 @@ def _shown(text: str) -> str:
 
 
 def _clock(time: float) -> str:
-    """The time of day; nothing where what stands there is none."""
+    """The time of day as a prefix; empty if the time is unknown or invalid."""
     with contextlib.suppress(ValueError, OverflowError, OSError):
         return f"{datetime.fromtimestamp(time, UTC):%H:%M:%S} UTC, " if time else ""
     return ""
 
 
 def _at(move: Move) -> str:
-    """Where in the run it was."""
+    """When a move happened, relative to the steps."""
     if move.kind is MoveKind.BEGIN:
-        return "at the beginning"
+        return "at the start"
     return f"within step {move.step + 1}" if move.within else f"after step {move.step}"
 
 
 def _told(move: Move, before: Move | None) -> list[str]:
-    """`before`: the move that is told before it."""
+    """The lines about a move. `before`: the previous move, or None."""
     lines = [f"{_clock(move.time)}{_at(move)}: {move_in_words(move)}."]
     idle = {pool: share for pool, share in move.idle.items() if pool in ("rollout", "reward", "train")}
     if not all(f"{pool} was idle for" in move.reason for pool in idle):
-        lines.append("  Idle then: " + ", ".join(f"{pool} {share:.0%}" for pool, share in idle.items()) + ".")
+        lines.append("  Idle before: " + ", ".join(f"{pool} {share:.0%}" for pool, share in idle.items()) + ".")
     if said := numbers_in_words(move):
-        alone = "; what the step would have taken without it nobody can measure" if move.kind is MoveKind.LEND else ""
+        alone = "; the step time without the move cannot be measured" if move.kind is MoveKind.LEND else ""
         lines.append(f"  Expected: {said}{alone}.")
     if before is not None and move.by and before.by not in ("", move.by):
-        lines.append(f"  Planned by {move.by} from here on, until then by {before.by}.")
+        lines.append(f"  Planned by {move.by} from here on; before by {before.by}.")
     if move.slots:
         more = f", and {move.more_slots} more" if move.more_slots else ""
         lines.append(f"  Slots: {_slots_in_words(move.slots)}{more}.")
     if said := outcome_in_words(move):
-        lines.append(f"  What came of it: {said}{_beside_expected(move)}.")
+        lines.append(f"  Measured: {said}{_beside_expected(move)}.")
     return lines
 
 
 def _stayed(stay: HoldPeriod) -> list[str]:
     lines = [f"{_clock(stay.began)}{span_in_words(stay)}: {stay_in_words(stay)}."]
     if said := foretold_in_words(stay.foretold):
-        lines.append(f"  What came of it: {said}.")
+        lines.append(f"  Measured: {said}.")
     return lines
 
 
 def _beside_expected(move: Move) -> str:
-    """Whether the steps after it took longer than was expected of them, or less long; nothing where it is nearly the same."""
+    """Whether the steps after a move took longer or shorter than expected; empty if the difference is small."""
     took = None if move.outcome is None else move.outcome.step_s
     if took is None or move.expected_s is None or move.within or move.state != "done":
         return ""
     if abs(took - move.expected_s) <= SURPRISE * move.expected_s:
         return ""
-    return f"; that is {'longer' if took > move.expected_s else 'shorter'} than was expected"
+    return f"; this is {'longer' if took > move.expected_s else 'shorter'} than expected"
 
 
 def _by_node(nodes: Mapping[str, Sequence[str]]) -> str:
@@ -275,7 +280,7 @@ def _by_node(nodes: Mapping[str, Sequence[str]]) -> str:
 
 
 def _slots_in_words(slots: Sequence[str]) -> str:
-    """`rollout -> reward: 3, 4, 5 on node-0 and 6 on node-1`, of lines `NODE/KIND:NUMBER was -> is`; others as they are."""
+    """Group lines `NODE/KIND:NUMBER was -> is` as `rollout -> reward: 3, 4, 5 on node-0 and 6 on node-1`; other lines are unchanged."""
     found: dict[str, dict[str, list[str]]] = {}
     others = []
     for line in slots:
@@ -291,7 +296,7 @@ def _slots_in_words(slots: Sequence[str]) -> str:
 
 
 def history_table(moves: Sequence[Move]) -> Table:
-    """A line a move."""
+    """A table with one line per move."""
     rows = (
         (
             _at(move),
@@ -309,20 +314,20 @@ def history_table(moves: Sequence[Move]) -> Table:
 
 
 HOLDS = {
-    "barrier": "training: the batch is closed, and nothing may begin before its weights are there",
-    "waiting_weights": "publication: engines wait for the weights of the newest step",
-    "tail": "the tail: everything is begun, and the last responses and verdicts are not there yet",
-    "back_pressure": "admission: no more may be begun (judges, rollout.concurrency or rollout.staleness)",
-    "no_work": "generation: there is nothing yet to work on",
+    "barrier": "training: the batch is complete, and generation must wait for its weights",
+    "waiting_weights": "the weight sync: engines wait for the weights of the newest step",
+    "tail": "the tail: all requests are running, and the last responses and verdicts are missing",
+    "back_pressure": "admission: no new requests are allowed (judges, rollout.concurrency or rollout.staleness)",
+    "no_work": "generation: there are no inputs yet",
 }
-"""What a cause of idle slots says of the job."""
+"""Explanations of the causes of idle slots."""
 
 BAR = 30
 
 
 @dataclass(frozen=True)
 class JobTop:
-    """A job at a moment. `books`: the newest of each node; `folder`: that of a run that ended, if that is where it was read."""
+    """Slot accounting of a job. `books`: the newest of each node; `folder`: the run folder if it was read from there, else empty."""
 
     name: str
     uid: str
@@ -334,12 +339,12 @@ class JobTop:
 
     @property
     def slots(self) -> int:
-        """That the nodes have booked."""
+        """Number of slots in the slot accounting."""
         return sum(book.slots for book in self.books.values())
 
     @property
     def by_state(self) -> dict[str, float]:
-        """Slots by state: the time of that many."""
+        """Slot time by state, divided by the step time."""
         total: dict[str, float] = {}
         for book in self.books.values():
             if book.seconds > 0:
@@ -349,23 +354,23 @@ class JobTop:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the newest step."""
+        """Duration of the newest step in seconds."""
         return max((book.seconds for book in self.books.values()), default=0.0)
 
     @property
     def error(self) -> float:
-        """The share of all slots' time that is not accounted for."""
+        """The share of slot time without accounting."""
         total = sum(book.seconds * book.slots for book in self.books.values())
         return sum(book.error * book.seconds * book.slots for book in self.books.values()) / total if total else 0.0
 
     @property
     def engines(self) -> dict[str, EngineSums]:
-        """By pool, of all nodes."""
+        """Engine sums over all nodes, by pool."""
         return sum_engines(self.books.values())
 
     @property
     def bottleneck(self) -> str:
-        """What most idle slots wait for; empty if none is."""
+        """The cause for which most idle slots wait; empty if no slot is idle."""
         causes: dict[str, float] = {}
         for state, slots in self.by_state.items():
             if state.startswith("idle "):
@@ -375,27 +380,28 @@ class JobTop:
 
 
 def top_rows(top: JobTop) -> Iterable[tuple[str, str]]:
-    """The job in words."""
+    """The rows of `gcore top` above its table."""
     yield "job", f"{top.name} {top.state}"
     yield (
         "step",
-        f"{top.step}/{top.steps}" + (f", the newest booked one took {format_seconds(top.step_s)}" if top.books else ""),
+        f"{top.step}/{top.steps}"
+        + (f", the newest recorded step took {format_seconds(top.step_s)}" if top.books else ""),
     )
-    yield "slots", f"{top.slots} on {len(top.books)} nodes; {top.error:.2%} of their time is not accounted for"
+    yield "slots", f"{top.slots} on {len(top.books)} nodes; {top.error:.2%} of their time is unaccounted"
     if top.bottleneck:
         idle = sum(slots for state, slots in top.by_state.items() if state.startswith("idle "))
-        yield "idle", f"{idle:.1f} slots, most of them for {HOLDS[top.bottleneck]}"
+        yield "idle", f"{idle:.1f} slots, most of them waiting for {HOLDS[top.bottleneck]}"
     for pool, sums in sorted(top.engines.items()):
         if sums.active_s > 0:
             speed = sums.tokens / top.step_s if top.step_s else 0.0
-            yield pool, f"{sums.running_s / sums.active_s:.1f} requests at a time in an engine, {speed:,.0f} tokens/s"
+            yield pool, f"{sums.running_s / sums.active_s:.1f} concurrent requests per engine, {speed:,.0f} tokens/s"
     if top.folder:
-        yield "told from", f"{printable_text(top.folder)}, for no cluster is up"
+        yield "read from", f"{printable_text(top.folder)}, because no cluster is running"
         yield "see also", f"`gcore trace {top.uid} --step N`, `gcore placement explain {top.uid}`"
 
 
 def states_table(top: JobTop) -> Table:
-    """Slots by state, the most first."""
+    """A table of slots by state, largest first."""
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_row(*(Text(word, style="dim") for word in ("state", "slots", "")))
     for state, slots in sorted(top.by_state.items(), key=lambda item: (-item[1], item[0])):
@@ -407,17 +413,17 @@ def states_table(top: JobTop) -> Table:
 
 
 def render_top(top: JobTop) -> Group:
-    """All of it."""
+    """The complete output of `gcore top`."""
     parts: list[Any] = [pairs_table(dict(top_rows(top)))]
     if top.books:
         parts += [Text(""), states_table(top)]
     else:
-        parts.append(Text(f"No node has booked a step{'' if top.folder else ' yet'}.", style="dim"))
+        parts.append(Text(f"There is no slot accounting{'' if top.folder else ' yet'}.", style="dim"))
     return Group(*parts)
 
 
 def top_tree(top: JobTop) -> dict[str, Any]:
-    """As JSON."""
+    """The slot accounting as a JSON object."""
     return {
         "job": top.name,
         "state": top.state,
@@ -447,11 +453,11 @@ COLOURS = {
     "failed": "terrible",
     UNACCOUNTED: "bad",
 }
-"""Of chrome://tracing's palette; Perfetto chooses its own."""
+"""Colors of chrome://tracing by state; Perfetto chooses its own."""
 
 
 def build_trace(job: str, lines: Mapping[str, AccountLine], moves: Sequence[Move]) -> dict[str, Any]:
-    """The whole document. `lines`: the step, by node; of `moves` those that were made while it went on are shown."""
+    """The trace document. `lines`: slot accounting of the step by node. Of `moves`, those within the step are included."""
     began = min(line.book.began for line in lines.values())
     ended = max(line.book.began + line.book.seconds for line in lines.values())
     events: list[dict[str, Any]] = [
@@ -473,9 +479,8 @@ def _of_node(pid: int, node: str, line: AccountLine, offset: float) -> Iterator[
     yield _named("process_name", pid, 0, f"node {node}")
     yield _named("thread_name", pid, PHASES_TRACK, "phases")
     for phase in line.phases:
-        yield _slice(
-            pid, PHASES_TRACK, phase.most or UNACCOUNTED, "phase", offset + phase.begin, offset + phase.end, {}
-        )
+        name = PHASE_NAMES.get(phase.most, phase.most) or UNACCOUNTED
+        yield _slice(pid, PHASES_TRACK, name, "phase", offset + phase.begin, offset + phase.end, {})
     for tid, (slot, spans) in enumerate(sorted(line.spans.items()), start=PHASES_TRACK + 1):
         yield _named("thread_name", pid, tid, slot)
         for span in spans:
@@ -488,7 +493,7 @@ def _of_node(pid: int, node: str, line: AccountLine, offset: float) -> Iterator[
 
 
 def _busy(span: Span) -> float:
-    """The share of it in which the slot was at work."""
+    """The busy share of the span."""
     length = span.end - span.begin
     return sum(s for state, s in span.seconds.items() if state.startswith("busy ")) / length if length > 0 else 0.0
 

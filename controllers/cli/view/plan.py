@@ -1,7 +1,7 @@
-"""Tables and JSON of `gcore plan`: models, placements that fit, why others do not fit, and what to change.
+"""Tables and JSON of `gcore plan`: memory per model, layouts that fit, why others do not fit, and what to change.
 
-`placement_section` says a placement as a spec says it. `advice` names the largest part of the memory that the nearest placement lacks,
-and the field of the spec that bounds it; the hints of `placement.mapping.search` say whether one field alone is enough.
+`placement_section` writes a layout as a section of the spec. `advice` names the largest memory consumer of the closest layout that does not
+fit, and the field of the spec that bounds it. The hints of `placement.mapping.search` tell whether changing one field is sufficient.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """What was planned for, and what was found."""
+    """The inputs and the result of a search for layouts."""
 
     spec: JobSpec
     cluster: ClusterSpec
@@ -47,8 +47,8 @@ class PlanReport:
     found: LayoutSearchResult
 
     def begins(self, way: PoolLayout) -> bool:
-        """Whether the job can begin so. A policy that moves slots knows all slots in turn with one world only: that of the spec, or the
-        largest that has a sample for each rank."""
+        """Whether the job can start with this layout. A policy that moves slots supports a time-shared layout only with one world size: that
+        of the spec, or the largest with at least one sample for each train rank."""
         if not way.starts or way.split.mode == "coexisting" or not self.spec.placement.is_live:
             return way.starts
         training = self.workload.training
@@ -57,13 +57,13 @@ class PlanReport:
 
     @property
     def first(self) -> FittingLayout | None:
-        """The best that the job can begin with, once the spec says so."""
+        """The best layout that the job can start with after a change of the spec."""
         return next((fit for fit in self.found.fits if self.begins(fit.way)), None)
 
     @property
     def stands(self) -> FittingLayout | None:
-        """What the job would begin with as its spec stands; None if that is none of those that fit. A policy that moves slots, and is told no
-        sizes, finds the best by itself."""
+        """The layout that the job would start with under the current spec; None if it does not fit. A policy that moves slots chooses the best
+        layout if the spec gives no sizes."""
         placement = self.spec.placement
         fits = (fit for fit in self.found.fits if self._spans(fit.way))
         if placement.is_live and placement.train is None:
@@ -72,7 +72,7 @@ class PlanReport:
 
     @property
     def one_rank_a_node(self) -> bool:
-        """Whether the spec leaves the number of ranks to the number of nodes."""
+        """Whether the number of train ranks defaults to the number of nodes."""
         placement = self.spec.placement
         return self.spec.train.ranks is None and placement.train is None and not placement.is_live
 
@@ -93,14 +93,14 @@ class PlanReport:
 
 
 MOST_MISFITS = 8
-"""Sentences about what does not fit that a table shows; JSON has all."""
+"""Maximum number of rejected layouts in the table; JSON has all."""
 
 LONG = 500
-"""Characters of a sentence that are shown."""
+"""Maximum characters of a displayed sentence."""
 
 
 def plan_tree(planned: PlanReport, show: int) -> dict[str, Any]:
-    """For JSON; memory in GiB, times in seconds. `show`: placements in it."""
+    """The report as a JSON object; memory in GiB, times in seconds. `show`: maximum number of placements."""
     found, cluster, device = planned.found, planned.cluster, planned.cluster.device
     first = planned.first
     return {
@@ -128,7 +128,7 @@ def plan_tree(planned: PlanReport, show: int) -> dict[str, Any]:
 
 
 def layout_tree(fit: FittingLayout, *, starts: bool) -> dict[str, Any]:
-    """One placement. `starts`: whether the job can begin so."""
+    """A layout as a JSON object. `starts`: whether the job can start with it."""
     split, times = fit.way.split, fit.times
     return {
         "placement": str(fit.way),
@@ -156,7 +156,7 @@ def layout_tree(fit: FittingLayout, *, starts: bool) -> dict[str, Any]:
 
 
 def model_rows(planned: PlanReport) -> Iterator[dict[str, Any]]:
-    """What each model takes of one slot by itself, with as many ranks as the best placement has."""
+    """Memory of each model on one slot, with the number of train ranks of the best layout."""
     workload, gpu = planned.workload, planned.cluster.device.is_gpu
     best = planned.first or next(iter(planned.found.fits), None)
     ranks = planned.cluster.slots if best is None else best.way.ranks
@@ -175,7 +175,7 @@ def model_rows(planned: PlanReport) -> Iterator[dict[str, Any]]:
 
 
 def _of_ranks(need: MemoryNeed, ranks: int) -> str:
-    return f", a rank of {ranks}" if need.name != "reference" else ""
+    return f", 1 of {count_noun(ranks, 'rank')}" if need.name != "reference" else ""
 
 
 def _model(name: str, parameters: int, parts: dict[str, int]) -> dict[str, Any]:
@@ -184,12 +184,12 @@ def _model(name: str, parameters: int, parts: dict[str, int]) -> dict[str, Any]:
 
 
 def print_tables(planned: PlanReport, show: int, console: Console) -> None:
-    """For people."""
+    """Print the report for people."""
     found, cluster = planned.found, planned.cluster
-    weakest = "" if cluster.alike else "; nodes differ, and the weakest of each figure is planned with"
+    weakest = "" if cluster.alike else " (nodes differ; the lowest value of each figure is used)"
     console.print(
         f"{planned.spec.name} on {count_noun(cluster.slots, 'slot')} of {count_noun(cluster.node_count, 'node')}, "
-        f"{SlotMemory.of(cluster).all_of_it / GIB:.4g} GiB each{weakest}; prompts of {planned.lengths.prompt:.4g} and responses of "
+        f"{SlotMemory.of(cluster).all_of_it / GIB:.4g} GiB each{weakest}; mean prompt {planned.lengths.prompt:.4g} tokens, mean response "
         f"{planned.lengths.response:.4g} tokens.\n",
         highlight=False,
     )
@@ -202,42 +202,42 @@ def print_tables(planned: PlanReport, show: int, console: Console) -> None:
         for line in cache_hints(first):
             console.print(f"{printable_text(line, LONG)}.", highlight=False, soft_wrap=True)
     if found.misfits:
-        console.print("\nWhat does not fit, the nearest first:", highlight=False)
+        console.print("\nPlacements that do not fit, closest first:", highlight=False)
         for one in found.misfits[:MOST_MISFITS]:
-            more = f" (and {one.count - 1} alike)" if one.count > 1 else ""
+            more = f" (and {one.count - 1} similar)" if one.count > 1 else ""
             console.print(
                 f"  {printable_text(str(one.way), LONG)}: {printable_text(str(one.excess), LONG)}{more}",
                 highlight=False,
                 soft_wrap=True,
             )
         if len(found.misfits) > MOST_MISFITS:
-            console.print(f"  and {len(found.misfits) - MOST_MISFITS} kinds more (-o json has all)", highlight=False)
+            console.print(f"  and {len(found.misfits) - MOST_MISFITS} more kinds (-o json has all)", highlight=False)
     for hint in found.hints:
         console.print(f"\n{printable_text(hint, LONG)}.", highlight=False, soft_wrap=True)
 
 
 def _begins(planned: PlanReport, first: FittingLayout) -> str:
-    """What the spec says now, and what to write instead."""
-    stands, how = planned.stands, "-o yaml prints that for the spec"
+    """Sentences about the layout of the current spec and the recommended one."""
+    stands, how = planned.stands, "-o yaml prints the section for the spec"
     alone = ""
     if planned.one_rank_a_node:
-        alone = " (a rank on each node, for train.ranks says nothing)"
+        alone = " (one train rank per node, because train.ranks is not set)"
     if stands == first:
-        return f"As the spec stands, the job begins with {first.way}{alone}; {how}."
+        return f"With the current spec, the job starts with {first.way}{alone}; {how}."
     if stands is None:
-        now = "What the spec says now is not among what fits."
+        now = "The placement of the current spec does not fit."
     else:
         now = (
-            f"As the spec stands, the job begins with {stands.way}{alone}, predicted to take "
-            f"{stands.times.step:.3g} s a step."
+            f"With the current spec, the job starts with {stands.way}{alone}; the predicted step time is "
+            f"{stands.times.step:.3g} s."
         )
-    return f"{now} To begin with {first.way}, at a predicted {first.times.step:.3g} s: {how}."
+    return f"{now} To start with {first.way} (predicted step time {first.times.step:.3g} s): {how}."
 
 
 def cache_hints(fit: FittingLayout) -> tuple[str, ...]:
-    """Of judges whose engines would take more than there is for them, what to write against that; the policy's is written with the rest."""
+    """Advice for judges whose KV cache must be limited to fit. The limit of the policy is part of the placement section."""
     return tuple(
-        f"{name} has room for {cells:,} tokens of cache; set its serving.cache_tokens, or it may take more"
+        f"{name}: memory suffices for {cells:,} tokens of KV cache; set its serving.cache_tokens, because its default may use more"
         for name, cells in fit.room.cells
         if name in fit.room.bound and name != "rollout"
     )
@@ -248,12 +248,12 @@ def _counted(planned: PlanReport) -> str:
     fail = sum(one.count for one in found.misfits)
     fit = f"{count_noun(len(found.fits), 'placement')} fit{'s' * (len(found.fits) == 1)}, {fail} do not"
     if found.fits and planned.first is None:
-        return f"{fit}; of those that fit none can be started. The best of them, by predicted time of a step:"
-    return f"{fit}. The best, by predicted time of a step:" if found.fits else f"{fit}."
+        return f"{fit}; the job can start with none of those that fit. The best of them, by predicted step time:"
+    return f"{fit}. The best, by predicted step time:" if found.fits else f"{fit}."
 
 
 def _models_table(planned: PlanReport) -> Table:
-    headings = ("MODEL, BY ITSELF", "PARAMETERS", "WEIGHTS GiB", "CACHE GiB", "WORKING GiB", "TOTAL GiB")
+    headings = ("MODEL", "PARAMETERS", "WEIGHTS GiB", "CACHE GiB", "WORKING GiB", "TOTAL GiB")
     sizes = ("weights_gib", "cache_gib", "working_gib", "total_gib")
     rows = (
         (printable_text(row["model"]), f"{row['parameters']:,}", *(f"{row[size]:.2f}" for size in sizes))
@@ -263,7 +263,7 @@ def _models_table(planned: PlanReport) -> Table:
 
 
 def _fits_table(planned: PlanReport, show: int) -> Table:
-    headings = ("PLACEMENT", "STEP s", "ROLLOUT", "JUDGES", "TRAIN", "PUBLISH", "SWITCH", "FULLEST SLOT GiB", "STARTS")
+    headings = ("PLACEMENT", "STEP s", "ROLLOUT", "JUDGES", "TRAIN", "SYNC", "SWITCH", "FULLEST SLOT GiB", "CAN START")
     shown = list(planned.found.fits[:show])
     if planned.first is not None and planned.first not in shown:
         shown.append(planned.first)
@@ -279,18 +279,20 @@ def _fits_table(planned: PlanReport, show: int) -> Table:
 def _starts(planned: PlanReport, way: PoolLayout) -> str:
     if planned.begins(way):
         return "yes"
-    return f"not with {planned.spec.placement.policy}" if way.starts else "with sglang"
+    return f"not with {planned.spec.placement.policy}" if way.starts else "only with sglang"
 
 
 YamlSection = dict[str, dict[str, Any]]
 
 JUDGES = "judges"
-"""In a section: by the judge's name, what to write into its `serving`."""
+"""Key of a section with the `serving` fields by judge name."""
 
 
 def placement_section(spec: JobSpec, fit: FittingLayout) -> YamlSection:
-    """What to write into the spec so that the job begins so. A policy that moves slots keeps its name, and begins with these sizes; all
-    slots in turn have none, for it knows one world only there."""
+    """The section of the spec that makes the job start with this layout.
+
+    A policy that moves slots keeps its name and gets the initial sizes. It gets none for a time-shared layout, which has only one world size.
+    """
     policy, split = spec.placement.policy, fit.way.split
     live = spec.placement.is_live
     section: YamlSection = {"placement": {"policy": policy}}
@@ -305,7 +307,7 @@ def placement_section(spec: JobSpec, fit: FittingLayout) -> YamlSection:
     sizes, way = sizes_of(spec), fit.way
     if way.rollout_size != sizes.rollout:
         section["rollout"] = {"slots_per_engine": way.rollout_size}
-    # An engine that is left to itself would fill what the ranks beside it need.
+    # Without a limit, the engine would use memory that the train ranks on the same slot need.
     if "rollout" in fit.room.bound:
         section["rollout"] = section.get("rollout", {}) | {"cache_tokens": dict(fit.room.cells)["rollout"]}
     if way.reward_size != sizes.reward:
@@ -314,7 +316,7 @@ def placement_section(spec: JobSpec, fit: FittingLayout) -> YamlSection:
 
 
 def paste_section(section: YamlSection) -> tuple[YamlSection, tuple[str, ...]]:
-    """The section as it is pasted by hand, and what is to be set besides: judges stand in a list."""
+    """The section to paste, and sentences about fields to set by hand, because judges are a list."""
     fields = [
         f"set serving.{key}: {value} of judge {name}"
         for name, serving in section.get(JUDGES, {}).items()
@@ -324,7 +326,7 @@ def paste_section(section: YamlSection) -> tuple[YamlSection, tuple[str, ...]]:
 
 
 def lines_to_delete(spec: JobSpec, section: YamlSection) -> tuple[str, ...]:
-    """What to delete of the spec where the section is pasted: what it says of another split."""
+    """Sentences about fields to delete from the spec, because they contradict the section."""
     placement, wanted = spec.placement, section["placement"]
     gone = [
         f"placement.{key}" for key in ("train", "reward") if key not in wanted and getattr(placement, key) is not None
@@ -333,15 +335,19 @@ def lines_to_delete(spec: JobSpec, section: YamlSection) -> tuple[str, ...]:
         gone.append("placement.memory")
     if "train" in wanted and spec.train.ranks is not None:
         gone.append("train.ranks")
-    return (f"delete {' and '.join(gone)}, which the spec says of another placement",) if gone else ()
+    return (
+        (f"delete {' and '.join(gone)} of the spec, which contradict{'s' * (len(gone) == 1)} this placement",)
+        if gone
+        else ()
+    )
 
 
-LARGER = "Use more accelerators, larger ones, or a smaller model"
+LARGER = "Use more or larger accelerators, or a smaller model"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryTerm:
-    """A part of what a slot would hold, in bytes, and what to do about it."""
+    """A part of a slot's memory. `size`: bytes; `fix`: how to reduce it."""
 
     what: str
     size: float
@@ -349,14 +355,14 @@ class MemoryTerm:
 
 
 def advice(workload: Workload, cluster: ClusterSpec, misfit: RejectedLayouts | None) -> str:
-    """What to change first."""
+    """The first change to try."""
     if misfit is None:
         return LARGER
     memory = SlotMemory.of(cluster)
     if misfit.excess.where.startswith("SGLang"):
         return _of_share(_named(workload, misfit), memory)
     if misfit.excess.where:
-        return f"Use nodes with more host memory, fewer ranks a node, or a smaller model; {format_gib(misfit.excess.memory)} are there"
+        return f"Use nodes with more host memory (now {format_gib(misfit.excess.memory)}), fewer ranks per node, or a smaller model"
     names = misfit.excess.names
     terms = [*_trained(workload, misfit.way, names, memory), *_engine_terms(workload, misfit.way, names, memory)]
     if not terms:
@@ -366,7 +372,7 @@ def advice(workload: Workload, cluster: ClusterSpec, misfit: RejectedLayouts | N
 
 
 def _named(workload: Workload, misfit: RejectedLayouts) -> EngineWorkload:
-    """Whose share it is: the excess names it with what it is asked."""
+    """The engine that the excess names."""
     return max(
         (one for one in workload.served if misfit.excess.names[0].startswith(one.name)),
         key=lambda one: len(one.name),
@@ -390,7 +396,7 @@ def _trained(workload: Workload, way: PoolLayout, names: tuple[str, ...], memory
         fixes = [] if training.recomputes else ["set train.activation_checkpointing: true"]
         if tokens > training.longest:
             fixes.append(
-                f"lower train.micro_batch_tokens (now {training.micro_tokens:,}; a sample has up to {training.longest:,})"
+                f"lower train.micro_batch_tokens (now {training.micro_tokens:,}; a sample has up to {training.longest:,} tokens)"
             )
         else:
             fixes.append(f"lower rollout.max_new_tokens (a sample has up to {training.longest:,} tokens)")
@@ -409,7 +415,7 @@ def _engine_terms(
             continue
         if memory.gpu and served.share is not None:
             yield MemoryTerm(
-                f"the share that SGLang takes for {served.name}", served.share * memory.all_of_it, _less(served)
+                f"the memory that SGLang reserves for {served.name}", served.share * memory.all_of_it, _less(served)
             )
             continue
         policy = served is workload.rollout
@@ -419,13 +425,15 @@ def _engine_terms(
         need = engine_memory(served, size=size, rows=rows, gpu=memory.gpu)
         where, longest = _section(served), "rollout.max_new_tokens" if policy else f"max_new_tokens of {served.name}"
         yield MemoryTerm(f"weights of {served.name}", need.weights, "use larger accelerators, or a smaller model")
-        yield MemoryTerm(f"cache of {served.name} for one longest request", need.cell * need.least, f"lower {longest}")
-        yield MemoryTerm(f"what {served.name} works with", need.works, f"lower {where}.batch_slots or {longest}")
+        yield MemoryTerm(
+            f"KV cache of {served.name} for the longest request", need.cell * need.least, f"lower {longest}"
+        )
+        yield MemoryTerm(f"working memory of {served.name}", need.works, f"lower {where}.batch_slots or {longest}")
 
 
 def _of_share(served: EngineWorkload, memory: SlotMemory) -> str:
     share = served.share or 0.0
-    return f"SGLang takes {share:g} of {format_gib(memory.all_of_it)} for {served.name}: {_raise(served)}"
+    return f"SGLang reserves {share:g} of {format_gib(memory.all_of_it)} for {served.name}: {_raise(served)}"
 
 
 def _section(served: EngineWorkload) -> str:
@@ -442,4 +450,4 @@ def _less(served: EngineWorkload) -> str:
 
 
 def _raise(served: EngineWorkload) -> str:
-    return f"raise it with {_flag(served)}, or lower the longest answer"
+    return f"raise it with {_flag(served)}, or lower the maximum response length"

@@ -1,7 +1,7 @@
-"""The screens that a followed job is shown on: a live terminal, or plain lines for logs and pipes.
+"""Screens that show a followed job: the live view on a terminal, plain lines for logs and pipes, and JSON.
 
-Both fold events into a `ViewState`. A plain line is a function of the state before and the event; a missing number is "-" or left out.
-Held-out answers are shown with the first evaluation and with the one after the last step.
+All apply events to a `ViewState`. A plain line is a function of the previous state and the event; a missing number is "-" or omitted.
+Held-out responses are shown with the first evaluation and with the one after the last step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ from controllers.cli.output import (
     format_seconds,
     printable_text,
 )
-from controllers.cli.view.state import AnswerPoint, EvalPoint, JobSnapshot, SetPoint, StepPoint, ViewState, WaitPoint
+from controllers.cli.view.state import (
+    PHASE_NAMES,
+    AnswerPoint,
+    EvalPoint,
+    JobSnapshot,
+    SetPoint,
+    StepPoint,
+    ViewState,
+    WaitPoint,
+)
 from gcore.observability.events import JobEvent
 from gcore.system.clock import Clock
 
@@ -33,7 +42,7 @@ _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 def event_lines(before: ViewState, event: JobEvent) -> tuple[str, ...]:
-    """What is printed for `event`. Nothing for one that was shown already."""
+    """The lines printed for `event`; none if it was already shown."""
     after = before.apply(event)
     if after is before:
         return ()
@@ -41,7 +50,7 @@ def event_lines(before: ViewState, event: JobEvent) -> tuple[str, ...]:
         return (step_line(after, after.points[-1]),)
     if event.kind == "eval" and after.evals and after.evals[-1] not in before.evals:
         return tuple(_eval_lines(after, after.evals[-1]))
-    if event.kind == "fault":  # of a plug-in: its own traceback is what its author needs
+    if event.kind == "fault":  # The author of the plug-in needs its traceback.
         trace = str(event.data.get("trace", "")).splitlines()
         return (f"fault: {printable_text(event.message, 500)}", *(f"  {printable_text(line, 300)}" for line in trace))
     text = printable_text(event.message, 500) or (
@@ -51,19 +60,19 @@ def event_lines(before: ViewState, event: JobEvent) -> tuple[str, ...]:
 
 
 def trouble_lines(before: WaitPoint | None, who: str, why: str, now: float) -> tuple[str, ...]:
-    """What is printed when `who` is in trouble because of `why` (nothing: no longer), and was in `before`.
+    """The lines printed when the problem of `who` is now `why` (empty: solved) and was `before`.
 
-    The same reason with other figures in it is the same.
+    Reasons that differ only in numbers count as equal.
     """
     if not why:
-        return (f"waiting: {who} goes on, after {format_seconds(max(0.0, now - before.since))}",) if before else ()
+        return (f"waiting: {who} recovered after {format_seconds(max(0.0, now - before.since))}",) if before else ()
     if before is not None and _NUMBER.sub("", before.what) == _NUMBER.sub("", why):
         return ()
     return (f"waiting: {who}: {printable_text(why, 500)}",)
 
 
 def step_line(state: ViewState, point: StepPoint) -> str:
-    """`step 12/150 reward 0.620 accuracy 0.450 length 3.1 812 tok/s collect 0.31s exchange 0.02s ...`."""
+    """`step 12/150 reward 0.620 accuracy 0.450 length 3.1 812 tok/s generate 0.31s transfer 0.02s ...`."""
     reward, length = point.stats.get("reward"), point.stats.get("response_length")
     accuracy = state.evals[-1].accuracy if state.evals else None
     words = [
@@ -75,7 +84,7 @@ def step_line(state: ViewState, point: StepPoint) -> str:
     rate = point.tokens_per_second
     if rate is not None:
         words.append(f"{rate:.0f} tok/s")
-    words += [f"{name} {format_seconds(value)}" for name, value in point.phases.items()]
+    words += [f"{PHASE_NAMES[name]} {format_seconds(value)}" for name, value in point.phases.items()]
     if streamed := point.stats.get("parts"):
         words.append(f"parts {streamed:.0f}")
     if point.groups:
@@ -99,7 +108,7 @@ def _eval_lines(state: ViewState, point: EvalPoint) -> Iterator[str]:
         sets = [set_line(point, name) for name in sorted(point.by_source)]
         yield "  " + ("; " if any(", " in one for one in sets) else ", ").join(sets)
     if point.unscored:
-        yield f"  {point.unscored} responses could not be scored, and count as not correct"
+        yield f"  {point.unscored} responses could not be scored and count as incorrect"
     if len(state.evals) == 1 or point.step >= state.steps:
         answers = point.samples[:SHOWN_ANSWERS]
         for answer, prompt in zip(answers, distinguish_texts([answer.prompt for answer in answers]), strict=True):
@@ -107,7 +116,7 @@ def _eval_lines(state: ViewState, point: EvalPoint) -> Iterator[str]:
 
 
 def set_line(point: EvalPoint, name: str) -> str:
-    """`sums 45.0%, pass@4 71.2%` of a set; the mean reward where it is not the accuracy."""
+    """`sums 45.0%, pass@4 71.2%`: the result of one set, with the mean reward if it differs from the accuracy."""
     score = point.sets.get(name, SetPoint())
     return ", ".join(
         [f"{printable_text(name)} {point.by_source[name]:.1%}", *format_measures(score.metrics, point.by_source[name])]
@@ -115,37 +124,37 @@ def set_line(point: EvalPoint, name: str) -> str:
 
 
 def answer_line(answer: AnswerPoint, prompt: str) -> str:
-    """`47+8= → 55  right` or `47+8= → 54  wrong, 55 is expected`. `prompt`: what is shown of it."""
-    verdict = "right" if answer.right else f"wrong, {printable_text(answer.answer, 40)} is expected"
+    """`47+8= → 55  correct` or `47+8= → 54  incorrect, expected 55`. `prompt`: its displayed part."""
+    verdict = "correct" if answer.right else f"incorrect, expected {printable_text(answer.answer, 40)}"
     if answer.unscored:
         verdict = f"not scored: {printable_text(answer.unscored, 200)}"
-    return f"{prompt} → {printable_text(answer.response) or '(nothing)'}  {verdict}"
+    return f"{prompt} → {printable_text(answer.response) or '(empty)'}  {verdict}"
 
 
 class Screen(Protocol):
-    """Shows a job. Events and observations only while `open()` is entered."""
+    """Shows a job. Call its other methods only while `open()` is entered."""
 
     state: ViewState
 
     def open(self) -> AbstractContextManager[object]:
-        """Take the terminal; give it back at the end."""
+        """Take over the terminal; release it at exit."""
         ...
 
     def show(self, event: JobEvent) -> None:
-        """Something happened."""
+        """Show an event."""
         ...
 
     def observe(self, job: JobSnapshot) -> None:
-        """The API was asked."""
+        """Show a response of the API."""
         ...
 
     def trouble(self, who: str, why: str, now: float) -> None:
-        """Why `who` does not do what it should; nothing: it does. `now`: seconds since the epoch."""
+        """Show the problem `why` of `who`; an empty `why` means that it is solved. `now`: seconds since the epoch."""
         ...
 
 
 class PlainScreen:
-    """Lines on a console."""
+    """Prints lines on a console."""
 
     def __init__(self, console: Console) -> None:
         self.state = ViewState()
@@ -156,7 +165,7 @@ class PlainScreen:
         return nullcontext()
 
     def trouble(self, who: str, why: str, now: float) -> None:
-        """A line when it begins, when the reason becomes another, and when it is over."""
+        """Print a line when the problem begins, when its reason changes, and when it is solved."""
         before = self._troubles.get(who)
         self._print(trouble_lines(before, who, why, now))
         if why:
@@ -172,7 +181,7 @@ class PlainScreen:
         self.state = self.state.observe(job)
 
     def _print(self, lines: Iterable[str]) -> None:
-        """A log on a full disk must not end what it tells of; whoever reads nothing more (a closed pipe) has ended it."""
+        """Print lines. A full disk must not end the run, so that error is ignored; a closed pipe ends it."""
         for line in lines:
             try:
                 self._console.out(line, highlight=False)
@@ -182,12 +191,12 @@ class PlainScreen:
 
 
 def event_text(event: JobEvent, output: Output) -> str:
-    """An event for programs: a line of JSON, or a document of YAML."""
+    """An event for programs: one line of JSON, or one YAML document."""
     return f"---\n{output.text(json.loads(event.to_line()))}" if output is Output.YAML else event.to_line()
 
 
 class JsonScreen:
-    """Events as they are, one JSON object a line, or one YAML document each, for programs."""
+    """Prints events for programs: one JSON line or one YAML document each."""
 
     def __init__(self, console: Console, output: Output = Output.JSON) -> None:
         self._output = output
@@ -198,7 +207,7 @@ class JsonScreen:
         return nullcontext()
 
     def trouble(self, who: str, why: str, now: float) -> None:
-        """Not an event."""
+        """Do nothing: a problem of this command is not an event of the job."""
 
     def show(self, event: JobEvent) -> None:
         self._console.out(event_text(event, self._output), highlight=False)
@@ -209,7 +218,7 @@ class JsonScreen:
 
 
 class LiveScreen:
-    """The view, drawn four times a second; its last state stays on the terminal."""
+    """The live view, drawn four times a second. Its last state stays on the terminal."""
 
     def __init__(self, console: Console, clock: Clock) -> None:
         from rich.live import Live
@@ -240,5 +249,5 @@ class LiveScreen:
 
 
 def choose_screen(console: Console, clock: Clock, *, plain: bool) -> Screen:
-    """The live view on a terminal, unless lines are asked for."""
+    """The live view on a terminal, plain lines otherwise or with `plain`."""
     return LiveScreen(console, clock) if console.is_terminal and not plain else PlainScreen(console)

@@ -1,11 +1,10 @@
-"""The view of a job as a fold over its events.
+"""The state of the job views, computed from the job's events.
 
-`ViewState.apply(event)` is total: an event of an unknown kind, or with unknown fields, gives a state; an event that was applied
-already changes nothing. Values that are missing, of another type or not finite count as absent. A rollback removes the steps
-and evaluations that it undoes, so that the view shows what is on the job's chain. `observe` adds what events do not say: the name,
-and what the job waits for now.
+`ViewState.apply(event)` accepts every event: unknown kinds and fields are ignored, and an event that was already applied changes nothing.
+Values that are missing, of another type or not finite count as absent. A rollback removes the steps and evaluations of the discarded
+branch. `observe` adds what events do not contain: the name of the job and its wait reports.
 
-A step copies a tuple, so n steps copy n² pointers; a hundred thousand steps take seconds.
+Each step copies a tuple, so n steps copy n² pointers; a hundred thousand steps take seconds.
 """
 
 from __future__ import annotations
@@ -19,24 +18,26 @@ from typing import Any
 from gcore.observability.events import JobEvent
 
 PHASES = ("collect", "exchange", "train", "publish")
+PHASE_NAMES = {"collect": "generate", "exchange": "transfer", "train": "train", "publish": "weight sync"}
+"""The displayed names of the phases of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPoint:
-    """One committed step on the chain. `stats` are its finite numbers; seconds, tokens, or plain values."""
+    """One committed step. `stats`: its finite numbers (seconds, tokens or plain values)."""
 
     step: int
     lineage: int
     time: float
     stats: Mapping[str, float] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)
-    """Groups trained, by the node that made them."""
+    """Trained groups, by the node that generated them."""
     filtered: int = 0
     failed: int = 0
 
     @property
     def tokens_per_second(self) -> float | None:
-        """As reported, or worked out."""
+        """Tokens per second, as reported or computed from tokens and seconds."""
         reported, tokens, seconds = (self.stats.get(key) for key in ("tokens_per_second", "tokens", "seconds"))
         if reported is None and tokens is not None and seconds:
             return tokens / seconds
@@ -44,32 +45,32 @@ class StepPoint:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds by phase of the step, those that are known."""
+        """Seconds by phase, for the known phases."""
         return {p: max(0.0, self.stats[f"{p}_s"]) for p in PHASES if f"{p}_s" in self.stats}
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPoint:
-    """One held-out answer."""
+    """One held-out response."""
 
     prompt: str
     response: str
     answer: str
     reward: float
     correct: bool | None = None
-    """Whether the reward reaches the set's threshold; None from a cluster that does not tell."""
+    """Whether the reward reaches the set's threshold; None if the cluster does not report it."""
     unscored: str = ""
-    """Why the reward could not score it; empty if it could."""
+    """Why the response could not be scored; empty if it was scored."""
 
     @property
     def right(self) -> bool:
-        """Whether it counts as correct."""
+        """Whether the response counts as correct."""
         return self.reward > 0 if self.correct is None else self.correct
 
 
 @dataclass(frozen=True, slots=True)
 class SetPoint:
-    """What one evaluation says of one set. `metrics`: `mean@N`, `pass@1`, `pass@K`, those that are known."""
+    """Result of one evaluation for one set. `metrics`: `mean@N`, `pass@1`, `pass@K`, as far as known."""
 
     count: int = 0
     samples: int = 1
@@ -79,7 +80,7 @@ class SetPoint:
 
 @dataclass(frozen=True, slots=True)
 class EvalPoint:
-    """One evaluation. `accuracy` is between 0 and 1; `mean_reward` says more than that if it `is_graded`."""
+    """One evaluation. `accuracy`: 0 to 1. `is_graded`: rewards are not only 0 and 1, so `mean_reward` differs from the accuracy."""
 
     step: int
     lineage: int
@@ -87,7 +88,7 @@ class EvalPoint:
     count: int
     samples: tuple[AnswerPoint, ...] = ()
     by_source: Mapping[str, float] = field(default_factory=dict)
-    """Accuracies, by set."""
+    """Accuracy by set."""
     sets: Mapping[str, SetPoint] = field(default_factory=dict)
     unscored: int = 0
     mean_reward: float | None = None
@@ -95,14 +96,14 @@ class EvalPoint:
 
     @property
     def measured(self) -> str:
-        """`accuracy 20.0%`, and with rewards that are not only 0 and 1 `accuracy 20.0%, mean reward 0.367`."""
+        """`accuracy 20.0%`, or with graded rewards `accuracy 20.0%, mean reward 0.367`."""
         told = self.is_graded and self.mean_reward is not None
         return f"accuracy {self.accuracy:.1%}" + (f", mean reward {self.mean_reward:.3f}" if told else "")
 
 
 @dataclass(frozen=True, slots=True)
 class BestPoint:
-    """The best evaluated state of a job. `checkpoint` is its folder; empty if it has none."""
+    """The best evaluated step of a job. `checkpoint`: folder of its checkpoint; empty if there is none."""
 
     step: int
     metric: str
@@ -113,7 +114,7 @@ class BestPoint:
 
 @dataclass(frozen=True, slots=True)
 class SourceFigures:
-    """What came of a source's prompts along the chain, as the API answers it; None where nothing is known."""
+    """Outcomes and means of a source's prompts, from the API. None: unknown."""
 
     name: str
     trained: int = 0
@@ -124,14 +125,14 @@ class SourceFigures:
     truncated: float | None = None
     accuracy: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the newest evaluation of the set of that name."""
+    """Metrics of the newest evaluation of the set of that name."""
     eval_samples: int = 0
     eval_unscored: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A controller's node. `alive`: as far as the events say."""
+    """A controller's node. `alive`: according to the events."""
 
     name: str
     alive: bool = True
@@ -140,7 +141,7 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True)
 class LogPoint:
-    """Something a person wants to have seen. `time` is seconds since the epoch."""
+    """One line of the event log. `time`: seconds since the epoch."""
 
     time: float
     kind: str
@@ -149,18 +150,18 @@ class LogPoint:
 
 @dataclass(frozen=True, slots=True)
 class WaitPoint:
-    """What somebody waits for, since when (seconds since the epoch)."""
+    """A wait report. `since`: seconds since the epoch."""
 
     who: str
     what: str
     since: float
     cause: str = ""
-    """One of the words in docs/operate/failures.md; empty where the command itself found it."""
+    """A cause from docs/operate/failures.md; empty if the command itself detected the wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarningPoint:
-    """What last went wrong of one kind beside the steps. `time`: seconds since the epoch, 0 if that is not known."""
+    """The newest warning of one topic. `time`: seconds since the epoch, 0 if unknown."""
 
     topic: str
     node: str
@@ -170,7 +171,7 @@ class WarningPoint:
 
 @dataclass(frozen=True, slots=True)
 class RollbackPoint:
-    """The newest rollback of a job: to which step, the lineage that began with it, and why."""
+    """The newest rollback of a job: its target step, the new lineage, and the reason."""
 
     step: int
     lineage: int
@@ -179,7 +180,7 @@ class RollbackPoint:
 
 @dataclass(frozen=True, slots=True)
 class JobSnapshot:
-    """A job as the API answers it. `created` and `ended`: seconds since the epoch; `ended` 0 while it has not."""
+    """A job as returned by the API. `created` and `ended`: seconds since the epoch; `ended` is 0 until the job ends."""
 
     name: str
     uid: str
@@ -198,44 +199,44 @@ class JobSnapshot:
     sources: tuple[SourceFigures, ...] = ()
     best: BestPoint | None = None
     warnings: tuple[WarningPoint, ...] = ()
-    """The newest first; like `rollback`, of one job that was asked for, and not in a list of all."""
+    """Newest first. Like `rollback`, only set for a single job, not in a list of jobs."""
     rollback: RollbackPoint | None = None
     namespace: str = "default"
     owner: str = ""
     priority: int = 0
     slots: int = 0
-    """That it may use now; `slots_min`: fewer it does not begin with; `slots_max`: more it does not take, 0: all."""
+    """Slots that the job holds now. `slots_min`: minimum to start; `slots_max`: maximum, 0: no limit."""
     slots_min: int = 0
     slots_max: int = 0
     queue_position: int = 0
-    """Among those that wait for slots; 0: it waits for none."""
+    """Position among the jobs that wait for slots; 0: not waiting."""
 
     @property
     def full_name(self) -> str:
-        """`NAME`, or `NAMESPACE/NAME` outside the default one."""
+        """`NAME`, or `NAMESPACE/NAME` outside the default namespace."""
         return self.name if self.namespace == "default" else f"{self.namespace}/{self.name}"
 
     @property
     def steps_estimated(self) -> bool:
-        """Whether `steps` follows from what remains of the data epochs and what a group has taken lately."""
+        """Whether `steps` is an estimate from the remaining prompts and the recent number of prompts per group."""
         flow = self.spec.get("flow")
         by_prompts = isinstance(flow, Mapping) and flow.get("steps") is None and flow.get("count") == "prompts"
         return by_prompts and self.ended == 0
 
     @property
     def of_steps(self) -> str:
-        """`40`, or `~40` where it is estimated."""
+        """`40`, or `~40` if estimated."""
         return f"{'~' if self.steps_estimated else ''}{self.steps}"
 
     @property
     def shard_count(self) -> int:
-        """How many shards the job's prompt stream has; 0 if that is unknown."""
+        """Number of shards of the job's prompt stream; 0 if unknown."""
         data = self.spec.get("data")
         return get_count(data, "shards") or 0 if isinstance(data, Mapping) else 0
 
 
 def parse_answer(data: Mapping[str, Any]) -> AnswerPoint:
-    """An evaluation's sample."""
+    """Parse a sample of an evaluation."""
     correct = data.get("correct")
     return AnswerPoint(
         get_text(data, "prompt"),
@@ -248,7 +249,7 @@ def parse_answer(data: Mapping[str, Any]) -> AnswerPoint:
 
 
 def parse_set(score: Mapping[str, Any]) -> SetPoint:
-    """What an evaluation says of one set."""
+    """Parse the result of one set."""
     metrics = {
         name: n for name, value in get_mapping(score, "metrics").items() if (n := finite_or_none(value)) is not None
     }
@@ -258,29 +259,29 @@ def parse_set(score: Mapping[str, Any]) -> SetPoint:
 
 
 def get_mapping(data: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The object under `key`; empty if there is none."""
+    """The object under `key`; empty if absent."""
     value = data.get(key)
     return {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else {}
 
 
 def get_text(data: Mapping[str, Any], key: str) -> str:
-    """What stands under `key`, as text; empty if there is nothing."""
+    """The value under `key` as text; empty if absent."""
     value = data.get(key)
     return "" if value is None else str(value)
 
 
 def finite_or_none(value: Any) -> float | None:
-    """A number that is one; None for anything else, infinities and NaN too."""
+    """The value as a float; None if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    except OverflowError:  # a whole number beyond what a float holds
+    except OverflowError:  # An integer beyond the range of float.
         return None
 
 
 def get_count(data: Mapping[str, Any], key: str) -> int | None:
-    """A count: whole, not negative; JSON may have brought it as a float."""
+    """A non-negative integer under `key` (JSON may hold it as a float); None otherwise."""
     number = finite_or_none(data.get(key))
     return int(number) if number is not None and number >= 0 and number == int(number) else None
 
@@ -289,14 +290,14 @@ LOG_LINES = 40
 RECENT_STEPS = 20
 
 PACED_STEPS = 2
-"""So many steps make a pace."""
+"""Minimum number of steps for an estimate of the remaining time."""
 
 ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
 
 
 @dataclass(frozen=True, slots=True)
 class ViewState:
-    """Everything a view shows."""
+    """Everything that a view shows."""
 
     job: str = ""
     uid: str = ""
@@ -311,33 +312,33 @@ class ViewState:
     evals: tuple[EvalPoint, ...] = ()
     nodes: tuple[NodeView, ...] = ()
     moved: frozenset[int] = frozenset()
-    """The shards that got another owner when shards last moved, at `moved_at`."""
+    """Shards that changed their owner in the newest assignment, at `moved_at`."""
     moved_at: float = 0.0
     log: tuple[LogPoint, ...] = ()
     rollbacks: int = 0
     checkpoint: str = ""
     waiting: tuple[WaitPoint, ...] = ()
     best: BestPoint | None = None
-    """As the API last said."""
+    """From the newest response of the API."""
     started: float | None = None
-    """The first event's time."""
+    """Time of the first event."""
     last_time: float | None = None
     sequence: int = 0
-    """The last event's."""
+    """Sequence number of the last event."""
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the job has ended."""
         return self.state in ENDED_STATES
 
     @property
     def of_steps(self) -> str:
-        """`40`, `~40` where it is estimated, `?` while it is unknown."""
+        """`40`, `~40` if estimated, `?` if unknown."""
         return f"{'~' if self.steps_estimated else ''}{self.steps}" if self.steps else "?"
 
     @property
     def groups_by_node(self) -> dict[str, int]:
-        """Groups on the chain, by the node that made them; every node that was ever there."""
+        """Trained groups by the node that generated them, for every node that ever took part."""
         totals = {node.name: 0 for node in self.nodes}
         for point in self.points:
             for name, count in point.groups.items():
@@ -346,33 +347,33 @@ class ViewState:
 
     @property
     def is_graded(self) -> bool:
-        """Whether rewards of evaluations are not only 0 and 1."""
+        """Whether evaluations have rewards other than 0 and 1."""
         return any(one.is_graded for one in self.evals)
 
     @property
     def accuracy_before(self) -> float | None:
-        """The first evaluation's."""
+        """Accuracy of the first evaluation."""
         return self.evals[0].accuracy if self.evals else None
 
     @property
     def accuracy_after(self) -> float | None:
-        """The last evaluation's, if it is of a later step than the first."""
+        """Accuracy of the last evaluation, if its step is later than that of the first."""
         later = self.evals and self.evals[-1].step > self.evals[0].step
         return self.evals[-1].accuracy if later else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Over all steps on the chain that say how many tokens they trained in how many seconds."""
+        """Mean over all steps with known tokens and seconds."""
         known = [p.stats for p in self.points if "tokens" in p.stats and p.stats.get("seconds", 0.0) > 0]
         seconds = sum(stats["seconds"] for stats in known)
         return sum(stats["tokens"] for stats in known) / seconds if seconds > 0 else None
 
     @property
     def seconds_left(self) -> float | None:
-        """To the last step at the pace of the recent ones, after the newest step; None while the pace is unknown.
+        """Estimated seconds from the newest step to the last one; None while unknown.
 
-        The first step of a run has the start of engines and ranks in it, and a step now and then an evaluation or a world
-        that started again: so the first does not count, and of the others the median does.
+        Uses the median of recent steps without the first step: the first includes the start of engines and train ranks, and some later ones
+        include an evaluation or a restart.
         """
         paced = self.points[max(1, len(self.points) - RECENT_STEPS) :]
         recent = [p.stats["seconds"] for p in paced if p.stats.get("seconds", 0.0) > 0]
@@ -394,7 +395,7 @@ class ViewState:
         return fold(state, event) if fold else state._logged(event, event.message)
 
     def observe(self, job: JobSnapshot) -> ViewState:
-        """With what the API says of the job beside its events. Events win where both speak."""
+        """The state after a response of the API. Where events have the same information, events win."""
         state = replace(
             self,
             job=job.name,
@@ -413,7 +414,7 @@ class ViewState:
         return state
 
     def with_trouble(self, who: str, why: str, now: float) -> ViewState:
-        """Waiting also for `who`, because of `why`; nothing: no longer."""
+        """The state with a wait of `who` because of `why`; an empty `why` removes it."""
         since = next((wait.since for wait in self.waiting if wait.who == who), now)
         others = tuple(wait for wait in self.waiting if wait.who != who)
         return replace(self, waiting=(*others, WaitPoint(who, why, since)) if why else others)
@@ -423,7 +424,7 @@ class ViewState:
         return replace(self, log=(*self.log, line)[-LOG_LINES:]) if line.text else self
 
     def _node(self, name: str, *, alive: bool, shards: tuple[int, ...]) -> ViewState:
-        """With this node as given, in its place, or as the last."""
+        """The state with this node replaced, or appended if new."""
         new = NodeView(name, alive, shards)
         if any(node.name == name for node in self.nodes):
             return replace(self, nodes=tuple(new if node.name == name else node for node in self.nodes))
@@ -485,9 +486,8 @@ def _rollback(state: ViewState, event: JobEvent) -> ViewState:
         return state._logged(event, "")
     lineage = get_count(event.data, "lineage")
     reason = get_text(event.data, "reason")
-    back = f"rollback from step {state.step} to step {to_step}"
-    on = f"a new train world goes on from step {to_step}, no step is lost"
-    text = (on if to_step == state.step else back) + (f": {reason}" if reason else "")
+    lost = f"{max(state.step - to_step, 0) or 'no'} step{'s are' if state.step - to_step > 1 else ' is'} lost"
+    text = f"restarted from checkpoint {to_step}" + (f": {reason}" if reason else "") + f"; {lost}"
     state = replace(
         state,
         points=_up_to(state.points, to_step),
@@ -513,7 +513,7 @@ def _shards(state: ViewState, event: JobEvent) -> ViewState:
     count = max(owned, default=-1) + 1
     counts = ", ".join(f"{name} {len(shards)}" for name, shards in sorted(shares.items()))
     state = replace(state, moved=moved, moved_at=event.time, shard_count=max(state.shard_count, count))
-    return state._logged(event, f"{len(moved)} shards moved; now {counts}" if before else f"shards dealt out: {counts}")
+    return state._logged(event, f"{len(moved)} shards moved: {counts}" if before else f"shards assigned: {counts}")
 
 
 def _member(state: ViewState, event: JobEvent) -> ViewState:
@@ -522,7 +522,7 @@ def _member(state: ViewState, event: JobEvent) -> ViewState:
         return state._logged(event, "")
     shards = next((node.shards for node in state.nodes if node.name == name), ())
     state = state._node(name, alive=joined, shards=shards)
-    what = "is leaving" if event.data.get("leaving") is True else "joined" if joined else "left"
+    what = "is leaving" if event.data.get("leaving") is True else "has joined" if joined else "has left"
     return state._logged(event, f"{name} {what}")
 
 
@@ -571,7 +571,7 @@ _FOLDS = {
 
 
 def _up_to(points: tuple[StepPoint, ...], step: int) -> tuple[StepPoint, ...]:
-    """The points of steps up to `step`. They are in order, and nearly always all of them stay."""
+    """The points of steps up to `step`. Points are sorted, and usually all of them remain."""
     end = len(points)
     while end and points[end - 1].step > step:
         end -= 1

@@ -1,7 +1,6 @@
-"""What is left of a run for people and programs: `summary.json` in its folder, and the same as a table.
+"""The summary of a run: `summary.json` in its run folder, and a table for people.
 
-Pure but for `write`. The groups per controller are the audit's, which counts them in the log; without an audit they are
-those of the events.
+Groups per controller come from the audit, which counts them in the log; without an audit, from the events.
 """
 
 from __future__ import annotations
@@ -47,27 +46,27 @@ if TYPE_CHECKING:
 FILE_NAME = "summary.json"
 
 ENDED_FILES = (FILE_NAME, archive.COPY_FOLDER)
-"""Who has ended has a summary, or, if nobody watched it to its end, a copy of its records."""
+"""Files of an ended run: a summary, or a copy of its records if no command followed the run to its end."""
 
 SUCCEEDED = "SUCCEEDED"
 
 
 @dataclass(frozen=True, slots=True)
 class AuditVerdict:
-    """What the audit found. `violations` empty: clean."""
+    """The result of the audit. `violations` empty: clean."""
 
     violations: tuple[str, ...] = ()
     groups_by_node: tuple[tuple[str, int], ...] = ()
 
     @property
     def clean(self) -> bool:
-        """Whether every prompt is accounted for."""
+        """Whether there are no violations."""
         return not self.violations
 
 
 @dataclass(frozen=True, slots=True)
 class SourceSummary:
-    """What came of one source's prompts. Means are over its trained groups; None where nothing was measured."""
+    """Outcomes of one source's prompts. Means are over its trained groups; None: not measured."""
 
     trained: int
     filtered: int
@@ -78,15 +77,15 @@ class SourceSummary:
     eval_accuracy_before: float | None
     eval_accuracy_after: float | None
     eval_before: dict[str, float] = dataclasses.field(default_factory=dict)
-    """`mean@N`, `pass@1` and `pass@K` of the set of that name, in the first evaluation."""
+    """`mean@N`, `pass@1` and `pass@K` of the evaluation set of that name in the first evaluation."""
     eval_after: dict[str, float] = dataclasses.field(default_factory=dict)
     eval_unscored: int = 0
-    """Responses of the last evaluation that the reward could not score."""
+    """Responses of the last evaluation that could not be scored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Accuracies from 0 to 1; seconds; None where nothing was measured."""
+    """Summary of a run. Accuracies are 0 to 1, times in seconds. None: not measured."""
 
     job: str
     uid: str
@@ -98,37 +97,37 @@ class Summary:
     eval_accuracy_before: float | None
     eval_accuracy_after: float | None
     wall_seconds: float
-    """Of the command, starting the cluster included."""
+    """Duration of the command, including the start of the cluster."""
     job_seconds: float | None
-    """From the job's creation to its end, interruptions included."""
+    """From the creation of the job to its end, including interruptions."""
     tokens_per_second: float | None
     controllers: int
     groups_by_controller: dict[str, int]
     audit: str | list[str]
-    """"clean", or the violations."""
+    """"clean" or the violations."""
     run_dir: str
     checkpoint: str
     best: BestPoint | None
-    """The best evaluated state, and the folder of its checkpoint."""
+    """The best evaluated step with its checkpoint folder."""
     sources: dict[str, SourceSummary]
     answers_before: tuple[AnswerPoint, ...]
     answers_after: tuple[AnswerPoint, ...]
     waits: dict[str, float]
-    """Who waited for whom in a usual step, in seconds: the medians of its waits, by their names in `metrics.jsonl`."""
+    """Median waits of a step in seconds, by their names in `metrics.jsonl`."""
     bottleneck: str
-    """What holds steps up because of that; empty if it is not known."""
+    """The phase that the others wait for; empty if unknown."""
     eval_reward_before: float | None = None
-    """The mean reward over all sets, like `eval_reward_after`; None where rewards are only 0 and 1, for then it is the accuracy."""
+    """Mean reward over all sets. None if rewards are only 0 and 1: then it equals the accuracy. The same holds for `eval_reward_after`."""
     eval_reward_after: float | None = None
 
     @property
     def succeeded(self) -> bool:
-        """Whether the job did all its steps and its accounts are right."""
+        """Whether the job finished all its steps and its audit is clean."""
         return self.state == SUCCEEDED and self.audit == "clean"
 
 
 def summarize(state: ViewState, job: JobSnapshot, audit: AuditVerdict, wall_seconds: float) -> Summary:
-    """Of a job that has ended."""
+    """Summarize an ended job."""
     groups = dict(audit.groups_by_node) or state.groups_by_node
     later = state.accuracy_after is not None
     waits = usual_waits(state.points)
@@ -184,15 +183,15 @@ def _metrics(state: ViewState, place: int, name: str) -> dict[str, float]:
 
 
 def write_summary(summary: Summary, run_dir: Path) -> Path:
-    """Write `summary.json`, whole or not at all. Raises GcoreError."""
+    """Write `summary.json` atomically. Raises GcoreError."""
     path = run_dir / FILE_NAME
-    with explain_os_errors("cannot write the summary", where=path, fix="Make the folder writable"):
+    with explain_os_errors("cannot write the summary", where=path, fix="Make the run folder writable"):
         replace_file(path, (json.dumps(dataclasses.asdict(summary), indent=2, ensure_ascii=False) + "\n").encode())
     return path
 
 
 def summary_rows(summary: Summary, again: str) -> dict[str, str]:
-    """The table. `again`: the command that was given."""
+    """The rows of the table. `again`: the command to run the job again."""
 
     def share(value: float | None) -> str:
         return "-" if value is None else f"{value:.1%}"
@@ -204,10 +203,10 @@ def summary_rows(summary: Summary, again: str) -> dict[str, str]:
     groups = ", ".join(f"{printable_text(name)} {count}" for name, count in summary.groups_by_controller.items())
 
     def words(one: SourceSummary) -> str:
-        """A source may be for training, for evaluation, or for both."""
+        """Describe a source, which may be for training, evaluation or both."""
         before, after = one.eval_accuracy_before, one.eval_accuracy_after
         evaluated = f"{share(before)} → {share(after)}" if before is not None or after is not None else ""
-        # What is measured beside the accuracy, as it was in the end.
+        # Further metrics, from the last evaluation.
         evaluated = ", ".join(
             [evaluated, *format_measures(one.eval_after or one.eval_before, before if after is None else after)]
         )
@@ -224,8 +223,8 @@ def summary_rows(summary: Summary, again: str) -> dict[str, str]:
         "accuracy": f"{share(summary.eval_accuracy_before)} before, {share(summary.eval_accuracy_after)} after",
         "groups trained": groups or "-",
         "steps": f"{summary.steps}"
-        + (f", with {summary.rollbacks} rollback{'s' * (summary.rollbacks > 1)}" if summary.rollbacks else "")
-        + f", in {format_seconds(summary.wall_seconds)} wall time",
+        + (f", {summary.rollbacks} rollback{'s' * (summary.rollbacks > 1)}" if summary.rollbacks else "")
+        + f", {format_seconds(summary.wall_seconds)} wall time",
         "speed": "-" if rate is None else f"{rate:,.0f} tokens/s",
         "waits": waits_line(summary.waits) or "-",
         "audit": summary.audit if isinstance(summary.audit, str) else _first_of(summary.audit),
@@ -244,7 +243,7 @@ def summary_rows(summary: Summary, again: str) -> dict[str, str]:
         shown["checkpoint"] = summary.checkpoint
         shown["export"] = f"{program_name()} export {summary.uid} --to DIR"
         if summary.best is not None and summary.best.checkpoint not in ("", summary.checkpoint):
-            shown["export"] += ", with --best the best"
+            shown["export"] += " (add --best for the best checkpoint)"
     shown["run again"] = again
     return shown
 
@@ -255,24 +254,24 @@ def _first_of(violations: list[str]) -> str:
 
 
 def finished_jobs(runs: Path) -> list[str]:
-    """The names of the finished runs under `runs`, each once."""
+    """The job names of the finished runs under `runs`, without duplicates."""
     return sorted({tree["job"] for _, tree in _summaries(runs)})
 
 
 def describe_finished_run(home: Path, job: str, unreachable: Unreachable) -> dict[str, str]:
-    """What `find_summary` says where no cluster is up in `home`.
+    """The result of `find_summary` when no cluster is running in `home`.
 
-    Raises Unreachable, with the finished jobs there are, also if a name means a newer job that has not finished: of that
-    only a cluster knows how it stands, and to take the older one in its place would be a mistake nobody sees. Where a cluster
-    is up, and its store is away, it says nothing of starting one.
+    Raises Unreachable if there is no such finished run; the message lists the finished jobs. Also raises it if a newer job of that name has
+    not finished: only a cluster knows its state, and silently using the older job would be wrong. If a cluster is running but its store is
+    unavailable, the message does not advise to start one.
     """
     is_up = isinstance(unreachable, StoreUnavailable)
     found = find_summary(home / "runs", job) or _without_summary(home / "runs", job)
     newer = find_newer_unfinished_run(home / "runs", job) if found is not None and job == found["job"] else None
     if found is not None and newer is not None:
         what = f"the newest job {job!r} ({newer}) has not finished, and {unreachable.what}"
-        first = "Ask again when the store is back" if is_up else "Start the cluster with `gcore up`"
-        fix = f"{first}, or name the older, finished job by its uid: {found['uid']}"
+        first = "Try again when the store is available" if is_up else "Start the cluster with `gcore up`"
+        fix = f"{first}, or use the older, finished job by its uid: {found['uid']}"
         raise Unreachable(what, where=str(home), fix=fix) from unreachable
     if found is None and is_up:
         raise unreachable
@@ -280,21 +279,21 @@ def describe_finished_run(home: Path, job: str, unreachable: Unreachable) -> dic
         what = f"job {left[0]!r} ({left[1]}) has not finished, and {unreachable.what}"
         etcd = home / "etcd"
         fix = (
-            "`gcore up`, or `gcore run` with its spec, goes on with it"
+            "Continue it with `gcore up`, or with `gcore run` and its spec"
             if etcd.is_dir()
-            else f"{etcd}, which had its records, is gone: restore it from a backup, or begin a new job with `gcore run`"
+            else f"Its records were in {etcd}, which no longer exists: restore it from a backup, or start a new job with `gcore run`"
         )
         raise Unreachable(what, where=str(home), fix=fix) from unreachable
     if found is None:
         finished = finished_jobs(home / "runs")
-        known = f"; finished are {', '.join(map(repr, finished))}" if finished else ""
-        what = f"{unreachable.what}, and among its runs is no finished job {job!r}{known}"
+        known = f" (finished jobs: {', '.join(map(repr, finished))})" if finished else ""
+        what = f"{unreachable.what}, and there is no finished job {job!r}{known}"
         raise Unreachable(what, where=str(home), fix=unreachable.fix) from unreachable
     return found
 
 
 def _without_summary(runs: Path, job: str) -> dict[str, str] | None:
-    """The same of a run that nobody watched to its end, from the copy of its records; None if there is none, or it is damaged."""
+    """The same for a run without a summary, from the copy of its records; None if there is no copy, or if it is damaged."""
     from controllers.api.job_messages import describe_run
     from controllers.api.run_reader import find_run
 
@@ -307,14 +306,14 @@ def _without_summary(runs: Path, job: str) -> dict[str, str] | None:
 
 
 def describe_job(message: pb.Job) -> dict[str, str]:
-    """What `find_summary` says, of a job as the API answers it."""
+    """The same as `find_summary`, for a job returned by the API."""
     found = {"job": message.name, "uid": message.uid, "checkpoint": message.checkpoint, "folder": message.run_dir}
     best = job_snapshot(message).best
     return found if best is None else found | {"best": best_line(best), "best_checkpoint": best.checkpoint}
 
 
 def find_unfinished_run(runs: Path, job: str) -> tuple[str, str] | None:
-    """Name and uid of the run of that name or uid that has not finished; of several of a name the newest. None: there is none."""
+    """Name and uid of the newest unfinished run of that name or uid; None if there is none."""
     uid = find_newer_unfinished_run(runs, job)
     if uid is not None:
         return job, uid
@@ -326,12 +325,12 @@ def find_unfinished_run(runs: Path, job: str) -> tuple[str, str] | None:
 
 
 def _stem(job: str) -> str:
-    """How the folder of a job of that name begins (`controllers.api.submission.submit.run_name`)."""
+    """The prefix of the run folders of a job name (`controllers.api.submission.submit.run_name`)."""
     return job.replace("/", ".")
 
 
 def find_newer_unfinished_run(runs: Path, job: str) -> str | None:
-    """The uid of a run of that name which has not finished and was at work later than all that have; None: there is none."""
+    """The uid of an unfinished run of that name that was active later than all finished ones; None if there is none."""
     at_work: list[tuple[float, bool, str]] = []
     for folder in runs.glob(f"{glob.escape(_stem(job))}-*"):
         name, _, uid = folder.name.rpartition("-")
@@ -345,15 +344,16 @@ def find_newer_unfinished_run(runs: Path, job: str) -> str | None:
 
 
 def find_summary(runs: Path, job: str) -> dict[str, str] | None:
-    """Of the newest finished run of that name or uid under `runs`: `job`, `uid`, `checkpoint`, `folder` (where it lies), and,
-    if it has a best state, `best` (as a person reads it) and `best_checkpoint` (empty: that state has none). None if there is
-    no such run."""
+    """Describe the newest finished run of that name or uid under `runs`; None if there is none.
+
+    Keys: `job`, `uid`, `checkpoint`, `folder`, and if it has a best step, `best` (text) and `best_checkpoint` (empty: none).
+    """
     found = [pair for pair in _summaries(runs) if job in (pair[1]["job"], pair[1]["uid"])]
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
 def _summaries(runs: Path) -> Iterator[tuple[float, dict[str, str]]]:
-    """Of every finished run when its summary was written, and what `find_summary` says."""
+    """For every finished run: the time of its summary, and the description as in `find_summary`."""
     for path in runs.glob(f"*/{FILE_NAME}"):
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
@@ -372,13 +372,13 @@ def _summaries(runs: Path) -> Iterator[tuple[float, dict[str, str]]]:
 
 
 def _lying_now(checkpoint: str, run_dir: Path) -> str:
-    """A checkpoint's folder in the run's folder as that lies now: it may have been copied or moved since the summary was written."""
+    """The current path of a checkpoint folder: the run folder may have been moved since the summary was written."""
     then = Path(checkpoint)
     return str(run_dir / CHECKPOINTS / then.name) if then.parent.name == CHECKPOINTS else checkpoint
 
 
 def _best(tree: object) -> BestPoint | None:
-    """As `summary.json` has it; None from one without, or of another shape."""
+    """Parse `best` of `summary.json`; None if absent or malformed."""
     if not isinstance(tree, dict):
         return None
     step, value = get_count(tree, "step"), finite_or_none(tree.get("value"))

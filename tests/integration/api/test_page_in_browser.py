@@ -157,7 +157,7 @@ def test_the_list_shows_jobs_and_nodes_and_names_are_only_words(browser: Browser
     browser.until("document.querySelectorAll('tbody tr').length === 2")
     words_are_only_words(browser)
     shown = browser.value("document.body.innerText")
-    for said in ("17 / 40", "0.75", "running", "node-0 (1 slot)", "There are older ones", "queued", "queue: 2"):
+    for said in ("17 / 40", "0.75", "running", "node-0 (1 slot)", "Older jobs are not shown", "queued", "queue: 2"):
         assert said in shown
     assert browser.value("document.querySelectorAll('td a')[1].textContent") == "other", (
         "a job without a name has its uid"

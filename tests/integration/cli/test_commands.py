@@ -190,7 +190,7 @@ async def test_an_interrupted_run_on_a_cluster_that_was_up_only_stops_watching(s
     _, err = await asyncio.to_thread(process.communicate)
     assert process.returncode == 130
     assert err.decode().count("\n") == 1
-    assert "No longer watching at step 1 of 2; the job goes on" in err.decode()
+    assert "Stopped following at step 1 of 2; the job continues" in err.decode()
     assert script.job.state == pb.JOB_STATE_RUNNING
 
 
@@ -208,7 +208,7 @@ async def test_code_that_comes_with_a_model_is_warned_of_at_once(server, script,
     trusting = ("--set", "model.trust_remote_code=true")
     done = await gcore(verb, "spec.yaml", *trusting, "--address", server.address, cwd=folder)
     assert done.code == 0
-    assert done.err.startswith("warning: model.trust_remote_code is set: Python code that comes with ")
+    assert done.err.startswith("warning: model.trust_remote_code is set. Python code that comes with ")
     assert "warning" not in (await gcore(verb, "spec.yaml", "--new", "--address", server.address, cwd=folder)).err
 
 
@@ -280,19 +280,19 @@ async def test_list_describe_cancel_and_audit_answer_in_both_forms(server, scrip
 @pytest.mark.parametrize(
     ("words", "code", "part"),
     [
-        pytest.param(["list"], 3, "no cluster is up here", id="no cluster"),
+        pytest.param(["list"], 3, "no local cluster is running", id="no cluster"),
         pytest.param(["list", "--address", "127.0.0.1:1"], 3, "nothing listens there", id="nobody there"),
-        pytest.param(["list", "--address", "nonsense"], 2, "is no address", id="no address"),
+        pytest.param(["list", "--address", "nonsense"], 2, "is not host:port", id="no address"),
         pytest.param(["run", "none.yaml"], 2, "cannot read the spec", id="no spec"),
         pytest.param(["run", "spec.yaml", "--set", "flow.stepz=1"], 2, "did you mean 'flow.steps'", id="unknown key"),
         pytest.param(["run", "spec.yaml", "--slots", "cpu:1"], 2, "cannot be divided", id="too few slots"),
-        pytest.param(["run", "spec.yaml", "--home", "train.jsonl"], 2, "cannot write there", id="home is a file"),
-        pytest.param(["up", "--slots", "2"], 2, "no number of slots", id="slots without kind"),
-        pytest.param(["up", "--home", "train.jsonl/x"], 2, "cannot write there", id="home under a file"),
+        pytest.param(["run", "spec.yaml", "--home", "train.jsonl"], 2, "the folder is not writable", id="home is a file"),
+        pytest.param(["up", "--slots", "2"], 2, "is not KIND:NUMBER", id="slots without kind"),
+        pytest.param(["up", "--home", "train.jsonl/x"], 2, "the folder is not writable", id="home under a file"),
         pytest.param(["validate", "spec.yaml"], 2, "the model folder does not exist", id="no model"),
         pytest.param(["validate", "spec.yaml", "--set", "train.ranks=9"], 2, "9 train ranks do not fit", id="ranks"),
         pytest.param(["prepare", "algebra"], 2, "there is no example 'algebra'", id="unknown example"),
-        pytest.param(["export", "sums", "--to", "out"], 3, "no cluster is up here", id="export without a cluster"),
+        pytest.param(["export", "sums", "--to", "out"], 3, "no local cluster is running", id="export without a cluster"),
     ],
 )  # fmt: skip
 async def test_a_mistake_is_one_sentence_and_its_exit_code(folder, words, code, part):
@@ -331,5 +331,5 @@ async def test_the_schema_is_json_and_names_every_section(folder):
 async def test_down_where_nothing_is_up_is_no_error(folder):
     done = await gcore("down", cwd=folder)
     assert (done.code, done.err) == (0, "")
-    assert "Nothing was up" in done.out
+    assert "No cluster was running" in done.out
     assert not (folder / ".gcore").exists()

@@ -108,7 +108,7 @@ def test_a_dead_remnant_is_replaced_and_the_jobs_stay(home, job):
 def test_a_daemon_that_ends_at_once_leaves_nothing_running(home, tmp_path):
     program = tmp_path / "gcore-controller"
     program.write_text("import sys; sys.exit('the reason it gave')")
-    with pytest.raises(GcoreError, match=r"node-\d ended right after its start.*the reason it gave") as caught:
+    with pytest.raises(GcoreError, match=r"node-\d exited right after its start.*the reason it gave") as caught:
         up(home, command=lambda folder, file: [sys.executable, str(program), "--home", folder, "--config", file])
     assert "node-" in str(caught.value)
     assert home_processes(home) == ()
@@ -165,7 +165,7 @@ def test_an_interrupted_run_takes_down_what_it_started_and_says_how_to_go_on(hom
     os.kill(process.pid, signal.SIGINT)
     code, _, err = finished(process)
     assert code == 130
-    assert err.splitlines()[-1] == f"The same command goes on from there: gcore run {job} --home {home}"
+    assert err.splitlines()[-1] == f"To continue the job, run the same command again: gcore run {job} --home {home}"
     assert "Traceback" not in err
     assert home_processes(home) == ()
 

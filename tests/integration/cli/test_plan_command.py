@@ -112,7 +112,7 @@ def test_a_job_that_fits_nowhere_is_refused_with_who_is_too_large_and_what_would
     done = plan(folder, "-o", "json", cluster="small.yaml")
     assert done.returncode == 2
     assert json.loads(done.stdout)["start"] is None
-    assert "no placement of job 'sevens' fits; the nearest to it: " in done.stderr
+    assert "no placement of job 'sevens' fits. The closest is " in done.stderr
     assert "exceed" in done.stderr
     assert done.stderr.count("\n") == 1
     assert plan(folder, "-o", "yaml", cluster="small.yaml").stdout == ""
@@ -121,11 +121,11 @@ def test_a_job_that_fits_nowhere_is_refused_with_who_is_too_large_and_what_would
 @pytest.mark.parametrize(
     ("words", "cluster", "said"),
     [
-        (("--cluster", "none.yaml"), None, "none.yaml: the cluster's file cannot be read"),
+        (("--cluster", "none.yaml"), None, "none.yaml: the cluster file cannot be read"),
         (("--set", "model.path=other"), None, "model.path: the folder does not exist"),
-        (("--set", "model.path=."), None, "model.path: no model is here: there is no config.json"),
-        ((), "nodes: [", "this is no YAML"),
-        ((), "- a", "a cluster's file is a mapping with nodes"),
+        (("--set", "model.path=."), None, "model.path: the folder has no config.json"),
+        ((), "nodes: [", "the file is not YAML"),
+        ((), "- a", "the cluster file must be a mapping with nodes"),
         (
             (),
             "nodes: [{accelerators: 8, device: h1000, host_memory_gib: 5}]",

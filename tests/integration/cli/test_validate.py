@@ -104,9 +104,9 @@ def test_people_see_a_table_a_histogram_and_prompts_without_control_characters(f
     lines = [" ".join(line.split()) for line in done.stdout.split("\n")]
     assert "sums training 40 0.5 20 12 (30.0 %) numeric" in lines
     assert "sums: 8 filtered: the prompt is longer than max_prompt_tokens (16)." in lines
-    assert "others: 9 prompts hold text that the model's tokenizer does not know." in lines
-    assert "others begins: system : 1\\x1b[2J user : 1 + 1" in lines
-    assert "data (evaluation) begins: 1 =" in lines
+    assert "others: 9 prompts contain text that the model's tokenizer does not know." in lines
+    assert "First prompt of others: system : 1\\x1b[2J user : 1 + 1" in lines
+    assert "First prompt of data (evaluation): 1 =" in lines
     histogram = lines[lines.index("Prompts of sums by tokens (mean 10.0, P50 10, P95 16, longest 16):") + 1 :][:7]
     assert [line.split()[0] for line in histogram] == ["4-5", "6-7", "8-9", "10-11", "12-13", "14-15", "16-17"]
     assert {line.split()[-1] for line in histogram} == {"4"}
@@ -116,7 +116,7 @@ def test_people_see_a_table_a_histogram_and_prompts_without_control_characters(f
 def test_a_sample_is_named_as_one(folder: Path) -> None:
     done = validate(folder, "--sample", "4")
     assert done.returncode == 0
-    assert "sums: 4 of 40 prompts were counted, spread evenly." in done.stdout
+    assert "sums: 4 of 40 prompts were tokenized, evenly spaced." in done.stdout
 
 
 MISTAKES: list[tuple[str, tuple[str, ...], Callable[[Path], object], str]] = [

@@ -86,8 +86,8 @@ def test_every_answer_is_there_for_people_without_a_control_character(address: s
 
 def test_a_job_is_described_with_its_slots_what_it_waits_for_and_its_last_events(address: str) -> None:
     shown = run(address, "describe", "sums", "--events", "2").stdout
-    assert "research/sums (u1), ada's" in shown
-    assert "2, of 1 to all there are, priority 5" in shown
+    assert "research/sums (u1), owner ada" in shown
+    assert "2 (min 1, max unlimited), priority 5" in shown
     assert "node-0: the batch of step 3, for" in shown
     assert "event 8" in shown
     assert "event 6" not in shown
@@ -170,13 +170,13 @@ def test_deleting_files_asks_first(address: str, script: Script) -> None:
     assert not script.deleted
     result = run(address, "delete", "sums", "--files", "--yes")
     assert result.exit_code == 0
-    assert "is forgotten" in result.stdout
+    assert "is deleted" in result.stdout
     assert script.asked[-1].files
 
 
 def test_deleting_without_files_says_what_stays(address: str, script: Script) -> None:
     script.job.state = pb.JOB_STATE_FAILED
-    assert "its folder /r/sums-u1 stays" in run(address, "delete", "sums").stdout
+    assert "its run folder /r/sums-u1 is kept" in run(address, "delete", "sums").stdout
 
 
 @pytest.fixture
@@ -273,7 +273,7 @@ def test_whoever_stops_following_is_told_how_to_go_on(address: str, words: list[
         said = child.stderr.read()
         assert child.wait(30) == 130
     assert hint in said
-    assert "goes on" in said
+    assert "continues" in said
 
 
 def complete(address: str, line: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -305,5 +305,5 @@ def test_a_time_is_so_long_ago_or_a_moment(text: str, time: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "yesterday", "10x", "-5m", "99999-01-01", "m"])
 def test_what_is_no_time_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="is no time"):
+    with pytest.raises(UsageError, match="is not a time"):
         parse_time(text, 1000.0)

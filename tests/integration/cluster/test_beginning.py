@@ -19,6 +19,6 @@ def test_nodes_and_models_are_known_so_the_way_that_is_predicted_to_take_least_i
     assert ended.code == 0, ended.output
     assert (ended.summary["audit"], ended.summary["steps"]) == ("clean", 2)
     told = gcore("placement", "explain", ended.summary["job"], "--home", str(home)).stdout
-    assert "at the beginning: began with " in told
+    assert "at the start: began with " in told
     assert "because nothing is measured yet: of 2 ways that fit it is predicted to take least, " in told
     assert "Expected: a step was to take " in told

@@ -54,7 +54,7 @@ def test_the_demo_learns_on_two_controllers_and_two_ranks_and_every_second_is_ac
     events = json.loads(trace.read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {"moves", "phases", "cpu:0", "cpu:1"} <= names
-    assert {"collect", "train"} <= {event["name"] for event in events if event.get("cat") == "phase"}
+    assert {"generate", "train"} <= {event["name"] for event in events if event.get("cat") == "phase"}
 
 
 @pytest.mark.chaos

@@ -177,15 +177,15 @@ async def test_gcore_gc_says_what_would_go_and_deletes_it_by_the_daemons_configu
     file = tmp_path / "node.yaml"
     file.write_text(yaml.safe_dump(service.config))
     shown = await _gcore("gc", "--config", str(file), "--dry-run")
-    assert "goes" in shown
+    assert "delete" in shown
     assert "older than 30 days" in shown
-    assert shown.endswith("1 of 1 would be deleted, 0.000 GiB.\n")
+    assert shown.endswith("1 of 1 entries would be deleted, 0.000 GiB.\n")
     assert log.exists()
     told = json.loads(await _gcore("gc", "--config", str(file), "-o", "json"))
     assert [(one["kind"], one["path"], one["goes"]) for one in told] == [("log", str(log), True)]
     assert not log.exists()
     refused = await _gcore("gc", "--home", str(tmp_path / "none"), code=3)
-    assert "no cluster is up here" in refused
+    assert "no local cluster is running" in refused
     service.end_line()
 
 

@@ -73,12 +73,12 @@ def test_gpus_are_counted_by_the_driver_s_device_files(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     assert count_gpus(tmp_path) == 2
     check_gpus(2, tmp_path)
-    with pytest.raises(UsageError, match=r"asks for 3 GPUs, and this machine shows 2 GPUs.*cuda:2"):
+    with pytest.raises(UsageError, match=r"needs 3 GPUs, but this machine has 2 GPUs.*cuda:2"):
         check_gpus(3, tmp_path)
 
 
 def test_gpus_that_are_not_there_are_refused_with_what_to_use_instead(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--slots: cuda:1 asks for 1 GPU, and this machine shows no GPU.*cpu:2"):
+    with pytest.raises(UsageError, match=r"--slots: cuda:1 needs 1 GPU, but this machine has no GPU.*cpu:2"):
         check_gpus(1, tmp_path)
 
 
@@ -110,9 +110,11 @@ def test_an_error_about_an_examples_file_that_is_not_there_says_what_makes_it(
     monkeypatch.chdir(tmp_path)
     here = tmp_path / ".cache" / "examples"
     lost = f"{here}/arithmetic-judge/model: the model folder does not exist"
-    assert prepare_hint(lost) == ". `gcore prepare arithmetic-judge` makes it"
+    assert prepare_hint(lost) == ". Create it with `gcore prepare arithmetic-judge`"
     away = f"{tmp_path}/x/.cache/examples/arithmetic"
-    assert prepare_hint(f"{away}/train.jsonl: cannot read") == f". `gcore prepare arithmetic --to {away}` makes it"
+    assert (
+        prepare_hint(f"{away}/train.jsonl: cannot read") == f". Create it with `gcore prepare arithmetic --to {away}`"
+    )
     (here / "arithmetic-judge").mkdir(parents=True)
     assert prepare_hint(lost) == "", "it was prepared, and is damaged"
     assert prepare_hint("/models/m: the model folder does not exist") == ""
@@ -130,7 +132,7 @@ def test_a_home_that_is_a_link_to_itself_is_named_in_a_sentence(tmp_path: Path) 
     home = tmp_path / "home"
     home.symlink_to(home)
     ended = CliRunner().invoke(app, ["down", "--home", str(home)])
-    assert (ended.exit_code, ended.output) == (0, f"Nothing was up in {home}.\n")
+    assert (ended.exit_code, ended.output) == (0, f"No cluster was running in {home}.\n")
     begun = CliRunner().invoke(app, ["up", "--home", str(home)])
     assert isinstance(begun.exception, GcoreError)
     assert str(home) in str(begun.exception)

@@ -166,7 +166,7 @@ def test_the_probe_s_words_are_read_past_its_libraries_chatter() -> None:
 def test_a_probe_that_died_leaves_its_last_words() -> None:
     probe = parse_probe('{"torch": "2.13.0", "cuda": null, "devices": []}\n', "Traceback\nImportError: no gloo\n\n", 1)
     assert probe == {"torch": "2.13.0", "cuda": None, "devices": [], "error": "ImportError: no gloo"}
-    assert parse_probe("", "", -9)["error"] == "ended with -9"
+    assert parse_probe("", "", -9)["error"] == "exited with -9"
 
 
 def test_a_home_that_cannot_be_looked_at_is_a_verdict_and_no_error(
@@ -186,6 +186,6 @@ def test_what_only_the_simulator_wants_is_not_said_to_be_wanted_by_nodes() -> No
     (check,) = judge.check_packages([PackageFacts("matplotlib", None, needed_for="simulate")])
     assert check.seen == "not installed; only the plots of make bench-placement need it (simulate)"
     (check,) = judge.check_packages([PackageFacts("numba", None, needed_for="simulate")])
-    assert check.seen == "not installed; gcore simulate is a hundred times as fast with it (simulate)"
+    assert check.seen == "not installed; it makes gcore simulate a hundred times as fast (simulate)"
     (check,) = judge.check_packages([PackageFacts("torch", None, needed_for="train")])
     assert "nodes with workers need it" in check.seen

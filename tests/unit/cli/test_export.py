@@ -46,7 +46,7 @@ def test_an_export_names_the_job_and_the_checkpoint(
     export(job, tmp_path / "to", home)
     assert json.loads((tmp_path / "to" / "config.json").read_text()) == {"uid": uid}
     said = capsys.readouterr().out
-    assert f"job sums ({uid}), found in {home / 'runs'} because no cluster is up, is in {tmp_path / 'to'}" in said
+    assert f"job sums ({uid}), found in {home / 'runs'} because no cluster is running, is in {tmp_path / 'to'}" in said
     assert f"sums-{uid}/checkpoints/0-40" in said
 
 
@@ -85,7 +85,7 @@ def test_in_a_home_that_was_copied_or_moved_its_own_checkpoint_is_exported(
     assert json.loads((tmp_path / "to" / "config.json").read_text()) == {"uid": "u1"}
     assert f"is {there / 'runs' / 'sums-u1' / 'checkpoints'}" in capsys.readouterr().out.replace("\n", "")
     shutil.rmtree(there / "runs" / "sums-u1" / "checkpoints")
-    with pytest.raises(UsageError, match="the checkpoint is not to be seen on this machine"):
+    with pytest.raises(UsageError, match="the checkpoint is not on this machine"):
         export("u1", tmp_path / "other", there, best=best)
 
 
@@ -116,11 +116,11 @@ def test_the_best_checkpoint_is_exported_in_place_of_the_newest(
 
 def test_a_best_that_is_not_there_to_be_exported_is_a_sentence(home: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        UsageError, match=r"has no best checkpoint: nothing on its chain was evaluated, or .* without --best"
+        UsageError, match=r"has no best checkpoint: none of its steps was evaluated, or .* without --best"
     ):
         export("u1", tmp_path / "to", home, best=True)
     give_best(home, "u1", 0, "")
-    with pytest.raises(UsageError, match=r"is no checkpoint \(step 0, accuracy 98\.5%: the model it began with\)"):
+    with pytest.raises(UsageError, match=r"has no checkpoint \(step 0, accuracy 98\.5%: the initial model\)"):
         export("u1", tmp_path / "to", home, best=True)
     assert not (tmp_path / "to").exists()
 
@@ -134,7 +134,8 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(home: Path, tmp_path: Path, 
 
 def test_a_job_that_nobody_knows_is_not_found(home: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        Unreachable, match="no cluster is up here, and among its runs is no finished job 'other'; finished are 'sums'"
+        Unreachable,
+        match=r"no local cluster is running, and there is no finished job 'other' \(finished jobs: 'sums'\)",
     ):
         export("other", tmp_path / "to", home)
     with pytest.raises(Unreachable, match=r"no finished job 'other'\. Start"):

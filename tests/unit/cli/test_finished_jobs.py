@@ -65,9 +65,9 @@ async def test_of_a_finished_job_it_is_said_that_this_is_a_new_one_and_how_to_be
 ) -> None:
     other = pb.Job(uid="u9", name="sums-again", namespace="team", state=pb.JOB_STATE_SUCCEEDED)
     assert await said(Cluster(NEW, other, FINISHED), spec, capsys) == (
-        "Job team/sums (u0) has finished all its steps (4), so this is a new one. With a higher flow.steps or flow.epochs, and no other "
-        "change, the finished one goes on from its last checkpoint. To begin a new one with its weights: "
-        "`gcore export u0 --to DIR`, and --set model.path=DIR.\n"
+        "Job team/sums (u0) has finished all its steps (4), so this is a new job. To continue the finished job from its last "
+        "checkpoint, raise flow.steps or flow.epochs and change nothing else. To start a new job with its weights: "
+        "`gcore export u0 --to DIR`, then --set model.path=DIR.\n"
     )
 
 
@@ -76,7 +76,7 @@ async def test_of_a_finished_job_that_goes_on_it_is_said_how_far(
 ) -> None:
     going_on = pb.Job(uid="u0", name="sums", namespace="team", state=pb.JOB_STATE_QUEUED, step=4)
     assert await said(Cluster(going_on, FINISHED), spec, capsys) == (
-        "Job team/sums (u0) has finished 4 steps and goes on from its last checkpoint, to 8 steps. --new would begin a new one.\n"
+        "Job team/sums (u0) finished 4 steps before and continues from its last checkpoint up to 8 steps. Use --new for a new job.\n"
     )
 
 

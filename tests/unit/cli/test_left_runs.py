@@ -92,7 +92,7 @@ def test_a_run_that_has_not_finished_is_named_with_what_goes_on_with_it(home: Pa
     with pytest.raises(Unreachable) as told:
         describe_finished_run(home, asked, AWAY)
     assert told.value.what == "job 'k' (u7) has not finished, and no cluster is up here"
-    assert str(told.value).endswith("`gcore up`, or `gcore run` with its spec, goes on with it")
+    assert str(told.value).endswith("Continue it with `gcore up`, or with `gcore run` and its spec")
     with pytest.raises(Unreachable, match=r"job 'k' \(u6\) has not finished"):
         describe_finished_run(home, "u6", AWAY)
 
@@ -107,7 +107,7 @@ def test_a_store_that_is_away_is_no_cluster_that_has_to_be_started(home: Path) -
     newer = home / "runs" / "j-newer"
     newer.mkdir()
     os.utime(newer, (2e9, 2e9))
-    with pytest.raises(Unreachable, match="Ask again when the store is back, or name the older") as named:
+    with pytest.raises(Unreachable, match="Try again when the store is available, or use the older") as named:
         describe_finished_run(home, "j", away)
     assert "gcore up" not in str(named.value)
     assert describe_finished_run(home, UID, away)["uid"] == UID
@@ -126,7 +126,7 @@ def test_an_export_of_a_damaged_checkpoint_says_how_to_take_another(home: Path, 
     (folder / "model.safetensors").write_bytes(b"[]")
     with pytest.raises(CheckpointDamaged, match="content is not what was saved") as told:
         export("k", tmp_path / "to", home)
-    assert told.value.fix == "`gcore checkpoints u7` lists the others; `gcore export u7 --step N` takes one of them"
+    assert told.value.fix == "List the others with `gcore checkpoints u7`; export one with `gcore export u7 --step N`"
 
 
 @pytest.mark.parametrize("name", ["j", UID])

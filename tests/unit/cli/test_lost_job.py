@@ -50,11 +50,9 @@ async def test_a_job_that_the_store_has_lost_is_summed_up_as_failed_and_nothing_
     summary = await record_job(LosingClient("JOB_NOT_FOUND"), job, screen, clock, begun=0.0)  # type: ignore[arg-type]
     newest = f"{job.run_dir}/checkpoints/0-4"
     assert (summary.state, summary.succeeded, summary.checkpoint) == ("FAILED", False, newest)
-    assert summary.reason.startswith("the store has lost the job, which it had: there is no job '1a2b'")
-    assert (
-        f"begins a new job; it can start from a copy of {newest} without exp_avg* files (model.path)" in summary.reason
-    )
-    assert summary.audit == ["the audit could not be made: there is no job '1a2b'"]
+    assert summary.reason.startswith("the store no longer has the job: there is no job '1a2b'")
+    assert f"set model.path to a copy of {newest} without exp_avg* files" in summary.reason
+    assert summary.audit == ["the audit failed: there is no job '1a2b'"]
     # Afterwards no command says that the job goes on.
     told = describe_finished_run(tmp_path, "sums", Unreachable("no cluster is up here"))
     assert (told["uid"], told["checkpoint"]) == ("1a2b", newest)
@@ -69,8 +67,8 @@ async def test_another_refusal_ends_the_command_as_before(tmp_path: Path) -> Non
 
 def test_who_asks_for_a_run_whose_etcd_is_gone_is_not_told_that_it_goes_on(tmp_path: Path) -> None:
     job_in(tmp_path)
-    with pytest.raises(Unreachable, match=r"etcd, which had its records, is gone.*begin a new job"):
+    with pytest.raises(Unreachable, match=r"etcd, which no longer exists.*start a new job"):
         describe_finished_run(tmp_path, "sums", Unreachable("no cluster is up here"))
     (tmp_path / "etcd").mkdir()
-    with pytest.raises(Unreachable, match="goes on with it"):
+    with pytest.raises(Unreachable, match="Continue it with `gcore up`"):
         describe_finished_run(tmp_path, "sums", Unreachable("no cluster is up here"))

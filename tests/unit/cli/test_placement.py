@@ -74,8 +74,8 @@ def test_both_ways_to_tell_of_a_move_name_the_same_step() -> None:
 
 def test_of_a_loan_it_is_said_that_its_gain_is_held_against_nothing() -> None:
     lent = move("why").model_copy(update={"gain_s": 3.0, "cost_s": 0.5})
-    assert "nobody can measure" in "\n".join(placement_story("j", None, [lent], 0))
-    assert "nobody can measure" not in "\n".join(
+    assert "cannot be measured" in "\n".join(placement_story("j", None, [lent], 0))
+    assert "cannot be measured" not in "\n".join(
         placement_story("j", None, [lent.model_copy(update={"kind": MoveKind.SPLIT})], 0)
     )
 
@@ -83,8 +83,8 @@ def test_of_a_loan_it_is_said_that_its_gain_is_held_against_nothing() -> None:
 @pytest.mark.parametrize(
     ("took", "said"),
     [
-        (3.0, "that is longer than was expected."),
-        (1.0, "that is shorter than was expected."),
+        (3.0, "this is longer than expected."),
+        (1.0, "this is shorter than expected."),
         (2.1, "took 2.1 s each."),
     ],
 )
@@ -92,21 +92,21 @@ def test_steps_that_took_another_time_than_was_expected_are_said_to_have(took: f
     known = {"kind": MoveKind.SPLIT, "expected_s": 2.0, "outcome": MoveOutcome(steps=5, step_s=took)}
     moved = move("why").model_copy(update=known)
     assert placement_story("j", None, [moved], 0)[-1].endswith(said)
-    assert "than was expected" not in placement_story("j", None, [moved.model_copy(update={"within": True})], 0)[-1]
-    assert "What came of it" not in placement_story("j", None, [moved.model_copy(update={"state": "lapsed"})], 0)[-1]
+    assert "than expected" not in placement_story("j", None, [moved.model_copy(update={"within": True})], 0)[-1]
+    assert "Measured" not in placement_story("j", None, [moved.model_copy(update={"state": "lapsed"})], 0)[-1]
 
 
 def test_it_is_told_who_planned_from_then_on() -> None:
     moves = [move("why", time).model_copy(update={"by": by}) for time, by in ((1.0, "a"), (2.0, "a"), (3.0, "b"))]
     told = [line for line in placement_story("j", None, moves, 0) if "Planned by" in line]
-    assert told == ["  Planned by b from here on, until then by a."]
+    assert told == ["  Planned by b from here on; before by a."]
 
 
 def test_what_pools_idled_is_told_once() -> None:
     moved = move("rollout was idle for 83% of the newest step").model_copy(update={"idle": {"rollout": 0.825}})
-    assert not any("Idle then" in line for line in placement_story("j", None, [moved], 0))
+    assert not any("Idle before" in line for line in placement_story("j", None, [moved], 0))
     assert any(
-        "Idle then: rollout 82%." in line
+        "Idle before: rollout 82%." in line
         for line in placement_story("j", None, [moved.model_copy(update={"reason": ""})], 0)
     )
 
@@ -144,5 +144,5 @@ def test_who_asks_where_slots_are_after_a_run_is_told_what_can_still_be_read(
 ) -> None:
     monkeypatch.setattr("controllers.cli.view.summary.describe_finished_run", lambda home, job, error: {"job": job})
     words = ["placement", "show", "sums", "--home", str(tmp_path)]
-    with pytest.raises(Unreachable, match=r"job 'sums' has ended: nothing is placed any more.*gcore placement explain"):
+    with pytest.raises(Unreachable, match=r"job 'sums' has ended, so it has no placement.*gcore placement explain"):
         CliRunner().invoke(app, words, catch_exceptions=False)

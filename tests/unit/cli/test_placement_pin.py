@@ -202,29 +202,29 @@ def test_what_is_shown_names_each_slot_and_who_sleeps_there() -> None:
 def test_while_something_is_fixed_it_is_not_said_that_slots_are_lent() -> None:
     reply = describe_placement(mirror(), frozenset({"a", "b"}))
     reply.lends, reply.pin = True, Pin().encode()
-    assert placement_rows(reply)["lends within a step"] == "yes"
+    assert placement_rows(reply)["elastic reassignment"] == "yes"
     for pin in (Pin(frozen=True), Pin(reward=1)):
         reply.pin = pin.encode()
-        assert placement_rows(reply)["lends within a step"] == "not while anything is fixed"
+        assert placement_rows(reply)["elastic reassignment"] == "not while pinned"
     reply.lends = False
-    assert placement_rows(reply)["lends within a step"] == "no"
+    assert placement_rows(reply)["elastic reassignment"] == "no"
 
 
 def test_the_account_says_of_a_move_why_what_was_expected_and_what_came_of_it() -> None:
     reply = describe_placement(mirror(), frozenset({"a", "b"}))
     told = "\n".join(placement_story("j", reply, mirror().moves.moves, 0))
     for said in (
-        "placed by policy dynamic, and a plans",
+        "placed by policy dynamic on a;",
         "after step 2: went from 1 rollout, 2 reward, 1 train to 2 rollout, 1 reward, 1 train, because the judges were idle.",
-        "Idle then: reward 60%.",
+        "Idle before: reward 60%.",
         "a step was to take 2.0 s instead of 3.0 s, and the change was to cost 1.0 s once",
         "Slots: reward -> rollout: 1 on a.",
         "it took 1.2 s; the 2 steps after it took 2.1 s each, before it 3.1 s",
     ):
         assert said in told
-    assert placement_story("j", None, (), 0)[-1] == "Nothing has moved."
+    assert placement_story("j", None, (), 0)[-1] == "There were no moves."
     still = describe_placement(mirror(job=stored(job(policy="static", train=1, reward=1))), frozenset({"a", "b"}))
-    assert placement_story("j", still, (), 0)[-1] == "Nothing has moved: policy static moves nothing."
+    assert placement_story("j", still, (), 0)[-1] == "There were no moves: policy static never moves slots."
     (move,) = mirror().moves.moves
     assert move_tree(move)["sentence"].startswith("went from")
     assert history_table([move]).row_count == 1
@@ -237,9 +237,9 @@ def test_slots_of_nodes_that_are_away_are_told_apart_from_those_that_serve() -> 
     assert plan == whole
     here = {slot for slot in slot_roles(whole) if slot.node == "a"}
     told = split_in_words(whole, reply.away)
-    assert told == "1 rollout, 0 reward, 1 train; 2 slots of b, planned for 1 rollout, 1 reward, are away"
+    assert told == "1 rollout, 0 reward, 1 train; 2 slots of b, planned for 1 rollout, 1 reward, are absent"
     assert f"Now: {told} (plan 3)." in placement_story("j", reply, (), 0)
-    assert (placement_rows(reply)["slots"], placement_rows(reply)["away"]) == (told, "b")
+    assert (placement_rows(reply)["slots"], placement_rows(reply)["absent nodes"]) == (told, "b")
     tree = placement_tree(reply)
     assert sum(tree["split"][pool] for pool in ("rollout", "reward", "train")) == len(here)
     assert tree["split_away"] == {"rollout": 1, "reward": 1, "train": 0}

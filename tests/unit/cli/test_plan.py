@@ -90,8 +90,8 @@ def test_where_nothing_can_be_begun_with_a_sentence_says_so_whatever_is_nearest_
     few = RejectedLayouts(over[0].way, MemoryExcess(("rollout",), 1, 8.0, 1.0, engines=True), 1)
     for misfits in ((), (few,)):
         said = _nothing_fits(planned_of(replace(found, fits=over, misfits=misfits)), Path("c.yaml"))
-        assert "no placement that can be begun with of job 'j' fits" in str(said)
-        assert ("the nearest to it" in str(said)) == bool(misfits)
+        assert "no initial placement of job 'j' fits" in str(said)
+        assert ("The closest is" in str(said)) == bool(misfits)
     assert "no placement of job 'j' fits" in str(_nothing_fits(planned_of(replace(found, fits=())), Path("c.yaml")))
 
 
@@ -105,15 +105,15 @@ def test_what_the_spec_says_now_is_told_beside_what_it_should_say() -> None:
     assert first is not None
     assert first != named.stands
     told = _begins(named, first)
-    assert f"As the spec stands, the job begins with {named.stands.way}, predicted to take " in told
-    assert f"To begin with {first.way}, at a predicted " in told
+    assert f"With the current spec, the job starts with {named.stands.way}; the predicted step time is " in told
+    assert f"To start with {first.way} (predicted step time " in told
     split = first.way.split
     if split.mode == "coexisting":
         same = planned_of(found, placement={"policy": "static", "train": split.train}, **base)
         assert same.stands == first
-        assert _begins(same, first).startswith(f"As the spec stands, the job begins with {first.way}; ")
+        assert _begins(same, first).startswith(f"With the current spec, the job starts with {first.way}; ")
     nowhere = replace(found, fits=tuple(fit for fit in found.fits if fit.way.ranks != 6))
-    assert "is not among what fits" in _begins(
+    assert "The placement of the current spec does not fit" in _begins(
         planned_of(nowhere, placement={"policy": "static", "train": 6}, **base), first
     )
     shared = planned_of(found, **(base | {"train": {"zero_stage": 3, "ranks": 4}}))
@@ -122,7 +122,9 @@ def test_what_the_spec_says_now_is_told_beside_what_it_should_say() -> None:
 
 
 def test_where_the_spec_names_no_number_of_ranks_it_is_said_where_the_number_comes_from() -> None:
-    from_nodes = "1 rank, memory kept (a rank on each node, for train.ranks says nothing), predicted to take "
+    from_nodes = (
+        "1 rank, memory kept (one train rank per node, because train.ranks is not set); the predicted step time is "
+    )
     found = search_layouts(work(SMALL), machines(memory_gib=2000.0))
     shared = planned_of(found, placement={"memory": "kept"})
     assert shared.first is not None
@@ -136,13 +138,13 @@ def test_who_pastes_a_section_is_told_what_of_the_spec_to_delete() -> None:
     together: YamlSection = {"placement": {"policy": "dynamic", "memory": "kept"}}
     said = spec(placement={"policy": "dynamic", "train": 2, "reward": 1}, judges=[JUDGE], reward={"judge": "right"})
     assert lines_to_delete(said, together) == (
-        "delete placement.train and placement.reward, which the spec says of another placement",
+        "delete placement.train and placement.reward of the spec, which contradict this placement",
     )
     apart: YamlSection = {"placement": {"policy": "static", "train": 2, "reward": 1}}
     assert lines_to_delete(said, apart) == ()
     ranks = spec(placement={"policy": "colocated", "memory": "kept"}, train={"ranks": 3})
     assert lines_to_delete(ranks, apart) == (
-        "delete placement.memory and train.ranks, which the spec says of another placement",
+        "delete placement.memory and train.ranks of the spec, which contradict this placement",
     )
 
 
@@ -151,7 +153,7 @@ def test_of_every_judge_with_less_cache_than_it_wants_a_line_says_what_to_write(
     cells = (("rollout", 100), ("judge right", 2048))
     bound = replace(fit, room=replace(fit.room, cells=cells, bound=("rollout", "judge right")))
     assert cache_hints(bound) == (
-        "judge right has room for 2,048 tokens of cache; set its serving.cache_tokens, or it may take more",
+        "judge right: memory suffices for 2,048 tokens of KV cache; set its serving.cache_tokens, because its default may use more",
     )
     assert cache_hints(replace(fit, room=replace(fit.room, bound=()))) == ()
 
@@ -182,7 +184,7 @@ def test_a_share_that_sglang_takes_is_named_with_the_argument_that_sets_it() -> 
         workload, nodes, RejectedLayouts(way, small, 1)
     )
     large = MemoryExcess(("rollout",), 1, 80.0, 1.0, engines=True)
-    assert "the share that SGLang takes for rollout, 39.8 GiB: lower it with rollout.engine_args" in advice(
+    assert "the memory that SGLang reserves for rollout, 39.8 GiB: lower it with rollout.engine_args" in advice(
         workload, nodes, RejectedLayouts(way, large, 1)
     )
 
@@ -190,8 +192,8 @@ def test_a_share_that_sglang_takes_is_named_with_the_argument_that_sets_it() -> 
 def test_placements_that_fit_and_cannot_be_started_are_counted_as_such() -> None:
     found = search_layouts(work(SEVEN, train={"zero_stage": 3}), machines())
     wide = tuple(fit for fit in found.fits if not fit.way.starts)
-    assert "of those that fit none can be started" in _counted(planned_of(replace(found, fits=wide)))
-    assert "none can be started" not in _counted(planned_of(found))
+    assert "the job can start with none of those that fit" in _counted(planned_of(replace(found, fits=wide)))
+    assert "none of those that fit" not in _counted(planned_of(found))
 
 
 def test_memory_is_told_in_digits() -> None:

@@ -169,7 +169,7 @@ async def test_a_run_resumes_a_job_that_it_finds_paused(capsys: pytest.CaptureFi
         client = Paused(job)
         assert await run_command.resume_if_paused(client, job) is job  # type: ignore[arg-type]
         assert client.calls == calls
-    assert capsys.readouterr().err == "Job sums (u) was paused and is resumed.\n"
+    assert capsys.readouterr().err == "Job sums (u) was paused; resuming it.\n"
 
 
 @pytest.mark.parametrize("pressed", [False, True], ids=["in time", "a second key press"])

@@ -122,10 +122,10 @@ def test_as_json_each_move_has_its_reason(scenario: Path) -> None:
 
 def test_too_few_slots_for_what_the_scenario_says_are_told(scenario: Path) -> None:
     scenario.write_text(SMALL + "colocated: false\n")
-    with pytest.raises(UsageError, match="no split of 2 slots"):
+    with pytest.raises(UsageError, match="2 slots cannot hold a train world"):
         said(str(scenario), "--slots", "2")
     scenario.write_text(SMALL + "losses: [{at: 1, until: 2, slots: 5}]\n")
-    with pytest.raises(UsageError, match="no split of 0 slots"):
+    with pytest.raises(UsageError, match="0 slots cannot hold a train world"):
         said(str(scenario))
 
 
@@ -252,9 +252,9 @@ def test_a_run_without_books_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        pytest.param([], "takes a scenario's file, or --run", id="nothing to play"),
-        pytest.param(["FILE", "--run", "x"], "takes a scenario's file, or --run", id="both"),
-        pytest.param(["--run", "nobody"], "no finished run 'nobody'", id="unknown run"),
+        pytest.param([], "takes either a scenario file or --run", id="nothing to play"),
+        pytest.param(["FILE", "--run", "x"], "takes either a scenario file or --run", id="both"),
+        pytest.param(["--run", "nobody"], "'nobody' is neither a finished run in", id="unknown run"),
         pytest.param(["FILE", "--policy", "clever"], "no placement policy is called 'clever'", id="unknown policy"),
     ],
 )
@@ -345,7 +345,7 @@ def test_a_policy_of_another_package_is_played_too_and_one_that_raises_is_told_o
     tree = json.loads(said(str(scenario), "--policy", "still", "--policy", "static", "-o", "json"))
     rows = {row["policy"]: row for row in tree["rows"]}
     assert rows["still"]["seconds"] == rows["static"]["seconds"]
-    with pytest.raises(UsageError, match="policy 'broken' went wrong in the simulator \\(ZeroDivisionError: no slots"):
+    with pytest.raises(UsageError, match="policy 'broken' failed in the simulator \\(ZeroDivisionError: no slots"):
         said(str(scenario), "--policy", "broken")
 
 

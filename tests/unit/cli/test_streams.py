@@ -34,7 +34,7 @@ def test_who_gets_no_line_is_told_where_lines_are(monkeypatch: pytest.MonkeyPatc
     assert "gcore logs sums --previous" in err
     code, out, err = logs(monkeypatch, [], "--previous", "-o", "json")
     assert (code, out) == (0, "")
-    assert "that is gone" in err
+    assert "No exited worker" in err
 
 
 def test_who_gets_lines_is_told_nothing_besides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_a_trace_has_a_track_a_slot_its_phases_and_the_moves_of_the_step_with_th
     assert (2, "busy rollout", 0.0, 4e6) in slices
     assert (2, "unbooked", 4e6, 1e6) in slices
     assert (3, "busy train", 1e6, 5e6) in slices
-    assert (3, "collect", 1e6, 4e6) in slices
+    assert (3, "generate", 1e6, 4e6) in slices
     (told,) = [e for e in events if e["ph"] == "i"]
     assert (told["ts"], told["args"]["reason"], told["args"]["gain_s"]) == (2e6, "judges are behind", 3.5)
 
@@ -155,9 +155,9 @@ def test_what_top_shows_is_the_newest_booked_step_of_every_node() -> None:
     assert found.error == pytest.approx(0.2)
     assert found.bottleneck == "tail"
     said = dict(top_rows(found))
-    assert said["step"] == "3/~40, the newest booked one took 5.00s"
+    assert said["step"] == "3/~40, the newest recorded step took 5.00s"
     assert "the tail" in said["idle"]
-    assert said["rollout"] == "3.0 requests at a time in an engine, 320 tokens/s"
+    assert said["rollout"] == "3.0 concurrent requests per engine, 320 tokens/s"
     assert json.loads(json.dumps(top_tree(found)))["nodes"].keys() == {"a", "b"}
     render_top(found)
 
@@ -219,9 +219,9 @@ def test_top_of_a_run_that_ended_shows_its_last_step_from_its_folder(
     monkeypatch.setattr(top_verb, "call_cluster", nobody)
     top_verb.top(job, home=tmp_path)
     told = shown_on.getvalue()
-    assert "4/4, the newest booked one took 5.00s" in told
+    assert "4/4, the newest recorded step took 5.00s" in told
     assert "4 on 2 nodes" in told
-    assert "for no cluster is up" in told
+    assert "because no cluster is running" in told
     assert "`gcore trace u --step N`" in told
     with pytest.raises(Unreachable):
         top_verb.top("other", home=tmp_path)
@@ -275,7 +275,7 @@ def test_who_asks_a_finished_run_for_a_step_it_has_not_is_told_which_it_has(
         raise Unreachable("no cluster is up in this home")
 
     monkeypatch.setattr(trace_verb, "call_cluster", nobody)
-    with pytest.raises(GcoreError, match=r"no node has booked step 9 of the run in .*Booked are steps 3 to 4"):
+    with pytest.raises(GcoreError, match=r"the run in .* has no slot accounting of step 9.*Choose a step from 3 to 4"):
         trace_verb.trace("j", 9, home=tmp_path)
 
 
@@ -284,7 +284,7 @@ def test_a_file_of_moves_that_cannot_be_read_is_told_in_a_sentence(
 ) -> None:
     (tmp_path / "moves.jsonl").mkdir()
     monkeypatch.setattr(trace_verb, "call_cluster", lambda what, address, home: asyncio.run(what(Placed(tmp_path))))
-    with pytest.raises(GcoreError, match="the moves cannot be read"):
+    with pytest.raises(GcoreError, match="the history of moves cannot be read"):
         trace_verb.trace("j", 3, to=tmp_path / "step.json")
-    with pytest.raises(GcoreError, match="the moves cannot be read"):
+    with pytest.raises(GcoreError, match="the history of moves cannot be read"):
         collect_moves(asyncio.run(Placed(tmp_path).get_placement("j")))

@@ -80,21 +80,21 @@ def test_the_plain_view_is_one_line_for_each_event_and_answers_before_and_after(
     printed = [line for before, one in states() for line in view_plain.event_lines(before, one)]
     assert printed == [
         "state: RUNNING: started",
-        "shards: shards dealt out: node-0 4, node-1 4",
+        "shards: shards assigned: node-0 4, node-1 4",
         "eval: accuracy 45.1% on 500 held-out prompts after step 0",
-        "  47+8= → 55  right",
-        "  9+9= → \\x1b[2J17  wrong, 18 is expected",
-        "step 1/3 reward 0.620 accuracy 0.451 length 3.1 812 tok/s collect 0.31s exchange 0.02s train 0.44s "
-        "publish 0.10s groups node-0:16 node-1:16 filtered 2 failed 1",
+        "  47+8= → 55  correct",
+        "  9+9= → \\x1b[2J17  incorrect, expected 18",
+        "step 1/3 reward 0.620 accuracy 0.451 length 3.1 812 tok/s generate 0.31s transfer 0.02s "
+        "train 0.44s weight sync 0.10s groups node-0:16 node-1:16 filtered 2 failed 1",
         "member: node-1 is gone",
-        "shards: 4 shards moved; now node-0 8",
+        "shards: 4 shards moved: node-0 8",
         "step 2/3 reward - accuracy 0.451 length -",
         "eval: accuracy 60.0% on 500 held-out prompts after step 2",
-        "step 3/3 reward 0.620 accuracy 0.600 length 3.1 812 tok/s collect 0.31s exchange 0.02s train 0.44s "
-        "publish 0.10s",
+        "step 3/3 reward 0.620 accuracy 0.600 length 3.1 812 tok/s generate 0.31s transfer 0.02s "
+        "train 0.44s weight sync 0.10s",
         "eval: accuracy 94.0% on 500 held-out prompts after step 3",
-        "  47+8= → 55  right",
-        "  9+9= → \\x1b[2J17  wrong, 18 is expected",
+        "  47+8= → 55  correct",
+        "  9+9= → \\x1b[2J17  incorrect, expected 18",
         "new kind: something new",
         "state: SUCCEEDED: all steps are committed",
     ]
@@ -144,11 +144,19 @@ def test_on_eighty_columns_nothing_wraps_and_no_number_is_torn_from_its_name():
         state = state.apply(event(n, "step", step=n, steps=1000, stats=stats | {"seconds": 400.0}))
     state = state.apply(event(6, "rollback", to_step=4, lineage=1, reason="rank 0 died"))
     text = drawn(state, now=5000.0, width=80)
-    for whole in ("grad 12.34", "lr 3.0e-04", "train 5m01s", "publish 0.10s", "step 4/1000", "left", "rolled back 1×"):
+    for whole in (
+        "grad 12.34",
+        "lr 3.0e-04",
+        "train 5m01s",
+        "weight sync 0.10s",
+        "step 4/1000",
+        "left",
+        "rolled back 1×",
+    ):
         assert whole in text
-    rows = [line for line in text.splitlines() if "step 4/1000" in line or "collect" in line]
+    rows = [line for line in text.splitlines() if "step 4/1000" in line or "generate" in line]
     assert len(rows) == 2
-    assert ["rolled back" in rows[0], "publish" in rows[1]] == [True, True]
+    assert ["rolled back" in rows[0], "weight sync" in rows[1]] == [True, True]
 
 
 def test_the_live_view_says_what_is_waited_for_and_since_when():
@@ -288,7 +296,7 @@ def test_the_plain_view_shows_what_is_measured_beside_the_accuracy_and_what_coul
     one = event(22, "eval", step=5, accuracy=0.25, count=4, unscored=3, by_source={"data": PASSED})
     assert view_plain.event_lines(of_sources("sums"), one)[1:3] == (
         "  data 25.0%, pass@4 75.0%",
-        "  3 responses could not be scored, and count as not correct",
+        "  3 responses could not be scored and count as incorrect",
     )
     parts = {**PASSED, "metrics": {"mean@4": -0.5, "pass@1": 0.25}}
     one = event(22, "eval", step=5, accuracy=0.25, count=4, by_source={"b": parts, "a": {"accuracy": 1.0}})
@@ -303,8 +311,8 @@ def test_an_answer_is_right_if_the_evaluation_says_so_and_one_that_was_not_score
     ]
     one = event(1, "eval", step=0, accuracy=0.25, count=4, samples=samples)
     wrong, right, unscored = view_plain.event_lines(ViewState(), one)[1:]
-    assert "wrong, 2 is expected" in wrong
-    assert right.endswith("right")
+    assert "incorrect, expected 2" in wrong
+    assert right.endswith("  correct")
     assert unscored.endswith("not scored: no number")
 
 

@@ -129,7 +129,7 @@ def test_when_a_controller_dies_its_shards_are_seen_to_move():
     state = state.apply(JobEvent(3, 3.0, "shards", data={"shares": {"node-0": [0, 1, 2, 3]}}))
     assert state.nodes == (NodeView("node-0", True, (0, 1, 2, 3)), NodeView("node-1", False, ()))
     assert (state.moved, state.moved_at) == ({2, 3}, 3.0)
-    assert [line.text for line in state.log][1:] == ["node-1 is gone", "2 shards moved; now node-0 4"]
+    assert [line.text for line in state.log][1:] == ["node-1 is gone", "2 shards moved: node-0 4"]
 
 
 def test_a_rollback_takes_back_steps_groups_and_evaluations():
@@ -144,7 +144,7 @@ def test_a_rollback_takes_back_steps_groups_and_evaluations():
     assert (state.step, state.lineage, state.rollbacks) == (1, 1, 1)
     assert state.groups_by_node == {"node-0": 4}
     assert state.evals == ()
-    assert state.log[-1].text == "rollback from step 3 to step 1: rank 0 died"
+    assert state.log[-1].text == "restarted from checkpoint 1: rank 0 died; 2 steps are lost"
 
 
 def test_a_new_world_that_loses_no_step_is_not_told_as_going_back():
@@ -153,7 +153,7 @@ def test_a_new_world_that_loses_no_step_is_not_told_as_going_back():
         JobEvent(3, 3.0, "rollback", data={"from_step": 2, "to_step": 2, "lineage": 1, "reason": "rank 0 died"})
     )
     assert (state.step, state.lineage) == (2, 1)
-    assert state.log[-1].text == "a new train world goes on from step 2, no step is lost: rank 0 died"
+    assert state.log[-1].text == "restarted from checkpoint 2: rank 0 died; no step is lost"
 
 
 def test_accuracy_before_and_after_are_those_of_the_first_and_the_last_evaluation():

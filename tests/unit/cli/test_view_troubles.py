@@ -32,7 +32,7 @@ AWAY = "the store cannot be reached, tried for 5.0 s"
 def test_a_line_says_that_it_begins_and_one_that_it_is_over() -> None:
     assert trouble_lines(None, "the cluster", AWAY, 100.0) == (f"waiting: the cluster: {AWAY}",)
     before = WaitPoint("the cluster", AWAY, 100.0)
-    assert trouble_lines(before, "the cluster", "", 134.0) == ("waiting: the cluster goes on, after 34s",)
+    assert trouble_lines(before, "the cluster", "", 134.0) == ("waiting: the cluster recovered after 34s",)
     assert trouble_lines(None, "the cluster", "", 134.0) == ()
 
 

@@ -139,5 +139,5 @@ def test_the_commands_write_what_others_read(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(UsageError, match="cannot be read"):
         gcore("context", "set", "x", "--address", "h:1", "--token-file", str(tmp_path / "none"))
     assert "x" not in json.loads(gcore("context", "list", "-o", "json"))["contexts"]
-    with pytest.raises(UsageError, match="there is a file already"):
+    with pytest.raises(UsageError, match="the file exists"):
         gcore("token", "first-admin", "--to", str(tmp_path / "t"))

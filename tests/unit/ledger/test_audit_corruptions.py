@@ -105,7 +105,7 @@ def test_a_run_that_has_ended_is_audited_from_its_folder_when_no_cluster_is_up(
     assert (said["steps"], said["issued"], said["in_flight"], said["findings"]) == (5, 31, 5, [])
     table = run_cli(tmp_path)
     assert table.exit_code == 0
-    assert "31 issued: 20 trained, 5 filtered, 1 failed, 5 in flight" in table.output
+    assert "31 sampled: 20 trained, 5 filtered, 1 failed, 5 in flight" in table.output
 
 
 @pytest.mark.parametrize("corruption", CORRUPTIONS, ids=lambda one: one.__name__)
@@ -128,7 +128,7 @@ def test_a_job_that_never_ended_leaves_no_copy_and_the_command_says_so(job: Reco
     assert not store_copy.has_copy(job.run_dir, None)
     answer = run_cli(tmp_path)
     assert answer.exit_code != 0
-    assert "no cluster is up" in str(answer.exception)
+    assert "no local cluster is running" in str(answer.exception)
     with pytest.raises(NoRecordsCopy, match="no copy of the job's records") as raised:
         audit_of_folder(job.run_dir)
     assert raised.value.exit_code == 3, "nothing was audited, so nothing was found"

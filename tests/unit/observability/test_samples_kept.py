@@ -185,7 +185,7 @@ async def test_a_folder_that_takes_nothing_disturbs_nobody_and_is_told_of_once(t
     await keep(1)
     await keep(2)
     (first,) = told
-    assert first.startswith("samples: the samples of step 1 are not kept: [Errno")
+    assert first.startswith("samples: the samples of step 1 were not written: [Errno")
     in_the_way.unlink()
     await keep(3)
     assert folder.kept_steps(tmp_path) == [Version(0, 3)]

@@ -214,7 +214,7 @@ def test_where_no_cluster_is_up_the_samples_of_an_ended_run_are_read_from_its_fo
     assert shown["groups"][0]["responses"][1]["advantage"] == 0.7
     with pytest.raises(NoSamples, match=r"no samples of step 4 are kept\. There are those of step 3"):
         samples("sums", step=4, home=tmp_path / "home")
-    with pytest.raises(Unreachable, match="no finished job 'words'; finished are 'sums'"):
+    with pytest.raises(Unreachable, match="no finished job 'words'"):
         samples("words", home=tmp_path / "home")
 
 
@@ -227,7 +227,7 @@ def test_json_has_null_for_what_is_no_number() -> None:
 
 def test_control_characters_are_spelt_out_and_lines_stay() -> None:
     assert clip_text("a\x1b[31m\r\nb\u202e", 99) == "a\\x1b[31m\\r\nb\\u202e"
-    assert clip_text("abcdef", 4, more=3) == "abcd… (5 characters more)"
+    assert clip_text("abcdef", 4, more=3) == "abcd… (5 more characters)"
 
 
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
@@ -248,7 +248,7 @@ async def test_a_terminal_shows_responses_side_by_side_with_what_they_are_worth(
     out = io.StringIO()
     show_groups(Console(file=out, force_terminal=True, width=120, color_system=None), await found(tmp_path))
     text = out.getvalue()
-    assert "step 3, lineage 0: 2 of 2 prompts that are kept" in text
+    assert "step 3, lineage 0: 2 of 2 kept prompts" in text
     (row,) = [line for line in text.splitlines() if "advantage -0.700" in line]
     assert "reward 0, advantage -0.700" in row
     assert "reward 1, advantage +0.700 (+0.100 to +1.200)" in row
@@ -289,7 +289,7 @@ async def test_the_command_asks_for_what_was_typed_and_prints_what_comes(tmp_pat
         assert json.loads(out)["groups"][0]["ref"] == "0/0/0"
         assert not script.asked_samples[1].HasField("step")
         code, _, err = await gcore(*words, "--best", "--worst")
-        assert (code, err) == (2, "gcore: --best and --worst are two orders. Give one of them\n")
+        assert (code, err) == (2, "gcore: --best and --worst exclude each other. Give only one of them\n")
         code, _, err = await gcore("samples", "other", "--address", server.address)
         assert code == 2
         assert len(err.splitlines()) == 1
@@ -303,8 +303,8 @@ async def test_the_command_asks_for_what_was_typed_and_prints_what_comes(tmp_pat
         pytest.param(["sums", "--limit", "99999999999"], "'--limit'", id="more prompts than counted"),
         pytest.param(["sums", "--step", "9" * 30], "'--step'", id="a step of thirty digits"),
         pytest.param(["sums", "--step", "-1"], "'--step'", id="a step before the first"),
-        pytest.param(["sums", "--source", b"\xff"], r"'\udcff' is not UTF-8 text", id="a source of no text"),
-        pytest.param([b"sums\xff"], r"'sums\udcff' is not UTF-8 text", id="a job of no text"),
+        pytest.param(["sums", "--source", b"\xff"], r"'\udcff' is not valid UTF-8", id="a source of no text"),
+        pytest.param([b"sums\xff"], r"'sums\udcff' is not valid UTF-8", id="a job of no text"),
     ],
 )
 async def test_a_command_that_cannot_be_sent_is_told_and_raises_nothing(words: list[str | bytes], said: str) -> None:

@@ -205,9 +205,9 @@ async def test_what_a_job_began_with_and_why_is_its_first_move() -> None:
     steps = [CommittedStep(step, step, seconds) for step, seconds in ((1, 90.0), (2, 30.0), (3, 32.0))]
     known = add_outcomes(moves, steps, {}, 3, plan)
     lines = "\n".join(placement_story("j", None, known.moves, 0))
-    assert f"at the beginning: began with {split_of(plan)}, because nothing is measured yet: of " in lines
+    assert f"at the start: began with {split_of(plan)}, because nothing is measured yet: of " in lines
     assert "Expected: a step was to take " in lines
-    assert "What came of it: the 2 steps after it took 31.0 s each; that is " in lines
+    assert "Measured: the 2 steps after it took 31.0 s each; this is " in lines
     assert history_table(known.moves).row_count == 1
 
 

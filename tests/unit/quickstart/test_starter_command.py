@@ -180,7 +180,7 @@ def test_an_interrupted_init_leaves_nothing_and_ends_with_130(tmp_path: Path, se
 
 
 def test_a_home_that_is_nobodys_is_a_sentence() -> None:
-    with pytest.raises(UsageError, match="this is no path"):
+    with pytest.raises(UsageError, match="the path is invalid"):
         init(Path("~nobody-of-that-name/mine"))
 
 
@@ -240,7 +240,7 @@ def test_a_model_of_ones_own_is_named_in_the_spec_and_none_is_made(tmp_path: Pat
         ({"task": "dance"}, "no task 'dance'.*sort, reverse"),
         ({"model": "nowhere"}, "no config.json"),
         ({"model": "hf://Qwen"}, "names no owner, or no model"),
-        ({"model": "s3://bucket/model"}, "neither a folder nor a hub's model"),
+        ({"model": "s3://bucket/model"}, "neither a folder nor a model of a hub"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: dict[str, str], said: str) -> None:

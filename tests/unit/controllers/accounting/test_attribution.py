@@ -272,7 +272,7 @@ def test_ranks_do_not_wait_while_they_train_a_part(monkeypatch: pytest.MonkeyPat
 
 def test_the_line_names_whom_the_others_wait_for() -> None:
     slow = {"wait_for_batch_s": 8.0, "wait_for_weights_s": 0.5, "tail_s": 1.0}
-    said = "ranks 8.00s for a batch, engines 0.50s for weights, 1.00s for others' responses: generation holds steps up"
+    said = "ranks wait 8.00s for a batch, engines wait 0.50s for weights, tail 1.00s; bottleneck: generation"
     assert waits_line(slow) == said
     assert find_bottleneck(slow | {"tail_s": 6.0}) == "the tail of generation"
     assert find_bottleneck(slow | {"wait_for_weights_s": 9.0}) == "training"

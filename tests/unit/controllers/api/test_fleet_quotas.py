@@ -146,7 +146,7 @@ def test_slots_are_a_number_or_none(text: str, slots: int | None) -> None:
 
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "eight", "9" * 20, "٣"])
 def test_what_is_no_number_of_slots_is_refused_with_what_to_say(text: str) -> None:
-    with pytest.raises(UsageError, match="Say a number, or none: gcore quota research 8"):
+    with pytest.raises(UsageError, match="Give a number, or none: gcore quota research 8"):
         parse_slots("research", text)
 
 

@@ -253,7 +253,7 @@ async def test_a_source_whose_rewards_have_been_equal_for_ten_steps_is_warned_of
     note(21, 0)
     note(30, 10)
     said = (
-        "source 'sums': the last 121 responses, to 21 prompts, all had reward 0; equal rewards teach the policy nothing. "
+        "source 'sums': the last 121 responses to 21 prompts all had reward 0. The policy cannot learn from equal rewards. "
         "Compare responses with the expected answers: gcore samples"
     )
     assert caplog.messages == [said]

@@ -90,4 +90,4 @@ async def test_the_command_prints_which_node_cannot_write_and_when_it_can_again(
         await asking
     assert len(lines) == 2, lines
     assert lines[0] == f"waiting: node-0: node-0 cannot write to the store: {FULL}"
-    assert lines[1].startswith("waiting: node-0 goes on")
+    assert lines[1].startswith("waiting: node-0 recovered after")

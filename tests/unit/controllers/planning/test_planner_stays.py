@@ -264,9 +264,9 @@ def test_the_account_tells_of_stretches_between_the_moves() -> None:
     )
     assert (
         told[3]
-        == "  What came of it: the 2 steps that followed took 10.0 s where 10.0 s were expected, each off by 20% on average."
+        == "  Measured: the 2 steps that followed took 10.0 s where 10.0 s were expected, each off by 20% on average."
     )
     assert told[5].startswith("00:01:43 UTC, after step 3: went from")
     assert told[-1] == r"00:01:44 UTC, after step 4: nothing moved, because [red] all\nis well."
     assert [one["kind"] for one in history_tree([moved(3)], [before, after])] == ["stay", "split", "stay"]
-    assert placement_story("j", None, [], 0, [before])[1] == "Nothing has moved."
+    assert placement_story("j", None, [], 0, [before])[1] == "There were no moves."

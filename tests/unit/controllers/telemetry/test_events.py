@@ -83,8 +83,8 @@ def test_whoever_hears_of_two_checkpoints_together_tells_of_each_once_as_the_oth
     both = [checkpoints(1, revision=5), checkpoints(1, 2, revision=6)]
     alone = told([[both[0]], [both[1]]])
     assert [message for _, message in alone] == [
-        "checkpoint of step 1 is registered",
-        "checkpoint of step 2 is registered",
+        "checkpoint of step 1 registered",
+        "checkpoint of step 2 registered",
     ]
     assert told([both]) == alone
 
@@ -98,7 +98,7 @@ def test_what_is_written_over_later_does_not_change_the_numbers_of_what_stays() 
     shares = put(KEYS.assign, Assignment(members=("node-0.a",), owners=(0, 0)).encode(), 4)
     in_time, late = told([[shares, state, log]]), told([[state, log]])
     assert late == in_time[:2]
-    assert [message.partition(" ")[0] for _, message in in_time] == ["back", "RUNNING:", "shards"]
+    assert [message.partition(" ")[0] for _, message in in_time] == ["restarted", "RUNNING:", "shards"]
 
 
 def test_a_follower_goes_on_after_the_last_number_it_saw() -> None:
@@ -127,8 +127,8 @@ def test_a_step_that_skipped_updates_says_so_after_it() -> None:
     ]
     log = heard([[put(KEYS.log(entry.seq), entry.encode(), 10 + entry.seq)] for entry in entries])
     assert [event.kind for event in log.events] == ["step", "step", "skipped", "step", "skipped"]
-    assert log.events[2].message == "1 update of step 2 skipped: gradient not finite"
-    assert log.events[4].message == "2 updates of step 3 skipped: gradient not finite"
+    assert log.events[2].message == "1 update of step 2 skipped: the gradient is not finite"
+    assert log.events[4].message == "2 updates of step 3 skipped: the gradient is not finite"
     assert log.events[4].data == {"step": 3, "updates": 2}
 
 
@@ -151,7 +151,7 @@ def test_a_source_whose_responses_are_mostly_cut_off_is_warned_of_once() -> None
     log = heard(batches)
     assert [event.kind for event in log.events] == ["step", "step", "warning", "step", "warning"]
     assert log.events[2].message == (
-        "62% of the responses of source 'sums' were cut off in step 2; raise max_new_tokens, or see rollout.truncated"
+        "62% of the responses of source 'sums' were truncated in step 2. Raise max_new_tokens, or see rollout.truncated"
     )
     assert log.events[2].data == {"cause": "truncated", "source": "sums", "share": 0.62, "step": 2}
     assert log.events[4].data["source"] == "words"
@@ -185,7 +185,7 @@ def test_prompts_that_ended_untrained_are_told_with_how_and_why() -> None:
     one, several = heard([[put(KEYS.log(e.seq), e.encode(), 10 + e.seq)] for e in made]).events
     assert (one.kind, one.message) == ("account", "1 prompt filtered: every response was cut off")
     assert several.message == (
-        "3 prompts filtered, 1 prompt failed; the commonest reason, 2 times: every response was cut off"
+        "3 prompts filtered, 1 prompt failed; most frequent reason (2 times): every response was cut off"
     )
     assert several.data == {"count": 4, "filtered": 3, "failed": 1, "reason": empty}
 
@@ -227,7 +227,7 @@ def test_whoever_goes_on_is_not_told_again_of_what_a_list_sums_up() -> None:
     """Found later in one record, two checkpoints have other numbers than when each was registered."""
     listed = heard([[checkpoints(1, 2, revision=9), put(KEYS.log(0), changes()[2].kv.value, 10)]], reset=True)
     assert [event.message for event in listed.after(0)] == [
-        "checkpoint of step 1 is registered",
-        "checkpoint of step 2 is registered",
+        "checkpoint of step 1 registered",
+        "checkpoint of step 2 registered",
     ]
     assert listed.after(100, goes_on=True) == []

@@ -84,4 +84,4 @@ def test_a_smaller_step_is_told_unless_it_is_the_last(planned: float | None, war
     said = [event.message for event in log.events if event.kind == "warning"]
     assert bool(said) == warned
     if warned:
-        assert said[0].startswith("step 3 trained 1 of 6 groups: there were no more after 80 prompts")
+        assert said[0].startswith("step 3 trained 1 of 6 groups: no more were available after 80 prompts")

@@ -167,8 +167,8 @@ async def test_a_tracker_of_ones_own_is_told_each_step_and_the_end(run_dir: Path
     [
         ("raises", "RuntimeError: no such project"),
         ("raises much", "RuntimeError: no such page: <<<"),
-        ("dies", "its process ended with -9"),
-        ("hangs", "it has not moved for 3 s"),
+        ("dies", "its process exited with -9"),
+        ("hangs", "no progress for 3 s"),
     ],
 )
 @pytest.mark.usefixtures("quick")
@@ -189,7 +189,7 @@ async def test_a_tracker_in_trouble_is_started_again_told_of_once_and_misses_not
     assert [step for _, step in job.reached()] == [1, 2, 3]
     assert len({pid for pid, _ in job.reached()}) == 2
     (warned,) = job.warned
-    assert warned.startswith(f"tracker-own: tracker 'own' fails and is started again: {reason}")
+    assert warned.startswith(f"tracker-own: tracker 'own' failed and is being restarted: {reason}")
     assert len(warned) < 1000
 
 

@@ -311,7 +311,7 @@ def test_a_disk_that_hangs_keeps_one_thread_and_not_all_who_ask(
     with ThreadPoolExecutor(1) as other:
         first = other.submit(kept.of, tmp_path)
         begun.wait()
-        with pytest.raises(OSError, match="has not answered"):
+        with pytest.raises(OSError, match="has not finished"):
             kept.of(tmp_path)
         goes_on.set()
         assert first.result() == "read"
