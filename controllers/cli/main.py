@@ -18,7 +18,6 @@ from controllers.cli.commands import (  # noqa: F401 (importing a module registe
     access,
     checkpoints,
     cluster,
-    demo,
     doctor,
     jobs,
     placement,

@@ -75,6 +75,11 @@ class LocalClusterState(BaseModel):
         return tuple(c.address for c in self.controllers)
 
     @property
+    def page(self) -> str:
+        """The address of the page of the first daemon."""
+        return f"http://{self.controllers[0].metrics_address}/"
+
+    @property
     def slots(self) -> tuple[str, ...]:
         """Every slot."""
         return tuple(slot for c in self.controllers for slot in c.slots)

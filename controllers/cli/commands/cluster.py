@@ -334,6 +334,7 @@ def up(
             missing = "  does not respond" if one.name in result.absent else ""
             typer.echo(f"  {one.name}  {one.address}  metrics {one.metrics_address}  {' '.join(one.slots)}{missing}")
         typer.echo(f"  etcd    {cluster.etcd.endpoint}  {cluster.etcd.binary}")
+        typer.echo(f"Page: {cluster.page}")
     if not result.started:
         given = {name for name in context.params if _was_given(context, name)}
         check_cluster_matches(cluster, given, controllers, local.deal_slots(slots, 1)[0])

@@ -1,4 +1,4 @@
-"""`gcore run` and `gcore submit`: create a job, follow it, and record its events.
+"""`gcore run`, `gcore demo` and `gcore submit`: create a job, follow it, and record its events.
 
 `run` starts a local cluster if none is running and stops it at the end. Meanwhile it restarts etcd and daemons that have died. After an
 interruption, the same command continues the job. The first Ctrl-C (or SIGTERM) stops what this command started in an orderly way, the
@@ -8,9 +8,7 @@ a new cluster.
 
 `submit` is idempotent with the same request id. Ctrl-C stops following, not the job.
 
-`events.jsonl` in the run folder gets each event once, as one JSON line, written by one append. A line that a crash truncated is removed
-when the file is opened again. Events that cannot be written wait in memory; a write error never ends a run. In addition to the event
-stream, `run` polls the API for wait reports; it shows a failed poll and continues.
+In addition to the event stream, `run` polls the API for wait reports; it shows a failed poll and continues.
 """
 
 from __future__ import annotations
@@ -19,16 +17,15 @@ import asyncio
 import contextlib
 import dataclasses
 import fcntl
-import os
+import re
 import shlex
 import signal
 import sys
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -63,10 +60,10 @@ from controllers.cli.output import (
     stdout_console,
     with_program_name,
 )
+from controllers.cli.view.event_file import EventFile
 from controllers.cli.view.screens import JsonScreen, Screen, choose_screen
 from controllers.cli.view.state import ENDED_STATES, JobSnapshot
 from gcore.errors import GcoreError, JobFailed, UsageError, explain_os_errors
-from gcore.observability.events import JobEvent
 from gcore.system.clock import Clock, SystemClock
 
 if TYPE_CHECKING:
@@ -120,7 +117,14 @@ def submit(
         _check(loaded, home, output)
         return
     submission = _Submission(
-        loaded, request_id or uuid.uuid4().hex, new=new, follow=follow, wait=wait, plain=plain, output=output
+        loaded,
+        request_id or uuid.uuid4().hex,
+        home=home if address is None else None,
+        new=new,
+        follow=follow,
+        wait=wait,
+        plain=plain,
+        output=output,
     )
     try:
         call_cluster(submission.run, address, home)
@@ -135,12 +139,22 @@ def submit(
 
 
 class _Submission:
-    """The submission of one command. `uid`: that of the job; empty until the job is created."""
+    """The submission of one command. `uid`: that of the job; empty until the job is created. `home`: that of the local cluster, if it may run it."""
 
     def __init__(
-        self, spec: JobSpec, request: str, *, new: bool, follow: bool, wait: bool, plain: bool, output: Output
+        self,
+        spec: JobSpec,
+        request: str,
+        *,
+        home: Path | None,
+        new: bool,
+        follow: bool,
+        wait: bool,
+        plain: bool,
+        output: Output,
     ) -> None:
         self.uid = ""
+        self._home = home
         self._spec = spec
         self._request = request
         self._new = new
@@ -156,6 +170,8 @@ class _Submission:
         if self._output is Output.TABLE:
             found = job_snapshot(job)
             typer.echo(f"Job {found.name} ({found.uid}) is {found.state}; its run folder is {found.run_dir}.")
+            if self._home is not None:
+                show_page(self._home, found.uid)
         if self._follow:
             await self._watch(client, job)
         else:
@@ -193,81 +209,6 @@ def _check(spec: JobSpec, home: Home, output: Output) -> None:
         typer.echo(output.text(spec.model_dump(mode="json")))
     else:
         typer.echo(f"The spec of job {spec.name} is valid ({checked.prompts.prompts} prompts). Nothing was submitted.")
-
-
-FILE_NAME = "events.jsonl"
-
-MOST_WAITING = 10_000
-"""Maximum number of events that wait to be written. If there are more, the oldest are dropped."""
-
-
-class EventFile:
-    """`events.jsonl` of a run, open for appending. Use it as a context manager."""
-
-    def __init__(self, run_dir: Path) -> None:
-        """Create the folder if needed, and remove a truncated last line. Raises GcoreError."""
-        self.path = run_dir / FILE_NAME
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise self._explained(error) from error
-        self.last = self._repair()
-        """The greatest sequence number in the file; 0 if it is empty."""
-        self._waiting: deque[JobEvent] = deque(maxlen=MOST_WAITING)
-
-    def __enter__(self) -> EventFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.close(self._fd)
-
-    def offer(self, event: JobEvent) -> str:
-        """Write the event, after any that are still waiting. Returns the error, or an empty string."""
-        self._waiting.append(event)
-        try:
-            while self._waiting:
-                self.append(self._waiting[0])
-                self._waiting.popleft()
-        except GcoreError as error:
-            return str(error)
-        return ""
-
-    def append(self, event: JobEvent) -> None:
-        """Write the event, unless the file already has it. Raises GcoreError."""
-        if event.sequence <= self.last:
-            return
-        data = (event.to_line() + "\n").encode()
-        try:
-            written = os.write(self._fd, data)
-        except OSError as error:
-            raise self._explained(error) from error
-        if written < len(data):  # The disk is full: remove the partial line.
-            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
-            raise GcoreError("cannot write the events (no space left)", where=str(self.path), fix="Free disk space")
-        self.last = event.sequence
-
-    def _repair(self) -> int:
-        last, good = 0, 0
-        for line in self.path.read_bytes().splitlines(keepends=True):
-            try:
-                if not line.endswith(b"\n"):
-                    break
-                last = max(last, JobEvent.from_line(line.decode()).sequence)
-            except ValueError:
-                break
-            good += len(line)
-        os.ftruncate(self._fd, good)
-        return last
-
-    def _explained(self, error: OSError) -> GcoreError:
-        return GcoreError(
-            f"cannot write the events ({error.strerror or error})",
-            where=str(self.path),
-            fix="Make the run folder writable from this machine",
-        )
 
 
 ASK_INTERVAL_S = 1.0
@@ -490,6 +431,15 @@ async def find_finished(client: JobsClient, spec: JobSpec) -> JobSnapshot | None
     return None
 
 
+def show_page(home: Path, uid: str) -> None:
+    """Print the address of a job's page, if the local cluster in `home` runs it."""
+    from gcore.config.local_cluster import LocalClusterState
+
+    with contextlib.suppress(GcoreError):
+        if (local := LocalClusterState.load(home)) is not None:
+            typer.echo(f"Page: {local.page}#{uid}", err=True)
+
+
 async def resume_if_paused(client: JobsClient, job: pb.Job) -> pb.Job:
     """Resume the job if it is paused: by a user, or by an interrupted command that could not resume it."""
     from gcore.api.v1 import jobs_pb2 as pb
@@ -617,6 +567,41 @@ def run(
         raise typer.Exit(1)
 
 
+@command("demo", RUN, "gcore demo", "[dim]A shorter one:[/dim]  gcore demo --steps 10 --home /tmp/gcore-demo")
+def demo(
+    steps: Annotated[int, typer.Option(help="Steps to train.", min=1)] = 40,
+    home: Home = DEFAULT_HOME,
+    plain: Plain = False,
+) -> None:
+    """Train a small model to add numbers, on two controllers of this machine. Data and model are made first, in half a minute.
+
+    The same command continues an interrupted demo, and trains further with more steps.
+    """
+    from gcore.quickstart.__main__ import EXAMPLES
+
+    folder = home / "demo"
+    typer.echo(f"Preparing the example in {folder} ...")
+    EXAMPLES["arithmetic"](folder, 0)
+    spec = folder / "grpo.yaml"
+    with explain_os_errors("cannot write the spec", GcoreError, where=spec, fix="Choose another --home"):
+        spec.write_text(demo_spec(), encoding="utf-8")
+    run(spec, set_=[f"flow.steps={steps}"], home=home, plain=plain)
+
+
+def demo_spec() -> str:
+    """The spec of the arithmetic example, with data and model beside it."""
+    import gcore.quickstart
+
+    installed = Path(gcore.quickstart.__file__).with_name(
+        "arithmetic.yaml"
+    )  # in a wheel; a clone has the example itself
+    clone = installed.parents[2] / "examples" / "arithmetic" / "grpo.yaml"
+    file = installed if installed.exists() else clone
+    with explain_os_errors("cannot read the demo's spec", GcoreError, where=file, fix="Reinstall gcore"):
+        text = file.read_text(encoding="utf-8")
+    return re.sub(r"\.\./\.\./\.cache/examples/arithmetic/", "", text)
+
+
 async def _submit_and_follow(
     spec: JobSpec, screen: Screen, cluster: ClusterAddress, *, home: Path | None, new: bool, begun: float
 ) -> Summary:
@@ -631,6 +616,8 @@ async def _submit_and_follow(
             JobsClient(cluster.addresses, clock=clock, connector=cluster.connector, owner_key=cluster.owner_key)
         )
         job = await resume_if_paused(client, await begin_job(client, spec, request_id=uuid.uuid4().hex, new=new))
+        if home is not None:
+            show_page(home, job.uid)
         return await record_job(client, job_snapshot(job), screen, clock, begun=begun)
 
 
