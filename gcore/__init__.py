@@ -8,7 +8,7 @@ from gcore import aliases
 if TYPE_CHECKING:
     from gcore.client.client import AsyncClient, Client
 
-# gRPC's core writes to stderr past all logging, at INFO whenever a peer goes away. Read when grpc is first imported.
+# gRPC's core writes to stderr without Python logging, at INFO whenever a peer disconnects. Read at the first import of grpc.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 aliases.install()
@@ -18,7 +18,7 @@ __all__ = ["AsyncClient", "Client", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """The clients, when they are asked for: workers and commands start without them."""
+    """Import the clients at first use, because workers and commands start without them."""
     if name == "AsyncClient":
         from gcore.client.client import AsyncClient
 

@@ -98,7 +98,7 @@ def test_a_run_that_has_not_finished_is_named_with_what_goes_on_with_it(home: Pa
 
 
 def test_a_store_that_is_away_is_no_cluster_that_has_to_be_started(home: Path) -> None:
-    away = StoreUnavailable("cannot look the job up: the store cannot be reached", where="127.0.0.1:1")
+    away = StoreUnavailable("cannot look up the job: the store cannot be reached", where="127.0.0.1:1")
     (home / "runs" / "k-u7").mkdir()
     for asked in ("k", "other"):
         with pytest.raises(StoreUnavailable) as told:
