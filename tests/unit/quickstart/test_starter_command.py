@@ -76,17 +76,17 @@ def test_the_projects_tests_pass_with_plain_pytest(quick: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Sorting", "no name for a project"),
-        ("9lives", "no name for a project"),
-        ("a b", "no name for a project"),
-        ("ends-", "no name for a project"),
-        ("x" * 41, "no name for a project"),
-        ("class", "Python has something called"),
-        ("match", "Python has something called"),
-        ("json", "Python has something called"),
-        ("gcore", "installed already"),
-        ("torch", r"installed already \(.*\). Choose another name$"),
-        ("numeric", "gcore has a reward called 'numeric'"),
+        ("Sorting", "not a valid project name"),
+        ("9lives", "not a valid project name"),
+        ("a b", "not a valid project name"),
+        ("ends-", "not a valid project name"),
+        ("x" * 41, "not a valid project name"),
+        ("class", "Python already has a keyword or module"),
+        ("match", "Python already has a keyword or module"),
+        ("json", "Python already has a keyword or module"),
+        ("gcore", "already installed"),
+        ("torch", r"already installed \(.*\). Choose another name$"),
+        ("numeric", "gcore already provides a reward 'numeric'"),
     ],
 )
 def test_a_name_that_cannot_be_is_refused_before_anything_is_made(tmp_path: Path, name: str, said: str) -> None:
