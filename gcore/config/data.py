@@ -51,7 +51,10 @@ TEMPLATE_HELP = "Jinja file with a chat template that replaces the tokenizer's, 
 TOOLS_HELP = "JSON file with a list of tool definitions for the chat template, relative to the spec's folder"
 
 
-COLUMNS_HELP = "Columns to read besides those of the prompt and the answer. Columns not read may hold any type. Default: all that JSON can represent"
+COLUMNS_HELP = (
+    "Columns to read besides those of the prompt and the answer. Columns not read may hold any type. Default: all that JSON "
+    "can represent"
+)
 
 
 class ColumnsSection(Section):

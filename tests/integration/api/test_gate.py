@@ -256,6 +256,6 @@ async def test_train_ranks_serve_nodes_and_nobody_else(tmp_path: Path) -> None:
     async with channel_to(node, f"127.0.0.1:{port}") as channel:
         empty = channel.stream_unary("/gcore.api.v1.TrainRank/Release")()
         await empty.done_writing()
-        with pytest.raises(grpc.aio.AioRpcError, match="brought no request"):
+        with pytest.raises(grpc.aio.AioRpcError, match="has no request"):
             await empty
     await server.stop(None)

@@ -204,7 +204,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], Callable[[Path], object], str]] = [
         "filters that leave nothing",
         ("--set", "data.sources.0.min_prompt_tokens=16", "--set", "data.sources.0.max_prompt_tokens=15"),
         lambda f: None,
-        "the filters leave no prompt",
+        "the filters exclude every prompt",
     ),
 ]
 

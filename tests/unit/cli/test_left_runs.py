@@ -124,7 +124,7 @@ def test_an_export_of_a_damaged_checkpoint_says_how_to_take_another(home: Path, 
     (folder / MANIFEST_FILE).write_bytes(manifest.encode())
     (run_dir / "summary.json").write_text(json.dumps({"job": "k", "uid": "u7", "checkpoint": str(folder)}))
     (folder / "model.safetensors").write_bytes(b"[]")
-    with pytest.raises(CheckpointDamaged, match="content is not what was saved") as told:
+    with pytest.raises(CheckpointDamaged, match="content differs from what was saved") as told:
         export("k", tmp_path / "to", home)
     assert told.value.fix == "`gcore checkpoints u7` lists the others; `gcore export u7 --step N` takes one of them"
 

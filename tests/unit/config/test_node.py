@@ -118,10 +118,10 @@ def test_the_document_of_an_earlier_gcore_up_is_still_read(tmp_path: Path) -> No
         pytest.param({"etcd": {"endpoints": []}}, "etcd.endpoints: ", id="no endpoint"),
         pytest.param({"etcd": None}, "etcd: it is a section", id="no store"),
         pytest.param(
-            {"etcd": {"endpoints": ["a:1"], "tls": {"cert": "c"}}}, "of cert and key only one is given", id="no key"
+            {"etcd": {"endpoints": ["a:1"], "tls": {"cert": "c"}}}, "only one of cert and key is set", id="no key"
         ),
-        pytest.param({"slots": ["cpu:0-3", "cpu:2-5"]}, "both have the core 2", id="cores in two slots"),
-        pytest.param({"slots": ["gpu:0"]}, "'gpu:0' is no slot", id="no slot"),
+        pytest.param({"slots": ["cpu:0-3", "cpu:2-5"]}, "both contain core 2", id="cores in two slots"),
+        pytest.param({"slots": ["gpu:0"]}, "'gpu:0' is not a slot", id="no slot"),
         pytest.param({"slots": []}, "slots: ", id="no slots"),
         pytest.param({"node": "a b"}, "node: it should be letters, digits", id="node's name"),
         pytest.param({"listen_port": 70000}, "listen_port: ", id="port"),

@@ -149,7 +149,7 @@ def test_an_error_in_the_middle_leaves_nothing(quick: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(starter, "write_data", full)
-    with pytest.raises(GcoreError, match="no room to write it"):
+    with pytest.raises(GcoreError, match="the disk is full"):
         init(Path("mine"))
     assert list(quick.iterdir()) == []
 
@@ -239,7 +239,7 @@ def test_a_model_of_ones_own_is_named_in_the_spec_and_none_is_made(tmp_path: Pat
     [
         ({"task": "dance"}, "no task 'dance'.*sort, reverse"),
         ({"model": "nowhere"}, "no config.json"),
-        ({"model": "hf://Qwen"}, "names no owner, or no model"),
+        ({"model": "hf://Qwen"}, "the owner or the model name is missing"),
         ({"model": "s3://bucket/model"}, "neither a folder nor a hub's model"),
     ],
 )
