@@ -1,14 +1,13 @@
-"""The catalogue of gcore's metrics: every name, label and meaning that Prometheus sees, by subject.
+"""The catalogue of gcore's Prometheus metrics, by subject: names, labels and meanings.
 
-Base units (seconds, bytes; ratios from 0 to 1), `_total` for counters and for nothing else. Labels take few values: a code, a
-phase, a result, a pool, the name of a judge; never a prompt, a request, an instance, an incarnation or a free text. What is known
-about a job is a gauge labelled with the job's name, or with a source's or a set's of its spec too, and goes with `forget_job` when
-the controller lets go of the job.
+Base units (seconds, bytes; ratios from 0 to 1); `_total` for counters only. Labels take few values: a code, a phase, a result, a pool, the name
+of a judge; never a prompt, a request, an instance, an incarnation or free text. Facts about a job are gauges with the job's name as a label
+(also with a source's or a set's). `forget_job` removes them when the controller releases the job.
 
-Each process has one `Metrics` with a registry of its own, handed to whoever counts; no metric is at module level. Here are the
-store (calls, transactions, sizes; `InstrumentedStore` counts calls), the job API's calls, nodes, workers, jobs and waits, and slots
-(accounting, placement, moves: what was expected of the newest move of a kind beside what was measured; a gain may be negative, so
-it is no counter). The chain, engines and judges are in `gcore.observability.step_metrics`; `gcore.observability.http` serves them.
+Each process has one `Metrics` with its own registry, and passes it on; there are no metrics at module level. This module has the store (calls,
+transactions, sizes; `InstrumentedStore` counts calls), the job API's calls, nodes, workers, jobs and waits, and slots (accounting, placement,
+placement changes with expected and measured numbers; a gain may be negative, so it is not a counter). The chain, engines and judges are in
+`gcore.observability.step_metrics`; `gcore.observability.http` serves the metrics.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from gcore.store.types import (
 from gcore.system.clock import Clock
 
 RESULTS = ("won", "stale", "unknown")
-"""What comes of a guarded transaction (`gcore.ledger.transactions`)."""
+"""Results of a guarded transaction (`gcore.ledger.transactions`)."""
 
 
 class StoreMetrics(MetricsBase):
-    """Metrics of this process's calls of the store, and of the members that it can ask."""
+    """Metrics of this process's store calls, and of the store's members that it can query."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,18 +86,18 @@ class StoreMetrics(MetricsBase):
         )
 
     def count_transaction(self, kind: str, result: str) -> None:
-        """A guarded transaction has ended. With a kind's first one all its results are there."""
+        """Count a guarded transaction. The first one of a kind creates the series of all results."""
         for known in RESULTS:
             self.transactions.labels(kind, known).inc(known == result)
 
     def show_store_certificates(self, ends: Mapping[str, float]) -> None:
-        """Set when the certificates of the store's members end, by host:port; one that does not answer is shown no more."""
+        """Set the certificate expiry of the store's members, by host:port; removes members that do not answer."""
         self._certificate_ends.clear()
         for endpoint, end in ends.items():
             self._certificate_ends.labels(endpoint).set(end)
 
     def show_members(self, members: Mapping[str, StoreMemberStatus]) -> None:
-        """Set what the store's members say of themselves, by host:port; one that does not answer is shown no more."""
+        """Set what the store's members report, by host:port; removes members that do not answer."""
         for gauge in (self._database, self._in_use, self._alarm):
             gauge.clear()
         for endpoint, standing in members.items():
@@ -109,7 +108,7 @@ class StoreMetrics(MetricsBase):
 
 
 class CallMetrics(MetricsBase):
-    """Metrics of the calls that a process serves. Methods are those that are served; a call of any other is counted as `unknown`."""
+    """Metrics of the calls that a process serves. Calls of methods that are not served count as `unknown`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,14 +178,14 @@ class MembershipMetrics(MetricsBase):
         )
 
     def show_cluster(self, nodes: int, workers: Mapping[tuple[str, str], int]) -> None:
-        """Set how many controllers there are, and how many workers of this node by pool and state."""
+        """Set the number of controllers, and of this node's workers by pool and state."""
         self._nodes.set(nodes)
         self._workers.clear()
         for (pool, state), count in workers.items():
             self._workers.labels(pool, state).set(count)
 
     def show_jobs(self, states: Mapping[str, int], slots: Mapping[str, int]) -> None:
-        """Set how many jobs are in which state, and the slots of those that have any, by name."""
+        """Set the number of jobs by state, and their slots by name."""
         for state in JOB_STATES:
             self._jobs.labels(state).set(states.get(state, 0))
         for job in self._shown_jobs - slots.keys():
@@ -196,20 +195,20 @@ class MembershipMetrics(MetricsBase):
         self._shown_jobs = frozenset(slots)
 
     def show_slots(self, slots: int, sick: int) -> None:
-        """Set how many of this node's slots may be used, and how many are sick."""
+        """Set how many of this node's slots are usable, and how many are sick."""
         self._node_slots.labels("usable").set(slots - sick)
         self._node_slots.labels("sick").set(sick)
 
     def show_waits(self, job: str, seconds: Mapping[str, float]) -> None:
-        """Set for how long the job has been waiting, by cause; of a cause that is over nothing is shown."""
+        """Set for how long the job has been waiting, by cause; removes causes that are over."""
         before = self._waited.get(job, {})
         self._waited[job] = dict(seconds)
         for cause in before.keys() - seconds.keys():
             self._job_waits.remove(job, cause)
         for cause, held in seconds.items():
             self._job_waits.labels(job, cause).set(held)
-            self.stalls.labels(cause)  # there, before it counts anything
-            # Less than before: it was over, and has begun again.
+            self.stalls.labels(cause)  # create the series at 0, before the first count
+            # Shorter than before: the wait was over and began again.
             more = held - before.get(cause, 0.0)
             self._waiting_seconds.labels(cause).inc(more if more >= 0 else held)
         for cause in before.keys() | seconds.keys():
@@ -217,7 +216,7 @@ class MembershipMetrics(MetricsBase):
             self._waiting.labels(cause).set(waiting)
 
     def forget_job(self, job: str) -> None:
-        """See `MetricsBase.forget_job`; the job waits for nothing any more either."""
+        """See `MetricsBase.forget_job`; also removes the job's waits."""
         self.show_waits(job, {})
         self._waited.pop(job, None)
         super().forget_job(job)
@@ -229,7 +228,7 @@ POOLS = ("rollout", "reward", "train")
 
 @dataclass(frozen=True, slots=True)
 class MoveFigures:
-    """Seconds that a step was to become shorter by and did, and that the move was to take and took; None: not known."""
+    """Expected and actual savings of a step and cost of a placement change, in seconds; None: unknown."""
 
     expected_gain_s: float | None = None
     gain_s: float | None = None
@@ -273,12 +272,12 @@ class SlotMetrics(MetricsBase):
         )
 
     def show_split(self, job: str, slots: Mapping[str, int]) -> None:
-        """Set how many slots each pool has by the plan."""
+        """Set the slots of each pool in the plan."""
         for pool in POOLS:
             self._split.labels(job, pool).set(slots.get(pool, 0))
 
     def show_move(self, job: str, kind: str, figures: MoveFigures) -> None:
-        """Set the numbers of the newest move of a kind; of what is not known nothing is shown."""
+        """Set the numbers of the newest placement change of a kind; removes unknown ones."""
         told = (
             (self._move_gain, EXPECTED, figures.expected_gain_s),
             (self._move_gain, MEASURED, figures.gain_s),
@@ -305,7 +304,7 @@ T = TypeVar("T")
 
 
 class InstrumentedStore:
-    """`inner`, as `gcore.store.types.Store`. A watch is no call: it has no end."""
+    """A `gcore.store.types.Store` that measures calls of `inner`. Does not count watches, which have no end."""
 
     def __init__(self, inner: Store, metrics: Metrics, clock: Clock) -> None:
         self._inner = inner
@@ -353,7 +352,7 @@ class InstrumentedStore:
         await self._inner.close()
 
     async def _timed(self, operation: str, call: Awaitable[T]) -> T:
-        self._metrics.store_unavailable.labels(operation)  # there, before it counts anything
+        self._metrics.store_unavailable.labels(operation)  # create the series at 0, before the first count
         begun = self._clock.monotonic()
         try:
             return await call

@@ -1,7 +1,7 @@
-"""What every subject of the catalogue stands on: a registry of its own, and how a metric is declared in it.
+"""Base of the metrics catalogue: a registry, and how metrics are declared in it.
 
-A metric that has the label `job` is about a job, and goes with `forget_job` whatever its other labels are; so no
-subject keeps account of what it has shown. Knows no metric.
+A metric with the label `job` belongs to a job, and `forget_job` removes it regardless of its other labels. So the modules of the catalogue need
+not track their series. This module declares no metric.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ WORK_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 12
 
 
 class MetricsBase:
-    """One registry, and what is about a job in it."""
+    """A registry that can remove a job's series."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._of_jobs: list[Gauge] = []
         self.labels_of: dict[str, tuple[str, ...]] = {}
-        """By family: for whoever writes the catalogue down."""
+        """Labels by metric family, for documentation."""
 
     def forget_job(self, job: str) -> None:
-        """Take away everything that is about `job`."""
+        """Remove all series of `job`."""
         for gauge in self._of_jobs:
             gauge.remove_by_labels({"job": job})
 
     def _counter(self, name: str, help_: str, *labels: str, known: Iterable[Sequence[str]] = ()) -> Counter:
-        """`known`: label values that are there from the beginning, at 0: a rate does not see a series' first count."""
+        """Declare a counter. `known`: label values that exist from the start, at 0, because a rate misses a series' first count."""
         counter = Counter(name, help_, labels, registry=self.registry)
         self.labels_of[name.removesuffix("_total")] = labels
         for values in known:

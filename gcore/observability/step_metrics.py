@@ -1,9 +1,8 @@
-"""Metrics of steps, engines and judges: each number of a committed step's statistics with the gauge that shows it.
+"""Metrics of steps, engines and judges, and the mapping from a committed step's statistics to gauges.
 
-A number that is declared here and absent from a step is no error: not every flow has all of them. What is known about a job is a
-gauge of its last committed step; counters are of this process: the controller that wrote an entry of the chain counts it. Engines
-are shown as the controller that asks them sees them; what an engine says of itself is in its own `/metrics`. Judges are labelled
-with their names in specs; what an answer says is shown nowhere.
+A declared number may be absent from a step, because flows differ. Facts about a job are gauges of its last committed step. Counters belong to
+the process: the controller that wrote a log entry counts it. Engine metrics are from the view of the controller that uses them; an engine's own
+view is in its own `/metrics`. Judges are labelled with their names in specs; outputs of judges are never in metrics.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from gcore.observability.registry import WORK_BUCKETS_S, MetricsBase
 
 
 class GenerationMetrics(MetricsBase):
-    """Metrics of the requests that this process makes, and of the groups that it holds."""
+    """Metrics of this process's generation requests, and of the groups that it holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,14 +54,14 @@ class GenerationMetrics(MetricsBase):
 
 
 VERDICT_BUCKETS = (-1.0, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 2.0, 5.0, 10.0)
-"""Upper bounds for verdicts: most judges say 0 to 1, some a mark up to 10. As they may be negative, Prometheus has no sum of them."""
+"""Bucket bounds for verdicts: most judges return 0 to 1, some a mark up to 10. Verdicts may be negative, so Prometheus has no sum of them."""
 
 RATIO_BUCKETS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 RESULTS = ("answered", "remembered", "away", "timeout", "refused")
 
 
 class JudgeMetrics(MetricsBase):
-    """Metrics of the questions that this process puts to judges."""
+    """Metrics of this process's requests to judges."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +103,7 @@ class JudgeMetrics(MetricsBase):
         )
 
     def know_judge(self, judge: str) -> None:
-        """Its counters are there from now on, at 0."""
+        """Create the judge's counters at 0."""
         for result in RESULTS:
             self.judge_questions.labels(judge, result)
         self.judge_unreadable.labels(judge)
@@ -212,7 +211,7 @@ STEP_STATS = MappingProxyType(
         ),
     }
 )
-"""A committed step's numbers, by their name in the step's statistics, and the gauges that show them."""
+"""Gauges of a committed step's statistics, by name in the statistics."""
 
 SOURCE_STATS = MappingProxyType(
     {
@@ -222,12 +221,12 @@ SOURCE_STATS = MappingProxyType(
         "accuracy": ("gcore_source_accuracy_ratio", "Newest accuracy on a source's held-out prompts, 0 to 1."),
     }
 )
-"""A source's numbers and the gauges that show them. As many label values as the job's spec has sources."""
+"""Gauges of a source's statistics. The number of label values is the number of sources in the job's spec."""
 
 PHASES = MappingProxyType(
     {"publish_s": "publish", "collect_s": "collect", "exchange_s": "exchange", "train_s": "train"}
 )
-"""The phases of a step, by their names in its statistics, as they follow each other."""
+"""Phases of a step in order, by name in its statistics."""
 
 
 class ChainMetrics(MetricsBase):
@@ -291,7 +290,7 @@ class ChainMetrics(MetricsBase):
         )
 
     def show_stats(self, job: str, stats: Mapping[str, float]) -> None:
-        """Set the gauges of `STEP_STATS` that `stats` names; other statistics have no metric."""
+        """Set the gauges of `STEP_STATS` that `stats` has; other statistics have no metric."""
         for key, value in stats.items():
             if key in self._step_stats:
                 self._step_stats[key].labels(job).set(value)
@@ -304,7 +303,7 @@ class ChainMetrics(MetricsBase):
     def show_source(
         self, job: str, source: str, stats: Mapping[str, float], prompts: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """Set a source's gauges: those of `SOURCE_STATS` that `stats` names, and prompts by outcome."""
+        """Set a source's gauges: those of `SOURCE_STATS` that `stats` has, and prompts by outcome."""
         for key, value in stats.items():
             if key in self._source_stats:
                 self._source_stats[key].labels(job, source).set(value)
@@ -312,11 +311,11 @@ class ChainMetrics(MetricsBase):
             self._source_prompts.labels(job, source, outcome).set(count)
 
     def show_evaluation(self, job: str, name: str, values: Mapping[str, float]) -> None:
-        """Set what the newest evaluation of a set measured, metric by metric."""
+        """Set the metrics of the newest evaluation of a set."""
         for metric, value in values.items():
             self._eval.labels(job, name, metric).set(value)
 
     def show_parts(self, job: str, parts: Mapping[str, float]) -> None:
-        """Set the gauges of what a step's rewards are made of."""
+        """Set the gauges of the parts of a step's rewards."""
         for part, value in parts.items():
             self._reward_part.labels(job, part).set(value)
