@@ -260,7 +260,7 @@ def open_prompts(
         world, named = (spec.environment, "environment") if spec.agent is None else (spec.agent, "agent")
         if world is not None:
             room = world.room(source.sampling.max_new_tokens)
-            limit = prompt_limit(context, room, named=f"a response with what it is shown, {named}.max_tokens")
+            limit = prompt_limit(context, room, named=f"{named}.max_tokens")
             return source, _renderer(source, section, model_dir, tokenizer), limit
         longest = source.sampling.max_new_tokens
         own = "" if longest == spec.rollout.max_new_tokens else f" of {section} source {source.name!r}"
