@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from gcore.client.client import AsyncClient, Client
     from gcore.client.local import LocalCluster, run
 
-# gRPC's core writes to stderr past all logging, at INFO whenever a peer goes away. Read when grpc is first imported.
+# gRPC's core writes to stderr without Python logging, at INFO whenever a peer disconnects. Read at the first import of grpc.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 aliases.install()
@@ -19,7 +19,7 @@ __all__ = ["AsyncClient", "Client", "LocalCluster", "__version__", "run"]
 
 
 def __getattr__(name: str) -> Any:
-    """The clients and the local cluster, on first use: workers and commands start without them."""
+    """Import the clients and the local cluster at first use, because workers and commands start without them."""
     if name in ("LocalCluster", "run"):
         from gcore.client import local
 

@@ -1,9 +1,9 @@
-"""The errors a person meets. Each says what was wrong, with what value, and what to do.
+"""Errors that users see. Each says what is wrong, with which value, and what to do.
 
-`exit_code` is what the command line ends with. Anything that is not a `GcoreError` is a defect of gcore and may show
-a traceback; a `GcoreError` never does.
+`exit_code` is the exit code of the command line. Any other exception is a bug in gcore and may show a traceback; a
+`GcoreError` never does.
 
-Every process imports this module, and only one that refuses a name compares it: so `nearest_name` imports difflib.
+Every process imports this module, but few compare names, so `nearest_name` imports difflib itself.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 
 
 class GcoreError(Exception):
-    """A failure that is explained in one sentence: what, where, and what to do about it."""
+    """An error with one sentence: what is wrong, where, and what to do about it."""
 
     exit_code: ClassVar[int] = 1
     refusal: Any = None
-    """What the API said of it to programs (`gcore.api.rpc.Refusal`), where it was the API that refused."""
+    """The API's structured reason (`gcore.api.rpc.Refusal`), if the API reported the error."""
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
         self.what = what
@@ -32,7 +32,7 @@ class GcoreError(Exception):
 
 
 class TracedError(GcoreError):
-    """An error of foreign code. `trace`: the traceback of that code alone, or empty; for the event, not for the sentence."""
+    """An error in foreign code. `trace`: the traceback of that code, or empty; events contain it, the sentence does not."""
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None, trace: str = "") -> None:
         super().__init__(what, where=where, fix=fix)
@@ -43,7 +43,7 @@ class TracedError(GcoreError):
 def explain_os_errors(
     what: str, kind: type[GcoreError] = GcoreError, *, where: object = None, fix: str | None = None
 ) -> Iterator[None]:
-    """Raise an OSError of the block as `kind`, with what the system said behind `what`."""
+    """Raise an OSError in the block as `kind`, with the system's reason after `what`."""
     try:
         yield
     except OSError as error:
@@ -52,19 +52,19 @@ def explain_os_errors(
 
 
 class JobFailed(GcoreError):
-    """The job ended, and not well."""
+    """The job ended without success."""
 
     exit_code = 1
 
 
 class UsageError(GcoreError):
-    """The command, the spec or a file it names is wrong; nothing was started."""
+    """The command, the spec or a file it names is wrong. Nothing was started."""
 
     exit_code = 2
 
 
 class SpecError(UsageError):
-    """A job spec does not validate."""
+    """A job spec is not valid."""
 
 
 class DataError(UsageError):
@@ -72,63 +72,63 @@ class DataError(UsageError):
 
 
 class CannotListen(GcoreError):
-    """An address cannot be had now. It may be tomorrow: a start that is tried again is no waste."""
+    """An address is in use or not available. A later retry may succeed."""
 
     exit_code = 1
 
 
 class NotAllowed(GcoreError):
-    """Whoever calls is not known, or may not do this."""
+    """The caller is unknown or lacks the permission."""
 
     exit_code = 4
 
 
 class Unreachable(GcoreError):
-    """No controller, or no store, answered."""
+    """No controller answered, or the store did not."""
 
     exit_code = 3
 
 
 class StoreUnavailable(Unreachable):
-    """The store did not answer in time. A write that was under way has an unknown outcome: read before repeating it."""
+    """The store did not answer in time. A pending write may or may not have happened: read before repeating it."""
 
 
 class EngineError(GcoreError):
-    """An engine refused a request, or broke while it served one."""
+    """An engine rejected a request or failed while serving it."""
 
 
 class EngineUnreachable(EngineError):
-    """No answer from an engine; the request may go to another."""
+    """An engine did not answer. The request may go to another engine."""
 
 
 class EngineLate(EngineUnreachable):
-    """Nothing came from an engine in time."""
+    """An engine did not answer in time."""
 
 
 class EngineMemoryUnknown(EngineError):
-    """An engine was left on its way to sleep or awake; to release or take its memory again may end its server."""
+    """An engine stopped between asleep and awake. Releasing or taking its memory again may crash its server."""
 
 
 class EngineGaveUp(EngineError):
-    """An engine was told to give up on a request, or was paused; the request may be put again."""
+    """An engine aborted a request on demand, or was paused. The request may be sent again."""
 
 
 class LeaseLost(GcoreError):
-    """The store has ended a lease that was thought to live."""
+    """The store has expired a lease that the client considered valid."""
 
 
 MAX_COMPARED = 80
-"""Characters of a wrong name that are looked at: the comparison takes their square."""
+"""Characters of a wrong name to compare; the comparison takes quadratic time."""
 
 
 def nearest_name(wrong: str, known: Iterable[str], *, cutoff: float = 0.5) -> str | None:
-    """The known name that is most like `wrong`; None if none is. `cutoff`: how alike, from 0 to 1 (difflib's ratio)."""
+    """Return the known name most similar to `wrong`; None if there is none. `cutoff`: least similarity, 0 to 1 (difflib's ratio)."""
     import difflib
 
     return next(iter(difflib.get_close_matches(wrong[:MAX_COMPARED], sorted(known), n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(wrong: str, known: Iterable[str], *, cutoff: float = 0.5) -> str:
-    """`, did you mean 'grpo'?`, or nothing."""
+    """Return `, did you mean 'grpo'?`, or an empty string."""
     near = nearest_name(wrong, known, cutoff=cutoff)
     return f", did you mean {near!r}?" if near is not None else ""

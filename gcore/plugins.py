@@ -1,15 +1,15 @@
-"""Plug-ins: flows, rewards, filters, curricula, verdict parsers, found by name through Python entry points.
+"""Plug-ins (flows, rewards, filters, curricula, verdict parsers, ...), found by name through Python entry points.
 
-A spec names a plug-in; whoever runs it asks here. A name that nobody provides is answered with the nearest one that
-somebody does; one that two packages provide, that raises while it is imported, or that cannot be called is refused in a
-sentence that says where. A plug-in that raises while it *works* is its caller's business; `plugin_trace` gives the plug-in's own
-traceback, without the frames of gcore that called it, for the event that reports it (`PluginFault`).
+A spec names a plug-in, and `find_plugin` loads it. An unknown name raises an error with the nearest known name. A name that two packages
+provide, a plug-in that raises on import, and one that is not callable raise errors with their location. The caller handles a plug-in that
+raises while it runs; `plugin_trace` returns the plug-in's own traceback, without gcore's frames, for the event that reports it
+(`PluginFault`).
 
-On a local cluster a plug-in may also be a file: `reward.py:score` in place of a name. A spec says `file: reward.py:score` or gives that as the
-name. `resolve_plugin_files` makes the paths absolute, relative to the spec's folder. A controller copies each file into the folder of the run, as
-`code/DIGEST/reward.py`, and the stored spec names that copy. `load_plugin_file` refuses a copy whose bytes do not have that digest.
+On a local cluster a plug-in may also be a file: `reward.py:score` in place of a name. A spec says `file: reward.py:score` or uses it as the
+name. `resolve_plugin_files` makes the paths absolute, relative to the spec's folder. A controller copies each file into the run's folder, as
+`code/DIGEST/reward.py`, and the stored spec names the copy. `load_plugin_file` rejects a copy whose bytes do not have this digest.
 
-Nothing here knows what a plug-in of some kind takes or returns.
+This module does not know what a kind of plug-in takes or returns.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from typing import Any
 from gcore.errors import GcoreError, SpecError, TracedError, did_you_mean
 
 MAX_SENTENCE = 500
-"""Characters of what an error says that are told: some put a whole page into a line. It goes into records and over pipes."""
+"""Most characters of an error's text in sentences, records and pipes. Some errors put a whole page into one line."""
 
 MAX_TRACE = 4000
-"""Characters of a traceback that are kept: its end, where the error is."""
+"""Characters of a traceback to keep, from its end, where the error is."""
 
 RAISED = (Exception, SystemExit)
-"""What plug-ins raise. Who calls sys.exit means the plug-in's end, not that of the controller it runs in."""
+"""What plug-ins raise. sys.exit in a plug-in ends the plug-in, not the controller that runs it."""
 
 _OURS = ("gcore", "controllers", "placement", "importlib", "asyncio")
-"""Packages whose frames come before a plug-in's own."""
+"""Packages whose frames precede a plug-in's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class PluginKind:
-    """`noun`: what people call it; `group`: its entry points; `where`: the key of the spec that names one."""
+    """`noun`: name in sentences. `group`: entry-point group. `where`: the spec key that names a plug-in."""
 
     noun: str
     group: str
@@ -56,11 +56,11 @@ class PluginKind:
 
 
 class PluginFault(TracedError, SpecError):
-    """A plug-in cannot be had, or is not what it should be. `trace`: the traceback of its own code, or empty."""
+    """A plug-in cannot be loaded or is invalid. `trace`: the traceback of its own code, or empty."""
 
 
 def find_plugin(kind: PluginKind, name: str) -> Callable[..., Any]:
-    """What the entry point `name` of that kind gives. Raises PluginFault."""
+    """Load the entry point `name` of this kind. Raises PluginFault."""
     if (file := parse_plugin_file(name)) is not None:
         return _loaded_file(kind, file)
     known = entry_points(group=kind.group)
@@ -78,7 +78,7 @@ def find_plugin(kind: PluginKind, name: str) -> Callable[..., Any]:
 
 
 def check_plugin(kind: PluginKind, name: str) -> None:
-    """Whether somebody provides an entry point `name` of that kind; a plug-in file is loaded. Raises PluginFault."""
+    """Check that an entry point `name` of this kind exists, without loading it; a plug-in file is loaded. Raises PluginFault."""
     if (file := parse_plugin_file(name)) is not None:
         _loaded_file(kind, file)
         return
@@ -88,26 +88,26 @@ def check_plugin(kind: PluginKind, name: str) -> None:
 
 
 def error_sentence(error: BaseException) -> str:
-    """The error's type and the first line of what it says, at most MAX_SENTENCE characters of it."""
+    """Return the error's type and the first line of its text, at most MAX_SENTENCE characters."""
     try:
         first = next(iter(str(error).splitlines()), "")
-    except Exception:  # noqa: BLE001  the edge to foreign code: an error may even fail to say what it is
+    except Exception:  # noqa: BLE001  foreign code: even str() of an error may raise
         first = ""
     first = first if len(first) <= MAX_SENTENCE else f"{first[: MAX_SENTENCE - 1]}…"
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def plugin_trace(error: BaseException | None) -> str:
-    """The traceback of the plug-in's own code: of `error`, or of what it says it was raised from. Empty if there is none.
+    """Return the traceback of the plug-in's own code, from `error` or its cause. Empty if there is none.
 
-    At most MAX_TRACE characters, the last ones.
+    Keeps the last MAX_TRACE characters.
     """
     if error is None:
         return ""
     told = getattr(error, "trace", None)
     if isinstance(told, str):
         return told[-MAX_TRACE:]
-    if isinstance(error, GcoreError):  # what a plug-in says in gcore's own words needs no traceback
+    if isinstance(error, GcoreError):  # an error of gcore's own needs no traceback
         return plugin_trace(error.__cause__)
     lines = traceback.format_exception(type(error), error, _theirs(error.__traceback__), chain=False)
     return "".join(lines).strip()[-MAX_TRACE:]
@@ -119,7 +119,7 @@ def _unknown(kind: PluginKind, name: str, names: set[str]) -> PluginFault:
     return PluginFault(
         f"no {kind.noun} is called {name!r}{hint}",
         where=kind.where,
-        fix=f"Known: {known}; one of your own once its package is installed where controllers run",
+        fix=f"Known: {known}. To use your own, install its package where controllers run",
     )
 
 
@@ -144,7 +144,7 @@ def _loaded_file(kind: PluginKind, file: PluginFile) -> Callable[..., Any]:
 def _loaded(kind: PluginKind, name: str, point: EntryPoint) -> Callable[..., Any]:
     try:
         found = point.load()
-    except (*RAISED, CancelledError) as error:  # the edge to foreign code: importing it may raise anything
+    except (*RAISED, CancelledError) as error:  # foreign code: importing it may raise anything
         raise PluginFault(
             f"{kind.noun} {name!r} cannot be loaded from {point.value} ({error_sentence(error)}){_place_of(error)}",
             where=kind.where,
@@ -153,15 +153,15 @@ def _loaded(kind: PluginKind, name: str, point: EntryPoint) -> Callable[..., Any
         ) from error
     if not callable(found):
         raise PluginFault(
-            f"{kind.noun} {name!r} at {point.value} is a {type(found).__name__}, which cannot be called",
+            f"{kind.noun} {name!r} at {point.value} is a {type(found).__name__}, which is not callable",
             where=kind.where,
-            fix="Let the entry point name a function",
+            fix="Point the entry point to a function",
         )
     return found  # type: ignore[no-any-return]
 
 
 def _place_of(error: BaseException) -> str:
-    """`, raised at FILE:LINE`: the last line of the plug-in's own code, if any of it ran."""
+    """Return `, raised at FILE:LINE` for the last line of the plug-in's own code; empty if none of it ran."""
     place, frame = "", error.__traceback__
     while frame is not None:
         if not _is_ours(frame):
@@ -171,7 +171,7 @@ def _place_of(error: BaseException) -> str:
 
 
 def _theirs(trace: TracebackType | None) -> TracebackType | None:
-    """The part that begins with the first frame outside gcore and Python's import; all of it if there is none."""
+    """Return the part from the first frame outside gcore and Python's import system; all of it if there is none."""
     frame = trace
     while frame is not None and _is_ours(frame):
         frame = frame.tb_next

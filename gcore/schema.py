@@ -1,21 +1,18 @@
-"""The schema version that every stored record and every RPC carries, and the base of what is stored as JSON.
+"""Schema versions of stored records and RPCs, and the base class of JSON records.
 
-A reader takes its own version and the one before. What it read is of its own version from then on: a record of the version
-before is brought up to date (`Record.upgraded`), so that the rest of the program knows one shape only. Keys that a record's
-version does not have are an error: they are another version's, or damage.
+A reader accepts its own version and the one before. It converts an older record at once (`Record.upgraded`), so that the rest of the program
+knows one format only. Keys that a record's version does not have are errors.
 
-A writer writes the version that everybody reads who has to. `set_written_version` says which that is in this process: a controller sets
-it to the newest version that every node of its cluster reads, so that a node of the version before goes on working beside
-newer ones while they are replaced one by one. What did not exist in that version is left out (`came_with`): no field may
-come with a version if leaving it out could do harm.
+A writer uses the newest version that every reader accepts. `set_written_version` sets it per process: a controller sets it to the newest
+version that every node of the cluster reads. So old and new nodes work together during a rolling upgrade. A writer leaves out fields that the
+version does not have (`came_with`). A version may add a field only if leaving it out is harmless.
 
-The environment variable GCORE_SCHEMA_VERSION, set to the version before, pins a process: it reads and writes exactly as that
-version did, for trying a restart from one version to the next, or for going back after one.
+The environment variable GCORE_SCHEMA_VERSION, set to the previous version, pins a process to it for reading and writing. Use it to try an
+upgrade, or to go back after one.
 
-`FIRST_VERSION` is the first that was released, so it has no version before.
+`FIRST_VERSION` is the first released version, so no version precedes it.
 
-Which records there are, and what they mean, stands with those who keep them (`gcore.ledger.records`,
-`gcore.worker.records`, ...). Nothing here knows the store.
+The modules that store records define them (`gcore.ledger.records`, `gcore.worker.records`, ...). This module does not know the store.
 """
 
 from __future__ import annotations
@@ -34,15 +31,15 @@ from gcore.errors import GcoreError, UsageError
 PIN = "GCORE_SCHEMA_VERSION"
 
 FIRST_VERSION = 2
-"""The oldest that is read."""
+"""The oldest readable version."""
 
 NEWEST_VERSION = 3
-"""What this source code reads and writes; it reads the version before too, if there is one. What came with each version stands in
-`RecordPart.came_with`."""
+"""The version of this source code. It also reads the previous version, if there is one. `RecordPart.came_with` lists the fields that each
+version added."""
 
 
 def cut_text(most: int) -> BeforeValidator:
-    """Of a text that plug-ins, packages or people wrote: a record has so many of its characters at most, and says where it was cut."""
+    """Return a validator that shortens text from plug-ins, packages or users to `most` characters and marks the cut."""
 
     def cut(text: object) -> object:
         return text if not isinstance(text, str) or len(text) <= most else f"{text[: most - 4]} ..."
@@ -51,28 +48,28 @@ def cut_text(most: int) -> BeforeValidator:
 
 
 class UnreadableRecord(GcoreError):
-    """A stored record is of a schema this version does not read, or is damaged."""
+    """A stored record has a schema version that this gcore does not read, or is damaged."""
 
 
 def pinned_version(value: str | None) -> int:
-    """The version that a process is of, whose environment says `value`. Raises UsageError."""
+    """Return the schema version of a process whose environment has `value`. Raises UsageError."""
     if value is None or value == "":
         return NEWEST_VERSION
     allowed = [str(version) for version in (NEWEST_VERSION - 1, NEWEST_VERSION) if version >= FIRST_VERSION]
     if value not in allowed:
-        raise UsageError(f"schema version {value!r} cannot be spoken", where=PIN, fix=f"Use {' or '.join(allowed)}")
+        raise UsageError(f"schema version {value!r} is not supported", where=PIN, fix=f"Use {' or '.join(allowed)}")
     return int(value)
 
 
 SCHEMA_VERSION = pinned_version(os.environ.get(PIN))
-"""This process's version."""
+"""The schema version of this process."""
 
 READABLE = frozenset({max(FIRST_VERSION, SCHEMA_VERSION - 1), SCHEMA_VERSION})
 _spoken = SCHEMA_VERSION
 
 
 def set_written_version(version: int) -> None:
-    """Write records of this version from now on. Raises ValueError for one that this process does not read."""
+    """Write records of this version from now on. Raises ValueError for a version that this process does not read."""
     global _spoken
     if version not in READABLE:
         raise ValueError(f"version {version} is not among {sorted(READABLE)}")
@@ -80,37 +77,37 @@ def set_written_version(version: int) -> None:
 
 
 def written_version() -> int:
-    """The version that this process writes."""
+    """Return the version that this process writes."""
     return _spoken
 
 
 class RecordPart(BaseModel):
-    """Base of what records contain.
+    """Base class of the parts of records.
 
-    `came_with`: the fields that came after the first version, and the version that each came with.
+    `came_with`: fields added after the first version, with the version that added them.
     """
 
-    # A daemon that has no job yet reads few kinds of records: the validators of the others are built with their first use.
+    # Build validators at first use: a daemon without jobs reads few kinds of records.
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants", defer_build=True)
     came_with: ClassVar[Mapping[str, int]] = {}
 
 
 class Record(RecordPart):
-    """Base of everything stored."""
+    """Base class of all stored records."""
 
     schema_version: int = SCHEMA_VERSION
     called: ClassVar[str] = ""
-    """What people call it, where the class's name in words does not say it."""
+    """Name in sentences, if the class name in words is not suitable."""
 
     @classmethod
     def kind_in_words(cls) -> str:
-        """`log entry` of `LogEntry`."""
+        """Return the kind of record in words: `log entry` for `LogEntry`."""
         return cls.called or re.sub(r"(?<=[a-z])(?=[A-Z])", " ", cls.__name__).lower()
 
     def encode(self, version: int | None = None) -> bytes:
-        """Compact JSON of `version` (None: the spoken one); what is at its default is left out, the version never.
+        """Return compact JSON of `version` (None: the written version). Leaves out defaults, but never the version.
 
-        Half a surrogate pair, which an error's message may hold, is spelt out: no reader could decode it.
+        Escapes lone surrogates, which an error's message may contain, because no reader could decode them.
         """
         version = _spoken if version is None else version
         if version == SCHEMA_VERSION == NEWEST_VERSION and (written := self._as_json()) is not None:
@@ -127,9 +124,9 @@ class Record(RecordPart):
         return text.encode()
 
     def _as_json(self) -> bytes | None:
-        """This version's fields, written by pydantic itself: a seal of a thousand groups is encoded while everybody waits for it.
+        """Encode the current version with pydantic's fast path, because other processes wait while a large seal is encoded.
 
-        None for what it does not write, half a surrogate pair.
+        Returns None for text that pydantic cannot write (lone surrogates).
         """
         try:
             fields = self.model_dump_json(exclude_defaults=True, exclude={"schema_version"}).encode()
@@ -146,28 +143,28 @@ class Record(RecordPart):
             return cls._decode_other(data, where)
         except (ValidationError, ValueError, RecursionError) as error:
             raise UnreadableRecord(
-                f"no {cls.kind_in_words()} that this gcore can read ({_first_word(error)})",
+                f"this gcore cannot read the {cls.kind_in_words()} ({_first_word(error)})",
                 where=where,
-                fix="It was written by another version of gcore, or damaged",
+                fix="Another version of gcore wrote it, or it is damaged",
             ) from error
 
     @classmethod
     def upgraded(cls, tree: dict[str, Any], version: int) -> dict[str, Any]:
-        """The fields of a record of the older `version`, as this version calls them. A class whose fields were renamed or
-        mean something else says so here; one that has new fields only need not."""
+        """Convert the fields of a record of the older `version` to this version. Override it if fields were renamed or changed their
+        meaning; new fields need no override."""
         return tree
 
     @classmethod
     def downgraded(cls, tree: dict[str, Any], version: int) -> dict[str, Any]:
-        """Inverse of `upgraded`; what came with this version is left out already."""
+        """Inverse of `upgraded`. Fields that this version added are already removed."""
         return tree
 
     @classmethod
     def _decode_other(cls, data: bytes, where: str) -> Self:
-        """Of another version, or in another order of keys than `encode` writes."""
+        """Decode a record of another version, or with another order of keys than `encode` writes."""
         tree = json.loads(data)
         if not isinstance(tree, dict):
-            raise ValueError("no object")
+            raise ValueError("not a JSON object")
         version = tree.pop("schema_version", None)
         if not isinstance(version, int) or isinstance(version, bool) or version not in READABLE:
             raise UnreadableRecord(
@@ -185,11 +182,11 @@ class Record(RecordPart):
 
 
 _CURRENT = json.dumps({"schema_version": SCHEMA_VERSION}, separators=(",", ":")).removesuffix("}").encode() + b","
-"""How a record of this version begins; a record without a field does not, and is read the longer way."""
+"""Start of an encoded record of this version. A record without other fields differs and takes the slow path."""
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """What `value` directly contains: its key, as a dump of it has it, and the thing."""
+    """Yield the direct parts of `value` with their keys in its dump."""
     if isinstance(value, BaseModel):
         yield from ((name, getattr(value, name)) for name in type(value).model_fields)
     elif isinstance(value, dict):
@@ -199,7 +196,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _newer_fields(value: Any, version: int) -> Iterator[str]:
-    """The fields that were set, at any depth, and did not exist in `version`."""
+    """Yield the fields that are set, at any depth, but did not exist in `version`."""
     if isinstance(value, RecordPart):
         since = type(value).came_with
         yield from (name for name in sorted(value.model_fields_set) if since.get(name, FIRST_VERSION) > version)
@@ -208,7 +205,7 @@ def _newer_fields(value: Any, version: int) -> Iterator[str]:
 
 
 def _leave_out(value: Any, dumped: Any, version: int) -> None:
-    """Take what did not exist in `version` out of what `value` was dumped as."""
+    """Remove fields that did not exist in `version` from `dumped`, the dump of `value`."""
     if isinstance(value, RecordPart):
         for name, since in type(value).came_with.items():
             if since > version:
@@ -223,7 +220,7 @@ def _leave_out(value: Any, dumped: Any, version: int) -> None:
 
 
 def _first_word(error: Exception) -> str:
-    """What is wrong first of all: the field, and why."""
+    """Return the first problem: the field, and why."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -232,7 +229,7 @@ def _first_word(error: Exception) -> str:
 
 
 def _whole(tree: Any) -> Any:
-    """The tree with each half of a surrogate pair in it spelt out."""
+    """Return the tree with every lone surrogate escaped."""
     match tree:
         case str():
             return tree.encode("utf-8", errors="backslashreplace").decode("utf-8")

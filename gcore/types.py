@@ -1,6 +1,6 @@
-"""The vocabulary as types: what a prompt, a sample, a group, a version and a token are.
+"""Basic types: prompt, sample, group, version, token.
 
-Frozen and small. Nothing here knows the store, an engine or torch.
+All are small and frozen. This module does not depend on the store, engines or torch.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 LARGEST_REWARD = 3.4e38
-"""Rewards travel as float32."""
+"""Rewards are sent as float32."""
 
-_set = object.__setattr__  # of frozen classes that make their fields themselves
+_set = object.__setattr__  # for frozen classes with their own __init__
 _NO_FIELDS = (None,) * 6
 
 ServingPool = Literal["rollout", "reward"]
 Pool = Literal[ServingPool, "train"]
-"""What slots do, and the role of a worker on them."""
+"""What a slot does, and the role of its worker."""
 
 
 class PromptRef(NamedTuple):
-    """The identity of a prompt, for ever: which epoch of the data, which shard, which place in that shard's order."""
+    """The permanent identity of a prompt: data epoch, shard, and position in the shard's order."""
 
     data_epoch: int
     shard: int
@@ -35,13 +35,13 @@ class PromptRef(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> PromptRef:
-        """Inverse of `str`; raises ValueError on anything else."""
+        """Inverse of `str`. Raises ValueError."""
         epoch, shard, seq = text.split("/")
         return cls(int(epoch), int(shard), int(seq))
 
 
 class Version(NamedTuple):
-    """A policy version: the lineage and the step of the last commit whose weights are meant."""
+    """A policy version: lineage and step of the commit that produced the weights."""
 
     lineage: int
     step: int
@@ -51,22 +51,22 @@ class Version(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Version:
-        """Inverse of `str`; raises ValueError on anything else."""
+        """Inverse of `str`. Raises ValueError."""
         lineage, step = text.split(".")
         return cls(int(lineage), int(step))
 
 
 CHECKPOINTS = "checkpoints"
-"""The folder of all checkpoints, in a run's folder."""
+"""Name of the checkpoints folder in a run folder."""
 
 
 def checkpoint_file(version: Version) -> str:
-    """Where the checkpoint made at `version` lies, below the run's folder."""
+    """Return the path of the checkpoint of `version`, relative to the run folder."""
     return f"{CHECKPOINTS}/{version.lineage}-{version.step}"
 
 
 class Token(NamedTuple):
-    """Names one attempt at one step, for ranks and holders. A higher attempt of the same step replaces a lower."""
+    """Fencing token of one attempt at a step. A higher attempt of the same step replaces a lower one."""
 
     lineage: int
     step: int
@@ -77,7 +77,7 @@ class Token(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Token:
-        """Inverse of `str`; raises ValueError on anything else."""
+        """Inverse of `str`. Raises ValueError."""
         lineage, step, attempt = text.split(".")
         return cls(int(lineage), int(step), int(attempt))
 
@@ -90,28 +90,27 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a prompt ref ended. Terminal: a ref has exactly one along the final lineage."""
+    """The final state of a prompt ref. A ref has exactly one outcome along the final lineage."""
 
     kind: OutcomeKind
     reason: str = ""
 
 
 class TextPart(NamedTuple):
-    """A piece of a prompt as text."""
+    """A text part of a prompt."""
 
     text: str
 
 
 ContentPart = TextPart
-"""A piece of a prompt. Only the renderer, the batches of the trainer and the engine's dialect look inside one."""
+"""A part of a prompt. Only the renderer, the trainer's batches and the engine adapters look inside."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Prompt:
-    """One entry of the dataset, tokenized.
+    """A tokenized entry of the dataset.
 
-    `content` is what the model is shown (the template applied); `fields` is the entry's JSON object, from which rewards
-    take the answer.
+    `content`: the model's input after the template. `fields`: the entry's JSON object, from which rewards read the answer.
     """
 
     ref: PromptRef
@@ -119,7 +118,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     fields: dict[str, Any]
     source: str
-    """The name of the source it comes from."""
+    """Name of the entry's source."""
 
     __match_args__ = ("ref", "text", "token_ids", "fields", "source")
 
@@ -133,7 +132,7 @@ class Prompt:
         *,
         content: tuple[ContentPart, ...] | None = None,
     ) -> None:
-        """`text`: in place of `content`, which is then this one part. Raises TypeError."""
+        """`text` may replace `content`; it becomes the only part. Raises TypeError."""
         if text is not None:
             content = (TextPart(text),)
         if content is None or token_ids is None or fields is None:
@@ -146,14 +145,14 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """All its text, as one."""
+        """The text of all parts, joined."""
         return "".join(part.text for part in self.content)
 
 
 def entry_value(entry: Mapping[str, Any], path: str) -> Any:
-    """The value of field `path` of a data entry: a field of that very name, or else, where it has dots, a field of a nested object.
+    """Return the value of field `path` in a data entry; None if it does not exist.
 
-    None if there is none: of {"a": {"b": "2"}} the path a.b is "2".
+    Looks for a field with this exact name first, then follows dots into nested objects: in {"a": {"b": "2"}}, a.b is "2".
     """
     if path in entry:
         return entry[path]
@@ -163,28 +162,28 @@ def entry_value(entry: Mapping[str, Any], path: str) -> Any:
 
 
 def entry_text(entry: Mapping[str, Any], path: str) -> str:
-    """The value of a field as text, for people and demonstrations: text as it is, anything else as JSON writes it, nothing for null."""
+    """Return a field's value as text: strings unchanged, other values as JSON, null as an empty string."""
     value = entry_value(entry, path)
     return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 Range = tuple[int, int]
-"""[start, end) of a response's tokens or characters."""
+"""A half-open range [start, end) of a response's tokens or characters."""
 
 
 def range_problem(ranges: Sequence[Range], length: int) -> str:
-    """Why `ranges` are not ascending parts of [0, length), each of at least one and apart from the next; or nothing."""
+    """Return why `ranges` are not ascending, non-empty, separate parts of [0, length); empty if they are."""
     end = -1
     for number, (first, last) in enumerate(ranges):
         if not (end < first < last <= length):
-            return f"range {number} is [{first}, {last}) of {length}; ranges ascend, and do not touch"
+            return f"range {number} is [{first}, {last}) of {length}; ranges must ascend and must not touch"
         end = last
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens [start, end) of a response were made with `version`."""
+    """Tokens [start, end) of a response were generated with `version`."""
 
     version: Version
     start: int
@@ -192,7 +191,7 @@ class VersionSpan:
 
 
 class TokenOutput(NamedTuple):
-    """A response made of tokens.
+    """A response as tokens.
 
     `logprobs[i]` is the engine's log-probability of `token_ids[i]` under the temperature-scaled, untruncated softmax.
     """
@@ -202,25 +201,25 @@ class TokenOutput(NamedTuple):
     text: str
     spans: tuple[VersionSpan, ...]
     observed: tuple[Range, ...] = ()
-    """Of `token_ids`: what the policy did not make but was told, by a tool or an environment, between its turns. Ascending, apart
-    from each other, none empty. `logprobs` are 0 there, and a span holds them like all others."""
+    """Ranges of `token_ids` that the policy did not generate, but read from a tool or an environment between its turns. Ascending, separate,
+    not empty. Their `logprobs` are 0. `spans` cover them too."""
     observed_text: tuple[Range, ...] = ()
-    """The same in `text`, by characters, for people and rewards."""
+    """The same ranges in `text`, in characters, for display and rewards."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Sample:
-    """One response to a prompt: what was made (`output`), and what became of it."""
+    """One response to a prompt with its finish reason and reward."""
 
     output: TokenOutput
     finish_reason: FinishReason
     reward: float
     reward_parts: tuple[tuple[str, float], ...]
     masked: bool
-    """Whether its tokens are left out of the loss; its reward still counts for the group's baseline."""
+    """Whether the sample is excluded from the loss. Its reward still counts in the group's baseline."""
     prompt_ids: tuple[int, ...] | None
-    """What stands in front of it, where that is not its prompt's own tokens: an agent's own words. Only until it is in a group
-    (`gcore.rollout.postprocess`)."""
+    """Token ids before the response, if they differ from the prompt's own, because an agent wrote its own messages. Set only until the sample
+    is in a group (`gcore.rollout.postprocess`)."""
 
     __match_args__ = (
         *("token_ids", "logprobs", "text", "finish_reason", "spans", "reward", "reward_parts", "masked"),
@@ -243,7 +242,7 @@ class Sample:
         *,
         output: TokenOutput | None = None,
     ) -> None:
-        """Of an output, or of the fields of a `TokenOutput`; of both, the fields replace the output's. Raises TypeError."""
+        """Takes `output`, or the fields of a `TokenOutput`; given both, the fields replace those of `output`. Raises TypeError."""
         if output is None:
             if token_ids is None or logprobs is None or text is None or spans is None:
                 raise TypeError("a Sample needs output, or token_ids, logprobs, text and spans")
@@ -263,47 +262,47 @@ class Sample:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Of its output."""
+        """Token ids of the output."""
         return self.output.token_ids
 
     @property
     def logprobs(self) -> tuple[float, ...]:
-        """Of its output."""
+        """Log-probabilities of the output."""
         return self.output.logprobs
 
     @property
     def text(self) -> str:
-        """Of its output."""
+        """Text of the output."""
         return self.output.text
 
     @property
     def spans(self) -> tuple[VersionSpan, ...]:
-        """Of its output."""
+        """Version spans of the output."""
         return self.output.spans
 
     @property
     def observed(self) -> tuple[Range, ...]:
-        """Of its output."""
+        """Observed token ranges of the output."""
         return self.output.observed
 
     @property
     def observed_text(self) -> tuple[Range, ...]:
-        """Of its output."""
+        """Observed character ranges of the output."""
         return self.output.observed_text
 
     @property
     def own_tokens(self) -> int:
-        """How many tokens the policy made: those that count, wherever tokens of responses are counted."""
+        """Number of tokens that the policy generated, without observed tokens. This is the response length everywhere."""
         return len(self.token_ids) - sum(end - start for start, end in self.observed)
 
     @property
     def oldest(self) -> Version:
-        """The oldest policy version that made a token of it."""
+        """The oldest policy version that generated a token of the sample."""
         return min(span.version for span in self.spans)
 
     def digest(self) -> bytes:
-        """SHA-256 over what training uses: token ids, log-probabilities, reward, whether it is masked, and what of it was
-        observed, if anything was (little-endian)."""
+        """SHA-256 over the training input, little-endian: token ids, log-probabilities, reward, mask, and observed ranges if there are
+        any."""
         h = hashlib.sha256()
         n = len(self.token_ids)
         h.update(struct.pack(f"<I{n}i{n}ff?", n, *self.token_ids, *self.logprobs, self.reward, self.masked))
@@ -313,25 +312,25 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All samples of one prompt, as its holder keeps them."""
+    """All samples of one prompt, as its holder stores them."""
 
     ref: PromptRef
     prompt_ids: tuple[int, ...]
     samples: tuple[Sample, ...]
     source: str = ""
-    """The name of the source its prompt comes from."""
+    """Name of the prompt's source."""
     temperature: float = 1.0
-    """At which it was sampled; the trainer divides its logits by it."""
+    """Sampling temperature. The trainer divides its logits by it."""
     baseline: float | None = None
-    """What a flow found its samples' rewards should be held against, such as the greedy answer's reward; float32."""
+    """Baseline for the samples' rewards that a flow computed, such as the greedy response's reward; float32."""
 
     @property
     def versions(self) -> tuple[Version, ...]:
-        """Every policy version that made a token of the group, oldest first."""
+        """All policy versions that generated a token of the group, oldest first."""
         return tuple(sorted({span.version for s in self.samples for span in s.spans}))
 
     def digest(self) -> str:
-        """Names the content: SHA-256 over ref, temperature, baseline, prompt tokens and the samples' digests; 32 hex digits."""
+        """Content digest: SHA-256 over ref, temperature, baseline, prompt tokens and the samples' digests; 32 hex digits."""
         samples = [sample.digest() for sample in self.samples]
         return group_digest(self.ref, self.prompt_ids, samples, self.temperature, self.baseline)
 
@@ -343,7 +342,7 @@ def group_digest(
     temperature: float = 1.0,
     baseline: float | None = None,
 ) -> str:
-    """The digest of a group from its samples' digests, so that who holds only some samples can check it too."""
+    """Compute a group's digest from its samples' digests, so that a holder of some samples can verify it too."""
     h = hashlib.sha256()
     h.update(struct.pack(f"<3qfI{len(prompt_ids)}i", *ref, temperature, len(prompt_ids), *prompt_ids))
     h.update(b"" if baseline is None else struct.pack("<cf", b"b", baseline))

@@ -1,14 +1,12 @@
-"""A private certificate authority: the certificates that it signs for nodes, users and etcd, and the folders of `gcore certs`.
+"""A private certificate authority for nodes, users and etcd, and the folders of `gcore certs`.
 
-Keys are of the curve P-256, and leave the place where they are made only as a file that its owner alone can read.
-Certificates are valid for their names, their time, and for being a server or a client as their kind needs. There is no
-revocation list: a leaked key is answered by a new authority (docs/operate/security.md says how, without a pause), so certificates are
-best short-lived.
+Keys use the curve P-256 and leave the machine that made them only as files that only their owner can read. Certificates are valid for their names
+and period, and as server or client certificates as their kind needs. There is no revocation list: after a leaked key, operators replace the
+authority (docs/operate/security.md describes how, without downtime). So certificates should be short-lived.
 
-AUTHORITY/ has ca.pem, ca-key.pem and engines.key (the cluster's key of engines, from which each replica's is derived). NAME/
-has ca.pem, cert.pem, key.pem, and for a node engines.key: this folder goes to the node. Keys have the mode 0600, folders of
-keys 0700. Only `renew` overwrites anything; it leaves a certificate and a key that fit, in an order in which a reader in
-between goes on with what it had.
+AUTHORITY/ contains ca.pem, ca-key.pem and engines.key (the cluster's engine key, from which each engine's key is derived). NAME/ contains ca.pem,
+cert.pem, key.pem, and for a node engines.key; this folder goes to the node. Keys have mode 0600, folders of keys 0700. Only `renew` overwrites
+files. It leaves a matching certificate and key, and a reader in between keeps its old pair.
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ from gcore.errors import UsageError, explain_os_errors
 from gcore.system.files import replace_file
 
 MAX_NAME = 64
-"""Characters of a common name, by X.509."""
+"""Longest common name in X.509, in characters."""
 SKEW = timedelta(minutes=5)
-"""So much earlier does a certificate begin: clocks differ."""
+"""A certificate begins this much earlier, because clocks differ."""
 
 _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
 
@@ -64,7 +62,7 @@ class CertificateInfo:
 
 
 def new_authority(name: str, *, days: int, now: datetime) -> CertificatePair:
-    """An authority that signs nothing but certificates of others. Raises UsageError."""
+    """Create an authority that can only sign certificates of others. Raises UsageError."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _named(name)
     builder = _begun(subject, subject, key.public_key(), days, now)
@@ -94,19 +92,19 @@ def issue_certificate(
     days: int,
     now: datetime,
 ) -> CertificatePair:
-    """A certificate for a node, a user, or (`whose` None) another server such as etcd's. Raises UsageError.
+    """Issue a certificate for a node, a user, or (`whose` None) another server such as etcd. Raises UsageError.
 
-    `hosts`: where a server answers, as names or IP addresses. A user's is for calling only.
+    `hosts`: names or IP addresses of a server. A user's certificate is a client certificate only.
     """
     signer = _read(authority.cert)
     signing = _key(authority.key)
     if signing.public_key() != signer.public_key():
-        raise UsageError("the authority's key is not that of its certificate", fix="Name the folder of one authority")
+        raise UsageError("the authority's key does not match its certificate", fix="Name the folder of one authority")
     ends = now + timedelta(days=days)
     if ends > signer.not_valid_after_utc:
         raise UsageError(
-            f"the authority itself ends on {signer.not_valid_after_utc:%Y-%m-%d}",
-            fix="Issue for fewer days, or make a new authority and trust both for a while",
+            f"the authority itself expires on {signer.not_valid_after_utc:%Y-%m-%d}, before the new certificate would",
+            fix="Issue for fewer days, or create a new authority and trust both for a while",
         )
     key = ec.generate_private_key(ec.SECP256R1())
     names: list[x509.GeneralName] = [_host(host) for host in hosts]
@@ -127,7 +125,7 @@ def issue_certificate(
 
 
 def read_certificate(pem: bytes) -> CertificateInfo:
-    """What the first certificate of a file says. Raises UsageError."""
+    """Read the first certificate of a PEM file. Raises UsageError."""
     cert = _read(pem)
     names = _names(cert)
     purposes = _purposes(cert)
@@ -146,7 +144,7 @@ def read_certificate(pem: bytes) -> CertificateInfo:
 
 
 def is_signed_by(pem: bytes, authority: bytes) -> bool:
-    """Whether this authority signed the certificate. Raises UsageError for what is no certificate."""
+    """Return whether the authority signed the certificate. Raises UsageError if either is not a certificate."""
     try:
         _read(pem).verify_directly_issued_by(_read(authority))
     except (InvalidSignature, ValueError, TypeError):
@@ -187,7 +185,7 @@ def _host(host: str) -> x509.GeneralName:
         pass
     if not host or len(host) > 253 or not all(c.isascii() and (c.isalnum() or c in "-.*") for c in host):
         raise UsageError(
-            f"{host[:80]!r} is no host", where="--host", fix="Name a host or an IP address, without a port"
+            f"{host[:80]!r} is not a host", where="--host", fix="Name a host or an IP address, without a port"
         )
     return x509.DNSName(host)
 
@@ -202,18 +200,16 @@ def _read(pem: bytes) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(pem)
     except ValueError as error:
-        raise UsageError("not a certificate (PEM)", fix="Name a file such as cert.pem or ca.pem") from error
+        raise UsageError("the file is not a certificate (PEM)", fix="Name a file such as cert.pem or ca.pem") from error
 
 
 def _key(pem: bytes) -> ec.EllipticCurvePrivateKey:
     try:
         key = serialization.load_pem_private_key(pem, None)
     except (ValueError, TypeError) as error:
-        raise UsageError(
-            "the authority's key cannot be read", fix="It is the ca-key.pem of `gcore certs init`"
-        ) from error
+        raise UsageError("cannot read the authority's key", fix="Use the ca-key.pem of `gcore certs init`") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise UsageError("the authority's key is of another kind than gcore makes", fix="Issue with your own tools")
+        raise UsageError("the authority's key is of another type than gcore supports", fix="Issue with your own tools")
     return key
 
 
@@ -255,7 +251,7 @@ Purpose = Literal["node", "user", "etcd"]
 
 @dataclass(frozen=True, slots=True)
 class CertificateRequest:
-    """A certificate that is to be issued."""
+    """A certificate to issue."""
 
     purpose: Purpose
     name: str
@@ -266,46 +262,50 @@ class CertificateRequest:
 
     @property
     def whose(self) -> CertName | None:
-        """Raises UsageError."""
+        """The identity in the certificate; None for a server other than a node. Raises UsageError."""
         if not NAME.fullmatch(self.name):
             raise UsageError(
-                f"{self.name[:80]!r} is no name", where="NAME", fix="Take letters, digits and ._@- inside, 63 at most"
+                f"{self.name[:80]!r} is not a valid name",
+                where="NAME",
+                fix="Use letters, digits and ._@- inside, at most 63 characters",
             )
         if self.purpose == "user":
             if self.hosts:
-                raise UsageError("a user's certificate names no host", where="--host", fix="Leave --host out")
+                raise UsageError("a user's certificate cannot contain a host", where="--host", fix="Leave --host out")
             return check_user(self.name, self.role, self.namespaces, "--role, --namespace")
         if self.role or self.namespaces:
-            raise UsageError(f"a certificate for {self.purpose} has no role", where="--role", fix="Use --for user")
+            raise UsageError(
+                f"a certificate for {self.purpose} cannot have a role", where="--role", fix="Use --for user"
+            )
         if not self.hosts:
             raise UsageError(
-                "a server's certificate names where it answers",
+                "a server's certificate needs the hosts at which it is reached",
                 where="--host",
-                fix="Name every host and IP address by which it is reached, with --host each",
+                fix="Name each host and IP address with --host",
             )
         return CertName("node", self.name) if self.purpose == "node" else None
 
 
 def make_authority(folder: Path, name: str, *, days: int, now: datetime) -> None:
-    """Raises UsageError if there is one already."""
+    """Create an authority in a folder. Raises UsageError if there is one already."""
     _check_days(days)
     if (folder / CA_KEY).exists() or (folder / CA).exists():
         raise UsageError(
-            "there is an authority already", where=str(folder), fix="Name another folder; this one goes on to count"
+            "the folder already contains an authority, which stays valid", where=str(folder), fix="Name another folder"
         )
     made = new_authority(name, days=days, now=now)
     _write(folder, {CA_KEY: made.key, ENGINES: secrets.token_hex(32).encode() + b"\n", CA: made.cert})
 
 
 def issue_certificate_into(folder: Path, authority: Path, wanted: CertificateRequest, now: datetime) -> CertificateInfo:
-    """Write the folder of a new certificate. Raises UsageError."""
+    """Issue a certificate and write its folder. Raises UsageError."""
     _check_days(wanted.days)
     whose = wanted.whose
     if (folder / CERT).exists() or (folder / KEY).exists():
         raise UsageError(
-            "there is a certificate already",
+            "the folder already contains a certificate",
             where=str(folder),
-            fix="`gcore certs renew` renews it; or name another --to",
+            fix="Renew it with `gcore certs renew`, or name another folder with --to",
         )
     signer = _authority(authority)
     made = issue_certificate(signer, wanted.name, whose, wanted.hosts, days=wanted.days, now=now)
@@ -319,7 +319,7 @@ def issue_certificate_into(folder: Path, authority: Path, wanted: CertificateReq
 def renew_certificate(
     folder: Path, authority: Path, *, within_days: int | None, days: int | None, now: datetime
 ) -> CertificateInfo | None:
-    """A new certificate with a new key for the same names; None: it lasts longer than `within_days`. Raises UsageError."""
+    """Replace certificate and key for the same names; return None if it is valid for longer than `within_days`. Raises UsageError."""
     before = read_certificate(_bytes(folder / CERT))
     if within_days is not None and before.ends > now + timedelta(days=within_days):
         return None
@@ -332,15 +332,17 @@ def renew_certificate(
 
 
 def add_trust(folder: Path, authority: Path, *, only: bool) -> int:
-    """Have a folder trust an authority, besides those it trusts or (`only`) alone; how many it trusts then. Raises UsageError."""
+    """Make a folder trust an authority, in addition to others or (`only`) alone. Return how many it trusts then. Raises UsageError."""
     signer = _bytes(authority / CA)
     if not read_certificate(signer).is_authority:
-        raise UsageError("that is no authority", where=str(authority / CA), fix="`gcore certs init` makes one")
+        raise UsageError(
+            "the certificate is not an authority's", where=str(authority / CA), fix="Create one with `gcore certs init`"
+        )
     if only and not is_signed_by(_bytes(folder / CERT), signer):
         raise UsageError(
-            "the certificate there is another authority's, and would be trusted by nobody",
+            "the folder's own certificate is from another authority and would no longer be trusted",
             where=str(folder / CERT),
-            fix="Renew it by this authority first: `gcore certs renew`",
+            fix="Renew it with this authority first: `gcore certs renew`",
         )
     trusted = signer if only else _trusted(folder / CA, signer)
     _write(folder, {CA: trusted})
@@ -348,7 +350,7 @@ def add_trust(folder: Path, authority: Path, *, only: bool) -> int:
 
 
 def inspect_certificate(file: Path) -> CertificateInfo:
-    """What is in a certificate, or in the one of a folder. Raises UsageError."""
+    """Read a certificate file, or the certificate in a folder. Raises UsageError."""
     if file.is_dir():
         file = file / CERT if (file / CERT).exists() else file / CA
     try:
@@ -358,7 +360,7 @@ def inspect_certificate(file: Path) -> CertificateInfo:
 
 
 def _trusted(file: Path, signer: bytes) -> bytes:
-    """Whom the folder trusted, and the signer: while an authority is replaced a folder trusts both."""
+    """Return the folder's trusted authorities plus the signer: during a replacement, a folder trusts both."""
     before = file.read_bytes() if file.exists() else b""
     return before if signer.strip() in before else signer + before
 
@@ -366,13 +368,17 @@ def _trusted(file: Path, signer: bytes) -> bytes:
 def _authority(folder: Path) -> CertificatePair:
     pair = CertificatePair(_bytes(folder / CA), _bytes(folder / CA_KEY))
     if not is_signed_by(pair.cert, pair.cert):
-        raise UsageError("that is no authority of its own", where=str(folder / CA), fix="`gcore certs init` makes one")
+        raise UsageError(
+            "the certificate is not a self-signed authority's",
+            where=str(folder / CA),
+            fix="Create one with `gcore certs init`",
+        )
     return pair
 
 
 def _bytes(file: Path) -> bytes:
     with explain_os_errors(
-        "cannot be read",
+        "cannot read the file",
         UsageError,
         where=file,
         fix="Name a folder that `gcore certs init` or `gcore certs issue` made",
@@ -381,7 +387,7 @@ def _bytes(file: Path) -> bytes:
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
-    with explain_os_errors("cannot be written", UsageError, where=folder, fix="Name another folder"):
+    with explain_os_errors("cannot write the folder", UsageError, where=folder, fix="Name another folder"):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name, data in files.items():
             replace_file(folder / name, data, mode=0o644 if name in (CA, CERT) else 0o600)
@@ -389,9 +395,9 @@ def _write(folder: Path, files: dict[str, bytes]) -> None:
 
 def _check_days(days: int) -> None:
     if not 1 <= days <= MOST_DAYS:
-        raise UsageError(f"{days} days are no time", where="--days", fix=f"Name 1 to {MOST_DAYS}")
+        raise UsageError(f"{days} is not a valid number of days", where="--days", fix=f"Use 1 to {MOST_DAYS}")
 
 
 def parse_hosts(words: Sequence[str]) -> tuple[str, ...]:
-    """`--host a,b --host c`."""
+    """Parse `--host a,b --host c`."""
     return tuple(host for word in words for host in word.split(",") if host)

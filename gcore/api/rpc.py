@@ -1,18 +1,17 @@
-"""What every gRPC call of gcore has: the schema versions of its caller, status details of a refused call, handler wrappers, TLS.
+"""Common parts of all gRPC calls: the caller's schema versions, status details of rejected calls, handler wrappers, TLS.
 
-Every RPC carries the schema versions that its caller speaks, as metadata: its own and the one before. The server speaks two
-as well; if they have none in common, it refuses the call in one sentence that names both sides, before it reads the request.
-A call without the metadata is one of the first version. Answers need no version: messages only grow by fields that an older reader
-ignores. A message that holds a stored record (the seal in `Apply`) or samples (a feed) says its own version.
+Every RPC carries, as metadata, the schema versions that its caller supports: its own and the one before. The server supports two as well. If
+they have none in common, the server rejects the call before it reads the request, with one sentence that names both sides. A call without this
+metadata counts as the first version. Responses need no version, because messages only gain fields, which older readers ignore. Messages that
+contain a stored record (the seal in `Apply`) or samples (a feed) have their own version.
 
-A refused call has a `google.rpc.Status` in its trailing metadata: an `ErrorInfo` with a constant reason for programs, and a
-`BadRequest` that names the wrong fields. Metadata have 8 KiB in all, beyond which gRPC drops the whole answer with its code; a
-character that is not ASCII takes three bytes in the sentence, and the details take four for three. So both are cut here.
-`controllers.api.edge.errors` maps errors to codes and reasons.
+A rejected call has a `google.rpc.Status` in its trailing metadata: an `ErrorInfo` with a constant reason for programs, and a `BadRequest` with
+the wrong fields. All metadata together may have 8 KiB, otherwise gRPC drops the whole response with its code. A non-ASCII character takes three
+bytes in the sentence, and details grow by a third. So this module shortens both. `controllers.api.edge.errors` maps errors to codes and reasons.
 
-gRPC calls the handler of a unary request when the request has come, however long that takes; until then the call holds its
-place unauthenticated. `early_handler` makes a handler that is called as soon as the call begins and reads the request itself.
-So `NodesOnlyInterceptor`, of the train ranks, checks the caller before the request has come.
+gRPC calls the handler of a unary request only when the request has arrived; until then an unauthenticated call occupies its place. `early_handler`
+makes a handler that runs when the call begins and reads the request itself. So `NodesOnlyInterceptor` of the train ranks authenticates the caller
+before the request arrives.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from gcore.errors import GcoreError, UsageError
 from gcore.system.concurrency import limit_time
 
 REQUEST_WITHIN_S = 30.0
-"""From the beginning of a call to its request, of whoever may call: the largest, over a slow line."""
+"""Longest time from the start of a call to its request; enough for the largest request over a slow network."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 def handler_call(handler: Handler) -> Callable[..., Any]:
-    """What it does with a request and a context: an awaitable answer, or an asynchronous iterator where it answers with a stream."""
+    """Return the handler's function of request and context. It returns an awaitable, or an asynchronous iterator for a response stream."""
     either: Any = handler
     found: Callable[..., Any] = {
         (False, False): either.unary_unary,
@@ -51,7 +50,7 @@ def handler_call(handler: Handler) -> Callable[..., Any]:
 
 
 def wrap_handler(handler: Handler, answer: Callable[..., Any], decode: Callable[[bytes], Any] | None = None) -> Handler:
-    """One of the same kind that answers by `answer`, and reads requests by `decode` if that is given."""
+    """Return a handler of the same kind that calls `answer` and, if given, decodes requests with `decode`."""
     make: Callable[..., Handler] = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
@@ -62,7 +61,7 @@ def wrap_handler(handler: Handler, answer: Callable[..., Any], decode: Callable[
 
 
 def early_handler(handler: Handler, answer: Callable[..., Any]) -> Handler:
-    """One that answers by `answer`, which is given an iterator of requests (for `read_request`) and a context as soon as a call has begun."""
+    """Return a handler that calls `answer` with an iterator of requests (for `read_request`) and a context as soon as the call begins."""
     make: Callable[..., Handler] = (
         grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
     )
@@ -70,7 +69,7 @@ def early_handler(handler: Handler, answer: Callable[..., Any]) -> Handler:
 
 
 async def read_request(handler: Handler, requests: AsyncIterator[Any], within_s: float = REQUEST_WITHIN_S) -> Any:
-    """What `handler` takes: the one request, or, where it takes a stream, all of it. Raises LateRequest, UsageError."""
+    """Return the single request, or the iterator of a request stream. Raises LateRequest, UsageError."""
     if handler.request_streaming:
         return requests
     try:
@@ -78,41 +77,39 @@ async def read_request(handler: Handler, requests: AsyncIterator[Any], within_s:
             return await anext(requests)
     except TimeoutError as error:
         raise LateRequest(
-            f"the call has begun, and its request has not come within {within_s:g} s", fix="Call again"
+            f"the request did not arrive within {within_s:g} s after the start of the call", fix="Repeat the call"
         ) from error
     except StopAsyncIteration as error:
-        raise UsageError(
-            "the call brought no request, or one that is too large", fix="Use a client of this API"
-        ) from error
+        raise UsageError("the call has no request, or one that is too large", fix="Use a client of this API") from error
 
 
 class LateRequest(GcoreError):
-    """A call without the request that it is about."""
+    """The request of a call did not arrive in time."""
 
 
 DOMAIN = "gcore"
 DETAILS_KEY = "grpc-status-details-bin"
 
 MOST_SAID = 3500
-"""Bytes of a refusal's sentence, as it goes over the wire."""
+"""Most bytes of a rejection's sentence on the wire."""
 
 MOST_DETAILS = 2700
-"""Bytes of the details."""
+"""Most bytes of the details."""
 
 MOST_AGAIN = 500
-"""Of these, of the sentence, which is in there once more."""
+"""Most bytes of the copy of the sentence in the details."""
 
 MOST_VIOLATIONS = 16
 
 MOST_OF_A_FIELD, MOST_OF_A_VIOLATION = 80, 300
-"""Bytes of what is wrong with a field. The sentence has the rest."""
+"""Most bytes of a field's name and of its problem. The sentence has the full text."""
 
 UNKNOWN = "UNKNOWN"
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A field of the request, or of the spec in it (`spec.flow.steps`), and what is wrong with it."""
+    """A wrong field of the request, or of the spec in it (`spec.flow.steps`), and its problem."""
 
     field: str
     what: str
@@ -120,24 +117,24 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The reason of a refused call."""
+    """The reason of a rejected call."""
 
     code: grpc.StatusCode
     sentence: str
     reason: str = UNKNOWN
     violations: tuple[Violation, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """Of the ErrorInfo: what a program may want to know, such as the job's uid."""
+    """Metadata of the ErrorInfo for programs, such as the job's uid."""
 
 
 def cut_bytes(text: str, most: int) -> str:
-    """The text, of `most` bytes of UTF-8 at most."""
+    """Shorten the text to `most` bytes of UTF-8."""
     data = text.encode(errors="replace")
     return text if len(data) <= most else data[: most - 4].decode(errors="ignore") + " ..."
 
 
 def clip_details(text: str) -> str:
-    """A sentence that may be sent as the details of a status: not too long, as the wire has it."""
+    """Shorten a sentence to what may be sent as the details of a status."""
     total = 0
     for place, character in enumerate(text):
         data = character.encode(errors="replace")
@@ -148,7 +145,7 @@ def clip_details(text: str) -> str:
 
 
 def refusal_metadata(refusal: Refusal) -> tuple[tuple[str, bytes], ...]:
-    """The metadata that say it."""
+    """Return the trailing metadata of a rejection."""
     info = error_details_pb2.ErrorInfo(reason=refusal.reason, domain=DOMAIN)
     for name, value in list(refusal.metadata.items())[:8]:
         info.metadata[cut_bytes(name, 64)] = cut_bytes(value, MOST_OF_A_VIOLATION)
@@ -167,7 +164,7 @@ def refusal_metadata(refusal: Refusal) -> tuple[tuple[str, bytes], ...]:
 
 
 def parse_refusal(error: grpc.RpcError) -> Refusal:
-    """What a refused call was told. One that was refused by another program, or on the way, has no reason of gcore's."""
+    """Return the rejection of a call. Calls that another program or a proxy rejected have no reason of gcore's."""
     code, sentence = error.code(), error.details() or ""
     plain = Refusal(code, sentence)
     data = _of(error)
@@ -196,27 +193,27 @@ def _of(error: grpc.RpcError) -> bytes | None:
 VERSION_KEY = "gcore-schema-version"
 
 UNSERVED = "SCHEMA_VERSION_NOT_SERVED"
-"""For programs: why such a call is refused."""
+"""Reason of calls whose schema version is not supported."""
 
 
 def version_metadata(versions: Collection[int] | None = None) -> tuple[tuple[str, str], ...]:
-    """The metadata of a call whose caller speaks `versions` (None: those of this process)."""
+    """Return the metadata of a call whose caller supports `versions` (None: those of this process)."""
     return ((VERSION_KEY, ",".join(str(version) for version in sorted(versions or schema.READABLE))),)
 
 
 def version_refusal(said: str | None) -> str | None:
-    """Why a call whose metadata say this is not served, or None."""
+    """Return why a call with this version metadata is rejected; None if it is not."""
     spoken = set((str(schema.FIRST_VERSION) if said is None else said).split(","))
     if spoken & {str(readable) for readable in schema.READABLE}:
         return None
     older = all(one.isascii() and one.isdigit() and len(one) < 9 and int(one) < schema.SCHEMA_VERSION for one in spoken)
-    upgrade = "the caller" if older else "the controllers and workers first, or use the gcore that fits them"
+    upgrade = "the caller" if older else "the controllers and workers first, or use a gcore with a matching version"
     readable = " and ".join(map(str, sorted(schema.READABLE)))
-    return f"the call is of schema version {str(said)[:20]!r}, and this process serves {readable}; upgrade {upgrade}"
+    return f"the call has schema version {str(said)[:20]!r}, but this process supports {readable}; upgrade {upgrade}"
 
 
 class VersionedStub:
-    """A stub whose every call carries the versions that this process speaks, and `more` besides."""
+    """A stub that adds this process's schema versions, and `more`, to every call."""
 
     def __init__(
         self, stub: Any, versions: Collection[int] | None = None, *, more: tuple[tuple[str, str], ...] = ()
@@ -229,7 +226,7 @@ class VersionedStub:
 
 
 class VersionGate(grpc.aio.ServerInterceptor):
-    """Refuses calls of gcore's services whose version is not served, with FAILED_PRECONDITION. Health answers everybody."""
+    """Rejects calls of gcore's services with an unsupported version, with FAILED_PRECONDITION. Does not apply to health."""
 
     async def intercept_service(
         self,
@@ -246,7 +243,7 @@ class VersionGate(grpc.aio.ServerInterceptor):
 
 
 def _refusing(handler: Handler, why: str) -> Handler:
-    """A handler of the same kind that only refuses."""
+    """Return a handler of the same kind that rejects every call."""
 
     async def refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         code = grpc.StatusCode.FAILED_PRECONDITION
@@ -254,13 +251,13 @@ def _refusing(handler: Handler, why: str) -> Handler:
 
     async def refuse_stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         await refuse(request, context)
-        yield  # whoever stands before this goes through its answers
+        yield  # makes this a generator, because interceptors iterate over the responses
 
     return wrap_handler(handler, refuse_stream if handler.response_streaming else refuse)
 
 
 def server_credentials(watched: ReloadingFiles, *, mutual: bool) -> grpc.ServerCredentials:
-    """`mutual`: whether clients must show a certificate, too."""
+    """Return credentials that follow changed files. `mutual`: clients must have a certificate too."""
     given = [watched.pem]
     first = _configuration(given[0], mutual=mutual)
 
@@ -276,12 +273,12 @@ def server_credentials(watched: ReloadingFiles, *, mutual: bool) -> grpc.ServerC
 
 def _configuration(pem: PemFiles, *, mutual: bool) -> grpc.ServerCertificateConfiguration:
     if pem.key is None or pem.cert is None:
-        raise UsageError("a server has a certificate and its key", where="tls", fix="Name both: cert and key")
+        raise UsageError("a server needs a certificate and its key", where="tls", fix="Set both cert and key")
     return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca if mutual else None)
 
 
 class NodesOnlyInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses, with PERMISSION_DENIED, whoever is no node of the cluster."""
+    """Rejects callers that are not nodes of the cluster, with PERMISSION_DENIED."""
 
     async def intercept_service(
         self,
@@ -306,12 +303,12 @@ class NodesOnlyInterceptor(grpc.aio.ServerInterceptor):
 
 
 async def _admitted(handler: Handler, requests: AsyncIterator[Any], context: Any) -> Any:
-    """The request of a node."""
+    """Return the request if a node of the cluster sent it; otherwise abort the call."""
     names = (value.decode(errors="replace") for value in context.auth_context().get("peer_uri", ()))
     whose = parse_cert_name([name for name in names if name.startswith(f"{SCHEME}://")])
     if whose is None or whose.kind != "node":
         await _refuse(
-            context, grpc.StatusCode.PERMISSION_DENIED, "train ranks serve nodes of the cluster, and nobody else"
+            context, grpc.StatusCode.PERMISSION_DENIED, "train ranks accept calls from nodes of the cluster only"
         )
     try:
         return await read_request(handler, requests)

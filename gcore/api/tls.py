@@ -1,15 +1,14 @@
-"""TLS between processes of gcore: the files in use, the names in certificates, connections, and HTTPS servers.
+"""TLS between gcore's processes: certificate files, names in certificates, connections, HTTPS servers.
 
-Certificate files (PEM) are read again whenever they have changed: a renewed certificate counts from the next connection on,
-without a restart. Files that do not fit together, as while one of two is replaced, do not replace what was read before. A key
-that others can read is refused.
+Certificate files (PEM) are read again when they change, so a renewed certificate is used from the next connection on, without a restart. Files that
+do not match, as while one of two is being replaced, do not replace what was read before. A key that other users can read is rejected.
 
-A certificate's identity is a URI among its names, `gcore://node/NAME` or `gcore://user/NAME?role=ROLE&namespace=NAME...`; a
-certificate of the same authority without one, such as etcd's, has no identity here.
+A certificate's identity is a URI among its names, `gcore://node/NAME` or `gcore://user/NAME?role=ROLE&namespace=NAME...`. A certificate of the same
+authority without such a URI, such as etcd's, has no identity here.
 
-A client takes a `Connector` and knows nothing of certificates and tokens; `PLAIN` has none, for loopback. `generation` tells
-those that keep connections open when to reconnect. A token is sent over TLS or to this machine only. Where a server asks for
-client certificates, a client without one of the cluster's authority fails the handshake; `gcore.api.rpc` has what gRPC servers do.
+Clients use a `Connector` and know nothing about certificates and tokens; `PLAIN` has neither, for loopback. `generation` tells owners of long-lived
+connections when to reconnect. Tokens are sent only over TLS or to this machine. If a server requests client certificates, a client without one from
+the cluster's authority fails the handshake; `gcore.api.rpc` has the server side for gRPC.
 
 Engines and the SGLang adapter serve HTTP with this module and never load gRPC: only `Connector.channel` imports it.
 """
@@ -41,12 +40,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Stamp = tuple[tuple[int, int, int], ...]
-"""What tells that a file is another one: when it was written, its length, its inode."""
+"""Identifies a version of files: modification time, size and inode of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class PemFiles:
-    """What was in the files. Never shown."""
+    """The content of the files. Never displayed."""
 
     ca: bytes = field(repr=False)
     cert: bytes | None = field(repr=False)
@@ -55,7 +54,7 @@ class PemFiles:
 
 @dataclass(frozen=True, slots=True)
 class TlsMaterial:
-    """`ca`: who signs the certificates of those that are talked to. `cert` and `key` go together: this process's own."""
+    """`ca`: authority of the peers' certificates. `cert` and `key`, set together: this process's own."""
 
     ca: Path
     cert: Path | None = None
@@ -63,11 +62,11 @@ class TlsMaterial:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """All that there are."""
+        """All configured files."""
         return tuple(file for file in (self.ca, self.cert, self.key) if file is not None)
 
     def stamp(self) -> Stamp:
-        """Changes with the files. Raises UsageError."""
+        """Return a value that changes when the files change. Raises UsageError."""
         try:
             found = [file.stat() for file in self.files]
         except OSError as error:
@@ -75,16 +74,14 @@ class TlsMaterial:
         return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
 
     def read(self) -> PemFiles:
-        """The files, if they fit together. Raises UsageError."""
+        """Read the files and check that they match. Raises UsageError."""
         if (self.cert is None) != (self.key is None):
-            raise UsageError(
-                "of the certificate and its key only one is given", where="tls", fix="Give both or neither"
-            )
+            raise UsageError("only one of certificate and key is set", where="tls", fix="Set both or neither")
         try:
             ca = self.ca.read_bytes()
             cert, key = (None if file is None else file.read_bytes() for file in (self.cert, self.key))
             if self.key is not None and stat.S_IMODE(self.key.stat().st_mode) & 0o077:
-                raise UsageError("others may read the key", where=str(self.key), fix=f"chmod 600 {self.key}")
+                raise UsageError("other users may read the key", where=str(self.key), fix=f"Run chmod 600 {self.key}")
         except OSError as error:
             raise _unreadable(error) from error
         pem = PemFiles(ca, cert, key)
@@ -92,21 +89,21 @@ class TlsMaterial:
         return pem
 
     def context(self, pem: PemFiles, *, serves: bool = False) -> ssl.SSLContext:
-        """For Python's own connections, with what was read. Raises UsageError if it does not fit together."""
+        """Return an SSL context from the files' content. Raises UsageError if certificate and key do not match."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serves else ssl.PROTOCOL_TLS_CLIENT)
-        try:  # nobody but this authority is trusted
+        try:  # trust only this authority
             context.load_verify_locations(cadata=pem.ca.decode("ascii"))
         except (UnicodeDecodeError, ValueError, ssl.SSLError) as error:
             raise UsageError(
-                f"no certificate of an authority ({getattr(error, 'reason', None) or 'not PEM'})",
+                f"the file is not an authority's certificate ({getattr(error, 'reason', None) or 'not PEM'})",
                 where=str(self.ca),
-                fix="Name the ca.pem that `gcore certs init` made",
+                fix="Name the ca.pem that `gcore certs init` wrote",
             ) from error
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if pem.cert is None or pem.key is None:
             return context
         try:
-            # OpenSSL takes these from a file only. Both in one, and that gone at once: what was checked is what is used.
+            # OpenSSL loads these from a file only. A temporary file makes sure that the checked content is what is used.
             with tempfile.NamedTemporaryFile(dir=_memory()) as both:
                 os.fchmod(both.fileno(), 0o600)
                 both.write(pem.key.rstrip() + b"\n" + pem.cert)
@@ -114,47 +111,47 @@ class TlsMaterial:
                 context.load_cert_chain(both.name)
         except (ssl.SSLError, OSError) as error:
             raise UsageError(
-                f"not a certificate and its key ({getattr(error, 'reason', None) or error})",
+                f"the files are not a certificate and its key ({getattr(error, 'reason', None) or error})",
                 where=f"{self.cert}, {self.key}",
-                fix="`gcore certs show FILE` says what is in one; `gcore certs issue` makes a pair",
+                fix="Inspect a file with `gcore certs show FILE`, or issue a pair with `gcore certs issue`",
             ) from error
         return context
 
 
 class ReloadingFiles:
-    """The newest material that fits together. `pem` reads the files again if they have changed; any thread."""
+    """The newest matching files. `pem` reads them again if they changed. Thread-safe."""
 
     def __init__(self, material: TlsMaterial) -> None:
-        """Raises UsageError: what is wrong at the start is said at the start."""
+        """Read the files. Raises UsageError."""
         self.material = material
         self._stamp = material.stamp()
         self._pem = material.read()
         self.generation = 0
-        """Counts the times that others were read."""
+        """Number of times that changed files were read."""
 
     @property
     def pem(self) -> PemFiles:
-        """What counts now."""
+        """The current content."""
         self.look()
         return self._pem
 
     def look(self) -> bool:
-        """Whether other files were there than last time, and they are read."""
+        """Read the files if they changed; return whether they did and could be read."""
         try:
             return self.material.stamp() != self._stamp and self.reload()
         except UsageError as error:
-            log.warning("what was read before goes on to count: %s", error)
+            log.warning("the certificate files changed but cannot be used, keeping the previous ones: %s", error)
             return False
 
     def reload(self) -> bool:
-        """Read them, whether they are new; whether they were. Raises UsageError, and then nothing has changed."""
+        """Read the files and return whether their content changed. Raises UsageError, and then keeps the previous content."""
         stamp = self.material.stamp()
         pem = self.material.read()
         changed = pem != self._pem
         self._stamp, self._pem = stamp, pem
         if changed:
             self.generation += 1
-            log.info("read other certificates: %s", ", ".join(map(str, self.material.files)))
+            log.info("loaded changed certificates: %s", ", ".join(map(str, self.material.files)))
         return changed
 
 
@@ -164,9 +161,9 @@ def _memory() -> str | None:
 
 def _unreadable(error: OSError) -> UsageError:
     return UsageError(
-        f"cannot be read ({error.strerror or error})",
+        f"cannot read the file ({error.strerror or error})",
         where=str(error.filename),
-        fix="Check the path and its permissions; `gcore certs issue` makes what is lacking",
+        fix="Check the path and its permissions; `gcore certs issue` creates missing files",
     )
 
 
@@ -174,10 +171,10 @@ AUTHORIZATION = "authorization"
 
 
 class Connector:
-    """Makes the channels of one process. `token`: what it shows of itself; `engines`: the cluster's key of engines."""
+    """Makes the channels of a process. `token`: the client's token. `engines`: the cluster's engine key."""
 
     def __init__(self, tls: TlsMaterial | None = None, *, token: str = "", engines: bytes | None = None) -> None:
-        """Raises UsageError for files that cannot be used."""
+        """Read the TLS files. Raises UsageError if they cannot be used."""
         self._watched = None if tls is None else ReloadingFiles(tls)
         self._token = token
         self._engines = engines
@@ -185,19 +182,19 @@ class Connector:
 
     @property
     def secure(self) -> bool:
-        """Whether what it makes speaks TLS."""
+        """Whether connections use TLS."""
         return self._watched is not None
 
     @property
     def generation(self) -> int:
-        """Another one when certificates have changed: then a connection that is not to be lost is made anew."""
+        """A number that changes when certificates change; then long-lived connections should reconnect."""
         if self._watched is None:
             return 0
         self._watched.look()
         return self._watched.generation
 
     def channel(self, address: str, options: ChannelOptions = ()) -> grpc.aio.Channel:
-        """A channel to `host:port`."""
+        """Open a channel to `host:port`."""
         if self._watched is None:
             return open_channel(address, options=options)
         import grpc
@@ -206,20 +203,20 @@ class Connector:
         return open_channel(address, grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert), options)
 
     def metadata(self, address: str) -> tuple[tuple[str, str], ...]:
-        """What each call to `address` carries to say whose it is. Raises UsageError rather than tell a token to the network."""
+        """Return the credentials for calls to `address`. Raises UsageError instead of sending a token over an unencrypted network."""
         if not self._token:
             return ()
         if self._watched is None and not is_loopback(address.rpartition(":")[0]):
             raise UsageError(
-                "a token is not sent over a connection that others can listen to",
+                "the connection is not encrypted, so gcore does not send the token",
                 where=address,
-                fix="Name the cluster's ca.pem in the context (`ca:`), or with GCORE_CA",
+                fix="Set the cluster's ca.pem in the context (`ca:`) or in GCORE_CA",
             )
         return ((AUTHORIZATION, f"Bearer {self._token}"),)
 
     @property
     def http(self) -> ssl.SSLContext | None:
-        """For HTTP to engines; None: it is plain."""
+        """The SSL context for HTTP to engines; None: plain HTTP."""
         if self._watched is None:
             return None
         generation = self.generation
@@ -228,7 +225,7 @@ class Connector:
         return self._context[1]
 
     def engine_key(self, instance: str) -> str | None:
-        """What the engine that is called `instance` asks for; None: it asks for nothing."""
+        """Return the key that the engine `instance` requires; None if engines require none."""
         return None if self._engines is None else key_of_engine(self._engines, instance)
 
 
@@ -236,12 +233,12 @@ PLAIN = Connector()
 
 
 def key_of_engine(secret: bytes, instance: str) -> str:
-    """Each replica has a key of its own, which every node of the cluster can work out and nobody else."""
+    """Derive an engine's own key. All nodes of the cluster can compute it."""
     return hmac.new(secret, b"gcore engine " + instance.encode(), hashlib.sha256).hexdigest()
 
 
 class ServingTls(BaseModel):
-    """The files of a worker's node, as its launch document names them."""
+    """TLS files of a worker's node, in its launch document."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -251,12 +248,12 @@ class ServingTls(BaseModel):
 
     @property
     def material(self) -> TlsMaterial:
-        """To be read."""
+        """The files as TlsMaterial."""
         return TlsMaterial(Path(self.ca), Path(self.cert), Path(self.key))
 
 
 def serving_context(watched: ReloadingFiles, *, ask: bool = False) -> ssl.SSLContext:
-    """For a server. `ask`: clients may show a certificate, which then must be of the authority. Raises UsageError."""
+    """Return the context of a server. `ask`: request client certificates, which must then be of the authority. Raises UsageError."""
 
     def made() -> ssl.SSLContext:
         context = watched.material.context(watched.pem, serves=True)
@@ -267,7 +264,7 @@ def serving_context(watched: ReloadingFiles, *, ask: bool = False) -> ssl.SSLCon
     newest = [watched.generation, first]
 
     def choose(connection: Any, name: str | None, context: ssl.SSLContext) -> None:
-        """Before a certificate is shown: whether there is a newer one."""
+        """Switch to a newer certificate, if there is one, before the handshake sends it."""
         watched.look()
         if newest[0] != watched.generation:
             newest[:] = [watched.generation, made()]
@@ -281,12 +278,12 @@ def serving_context(watched: ReloadingFiles, *, ask: bool = False) -> ssl.SSLCon
 Kind = Literal["node", "user"]
 
 ROLES = ("viewer", "submitter", "admin")
-"""Of users."""
+"""Roles of users."""
 
 SCHEME = "gcore"
 
 EVERY = "*"
-"""As a namespace: all."""
+"""Namespace that stands for all."""
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._@-]{0,61}[A-Za-z0-9])?")
 NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -294,7 +291,7 @@ NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True, slots=True)
 class CertName:
-    """Whose it is. `role` and `namespaces` are a user's; an admin has all of them, and who has `*`."""
+    """The identity in a certificate. `role` and `namespaces` are set for users; an admin, or `*`, has all namespaces."""
 
     kind: Kind
     name: str
@@ -303,43 +300,49 @@ class CertName:
 
     @property
     def uri(self) -> str:
-        """As it stands in the certificate."""
+        """The URI in the certificate."""
         more = [("role", self.role)] if self.role else []
         more += [("namespace", one) for one in sorted(self.namespaces)]
         return f"{SCHEME}://{self.kind}/{quote(self.name, safe='')}" + (f"?{urlencode(more)}" if more else "")
 
 
 def check_user(name: str, role: str, namespaces: Iterable[str], where: str) -> CertName:
-    """A user that may exist. Raises UsageError."""
+    """Return the user if name, role and namespaces are valid. Raises UsageError."""
     spaces = frozenset(namespaces)
     if not NAME.fullmatch(name):
         raise UsageError(
-            f"{name[:80]!r} is no name", where=where, fix="Take letters, digits and ._@- inside, 63 characters at most"
+            f"{name[:80]!r} is not a valid name",
+            where=where,
+            fix="Use letters, digits and ._@- inside, at most 63 characters",
         )
     if not role:
-        raise UsageError("a user has a role, and none is named", where=where, fix=f"Name one of {', '.join(ROLES)}")
+        raise UsageError("a user needs a role", where=where, fix=f"Set one of {', '.join(ROLES)}")
     if role not in ROLES:
-        raise UsageError(f"there is no role {role[:40]!r}", where=where, fix=f"There are {', '.join(ROLES)}")
+        raise UsageError(f"there is no role {role[:40]!r}", where=where, fix=f"Use one of {', '.join(ROLES)}")
     wrong = next((one for one in sorted(spaces - {EVERY}) if not NAMESPACE.fullmatch(one)), None)
     if wrong is not None:
         raise UsageError(
-            f"{wrong[:80]!r} is no namespace", where=where, fix="Take small letters, digits and - inside, 63 at most"
+            f"{wrong[:80]!r} is not a valid namespace",
+            where=where,
+            fix="Use lower-case letters, digits and - inside, at most 63 characters",
         )
     if EVERY in spaces and len(spaces) > 1:
         raise UsageError(
-            f"{EVERY} is every namespace, and others are named too", where=where, fix=f"Name {EVERY} alone"
+            f"{EVERY} means all namespaces, but others are listed too", where=where, fix=f"List {EVERY} alone"
         )
     if role == "admin" and spaces:
-        raise UsageError("an admin has every namespace", where=where, fix="Leave the namespaces out, or the role")
-    if role != "admin" and not spaces:
         raise UsageError(
-            f"a {role} has the namespaces that are named, and none is", where=where, fix="Name one or more"
+            "an admin has all namespaces, so none can be listed",
+            where=where,
+            fix="Leave the namespaces out, or use another role",
         )
+    if role != "admin" and not spaces:
+        raise UsageError(f"a {role} needs namespaces, but none is listed", where=where, fix="List one or more")
     return CertName("user", name, role, spaces)
 
 
 def parse_cert_name(uris: Iterable[str]) -> CertName | None:
-    """Whose the certificate with these names is; None: nobody's here. One with two such names is nobody's either."""
+    """Return the identity of a certificate with these URIs; None if there is none, or more than one."""
     ours = [uri for uri in uris if uri.startswith(f"{SCHEME}://")]
     return _parse(ours[0]) if len(ours) == 1 else None
 

@@ -1,8 +1,7 @@
-"""Tokens of users: what one looks like, and what of it the store keeps.
+"""User tokens: their format, and their record in the store.
 
-A token is `gcore_ID_SECRET`. The secret has 256 random bits, so the store keeps its SHA-256 and needs no salt: nobody guesses it, and
-from what is stored nobody gets it back. The prefix lets scanners of source code find one that was lost. Nothing here asks the
-store or the clock.
+A token is `gcore_ID_SECRET`. The secret has 256 random bits, so the store keeps its SHA-256 without a salt: the secret cannot be guessed or
+recovered from the record. The prefix lets secret scanners find leaked tokens. This module uses neither the store nor the clock.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ LONGEST_S = 10 * 366 * 86400.0
 DEFAULT_S = 90 * 86400.0
 
 KEPT_S = 7 * 86400.0
-"""So long does one that has expired stay in the list, so that its end is told from a token that never was."""
+"""Expired tokens stay in the list for this long, to distinguish them from tokens that never existed."""
 
 MOST_TOKENS = 10_000
 _FORM = re.compile(r"gcore_([a-z0-9]{12})_([A-Za-z0-9_-]{43})")
 
 
 class TokenRecord(Record):
-    """`tokens/{id}`."""
+    """The record `tokens/{id}`."""
 
     id: str
     name: str
     role: str
     namespaces: tuple[str, ...] = ()
-    """("*",): all; an admin has all without it."""
+    """("*",): all namespaces. An admin has all of them without it."""
     sha256: str
-    """Of the secret."""
+    """SHA-256 of the secret."""
     created: float
     expires: float
     created_by: str = ""
 
     @property
     def whose(self) -> CertName:
-        """Raises UsageError for what was never made so."""
+        """The user. Raises UsageError if the record is not valid."""
         return check_user(self.name, self.role, self.namespaces, "token")
 
 
@@ -55,26 +54,26 @@ class UserToken:
 
     @property
     def text(self) -> str:
-        """Whole, as it goes into files and headers."""
+        """The whole token, for files and headers."""
         return f"gcore_{self.id}_{self.secret}"
 
     @property
     def sha256(self) -> str:
-        """What is kept of it."""
+        """SHA-256 of the secret, which the store keeps."""
         return hashlib.sha256(self.secret.encode()).hexdigest()
 
     def is_of(self, sha256: str) -> bool:
-        """Whether it is the one of which that was kept; takes the same time for all that are not."""
+        """Return whether the secret has this SHA-256. Takes constant time for mismatches."""
         return hmac.compare_digest(self.sha256, sha256)
 
 
 def new_token() -> UserToken:
-    """Another one than there ever was."""
+    """Create a random token."""
     letters = "abcdefghijklmnopqrstuvwxyz0123456789"
     return UserToken("".join(secrets.choice(letters) for _ in range(12)), secrets.token_urlsafe(32))
 
 
 def parse_token(text: str) -> UserToken | None:
-    """What somebody showed; None: no token."""
+    """Parse a token; None if the text is not a token."""
     match = _FORM.fullmatch(text)
     return None if match is None else UserToken(match[1], match[2])

@@ -1,7 +1,7 @@
 """The client of the job API. It calls whichever controller answers.
 
-`Client` and `AsyncClient` (of `gcore`) are for people, in a script or a notebook; `JobsClient` has the API's own messages, and is what they and
-the command line use. The names are imported when they are first used: gRPC takes a while, and most commands need none.
+`Client` and `AsyncClient` (exported by `gcore`) are for scripts and notebooks. `JobsClient` has the API's own messages; the command line and the
+other clients use it. Names are imported at first use, because importing gRPC is slow and most commands do not need it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Calls to a cluster of which any controller answers: first the one that answered last, then the others in turn.
+"""Calls to a cluster through any controller: first the one that answered last, then the others in turn.
 
-Repeating is safe for every call of the API: reads change nothing, changes say the wanted state, and a job is created under a request id,
-which finds the job that an unanswered call created. A refused call raises one of gcore's errors, with what the API says to programs in
-`GcoreError.refusal`.
+All API calls can be repeated safely: reads change nothing, changes set an absolute state, and job creation carries a request ID, so that a
+repeated request returns the job that a lost response created. A rejected call raises an error of `gcore.errors`, with the API's structured
+reason in `GcoreError.refusal`.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ WRONG_REQUEST = frozenset(
 NOT_ALLOWED = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
 
 FINAL = WRONG_REQUEST | NOT_ALLOWED
-"""Another controller would say the same."""
+"""Status codes that every controller would return."""
 
 NOTHING_THERE = "nothing listens there"
 
 HANDSHAKES = {
     "certificate has expired": "its certificate has expired (`gcore certs renew`)",
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is not of the authority that is trusted here (`ca` of the context, GCORE_CA)",
-    "Hostname Verification": "its certificate is not for the host that was asked (`gcore certs issue --host`)",
-    "WRONG_VERSION_NUMBER": "what listens there speaks no TLS",
-    "Socket closed": "what listens there ends each connection: it wants TLS, or a certificate of its authority that is good",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not signed by the trusted authority (`ca` of the context, GCORE_CA)",
+    "Hostname Verification": "its certificate is not valid for this host name (`gcore certs issue --host`)",
+    "WRONG_VERSION_NUMBER": "the server there does not use TLS",
+    "Socket closed": "the server there closes every connection: it needs TLS, or a valid certificate from its authority",
 }
-"""What becomes of connections, as gRPC tells it, and what it means."""
+"""Explanations of connection failures, by gRPC's error text."""
 
 
 def status_text(error: grpc.aio.AioRpcError) -> str:
-    """One line, without gRPC's inner life."""
+    """Return the error's details on one line, without gRPC internals."""
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "no answer in time"
     details = " ".join((error.details() or error.code().name).split())
@@ -65,7 +65,7 @@ def status_text(error: grpc.aio.AioRpcError) -> str:
 
 
 def explain_refusal(error: grpc.aio.AioRpcError, address: str, what: str) -> GcoreError:
-    """What the controller's refusal means here. Its details are a sentence for people already."""
+    """Return the error for a controller's rejection. Its details are already a sentence for users."""
     found = _kind(error, address, what)
     found.refusal = parse_refusal(error)
     return found
@@ -78,12 +78,14 @@ def _kind(error: grpc.aio.AioRpcError, address: str, what: str) -> GcoreError:
         return NotAllowed(status_text(error))
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return UsageError(
-            f"what answers does not know how to {what}", where=address, fix="Name the address of a gcore controller"
+            f"the server there does not know how to {what}", where=address, fix="Name the address of a gcore controller"
         )
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return GcoreError(f"cannot {what}: {status_text(error)}", where=address)
     return GcoreError(
-        f"the controller could not {what}: {status_text(error)}", where=address, fix="Its log says more (HOME/logs)"
+        f"the controller could not {what}: {status_text(error)}",
+        where=address,
+        fix="See its log for details (HOME/logs)",
     )
 
 
@@ -96,25 +98,25 @@ class WaitPolicy:
     """Timeouts of the client, in seconds."""
 
     call_s: float = 10.0
-    """For the answer to one call."""
+    """Timeout of one call."""
     create_s: float = 1800.0
-    """For the creation of a job, before which its data are read and checked, and copied if they are no JSONL."""
+    """Timeout of job creation, which reads, checks and, unless it is JSONL, copies the data first."""
     audit_s: float = 600.0
-    """For an audit, which reads the whole log."""
+    """Timeout of an audit, which reads the whole log."""
     samples_s: float = 120.0
-    """For samples, which may be many."""
+    """Timeout of reading samples."""
     quiet_s: float = 5.0
-    """Following, without an event: then the controller is asked whether it is still there."""
+    """Time without a message on a stream before the client probes the controller."""
     probe_s: float = 3.0
-    """For the answer to that."""
+    """Timeout of that probe."""
     retry_s: float = 0.3
-    """Between two rounds over all controllers."""
+    """Pause between two rounds over all controllers."""
     lost_s: float = 60.0
-    """Without any controller that answers, before following gives up."""
+    """Time without any answer from a controller before a stream gives up."""
 
 
 def job_state_name(state: int) -> str:
-    """`RUNNING` for JOB_STATE_RUNNING; `UNKNOWN` for a state that this version does not know, or that nobody can read."""
+    """Return `RUNNING` for JOB_STATE_RUNNING; `UNKNOWN` for an unspecified state or one that this version does not know."""
     if state == pb.JOB_STATE_UNSPECIFIED:
         return "UNKNOWN"
     try:
@@ -126,11 +128,11 @@ def job_state_name(state: int) -> str:
 T = TypeVar("T")
 
 ApiCall = Callable[[Any, float], Awaitable[T]]
-"""Makes a call with a stub, for so many seconds."""
+"""A call with a stub and a timeout in seconds."""
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
-    # A controller that comes back is to be found soon, and gRPC's own pause grows to two minutes.
+    # Reconnect soon to a restarted controller; gRPC's default backoff grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -138,11 +140,11 @@ CHANNEL_OPTIONS = (
 
 
 class ControllerSilent(Exception):
-    """A controller that was talked to says nothing more."""
+    """A controller stopped answering."""
 
 
 class ApiCalls:
-    """Connections to one or several addresses (host:port). Use it as an async context manager."""
+    """Connections to one or more addresses (host:port). Use it as an async context manager."""
 
     def __init__(
         self,
@@ -163,7 +165,7 @@ class ApiCalls:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._current = 0
         self._heard = clock.monotonic()
-        """When a controller last answered anything."""
+        """When a controller last answered."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -172,19 +174,19 @@ class ApiCalls:
         await self.close()
 
     async def close(self) -> None:
-        """Close every channel."""
+        """Close all channels."""
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close()
 
     async def is_serving(self, address: str) -> bool:
-        """Whether the daemon at `address` says that it serves."""
+        """Return whether the daemon at `address` reports that it is serving."""
         return await self._health(address) == int(health_pb2.HealthCheckResponse.SERVING)
 
     async def _anywhere(self, what: str, call: ApiCall[T], *, timeout_s: float | None = None) -> T:
-        """Make the call at one controller after the other, until one answers.
+        """Call one controller after another until one answers.
 
-        After one round raises StoreUnavailable if one of them is there and says why it cannot, else Unreachable.
+        After one round, raises StoreUnavailable if a controller reported that it cannot answer, otherwise Unreachable.
         """
         reasons, told = [], ""
         for _ in self.addresses:
@@ -207,18 +209,18 @@ class ApiCalls:
             else:
                 self._heard = self._clock.monotonic()
                 return answer
-        if told:  # by a sentence that says itself what to do; no other controller would know better
+        if told:  # the sentence already says what to do, and other controllers would report the same
             raise StoreUnavailable(told, where=", ".join(self.addresses))
         raise self._nobody(f"cannot {what}: {reasons[-1]}")
 
     async def _said_so(self, error: grpc.aio.AioRpcError, address: str) -> bool:
-        """Whether the controller itself answered that it cannot, because its store is away, and not the way there."""
+        """Return whether the controller itself answered UNAVAILABLE, because it cannot reach its store, and not the network."""
         if error.code() is not grpc.StatusCode.UNAVAILABLE or status_text(error) == NOTHING_THERE:
             return False
         return await self._health(address) is not None
 
     async def _while_there(self, call: ApiCall[T], address: str, timeout_s: float) -> T:
-        """The answer to a call that may take long, as long as the controller answers anything. Raises ControllerSilent."""
+        """Return the result of a long call as long as the controller answers health checks. Raises ControllerSilent."""
         asked = asyncio.ensure_future(call(self._stub(address), timeout_s))
         try:
             while not (await asyncio.wait({asked}, timeout=self._patience.call_s))[0]:
@@ -229,18 +231,18 @@ class ApiCalls:
             asked.cancel()
 
     async def _health(self, address: str) -> int | None:
-        """What the daemon says of itself; None if it says nothing."""
+        """Return the daemon's health status; None if it does not answer."""
         stub = health_pb2_grpc.HealthStub(self._channel(address))
         try:
             reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=self._patience.probe_s)
         except grpc.aio.AioRpcError as error:
-            # Whoever refuses the question is there too.
+            # A server that rejects the health check is reachable too.
             return None if error.code() in NO_ANSWER else health_pb2.HealthCheckResponse.UNKNOWN
         self._heard = self._clock.monotonic()
         return int(reply.status)
 
     def _turn_from(self, address: str) -> None:
-        """Ask the next one from now on, unless somebody else has turned already."""
+        """Use the next controller from now on, unless another call has already switched."""
         if self.addresses[self._current] == address:
             self._current = (self._current + 1) % len(self.addresses)
 
@@ -252,7 +254,7 @@ class ApiCalls:
         )
 
     def _stub(self, address: str) -> Any:
-        # The generated asynchronous stub is a type only; at run time the one class serves both.
+        # The generated asynchronous stub exists for type checking only; the synchronous class serves both at run time.
         return VersionedStub(jobs_pb2_grpc.JobsStub(self._channel(address)), more=self._connector.metadata(address))
 
     def _channel(self, address: str) -> grpc.aio.Channel:
@@ -262,7 +264,7 @@ class ApiCalls:
 
 
 def find_cluster(address: str | Sequence[str] | None, home: Path, env: Mapping[str, str]) -> ClusterAddress:
-    """Raises UsageError, and Unreachable if none is known."""
+    """Find the cluster to use. Raises UsageError; raises Unreachable if none is known."""
     if address is not None:
         given = address.split(",") if isinstance(address, str) else address
         return choose_cluster(env, tuple(one.strip() for one in given))
@@ -274,6 +276,6 @@ def find_cluster(address: str | Sequence[str] | None, home: Path, env: Mapping[s
         raise Unreachable(
             "no cluster is known here",
             where=str(home.absolute()),
-            fix="Name a controller's host:port, set GCORE_ADDRESS, or start a cluster with `gcore up`",
+            fix="Name a controller as host:port, set GCORE_ADDRESS, or start a cluster with `gcore up`",
         )
     return replace(choose_cluster(env, local.addresses, local=True), owner_key=read_owner_key(home))

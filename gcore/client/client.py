@@ -1,4 +1,4 @@
-"""The clients for people: `gcore.AsyncClient` for asynchronous programs, `gcore.Client` for scripts and notebooks.
+"""Python clients of a cluster: `gcore.AsyncClient` for asynchronous programs, `gcore.Client` for scripts and notebooks.
 
 ```python
 async with gcore.AsyncClient() as cluster:
@@ -10,12 +10,12 @@ cluster = gcore.Client()
 job = cluster.submit("grpo.yaml")
 for event in cluster.events(job):
     print(event.kind, event.message)
-cluster.list(states=["RUNNING"])        # a notebook shows a table
+cluster.list(states=["RUNNING"])        # displayed as a table in a notebook
 ```
 
-Without an address a client talks to the cluster that the command line talks to: of GCORE_ADDRESS, of the named or current context, of the local
-cluster in `home`. A job is named by a `Job`, its uid, `NAMESPACE/NAME` or `NAME`. Errors are gcore's (`gcore.errors`); their
-`refusal` has what the API says to programs. A stream continues at another controller when its own dies.
+Without an address, a client uses the same cluster as the command line: GCORE_ADDRESS, the named or current context, or the local cluster in
+`home`. Methods identify a job by a `Job`, its uid, `NAMESPACE/NAME` or `NAME`. They raise errors of `gcore.errors`, whose `refusal` holds the
+API's structured reason. When a controller dies, a stream continues at another one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ P = ParamSpec("P")
 
 
 class AsyncClient:
-    """Use it as an async context manager, or close it. It belongs to the event loop in which it is used."""
+    """Asynchronous client. Use it as an async context manager or close it, and use it in one event loop only."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class AsyncClient:
         patience: WaitPolicy | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`address`: host:port of a controller, or several. Raises UsageError, and Unreachable if no cluster is known."""
+        """`address`: host:port of one or several controllers. Raises UsageError; raises Unreachable if no cluster is known."""
         found = find_cluster(address, Path(home), os.environ)
         self.jobs = JobsClient(
             found.addresses,
@@ -76,7 +76,7 @@ class AsyncClient:
             connector=found.connector,
             owner_key=found.owner_key,
         )
-        """The API's own messages, for what is not here."""
+        """The low-level client, for API calls that this class does not have."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -96,13 +96,16 @@ class AsyncClient:
         new: bool = False,
         request_id: str | None = None,
     ) -> Job:
-        """Hand a job in: a spec file, or a spec as a mapping. `set`: `section.field=value`, as the command line takes them, of a file.
+        """Submit a job from a spec file or a mapping. `set`: overrides `section.field=value` of a file, as on the command line.
 
-        `request_id`: repeating it finds the same job. Raises SpecError, UsageError.
+        `request_id`: a repeated request with the same ID returns the same job. Raises SpecError, UsageError.
         """
         if isinstance(spec, Mapping):
             if set:
-                raise UsageError("fields of a mapping are changed in the mapping", fix="Leave `set` out")
+                raise UsageError(
+                    "`set` applies to a spec file, but the spec is a mapping",
+                    fix="Change the mapping and leave `set` out",
+                )
             spec_json = json.dumps(dict(spec))
         else:
             from gcore.config.load import dump_explicit, load_spec
@@ -113,51 +116,51 @@ class AsyncClient:
         return parse_job(await self.jobs.create_job(spec_json, request_id=name, mode=mode))
 
     async def get(self, job: JobRef) -> Job:
-        """How a job stands now."""
+        """Return the current state of a job."""
         return parse_job(await self.jobs.get_job(_name(job)))
 
     async def list(
         self, *, states: Iterable[str] = (), namespace: str = "", name_prefix: str = "", limit: int | None = None
     ) -> Listing[Job]:
-        """The jobs that you may see, the newest first."""
+        """Return the jobs that the caller may see, newest first."""
         numbers = []
         for state in states:
             if (word := f"JOB_STATE_{state.upper()}") not in pb.JobState.keys():  # noqa: SIM118 - no mapping
-                raise UsageError(f"{state!r} is no state", fix="For example RUNNING, QUEUED or FAILED")
+                raise UsageError(f"{state!r} is not a job state", fix="Use, for example, RUNNING, QUEUED or FAILED")
             numbers.append(pb.JobState.Value(word))
         found = await self.jobs.list_jobs(namespace=namespace, states=numbers, name_prefix=name_prefix, limit=limit)
         return Listing(parse_job(one) for one in found)
 
     async def cancel(self, job: JobRef, *, drain: bool = False) -> Job:
-        """End a job, with `drain` at its next commit."""
+        """Cancel a job; with `drain` at its next commit."""
         return parse_job(await self.jobs.cancel_job(_name(job), drain=drain))
 
     async def pause(self, job: JobRef) -> Job:
-        """Have a job give its slots back at its next commit."""
+        """Pause a job. It releases its slots at its next commit."""
         return parse_job(await self.jobs.pause_job(_name(job)))
 
     async def resume(self, job: JobRef) -> Job:
-        """Have it go on as soon as there are slots."""
+        """Resume a paused job. It continues as soon as slots are available."""
         return parse_job(await self.jobs.resume_job(_name(job)))
 
     async def update(
         self, job: JobRef, *, priority: int | None = None, slots_min: int | None = None, slots_max: int | None = None
     ) -> Job:
-        """Change what may change while it runs. `slots_max` 0: as many as there are."""
+        """Change the scheduling of a running job. `slots_max` 0: no limit."""
         given = {"priority": priority, "slots_min": slots_min, "slots_max": slots_max}
         changes = {name: value for name, value in given.items() if value is not None}
         return parse_job(await self.jobs.update_job(_name(job), changes))
 
     async def delete(self, job: JobRef, *, files: bool = False) -> None:
-        """Forget a job that has ended, and with `files` its run's folder."""
+        """Delete the record of an ended job, and with `files` its run folder."""
         await self.jobs.delete_job(_name(job), files=files)
 
     async def evaluate(self, job: JobRef) -> int:
-        """Have the newest weights evaluated; of which step they will be."""
+        """Request an evaluation of the newest weights and return their step."""
         return int((await self.jobs.run_eval(_name(job))).step)
 
     async def wait(self, job: JobRef) -> Job:
-        """Until the job has ended; how it ended. Look at its `state`."""
+        """Wait until the job has ended and return it. Check its `state`."""
         found = await self.get(job)
         async with aclosing(self.events(found)) as events:
             async for _ in events:
@@ -167,7 +170,7 @@ class AsyncClient:
     async def events(
         self, job: JobRef, *, after: int = 0, newest: int = 0, follow: bool = True
     ) -> AsyncGenerator[JobEvent, None]:
-        """What happened to a job, each event once, until it has ended; without `follow` until now."""
+        """Yield each event of a job once, until the job has ended; without `follow` only past events."""
         async with aclosing(self.jobs.follow(_name(job), after=after, newest=newest, follow=follow)) as events:
             async for event in events:
                 yield event
@@ -175,7 +178,7 @@ class AsyncClient:
     async def metrics(
         self, job: JobRef, *, after_step: int = 0, names: Sequence[str] = (), follow: bool = False
     ) -> AsyncGenerator[StepMetrics, None]:
-        """The numbers of each step, in the order of the chain."""
+        """Yield the metrics of each step in log order."""
         stream = self.jobs.follow_metrics(_name(job), after_step=after_step, names=names, follow=follow)
         async with aclosing(stream) as steps:
             async for one in steps:
@@ -193,7 +196,7 @@ class AsyncClient:
         previous: bool = False,
         follow: bool = False,
     ) -> AsyncGenerator[LogLine, None]:
-        """What a job's workers wrote."""
+        """Yield lines from the logs of a job's workers."""
         request = pb.StreamLogsRequest(
             job=_name(job), role=role, rank=rank, node=node, since=since, tail=tail, previous=previous, follow=follow
         )
@@ -202,57 +205,57 @@ class AsyncClient:
                 yield parse_line(line)
 
     async def shards(self, job: JobRef) -> Listing[Shard]:
-        """Who has which shards, and how far each is."""
+        """Return the shards with their controllers and positions."""
         found = await self.jobs.list_shards(_name(job))
         return Listing(Shard(one.shard, one.node, one.data_epoch, one.seq, one.length, one.ahead) for one in found)
 
     async def nodes(self) -> Listing[Node]:
-        """The nodes that are there."""
+        """Return the nodes of the cluster."""
         return Listing(parse_node(one) for one in (await self.jobs.list_nodes()).nodes)
 
     async def drain(self, node: str, *, undo: bool = False) -> Node:
-        """Have every job leave a node at its next commit; or use it again."""
+        """Drain a node: every job leaves it at its next commit. `undo`: use the node again."""
         return parse_node(await self.jobs.drain_node(node, undo=undo))
 
     async def usage(
         self, *, by: Sequence[str] = ("namespace",), since: float = 0.0, until: float = 0.0, namespace: str = ""
     ) -> Listing[Usage]:
-        """Hours of slots by namespace, job, owner or pool."""
+        """Return slot hours by namespace, job, owner or pool."""
         found = await self.jobs.get_usage(by=by, since=since, until=until, namespace=namespace)
         return Listing(Usage(dict(one.by), one.slot_seconds / HOUR_S, one.busy_seconds / HOUR_S) for one in found)
 
     async def samples(
         self, job: JobRef, *, step: int | None = None, source: str = "", limit: int = 0
     ) -> Sequence[pb.SampleGroup]:
-        """What a step was trained on, as far as it is kept."""
+        """Return the kept samples of a training step."""
         return await self.jobs.get_samples(_name(job), step=step, source=source, limit=limit)
 
     async def audit(self, job: JobRef) -> pb.AuditReport:
-        """Have a job's accounts recomputed."""
+        """Audit a job: recompute its records and compare."""
         return await self.jobs.audit_job(_name(job))
 
     async def checkpoints(self, job: JobRef) -> Sequence[pb.CheckpointInfo]:
-        """A job's registered checkpoints, the newest first."""
+        """Return a job's registered checkpoints, newest first."""
         return (await self.jobs.list_checkpoints(_name(job))).checkpoints
 
     async def books(self, job: JobRef, *, step: int | None = None) -> Sequence[pb.BookOfNode]:
-        """What a job's slots did in a step, node by node; without one, in the newest steps."""
+        """Return the slot accounting of a step, per node; without `step`, of the newest steps."""
         return await self.jobs.get_books(_name(job), step)
 
     async def placement(self, job: JobRef) -> pb.PlacementReply:
-        """How a job's slots are shared out between its pools, and its newest moves."""
+        """Return which pools a job's slots serve, and the newest placement changes."""
         return await self.jobs.get_placement(_name(job))
 
     async def pin(self, request: pb.PinPlacementRequest) -> pb.PlacementReply:
-        """Fix something of a job's placement, or let it go."""
+        """Pin a part of a job's placement, or release the pin."""
         return await self.jobs.pin_placement(request)
 
     async def quotas(self) -> Sequence[pb.Quota]:
-        """The most slots that the jobs of each namespace may have together, and what they have."""
+        """Return the slot quota of each namespace and its current use."""
         return await self.jobs.get_quotas()
 
     async def set_quota(self, namespace: str, slots: int | None) -> Sequence[pb.Quota]:
-        """Set a namespace's quota, or take it away (None)."""
+        """Set a namespace's quota; None removes it."""
         return await self.jobs.set_quota(namespace, slots)
 
 
@@ -263,7 +266,7 @@ def _name(job: JobRef) -> str:
 def blocking(
     verb: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Client, P], T]:
-    """The same verb of `Client`: it returns when the answer is there."""
+    """Make the blocking method of `Client` for an `AsyncClient` method."""
 
     @functools.wraps(verb)
     def call(client: Client, /, *args: P.args, **options: P.kwargs) -> T:
@@ -276,7 +279,7 @@ def blocking(
 def streaming(
     verb: Callable[Concatenate[AsyncClient, P], AsyncGenerator[T, None]],
 ) -> Callable[Concatenate[Client, P], Generator[T, None, None]]:
-    """The same stream of `Client`, as an iterator that blocks. One that is not read to its end is closed with its iterator."""
+    """Make the blocking iterator of `Client` for an `AsyncClient` stream. Closing the iterator early closes the stream."""
 
     @functools.wraps(verb)
     def call(client: Client, /, *args: P.args, **options: P.kwargs) -> Generator[T, None, None]:
@@ -287,10 +290,11 @@ def streaming(
 
 
 class Client:
-    """The verbs of `AsyncClient`, run by a thread of its own, so that it also works where an event loop runs already, as in a notebook.
+    """Blocking client with the methods of `AsyncClient`. It runs them in its own thread, so it also works inside a running event loop, as in a
+    notebook.
 
-    Interrupting a call (Ctrl-C, the stop button) ends the call and nothing that the cluster does. Close it, or use it as a context manager;
-    its thread ends with the process in any case.
+    Interrupting a call (Ctrl-C, the stop button) ends the call but changes nothing in the cluster. Close the client, or use it as a context
+    manager; its thread ends with the process in any case.
     """
 
     def __init__(
@@ -300,7 +304,7 @@ class Client:
         home: str | Path = ".gcore",
         patience: WaitPolicy | None = None,
     ) -> None:
-        """As `AsyncClient`."""
+        """Arguments as in `AsyncClient`."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="gcore client", daemon=True)
         self._thread.start()
@@ -317,7 +321,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections, and end the thread. A second time does nothing."""
+        """Close the connections and end the thread. A second call does nothing."""
         if not self._loop.is_closed():
             self._run(self._inner.close())
             self._stop()
@@ -368,7 +372,7 @@ class Client:
                 return False, None
 
         async def close() -> None:
-            # A read that was interrupted is mostly cancelled by now, and may not be over yet.
+            # An interrupted read is usually cancelled by now, but may not have finished.
             if reading is not None and not reading.done():
                 if not reading.cancelling():
                     reading.cancel()

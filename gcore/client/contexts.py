@@ -1,18 +1,17 @@
-"""Clusters that a person talks to: `~/.config/gcore/config.yaml` names them, with their addresses, their authority, and what the person
-shows of themselves.
+"""Contexts: named clusters in `~/.config/gcore/config.yaml`, with their addresses, certificate authority and the user's credentials.
 
 ```yaml
 current: lab
 contexts:
   lab:
     addresses: [gpu-1.lab:7500, gpu-2.lab:7500]
-    ca: lab-ca.pem                 # of the cluster's authority
-    token_file: lab.token          # or `token`, in a file that nobody else can read; or `cert` and `key`
+    ca: lab-ca.pem                 # certificate authority of the cluster
+    token_file: lab.token          # or `token`, in a file with mode 0600; or `cert` and `key`
 ```
 
-The environment overrules the file: GCORE_CONTEXT which context, GCORE_ADDRESS where, GCORE_TOKEN the token, GCORE_CA the authority,
-GCORE_CONFIG the file. What a context shows is shown to that context's addresses alone, unless it is named: a token of one
-cluster does not go to another because somebody typed its address. Asks nobody.
+Environment variables override the file: GCORE_CONTEXT (context), GCORE_ADDRESS (addresses), GCORE_TOKEN (token), GCORE_CA (authority),
+GCORE_CONFIG (path of the file). A client sends the current context's credentials only to that context's own addresses, unless the user names
+the context. So a mistyped address does not receive another cluster's token. This module makes no network calls.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ MAX_BYTES = 1 << 18
 
 
 class Context(Section):
-    """A cluster, as a person knows it."""
+    """One cluster: its addresses and the user's credentials."""
 
     addresses: Annotated[tuple[str, ...], Field(min_length=1)]
     ca: str | None = None
@@ -48,7 +47,7 @@ class Context(Section):
 
 
 class Contexts(Section):
-    """The file."""
+    """The contexts file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
     current: str | None = None
@@ -57,7 +56,7 @@ class Contexts(Section):
 
 @dataclass(frozen=True, slots=True)
 class ClusterAddress:
-    """Where a cluster answers, and how it is talked to. `addresses` empty: that is not said here."""
+    """Addresses of a cluster and how to connect. `addresses` is empty if neither arguments nor a context name any."""
 
     addresses: tuple[str, ...]
     connector: Connector = field(repr=False, default=PLAIN)
@@ -66,7 +65,7 @@ class ClusterAddress:
 
 
 def contexts_file(env: Mapping[str, str]) -> Path:
-    """Where the contexts stand."""
+    """Return the path of the contexts file."""
     if said := env.get(CONFIG):
         return Path(said)
     base = env.get("XDG_CONFIG_HOME") or str(Path(env.get("HOME") or Path.home()) / ".config")
@@ -74,7 +73,7 @@ def contexts_file(env: Mapping[str, str]) -> Path:
 
 
 def load_contexts(file: Path) -> Contexts:
-    """What the file says; nothing where it is not. Raises UsageError."""
+    """Read the file; empty if it does not exist. Raises UsageError."""
     try:
         with file.open("rb") as opened:
             raw = opened.read(MAX_BYTES + 1)
@@ -84,9 +83,13 @@ def load_contexts(file: Path) -> Contexts:
         return Contexts()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"cannot be read ({why})", where=str(file), fix="Correct or remove it") from error
+        raise UsageError(
+            f"cannot read the contexts file ({why})", where=str(file), fix="Correct or remove it"
+        ) from error
     if text is None:
-        raise UsageError(f"has more than {MAX_BYTES} bytes", where=str(file), fix="It names a few clusters")
+        raise UsageError(
+            f"the contexts file has more than {MAX_BYTES} bytes", where=str(file), fix="Remove unused contexts"
+        )
     from gcore.config.load import YamlNotPlain, read_plain
 
     try:
@@ -100,16 +103,22 @@ def load_contexts(file: Path) -> Contexts:
             "; ".join(list(explain_errors(error, Contexts))[:4]), where=str(file), fix="Correct it"
         ) from error
     if mode & 0o077 and any(one.token for one in found.contexts.values()):
-        raise UsageError("others may read the token in it", where=str(file), fix=f"chmod 600 {file}, or use token_file")
+        raise UsageError(
+            "other users may read the file and the token in it",
+            where=str(file),
+            fix=f"Run chmod 600 {file}, or use token_file",
+        )
     return found
 
 
 def save_contexts(file: Path, contexts: Contexts) -> None:
-    """Write the file, for its owner alone. Raises UsageError."""
+    """Write the file with mode 0600. Raises UsageError."""
     import yaml
 
     tree = contexts.model_dump(mode="json", exclude_none=True)
-    with explain_os_errors("cannot be written", UsageError, where=file, fix="Set GCORE_CONFIG"):
+    with explain_os_errors(
+        "cannot write the contexts file", UsageError, where=file, fix="Set GCORE_CONFIG to a writable path"
+    ):
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, yaml.safe_dump(tree, sort_keys=False).encode(), mode=0o600)
 
@@ -117,8 +126,8 @@ def save_contexts(file: Path, contexts: Contexts) -> None:
 def choose_cluster(
     env: Mapping[str, str], addresses: tuple[str, ...] = (), *, local: bool = False, known: Contexts | None = None
 ) -> ClusterAddress:
-    """The cluster that is meant. `addresses`: those that were given; `local`: whether a cluster of this machine is up, which comes before
-    the current context; `known`: what the file says, if that is known. Raises UsageError.
+    """Return the cluster to use. `addresses`: given explicitly. `local`: whether a local cluster is up, which has precedence over the current
+    context. `known`: the file's content, if already read. Raises UsageError.
     """
     file = contexts_file(env)
     asked = env.get(CONTEXT) or None
@@ -135,11 +144,13 @@ def choose_cluster(
 
 
 def find_context(known: Contexts, name: str, file: Path) -> Context:
-    """The context of that name. Raises UsageError."""
+    """Return the context with this name. Raises UsageError."""
     if name not in known.contexts:
         hint = did_you_mean(name, set(known.contexts))
         raise UsageError(
-            f"there is no context {name[:80]!r}{hint}", where=str(file), fix="`gcore context list` shows them"
+            f"there is no context {name[:80]!r}{hint}",
+            where=str(file),
+            fix="List the contexts with `gcore context list`",
         )
     return known.contexts[name]
 
@@ -156,9 +167,7 @@ def _connector(chosen: Context | None, token: str, ca: str | None, base: Path) -
         )
     if authority is None:
         if cert is not None:
-            raise UsageError(
-                "a certificate is shown to a cluster whose authority is known", where="ca", fix="Name ca, too"
-            )
+            raise UsageError("the context has a certificate but no certificate authority", where="ca", fix="Set ca")
         return Connector(token=token.strip())
     return Connector(TlsMaterial(authority, cert, key), token=token.strip())
 
@@ -166,8 +175,8 @@ def _connector(chosen: Context | None, token: str, ca: str | None, base: Path) -
 def _token(file: Path) -> str:
     try:
         if file.stat().st_mode & 0o077:
-            raise UsageError("others may read the token", where=str(file), fix=f"chmod 600 {file}")
+            raise UsageError("other users may read the token", where=str(file), fix=f"Run chmod 600 {file}")
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UsageError(f"the token cannot be read ({why})", where=str(file), fix="Correct token_file") from error
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"cannot read the token ({why})", where=str(file), fix="Correct token_file") from error

@@ -1,10 +1,10 @@
-"""The Jobs and Access services behind one or several addresses: each call of the API as a method, with the API's messages.
+"""Clients of the Jobs and Access services: one method per API call, with the API's own messages.
 
-Raises `Unreachable` when nobody answered, `StoreUnavailable` when a controller's store is away, `UsageError` for a wrong request,
-`NotAllowed` for one that the caller may not make, `GcoreError` for anything else.
+Methods raise `Unreachable` if no controller answers, `StoreUnavailable` if a controller cannot reach its store, `UsageError` for a wrong
+request, `NotAllowed` for a request without permission, and `GcoreError` otherwise.
 
-A stream continues at another controller after the last item. Sequence numbers of events, positions of steps on the chain and
-positions of lines in logs make sure that no item is lost or returned twice.
+When a controller dies, a stream continues at another one after the last item. Sequence numbers of events, log positions of steps and
+positions of log lines make sure that no item is lost or returned twice.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from gcore.observability.events import JobEvent
 
 
 class AccessClient(ApiCalls):
-    """Any controller answers. Use it as an async context manager."""
+    """Client of the Access service. Any controller answers. Use it as an async context manager."""
 
     async def who_am_i(self) -> pb.WhoAmIReply:
-        """Whom the calls of this client are taken for."""
-        return await self._anywhere("ask who calls", lambda s, t: s.WhoAmI(pb.WhoAmIRequest(), timeout=t))
+        """Return the identity that the cluster assigns to this client."""
+        return await self._anywhere("look up the caller", lambda s, t: s.WhoAmI(pb.WhoAmIRequest(), timeout=t))
 
     async def create_token(
         self, name: str, role: str, namespaces: Sequence[str], lifetime_s: float
     ) -> pb.CreateTokenReply:
-        """Make a token: at the first controller that answers, once. One whose answer got lost is to be revoked."""
+        """Create a token. If the response is lost, revoke the token, because its secret cannot be read again."""
         request = pb.CreateTokenRequest(name=name, role=role, namespaces=namespaces, lifetime_s=lifetime_s)
-        return await self._anywhere("make the token", lambda s, t: s.CreateToken(request, timeout=t))
+        return await self._anywhere("create the token", lambda s, t: s.CreateToken(request, timeout=t))
 
     async def list_tokens(self) -> pb.ListTokensReply:
-        """All there are, without their secrets."""
+        """Return all tokens without their secrets."""
         return await self._anywhere("list the tokens", lambda s, t: s.ListTokens(pb.ListTokensRequest(), timeout=t))
 
     async def revoke_token(self, token_id: str) -> pb.RevokeTokenReply:
-        """End a token."""
+        """Revoke a token."""
         request = pb.RevokeTokenRequest(id=token_id)
         return await self._anywhere("revoke the token", lambda s, t: s.RevokeToken(request, timeout=t))
 
@@ -55,29 +55,29 @@ class AccessClient(ApiCalls):
 
 
 MOST_REFUSALS = 3
-"""Of each controller in a row, for a reason that may pass; then it is told."""
+"""Consecutive rejections per controller, for reasons that may pass, before a stream raises."""
 
 
 class _Told:
-    """Position in a job's logs: the lines that were handed out."""
+    """Position in a job's logs: which lines were yielded."""
 
     def __init__(self) -> None:
         self._places: dict[str, v1_pb.LogPlace] = {}
-        """By worker: up to where."""
+        """Position by worker."""
         self._lines, self._marks, self._ended = False, False, False
 
     @property
     def is_over(self) -> bool:
-        """Whether an end of the stream is the end. A controller of an earlier version does not say."""
+        """Whether the end of the stream is the end of the logs. Controllers of an earlier version do not mark the end."""
         return self._ended or not self._marks
 
     @property
     def can_go_on(self) -> bool:
-        """Whether it is known what was handed out."""
+        """Whether the position after the yielded lines is known."""
         return self._marks or not self._lines
 
     def note(self, message: v1_pb.LogLine) -> bool:
-        """Whether it is a line."""
+        """Record a message; return whether it is a log line."""
         if message.HasField("place"):
             self._places[message.place.instance] = message.place
         is_line = message.mark == v1_pb.LOG_MARK_UNSPECIFIED
@@ -86,7 +86,7 @@ class _Told:
         return is_line
 
     def rest_of(self, request: v1_pb.StreamLogsRequest) -> v1_pb.StreamLogsRequest:
-        """What is not handed out yet."""
+        """Return the request for the lines that were not yielded yet."""
         asked = v1_pb.StreamLogsRequest()
         asked.CopyFrom(request)
         asked.places = True
@@ -95,14 +95,15 @@ class _Told:
 
 
 class ResumingStreams(ApiCalls):
-    """Follows jobs."""
+    """Streams of a job that resume at another controller."""
 
     async def follow(
         self, job: str, *, after: int = 0, newest: int = 0, follow: bool = True
     ) -> AsyncGenerator[JobEvent, None]:
-        """Every event of `job` with a sequence number above `after`, in order, each once, until the job has ended.
+        """Yield each event of `job` with a sequence number above `after` once, in order, until the job has ended.
 
-        `newest`: of those that are known already only the last so many. Without `follow` only what is known already. Raises Unreachable when no controller answered for `WaitPolicy.lost_s`, UsageError when there is no such job.
+        `newest`: limits past events to the newest ones. Without `follow`, only past events. Raises Unreachable if no controller answers
+        for `WaitPolicy.lost_s`, and UsageError if the job does not exist.
         """
         last = after
 
@@ -125,7 +126,7 @@ class ResumingStreams(ApiCalls):
         names: Sequence[str] = (),
         follow: bool = True,
     ) -> AsyncGenerator[v1_pb.StepMetrics, None]:
-        """The numbers of each step after `after_step`, each step once in each lineage; with `follow` until the job has ended."""
+        """Yield the metrics of each step after `after_step`, once per lineage and step; with `follow` until the job has ended."""
         place = None if after_lineage is None else (after_lineage, after_step)
 
         def begin(stub: Any) -> Any:
@@ -134,7 +135,7 @@ class ResumingStreams(ApiCalls):
                 request.after_lineage, request.after_step = place
             return stub.StreamMetrics(request)
 
-        what = "read the job's numbers"
+        what = "read the job's metrics"
         async with aclosing(self._resumed(what, job, begin, until_ended=follow)) as messages:
             async for message in messages:
                 at = (message.lineage, message.step)
@@ -143,16 +144,16 @@ class ResumingStreams(ApiCalls):
                     yield message
 
     async def stream_logs(self, request: v1_pb.StreamLogsRequest) -> AsyncGenerator[v1_pb.LogLine, None]:
-        """What a job's workers wrote, each line once. Raises Unreachable when no controller answered for `WaitPolicy.lost_s`, and if the stream
-        breaks behind a line of which its controller, of an earlier version, did not say where it ends."""
+        """Yield each line of the workers' logs once. Raises Unreachable if no controller answers for `WaitPolicy.lost_s`, or if the stream
+        breaks and the controller, of an earlier version, did not send positions."""
         told = _Told()
 
         def begin(stub: Any) -> Any:
             if not told.can_go_on:
                 raise Unreachable(
-                    "the controller that read the logs is gone",
+                    "the controller that read the logs stopped, and it did not send positions",
                     where=", ".join(self.addresses),
-                    fix="Ask again with --since, for what was written after the last line",
+                    fix="Repeat the call with --since to read the lines after the last one",
                 )
             return stub.StreamLogs(told.rest_of(request))
 
@@ -171,9 +172,9 @@ class ResumingStreams(ApiCalls):
         until_ended: bool = True,
         is_over: Callable[[], bool] = lambda: True,
     ) -> AsyncGenerator[Any, None]:
-        """The messages of a stream that is begun again, at another controller, whenever it breaks.
+        """Yield the messages of a stream and reopen it, at another controller, whenever it breaks.
 
-        `until_ended`: it is to last until the job has ended; else its first end in good order is the end, if it `is_over` then.
+        `until_ended`: continue until the job has ended; otherwise the first normal end counts if `is_over` returns true.
         """
         self._heard = self._clock.monotonic()
         refused = 0
@@ -186,8 +187,8 @@ class ResumingStreams(ApiCalls):
                     async for message in messages:
                         brought, refused = True, 0
                         yield message
-                # A controller that shuts down ends its streams in good order too. So only a watch that brings nothing,
-                # of a job that has ended, is the end.
+                # A controller that shuts down also ends its streams normally. So the stream is complete only if it brings no message
+                # and the job has ended.
                 if not until_ended and is_over():
                     return
                 if not until_ended:
@@ -199,7 +200,7 @@ class ResumingStreams(ApiCalls):
                 if error.code() in FINAL or refused >= MOST_REFUSALS * len(self.addresses):
                     raise explain_refusal(error, address, what) from error
                 self._turn_from(address)
-                # One that cannot follow, because the store is away, is there all the same: it is not what is given up on.
+                # A controller that cannot reach the store still answers health checks, so it does not count as lost.
                 await self._health(address)
             except (ControllerSilent, Unreachable):
                 self._turn_from(address)
@@ -211,13 +212,13 @@ class ResumingStreams(ApiCalls):
                 await self._clock.sleep(self._patience.retry_s)
 
     async def _state(self, job: str) -> int:
-        found = await self._anywhere("look the job up", lambda s, t: s.GetJob(v1_pb.GetJobRequest(job=job), timeout=t))
+        found = await self._anywhere("look up the job", lambda s, t: s.GetJob(v1_pb.GetJobRequest(job=job), timeout=t))
         return int(found.state)
 
     async def _until_silent(self, call: Any, address: str) -> AsyncGenerator[Any, None]:
-        """The stream's messages; raises Silent when its controller has stopped answering.
+        """Yield the stream's messages; raise ControllerSilent if its controller stops answering.
 
-        A machine that vanished, or a process that was stopped, breaks no connection: so a quiet stream is probed.
+        A machine that vanished or a stopped process does not break the connection, so a quiet stream is probed.
         """
         messages = aiter(call)
         while True:
@@ -241,10 +242,10 @@ class ResumingStreams(ApiCalls):
 
 
 class JobsClient(ResumingStreams):
-    """The low-level client."""
+    """Low-level client of the Jobs service."""
 
     async def create_job(self, spec_json: str, *, request_id: str, mode: v1_pb.StartMode) -> v1_pb.Job:
-        """Create the job, or find it: the same `request_id` always means the same job."""
+        """Create the job or return the existing one: a `request_id` identifies one job."""
         key = self._owner_key
         request = v1_pb.CreateJobRequest(request_id=request_id, spec_json=spec_json, mode=mode, owner_key=key)
         return await self._anywhere(
@@ -252,17 +253,17 @@ class JobsClient(ResumingStreams):
         )
 
     async def get_job(self, job: str) -> v1_pb.Job:
-        """By name (the newest of that name) or uid."""
-        return await self._anywhere("look the job up", lambda s, t: s.GetJob(v1_pb.GetJobRequest(job=job), timeout=t))
+        """Return a job by name (the newest with this name) or uid."""
+        return await self._anywhere("look up the job", lambda s, t: s.GetJob(v1_pb.GetJobRequest(job=job), timeout=t))
 
     async def list_page(self, request: v1_pb.ListJobsRequest) -> v1_pb.ListJobsReply:
-        """A page of the jobs that the caller may see, the newest first."""
+        """Return a page of the jobs that the caller may see, newest first."""
         return await self._anywhere("list the jobs", lambda s, t: s.ListJobs(request, timeout=t))
 
     async def list_jobs(
         self, *, namespace: str = "", states: Sequence[int] = (), name_prefix: str = "", limit: int | None = None
     ) -> list[v1_pb.Job]:
-        """All jobs that fit, or the newest `limit` of them, the newest first."""
+        """Return all matching jobs, or the newest `limit`, newest first."""
         found: list[v1_pb.Job] = []
         request = v1_pb.ListJobsRequest(namespace=namespace, name_prefix=name_prefix, page_size=limit or 0)
         request.states.extend(states)  # type: ignore[arg-type]
@@ -274,44 +275,44 @@ class JobsClient(ResumingStreams):
             request.page_token = reply.next_page_token
 
     async def cancel_job(self, job: str, *, drain: bool = False) -> v1_pb.Job:
-        """Ask for the end of the job, with `drain` at its next commit. One that has ended stays as it is."""
+        """Cancel the job; with `drain` at its next commit. Has no effect on an ended job."""
         request = v1_pb.CancelJobRequest(job=job, mode=v1_pb.CANCEL_MODE_DRAIN if drain else v1_pb.CANCEL_MODE_NOW)
         return await self._anywhere("cancel the job", lambda s, t: s.CancelJob(request, timeout=t))
 
     async def pause_job(self, job: str) -> v1_pb.Job:
-        """Have the job give its slots back at its next commit, and begin nothing until it is resumed."""
+        """Pause the job. It releases its slots at its next commit and waits until it is resumed."""
         return await self._anywhere("pause the job", lambda s, t: s.PauseJob(v1_pb.PauseJobRequest(job=job), timeout=t))
 
     async def resume_job(self, job: str) -> v1_pb.Job:
-        """Have a paused job go on as soon as there are slots for it."""
+        """Resume a paused job. It continues as soon as slots are available."""
         return await self._anywhere(
             "resume the job", lambda s, t: s.ResumeJob(v1_pb.ResumeJobRequest(job=job), timeout=t)
         )
 
     async def update_job(self, job: str, changes: Mapping[str, int]) -> v1_pb.Job:
-        """Change `priority`, `slots_min`, `slots_max` (0: all there are) of a job while it runs."""
+        """Change `priority`, `slots_min` and `slots_max` (0: no limit) of a running job."""
         request = v1_pb.UpdateJobRequest(job=job, update_mask=FieldMask(paths=sorted(changes)), **changes)
         return await self._anywhere("change the job", lambda s, t: s.UpdateJob(request, timeout=t))
 
     async def delete_job(self, job: str, *, files: bool = False) -> None:
-        """Forget a job that has ended, and with `files` delete its run's folder."""
+        """Delete the record of an ended job, and with `files` its run folder."""
         request = v1_pb.DeleteJobRequest(job=job, files=files)
         await self._anywhere("delete the job", lambda s, t: s.DeleteJob(request, timeout=t))
 
     async def run_eval(self, job: str) -> v1_pb.RunEvalReply:
-        """Have the newest weights evaluated; whose that will be."""
+        """Request an evaluation of the newest weights and return their version."""
         return await self._anywhere(
-            "have it evaluated", lambda s, t: s.RunEval(v1_pb.RunEvalRequest(job=job), timeout=t)
+            "request an evaluation", lambda s, t: s.RunEval(v1_pb.RunEvalRequest(job=job), timeout=t)
         )
 
     async def list_shards(self, job: str) -> list[v1_pb.Shard]:
-        """Who has which shards, and how far each is."""
+        """Return the shards with their controllers and positions."""
         request = v1_pb.ListShardsRequest(job=job)
         reply = await self._anywhere("list the shards", lambda s, t: s.ListShards(request, timeout=t))
         return list(reply.shards)
 
     async def audit_job(self, job: str) -> v1_pb.AuditReport:
-        """Have the job's accounts recomputed."""
+        """Audit the job: recompute its records and compare."""
         request = v1_pb.AuditJobRequest(job=job)
         return await self._anywhere(
             "audit the job", lambda s, t: s.AuditJob(request, timeout=t), timeout_s=self._patience.audit_s
@@ -326,9 +327,9 @@ class JobsClient(ResumingStreams):
         order: v1_pb.SampleOrder = v1_pb.SAMPLE_ORDER_UNSPECIFIED,
         limit: int = 0,
     ) -> list[v1_pb.SampleGroup]:
-        """What `step` (default: the newest) was trained on, as far as it is kept: at most `limit` groups, 0 for all.
+        """Return the kept samples of `step` (default: the newest); at most `limit` groups, 0 for all.
 
-        Raises UsageError if there is no such job, or there are no such samples; it says which there are.
+        Raises UsageError if the job does not exist or has no such samples; the error lists the steps that have samples.
         """
         request = v1_pb.GetSamplesRequest(job=job, step=step, source=source, order=order, limit=limit)
 
@@ -338,49 +339,49 @@ class JobsClient(ResumingStreams):
         return await self._anywhere("read the samples", read, timeout_s=self._patience.samples_s)
 
     async def get_books(self, job: str, step: int | None = None) -> list[v1_pb.BookOfNode]:
-        """What the job's slots did in `step`, node by node, with what they did when; None: in the newest steps, without that.
+        """Return the slot accounting of `step` per node, with its timeline; None: of the newest steps, without timelines.
 
-        Raises UsageError if there is no such job, or nobody has booked the step.
+        Raises UsageError if the job does not exist or the step has no slot accounting.
         """
         request = v1_pb.GetBooksRequest(job=job, step=step)
 
         async def read(stub: Any, timeout_s: float) -> list[v1_pb.BookOfNode]:
             return [book async for book in stub.GetBooks(request, timeout=timeout_s)]
 
-        return await self._anywhere("read the books", read, timeout_s=self._patience.samples_s)
+        return await self._anywhere("read the slot accounting", read, timeout_s=self._patience.samples_s)
 
     async def list_checkpoints(self, job: str) -> v1_pb.ListCheckpointsReply:
-        """The job's registered checkpoints, the newest first."""
+        """Return the job's registered checkpoints, newest first."""
         request = v1_pb.ListCheckpointsRequest(job=job)
         return await self._anywhere("list the checkpoints", lambda s, t: s.ListCheckpoints(request, timeout=t))
 
     async def get_placement(self, job: str) -> v1_pb.PlacementReply:
-        """How a job's slots are shared out, and its newest moves."""
+        """Return which pools the job's slots serve, and the newest placement changes."""
         request = v1_pb.GetPlacementRequest(job=job)
-        return await self._anywhere("look the placement up", lambda s, t: s.GetPlacement(request, timeout=t))
+        return await self._anywhere("look up the placement", lambda s, t: s.GetPlacement(request, timeout=t))
 
     async def pin_placement(self, request: v1_pb.PinPlacementRequest) -> v1_pb.PlacementReply:
-        """Fix something of a job's placement, or let it go; the same twice is the same once."""
-        return await self._anywhere("fix the placement", lambda s, t: s.PinPlacement(request, timeout=t))
+        """Pin a part of a job's placement, or release the pin. Idempotent."""
+        return await self._anywhere("pin the placement", lambda s, t: s.PinPlacement(request, timeout=t))
 
     async def list_nodes(self) -> v1_pb.ListNodesReply:
-        """The daemons and workers of the cluster."""
+        """Return the daemons and workers of the cluster."""
         return await self._anywhere("list the nodes", lambda s, t: s.ListNodes(v1_pb.ListNodesRequest(), timeout=t))
 
     async def drain_node(self, node: str, *, undo: bool = False) -> v1_pb.Node:
-        """Have every job leave a node at its next commit, and place nothing there until that is undone."""
+        """Drain a node: every job leaves it at its next commit, and no new work starts there until `undo`."""
         request = v1_pb.DrainNodeRequest(node=node, undo=undo)
         return await self._anywhere("drain the node", lambda s, t: s.DrainNode(request, timeout=t))
 
     async def get_quotas(self) -> list[v1_pb.Quota]:
-        """The most slots that the jobs of each namespace may have together, and what they have."""
+        """Return the slot quota of each namespace and its current use."""
         reply = await self._anywhere(
-            "look the quotas up", lambda s, t: s.GetQuotas(v1_pb.GetQuotasRequest(), timeout=t)
+            "look up the quotas", lambda s, t: s.GetQuotas(v1_pb.GetQuotasRequest(), timeout=t)
         )
         return list(reply.quotas)
 
     async def set_quota(self, namespace: str, slots: int | None) -> list[v1_pb.Quota]:
-        """Set a namespace's quota, or take it away (None); the same twice is the same once."""
+        """Set a namespace's quota; None removes it. Idempotent."""
         request = v1_pb.SetQuotaRequest(namespace=namespace, slots=slots)
         reply = await self._anywhere("set the quota", lambda s, t: s.SetQuota(request, timeout=t))
         return list(reply.quotas)
@@ -388,7 +389,7 @@ class JobsClient(ResumingStreams):
     async def get_usage(
         self, *, by: Sequence[str] = (), since: float = 0.0, until: float = 0.0, namespace: str = ""
     ) -> list[v1_pb.Usage]:
-        """Slot-seconds by namespace, job, owner or pool."""
+        """Return slot seconds by namespace, job, owner or pool."""
         request = v1_pb.GetUsageRequest(since=since, until=until, by=list(by), namespace=namespace)
-        reply = await self._anywhere("sum the usage up", lambda s, t: s.GetUsage(request, timeout=t))
+        reply = await self._anywhere("sum up the usage", lambda s, t: s.GetUsage(request, timeout=t))
         return list(reply.usages)

@@ -1,6 +1,6 @@
-"""What the clients for people answer with: frozen, typed, and readable in a notebook.
+"""Results of the Python clients: frozen, typed, with tables for notebooks.
 
-Text that a spec or a model wrote is only ever text: what goes into HTML is escaped. Times are seconds since the epoch.
+All text in HTML is escaped, because specs and models wrote it. Times are seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A wait: its subject, and since when."""
+    """A wait report: subject, cause and start."""
 
     who: str
     what: str
@@ -30,7 +30,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job, as it stood when it was asked for."""
+    """The state of a job at the time of the request."""
 
     uid: str
     name: str
@@ -53,7 +53,7 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing will happen to it any more."""
+        """Whether the job is in a final state."""
         return self.state in ENDED_STATES
 
     def _repr_html_(self) -> str:
@@ -72,7 +72,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A line of a worker's log. `rank`: of a train rank. `time` None: it says none."""
+    """A line of a worker's log. `rank` is set for train ranks. `time` is None if the line has no time."""
 
     text: str
     instance: str
@@ -87,7 +87,7 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """The numbers of a committed step."""
+    """The metrics of a committed step."""
 
     lineage: int
     step: int
@@ -99,7 +99,7 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node that is there. `uses`: by slot, the job that has it."""
+    """A node of the cluster. `uses`: job uid by slot. `sick`: slots that failed."""
 
     name: str
     address: str
@@ -111,7 +111,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A slice of the stream: whose it is (empty: nobody's), its first prompt without an outcome, and how many behind it have theirs."""
+    """A shard: its controller (empty: none), its first prompt without an outcome, and how many later prompts already have one."""
 
     shard: int
     node: str
@@ -123,7 +123,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Usage of slots. `by`: of whom, or where."""
+    """Slot usage. `by`: the values of the grouping keys."""
 
     by: Mapping[str, str]
     slot_hours: float
@@ -131,7 +131,7 @@ class Usage:
 
 
 class Listing(tuple[T, ...]):
-    """Several of them, which a notebook shows as a table."""
+    """A tuple of results that a notebook displays as a table."""
 
     __slots__ = ()
 
@@ -143,12 +143,12 @@ class Listing(tuple[T, ...]):
 
 
 def format_time(epoch_s: float) -> str:
-    """A moment for people, in UTC."""
+    """Format a time in UTC for display."""
     return datetime.fromtimestamp(epoch_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if epoch_s else ""
 
 
 def html_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """As HTML; everything in it is text."""
+    """Return an HTML table with all cells escaped."""
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     body = "".join(
         "<tr>" + "".join(f"<td style='text-align:left'>{escape(str(cell))}</td>" for cell in row) + "</tr>"
@@ -158,7 +158,7 @@ def html_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str
 
 
 def parse_job(message: pb.Job) -> Job:
-    """The API's job."""
+    """Convert an API message."""
     try:
         spec = json.loads(message.spec_json) if message.spec_json else {}
     except ValueError:
@@ -186,12 +186,12 @@ def parse_job(message: pb.Job) -> Job:
 
 
 def parse_line(message: pb.LogLine) -> LogLine:
-    """The API's line."""
+    """Convert an API message."""
     rank = message.rank if message.HasField("rank") else None
     return LogLine(message.text, message.instance, message.node, message.role, rank, message.time or None)
 
 
 def parse_node(message: pb.Node) -> Node:
-    """The API's node."""
+    """Convert an API message."""
     uses = {use.slot: use.job_uid for use in message.uses}
     return Node(message.name, message.address, tuple(message.slots), message.draining, tuple(message.sick), uses)

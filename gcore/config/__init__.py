@@ -1,7 +1,7 @@
 """The job spec, validated and frozen; the configuration of daemons and of local clusters.
 
-The names below are imported when they are first used: building the spec's model takes a tenth of a second, and most
-commands need only the small document of the local cluster.
+The names below are imported at first use, because building the spec's model takes a tenth of a second and most commands need
+only the local cluster's record.
 """
 
 from __future__ import annotations

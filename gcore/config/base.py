@@ -1,7 +1,7 @@
-"""What the sections of a job spec and a daemon's configuration share: the base class, field types, and error sentences.
+"""Common base of the job spec's sections and the daemon configuration: base class, field types, error sentences.
 
-A section is frozen, unknown keys are errors, and a boolean is no number. `explain_errors` turns pydantic's errors into
-sentences, each with its key and the nearest known key.
+Sections are frozen, reject unknown keys, and do not accept booleans as numbers. `explain_errors` turns pydantic's errors into
+sentences that name the key and, for an unknown key, the nearest known key.
 """
 
 from __future__ import annotations
@@ -21,49 +21,51 @@ MOST_SPANNED = 64
 SlotsPerEngine = Annotated[int, Field(ge=1, le=MOST_SPANNED)]
 
 SPANS = (
-    "Slots of one node that an engine spans (tensor parallel, SGLang only): the model's heads, and each node's slots, are divided "
-    "by it"
+    "Slots of one node that one engine uses (tensor parallel; SGLang only). Must divide the model's attention heads and the slots "
+    "of each node"
 )
 
 
 def refuse_torch(engine: str, slots_per_engine: int) -> str | None:
-    """Why an engine cannot span so many slots; None: it can."""
+    """Return why an engine cannot use this many slots; None if it can."""
     if engine == "torch" and slots_per_engine > 1:
-        return f"slots_per_engine is {slots_per_engine}, and the torch engine runs on one slot; set engine: sglang"
+        return f"slots_per_engine is {slots_per_engine}, but the torch engine runs on one slot; set engine: sglang"
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class PathMark:
-    """Marks a field of a spec that is a path relative to the spec's folder; `hub`: or a model on a hub (`HUB_SCHEMES`)."""
+    """Marks a field as a path relative to the spec's folder. With `hub`, the field may also name a model on a hub (`HUB_SCHEMES`)."""
 
     hub: bool = False
 
 
 HUB_SCHEMES = ("hf://", "ms://")
-"""Models that are named by hub, not by folder."""
+"""Prefixes of models on a hub. Other models are folders."""
 
 FilePath = Annotated[str, PathMark()]
 ModelPath = Annotated[str, PathMark(hub=True)]
 
 Option = str | int | float | bool
-"""A setting of a plug-in's own: what it may be is the plug-in's to say."""
+"""A plug-in's setting. The plug-in defines and checks its meaning."""
 
 
 def is_unset(value: object) -> bool:
-    """Whether an option that has no default was left out.
+    """Return whether an option without a default was left out.
 
-    `exclude_if=is_unset` keeps a field that came later out of stored specs that do not set it: nodes of an older gcore, which refuse
-    fields that they do not know, read these.
+    `exclude_if=is_unset` keeps a newer field out of stored specs that do not set it, because nodes with an older gcore reject
+    unknown fields.
     """
     return value is None
 
 
 def _template_variables(given: dict[str, Any]) -> dict[str, Any]:
-    """As JSON. Dates, which YAML makes of 2026-01-01, become text. Raises ValueError."""
+    """Convert to JSON values; dates (YAML parses 2026-01-01 as one) become text. Raises ValueError."""
     for name in given:
         if name in RENDERED:
-            raise ValueError(f"{name} is what a prompt is rendered from, and no variable; leave it out")
+            raise ValueError(
+                f"{name} is set by gcore when it renders a prompt, so it cannot be a variable; leave it out"
+            )
     try:
         found: dict[str, Any] = json.loads(json.dumps(given, allow_nan=False, default=date.isoformat))
     except (TypeError, ValueError) as error:
@@ -82,44 +84,46 @@ def _template_variables(given: dict[str, Any]) -> dict[str, Any]:
 
 RENDERED = ("messages", "tools", "add_generation_prompt")
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(_template_variables)]
-VARIABLES_HELP = "Variables of the chat template, by name, such as enable_thinking: false; strftime_now: 2026-01-01 is the date that templates show"
+VARIABLES_HELP = "Variables of the chat template, such as enable_thinking: false. strftime_now: 2026-01-01 sets the date that templates print"
 
 
 class Section(BaseModel):
-    """Base of all sections."""
+    """Base class of all sections."""
 
-    # A daemon reads no spec before it has a job: validators are built with their first use.
+    # Build validators at first use: a daemon without jobs needs none.
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
     @field_validator("*", mode="before")
     @classmethod
     def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        # Pydantic takes true for 1, and YAML 1.1 takes yes, no, on and off for truths.
+        # Pydantic accepts true as 1, and YAML 1.1 reads yes, no, on and off as booleans.
         truths = isinstance(value, bool) or (
             isinstance(value, list | tuple) and any(isinstance(v, bool) for v in value)
         )
         if truths and cls.model_fields[info.field_name or ""].annotation not in (bool, bool | None):
-            raise ValueError("true, false, yes, no, on and off are no value here; quote the word if it is meant")
+            raise ValueError(
+                "a boolean (true, false, yes, no, on, off) is not allowed here; put quotes around it to mean the word"
+            )
         return value
 
 
 NAMESPACE = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 
 MOST_SLOTS = 1_000_000
-"""No number of slots is higher, of whatever."""
+"""Upper bound of every slot count."""
 
 Temperature = Annotated[float, Field(ge=1e-6, le=1e6)]
-"""Below, engines take the likeliest token and tell log-probabilities of another distribution; and it travels as float32."""
+"""Below the minimum, engines sample greedily and return log-probabilities of another distribution; the value is sent as float32."""
 
 StopString = Annotated[str, Field(min_length=1)]
 MAX_SHOWN = 100
 MAX_SENTENCE = 500
 
 SECRET = ("key_env", "key", "token")
-"""Fields whose value is not shown: people put a key itself where its variable's name belongs."""
+"""Fields whose value errors do not print: users sometimes put the key itself where the variable's name belongs."""
 
 _LOGIN = re.compile(r"//[^/@]*@")
-"""An address with a name and a password, which are not shown either."""
+"""Matches an address with a user name or password. Errors do not print these either."""
 
 _WORDS = {
     "model_type": "it is a section with keys of its own, not a single value",
@@ -134,19 +138,19 @@ _WORDS = {
     "tuple_type": "it should be a list",
     "dict_type": "it is a section with keys of its own, not a single value",
 }
-"""In place of what pydantic says in the words of Python."""
+"""Replaces pydantic's messages that use Python's terms."""
 
 
 def explain_errors(error: ValidationError, model: type[BaseModel], root: str = "the document") -> Iterator[str]:
-    """The problems of a document of `model`, a sentence each, with the key; `root` stands for the key of the whole document."""
+    """Yield one sentence with its key for each problem in a document of `model`; `root` is the name of the whole document."""
     for problem in error.errors():
         loc = problem["loc"]
-        option = len(loc) > 2 and str(loc[-3]).endswith("options")  # its last part is one of four types
+        option = len(loc) > 2 and str(loc[-3]).endswith("options")  # loc[-1] names one of the four option types
         if option and loc[-1] == "[key]":
             yield f"{'.'.join(map(str, loc[:-1]))}: the name of an option should be text; put it in quotes"
             continue
         if option and loc[-1] != "str":
-            continue  # the first type speaks for all
+            continue  # report only the first of the four types
         dotted = ".".join(str(part) for part in (loc[:-1] if option else loc)) or root
         if option:
             yield f"{dotted}: it should be a single value: text, a number, true or false"
@@ -172,27 +176,27 @@ def explain_errors(error: ValidationError, model: type[BaseModel], root: str = "
 
 
 def _pattern(pattern: str) -> str:
-    """What a pattern asks for; only names have one: of things, of labels, of environment variables."""
+    """Return a sentence for a pattern. Only names have patterns: of objects, labels and environment variables."""
     if pattern.startswith("^(env:"):
         return "it should be env:NAME or file:/PATH, not the key itself"
     if pattern.startswith("^[A-Za-z_]"):
-        return "it should be the name of an environment variable, not the key itself: letters, digits and '_', with no digit at its beginning"
+        return "it should be the name of an environment variable (letters, digits and '_', not starting with a digit), not the key itself"
     letters = "letters" if "A-Z" in pattern else "lower-case letters"
     what = f"it should be {letters}, digits, '.', '_' and '-'"
     inner = re.search(r"\{0,([0-9]+)\}", pattern)
     if inner is None:
         return what
-    return f"{what}, with a letter or digit at both ends, at most {int(inner[1]) + 2}"
+    return f"{what}, with a letter or digit at both ends, and at most {int(inner[1]) + 2} characters"
 
 
 def _choice(given: str | float, expected: str) -> str:
-    """That `given` is no choice, with the nearest that is one; `expected` lists them, words in quotes."""
+    """Return that `given` is not allowed, with the nearest allowed value; `expected` lists the allowed values in quotes."""
     hint = did_you_mean(str(given), re.findall(r"'([^']*)'", expected))
     return f"it should be {expected} (got {shorten_text(repr(given))}){hint}"
 
 
 def _nearest(loc: tuple[int | str, ...], model: type[BaseModel]) -> str | None:
-    """The known key that is nearest to an unknown one, under the same items of the same lists."""
+    """Return the known key nearest to an unknown one, with the same list indices."""
     named = ".".join(part for part in loc if isinstance(part, str))
     near = nearest_name(named, _known_keys(model))
     if near is None:
@@ -205,7 +209,7 @@ def _nearest(loc: tuple[int | str, ...], model: type[BaseModel]) -> str | None:
 
 
 def shorten_text(text: str) -> str:
-    """The text on one line, of bounded length, and printable anywhere (half a surrogate pair is not)."""
+    """Return the text on one line, shortened and printable (lone surrogates are escaped)."""
     line = " ".join(text[: 2 * MAX_SHOWN].split())
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
     return shown if len(text) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"

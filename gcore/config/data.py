@@ -1,11 +1,10 @@
 """The sections `data` and `eval` of a job spec, and the sources and held-out sets they resolve to.
 
-A spec with one file says `data.path`; one with several lists `data.sources`. What a source leaves out, its section says
-for all of them; what `eval` leaves out of how prompts look and how long answers may be, `data` and `rollout` say.
-`gcore.config.spec` resolves a spec (`training_sources`, `eval_sets`): in a `ResolvedSource` and an `EvalSet` every field is
-decided.
+A spec has one file (`data.path`) or several (`data.sources`). A source inherits the fields that it leaves out from its
+section; `eval` inherits the prompt format from `data` and response lengths from `rollout`. `gcore.config.spec` resolves a
+spec (`training_sources`, `eval_sets`) into `ResolvedSource` and `EvalSet`, which have every field set.
 
-A set measures `accuracy`, `mean@N`, `pass@1` and a `pass@K` for each K in `pass_k` (`EvalSampling.metrics`);
+A set measures `accuracy`, `mean@N`, `pass@1` and `pass@K` for each K in `pass_k` (`EvalSampling.metrics`);
 `gcore.ledger.evaluation` computes and records them.
 """
 
@@ -41,41 +40,46 @@ DataFormat = Literal["auto", "jsonl", "parquet", "hf"]
 SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
 
 ONLY_SOURCE = "data"
-"""The name of the source of a spec that has one file."""
+"""The source name in a spec with a single `data.path`."""
 
 FORMAT_HELP = (
-    "How it is written: jsonl, parquet, hf (a folder saved by `datasets`, save_to_disk), or auto: by what lies there"
+    "File format: jsonl, parquet, hf (a folder that `datasets` saved with save_to_disk), or auto (detect from the path)"
 )
 
-SYSTEM_HELP = "System message before the prompt; needs a chat template"
-TEMPLATE_HELP = "Jinja file with a chat template in place of the tokenizer's, relative to the spec's folder"
+SYSTEM_HELP = "System message before the prompt. Needs a chat template"
+TEMPLATE_HELP = "Jinja file with a chat template that replaces the tokenizer's, relative to the spec's folder"
 TOOLS_HELP = "JSON file with a list of tool definitions for the chat template, relative to the spec's folder"
 
 
-COLUMNS_HELP = "Columns that are read, beside those of the prompt and the answer; default: all that JSON can say. The others may hold anything"
+COLUMNS_HELP = (
+    "Columns to read besides those of the prompt and the answer. Columns not read may hold any type. Default: all that JSON "
+    "can represent"
+)
 
 
 class ColumnsSection(Section):
-    """What may name the columns that are read."""
+    """A section that may select the columns to read."""
 
     columns: tuple[str, ...] | None = Field(None, description=COLUMNS_HELP)
 
     @model_serializer(mode="wrap")
     def _as_before(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without `columns` where it says nothing: a daemon from before there was one reads the rest."""
+        """Omit `columns` when unset, so that daemons of an older gcore can read the spec."""
         tree: dict[str, Any] = written(self)
         return tree if self.columns is not None else {name: value for name, value in tree.items() if name != "columns"}
 
 
 class SamplingSpec(Section):
-    """What a source draws differently from `rollout`."""
+    """Sampling settings of a source that differ from `rollout`."""
 
     temperature: Temperature | None = Field(None, description="Sampling temperature")
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Nucleus")
-    top_k: PositiveInt | None = Field(None, description="Keep only the k likeliest tokens")
-    min_p: Annotated[float, Field(ge=0, lt=1)] | None = Field(None, description="Least share of the likeliest token")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Nucleus sampling")
+    top_k: PositiveInt | None = Field(None, description="Sample from the k likeliest tokens only")
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        None, description="Drop tokens below this fraction of the likeliest token's probability"
+    )
     max_new_tokens: PositiveInt | None = Field(
-        None, description="Longest response, in tokens; in training at most rollout's"
+        None, description="Longest response, in tokens. In training at most rollout.max_new_tokens"
     )
     stop: tuple[StopString, ...] | None = Field(None, description="Strings that end a response")
 
@@ -83,49 +87,50 @@ class SamplingSpec(Section):
 class SourceSpec(ColumnsSection):
     """One of several sources."""
 
-    name: SourceName = Field(description="The source's name in metrics and views")
+    name: SourceName = Field(description="Name of the source in metrics and views")
     path: FilePath = Field(description="File or folder with the prompts, relative to the spec's folder")
     format: DataFormat = Field("auto", description=FORMAT_HELP)
-    split: str | None = Field(None, description="Split of a saved dataset that has several")
+    split: str | None = Field(None, description="Split, for a saved dataset that has several")
     weight: Annotated[float, Field(gt=0, le=1000)] = Field(
-        1.0, description="How often an epoch shows each entry; 0.5: half of them, another half in the next epoch"
+        1.0,
+        description="How often an epoch uses each entry. 0.5: half of the entries, the other half in the next epoch",
     )
-    prompt: str | None = Field(None, description="Field with the prompt; default: data.prompt")
-    chat: bool | None = Field(None, description="Whether prompts go through a chat template; default: model.chat")
+    prompt: str | None = Field(None, description="Field with the prompt. Default: data.prompt")
+    chat: bool | None = Field(None, description="Apply a chat template to the prompts. Default: model.chat")
     template: FilePath | None = Field(None, description=TEMPLATE_HELP)
     system: str | None = Field(None, description=SYSTEM_HELP)
     tools: FilePath | None = Field(None, description=TOOLS_HELP)
     template_variables: TemplateVariables | None = Field(
-        None, exclude_if=is_unset, description=f"{VARIABLES_HELP}; default: data.template_variables"
+        None, exclude_if=is_unset, description=f"{VARIABLES_HELP}. Default: data.template_variables"
     )
-    min_prompt_tokens: PositiveInt | None = Field(None, description="Shorter prompts are filtered")
-    max_prompt_tokens: PositiveInt | None = Field(None, description="Longer prompts are filtered")
-    reward: RewardSpec | None = Field(None, description="Scoring of this source; default: the job's")
+    min_prompt_tokens: PositiveInt | None = Field(None, description="Filter shorter prompts")
+    max_prompt_tokens: PositiveInt | None = Field(None, description="Filter longer prompts")
+    reward: RewardSpec | None = Field(None, description="Reward of this source. Default: the job's")
     sampling: SamplingSpec = SamplingSpec()
 
 
 class SourcesSection(ColumnsSection):
-    """What `data` and `eval` have in common: one path, or several sources."""
+    """Fields that `data` and `eval` share: one path, or several sources."""
 
     path: FilePath | None = Field(None, description="File or folder with the prompts, relative to the spec's folder")
     format: DataFormat = Field("auto", description=FORMAT_HELP)
-    split: str | None = Field(None, description="Split of a saved dataset that has several")
-    sources: tuple[SourceSpec, ...] = Field((), description="Several sources in place of one path")
+    split: str | None = Field(None, description="Split, for a saved dataset that has several")
+    sources: tuple[SourceSpec, ...] = Field((), description="Several sources instead of one path")
 
     @field_validator("sources")
     @classmethod
     def _names_differ(cls, sources: tuple[SourceSpec, ...]) -> tuple[SourceSpec, ...]:
         twice = [name for name, count in Counter(source.name for source in sources).items() if count > 1]
         if twice:
-            raise ValueError(f"two sources have the same name ({', '.join(map(repr, sorted(twice)[:8]))})")
+            raise ValueError(f"two sources have the same name ({', '.join(map(repr, sorted(twice)[:8]))}); rename one")
         return sources
 
     @model_validator(mode="after")
     def _one_form(self) -> SourcesSection:
         if self.path is not None and self.sources:
-            raise ValueError("give one path or several sources, not both")
+            raise ValueError("path and sources are both set; leave one out")
         if self.path is None and (self.split is not None or self.format != "auto" or self.columns is not None):
-            raise ValueError("format, split and columns belong to path; a source has its own")
+            raise ValueError("format, split and columns need path; with sources, set them on each source")
         return self
 
 
@@ -134,35 +139,37 @@ class DataSpec(SourcesSection):
 
     prompt: str = Field(
         "prompt",
-        description="Field with the prompt: a string, or a list of chat messages, whose content is a text or a list of text parts",
+        description="Field with the prompt: a string, or a list of chat messages whose content is text or a list of text parts",
     )
     template: FilePath | None = Field(None, description=TEMPLATE_HELP)
     system: str | None = Field(None, description=SYSTEM_HELP)
     tools: FilePath | None = Field(None, description=TOOLS_HELP)
     template_variables: TemplateVariables | None = Field(None, exclude_if=is_unset, description=VARIABLES_HELP)
-    min_prompt_tokens: PositiveInt | None = Field(None, description="Shorter prompts are filtered")
-    max_prompt_tokens: PositiveInt | None = Field(None, description="Longer prompts are filtered")
-    shards: PositiveInt = Field(64, description="Slices of the stream; at least 16 times the most controllers expected")
-    window: PositiveInt = Field(256, description="How far a shard may run ahead of its oldest unfinished prompt")
-    curriculum: str | None = Field(
-        None, description="Order of the prompts within an epoch, by entry-point name in `gcore.curricula`"
+    min_prompt_tokens: PositiveInt | None = Field(None, description="Filter shorter prompts")
+    max_prompt_tokens: PositiveInt | None = Field(None, description="Filter longer prompts")
+    shards: PositiveInt = Field(
+        64, description="Number of shards of the prompt stream. Use at least 16 times the largest number of controllers"
     )
-    curriculum_options: dict[str, Option] = Field({}, description="Settings of the curriculum's own, by name")
+    window: PositiveInt = Field(256, description="Prompts that a shard may run ahead of its oldest unfinished prompt")
+    curriculum: str | None = Field(
+        None, description="Curriculum that orders the prompts within an epoch, by entry-point name in `gcore.curricula`"
+    )
+    curriculum_options: dict[str, Option] = Field({}, description="Settings of the curriculum, by name")
 
     @model_validator(mode="after")
     def _has_prompts(self) -> DataSpec:
         if self.path is None and not self.sources:
-            raise ValueError("name the prompts: data.path, or data.sources")
+            raise ValueError("there are no prompts; set data.path or data.sources")
         if self.min_prompt_tokens and self.max_prompt_tokens and self.min_prompt_tokens > self.max_prompt_tokens:
             raise ValueError(f"min_prompt_tokens {self.min_prompt_tokens} is above max_prompt_tokens")
         if self.curriculum_options and self.curriculum is None:
-            raise ValueError("curriculum_options are a curriculum's; name it in data.curriculum")
+            raise ValueError("curriculum_options need a curriculum; name it in data.curriculum")
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class SourceSampling:
-    """How responses to a source's prompts are drawn, every field decided."""
+    """How responses to a source's prompts are sampled, with every field set."""
 
     temperature: float
     top_p: float
@@ -174,7 +181,7 @@ class SourceSampling:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSource:
-    """A source with every field decided. Paths are those of the spec, absolute once it was loaded from a file."""
+    """A source with every field set. Paths are as in the spec; they are absolute if the spec came from a file."""
 
     name: str
     path: str
@@ -195,92 +202,100 @@ class ResolvedSource:
 
 
 LEAST_TEMPERATURE = 1e-6
-"""Below it, and above 0, engines take the likeliest token: whoever wants that says 0."""
+"""Between 0 and this value, engines sample greedily, so the spec must say 0."""
 
 MOST_SAMPLES = 10_000
 
 MOST_SETS, MOST_KS = 256, 32
-"""What all of them measure stands in one record, which the store must take."""
+"""Limits that keep all metrics of one evaluation within one record of the store."""
 
 ACCURACY = "accuracy"
 REWARD = "reward"
 """The mean reward over all sets."""
 ACCURACY_OR_REWARD = "accuracy, or reward where rewards are graded"
-"""The share of correct responses; without a set before it, over the prompts of all sets."""
+"""Default of `checkpoint.best`. `accuracy` is the share of correct responses; without a set's name, over the prompts of all sets."""
 
 NO_BEST = "none"
 
 OF_PART = "part:"
-"""What the mean of a reward's part is called among a set's metrics, before its label."""
+"""Prefix of a reward part's label in the name of its mean among a set's metrics."""
 
 EvalTemperature = Annotated[float, Field(ge=0, le=1e6)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 PassK = Annotated[tuple[PositiveInt, ...], Field(max_length=MOST_KS)]
 Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
 Threshold = Annotated[float, Field(allow_inf_nan=False)]
-SAMPLES_HELP = "Responses to each prompt; more than 1 needs a temperature"
-TEMPERATURE_HELP = "0: the likeliest token, always (greedy); above: drawn, each response from a seed of its own"
-TOP_P_HELP = "Nucleus of what is drawn"
-PASS_K_HELP = "Estimate pass@k (unbiased) for each of these k, at most `samples`; pass@1 is always there"
-MAX_NEW_HELP = "Longest answer, in tokens; default: rollout.max_new_tokens"
-THRESHOLD_HELP = "A response whose reward is at least this counts as correct, for accuracy and pass@k"
+SAMPLES_HELP = "Responses per prompt. More than 1 needs a temperature above 0"
+TEMPERATURE_HELP = "Sampling temperature. 0: greedy. Above 0: sampled, with a separate seed for each response"
+TOP_P_HELP = "Nucleus sampling"
+PASS_K_HELP = "Estimate pass@k (unbiased) for each of these k, at most `samples`. pass@1 is always included"
+MAX_NEW_HELP = "Longest response, in tokens. Default: rollout.max_new_tokens"
+THRESHOLD_HELP = "A response with at least this reward counts as correct, for accuracy and pass@k"
 
 
 class EvalSetSpec(SourceSpec):
-    """One of several held-out sets. It may say all that a source of `data` may but what training alone heeds."""
+    """One of several held-out sets. Accepts all fields of a training source except those that evaluation does not use."""
 
     sampling: SamplingSpec = Field(
         SamplingSpec(),
-        description="Here only `stop` may be said: how an evaluation draws and how long its answers may be stands beside it",
+        description="Only `stop` may be set here. Set temperature, top_p and max_new_tokens on the set itself",
     )
-    samples: Samples | None = Field(None, description=f"{SAMPLES_HELP}; default: eval.samples")
-    temperature: EvalTemperature | None = Field(None, description=f"{TEMPERATURE_HELP}; default: eval.temperature")
-    top_p: TopP | None = Field(None, description=f"{TOP_P_HELP}; default: eval.top_p")
-    pass_k: PassK | None = Field(None, description=f"{PASS_K_HELP}; default: eval.pass_k")
-    max_new_tokens: PositiveInt | None = Field(None, description="Longest answer, in tokens; default: eval's")
-    threshold: Threshold | None = Field(None, description=f"{THRESHOLD_HELP}; default: eval.threshold")
-    limit: PositiveInt | None = Field(None, description="Prompts evaluated of this set, at most; default: eval.limit")
+    samples: Samples | None = Field(None, description=f"{SAMPLES_HELP}. Default: eval.samples")
+    temperature: EvalTemperature | None = Field(None, description=f"{TEMPERATURE_HELP}. Default: eval.temperature")
+    top_p: TopP | None = Field(None, description=f"{TOP_P_HELP}. Default: eval.top_p")
+    pass_k: PassK | None = Field(None, description=f"{PASS_K_HELP}. Default: eval.pass_k")
+    max_new_tokens: PositiveInt | None = Field(
+        None, description="Longest response, in tokens. Default: eval.max_new_tokens"
+    )
+    threshold: Threshold | None = Field(None, description=f"{THRESHOLD_HELP}. Default: eval.threshold")
+    limit: PositiveInt | None = Field(None, description="Most prompts of this set to evaluate. Default: eval.limit")
 
     @model_validator(mode="after")
     def _nothing_is_said_that_is_not_heeded(self) -> EvalSetSpec:
         beside = {"max_new_tokens", "temperature", "top_p"}
         said = [key for key, value in self.sampling.model_dump(exclude_none=True).items() if key != "stop"]
         for key in said:
-            fix = f"say {key} on the set itself" if key in beside else "leave it out"
-            raise ValueError(f"set {self.name!r}: an evaluation does not heed sampling.{key}; {fix}")
+            fix = f"set {key} on the set itself" if key in beside else "leave it out"
+            raise ValueError(f"set {self.name!r}: evaluation does not use sampling.{key}; {fix}")
         for key in ("weight", "min_prompt_tokens", "max_prompt_tokens"):
             if getattr(self, key) != EvalSetSpec.model_fields[key].default:
                 raise ValueError(
-                    f"set {self.name!r}: an evaluation asks every prompt once, whatever its {key}; leave it out"
+                    f"set {self.name!r}: evaluation does not use {key}, because it runs every prompt once; leave it out"
                 )
         return self
 
 
 class EvalSpec(SourcesSection):
-    """Evaluation on held-out prompts, shown as those of `data` are, none of them filtered.
+    """Evaluation on held-out prompts, rendered like those of `data`. No prompt is filtered.
 
-    Before the first step (`at_start`), every `every` steps, and after the last; greedy unless a temperature is set.
+    Runs before the first step (`at_start`), every `every` steps, and after the last; greedy unless a temperature is set.
     """
 
     sources: tuple[EvalSetSpec, ...] = Field(
-        (), max_length=MOST_SETS, description=f"Several named sets in place of one path, at most {MOST_SETS}"
+        (), max_length=MOST_SETS, description=f"Several named sets instead of one path, at most {MOST_SETS}"
     )
-    at_start: bool = Field(True, description="Whether the model is evaluated before the first step too")
-    every: PositiveInt | None = Field(None, description="Steps between evaluations; always after the last step")
-    limit: PositiveInt = Field(1000, description="Prompts evaluated of each set, at most")
+    at_start: bool = Field(True, description="Also evaluate before the first step")
+    every: PositiveInt | None = Field(
+        None, description="Steps between evaluations. The model is always evaluated after the last step"
+    )
+    limit: PositiveInt = Field(1000, description="Most prompts of each set to evaluate")
     samples: Samples = Field(1, description=SAMPLES_HELP)
     temperature: EvalTemperature = Field(0.0, description=TEMPERATURE_HELP)
     top_p: TopP = Field(1.0, description=TOP_P_HELP)
     pass_k: PassK = Field((), description=PASS_K_HELP)
     max_new_tokens: PositiveInt | None = Field(None, description=MAX_NEW_HELP)
     threshold: Threshold = Field(1.0, description=THRESHOLD_HELP)
-    show: Annotated[int, Field(ge=0, le=50)] = Field(5, description="Answers shown before and after, at most 50")
+    show: Annotated[int, Field(ge=0, le=50)] = Field(
+        5, description="Responses displayed from before and after training"
+    )
 
     @field_validator("sources")
     @classmethod
     def _no_set_is_called_as_a_metric(cls, sources: tuple[EvalSetSpec, ...]) -> tuple[EvalSetSpec, ...]:
         if any(source.name == ACCURACY for source in sources):
-            raise ValueError(f"a set cannot be called {ACCURACY!r}: that names what is measured over all sets")
+            raise ValueError(
+                f"a set cannot be named {ACCURACY!r}, which is the name of a metric over all sets; rename it"
+            )
         return sources
 
     @model_validator(mode="after")
@@ -288,9 +303,7 @@ class EvalSpec(SourcesSection):
         if not self.wanted:
             for name, value in self:
                 if value != EvalSpec.model_fields[name].get_default(call_default_factory=True):
-                    raise ValueError(
-                        f"{name} is set, and nothing is evaluated; name held-out prompts in eval.path or eval.sources"
-                    )
+                    raise ValueError(f"{name} is set, but there are no held-out prompts; set eval.path or eval.sources")
             return self
         for name, draws in self.drawn.items():
             draws.check(f"set {name!r}: " if self.sources else "")
@@ -298,12 +311,12 @@ class EvalSpec(SourcesSection):
 
     @property
     def wanted(self) -> bool:
-        """Whether anything is evaluated."""
+        """Whether the job evaluates anything."""
         return self.path is not None or bool(self.sources)
 
     @property
     def drawn(self) -> dict[str, EvalSampling]:
-        """How each set is answered and counted, by name, in the order of the spec."""
+        """The sampling and counting settings of each set, by name, in the order of the spec."""
         own = EvalSampling(self.samples, self.temperature, self.top_p, self.pass_k, self.threshold, self.limit)
         if self.path is not None:
             return {ONLY_SOURCE: own}
@@ -315,7 +328,7 @@ class EvalSpec(SourcesSection):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Everything that is measured, as `checkpoint.best` may name it: `accuracy`, `SET/accuracy`, `SET/pass@4`, ..."""
+        """All measured metrics by the names that `checkpoint.best` accepts: `accuracy`, `SET/accuracy`, `SET/pass@4`, ..."""
         if not self.wanted:
             return ()
         return (
@@ -325,18 +338,18 @@ class EvalSpec(SourcesSection):
         )
 
     def refuse_metric(self, name: str) -> str | None:
-        """Why `name` cannot tell which checkpoint is best, with the nearest name; None if it can."""
+        """Return why `name` cannot select the best checkpoint, with the nearest name; None if it can."""
         if name in self.metrics or (name == ACCURACY_OR_REWARD and self.wanted):
             return None
         if not self.wanted:
-            return f"best is {name!r}, and nothing is evaluated; name held-out prompts in eval, or say best: {NO_BEST}"
+            return f"best is {name!r}, but there are no held-out prompts; set eval.path, or best: {NO_BEST}"
         hint = did_you_mean(name, self.metrics)
-        return f"best is {name!r}, which is not measured{hint} (measured: {', '.join(self.metrics[:12])})"
+        return f"best is {name!r}, which is not a measured metric{hint} (measured: {', '.join(self.metrics[:12])})"
 
 
 @dataclass(frozen=True, slots=True)
 class EvalSampling:
-    """How the prompts of a set are answered and counted. `samples` responses to each; `temperature` 0 is greedy."""
+    """How responses to a set's prompts are sampled and counted: `samples` per prompt; `temperature` 0 is greedy."""
 
     samples: int
     temperature: float
@@ -346,36 +359,38 @@ class EvalSampling:
     limit: int
 
     def check(self, where: str) -> None:
-        """Raises ValueError, in one sentence that begins with `where`."""
+        """Raise ValueError with one sentence that begins with `where`."""
         if 0 < self.temperature < LEAST_TEMPERATURE:
-            raise ValueError(f"{where}a temperature of {self.temperature} is neither greedy (0) nor at least 1e-06")
+            raise ValueError(f"{where}temperature {self.temperature} must be 0 (greedy) or at least 1e-06")
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
-                f"{where}samples is {self.samples} with temperature 0, which draws the same response each time; set a "
+                f"{where}samples is {self.samples} with temperature 0, which gives the same response each time; set a "
                 "temperature, or samples: 1"
             )
         if self.top_p < 1 and self.temperature == 0:
-            raise ValueError(f"{where}top_p is {self.top_p} with temperature 0, which draws nothing; set a temperature")
+            raise ValueError(
+                f"{where}top_p is {self.top_p} with temperature 0, which does not sample; set a temperature"
+            )
         if self.pass_k and max(self.pass_k) > self.samples:
             raise ValueError(
-                f"{where}pass@{max(self.pass_k)} needs at least {max(self.pass_k)} responses to a prompt, and samples is "
+                f"{where}pass@{max(self.pass_k)} needs at least {max(self.pass_k)} responses per prompt, but samples is "
                 f"{self.samples}; raise samples, or lower pass_k"
             )
 
     @property
     def ks(self) -> tuple[int, ...]:
-        """Every k of which pass@k is estimated, ascending: 1 is always there."""
+        """All k for which pass@k is estimated, ascending; always includes 1."""
         return tuple(sorted({1, *self.pass_k}))
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What the set measures."""
+        """The metrics of the set."""
         return (ACCURACY, f"mean@{self.samples}", *(f"pass@{k}" for k in self.ks))
 
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """A held-out set with every field decided: how its prompts look and are asked is the source's, how answers count, `draws`'."""
+    """A held-out set with every field set: `source` renders and samples the prompts, `draws` counts the responses."""
 
     source: ResolvedSource
     draws: EvalSampling

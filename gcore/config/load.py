@@ -1,13 +1,13 @@
-"""From a YAML file, `--set a.b=c` and a flow's settings to a frozen `JobSpec`; every mistake is one sentence with file and key.
+"""Load a YAML file, `--set a.b=c` overrides and a flow's settings into a frozen `JobSpec`. Errors name the file and the key.
 
-YAML is plain values only: no aliases, no tags, no doubled keys. A flow may set other defaults than the schema's:
+YAML is restricted to plain values: no aliases, no tags, no duplicate keys. A flow may change the schema's defaults:
 
     @flow(train={"advantage": "rloo"}, flow={"samples_per_prompt": 4})
     async def rloo(peer: Peer) -> None: ...
 
-Then `flow.name: rloo` alone is RLOO. The settings are put *under* what a user wrote, key by key along the schema's sections (a
-list, or the options of a plug-in, are one value), before anything is validated. That happens once, where a spec comes in: a
-stored spec has every key and no flow is looked up for it, so a newer gcore or flow changes no job that runs.
+Then `flow.name: rloo` alone selects RLOO. Before validation, the flow's settings are merged *under* the user's tree, key by key
+along the schema's sections (a list, or the options of a plug-in, counts as one value). This happens once, when a spec is new. A
+stored spec has every key and looks up no flow, so a newer gcore or flow does not change a running job.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ FLOWS = PluginKind("flow", "gcore.flows", "flow.name")
 _SETTINGS = "__gcore_settings__"
 
 _NOT_A_FLOWS = ("name", "seed", "model", "data")
-"""Sections that say what a job is about, which no flow knows."""
+"""Sections that are specific to a job, so that a flow cannot set them."""
 
 
 def flow(**settings: Mapping[str, Any]) -> Callable[[F], F]:
-    """Marks a flow with its settings, section by section as in a spec. Raises ValueError for a section it may not set."""
+    """Decorate a flow with settings, by section as in a spec. Raises ValueError for a section that a flow cannot set."""
     for section, values in settings.items():
         if section in _NOT_A_FLOWS or section not in JobSpec.model_fields or (section == "flow" and "name" in values):
             what = "flow.name" if section == "flow" else section
@@ -56,30 +56,32 @@ def flow(**settings: Mapping[str, Any]) -> Callable[[F], F]:
 
 def _why_not(section: str) -> str:
     if section in JobSpec.model_fields:
-        return "that is the job's own"
+        return "it belongs to the job"
     return "a spec has no such section" + did_you_mean(section, JobSpec.model_fields.keys() - set(_NOT_A_FLOWS))
 
 
 def find_flow(name: str) -> Callable[..., Awaitable[None]]:
-    """The flow (`gcore.flows.api.Flow`) of that entry-point name. Raises PluginFault, with the nearest name if there is none."""
+    """Return the flow (`gcore.flows.api.Flow`) with this entry-point name. Raises PluginFault with the nearest name if it is unknown."""
     found = find_plugin(FLOWS, name)
     if not inspect.iscoroutinefunction(found) and not inspect.iscoroutinefunction(type(found).__call__):
         raise PluginFault(
-            f"flow {name!r} is no coroutine function, and cannot be awaited", where=FLOWS.where, fix="Write `async def`"
+            f"flow {name!r} is not a coroutine function, so gcore cannot await it",
+            where=FLOWS.where,
+            fix="Write `async def`",
         )
     return found
 
 
 def flow_settings(found: Callable[..., Any]) -> Mapping[str, Any]:
-    """What a flow sets; empty for one that was not marked."""
+    """Return the settings of a flow; empty if it has none."""
     settings = getattr(found, _SETTINGS, {})
     return settings if isinstance(settings, Mapping) else {}
 
 
 def apply_flow_settings(tree: Tree) -> Tree:
-    """A spec as a user wrote it, with its flow's settings under it. Raises PluginFault for a flow that cannot be had.
+    """Return a user's spec with its flow's settings merged under it. Raises PluginFault if the flow cannot be loaded.
 
-    A tree whose `flow` is no section is given back as it is: validation says what is wrong with it.
+    Returns a tree whose `flow` is not a section unchanged; validation reports it.
     """
     section = tree.get("flow")
     if not isinstance(section, Mapping):
@@ -87,7 +89,7 @@ def apply_flow_settings(tree: Tree) -> Tree:
     name = section.get("name", FlowSpec.model_fields["name"].default)
     if not isinstance(name, str):
         return tree
-    settings = flow_settings(find_flow(name))  # a flow is foreign code: only with a spec that is new
+    settings = flow_settings(find_flow(name))  # runs the flow's foreign code: only for new specs
     return _under(tree, settings, JobSpec) if settings else tree
 
 
@@ -103,7 +105,7 @@ def _under(tree: Mapping[str, Any], settings: Mapping[str, Any], model: type[Bas
 
 
 def _section(model: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """The section that `key` is; None if it is a single value, or not known."""
+    """Return the section class of `key`; None for a single value or an unknown key."""
     field = model.model_fields.get(key)
     if field is None:
         return None
@@ -112,9 +114,9 @@ def _section(model: type[BaseModel], key: str) -> type[BaseModel] | None:
 
 
 def blame_flow(tree: Tree, problems: list[str], own: list[str]) -> list[str]:
-    """`problems` of a settled spec, each that the user's own tree does not have told as the flow's.
+    """Return `problems`, attributing those that the user's own tree does not have to the flow.
 
-    `own`: the problems of the tree as the user wrote it.
+    `own`: problems of the tree as the user wrote it.
     """
     section = tree.get("flow")
     name = section.get("name", "") if isinstance(section, Mapping) else ""
@@ -122,7 +124,7 @@ def blame_flow(tree: Tree, problems: list[str], own: list[str]) -> list[str]:
 
 
 class YamlNotPlain(ValueError):
-    """A text that is no such document: what is wrong, and where in it (":line:column", or nothing)."""
+    """The text is not plain YAML. `place` is the position (":line:column", or empty)."""
 
     def __init__(self, problem: str, place: str) -> None:
         self.problem = problem
@@ -131,10 +133,10 @@ class YamlNotPlain(ValueError):
 
 
 class PlainLoader(yaml.SafeLoader):
-    """YAML without aliases (a bomb is built of them), tags (`!!int x` makes PyYAML stumble) and doubled keys."""
+    """YAML loader without aliases (they allow exponential expansion), tags (`!!int x` crashes PyYAML) and duplicate keys."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """As SafeLoader's; refuses what is no plain value."""
+        """Compose as SafeLoader does, but reject values that are not plain."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         problem = None
         if isinstance(event, yaml.AliasEvent):
@@ -146,28 +148,28 @@ class PlainLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As SafeLoader's; a key that stands twice is an error, not the last one's."""
+        """Construct as SafeLoader does, but raise for a duplicate key instead of keeping the last value."""
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str | int | float | bool | None):
                 raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} occurs twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
 def read_plain(text: str) -> Any:
-    """The document. Raises YamlNotPlain."""
+    """Parse a document. Raises YamlNotPlain."""
     try:
-        # A SafeLoader subclass: builds plain values only.
+        # PlainLoader is a SafeLoader, so it builds plain values only.
         return yaml.load(text, Loader=PlainLoader)
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
         problem = getattr(error, "problem", None) or next(iter(str(error).splitlines()), type(error).__name__)
-        raise YamlNotPlain("nested too deep" if isinstance(error, RecursionError) else str(problem), place) from error
+        raise YamlNotPlain("nested too deeply" if isinstance(error, RecursionError) else str(problem), place) from error
 
 
 MAX_SPEC_BYTES = 1 << 16
@@ -176,23 +178,23 @@ MAX_PROBLEMS = 8
 S = TypeVar("S", bound=BaseModel)
 _UNSTORABLE = re.compile("[\\x00\\ud800-\\udfff]")
 
-# YAML 1.1 takes a number without a point before its exponent (1e-4) for a string; people mean a number.
+# YAML 1.1 reads a number without a point before its exponent (1e-4) as a string; users mean a number.
 _EXPONENT = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?[eE][+-]?[0-9]{1,3}")
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
-    """Read a spec file. Paths in it become absolute, relative to the file's folder. Raises SpecError."""
+    """Read a spec file. Relative paths are resolved against the file's folder. Raises SpecError."""
     where = str(path)
     try:
         found = path.stat()
-        if not stat.S_ISREG(found.st_mode):  # reading a pipe would wait, reading a device never end
-            kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
+        if not stat.S_ISREG(found.st_mode):  # reading a pipe would block, and a device might never end
+            kind = "a folder" if stat.S_ISDIR(found.st_mode) else "not a regular file"
             raise SpecError(f"the spec is {kind}", where=where, fix="Name a YAML file")
         if found.st_size > MAX_SPEC_BYTES:
             raise SpecError(
                 f"the spec is larger than {MAX_SPEC_BYTES} bytes",
                 where=where,
-                fix="A spec is short; data goes into files",
+                fix="Put data into separate files",
             )
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -207,11 +209,10 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
 
 
 def new_spec(tree: dict[str, Any], *, where: str = "spec", base: Path | None = None) -> JobSpec:
-    """As `parse_spec`, for what a user wrote: what it leaves out is as its flow sets it. Raises SpecError.
+    """Validate a spec that a user wrote, with its flow's settings. Raises SpecError.
 
-    A spec that was stored is whole, and goes to `parse_spec`: no flow is looked up for it.
+    Stored specs are complete and go to `parse_spec`, which looks up no flow.
     """
-
     _check_tree(tree, where)
     tree = resolve_plugin_files(tree, base or Path("/"))
     whole = apply_flow_settings(tree)
@@ -219,18 +220,18 @@ def new_spec(tree: dict[str, Any], *, where: str = "spec", base: Path | None = N
 
 
 def parse_spec(tree: dict[str, Any], *, where: str = "spec", base: Path | None = None) -> JobSpec:
-    """Validate a mapping. With `base`, relative paths are resolved against it. Raises SpecError."""
+    """Validate a mapping. `base` resolves relative paths. Raises SpecError."""
     return _checked(tree, where, base, blame=lambda problems: problems)
 
 
 def stored_spec(tree: dict[str, Any]) -> JobSpec:
-    """A job's spec as it was stored: plug-ins that it names need not be installed here. Raises SpecError."""
+    """Validate a stored spec. Its plug-ins need not be installed here. Raises SpecError."""
     return _checked(tree, "the job's record", None, blame=lambda problems: problems, context=STORED)
 
 
 def dump_explicit(spec: JobSpec) -> str:
-    """As JSON, without what nobody said: `parse_spec` gives it the defaults. So a controller of an older gcore takes a spec that says
-    nothing of what it does not know, and one of a newer gcore its own defaults."""
+    """Return the spec as JSON without fields left at their defaults. An older gcore can read it as long as it sets no newer field,
+    and each version of gcore applies its own defaults."""
     return spec.model_dump_json(exclude_unset=True)
 
 
@@ -262,7 +263,7 @@ def _problems(tree: dict[str, Any]) -> list[str]:
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Apply `a.b=c` in order; values are YAML, and a number names an item of a list. Returns a new tree.
+    """Apply `a.b=c` overrides in order and return a new tree. Values are YAML; a number selects an item of a list.
 
     Raises SpecError.
     """
@@ -272,34 +273,34 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         keys = dotted.strip().split(".")
         if not equals or not all(keys):
             raise SpecError(
-                f"{shorten_text(repr(override))} is not of the form section.field=value",
+                f"{shorten_text(repr(override))} does not have the form section.field=value",
                 where="--set",
-                fix="For example --set train.learning_rate=1e-4",
+                fix="Write, for example, --set train.learning_rate=1e-4",
             )
         parsed = _read_yaml(value, f"--set {shorten_text(override)}")
         if isinstance(parsed, str) and _EXPONENT.fullmatch(parsed):
             parsed = float(parsed)
         if len(keys) > MAX_SPEC_DEPTH:
             raise SpecError(
-                f"{shorten_text(repr(override))} is nested more than {MAX_SPEC_DEPTH} deep",
+                f"{shorten_text(repr(override))} is nested more than {MAX_SPEC_DEPTH} levels deep",
                 where="--set",
-                fix="A spec is a few levels deep; see `gcore schema`",
+                fix="Name a field that `gcore schema` prints",
             )
         result = _replaced(result, keys, parsed, override)
     return result
 
 
 def _replaced(node: Any, keys: Sequence[str], value: Any, override: str, above: str = "") -> Any:
-    """A copy of `node`, which stands under the key `above`, with what `keys` lead to replaced by `value`."""
+    """Return a copy of `node` (found under the key `above`) with the value at `keys` replaced."""
     if not keys:
         return value
     key, *rest = keys
     if isinstance(node, list):
         if not key.isdecimal() or int(key) >= len(node):
             raise SpecError(
-                f"{shorten_text(repr(key))} in {shorten_text(repr(override))} is no item of a list of {len(node)}",
+                f"{shorten_text(repr(key))} in {shorten_text(repr(override))} is not an index of the list, which has {len(node)} items",
                 where="--set",
-                fix=f"Number its items from 0 to {len(node) - 1}" if node else "Give the whole list",
+                fix=f"Use an index from 0 to {len(node) - 1}" if node else "Give the whole list",
             )
         place = int(key)
         return [*node[:place], _replaced(node[place], rest, value, override, key), *node[place + 1 :]]
@@ -311,7 +312,7 @@ def _replaced(node: Any, keys: Sequence[str], value: Any, override: str, above: 
         )
     if key.isdecimal() and not node and not above.endswith("options"):
         raise SpecError(
-            f"{shorten_text(repr(override))} is about an item of a list, and the spec has no list there",
+            f"{shorten_text(repr(override))} names an item of a list, but the spec has no list there",
             where="--set",
             fix="Give the whole list: SECTION=[{name: NAME}]",
         )
@@ -330,24 +331,26 @@ def _read_yaml(text: str, where: str) -> Any:
 
 
 def _check_tree(node: Any, where: str, path: tuple[str, ...] = ()) -> None:
-    """What no field can hold, and validation does not look for: deep nesting, text that no file or store takes, and numbers
-    that are too large for either."""
+    """Reject what validation does not check: deep nesting, text that files and the store cannot hold, and integers over 63
+    bits."""
     if len(path) > MAX_SPEC_DEPTH:
         raise SpecError(
-            f"the spec is nested more than {MAX_SPEC_DEPTH} deep", where=where, fix="A spec is two levels deep"
+            f"the spec is nested more than {MAX_SPEC_DEPTH} levels deep",
+            where=where,
+            fix="Remove the nesting; see `gcore schema`",
         )
     if isinstance(node, str) and _UNSTORABLE.search(node):
         raise SpecError(
-            f"{shorten_text('.'.join(path))}: {shorten_text(repr(node))} holds a NUL or half a surrogate pair",
+            f"{shorten_text('.'.join(path))}: {shorten_text(repr(node))} contains a NUL or a lone surrogate",
             where=where,
             fix="Remove it",
         )
-    # A number of thousands of digits passes every check and cannot even be printed; the store and the API take 64 bits.
+    # An integer of thousands of digits passes every check but cannot be printed; the store and the API take 64 bits.
     if isinstance(node, int) and node.bit_length() >= 64:
         raise SpecError(
-            f"{shorten_text('.'.join(path))}: a whole number of {node.bit_length()} bits",
+            f"{shorten_text('.'.join(path))}: the whole number has {node.bit_length()} bits",
             where=where,
-            fix="A number here has at most 63",
+            fix="Use a number of at most 63 bits",
         )
     if isinstance(node, dict):
         for key, child in node.items():
@@ -359,7 +362,7 @@ def _check_tree(node: Any, where: str, path: tuple[str, ...] = ()) -> None:
 
 
 def _absolute(spec: JobSpec, base: Path, where: str) -> JobSpec:
-    """The spec with its paths absolute. What a judge's template file holds becomes a part of the spec."""
+    """Return the spec with absolute paths, and with judges' template files replaced by their text."""
     spec = _with_paths(spec, base, where)
     judges = []
     for number, judge in enumerate(spec.judges):
@@ -371,7 +374,7 @@ def _absolute(spec: JobSpec, base: Path, where: str) -> JobSpec:
 
 
 def _with_paths(section: S, base: Path, where: str, prefix: str = "") -> S:
-    """The section with every path in it absolute (`PathMark`). What holds none stays unset where it was not set."""
+    """Return the section with absolute paths (`PathMark`). Sections without paths keep their unset fields unset."""
     update: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
         value, key = getattr(section, name), f"{prefix}{name}"
@@ -393,7 +396,7 @@ def _with_paths(section: S, base: Path, where: str, prefix: str = "") -> S:
 
 
 def _marks(annotation: Any) -> Iterator[Any]:
-    """The metadata of `Annotated[...] | None`."""
+    """Yield the metadata of `Annotated[...] | None`."""
     for kind in get_args(annotation):
         yield from getattr(kind, "__metadata__", ())
 
@@ -401,26 +404,26 @@ def _marks(annotation: Any) -> Iterator[Any]:
 def _resolved(path: str, base: Path, where: str, key: str) -> str:
     try:
         return str((base / Path(path).expanduser()).resolve())
-    except (OSError, ValueError, RuntimeError) as error:  # no such user, a loop of links, a NUL
+    except (OSError, ValueError, RuntimeError) as error:  # unknown user, loop of links, NUL
         raise SpecError(
-            f"{key}: {shorten_text(repr(path))} is no path ({shorten_text(str(error))})",
+            f"{key}: {shorten_text(repr(path))} is not a valid path ({shorten_text(str(error))})",
             where=where,
-            fix="Name a file",
+            fix="Name an existing file or folder",
         ) from error
 
 
 def _template_text(path: Path, where: str, key: str) -> str:
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise OSError(0, "it is no regular file")
+            raise OSError(0, "it is not a regular file")
         with path.open(encoding="utf-8") as file:
             text = file.read(LONGEST_TEMPLATE + 1)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise SpecError(
-            f"{key}: {shorten_text(repr(str(path)))} cannot be read ({reason})", where=where, fix="Name a Jinja file"
+            f"{key}: cannot read {shorten_text(repr(str(path)))} ({reason})", where=where, fix="Name a Jinja file"
         ) from error
     if len(text) > LONGEST_TEMPLATE or _UNSTORABLE.search(text):
         what = f"more than {LONGEST_TEMPLATE} characters" if len(text) > LONGEST_TEMPLATE else "a NUL"
-        raise SpecError(f"{key}: {shorten_text(repr(str(path)))} has {what}", where=where, fix="Name a Jinja file")
+        raise SpecError(f"{key}: {shorten_text(repr(str(path)))} contains {what}", where=where, fix="Name a Jinja file")
     return text

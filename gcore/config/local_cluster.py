@@ -1,8 +1,8 @@
-"""What `gcore up` remembers: which processes are the local cluster, and where they answer.
+"""The record of `gcore up`: the processes of the local cluster and their addresses.
 
-`HOME/cluster.json` is written when everything is ready and removed when everything has ended, so whoever finds it finds
-the addresses of a cluster that was whole. Whether the processes still live is asked of the kernel, by pid and start,
-never of this file. Does not start or stop anything (`controllers.cli.local`).
+`gcore up` writes `HOME/cluster.json` when everything is ready, and `gcore down` removes it when everything has ended. So an
+existing file lists a complete cluster. Whether its processes still run is checked by pid and start time, not from this file.
+`controllers.cli.local` starts and stops them.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class _Process(BaseModel):
 
     pid: int
     started: int
-    """Clock ticks from boot to the process's start."""
+    """Start of the process, in clock ticks since boot."""
 
     @property
     def process(self) -> ProcessId:
-        """Its identity on this machine."""
+        """The process's identity on this machine."""
         return ProcessId(self.pid, self.started)
 
 
 class EtcdProcess(_Process):
-    """The store of the local cluster."""
+    """The etcd process of the local cluster."""
 
     endpoint: str
     """host:port"""
@@ -49,18 +49,18 @@ class EtcdProcess(_Process):
 
 
 class ControllerProcess(_Process):
-    """One daemon."""
+    """A daemon of the local cluster."""
 
     name: str
     address: str
-    """host:port of the job API and of health."""
+    """host:port of the job API and the health service."""
     metrics_address: str
     slots: tuple[str, ...]
     config_file: str
 
 
 class LocalClusterState(BaseModel):
-    """The document."""
+    """The content of `cluster.json`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -71,7 +71,7 @@ class LocalClusterState(BaseModel):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where the job API answers."""
+        """Addresses of the job API."""
         return tuple(c.address for c in self.controllers)
 
     @property
@@ -81,12 +81,12 @@ class LocalClusterState(BaseModel):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Every slot."""
+        """All slots."""
         return tuple(slot for c in self.controllers for slot in c.slots)
 
     @classmethod
     def load(cls, home: Path) -> LocalClusterState | None:
-        """The document in `home`; None if there is none. Raises UsageError if it cannot be read."""
+        """Read the file in `home`; None if there is none. Raises UsageError if it cannot be read."""
         path = home / FILE_NAME
         try:
             return cls.model_validate_json(path.read_bytes())
@@ -94,13 +94,15 @@ class LocalClusterState(BaseModel):
             return None
         except OSError as error:
             raise UsageError(
-                f"cannot read what is up here ({error.strerror or error})", where=str(path), fix="Check its permissions"
+                f"cannot read the record of the local cluster ({error.strerror or error})",
+                where=str(path),
+                fix="Check its permissions",
             ) from error
         except ValidationError as error:
             raise UsageError(
-                "the file is damaged or of another version of gcore",
+                "the record of the local cluster is damaged or from another version of gcore",
                 where=str(path),
-                fix=f"Run `gcore down --home {home}`; it ends what runs there and removes the file",
+                fix=f"Run `gcore down --home {home}`; it stops the cluster and removes the file",
             ) from error
 
 

@@ -1,8 +1,8 @@
-"""A daemon's configuration: the file behind `gcore-controller --config FILE`, in YAML (and JSON is YAML).
+"""A daemon's configuration: the YAML (or JSON) file of `gcore-controller --config FILE`.
 
-The same document on a laptop (written by `gcore up`) and on a cluster (written by whoever deploys). Frozen; unknown keys
-are errors; relative paths are relative to the file's folder. It holds no secret (passwords and keys are in files that it
-names) and nothing about jobs. A daemon that listens beyond loopback has certificates, or it does not start
+`gcore up` writes it on a laptop; a deployment writes it on a cluster. The model is frozen, rejects unknown keys, and resolves
+relative paths against the file's folder. The file contains no secrets, only the names of files with passwords and keys, and
+nothing about jobs. A daemon that listens beyond loopback needs certificates and otherwise does not start
 (`listening_problem`).
 """
 
@@ -35,24 +35,22 @@ from gcore.system.slots import slots_problem
 
 
 class ApiConfig(Section):
-    """Bounds hold for each daemon by itself."""
+    """Limits of the API. They apply to each daemon separately."""
 
-    reflection: bool = Field(
-        False, description="Whether the API tells its services and messages to tools such as grpcurl"
-    )
+    reflection: bool = Field(False, description="Enable gRPC server reflection for tools such as grpcurl")
     streams: Annotated[int, Field(ge=1, le=100_000)] = Field(
         512,
-        description="Streams that are served at once, of events, logs, numbers, samples and books; who comes then is refused",
+        description="Most concurrent streams (events, logs, metrics, samples, slot accounting). Further streams are rejected",
     )
     calls: Annotated[int, Field(ge=16, le=100_000)] = Field(
         4096,
-        description="Calls and streams of people that are served at once, one person's no more than half; who comes then is refused",
+        description="Most concurrent calls and streams of users; one user gets at most half. Further calls are rejected",
     )
 
 
 class KeepPolicy(Section):
-    """What stays of one kind. The newest `newest` stay. Of the others those go that are older than `days`, and the oldest for as
-    long as all together take more than `total_gib`; where neither is named, all of them. With nothing named at all, everything stays."""
+    """Retention of one kind of file. The newest `newest` files are kept. Of the others, files older than `days` are deleted, and the oldest
+    while the total exceeds `total_gib`; all of them if neither is set. With nothing set, everything is kept."""
 
     newest: NonNegativeInt | None = None
     days: PositiveFloat | None = None
@@ -60,55 +58,55 @@ class KeepPolicy(Section):
 
     @property
     def everything(self) -> bool:
-        """Whether nothing ever goes."""
+        """Whether nothing is ever deleted."""
         return (self.newest, self.days, self.total_gib) == (None, None, None)
 
 
 class GarbageSection(Section):
-    """What of an unfinished job is never touched, whatever stands here."""
+    """Garbage collection. It never touches files of an unfinished job."""
 
     every_s: Annotated[float, Field(ge=60.0)] = 3600.0
-    """Between two rounds of a daemon."""
+    """Seconds between two rounds of a daemon."""
     runs: KeepPolicy = KeepPolicy()
-    """Run folders of jobs that have ended, under `run_root`: checkpoints, samples, logs. Everything stays unless something is named."""
+    """Run folders of ended jobs under `run_root`: checkpoints, samples, logs. Default: keep everything."""
     caches: KeepPolicy = KeepPolicy()
-    """Copies and indices of data, under `home`; they are made again when they are needed. A hub's cache is the hub's."""
+    """Copies and indices of data under `home`, which gcore rebuilds when needed. Does not include the hubs' own caches."""
     logs: KeepPolicy = KeepPolicy(days=30.0)
-    """Logs of supervisors that have ended, under `home`."""
+    """Logs of ended supervisors under `home`."""
 
 
 AUTO, OFF = "auto", "off"
 
 LEAST_MEMORY_GIB = 0.05
-"""Below it not even a supervisor starts."""
+"""Below this limit a supervisor cannot start."""
 
 
 class JobLimits(Section):
-    """Of each job on this node; None: no limit. All of a job's processes on the node count together: engines, ranks, rewards,
-    tools. `disk_gib` is of its run folder, wherever that lies."""
+    """Limits of each job on this node; None: no limit. They cover all processes of a job on the node together: engines, ranks,
+    rewards, tools. `disk_gib` applies to the job's run folder, wherever it is."""
 
     memory_gib: Annotated[float, Field(ge=LEAST_MEMORY_GIB)] | None = None
-    """cgroup's memory.max: beyond it the kernel kills the job's process that has most."""
+    """memory.max of the cgroup. Above it, the kernel kills the job's largest process."""
     cpus: Annotated[float, Field(ge=0.01)] | None = None
-    """cgroup's cpu.max, in cores."""
+    """cpu.max of the cgroup, in cores."""
     pids: PositiveInt | None = None
-    """cgroup's pids.max: processes and threads."""
+    """pids.max of the cgroup: processes and threads."""
     disk_gib: PositiveFloat | None = None
-    """Of a run's folder: at nine tenths of it no more samples are written, beyond it the job is paused, and an event says so."""
+    """Size of the run folder. At 90 % gcore stops writing samples; at 100 % it pauses the job and records an event."""
     cgroup: str = AUTO
-    """Where the groups of jobs are made: auto (beside the daemon's own, where systemd delegates that), off, or a folder of cgroup v2
-    that is the daemon's to fill."""
+    """Parent of the jobs' cgroups: auto (next to the daemon's own, if systemd delegates it), off, or the path of a cgroup v2 folder
+    that the daemon may manage."""
 
     @field_validator("cgroup")
     @classmethod
     def _is_a_place(cls, cgroup: str) -> str:
         if cgroup not in (AUTO, OFF) and not cgroup.startswith("/"):
-            raise ValueError(f"it should be {AUTO}, {OFF}, or the whole path of a folder of cgroup v2")
+            raise ValueError(f"it should be {AUTO}, {OFF}, or the absolute path of a cgroup v2 folder")
         return cgroup
 
     @property
     def of_groups(self) -> bool:
-        """Whether any of them is a control group's to keep."""
+        """Whether any limit needs a cgroup."""
         return self.cgroup != OFF and (self.memory_gib, self.cpus, self.pids) != (None, None, None)
 
 
@@ -117,40 +115,40 @@ File = Annotated[str, Field(min_length=1)]
 
 
 class TlsSection(Section):
-    """Files (PEM), as `gcore certs issue NODE` makes them. With them everything that the node serves is served over TLS, and
-    callers are told apart. Read anew when they change."""
+    """TLS files (PEM), as written by `gcore certs issue NODE`. With this section, the node serves only over TLS and authenticates
+    callers. Files are read again when they change."""
 
     ca: File
-    """Who signs the certificates of nodes and users."""
+    """The authority that signs the certificates of nodes and users."""
     cert: File
     key: File
-    """This node's, readable by the daemon's user alone."""
+    """The private key of this node, readable only by the daemon's user."""
     engines_key: File | None = None
-    """The cluster's key of engines, from which each engine's follows; the same on all nodes. None: engines ask for no key, which is
-    refused beyond loopback."""
+    """The cluster's engine key, from which each engine's key is derived; the same on all nodes. None: engines require no key, which is
+    rejected beyond loopback."""
     peer_port: Port = 0
-    """Where other nodes, and users with a certificate, call; 0: a free one. `listen_port` is for those with tokens."""
+    """Port for other nodes and for users with certificates; 0: a free port. `listen_port` is for users with tokens."""
 
 
 class AuthSection(Section):
-    """Who calls, beside `tls`, with which every call but health's shows a token or a certificate."""
+    """Authentication, in addition to `tls`. Every call except health needs a token or a certificate."""
 
     admin_token_file: File | None = None
-    """A file with a token that is always an admin's: with it the first others are made. Its owner alone may read it."""
+    """File with a token that always has the role admin, used to create the first other tokens. Only its owner may read it."""
     journal: File | None = None
-    """Where is kept who did what; None: HOME/logs/calls.jsonl."""
+    """Audit log of calls; None: HOME/logs/calls.jsonl."""
     journal_mib: PositiveInt = 16
-    """The size at which that file is turned over."""
+    """Size at which the audit log is rotated."""
     journal_kept: Annotated[int, Field(ge=0, le=1000)] = 4
-    """Old ones that stay."""
+    """Number of rotated audit logs to keep."""
 
 
 Names = tuple[Annotated[str, Field(min_length=1, max_length=256)], ...]
 
 
 class AllowSection(Section):
-    """What specs may name on this cluster. None: whatever is installed (of `roots`, `secrets`, `remote_code` and `engine_args`: see there). All
-    nodes say the same."""
+    """Allowlist of what specs may name on this cluster. None: everything installed (for `roots`, `secrets`, `remote_code` and
+    `engine_args`, see each). Must be equal on all nodes."""
 
     flows: Names | None = None
     filters: Names | None = None
@@ -158,7 +156,7 @@ class AllowSection(Section):
     verdicts: Names | None = None
     curricula: Names | None = None
     policies: Names | None = None
-    """Of placement."""
+    """Placement policies."""
     environments: Names | None = None
     tools: Names | None = None
     agents: Names | None = None
@@ -166,24 +164,24 @@ class AllowSection(Section):
     advantages: Names | None = None
     losses: Names | None = None
     engine_args: bool | None = None
-    """Whether specs may hand arguments to SGLang's server, which can have it run code; None: only where nobody is told apart."""
+    """Whether specs may pass arguments to the SGLang server, which can make it run code; None: only without authentication."""
     roots: tuple[File, ...] | None = None
-    """The folders in which every path of a spec lies: models, data, storage.root. None: any that the daemon's user can read where
-    nobody is told apart, else none. What is the daemon's own is never among it (`controllers.api.submission.allowlist`)."""
+    """Folders that must contain every path of a spec: models, data, storage.root. None: without authentication, any path that the
+    daemon's user can read; otherwise none. Always excludes the daemon's own files (`controllers.api.submission.allowlist`)."""
     hubs: bool = True
     """Whether models may come from a hub."""
     remote_code: bool | None = None
-    """Whether a model's folder may bring code that is run; None: only where nobody is told apart."""
+    """Whether gcore may run code from a model's folder; None: only without authentication."""
     secrets: Names | None = None
-    """The secrets that specs may name, such as env:JUDGE_KEY or file:/etc/gcore/secrets/*; None: any environment variable where
-    nobody is told apart, else none."""
+    """Secrets that specs may name, such as env:JUDGE_KEY or file:/etc/gcore/secrets/*; None: without authentication any environment
+    variable, otherwise none."""
 
     @field_validator("roots")
     @classmethod
     def _are_whole(cls, roots: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for root in roots or ():
             if not root.startswith("/"):
-                raise ValueError(f"{root!r} should be a whole path, beginning with /")
+                raise ValueError(f"{root!r} should be an absolute path, beginning with /")
         return roots
 
     @field_validator("secrets")
@@ -196,20 +194,20 @@ class AllowSection(Section):
 
 
 def listening_problem(hosts: dict[str, str], tls: TlsSection | None) -> str | None:
-    """What is wrong with listening there; None: nothing. `hosts`: by the key that says each."""
+    """Return why the daemon must not listen there; None if it may. `hosts`: host by configuration key."""
     reached = [(key, host) for key, host in hosts.items() if not is_loopback(host)]
     if not reached:
         return None
     key, host = reached[0]
     if tls is None:
         return (
-            f"{key} {host} is reached from other machines, and nobody is told apart there: make certificates with "
-            "`gcore certs init` and `gcore certs issue`, and name them in tls (docs/operate/security.md); or listen on 127.0.0.1"
+            f"{key} {host} is reachable from other machines, but tls is not set, so callers are not authenticated. Create certificates "
+            "with `gcore certs init` and `gcore certs issue` and name them in tls (docs/operate/security.md), or listen on 127.0.0.1"
         )
     if tls.engines_key is None:
         return (
-            f"{key} {host} is reached from other machines, and the engines there ask for no key: name the engines.key of "
-            "`gcore certs issue` in tls.engines_key"
+            f"{key} {host} is reachable from other machines, but its engines require no key. Set tls.engines_key to the engines.key "
+            "from `gcore certs issue`"
         )
     return None
 
@@ -217,83 +215,83 @@ def listening_problem(hosts: dict[str, str], tls: TlsSection | None) -> str | No
 Host = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9:._%-]+$")]
 
 EVERY_ADDRESS = frozenset({"0.0.0.0", "::"})
-"""Hosts to listen on at which nobody can be reached."""
+"""Hosts that are valid for listening but not as an address for clients."""
 
 BEGIN = (
-    "It begins like this: node: NAME, home: FOLDER, etcd: {endpoints: [HOST:PORT]}, slots: [cuda:0], run_root: FOLDER; "
-    "docs/operate/configuration.md has every key"
+    "It starts like this: node: NAME, home: FOLDER, etcd: {endpoints: [HOST:PORT]}, slots: [cuda:0], run_root: FOLDER. "
+    "docs/operate/configuration.md describes every key"
 )
 
 MAX_BYTES = 1 << 18
-"""Of the file. A node of 4,096 slots fits."""
+"""Maximum size of the file. Enough for a node with 4,096 slots."""
 
 
 class NodeConfig(Section):
-    """One controller daemon. Times in seconds; a port of 0 takes a free one."""
+    """Configuration of one controller daemon. Times are in seconds; port 0 means any free port."""
 
     schema_version: Literal[1] = 1
     node: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
-    """The node's name, unique in the cluster; it stays the same when the daemon is started again."""
+    """Name of the node, unique in the cluster and stable across restarts."""
     home: Annotated[str, Field(min_length=1)]
-    """The folder of this daemon on its machine: launch documents, logs, caches."""
+    """Folder of this daemon on its machine: launch documents, logs, caches."""
     listen_host: Host = "127.0.0.1"
     listen_port: Port = 0
-    """The job API, the peers' API and health."""
+    """Port of the job API, the peer API and the health service."""
     advertise: str | None = None
-    """HOST or HOST:PORT at which others reach this daemon; None: where it listens. Needed where it listens on every address."""
+    """HOST or HOST:PORT at which others reach this daemon; None: where it listens. Required if it listens on every address."""
     worker_host: Host | None = None
-    """The address of this machine at which its engines and train ranks listen and are reached by other nodes; None:
-    `listen_host`, or `advertise`'s host where that is every address."""
+    """Address of this machine at which its engines and train ranks listen and at which other nodes reach them; None:
+    `listen_host`, or the host in `advertise` if `listen_host` is every address."""
     metrics_host: Host | None = None
-    """Where /metrics is served; None: `listen_host`."""
+    """Address of /metrics; None: `listen_host`."""
     metrics_port: Port = 0
     etcd: StoreRef
-    """endpoints (host:port, or https://host:port), tls (ca, cert, key: files), user (name, password_file)."""
+    """endpoints (host:port, or https://host:port), tls (files ca, cert, key), user (name, password_file)."""
     tls: TlsSection | None = None
     auth: AuthSection | None = None
     allow: AllowSection = AllowSection()
     train_interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9._,:=^-]{1,64}$")] | None = None
-    """The network interface over which train ranks exchange gradients (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME): a private
-    network, for nothing guards that traffic. None: the one of `worker_host`."""
+    """Network interface for gradient exchange between train ranks (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME). Must be a private
+    network, because this traffic is not encrypted. None: the interface of `worker_host`."""
     slots: Annotated[tuple[str, ...], Field(min_length=1)]
-    """The accelerators of this node that gcore may use: cuda:0 (a GPU), cpu:0-3 (a set of cores), cpu:0 (one core, whichever);
-    `gcore.system.slots` has the whole grammar."""
+    """Slots of this node that gcore may use: cuda:0 (a GPU), cpu:0-3 (a set of cores), cpu:0 (one core, any).
+    `gcore.system.slots` documents the grammar."""
     host_memory_gib: PositiveFloat | None = None
-    """What of its host's memory the node may take, for planning; None: all of it."""
+    """Host memory that the node may use, for planning; None: all of it."""
     run_root: Annotated[str, Field(min_length=1)]
-    """Folder of the jobs' run folders, seen by every node."""
+    """Parent folder of the run folders. Every node must see it."""
     sglang_python: str | None = None
-    """The Python that has SGLang, for jobs with `rollout.engine: sglang`; None: the node runs no such job."""
+    """Python interpreter with SGLang, for jobs with `rollout.engine: sglang`; None: the node runs no such job."""
     lease_ttl_s: Annotated[PositiveInt, Field(le=3600)] = 5
-    """A daemon that is silent for so long has left, for its peers."""
+    """Lease TTL: after this long without a renewal, peers consider the daemon gone."""
     lease_tick_s: PositiveFloat | None = None
-    """Between two renewals of its lease; None: a third of that. How the four tie is checked at start (`lease_times`)."""
+    """Interval between lease renewals; None: a third of the TTL. `lease_times` checks the four values together at start."""
     lease_call_s: PositiveFloat | None = None
-    """Longest wait for the answer to a renewal; None: a fifth of the lease."""
+    """Timeout of one renewal; None: a fifth of the TTL."""
     lease_margin_s: NonNegativeFloat | None = None
-    """So long may the daemon be held up besides; None: a tenth of the lease."""
+    """Allowance for delays of the daemon process; None: a tenth of the TTL."""
     orphan_grace_s: NonNegativeFloat = 60.0
-    """So long do workers outlive a daemon that does not come back."""
+    """How long workers keep running without their daemon."""
     memory_dir: str = "/dev/shm"
-    """A folder of a file system in this machine's memory, for copies of train ranks' state (`gcore.models.replicas`)."""
+    """Folder on an in-memory file system of this machine, for in-memory replicas of train state (`gcore.models.replicas`)."""
     api: ApiConfig = ApiConfig()
-    """What the job API allows callers."""
+    """Limits of the job API."""
     limits: JobLimits = JobLimits()
-    """What each job may take of this node: memory_gib, cpus, pids, disk_gib."""
+    """Limits of each job on this node: memory_gib, cpus, pids, disk_gib."""
     gc: GarbageSection = GarbageSection()
-    """What is deleted of what is not needed any more."""
+    """Retention of files that are no longer needed."""
     log_format: LogFormat = "text"
-    """How this daemon and its workers write their logs: lines for people, or JSON with controller, job and step; `gcore.system.daemon`."""
+    """Log format of the daemon and its workers: text, or JSON with controller, job and step (`gcore.system.daemon`)."""
     otlp_endpoint: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = None
-    """An OpenTelemetry collector, such as http://collector:4318, that is sent each step as a trace; None: what
-    OTEL_EXPORTER_OTLP_ENDPOINT says in the daemon's environment, or nobody. Needs gcore[otel]."""
+    """OpenTelemetry collector that receives each step as a trace, such as http://collector:4318; None: the environment's
+    OTEL_EXPORTER_OTLP_ENDPOINT, or no collector. Needs gcore[otel]."""
     local_cluster: bool = False
-    """Whether the node belongs to `gcore up`: then the daemon brings back its peers and etcd when they die."""
+    """Whether the node belongs to `gcore up`. Then the daemon restarts its peers and etcd when they die."""
 
     @model_validator(mode="before")
     @classmethod
     def _as_it_was_written_before(cls, tree: Any) -> Any:
-        """The local clusters of an earlier version named the store's endpoints alone."""
+        """Accept `etcd_endpoints`, which local clusters of an earlier version wrote."""
         if isinstance(tree, dict) and "etcd_endpoints" in tree and "etcd" not in tree:
             tree = dict(tree)
             tree["etcd"] = {"endpoints": tree.pop("etcd_endpoints")}
@@ -319,8 +317,8 @@ class NodeConfig(Section):
     def _can_be_reached(self) -> Self:
         if self.listen_host in EVERY_ADDRESS and self.advertise is None:
             raise ValueError(
-                f"listen_host {self.listen_host} is every address of the machine, and none at which others reach it; "
-                "name one in advertise"
+                f"listen_host {self.listen_host} is every address of the machine, so others do not know which address to use; "
+                "set advertise"
             )
         return self
 
@@ -334,21 +332,23 @@ class NodeConfig(Section):
         if problem := listening_problem(hosts, self.tls):
             raise ValueError(problem)
         if self.auth is not None and self.tls is None:
-            raise ValueError("auth needs tls: other nodes are known by their certificates, and tokens go over TLS")
+            raise ValueError(
+                "auth needs tls: certificates authenticate other nodes, and tokens must be encrypted; set tls"
+            )
         return self
 
     @property
     def tells_apart(self) -> bool:
-        """Whether calls show whose they are; else everybody who reaches the daemon is an admin."""
+        """Whether callers are authenticated. If not, every caller is an admin."""
         return self.tls is not None or self.auth is not None
 
     @property
     def collector(self) -> str | None:
-        """Where traces are sent."""
+        """The address of the trace collector; None if there is none."""
         return self.otlp_endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None
 
     def advertised(self, port: int) -> str:
-        """HOST:PORT at which others reach the daemon, which listens on `port`."""
+        """Return HOST:PORT at which others reach the daemon, which listens on `port`."""
         named = None if self.advertise is None else _host_and_port(self.advertise)[1]
         return join_host_port(self.advertised_host, named or port)
 
@@ -359,7 +359,7 @@ class NodeConfig(Section):
 
     @property
     def workers_listen_on(self) -> str:
-        """The host at which engines and ranks of this node listen, and are reached."""
+        """The host at which engines and ranks of this node listen and are reached."""
         if self.worker_host is not None:
             return self.worker_host
         if self.listen_host in EVERY_ADDRESS and self.advertise is not None:
@@ -368,22 +368,22 @@ class NodeConfig(Section):
 
     @property
     def metrics_listen_on(self) -> str:
-        """The host at which /metrics is served."""
+        """The host that serves /metrics."""
         return self.metrics_host or self.listen_host
 
     @property
     def lease_times(self) -> LeaseTimes:
-        """How the daemon keeps its lease; not checked."""
+        """The timing of the daemon's lease, unchecked."""
         return LeaseTimes.of(
             self.lease_ttl_s, tick_s=self.lease_tick_s, call_s=self.lease_call_s, margin_s=self.lease_margin_s
         )
 
     @classmethod
     def load(cls, path: Path) -> NodeConfig:
-        """Read the file. Raises UsageError, also for times under which a lease would not outlive a slow answer."""
+        """Read the file. Raises UsageError, also if the lease times leave no margin for a slow response."""
         tree = _tree(path)
         if not isinstance(tree, dict):
-            raise UsageError("not a daemon's configuration: it is no mapping of keys", where=str(path), fix=BEGIN)
+            raise UsageError("the daemon configuration is not a mapping of keys", where=str(path), fix=BEGIN)
         try:
             config = cls.model_validate(tree)
         except ValidationError as error:
@@ -391,15 +391,15 @@ class NodeConfig(Section):
 
             problems = "; ".join(list(explain_errors(error, cls))[:8])
             raise UsageError(
-                f"not a daemon's configuration: {problems}",
+                f"the daemon configuration is not valid: {problems}",
                 where=str(path),
-                fix="Correct it; docs/operate/configuration.md has every key",
+                fix="Correct it; docs/operate/configuration.md describes every key",
             ) from error
         config.lease_times.check(str(path))
         return config._with_whole_paths(path)
 
     def _with_whole_paths(self, file: Path) -> NodeConfig:
-        """Workers stand elsewhere than the daemon: what is relative to the file's folder is made whole. Raises UsageError."""
+        """Make paths absolute, because workers run in other folders than the daemon. Raises UsageError."""
         base = file.absolute().parent
 
         def whole(path: str | None) -> str | None:
@@ -407,11 +407,11 @@ class NodeConfig(Section):
                 return None
             try:
                 if "\0" in path:
-                    raise ValueError("it holds a NUL")
+                    raise ValueError("it contains a NUL")
                 return str(base / Path(path).expanduser())
-            except (ValueError, RuntimeError) as error:  # RuntimeError: ~somebody whom this machine does not know
-                why = f"not a daemon's configuration: {path[:80]!r} is no path ({error})"
-                raise UsageError(why, where=str(file), fix="Write the whole path") from error
+            except (ValueError, RuntimeError) as error:  # RuntimeError: ~name with an unknown user
+                why = f"the daemon configuration is not valid: {path[:80]!r} is not a valid path ({error})"
+                raise UsageError(why, where=str(file), fix="Write an absolute path") from error
 
         etcd = self.etcd
         if etcd.tls is not None:
@@ -433,24 +433,27 @@ class NodeConfig(Section):
 
 
 def _tree(path: Path) -> Any:
-    """The document in the file. Raises UsageError."""
+    """Parse the file. Raises UsageError."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise UsageError(
-                f"the file has more than {MAX_BYTES} bytes", where=str(path), fix="Name a daemon's configuration"
+                f"the file has more than {MAX_BYTES} bytes", where=str(path), fix="Name a daemon configuration"
             )
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = (error.strerror or error) if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(
-            f"cannot read the daemon's configuration ({why})", where=str(path), fix="Name an existing YAML file"
+            f"cannot read the daemon configuration ({why})", where=str(path), fix="Name an existing YAML file"
         ) from error
-    if text.lstrip().startswith("{"):  # what `gcore up` writes; YAML 1.1 would take 1e-05 in it for a word
+    if text.lstrip().startswith("{"):  # JSON, as `gcore up` writes it; YAML 1.1 would read 1e-05 in it as a word
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
-            pass  # YAML has braces too, and says better what is wrong
-    from gcore.config.load import YamlNotPlain, read_plain  # after JSON: a laptop's daemon needs no YAML
+            pass  # it may be YAML in braces, whose parser also reports errors better
+    from gcore.config.load import (
+        YamlNotPlain,
+        read_plain,
+    )  # imported late: a laptop's daemon has JSON and needs no YAML
 
     try:
         return read_plain(text)
@@ -461,7 +464,7 @@ def _tree(path: Path) -> Any:
 
 
 def _host_and_port(text: str) -> tuple[str, int | None]:
-    """Of `host`, `host:port`, `v6` and `[v6]:port`; an empty host where it is none of these, or more than that."""
+    """Split `host`, `host:port`, `v6` or `[v6]:port`; an empty host if the text is none of these."""
     if text.count(":") > 1 and not text.startswith("["):
         text = f"[{text}]"
     try:

@@ -1,9 +1,9 @@
 """The sections `reward`, `scoring` and `judges` of a job spec: how responses are scored.
 
-A reward, or a part of a composed one, is a function that is found by its name, or a judge of the section `judges`. `compose`
-says what parts come to together. A judge is a model, served by engines of the reward pool or asked at an address outside of
-the cluster; its template is what it is shown, and its verdict's parser reads its answer. What cannot be judged is never
-counted as 0 in silence: `on_error` says what becomes of the group.
+A reward, or a part of a composed reward, is a named function or a judge from the section `judges`. `compose` says how parts
+combine. A judge is a model that engines of the reward pool serve, or an external one at an address outside the cluster. Its
+template renders its input, and its verdict parser reads its output. A response that cannot be judged never silently counts
+as 0: `on_error` says what happens to the group.
 """
 
 from __future__ import annotations
@@ -44,97 +44,99 @@ DEFAULT_REWARD = "numeric"
 DEFAULT_ANSWER = "answer"
 
 NEEDS_ANSWER = frozenset({"numeric", "math", "exact", "code"})
-"""gcore's own rewards that compare with an expected answer. A plug-in says itself what it needs, unless the spec names a field."""
+"""Built-in rewards that need an expected answer. A plug-in declares what it needs, unless the spec names a field."""
 
 MAX_PARTS = 16
 
 ANSWER_HELP = (
-    "Field of the prompt's entry that holds the expected answer, or a path to a nested one: reward_model.ground_truth"
+    "Field of the prompt's entry with the expected answer, or a path to a nested field: reward_model.ground_truth"
 )
-OPTIONS_HELP = "Settings of the reward's own, by name"
-JUDGE_HELP = "The judge of `judges` that scores, in place of a reward's name"
+OPTIONS_HELP = "Settings of the reward, by name"
+JUDGE_HELP = "Judge from `judges` that scores, instead of a reward function"
 
 
 class RewardPart(Section):
-    """One of the rewards that a composed one is made of."""
+    """One part of a composed reward."""
 
-    name: str | None = Field(None, description="Reward, by its entry-point name in `gcore.rewards`")
+    name: str | None = Field(None, description="Reward, by entry-point name in `gcore.rewards`")
     judge: str | None = Field(None, description=JUDGE_HELP)
     label: Annotated[str, Field(min_length=1, max_length=32, pattern=r"^[A-Za-z0-9_.-]+$")] | None = Field(
         None,
-        description="Under which its value is kept and shown; default: its name or its judge's. No two parts have the same",
+        description="Name of the part in metrics and samples. Must differ between parts. Default: its name or its judge's",
     )
-    answer: str | None = Field(None, description=f"{ANSWER_HELP}; default: reward.answer")
+    answer: str | None = Field(None, description=f"{ANSWER_HELP}. Default: reward.answer")
     options: dict[str, Option] = Field({}, description=OPTIONS_HELP)
-    weight: float = Field(1.0, description="What its value is multiplied with")
+    weight: float = Field(1.0, description="Factor of the part's value")
 
     @model_validator(mode="after")
     def _one_form(self) -> RewardPart:
         if (self.name is None) == (self.judge is None):
-            raise ValueError(f"a part has a name or a judge; {'both' if self.name is not None else 'neither'} is given")
+            raise ValueError(
+                f"a part needs either a name or a judge, but {'both are' if self.name is not None else 'neither is'} set"
+            )
         if self.judge is not None and (self.options or self.answer is not None):
-            raise ValueError(f"judge {self.judge!r} looks at what its template shows it; leave options and answer out")
+            raise ValueError(f"judge {self.judge!r} reads its input from its template; leave options and answer out")
         return self
 
     @property
     def shown_as(self) -> str:
-        """Its label, or else its name, or its judge's."""
+        """The label; by default the name of the reward or judge."""
         return self.label or self.name or self.judge or ""
 
 
 class RewardSpec(Section):
-    """Scoring."""
+    """How responses are scored."""
 
     name: str = Field(
         DEFAULT_REWARD,
-        description="Reward, by its entry-point name in `gcore.rewards`; a composed one has parts instead",
+        description="Reward, by entry-point name in `gcore.rewards`. A composed reward has parts instead",
     )
     judge: str | None = Field(None, description=JUDGE_HELP)
     answer: str = Field(DEFAULT_ANSWER, description=ANSWER_HELP)
     options: dict[str, Option] = Field({}, description=OPTIONS_HELP)
-    parts: tuple[RewardPart, ...] = Field((), description="Rewards that together make the response's")
+    parts: tuple[RewardPart, ...] = Field((), description="Parts of a composed reward")
     compose: Literal["sum", "gate", "min"] = Field(
         "sum",
-        description="How parts make one reward. sum: weight times value, added up; gate: the first part only decides: "
-        "unless it is positive the reward is 0, else the sum of the others; min: the smallest of weight times value",
+        description="How parts combine. sum: the sum of weight times value. gate: if the first part is not positive, 0; otherwise the "
+        "sum of the other parts. min: the smallest weight times value",
     )
-    timeout_s: PositiveFloat = Field(
-        10.0, le=3600, description="Longest time one response may take to be scored, in seconds"
-    )
+    timeout_s: PositiveFloat = Field(10.0, le=3600, description="Longest time to score one response, in seconds")
     timeout_value: Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)] | None = Field(
         None,
-        description="What a response is worth whose scoring took longer or killed its process; default: its prompt fails",
+        description="Reward of a response whose scoring timed out or killed its process. Default: the prompt fails",
     )
 
     @model_validator(mode="after")
     def _one_form(self) -> RewardSpec:
         if self.judge is not None and (self.name != DEFAULT_REWARD or self.options or self.parts):
-            raise ValueError("give a judge, a name with options, or parts that have their own, only one of them")
+            raise ValueError("set only one of judge, name (with options), and parts (with options of their own)")
         if not self.parts:
             if self.compose != "sum":
-                raise ValueError("compose belongs to parts; there are none")
+                raise ValueError("compose needs parts, but there are none; list parts, or leave compose out")
             return self
         if self.name != DEFAULT_REWARD or self.options:
-            raise ValueError("give a name with options, or parts that have their own, not both")
+            raise ValueError("set either name (with options) or parts (with options of their own), not both")
         if len(self.parts) > MAX_PARTS:
-            raise ValueError(f"{len(self.parts)} parts; at most {MAX_PARTS}")
+            raise ValueError(f"there are {len(self.parts)} parts, but at most {MAX_PARTS} are allowed")
         label, times = Counter(part.shown_as for part in self.parts).most_common(1)[0]
         if times > 1:
-            raise ValueError(f"two parts are called {label!r}; give them labels that differ")
+            raise ValueError(f"two parts have the label {label!r}; set labels that differ")
         labels = sorted(part.shown_as for part in self.parts)
         for one, other in permutations(labels, 2):
             if other.startswith(f"{one}."):
-                raise ValueError(f"{other!r} is what a part of {one!r} would be called; give them labels that differ")
+                raise ValueError(
+                    f"label {other!r} is the name that a component of part {one!r} would get; set another label"
+                )
         if self.compose == "gate":
             if len(self.parts) < 2:
-                raise ValueError("a gate needs a part behind it; list at least two")
+                raise ValueError("compose: gate needs a part after the gate; list at least two parts")
             if self.parts[0].weight != 1.0:
-                raise ValueError(f"part {self.parts[0].shown_as!r} is the gate and only decides; it has no weight")
+                raise ValueError(f"part {self.parts[0].shown_as!r} is the gate, which has no weight; leave weight out")
         return self
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """The fields that an entry must have for it, each once. What a judge is shown, its template says."""
+        """The fields that an entry must have for this reward, without duplicates. A judge's template names its own fields."""
         if self.judge is not None:
             return ()
         wanted = [(part.name, part.answer or self.answer) for part in self.parts if part.judge is None]
@@ -145,44 +147,44 @@ class RewardSpec(Section):
 
     @property
     def judges(self) -> tuple[str, ...]:
-        """The judges that it names, each once."""
+        """The judges that this reward names, without duplicates."""
         named = [self.judge, *(part.judge for part in self.parts)]
         return tuple(dict.fromkeys(name for name in named if name is not None))
 
     @property
     def shown_as(self) -> str:
-        """Its name; for people."""
+        """The name for display."""
         inner = ", ".join(part.shown_as for part in self.parts)
         return f"{self.compose}({inner})" if self.parts else self.judge or self.name
 
     def of_part(self, part: RewardPart) -> RewardSpec:
-        """What `part` is told: as if it were the only reward. Raises ValueError for a judge's, which is told nothing."""
+        """Return a spec of `part` as if it were the only reward. Raises ValueError for a judge, which has no such spec."""
         if part.name is None:
-            raise ValueError(f"part {part.shown_as!r} is a judge's")
+            raise ValueError(f"part {part.shown_as!r} is a judge and has no reward function")
         return RewardSpec(
             name=part.name, answer=part.answer or self.answer, options=part.options, timeout_s=self.timeout_s
         )
 
 
 def _is_named(name: str | None, answer: str) -> bool:
-    """Whether the spec names the field for a reward of somebody else's."""
+    """Return whether the spec names an answer field for a reward that is not built in."""
     return answer != DEFAULT_ANSWER and name not in ("regex", "length", "environment", "agent")
 
 
 class ScoringSpec(Section):
-    """Where rewards run: in processes of their own on each controller's node."""
+    """The processes that run reward functions, on each controller's node."""
 
-    workers: PositiveInt = Field(1, le=256, description="Processes on each node; each scores one response at a time")
-    memory_mb: PositiveInt = Field(4096, ge=64, le=1 << 30, description="Most memory that one of them may take, in MiB")
+    workers: PositiveInt = Field(1, le=256, description="Processes on each node. Each scores one response at a time")
+    memory_mb: PositiveInt = Field(4096, ge=64, le=1 << 30, description="Memory limit of one process, in MiB")
     start_timeout_s: PositiveFloat = Field(
-        120.0, le=3600, description="Longest time one of them may take to load the rewards, in seconds"
+        120.0, le=3600, description="Longest time for a process to load the rewards, in seconds"
     )
 
 
 JudgeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,30}[A-Za-z0-9])?$")]
 
 KEY = r"^(env:[A-Za-z_][A-Za-z0-9_]*|file:/[^\x00-\x1f]+)$"
-"""Without a bound of its own: each of thousands would be compiled, 8 MB in every daemon."""
+"""Has no length bound, because the regex compiler expands a bound of thousands to 8 MB in every daemon."""
 
 MOST_JUDGES = 16
 MOST_WORDS = 64
@@ -190,141 +192,143 @@ LONGEST_TEMPLATE = 20_000
 MOST_VOTES = 64
 
 LEAST_RATE = 0.001
-"""Requests a second: who asks less than one in a quarter of an hour waits for a mistake."""
+"""Requests per second. A lower rate (less than one request in 1,000 s) is certainly a mistake."""
 
 OWN_PARSERS = ("number", "words", "json")
-"""gcore's own, in `gcore.verdicts`."""
+"""Built-in verdict parsers, in `gcore.verdicts`."""
 
 
 class JudgeModel(Section):
-    """A model that gcore serves."""
+    """A judge model that the cluster serves."""
 
     path: ModelPath = Field(
-        description="Folder of a Hugging Face model with its tokenizer, relative to the spec's folder; or "
+        description="Folder of a Hugging Face model with its tokenizer, relative to the spec's folder. Or a model on a hub: "
         "hf://OWNER/NAME[@REVISION], ms://OWNER/NAME[@REVISION]"
     )
-    trust_remote_code: bool = Field(
-        False, description="Run Python code that comes with the model; read that code first"
-    )
+    trust_remote_code: bool = Field(False, description="Run Python code from the model's folder. Read that code first")
     max_length: PositiveInt | None = Field(
-        None, description="Longest question plus answer, in tokens; default: the model's own limit"
+        None, description="Longest input plus output, in tokens. Default: the model's own limit"
     )
 
 
 class JudgeServing(Section):
-    """The engines of one judge."""
+    """The engines of a judge."""
 
-    engine: Literal["torch", "sglang"] = Field("torch", description="What serves it")
-    slots_per_engine: SlotsPerEngine = Field(1, description=f"{SPANS}; the same for all judges")
+    engine: Literal["torch", "sglang"] = Field("torch", description="Engine that serves the judge")
+    slots_per_engine: SlotsPerEngine = Field(1, description=f"{SPANS}. Must be equal for all judges")
     replicas: PositiveInt | None = Field(
-        None, le=MOST_SLOTS, description="Engines in the cluster; default: one on each of its slots"
+        None,
+        le=MOST_SLOTS,
+        description="Engines of this judge in the cluster. Default: one on each slot of the reward pool",
     )
-    batch_slots: PositiveInt = Field(64, description="Sequences an engine decodes at once, at most")
+    batch_slots: PositiveInt = Field(64, description="Most sequences that an engine decodes at once")
     cache_tokens: PositiveInt | None = Field(
-        None, description="Tokens an engine caches at once, at most; default: from the memory that is free"
+        None, description="Size of an engine's KV cache, in tokens. Default: from the free memory"
     )
     prefill_chunk_tokens: PositiveInt = Field(
-        512, description="Tokens of questions an engine takes in between two tokens of what it is decoding"
+        512, description="Input tokens that an engine prefills between two decoding steps"
     )
-    engine_args: tuple[str, ...] = Field((), description="Further arguments of SGLang's server, word by word")
+    engine_args: tuple[str, ...] = Field((), description="Additional command-line arguments of the SGLang server")
 
     @model_validator(mode="after")
     def _arguments_are_sglangs(self) -> JudgeServing:
         if self.engine == "torch" and self.engine_args:
-            raise ValueError("engine_args are SGLang's; set engine: sglang")
+            raise ValueError("engine_args need engine: sglang; set it, or leave engine_args out")
         if (why := refuse_torch(self.engine, self.slots_per_engine)) is not None:
             raise ValueError(why)
         return self
 
 
 def _address(url: str) -> str:
-    """`url`, if questions can be sent below it. Raises ValueError."""
+    """Return `url` if it is a usable base address. Raises ValueError."""
     if not url.isprintable() or " " in url:
-        raise ValueError("an address has no spaces and nothing that cannot be printed")
+        raise ValueError("an address must not contain spaces or unprintable characters")
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise ValueError(f"it is no address ({error})") from error
+        raise ValueError(f"it is not a valid address ({error})") from error
     if parts.scheme not in ("http", "https"):
         raise ValueError("it should begin with https:// or http://")
     if parts.username is not None or parts.password is not None:
         raise ValueError(
-            "it should have no name and no password: specs are stored and shown; say in key where a key is"
+            "it should contain no user name and no password, because specs are stored and displayed; say in `key` where the key is"
         )
     if not host or port == 0:
-        raise ValueError(f"it names no {'port' if host else 'host'}, such as in https://api.example.com/v1")
+        raise ValueError(f"it has no valid {'port' if host else 'host'}; write it as in https://api.example.com/v1")
     if "?" in url or "#" in url:
-        raise ValueError("it should have no ? and no #: /chat/completions is put behind it")
+        raise ValueError("it should contain no ? and no #, because gcore appends /chat/completions")
     return url
 
 
 class ExternalJudge(Section):
-    """A judge outside of the cluster, which speaks OpenAI's chat completions."""
+    """A judge outside the cluster with an OpenAI chat-completions API."""
 
     url: Annotated[str, AfterValidator(_address)] = Field(
-        description="Base address, such as https://api.example.com/v1; /chat/completions is asked there"
+        description="Base address, such as https://api.example.com/v1. Requests go to /chat/completions below it"
     )
-    model: str = Field(description="What the model is called there")
+    model: str = Field(description="Model name in requests")
     key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = Field(
-        None, description="Environment variable of the controllers that holds the key; the key itself is never stored"
+        None,
+        description="Environment variable of the controllers that holds the API key. The key itself is never stored",
     )
     key: Annotated[str, Field(pattern=KEY, max_length=4006)] | None = Field(
         None,
-        description="Where the controllers find the key: env:NAME, an environment variable, or file:/PATH; never the key itself",
+        description="Where controllers find the API key: env:NAME (an environment variable) or file:/PATH. Never the key itself",
     )
     requests_per_s: Annotated[float, Field(ge=LEAST_RATE)] = Field(
-        10.0, description="Most requests a second from the whole cluster"
+        10.0, description="Most requests per second from the whole cluster"
     )
-    in_flight: PositiveInt = Field(32, description="Requests under way from one controller, at most")
-    price_in: Annotated[float, Field(ge=0)] = Field(0.0, description="Price of a million tokens of questions")
-    price_out: Annotated[float, Field(ge=0)] = Field(0.0, description="Price of a million tokens of answers")
+    in_flight: PositiveInt = Field(32, description="Most requests in flight from one controller")
+    price_in: Annotated[float, Field(ge=0)] = Field(0.0, description="Price of a million input tokens")
+    price_out: Annotated[float, Field(ge=0)] = Field(0.0, description="Price of a million output tokens")
     most_cost: PositiveFloat | None = Field(
-        None, description="What the whole job may spend on it, in the unit of the prices; then the job waits"
+        None, description="Spending limit of the whole job, in the unit of the prices. At the limit the job waits"
     )
 
     @model_serializer(mode="wrap")
     def _as_before(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without `key` where it says nothing: a daemon from before there was one reads the rest."""
+        """Omit `key` when unset, so that daemons of an older gcore can read the spec."""
         tree: dict[str, Any] = written(self)
         return tree if self.key is not None else {name: value for name, value in tree.items() if name != "key"}
 
     @property
     def key_reference(self) -> str | None:
-        """Where the key is, if it needs one."""
+        """Where the key is; None if the judge needs none."""
         return f"env:{self.key_env}" if self.key_env is not None else self.key
 
     @model_validator(mode="after")
     def _one_key(self) -> ExternalJudge:
         if self.key is not None and self.key_env is not None:
-            raise ValueError("key and key_env both say where the key is; give one")
+            raise ValueError("key and key_env are both set; leave one out")
         return self
 
     @model_validator(mode="after")
     def _cost_needs_prices(self) -> ExternalJudge:
         if self.most_cost is not None and not (self.price_in or self.price_out):
-            raise ValueError("most_cost needs price_in or price_out")
+            raise ValueError("most_cost needs price_in or price_out; set one of them")
         return self
 
 
 class VerdictSpec(Section):
-    """How a judge's answer becomes a number."""
+    """How a judge's output becomes a number."""
 
     parser: str = Field(
         "number",
-        description="By entry-point name in `gcore.verdicts`. number: the last number in the answer; words: one of `words`; "
+        description="Parser, by entry-point name in `gcore.verdicts`. number: the last number in the output. words: one of `words`. "
         "json: a field of the last JSON object",
     )
     after: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="Only what follows the last of this text is looked at; an answer without it cannot be read"
+        None,
+        description="Read only the output after the last occurrence of this text. Output without it cannot be read",
     )
     words: dict[str, float] = Field(
-        {}, max_length=MOST_WORDS, description="With parser: words, what a verdict may be, and what each is worth"
+        {}, max_length=MOST_WORDS, description="Accepted words and their values, with parser: words or json"
     )
-    field: str = Field("score", description="With parser: json, the field that holds the number, or one of `words`")
-    least: float = Field(0.0, description="A smaller number cannot be the verdict")
-    most: float = Field(1.0, description="A larger number cannot be the verdict")
-    scale: bool = Field(False, description="Move numbers from least..most to 0..1")
+    field: str = Field("score", description="With parser: json, the field with the number or one of `words`")
+    least: float = Field(0.0, description="Smallest valid number")
+    most: float = Field(1.0, description="Largest valid number")
+    scale: bool = Field(False, description="Map numbers linearly from least..most to 0..1")
     options: dict[str, Option] = Field({}, description="Settings of a parser of your own, by name")
 
     @model_validator(mode="after")
@@ -332,118 +336,123 @@ class VerdictSpec(Section):
         if self.least >= self.most:
             raise ValueError(f"least ({self.least:g}) is not below most ({self.most:g})")
         if self.scale and math.isinf(self.most - self.least):
-            raise ValueError(f"what lies from least ({self.least:g}) to most ({self.most:g}) is too much to be scaled")
+            raise ValueError(f"the range from least ({self.least:g}) to most ({self.most:g}) is too large to scale")
         if self.parser == "words" and not self.words:
-            raise ValueError("parser: words needs words, such as {Y: 1, N: 0}")
+            raise ValueError("parser: words needs words, such as words: {Y: 1, N: 0}")
         if self.parser == "number" and self.words:
-            raise ValueError("words belong to parser: words or json")
+            raise ValueError("words need parser: words or parser: json")
         if "" in self.words:
-            raise ValueError("a word of a verdict cannot be empty")
+            raise ValueError("a word of a verdict cannot be empty; remove it")
         for word, worth in self.words.items():
             if not self.least <= worth <= self.most:
                 raise ValueError(
-                    f"the word {word!r} is worth {worth:g}, which is not from least ({self.least:g}) to most ({self.most:g})"
+                    f"the word {word!r} has value {worth:g}, which is not between least ({self.least:g}) and most ({self.most:g})"
                 )
         if self.options and self.parser in OWN_PARSERS:
-            raise ValueError(f"parser: {self.parser} has no options; they are for a parser of your own")
+            raise ValueError(f"parser: {self.parser} has no options, which are for parsers of your own; leave them out")
         return self
 
 
 class Fallback(Section):
-    """What scores instead, when the judge cannot."""
+    """The reward that scores when the judge cannot."""
 
-    fallback: str = Field(description="Reward, by its entry-point name in `gcore.rewards`")
-    options: dict[str, Option] = Field({}, description="Settings of that reward's own, by name")
+    fallback: str = Field(description="Reward, by entry-point name in `gcore.rewards`")
+    options: dict[str, Option] = Field({}, description="Settings of that reward, by name")
 
 
 class JudgeSpec(Section):
-    """One judge."""
+    """A judge."""
 
-    name: JudgeName = Field(description="By which rewards name it, and under which it is shown")
+    name: JudgeName = Field(description="Name of the judge in rewards, metrics and views")
     kind: Literal["generative", "classifier"] = Field(
         "generative",
-        description="What it says. generative: it writes an answer, which is read by `verdict`; classifier: a sequence-classification "
-        "head says one number",
+        description="Kind of model. generative: the judge writes text, which `verdict` parses. classifier: a sequence-classification head returns "
+        "one number",
     )
-    model: JudgeModel | None = Field(None, description="The model, if the cluster serves it")
-    serving: JudgeServing = Field(JudgeServing(), description="The engines that serve it")
-    external: ExternalJudge | None = Field(None, description="Where it is asked, if somebody else serves it")
+    model: JudgeModel | None = Field(None, description="The model, if the cluster serves the judge")
+    serving: JudgeServing = Field(JudgeServing(), description="The engines that serve the judge")
+    external: ExternalJudge | None = Field(None, description="The API of a judge outside the cluster")
     mode: Literal["pointwise", "pairwise"] = Field(
         "pointwise",
-        description="What it looks at. pointwise: each response for itself; pairwise: which of two responses of a group is better, each pair in "
-        "both orders, and a response is worth the share that it wins",
+        description="How responses are judged. pointwise: each response alone. pairwise: two responses of a group at a time, "
+        "each pair in both orders; a response's value is its win rate",
     )
     opponents: PositiveInt | None = Field(
-        None, description="With pairwise: how many others each response is held against; default: all of its group"
+        None,
+        description="With pairwise: how many other responses each response is compared with. Default: all of its group",
     )
     template: Annotated[str, Field(max_length=LONGEST_TEMPLATE)] | None = Field(
         None,
-        description="What it is shown, in Jinja: `prompt`, `response` (pairwise: `first` and `second`) and the entry's `fields`",
+        description="Input of the judge, in Jinja, from `prompt`, `response` (pairwise: `first` and `second`) and the entry's `fields`",
     )
-    template_file: FilePath | None = Field(None, description="The same, from a file, relative to the spec's folder")
+    template_file: FilePath | None = Field(
+        None, description="Jinja file with the template, relative to the spec's folder"
+    )
     chat: bool = Field(
-        False, description="Wrap what it is shown with the tokenizer's chat template; otherwise plain text"
+        False, description="Apply the tokenizer's chat template to the input; false: the input is plain text"
     )
-    system: str | None = Field(None, description="System message before it; needs chat, or an external judge")
+    system: str | None = Field(None, description="System message before the input. Needs chat, or an external judge")
     template_variables: TemplateVariables | None = Field(
-        None, exclude_if=is_unset, description=f"{VARIABLES_HELP}; needs chat and a model of the cluster's"
+        None, exclude_if=is_unset, description=f"{VARIABLES_HELP}. Needs chat: true and a judge with a model"
     )
     temperature: Annotated[float, Field(ge=0, le=1e6)] = Field(
         0.0,
-        description="Sampling temperature. 0: the likeliest token, always (greedy); above: drawn, each vote from a seed of its own",
+        description="Sampling temperature. 0: greedy. Above 0: sampled, with a separate seed for each vote",
     )
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus of what is drawn")
-    max_new_tokens: PositiveInt = Field(256, description="Longest answer, in tokens")
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="Strings that end an answer")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling")
+    max_new_tokens: PositiveInt = Field(256, description="Longest output, in tokens")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="Strings that end the output")
     votes: Annotated[int, Field(ge=1, le=MOST_VOTES)] = Field(
-        1, description="Answers to one question; the verdict is the mean of those that can be read"
+        1, description="Outputs per input. The verdict is the mean of those that can be parsed"
     )
     verdict: VerdictSpec = VerdictSpec()
     on_error: Literal["retry", "fail_group"] | Fallback = Field(
         "retry",
-        description="When it cannot be asked, or no answer can be read: retry: the prompt is issued again "
-        "(flow.max_reissues); fail_group: the prompt has failed; {fallback: NAME}: that reward scores instead",
+        description="What happens if requests fail or no output can be parsed. retry: the prompt is sampled again "
+        "(flow.max_reissues). fail_group: the prompt fails. {fallback: NAME}: that reward scores instead",
     )
-    tries: PositiveInt = Field(3, description="Engines or requests that are tried for one question before on_error")
+    tries: PositiveInt = Field(3, description="Engines or requests to try for one input before on_error applies")
     timeout_s: PositiveFloat = Field(
         120.0,
         le=3600,
-        description="Longest wait for the answer of an external judge; of the cluster's own, the longest time in which its engine "
-        "sends nothing, with what it has queued before the question in it",
+        description="External judge: longest wait for a response, in seconds. Judge of the cluster: longest time without any data from "
+        "its engine, in seconds; includes the engine's queue before this input",
     )
     remembered: Annotated[int, Field(ge=0, le=10_000_000)] = Field(
-        10_000, description="Questions whose verdicts each controller remembers; the same question is not asked again"
+        10_000, description="Inputs whose verdicts each controller caches. The same input is not sent again"
     )
     queue: PositiveInt = Field(
-        1024, description="Questions that one controller has open, at most: then it begins no further prompts"
+        1024, description="Most open inputs of one controller. At the limit the controller starts no further prompts"
     )
 
     @model_validator(mode="after")
     def _fits_together(self) -> JudgeSpec:
         if (self.model is None) == (self.external is None):
-            both = "both are given" if self.model is not None else "neither is given"
-            raise ValueError(f"a judge has a model, or is external; {both}")
+            both = "both are set" if self.model is not None else "neither is set"
+            raise ValueError(f"a judge needs either model or external, but {both}")
         if (self.template is None) == (self.template_file is None):
-            both = "both are given" if self.template is not None else "neither is given"
-            raise ValueError(f"say what the judge is shown, in template or in template_file; {both}")
+            both = "both are set" if self.template is not None else "neither is set"
+            raise ValueError(f"a judge needs either template or template_file, but {both}")
         if self.external is not None and self.serving != JudgeServing():
-            raise ValueError("serving is for a judge with a model; an external one has its own engines")
+            raise ValueError(
+                "serving needs a judge with a model, and an external judge has its own engines; leave serving out"
+            )
         if self.system is not None and not (self.chat or self.external is not None):
             raise ValueError("system needs chat: true")
         if self.template_variables and not (self.chat and self.model is not None):
-            raise ValueError("template_variables are a chat template's; they need model and chat: true")
+            raise ValueError("template_variables need a chat template: set model and chat: true, or leave them out")
         if 0 < self.temperature < 1e-6:
-            raise ValueError(f"a temperature of {self.temperature} is neither greedy (0) nor at least 1e-06")
+            raise ValueError(f"temperature {self.temperature} must be 0 (greedy) or at least 1e-06")
         if self.votes > 1 and self.temperature == 0:
             raise ValueError(
-                f"votes is {self.votes} with temperature 0, which gives the same answer each time; set a temperature, or votes: 1"
+                f"votes is {self.votes} with temperature 0, which gives the same output each time; set a temperature, or votes: 1"
             )
         if self.opponents is not None and self.mode != "pairwise":
-            raise ValueError("opponents belong to mode: pairwise")
+            raise ValueError("opponents need mode: pairwise")
         told = self.verdict
         if self.mode == "pairwise" and not told.scale and (told.least < 0 or told.most > 1):
             raise ValueError(
-                f"mode: pairwise needs verdicts from 0 (the second) to 1 (the first), and verdict gives {told.least:g} to "
+                f"mode: pairwise needs verdicts from 0 (second is better) to 1 (first is better), but verdict gives {told.least:g} to "
                 f"{told.most:g}; set verdict.scale: true"
             )
         if self.kind == "classifier":
@@ -452,9 +461,9 @@ class JudgeSpec(Section):
 
     def _refuse_for_classifier(self) -> None:
         if self.external is not None:
-            raise ValueError("kind: classifier needs a model; an external judge is generative")
+            raise ValueError("kind: classifier needs a model; an external judge must be generative")
         if self.mode == "pairwise":
-            raise ValueError("kind: classifier scores each response for itself; leave mode out")
+            raise ValueError("kind: classifier scores each response alone and cannot compare pairs; leave mode out")
         for name in ("temperature", "top_p", "max_new_tokens", "stop", "votes", "verdict"):
             if getattr(self, name) != JudgeSpec.model_fields[name].default:
-                raise ValueError(f"{name} is for a judge that writes; kind: classifier says one number")
+                raise ValueError(f"{name} needs kind: generative; a classifier returns one number. Leave {name} out")

@@ -1,7 +1,7 @@
 """The sections `rollout`, `environment` and `agent` of a job spec: how responses are generated.
 
-`environment`: responses of several turns, with a world that answers. `agent`: foreign agent code makes the responses and asks
-the policy through OpenAI's API. A job has at most one of the two.
+`environment`: multi-turn responses with an environment that answers. `agent`: external agent code produces the responses and
+calls the policy through the OpenAI API. A job has at most one of the two.
 """
 
 from __future__ import annotations
@@ -14,88 +14,95 @@ from gcore.config.base import SPANS, Option, Section, SlotsPerEngine, StopString
 
 
 class RolloutSpec(Section):
-    """Generation."""
+    """How responses are generated."""
 
-    engine: Literal["torch", "sglang"] = Field("torch", description="What serves the rollout pool")
+    engine: Literal["torch", "sglang"] = Field("torch", description="Engine that generates responses")
     slots_per_engine: SlotsPerEngine = Field(1, description=SPANS)
-    temperature: Temperature = Field(1.0, description="Sampling temperature; the trainer divides its logits by it too")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus; below 1 cannot be trained")
-    top_k: int | None = Field(None, ge=1, description="Keep only the k likeliest tokens; cannot be trained")
+    temperature: Temperature = Field(1.0, description="Sampling temperature. The trainer divides its logits by it too")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling. Training requires 1")
+    top_k: int | None = Field(
+        None, ge=1, description="Sample from the k likeliest tokens only. Training does not support it"
+    )
     min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="Drop tokens below this share of the likeliest one's probability; needs `correction`"
+        0.0,
+        description="Drop tokens below this fraction of the likeliest token's probability. Training does not support it",
     )
     correction: Literal["none", "tis", "icepop", "mis", "decoupled"] = Field(
         "none",
-        description="How training corrects for truncated sampling, engine mismatch or stale weights: not at all; tis: each "
-        "token weighed by the trainer's probability over the engine's, up to train.tis_cap; icepop: so within "
-        "train.correction_band, and not at all outside; mis: what is outside is left out of the count too; decoupled: "
-        "weighed without a cap, and clipped around the policy that the step begins with",
+        description="Correction for engine mismatch and stale weights. none: no correction. tis: weight each token by the ratio of "
+        "the trainer's to the engine's probability, capped at train.tis_cap. icepop: the same weight within "
+        "train.correction_band and zero outside. mis: as icepop, and tokens outside do not count in the denominator. decoupled: "
+        "weight without a cap, and clip around the policy at the start of the step",
     )
     max_new_tokens: PositiveInt = Field(description="Longest response, in tokens")
-    min_new_tokens: Annotated[int, Field(ge=0)] = Field(0, description="No response ends before, in tokens")
+    min_new_tokens: Annotated[int, Field(ge=0)] = Field(0, description="Shortest response, in tokens")
     stop: tuple[StopString, ...] = Field((), description="Strings that end a response")
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field((), description="Tokens that end a response")
     truncated: Literal["keep", "mask", "penalise", "drop_group"] = Field(
         "keep",
-        description="Responses cut off at max_new_tokens: trained as they are, left out of the loss (not of the group's "
-        "baseline), worth truncated_penalty less, or their whole group filtered",
+        description="Responses cut off at max_new_tokens. keep: train them unchanged. mask: exclude them from the loss, not from the "
+        "group's baseline. penalise: subtract truncated_penalty from their reward. drop_group: filter the whole group",
     )
-    truncated_penalty: PositiveFloat = Field(1.0, description="What `penalise` takes off a truncated response's reward")
+    truncated_penalty: PositiveFloat = Field(
+        1.0, description="What `penalise` subtracts from the reward of a truncated response"
+    )
     overlong_tokens: PositiveInt | None = Field(
         None,
-        description="Before the longest length, over so many tokens, a response is worth less and less (DAPO's cache)",
+        description="Soft length limit (DAPO): over this many tokens before the maximum length, the penalty grows linearly",
     )
     overlong_penalty: PositiveFloat = Field(
-        1.0, description="What a response of the longest length is worth less, with overlong_tokens"
+        1.0, description="Penalty of a response of the maximum length, with overlong_tokens"
     )
     deterministic: bool = Field(
-        False, description="The same tokens whatever else is in an engine's batch; slower (the torch engine only)"
+        False,
+        description="Generate the same tokens regardless of what else is in an engine's batch. Slower; torch engine only",
     )
-    concurrency: PositiveInt = Field(256, description="Groups in flight per controller, at most")
-    batch_slots: PositiveInt = Field(256, description="Sequences an engine decodes at once, at most")
+    concurrency: PositiveInt = Field(256, description="Most groups in flight per controller")
+    batch_slots: PositiveInt = Field(256, description="Most sequences that an engine decodes at once")
     cache_tokens: PositiveInt | None = Field(
-        None, description="Tokens an engine caches at once, at most; default: from the memory that is free"
+        None, description="Size of an engine's KV cache, in tokens. Default: from the free memory"
     )
     prefill_chunk_tokens: PositiveInt = Field(
-        512, description="Prompt tokens an engine takes in between two tokens of what it is decoding"
+        512, description="Prompt tokens that an engine prefills between two decoding steps"
     )
-    engine_args: tuple[str, ...] = Field((), description="Further arguments of SGLang's server, word by word")
+    engine_args: tuple[str, ...] = Field((), description="Additional command-line arguments of the SGLang server")
     staleness: Annotated[int, Field(ge=0, le=64)] = Field(
         0,
-        description="Steps that may lie between the weights that made a token and those it trains; 0: strictly on-policy. "
-        "From 1 on what a step leaves over is carried into the next ones, and needs `correction` or train.old_logprobs: "
-        "engine",
+        description="Most steps between the weights that generated a token and the step that trains it. 0: strictly on-policy. "
+        "From 1 on, groups that a step leaves over are carried into the next steps; this needs `correction` or "
+        "train.old_logprobs: engine",
     )
     over_provision: Annotated[float, Field(ge=1)] | None = Field(
         None,
-        description="How many times a step's groups may be offered or in flight at once: the step is closed when as many as it "
-        "takes are finished, and the rest goes on into the next ones. 1: off; null: staleness + 1, which is the most",
+        description="Most groups offered or in flight at once, as a multiple of a step's groups. The step closes when enough groups "
+        "are finished; the rest carries over into the next steps. 1: off. null: staleness + 1, the maximum",
     )
     order: Literal["stream", "longest_first"] = Field(
         "stream",
-        description="Which of the prompts that are due a controller begins first: as they come in the stream, or those whose "
-        "responses are expected to be the longest. It changes when a prompt is begun, not what is trained",
+        description="Which due prompts a controller starts first: in stream order, or those with the longest expected "
+        "responses. Changes when a prompt starts, not what is trained",
     )
     balance: Literal["samples", "tokens"] = Field(
         "samples",
-        description="What engines are weighed by when a group goes to the one that owes least: by the responses that they owe, "
-        "or by the tokens that these are expected to have still to come",
+        description="How a controller measures an engine's load when it assigns a group: by outstanding responses, or by "
+        "the tokens that these are still expected to need",
     )
     timeout_s: Annotated[float, Field(ge=0.1)] = Field(
-        120.0, description="Longest wait for one group before it goes to another engine"
+        120.0, description="Longest wait for one group, in seconds. Then the group goes to another engine"
     )
     told_every: Annotated[int, Field(ge=0)] | None = Field(
         None,
-        description="After how many tokens an engine tells what it has of a response: if it is lost, another goes on from "
-        "there. Each telling repeats all that there is. null: an eighth of max_new_tokens, at least 64; 0: never",
+        description="Tokens between two reports of a partial response by an engine. If the engine is lost, another engine continues "
+        "from the last report. Each report repeats the whole response so far. null: an eighth of max_new_tokens, at least 64. 0: never",
     )
     silent_s: PositiveFloat = Field(
         30.0,
-        description="An engine that owes responses and answers nothing at all for so long, not even how it is, is left: its "
-        "groups go to another",
+        description="An engine with outstanding responses that answers no request for this many seconds, not even a health check, "
+        "loses its groups to another engine",
     )
     watchdog_s: PositiveFloat = Field(
-        120.0, description="An engine that answers nothing, or gets nowhere, for so long is ended and started again"
+        120.0,
+        description="An engine that does not answer or makes no progress for this many seconds is stopped and restarted",
     )
 
     @model_validator(mode="after")
@@ -111,24 +118,24 @@ class RolloutSpec(Section):
         if self.watchdog_s < self.silent_s:
             raise ValueError(f"watchdog_s ({self.watchdog_s:g}) is below silent_s ({self.silent_s:g})")
         if self.engine == "sglang" and self.deterministic:
-            raise ValueError("deterministic is the torch engine's; give SGLang its own flags in engine_args")
+            raise ValueError("deterministic needs engine: torch; for SGLang, pass its own flags in engine_args")
         if self.engine == "torch" and self.engine_args:
-            raise ValueError("engine_args are SGLang's; set engine: sglang")
+            raise ValueError("engine_args need engine: sglang; set it, or leave engine_args out")
         if (why := refuse_torch(self.engine, self.slots_per_engine)) is not None:
             raise ValueError(why)
         return self
 
 
 def _too_many(over_provision: float, staleness: int) -> str:
-    """Why more groups than `staleness` + 1 quotas must not be begun at once."""
+    """Return why at most `staleness` + 1 quotas of groups may be started at once."""
     if staleness:
         return (
-            f"over_provision ({over_provision:g}) is above staleness + 1 ({staleness + 1}): what is begun beyond that would be "
-            "too old before its turn"
+            f"over_provision ({over_provision:g}) is above staleness + 1 ({staleness + 1}): groups beyond that would be too old "
+            "when their step comes; lower over_provision or raise staleness"
         )
     return (
-        f"over_provision is {over_provision:g} at staleness 0, where what a step leaves over cannot be kept, and a step that took "
-        "what is finished first would train on short answers; set staleness: 1 or more"
+        f"over_provision is {over_provision:g} with staleness 0: groups that a step leaves over cannot be kept, and taking the "
+        "first finished groups would favor short responses; set staleness: 1 or more"
     )
 
 
@@ -136,103 +143,105 @@ MOST_TURNS = 1000
 
 
 class ToolsSpec(Section):
-    """Tools, and the processes that they run in: on each controller's node."""
+    """The tools, and the processes that run them on each controller's node."""
 
     names: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (),
         max_length=64,
-        description="Tools that the environment may call, by their entry-point names in `gcore.tools`",
+        description="Tools that the environment may call, by entry-point name in `gcore.tools`",
     )
     workers: PositiveInt = Field(
-        4, le=256, description="Processes on each node, started when they are needed; each runs one call at a time"
+        4, le=256, description="Tool processes on each node, started when needed. Each runs one call at a time"
     )
     timeout_s: PositiveFloat = Field(
-        5.0, le=3600, description="Longest time of one call; then the model is told so, and the process is replaced"
+        5.0,
+        le=3600,
+        description="Longest time of one call, in seconds. Then the model gets an error and the process is replaced",
     )
-    memory_mb: PositiveInt = Field(1024, ge=64, le=1 << 30, description="Most memory that a process may take, in MiB")
-    start_timeout_s: PositiveFloat = Field(60.0, le=3600, description="Longest time to load the tools")
+    memory_mb: PositiveInt = Field(1024, ge=64, le=1 << 30, description="Memory limit of one process, in MiB")
+    start_timeout_s: PositiveFloat = Field(60.0, le=3600, description="Longest time to load the tools, in seconds")
 
     @field_validator("names")
     @classmethod
     def _names_differ(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"tool {twice[0]!r} is named twice")
+            raise ValueError(f"tool {twice[0]!r} is listed twice; list it once")
         return names
 
 
 class EnvironmentSpec(Section):
-    """What the model meets between its turns. Without this section a response is one turn."""
+    """The environment that answers the model between its turns. Without this section a response is one turn."""
 
-    name: str = Field(description="Environment, by its entry-point name in `gcore.environments`")
-    options: dict[str, Option] = Field({}, description="Settings of the environment's own, by name")
+    name: str = Field(description="Environment, by entry-point name in `gcore.environments`")
+    options: dict[str, Option] = Field({}, description="Settings of the environment, by name")
     tools: ToolsSpec = ToolsSpec()
     max_turns: PositiveInt = Field(
-        8, le=MOST_TURNS, description="Turns of the model in one response; one that wants more is cut off there"
+        8, le=MOST_TURNS, description="Most model turns in one response. A longer response is cut off"
     )
     max_tokens: PositiveInt | None = Field(
         None,
-        description="Longest response with all that it was shown, in tokens; what the model makes of it is bounded by "
-        "max_new_tokens. Default: twice that",
+        description="Longest response including the environment's text, in tokens. max_new_tokens limits the model's own tokens. "
+        "Default: twice max_new_tokens",
     )
     step_timeout_s: PositiveFloat = Field(
         60.0,
         le=3600,
-        description="Longest time that the environment may take to answer; tools included, but not the time in which a call waits for one of "
-        "their processes",
+        description="Longest time for one answer of the environment, in seconds. Includes tool calls, but not the wait for a free tool "
+        "process",
     )
     on_error: Literal["fail_group", "retry"] = Field(
         "fail_group",
-        description="An environment that raises, or takes too long: its prompt fails; or the response is made anew, up to "
-        "three times",
+        description="What happens when the environment raises or times out. fail_group: the prompt fails. retry: the response is "
+        "generated again, up to three times",
     )
 
     def room(self, max_new_tokens: int) -> int:
-        """Tokens of a response in all, of which the model may make so many."""
+        """Return the most tokens of a response, of which the model may generate `max_new_tokens`."""
         return 2 * max_new_tokens if self.max_tokens is None else max(self.max_tokens, max_new_tokens)
 
 
 Ignorable = Literal["temperature", "top_p", "max_tokens", "presence_penalty", "frequency_penalty", "logprobs"]
-"""What an agent may be let ask for in vain. Not what would make its answer another one than it believes to have: n, a format."""
+"""Request fields of an agent that gcore may ignore. Not fields that change what the answer means, such as n or a format."""
 
 
 class AgentSpec(Section):
-    """Who makes the responses: an agent for each, that asks the policy over HTTP."""
+    """The agent that produces each response and calls the policy over HTTP."""
 
-    name: str = Field(description="Agent, by its entry-point name in `gcore.agents`")
-    options: dict[str, Option] = Field({}, description="Settings of the agent's own, by name")
-    workers: PositiveInt = Field(
-        8, le=1024, description="Processes on each node; each runs one agent at a time, so so many run at once"
+    name: str = Field(description="Agent, by entry-point name in `gcore.agents`")
+    options: dict[str, Option] = Field({}, description="Settings of the agent, by name")
+    workers: PositiveInt = Field(8, le=1024, description="Agent processes on each node. Each runs one agent at a time")
+    memory_mb: PositiveInt = Field(2048, ge=64, le=1 << 30, description="Memory limit of one process, in MiB")
+    start_timeout_s: PositiveFloat = Field(
+        60.0, le=3600, description="Longest time to load the agent's package, in seconds"
     )
-    memory_mb: PositiveInt = Field(2048, ge=64, le=1 << 30, description="Most memory that a process may take, in MiB")
-    start_timeout_s: PositiveFloat = Field(60.0, le=3600, description="Longest time to load the agent's package")
     time_limit_s: PositiveFloat = Field(
         300.0,
         le=86400,
-        description="Longest time that an agent may take by itself, in all; the time in which it waits for the policy does not count",
+        description="Longest total time of one agent run, in seconds, not counting the time it waits for the policy",
     )
     max_turns: PositiveInt = Field(
-        16, le=MOST_TURNS, description="Answers of the policy in one response; one that asks for more is cut off there"
+        16, le=MOST_TURNS, description="Most policy answers in one response. Further requests end the response"
     )
     max_tokens: PositiveInt | None = Field(
         None,
-        description="Longest response with all that it was shown behind the agent's first question, in tokens; what the model "
-        "makes of it is bounded by max_new_tokens. Default: twice that",
+        description="Longest response including what the agent adds after its first request, in tokens. max_new_tokens limits the "
+        "model's own tokens. Default: twice max_new_tokens",
     )
     history: Literal["refuse", "last"] = Field(
         "refuse",
-        description="An agent whose question does not go on with what was said before. refuse: it is told so, with status 409; "
-        "last: a new conversation begins, and only the last one is trained",
+        description="What happens when an agent's request does not extend the conversation so far. refuse: the request fails with "
+        "status 409. last: a new conversation starts, and only the last one is trained",
     )
     ignore: tuple[Annotated[Ignorable, Field()], ...] = Field(
         (),
-        description="What agents may ask for without getting it; else a request for other sampling than the job's is refused",
+        description="Sampling settings that agents may send and gcore ignores. Any other setting that differs from the job's is rejected",
     )
     on_error: Literal["fail_group", "retry"] = Field(
         "fail_group",
-        description="An agent that raises, takes too long or never asks: its prompt fails; or the response is made anew, up to "
-        "three times",
+        description="What happens when an agent raises, times out or never calls the policy. fail_group: the prompt fails. retry: "
+        "the response is generated again, up to three times",
     )
 
     def room(self, max_new_tokens: int) -> int:
-        """Tokens of a response in all, of which the model may make so many."""
+        """Return the most tokens of a response, of which the model may generate `max_new_tokens`."""
         return 2 * max_new_tokens if self.max_tokens is None else max(self.max_tokens, max_new_tokens)

@@ -1,7 +1,7 @@
-"""The job spec, the small sections that have no module of their own, and the resolved sources and held-out sets of a spec.
+"""The job spec, its small sections, and the resolved sources and held-out sets.
 
-Every field has its unit and meaning here; `gcore schema` prints them. Frozen, and unknown keys are errors
-(`gcore.config.load` names the nearest known one). A spec names flows, rewards and policies; it never carries code.
+Field descriptions hold units and meaning; `gcore schema` prints them. Sections are frozen, and unknown keys are errors.
+A spec names flows, rewards and policies; it never contains code.
 """
 
 from __future__ import annotations
@@ -56,61 +56,63 @@ from gcore.store.keys import DEFAULT_NAMESPACE
 
 
 class TrackerSpec(Section):
-    """A tracker that shows the run's curves. Its package is installed where controllers run."""
+    """A tracker that displays the run's curves. Its package must be installed where controllers run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")] = Field(
-        description="tensorboard, wandb, mlflow, swanlab, or one of your own (an entry point of gcore.trackers)"
+        description="tensorboard, wandb, mlflow, swanlab, or your own (an entry point in gcore.trackers)"
     )
     options: dict[str, Option] = Field(
-        {}, description="Settings of the tracker's own, by name; never a key or password"
+        {}, description="Settings of the tracker, by name. Never put a key or password here"
     )
 
 
 class SamplesSpec(Section):
-    """Which prompts and responses are kept in the run's folder for `gcore samples`."""
+    """Which prompts and responses the run's folder keeps for `gcore samples`."""
 
-    every: PositiveInt = Field(1, description="Steps between steps whose samples are kept; the first always are")
+    every: PositiveInt = Field(1, description="Keep samples every so many steps; step 1 is always kept")
     groups: Annotated[int, Field(ge=0)] = Field(
-        64, description="Groups kept of a step, of each controller; spread evenly over the step. 0: none are kept"
+        64, description="Groups that each controller keeps per step, spread evenly over the step. 0: none"
     )
     keep: PositiveInt = Field(50, description="Newest steps whose samples are kept")
-    characters: PositiveInt = Field(20_000, description="Of a prompt or a response; a longer one is cut, and says so")
+    characters: PositiveInt = Field(
+        20_000, description="Longest prompt or response kept, in characters. Longer text is cut and marked"
+    )
 
     def due(self, step: int) -> bool:
-        """Whether the samples of `step` are kept."""
+        """Return whether the samples of `step` are kept."""
         return self.groups > 0 and (step == 1 or step % self.every == 0)
 
 
 class ModelSpec(Section):
-    """The policy."""
+    """The policy model."""
 
     path: ModelPath = Field(
-        description="Folder of a Hugging Face model with its tokenizer, relative to the spec's folder; or "
-        "hf://OWNER/NAME[@REVISION] on the Hugging Face hub, ms://OWNER/NAME[@REVISION] on ModelScope"
+        description="Folder of a Hugging Face model with its tokenizer, relative to the spec's folder. Or a model on a hub: "
+        "hf://OWNER/NAME[@REVISION] (Hugging Face), ms://OWNER/NAME[@REVISION] (ModelScope)"
     )
-    trust_remote_code: bool = Field(
-        False, description="Run Python code that comes with the model; read that code first"
+    trust_remote_code: bool = Field(False, description="Run Python code from the model's folder. Read that code first")
+    chat: bool = Field(
+        False, description="Apply the tokenizer's chat template to prompts; false: prompts are plain text"
     )
-    chat: bool = Field(False, description="Wrap prompts with the tokenizer's chat template; otherwise plain text")
     max_length: PositiveInt | None = Field(
-        None, description="Longest prompt plus response, in tokens; default: the model's own limit"
+        None, description="Longest prompt plus response, in tokens. Default: the model's own limit"
     )
 
 
 class CheckpointSpec(Section):
-    """When checkpoints are written and kept."""
+    """When checkpoints are written and which are kept."""
 
-    every: PositiveInt = Field(50, description="Steps between checkpoints; the last step always has one")
-    keep: PositiveInt = Field(3, description="Newest checkpoints kept; the job's first model always is")
+    every: PositiveInt = Field(50, description="Steps between checkpoints. The last step always has one")
+    keep: PositiveInt = Field(3, description="Newest checkpoints to keep. The job's initial model is always kept")
     keep_every: PositiveInt | None = Field(
         None,
-        description="Checkpoints of steps that are multiples of this are kept for ever; a multiple of checkpoint.every",
+        description="Keep the checkpoints of steps that are multiples of this permanently. Must be a multiple of checkpoint.every",
     )
     best: str | None = Field(
         None,
-        description="The evaluated metric whose best checkpoint is kept too: accuracy or reward (over all sets), "
-        "SET/accuracy, SET/mean@N, SET/pass@K, or none; default: accuracy, if anything is evaluated, and reward where rewards are "
-        "not only 0 and 1. Evaluated steps then have checkpoints",
+        description="Metric that selects the best checkpoint, which is kept too: accuracy or reward (over all sets), "
+        "SET/accuracy, SET/mean@N, SET/pass@K, or none. Every evaluated step then writes a checkpoint. Default, if anything is "
+        "evaluated: accuracy, or reward where rewards are not only 0 and 1",
     )
 
     @model_validator(mode="after")
@@ -118,61 +120,61 @@ class CheckpointSpec(Section):
         if self.keep_every is not None and self.keep_every % self.every:
             above = (self.keep_every // self.every + 1) * self.every
             raise ValueError(
-                f"keep_every is {self.keep_every}, and steps have checkpoints every {self.every}; use a multiple of that, "
-                f"such as {above}"
+                f"keep_every is {self.keep_every}, but checkpoints are written every {self.every} steps; use a multiple of "
+                f"{self.every}, such as {above}"
             )
         return self
 
 
 class StorageSpec(Section):
-    """Where a job's checkpoints, staged weights and records lie."""
+    """Where a job stores its checkpoints, staged weights and records."""
 
     root: FilePath | None = Field(
         None,
-        description="Folder that every node sees at this very path, in which the run's folder is made; nodes prove that "
-        "they see it before the job starts. Default: the daemons' own (run_root)",
+        description="Folder that contains the run's folder. Every node must see it at the same path; nodes verify this before the "
+        "job starts. Default: run_root of the daemons' configuration",
     )
     copies: Annotated[int, Field(ge=2)] | None = Field(
         None,
-        description="Nodes share no folder: each has the run's folder under its own run_root, and checkpoints, receipts and "
-        "old records lie on so many nodes, or on as many as there are, before the store names them or forgets them. "
-        "Default: one folder for all",
+        description="Set this when nodes share no folder: number of nodes that hold each checkpoint, receipt and archived record "
+        "(or all nodes, if fewer). Each node stores the run's folder under its own run_root. The store refers to a file, or drops "
+        "a record, only after the copies exist. Default: one shared folder",
     )
 
     @model_validator(mode="after")
     def _one_way_to_store(self) -> StorageSpec:
         if self.root is not None and self.copies is not None:
             raise ValueError(
-                "storage.root is a folder that all nodes share, and storage.copies is for nodes that share none; leave one out"
+                "storage.root is for nodes that share a folder, and storage.copies is for nodes that share none; leave one out"
             )
         return self
 
 
 class JobSpec(Section):
-    """A job. YAML on disk; see examples/."""
+    """A job spec. Stored as YAML; see examples/."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")] = Field(
         description="The job's name: lower-case letters, digits, '.', '_' and '-'"
     )
     namespace: Annotated[str, Field(pattern=NAMESPACE)] = Field(
         DEFAULT_NAMESPACE,
-        description="Whose job it is: names are told apart by it, and what people may see, and quotas are its",
+        description="Namespace of the job. Job names are unique within it, and permissions and quotas apply to it",
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="Every random choice follows from it")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="Seed of every random choice")
     model: ModelSpec
     data: DataSpec
     flow: FlowSpec
     rollout: RolloutSpec
     environment: EnvironmentSpec | None = Field(
-        None, description="What the model meets between its turns; without it, a response is one turn"
+        None, description="Environment that answers the model between its turns. Without it, a response is one turn"
     )
     agent: AgentSpec | None = Field(
-        None, description="Foreign agent code that makes the responses, and asks the policy through OpenAI's API"
+        None, description="External agent code that produces the responses and calls the policy through the OpenAI API"
     )
     reward: RewardSpec = RewardSpec()
     scoring: ScoringSpec = ScoringSpec()
     judges: tuple[JudgeSpec, ...] = Field(
-        (), max_length=MOST_JUDGES, description="Models that judge responses; rewards name them"
+        (), max_length=MOST_JUDGES, description="Models that score responses. Rewards refer to them by name"
     )
     train: TrainSpec = TrainSpec()
     placement: PlacementSpec = PlacementSpec()
@@ -181,7 +183,9 @@ class JobSpec(Section):
     storage: StorageSpec = StorageSpec()
     eval: EvalSpec = EvalSpec()
     samples: SamplesSpec = SamplesSpec()
-    tracking: tuple[TrackerSpec, ...] = Field((), description="Where the run's numbers go besides metrics.jsonl")
+    tracking: tuple[TrackerSpec, ...] = Field(
+        (), description="Trackers that receive the run's metrics in addition to metrics.jsonl"
+    )
 
     @model_validator(mode="after")
     def _fits_together(self, info: ValidationInfo) -> JobSpec:
@@ -192,7 +196,7 @@ class JobSpec(Section):
 
     @property
     def rewards(self) -> list[tuple[str, RewardSpec]]:
-        """Every section `reward`, each with its place in the spec: the job's, of its sources, of its held-out sets."""
+        """All `reward` sections with their location in the spec: of the job, of sources, of held-out sets."""
         found = [("reward", self.reward)]
         for noun, section in (("source", self.data), ("set", self.eval)):
             found += [
@@ -202,33 +206,33 @@ class JobSpec(Section):
 
     @property
     def reward_names(self) -> frozenset[str]:
-        """Every reward function that any section names."""
+        """All reward functions that any section names."""
         return reward_names(self.rewards, self.judges)
 
     @property
     def served_judges(self) -> list[JudgeSpec]:
-        """Those that the cluster serves; the others are asked elsewhere."""
+        """Judges whose model the cluster serves, without external judges."""
         return [judge for judge in self.judges if judge.model is not None]
 
     @property
     def best_metric(self) -> str | None:
-        """By which the best checkpoint is told; None if none is."""
+        """The metric that selects the best checkpoint; None if no checkpoint is selected."""
         if self.checkpoint.best is None:
             return ACCURACY_OR_REWARD if self.eval.wanted else None
         return None if self.checkpoint.best == NO_BEST else self.checkpoint.best
 
     def evaluates_after(self, step: int, *, last: bool) -> bool:
-        """Whether the model is evaluated after `step`; 0 is before training. Never without an eval set."""
+        """Return whether the model is evaluated after `step` (0: before training). Always false without an eval set."""
         if not self.eval.wanted or step == 0:
             return self.eval.wanted and self.eval.at_start
         return last or (self.eval.every is not None and step % self.eval.every == 0)
 
     def checkpoints_after(self, step: int, *, last: bool, asked: bool = False) -> bool:
-        """Whether a checkpoint is written after `step`: so often, after the last, after each that may be the best, and where one is
-        `asked` for by its seal.
+        """Return whether a checkpoint is written after `step`: by `checkpoint.every`, after the last step, if the seal has `asked` for
+        one, and after every evaluated step if the best checkpoint is kept.
 
-        Which evaluated step is the best is known only after its evaluation, when its optimizer's state is about to change;
-        so each of them has a checkpoint, and those that were not the best go as the newest do (`controllers.rules.retention`).
+        The evaluation of a step finishes when the next update is about to change the optimizer state. So every evaluated step
+        writes a checkpoint; `controllers.rules.retention` later deletes those that were not the best.
         """
         if step == 0:
             return False
@@ -237,7 +241,7 @@ class JobSpec(Section):
 
 
 def training_sources(spec: JobSpec) -> tuple[ResolvedSource, ...]:
-    """Where the prompt stream comes from; at least one source."""
+    """Return the sources of the prompt stream; at least one."""
     return tuple(resolve_source(spec, source) for source in _listed(spec.data))
 
 
@@ -251,7 +255,7 @@ def _listed(origin: SourcesSection) -> tuple[SourceSpec, ...]:
 
 
 def resolve_source(spec: JobSpec, source: SourceSpec) -> ResolvedSource:
-    """The source with every field decided, as `data`, `model`, `reward` and `rollout` say where it says nothing."""
+    """Return the source with every field set; missing values come from `data`, `model`, `reward` and `rollout`."""
     data, rollout, own = spec.data, spec.rollout, source.sampling
     return ResolvedSource(
         name=source.name,
@@ -283,7 +287,7 @@ def resolve_source(spec: JobSpec, source: SourceSpec) -> ResolvedSource:
 
 
 def eval_sets(spec: JobSpec) -> tuple[EvalSet, ...]:
-    """The held-out sets, in the order of the spec; none if nothing is evaluated."""
+    """Return the held-out sets in the order of the spec; empty if nothing is evaluated."""
     section = spec.eval
     sets, drawn = [], section.drawn
     for one in _listed(section):
@@ -304,13 +308,13 @@ def eval_sets(spec: JobSpec) -> tuple[EvalSet, ...]:
 
 
 def eval_sources(spec: JobSpec) -> tuple[ResolvedSource, ...]:
-    """Where held-out prompts come from, set by set."""
+    """Return the sources of the held-out prompts, one per set."""
     return tuple(one.source for one in eval_sets(spec))
 
 
 _RULES: tuple[Callable[[JobSpec], Iterator[str]], ...] = (
     lambda s: check_tracking([tracker.name for tracker in s.tracking], s.storage.copies),
-    lambda s: check_flow(s.flow, s.train),  # before a group's size: a group of two would not help
+    lambda s: check_flow(s.flow, s.train),  # before check_groups, whose advice (two samples) would not solve it
     lambda s: check_groups(s.flow, s.train),
     lambda s: check_correction(s.rollout.correction, s.train),
     lambda s: check_stale(s.rollout, s.train),
@@ -337,5 +341,5 @@ _RULES_OF_NEW_JOBS: tuple[Callable[[JobSpec], Iterator[str]], ...] = (lambda s: 
 
 
 def outdated_settings(spec: JobSpec) -> str:
-    """Why a new job with this spec would be refused although a stored one continues; empty if it would not be."""
+    """Return why a new job with this spec would be rejected although a stored job continues; empty if it would not be rejected."""
     return next((why for rule in _RULES_OF_NEW_JOBS for why in rule(spec)), "")

@@ -1,8 +1,8 @@
 """The sections `train` (optimizer, estimator, loss, critic, train world) and `flow` (the RL program, its sizes) of a job spec.
 
-Advantage estimators and losses are named: gcore's own, or entry points of the user's packages. Only names are checked here;
-the train ranks load and try the functions (`gcore.train.objectives`). A stored spec was checked when it was submitted: reading it
-(`STORED`) looks up no entry point, since a controller need not have the package installed.
+Advantage estimators and losses are built in, or entry points of the user's packages. This module checks only their names; the
+train ranks load and test the functions (`gcore.train.objectives`). Stored specs (`STORED`) were checked at submission. Reading
+them looks up no entry point, since a controller need not have the package installed.
 """
 
 from __future__ import annotations
@@ -19,49 +19,53 @@ from gcore.config.base import HUB_SCHEMES, MOST_SLOTS, FilePath, Option, Section
 from gcore.plugins import PluginKind, parse_plugin_file
 
 Schedule = Literal["constant", "linear", "cosine"]
-"""Of the learning rate after its warm-up: as it is, or to zero at the last update along a line or half a cosine."""
+"""Learning rate after warm-up: constant, or down to zero at the last update, linearly or as half a cosine."""
 
 
 CLIPS: dict[str, dict[str, float]] = {"gspo": {"clip_low": 3e-4, "clip_high": 4e-4}, "cispo": {"clip_low": 1.0}}
-"""Clips of losses whose papers differ from PPO's (arXiv 2507.18071, 2506.13585). A ratio is at least 0, so a clip_low of 1 is no bound."""
+"""Clip ranges of losses whose papers differ from PPO (arXiv 2507.18071, 2506.13585). A ratio is never negative, so clip_low 1 is no bound."""
 
 
 class CriticSpec(Section):
-    """The critic's model and optimizer. ZeRO stage, dtype, betas, schedule, mini-batches and packing are the policy's."""
+    """The critic's model and optimizer. ZeRO stage, dtype, betas, schedule, mini-batches and packing come from the policy."""
 
     path: FilePath | None = Field(
         None,
-        description="Folder of the model it starts from, relative to the spec's folder: a language model, which gets a "
-        "head of zeros, or one whose weights hold `score`, a head of one number (a reward model; the folder `critic` of "
-        "a checkpoint); default: the policy's model",
+        description="Folder of the initial model, relative to the spec's folder: a language model (its value head starts at zero), or "
+        "a model whose weights contain `score`, a head with one output (a reward model, or the folder `critic` of a checkpoint). "
+        "Default: the policy's model",
     )
     learning_rate: Annotated[float, Field(ge=0)] = Field(
-        1e-5, description="Peak learning rate; its head begins at nothing, so it bears more than the policy"
+        1e-5, description="Peak learning rate. Higher than the policy's, because the value head starts from zero"
     )
-    warmup_updates: Annotated[int, Field(ge=0)] = Field(0, description="Updates over which the rate rises linearly")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight decay of its optimizer")
-    max_grad_norm: PositiveFloat = Field(1.0, description="Its gradients are clipped to this global norm")
+    warmup_updates: Annotated[int, Field(ge=0)] = Field(
+        0, description="Updates over which the learning rate rises linearly"
+    )
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight decay of the critic's optimizer")
+    max_grad_norm: PositiveFloat = Field(1.0, description="Global norm to which the critic's gradients are clipped")
     clip: PositiveFloat | None = Field(
-        0.2, description="A value moves no further than this from what it was at the step's start; null: as it likes"
+        0.2, description="Value clipping: largest change of a value from the start of the step. null: no clipping"
     )
     warmup_steps: Annotated[int, Field(ge=0)] = Field(
-        0, description="First steps of the job in which the critic alone is trained and the policy stays as it is"
+        0, description="Number of first steps in which only the critic is trained"
     )
 
     @field_validator("path")
     @classmethod
     def _is_a_folder(cls, path: str | None) -> str | None:
         if path is not None and path.startswith(HUB_SCHEMES):
-            raise ValueError("the critic's model is a folder that every node sees; download it and name the folder")
+            raise ValueError(
+                "the critic's model must be a folder that every node sees; download the model and name its folder"
+            )
         return path
 
 
 STORED = {"stored": True}
-"""The validation context of a spec that was stored."""
+"""Validation context of stored specs."""
 
 
 def is_stored(info: ValidationInfo) -> bool:
-    """Whether a spec that was stored is read."""
+    """Return whether the spec being validated is a stored one."""
     return bool((info.context or {}).get("stored"))
 
 
@@ -72,12 +76,12 @@ BuiltInLoss = Literal["ppo", "gspo", "cispo", "sft"]
 
 
 def is_own_advantage(name: str) -> bool:
-    """Whether it is none of gcore's."""
+    """Return whether the estimator is not built in."""
     return name not in get_args(BuiltInAdvantage)
 
 
 def is_own_loss(name: str) -> bool:
-    """Whether it is none of gcore's."""
+    """Return whether the loss is not built in."""
     return name not in get_args(BuiltInLoss)
 
 
@@ -88,8 +92,8 @@ def _provided(name: str, info: ValidationInfo, kind: PluginKind, built_in: Seque
     if name in own:
         return name
     *some, last = (repr(one) for one in (*built_in, *own))
-    # As pydantic says of a Literal, so that it is put in the same words (`gcore.config.base`).
-    expected = f"{', '.join(some)} or {last}; one of your own is an entry point in {kind.group}"
+    # The same error type as pydantic's for a Literal, so that `gcore.config.base` words it in the same way.
+    expected = f"{', '.join(some)} or {last}; your own must be an entry point in {kind.group}"
     raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
 
 
@@ -105,74 +109,70 @@ AdvantageName = Annotated[BuiltInAdvantage | str, AfterValidator(_advantage)]
 LossName = Annotated[BuiltInLoss | str, AfterValidator(_loss)]
 
 RETURNS = ("reinforce_pp", "remax", "gae")
-"""Estimators that look at what is still to come, token by token, and not at the group."""
+"""Estimators that use the return of each token instead of the group."""
 
 ALONE = ("grpo", "dr_grpo", "rloo", "remax")
-"""Estimators that look at one group alone, so that it can be trained before the others are there."""
+"""Estimators that need only one group, so that training can start before the other groups arrive."""
 
 
 def _of_train(train: TrainSpec) -> Iterator[str]:
     if train.dual_clip is not None and train.loss != "ppo":
-        yield f"dual_clip belongs to loss: ppo, not to {train.loss}"
+        yield f"dual_clip needs loss: ppo, not {train.loss}; leave it out"
     if train.dual_clip is not None and train.dual_clip <= 1 + train.clip_high:
         yield f"dual_clip ({train.dual_clip}) must be above 1 + clip_high ({1 + train.clip_high})"
     if train.loss == "gspo" and train.aggregation != "seq-mean-token-mean":
         yield (
-            "loss: gspo clips whole sequences, each of which counts once; set aggregation: seq-mean-token-mean, not "
+            "loss: gspo clips whole sequences and weighs them equally; set aggregation: seq-mean-token-mean, not "
             f"{train.aggregation}"
         )
     if train.horizon is not None and train.aggregation != "seq-mean-token-sum-norm":
-        yield f"horizon belongs to aggregation: seq-mean-token-sum-norm, not to {train.aggregation}"
+        yield f"horizon needs aggregation: seq-mean-token-sum-norm, not {train.aggregation}; leave it out"
     if train.gamma != 1 and train.advantage not in RETURNS:
         yield (
-            f"gamma is for {', '.join(RETURNS[:-1])} and {RETURNS[-1]}; advantage {train.advantage!r} has no returns to "
-            "discount"
+            f"gamma needs advantage {', '.join(RETURNS[:-1])} or {RETURNS[-1]}; {train.advantage!r} has no returns to "
+            "discount. Leave it out"
         )
     if train.advantage_options and not is_own_advantage(train.advantage):
-        yield f"advantage_options are for an estimator of your own; {train.advantage!r} has none"
+        yield f"advantage_options are for an estimator of your own; {train.advantage!r} has none. Leave them out"
     if train.loss_options and not is_own_loss(train.loss):
-        yield f"loss_options are for a loss of your own; {train.loss!r} has none"
+        yield f"loss_options are for a loss of your own; {train.loss!r} has none. Leave them out"
     if train.critic is not None and train.advantage != "gae":
-        yield f"critic belongs to advantage: gae; advantage {train.advantage!r} asks no critic"
+        yield f"critic needs advantage: gae; advantage {train.advantage!r} uses no critic"
     if train.gae_lambda != 1 and train.advantage != "gae":
-        yield f"gae_lambda belongs to advantage: gae, not to {train.advantage!r}"
+        yield f"gae_lambda needs advantage: gae, not {train.advantage!r}; leave it out"
     if train.kl_max is not None and not (train.kl_coef > 0 and train.kl_kind == "k3"):
         why = f"the estimator is {train.kl_kind!r}" if train.kl_coef > 0 else "kl_coef is 0"
-        yield f"kl_max is a bound of k3, and {why}; leave it out, or set kl_coef above 0 and kl_estimator: k3"
+        yield f"kl_max limits k3, but {why}; leave it out, or set kl_coef above 0 and kl_estimator: k3"
     if train.correction_band[0] >= train.correction_band[1]:
-        yield f"correction_band {list(train.correction_band)} holds nothing; its first must be below its second"
+        yield f"correction_band {list(train.correction_band)} is empty; the first number must be below the second"
     yield from _of_stream(train)
     if train.loss == "sft" and train.critic is not None:
-        yield "loss: sft knows no rewards, so there is nothing for a critic to learn; leave advantage: gae out"
+        yield "loss: sft has no rewards from which a critic could learn; leave advantage: gae out"
     if train.loss == "sft" and train.kl_in == "reward" and train.kl_coef > 0:
-        yield "loss: sft knows no rewards; set kl_in: loss"
+        yield "loss: sft has no rewards, so it cannot use kl_in: reward; set kl_in: loss"
 
 
 def _of_stream(train: TrainSpec) -> Iterator[str]:
     if not train.stream:
         if train.stream_min is not None:
-            yield "stream_min belongs to stream: true"
+            yield "stream_min needs stream: true; set it, or leave stream_min out"
         return
     for name, value in (("epochs", train.epochs), ("mini_batches", train.mini_batches)):
         if value > 1:
             yield (
-                f"stream: true makes one update of each step, for the next would need the weights of the one before; set "
+                f"stream: true makes one update per step, because a second update would need the weights after the first; set "
                 f"{name}: 1, not {value}"
             )
     if train.loss == "sft":
-        yield "stream: true is for steps that wait for engines, and loss: sft trains what no engine draws; leave it out"
+        yield "stream: true overlaps training with generation, and loss: sft generates nothing; leave stream out"
     elif train.advantage not in ALONE:
         known = f"{', '.join(ALONE[:-1])} or {ALONE[-1]}"
-        why = (
-            "is your own, and may look at the whole step"
-            if is_own_advantage(train.advantage)
-            else "looks at the whole step"
-        )
-        yield f"stream: true needs an estimator that looks at one group alone ({known}); advantage {train.advantage!r} {why}"
+        why = "is your own and may use the whole step" if is_own_advantage(train.advantage) else "uses the whole step"
+        yield f"stream: true needs an estimator that uses one group alone ({known}); advantage {train.advantage!r} {why}"
 
 
 PARTS = 8
-"""A streamed step comes in so many parts at most, unless `stream_min` says otherwise."""
+"""Default number of parts of a streamed step, unless `stream_min` is set."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -180,135 +180,145 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class TrainSpec(Section):
     """The optimizer, the loss and the train world."""
 
-    ranks: PositiveInt | None = Field(None, le=MOST_SLOTS, description="Train ranks; default: one per controller")
+    ranks: PositiveInt | None = Field(
+        None, le=MOST_SLOTS, description="Number of train ranks. Default: one per controller"
+    )
     zero_stage: Literal[1, 2, 3] = Field(1, description="DeepSpeed ZeRO stage")
-    dtype: Literal["fp32", "bf16"] = Field("fp32", description="Arithmetic of forward and backward")
+    dtype: Literal["fp32", "bf16"] = Field("fp32", description="Data type of the forward and backward pass")
     learning_rate: Annotated[float, Field(ge=0)] = Field(1e-6, description="Peak learning rate")
-    warmup_updates: Annotated[int, Field(ge=0)] = Field(0, description="Updates over which the rate rises linearly")
-    schedule: Schedule = Field("constant", description="The rate after warm-up")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="Adam's")
+    warmup_updates: Annotated[int, Field(ge=0)] = Field(
+        0, description="Updates over which the learning rate rises linearly"
+    )
+    schedule: Schedule = Field("constant", description="Learning rate schedule after warm-up")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="Adam's betas")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight decay of the optimizer")
-    max_grad_norm: PositiveFloat = Field(1.0, description="Gradients are clipped to this global norm")
+    max_grad_norm: PositiveFloat = Field(1.0, description="Global norm to which gradients are clipped")
     epochs: PositiveInt = Field(1, description="Passes over a step's batch")
     mini_batches: PositiveInt = Field(1, description="Optimizer updates per pass")
     micro_batch_tokens: PositiveInt = Field(
-        8192, description="Tokens a rank computes at once; lower it if memory runs out"
+        8192, description="Tokens in one micro-batch of a rank. Lower it if memory runs out"
     )
     packing: Literal["auto", "packed", "bucketed"] = Field(
         "auto",
-        description="Sequences end to end without padding, or rows of like lengths; auto: packed where the model can",
+        description="Layout of a micro-batch. packed: sequences end to end without padding. bucketed: padded rows of similar "
+        "length. auto: packed if the model supports it",
     )
     activation_checkpointing: bool = Field(
-        False, description="Compute activations again in the backward pass: less memory, more time"
+        False, description="Recompute activations in the backward pass: less memory, more time"
     )
     offload_reference: bool = Field(
-        True, description="Keep the reference model in host memory while it is not used (GPUs)"
+        True, description="Keep the reference model in host memory while it is not used (GPUs only)"
     )
     advantage: AdvantageName = Field(
         "grpo",
-        description="Estimator: against the group's mean and deviation, its mean, or the mean of the others; the return to "
-        "go, or what is left of the group's mean, whitened over the step's tokens; remax: the return to go less the "
-        "group's baseline, which the flow finds; gae: against a critic's values, whitened; or an entry point in "
-        "`gcore.advantages`",
+        description="Advantage estimator. grpo: minus the group's mean, divided by its deviation. dr_grpo: minus the mean. rloo: minus "
+        "the mean of the other samples. reinforce_pp: return to go, whitened over the step's tokens. reinforce_pp_baseline: reward "
+        "minus the group's mean, whitened in the same way. remax: return to go minus the group's baseline, which the flow provides. "
+        "gae: against a critic's values, whitened. Or an entry point in `gcore.advantages`",
     )
     advantage_options: dict[str, Option] = Field({}, description="Settings of an estimator of your own, by name")
     gamma: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="Discount a token, of reinforce_pp, remax and gae"
+        1.0, description="Discount per token, for reinforce_pp, remax and gae"
     )
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = Field(
         1.0,
-        description="How far ahead gae takes rewards as they came and not as the critic values them; 1: to the end, so "
-        "that a young critic only adds noise. Below 1 a last token's reward fades on the way (0.95: to half in 14 tokens)",
+        description="Lambda of GAE. 1: use the rewards up to the end and no critic values in between, which suits an untrained critic. "
+        "Below 1, a reward at the last token fades with distance (0.95: half after 14 tokens)",
     )
-    critic: CriticSpec | None = Field(None, description="The model of values of advantage: gae; default: its defaults")
+    critic: CriticSpec | None = Field(
+        None, description="The value model, for advantage: gae. Default: a critic with default settings"
+    )
     loss: LossName = Field(
         "ppo",
-        description="Clipped by token, clipped by sequence, or with a clipped weight and every token's gradient; sft: minus "
-        "the log-probability of the response, without rewards, advantages or ratios; or an entry point in `gcore.losses`",
+        description="Loss. ppo: clip per token. gspo: clip per sequence. cispo: clip the weight and keep every token's gradient. sft: negative "
+        "log-probability of the response, without rewards, advantages or ratios. Or an entry point in `gcore.losses`",
     )
     loss_options: dict[str, Option] = Field({}, description="Settings of a loss of your own, by name")
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="With loss ppo, a token of negative advantage is worth at most this many times it"
+        None,
+        description="Dual clip, for loss: ppo: bounds the loss of a token with negative advantage at this multiple of the advantage",
     )
     entropy_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the entropy bonus")
     clip_low: PositiveFloat = Field(
         0.2,
-        description="The ratio is clipped below 1 - clip_low; loss: gspo has 3e-4 and cispo 1 (no bound) where none is given",
+        description="The ratio is clipped below 1 - clip_low. Default with loss: gspo 3e-4, with loss: cispo 1 (no bound)",
     )
     clip_high: PositiveFloat = Field(
-        0.2, description="The ratio is clipped above 1 + clip_high; loss: gspo has 4e-4 where none is given"
+        0.2, description="The ratio is clipped above 1 + clip_high. Default with loss: gspo 4e-4"
     )
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
-        "token-mean", description="How token losses become one; denominators are global"
+        "token-mean", description="How token losses are aggregated. Denominators are global"
     )
     horizon: PositiveInt | None = Field(
-        None, description="Constant of seq-mean-token-sum-norm; default: max_new_tokens"
+        None, description="Denominator of seq-mean-token-sum-norm. Default: max_new_tokens"
     )
     kl_coef: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="Weight of the KL to the reference; 0: no reference"
+        0.0, description="Weight of the KL divergence from the reference model. 0: no reference model"
     )
-    kl_in: Literal["loss", "reward"] = Field("loss", description="Where the KL stands")
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss", description="Whether the KL is a term of the loss or of the reward"
+    )
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] | None = Field(
         None,
-        description="Estimator of the KL; k3+ has the value of k3 and the gradient of k2; default: k3 in the loss, and k1, "
-        "the unbiased one, in the reward",
+        description="KL estimator. k3+ has the value of k3 and the gradient of k2. Default: k3 in the loss, and k1 (unbiased) in the reward",
     )
     kl_max: PositiveFloat | None = Field(
         None,
         exclude_if=is_unset,
-        description="The most that k3 of one token counts, in nats: a token beyond counts this and has no gradient. 10 is the bound "
-        "of verl and OpenRLHF; default: no bound",
+        description="Upper bound of k3 for one token, in nats. A token above it counts this much and has no gradient. verl and OpenRLHF "
+        "use 10. Default: no bound",
     )
     old_logprobs: Literal["current", "recompute", "engine"] = Field(
         "recompute",
-        description="What the ratio is taken against: this update's own (ratio 1), recomputed before the step, the engine's",
+        description="Log-probabilities in the ratio's denominator. current: those of this update (ratio 1). recompute: recomputed before "
+        "the step. engine: those of the engine",
     )
     tis_cap: PositiveFloat = Field(2.0, description="Cap of the truncated importance weight, with correction: tis")
     correction_band: tuple[Annotated[float, Field(ge=0)], PositiveFloat] = Field(
-        (0.5, 5.0), description="Importance ratios whose tokens are trained, with correction: icepop or mis"
+        (0.5, 5.0), description="Range of importance ratios whose tokens are trained, with correction: icepop or mis"
     )
     stream: bool = Field(
         False,
-        description="Train on finished groups while the others of the step are still being generated; the gradient is that of "
-        "the whole. For one update a step, at staleness 0, with an estimator that looks at one group alone",
+        description="Train on finished groups while the other groups of the step are still being generated. The gradient equals that of "
+        "the whole step. Needs one update per step, staleness 0, and an estimator that uses one group alone",
     )
     stream_min: PositiveInt | None = Field(
-        None, description="Groups from which on a part of a step is trained by itself; default: an eighth of the step's"
+        None, description="Fewest groups to train as a part of a streamed step. Default: an eighth of the step's groups"
     )
     copies_gb: Annotated[float, Field(ge=0)] | None = Field(
         None,
-        description="Memory of its node, in GB (1e9 bytes), that a rank may take for copies of its state and a neighbour's, "
-        "from which a world that loses a rank or a node goes on without losing a step; 0: none are made; default: as they "
-        "need, up to a quarter of what is free there",
+        description="Host memory, in GB (1e9 bytes), that a rank may use for in-memory replicas of its own and a neighbour's state. From "
+        "them, a train world that loses a rank or a node continues without losing a step. 0: no replicas. Default: as needed, up to "
+        "a quarter of the free memory",
     )
     watchdog_s: PositiveFloat = Field(
-        120.0, description="A world that gets nowhere for so long is ended and started again"
+        120.0, description="A train world that makes no progress for this many seconds is stopped and restarted"
     )
     start_limit_s: PositiveFloat = Field(
         600.0,
-        description="A rank that does not serve so long after its start has failed. The first reads every byte of the "
-        "checkpoint, and the others wait for it: more for hundreds of gigabytes on a slow disk",
+        description="Longest start of a train rank, in seconds; after that the start has failed. The first rank reads the whole checkpoint "
+        "while the others wait, so allow more for hundreds of gigabytes on a slow disk",
     )
 
     @property
     def compares_group(self) -> bool:
-        """Whether what is learned from a sample depends on others of its group, so that there must be two."""
+        """Whether a sample's advantage depends on the other samples of its group, so that a group needs at least two."""
         return self.loss != "sft" and self.advantage not in RETURNS and not is_own_advantage(self.advantage)
 
     def part_of(self, groups: int) -> int | None:
-        """Groups of a streamed step of `groups` from which on a part is worth its exchange; None: the step is not streamed."""
+        """Return the fewest groups that form a part of a streamed step of `groups`; None if the step is not streamed."""
         if not self.stream:
             return None
         return self.stream_min or max(1, -(-groups // PARTS))
 
     @property
     def kl_kind(self) -> Literal["k1", "k2", "k3", "k3+"]:
-        """The estimator of the KL, decided."""
+        """The KL estimator after defaults."""
         return self.kl_estimator or ("k1" if self.kl_in == "reward" else "k3")
 
     @property
     def rewards_kl(self) -> bool:
-        """Whether the KL stands in the reward."""
+        """Whether the KL is part of the reward."""
         return self.kl_coef > 0 and self.kl_in == "reward"
 
     @model_validator(mode="before")
@@ -321,7 +331,7 @@ class TrainSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _clips_are_the_loss_s(cls, tree: Any, info: ValidationInfo) -> Any:
-        """Give a new job the clips of its loss's paper. A stored job keeps its own."""
+        """Give a new job the clip range of its loss's paper. A stored job keeps its own."""
         if not isinstance(tree, dict) or is_stored(info):
             return tree
         return {**CLIPS.get(str(tree.get("loss")), {}), **tree}
@@ -334,82 +344,82 @@ class TrainSpec(Section):
 
 
 class FilterSpec(Section):
-    """A filter: which groups are not trained."""
+    """A filter that decides which groups are not trained."""
 
-    name: str = Field(description="Filter, by its entry-point name in `gcore.filters`")
-    options: dict[str, Option] = Field({}, description="Settings of the filter's own, by name")
+    name: str = Field(description="Filter, by entry-point name in `gcore.filters`")
+    options: dict[str, Option] = Field({}, description="Settings of the filter, by name")
 
 
 MOST_STEPS = 1_000_000
 
 LIMIT_QUOTAS, LEAST_LIMIT = 10, 256
-"""`max_prompts_per_step: auto` is so many quotas, and never fewer prompts than that."""
+"""`max_prompts_per_step: auto` is this many quotas, and at least this many prompts."""
 
 OnLimit = Literal["train_smaller", "pad_masked", "fail"]
 
 
 class FlowSpec(Section):
-    """The RL program, its sizes, and how far it goes: by `steps` or by `epochs`."""
+    """The RL program, its sizes, and its length, in `steps` or in `epochs`."""
 
-    name: str = Field("grpo", description="Flow, by its entry-point name in `gcore.flows`")
+    name: str = Field("grpo", description="Flow, by entry-point name in `gcore.flows`")
     steps: Annotated[int, Field(gt=0, le=MOST_STEPS)] | None = Field(
-        None, description="Steps (sealed batches) until the job has succeeded; either these or `epochs`"
+        None, description="Steps (sealed batches) until the job succeeds. Set either steps or epochs"
     )
     epochs: Annotated[int, Field(gt=0, le=MOST_STEPS)] | None = Field(
-        None, description="Data epochs until the job has succeeded; either these or `steps`"
+        None, description="Data epochs until the job succeeds. Set either steps or epochs"
     )
     count: Literal["prompts", "steps"] = Field(
         "prompts",
-        description="What an epoch is: over when each of its prompts is trained, filtered or failed; or as many steps as "
-        "it would take if every prompt were trained",
+        description="Length of an epoch. prompts: until every prompt is trained, filtered or failed. steps: as many steps as it would "
+        "take if every prompt were trained",
     )
-    groups_per_step: PositiveInt = Field(32, description="The step's quota: kept groups in one sealed batch")
+    groups_per_step: PositiveInt = Field(32, description="Quota of a step: groups in one sealed batch, after filters")
     samples_per_prompt: PositiveInt = Field(8, description="Responses in a group")
     issue_cap: Annotated[float, Field(ge=1, le=16)] = Field(
         4.0,
-        description="Prompts issued at once for each group that is still wanted, at most; within it, as many as recent "
-        "steps took for a kept group. 1: never more than are wanted",
+        description="Most prompts sampled at once per group that the step still needs. Within this limit, the number follows how many "
+        "prompts recent steps used per kept group. 1: as many as needed",
     )
     max_prompts_per_step: PositiveInt | Literal["auto"] | None = Field(
         "auto",
-        description=f"Prompts that one step may use up; auto: {LIMIT_QUOTAS} times groups_per_step, at least "
-        f"{LEAST_LIMIT}; null: no limit",
+        description=f"Most prompts that one step may use up. auto: {LIMIT_QUOTAS} times groups_per_step, at least "
+        f"{LEAST_LIMIT}. null: no limit",
     )
     on_limit: OnLimit = Field(
         "train_smaller",
-        description="When a step has used up its prompts, or those in the windows, without its quota: train on the groups "
-        "there are; the same, with the lacking groups counted in the loss's denominators; or fail the job",
+        description="What happens when a step has used up its prompts, or those in the windows, before it met its quota. train_smaller: "
+        "train on the available groups. pad_masked: the same, but missing groups count in the loss's denominators. fail: fail the job",
     )
     filters: tuple[FilterSpec, ...] = Field(
         (),
-        description="What groups must pass to be trained, in this order; the first that refuses one names the reason",
+        description="Filters in order. A group must pass all of them; the first filter that rejects it gives the reason",
     )
     max_reissues: PositiveInt = Field(
-        8, description="Times a prompt is issued again after a failure before its outcome is failed"
+        8, description="Most times a prompt is sampled again after a failure, before its outcome is failed"
     )
 
     @model_validator(mode="after")
     def _goes_so_far_and_no_further(self) -> FlowSpec:
         if (self.steps is None) == (self.epochs is None):
-            both = "both are given. Take one out, on the command line with --set flow.steps=null or flow.epochs=null"
-            given = both if self.steps is not None else "neither is given"
-            raise ValueError(f"a job goes by flow.steps or by flow.epochs, exactly one of them; {given}")
+            both = "both are set. Remove one, on the command line with --set flow.steps=null or flow.epochs=null"
+            given = both if self.steps is not None else "neither is set"
+            raise ValueError(f"set exactly one of flow.steps and flow.epochs; {given}")
         if self.prompt_limit is not None and self.prompt_limit < self.groups_per_step:
             raise ValueError(
                 f"max_prompts_per_step ({self.prompt_limit}) is below groups_per_step ({self.groups_per_step}), so no step "
-                "could meet its quota"
+                "could meet its quota; raise it"
             )
         return self
 
     @property
     def prompt_limit(self) -> int | None:
-        """Prompts that one step may use up; None: any number."""
+        """Most prompts that one step may use up; None: no limit."""
         if self.max_prompts_per_step == "auto":
             return max(LIMIT_QUOTAS * self.groups_per_step, LEAST_LIMIT)
         return self.max_prompts_per_step
 
     def last_step(self, prompts: int) -> int | None:
-        """The job's last step with `prompts` prompts in an epoch; None if that depends on what is filtered."""
+        """Return the job's last step with `prompts` prompts per epoch; None if it depends on how many prompts are filtered."""
         if self.epochs is None or self.steps is not None:
             return self.steps
         return self.epochs * -(-prompts // self.groups_per_step) if self.count == "steps" else None
@@ -423,14 +433,14 @@ def learning_rate(
     schedule: Schedule,
     total_updates: int,
 ) -> float:
-    """The rate of optimizer update number `update` (from 0) of `total_updates`; 0 beyond them unless constant.
+    """Return the learning rate of optimizer update `update` (from 0) of `total_updates`; after them 0, unless constant.
 
-    A function of the update's number alone, so that a resumed run continues where it was. The first update already has a
-    rate above zero, and the last too: no update is made for nothing. In the warm-up peak·(update + 1)/warmup_updates; the first update after it has `peak`. Raises ValueError for a
+    Depends on the update number alone, so that a resumed run continues exactly. The rate is above zero in the first and in the
+    last update. Warm-up: peak·(update + 1)/warmup_updates; the first update after warm-up has `peak`. Raises ValueError for a
     negative number.
     """
     if update < 0:
-        raise ValueError(f"update {update}; updates are counted from 0")
+        raise ValueError(f"update {update} is negative; updates are counted from 0")
     if update < warmup_updates:
         return peak * (update + 1) / warmup_updates
     if schedule == "constant":

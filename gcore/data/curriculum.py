@@ -1,22 +1,21 @@
-"""Curricula: another order of a data epoch's prompts, found by name under the entry-point group `gcore.curricula`.
+"""Curricula: an order of a data epoch's prompts, found by name in the entry-point group `gcore.curricula`.
 
-A curriculum is a function of a `CurriculumView` (the seed, the epoch, its options, and what was committed until the epoch
-began) that returns a key, or None for the usual order. The key gives every entry a number; within each shard the smallest
-come first, and where they are equal the keyed permutation stands. What it may not look at is a clock, a random number or
-anything on this machine: every controller computes the order for itself, and all must find the same. The statistics are
-fixed once for all of them (`gcore.ledger.statistics`).
+A curriculum is a function of a `CurriculumView` (seed, epoch, options, and statistics of what was committed before the epoch). It returns a key
+function, or None for the default order. The key maps every entry to a number. Within each shard, entries with smaller numbers come first; equal
+numbers keep the order of the keyed permutation. A curriculum must not depend on a clock, random numbers or the machine, because every controller
+computes the order itself and all must agree. The statistics are fixed once for all controllers (`gcore.ledger.statistics`).
 
     def short_first(view: CurriculumView) -> Key | None:
         if view.epoch >= 2:
-            return None                         # by then everything in the usual order
+            return None                         # default order from the third epoch on
         return lambda source, fields: len(str(fields["prompt"]))
 
-The key is foreign code: what it raises, and what is no finite number, ends the job with a sentence. An entry's fields are
-read when the key asks for them, so that one that looks at the source only reads nothing. Which prompts an epoch holds,
-and that each comes exactly once, no curriculum can change; nor the order in which shards take turns.
+The key is foreign code. If it raises or returns a number that is not finite, the job fails with that reason. An entry's fields are read only if
+the key accesses them. A curriculum cannot change which prompts an epoch contains, that each comes exactly once, or the order in which shards take
+turns.
 
-gcore's own are `easy_first`, by a number in each entry, and `hard_sources_first`, by what was committed before the epoch began.
-The spec says which epochs they order.
+Built in are `easy_first` (by a number in each entry) and `hard_sources_first` (by statistics of earlier epochs). The spec says which epochs they
+order.
 """
 
 from __future__ import annotations
@@ -42,87 +41,89 @@ LARGEST = 3.4e38
 
 
 class CurriculumError(UsageError):
-    """A curriculum gave no order: its options, its code or the data are wrong.
+    """A curriculum failed: its options, its code or the data are wrong.
 
-    The job cannot go on: another order than the one asked for is not what was asked for.
+    The job fails, because it must not train in another order than the requested one.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class SourceStatistics:
-    """What came of a source's prompts. Means are over its trained groups; None while there are none."""
+    """Statistics of a source's prompts. Means are over its trained groups; None if there are none."""
 
     kept: int = 0
     filtered: int = 0
     failed: int = 0
     mean_reward: float | None = None
-    """Of groups, each the mean of its samples."""
+    """Mean over groups of the mean reward of their samples."""
     mean_length: float | None = None
-    """Of responses, in tokens."""
+    """Mean length of responses, in tokens."""
     truncated: float | None = None
-    """Share of responses that were cut off, 0 to 1."""
+    """Share of truncated responses, 0 to 1."""
 
     @property
     def prompts(self) -> int:
-        """Prompts with an outcome."""
+        """Number of prompts with an outcome."""
         return self.kept + self.filtered + self.failed
 
 
 @dataclass(frozen=True, slots=True)
 class CurriculumView:
-    """All that the order of an epoch may depend on, beside the entries. Every source is in every mapping."""
+    """Everything, besides the entries, that an epoch's order may depend on. Every mapping contains every source."""
 
     seed: int
     epoch: int
-    """From 0."""
+    """Counted from 0."""
     options: Mapping[str, Option]
     sources: tuple[str, ...]
     """In the order of the spec."""
     so_far: Mapping[str, SourceStatistics]
-    """Of everything committed until the epoch began; empty counts in epoch 0."""
+    """Statistics of everything committed before the epoch; zero in epoch 0."""
     latest: Mapping[str, SourceStatistics]
-    """Of what was committed since the epoch before began."""
+    """Statistics of what was committed since the previous epoch began."""
 
 
 Key = Callable[[str, Mapping[str, Any]], float]
-"""(source, fields of the entry) to a number; smaller ones come first."""
+"""Maps (source, fields of the entry) to a number; smaller numbers come first."""
 
 
 class Curriculum(Protocol):
-    """Orders an epoch."""
+    """A function that orders an epoch."""
 
     def __call__(self, view: CurriculumView) -> Key | None:
-        """The key of the epoch, or None for the usual order. Raises CurriculumError for options it does not understand."""
+        """Return the key of the epoch, or None for the default order. Raises CurriculumError for unknown options."""
         ...
 
 
 def find_curriculum(name: str) -> Curriculum:
-    """The curriculum of that entry-point name. Raises PluginFault, with the nearest name if there is none."""
+    """Return the curriculum with this entry-point name. Raises PluginFault with the nearest name if it is unknown."""
     curriculum: Curriculum = find_plugin(CURRICULA, name)
     return CheckedCurriculum(name, curriculum)
 
 
 class CheckedCurriculum:
-    """A curriculum whose every result is checked."""
+    """A curriculum whose results are checked."""
 
     def __init__(self, name: str, curriculum: Curriculum) -> None:
         self._name = name
         self._curriculum = curriculum
 
     def __call__(self, view: CurriculumView) -> Key | None:
-        """As the curriculum. Raises CurriculumError and nothing else, and so does the key."""
+        """Call the curriculum. Raises only CurriculumError, and so does the returned key."""
         try:
             key = self._curriculum(view)
         except CurriculumError:
             raise
-        except RAISED as error:  # the edge to foreign code
+        except RAISED as error:  # foreign code
             raise CurriculumError(
                 f"curriculum {self._name!r} raised {error!r} for epoch {view.epoch}", fix="Correct it"
             ) from error
         if key is None:
             return None
         if not callable(key):
-            raise CurriculumError(f"curriculum {self._name!r} gave {key!r} in place of a key", fix="Return a function")
+            raise CurriculumError(
+                f"curriculum {self._name!r} returned {key!r}, not a key function", fix="Return a function or None"
+            )
         return self._checked(key)
 
     def _checked(self, key: Key) -> Key:
@@ -131,13 +132,14 @@ class CheckedCurriculum:
                 value = float(key(source, fields))
             except GcoreError:
                 raise
-            except RAISED as error:  # the edge to foreign code
+            except RAISED as error:  # foreign code
                 raise CurriculumError(
                     f"the key of curriculum {self._name!r} raised {error!r}", fix="Correct it, or the data"
                 ) from error
             if not math.isfinite(value) or abs(value) > LARGEST:
                 raise CurriculumError(
-                    f"the key of curriculum {self._name!r} is {value}, which is not finite in float32", fix="Correct it"
+                    f"the key of curriculum {self._name!r} returned {value}, which is not finite in float32",
+                    fix="Correct it",
                 )
             return value
 
@@ -145,20 +147,20 @@ class CheckedCurriculum:
 
 
 class ArrangedOrder:
-    """An order that was computed whole. `places` [length] uint32: the place in the shard that comes `seq`-th."""
+    """A precomputed order. `places` [length] uint32: place in the shard by sequence number."""
 
     def __init__(self, places: npt.NDArray[np.uint32]) -> None:
         self._places = places
 
     def index(self, seq: int) -> int:
-        """The place in the shard that comes `seq`-th. Raises IndexError outside range(length)."""
+        """Return the place in the shard with sequence number `seq`. Raises IndexError outside range(length)."""
         if not 0 <= seq < len(self._places):
             raise IndexError(f"place {seq} of a shard of {len(self._places)}")
         return int(self._places[seq])
 
 
 def arrange_shard(seed: int, data_epoch: int, shard: int, keys: npt.NDArray[np.float32]) -> ArrangedOrder:
-    """The order of a shard by its keys [length], by place; equal ones stay as the keyed permutation has them."""
+    """Order a shard by its keys [length], by place; equal keys keep the order of the keyed permutation."""
     usual = ShardOrder(seed, data_epoch, shard, len(keys))
     places = np.fromiter((usual.index(seq) for seq in range(len(keys))), dtype=np.uint32, count=len(keys))
     return ArrangedOrder(places[np.argsort(keys[places], kind="stable")])
@@ -167,9 +169,9 @@ def arrange_shard(seed: int, data_epoch: int, shard: int, keys: npt.NDArray[np.f
 def shard_keys(
     stream: PromptStream, key: Key, data_epoch: int, shard: int, *, stopped: Callable[[], bool] = lambda: False
 ) -> npt.NDArray[np.float32] | None:
-    """The keys of a shard's entries [length], by place; None if `stopped` said so meanwhile. Four bytes an entry.
+    """Return the keys of a shard's entries [length] float32, by place; None if `stopped` returns true.
 
-    Blocks: it reads the entries, if the key looks at them. Raises CurriculumError, DataError.
+    Blocks: it reads the entries if the key accesses them. Raises CurriculumError, DataError.
     """
     keys = np.zeros(stream.shape.lengths[shard], dtype=np.float32)
     for place in range(len(keys)):
@@ -180,7 +182,7 @@ def shard_keys(
 
 
 def entry_key(stream: PromptStream, key: Key, data_epoch: int, shard: int, place: int) -> float:
-    """The key of one entry. Raises CurriculumError naming the entry, DataError."""
+    """Return the key of one entry. Raises CurriculumError with the entry's name, DataError."""
     opened, entry = stream.at(data_epoch, shard, place)
     try:
         return key(opened.name, LazyFields(lambda: opened.dataset.entry(entry)))
@@ -190,7 +192,7 @@ def entry_key(stream: PromptStream, key: Key, data_epoch: int, shard: int, place
 
 @dataclass
 class LazyFields(Mapping[str, Any]):
-    """An entry's fields, read when the first of them is asked for."""
+    """An entry's fields, read at first access."""
 
     read: Callable[[], Mapping[str, Any]]
     _fields: Mapping[str, Any] | None = field(default=None, init=False)
@@ -211,16 +213,15 @@ class LazyFields(Mapping[str, Any]):
 
 
 def easy_first(view: CurriculumView) -> Key | None:
-    """Entries by their difficulty, the easiest first.
+    """Order entries by difficulty, easiest first.
 
-    Options: `field`, the numeric field of an entry that holds its difficulty (default "difficulty"); `epochs`, the first
-    so many epochs are ordered (default: all).
+    Options: `field`, the numeric field with the difficulty (default "difficulty"); `epochs`, the number of first epochs to order (default: all).
     """
     options = _options(view, "easy_first", "field", "epochs")
     name = options.get("field", "difficulty")
     if not isinstance(name, str) or not name:
         raise CurriculumError(
-            f"easy_first: field is {name!r}, not the name of a field", where="data.curriculum_options"
+            f"easy_first: field is {name!r}, which is not a field name", where="data.curriculum_options"
         )
     if not _ordered(view, options):
         return None
@@ -238,10 +239,10 @@ def easy_first(view: CurriculumView) -> Key | None:
 
 
 def hard_sources_first(view: CurriculumView) -> Key | None:
-    """Sources by the mean reward of their groups since the epoch before began, the lowest first.
+    """Order sources by the mean reward of their groups since the previous epoch began, lowest first.
 
-    A source of which nothing was trained comes first: nothing is known of it. Equal sources stay mixed, as in the usual
-    order. Options: `epochs`, the first so many epochs are ordered (default: all).
+    Sources without trained groups come first. Sources with equal means stay mixed as in the default order. Options: `epochs`, the number of first
+    epochs to order (default: all).
     """
     options = _options(view, "hard_sources_first", "epochs")
     if view.epoch == 0 or len(view.sources) < 2 or not _ordered(view, options):
@@ -272,6 +273,6 @@ def _ordered(view: CurriculumView, options: Mapping[str, Any]) -> bool:
         return True
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
         raise CurriculumError(
-            f"epochs is {epochs!r}, not a whole number from 1 on", where="data.curriculum_options", fix="Correct it"
+            f"epochs is {epochs!r}, not a whole number above 0", where="data.curriculum_options", fix="Correct it"
         )
     return view.epoch < epochs

@@ -1,19 +1,18 @@
-"""A source's files as JSON lines, any of which is read when it is asked for; the conversion of Parquet and saved datasets.
+"""Random access to a source's entries, and the conversion of Parquet files and saved datasets to JSON lines.
 
-A source's path is a JSONL file, a folder of Parquet files (in the order of their names, without subfolders), or a dataset saved
-by the `datasets` library. Names and the first bytes decide which. Where names speak of several splits, as on the Hugging Face
-hub (`train-00000-of-00002.parquet`), `split` names one; a saved dataset of several splits needs it too.
+A source's path is a JSONL file, a Parquet file or folder of Parquet files (sorted by name, without subfolders), or a dataset saved by the
+`datasets` library. File names and the first bytes decide which. If names contain several splits, as on the Hugging Face hub
+(`train-00000-of-00002.parquet`), `split` selects one. A saved dataset with several splits needs `split` too.
 
-The whole file is checked once, when its index is built (`gcore.data.jsonl`), so that a mistake in line nine million is reported
-before anything starts. After that only the index is mapped, eight bytes an entry; entries are read by position and not kept.
-The file must not change while it is used: an entry that no longer reads is an error that says so.
+Building the index checks the whole file once (`gcore.data.jsonl`), so that a mistake in line nine million is reported before anything starts.
+Later only the index is mapped, eight bytes per entry; entries are read by position and not cached. The file must not change while it is in
+use: an entry that no longer parses raises an error that says so.
 
-Parquet files and saved datasets are written once into a cache as JSON lines, by a process of its own (`gcore.data.tables`): a
-stream asks for entries in random order, and a Parquet file gives a row only with its row group, often a million rows. The
-controller never imports pyarrow, and entries, digests and changed files are the same for every format. The digest is over the
-lines, so it does not depend on how files are cut, compressed or named. A copy appears whole or not at all, and is found again
-by path, split, and the size, time and inode of every source file; one that no longer fits is made again in its place, while
-its open readers keep the old one. Of several processes that need it at once one makes it and the others wait.
+A separate process (`gcore.data.tables`) converts Parquet files and saved datasets once to JSON lines in a cache. Streams read entries in random
+order, but Parquet stores rows in large row groups, often a million rows. So the controller never imports pyarrow, and entries and digests work
+in the same way for every format. The digest covers the lines, so it does not depend on how files are cut, compressed or named. A copy appears
+atomically and is found by path, split, and the size, time and inode of every source file. An outdated copy is replaced, while open readers keep
+the old one. If several processes need a copy at once, one makes it and the others wait.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _DICT, _STATE = "dataset_dict.json", "state.json"
 
 @dataclass(frozen=True, slots=True)
 class DataFiles:
-    """`path`: how messages name the data. `files`: what is to be read, in order; of a JSONL file, itself."""
+    """The files of a source, in order. `path`: name of the data in messages. For JSONL, `files` is the file itself."""
 
     kind: Kind
     path: Path
@@ -65,10 +64,10 @@ class DataFiles:
 
 
 def find_files(path: Path, declared: DataFormat, split: str | None) -> DataFiles:
-    """The files of a source. Raises DataError if there is nothing of the declared format, or more than one split."""
+    """Find the files of a source. Raises DataError if the declared format is not there, or if a split must be named."""
     try:
         return _found(path, declared, split)
-    except OSError as error:  # a folder above that may not be looked into, a name that is too long
+    except OSError as error:  # a parent folder without permission, a name that is too long
         raise unreadable_file(path, error) from error
 
 
@@ -77,7 +76,9 @@ def _found(path: Path, declared: DataFormat, split: str | None) -> DataFiles:
     if kind == "jsonl":
         if split is not None:
             raise DataError(
-                f"a JSONL file has no split {split!r}", where=str(path), fix="Remove `split`, or name another `format`"
+                f"a JSONL file has no splits, but split is {split!r}",
+                where=str(path),
+                fix="Remove `split`, or name another `format`",
             )
         return DataFiles("jsonl", path, (path,))
     found = _parquet_files(path, split) if kind == "parquet" else _saved_files(path, split)
@@ -92,7 +93,7 @@ def _kind(path: Path) -> Kind:
         if any(name.endswith(".parquet") for name in names):
             return "parquet"
         raise DataError(
-            "the folder holds no Parquet files and no dataset saved by `datasets` (save_to_disk)",
+            "the folder contains neither Parquet files nor a dataset saved by `datasets` (save_to_disk)",
             where=str(path),
             fix="Name a JSONL file, a Parquet file, or a folder of either kind",
         )
@@ -107,19 +108,21 @@ def _parquet_files(path: Path, split: str | None) -> tuple[Path, ...]:
     if not path.is_dir():
         if split is not None:
             raise DataError(
-                f"a single Parquet file has no split {split!r}", where=str(path), fix="Remove `split`, or name a folder"
+                f"a single Parquet file has no splits, but split is {split!r}",
+                where=str(path),
+                fix="Remove `split`, or name a folder",
             )
         return (path,)
-    # A link to nothing is a file that is missing: to pass over it would train on less than was asked for.
+    # A broken link counts as a missing file; skipping it would silently train on less data.
     files = sorted(entry for entry in path.iterdir() if entry.suffix == ".parquet" and not entry.is_dir())
     if not files:
         raise DataError(
-            "the folder holds no Parquet files", where=str(path), fix="Name the folder in which *.parquet files lie"
+            "the folder contains no Parquet files", where=str(path), fix="Name the folder with the *.parquet files"
         )
     splits = {file: _split_of(file) for file in files}
     several = set(splits.values())
     if split is None:
-        # Files that are no shards of anything may be called as they like; shards of two splits are two datasets.
+        # Files without shard numbers may have any name; shards of two splits are two datasets.
         if None not in several and len(several) > 1:
             raise _which_split(path, [name for name in several if name is not None])
         return tuple(files)
@@ -139,7 +142,7 @@ def _saved_files(path: Path, split: str | None) -> tuple[Path, ...]:
     if (path / _DICT).is_file():
         splits = _read_object(path / _DICT).get("splits")
         if not isinstance(splits, list) or not splits or not all(isinstance(name, str) for name in splits):
-            raise DataError("the file names no splits", where=str(path / _DICT), fix="Save the dataset again")
+            raise DataError("the file lists no splits", where=str(path / _DICT), fix="Save the dataset again")
         if split is None and len(splits) != 1:
             raise _which_split(path, splits)
         chosen = splits[0] if split is None else split
@@ -148,7 +151,7 @@ def _saved_files(path: Path, split: str | None) -> tuple[Path, ...]:
         folder = path / chosen
     elif not (path / _STATE).is_file():
         raise DataError(
-            f"the folder is no dataset saved by `datasets`: it has no {_STATE}",
+            f"the folder is not a dataset saved by `datasets`: it has no {_STATE}",
             where=str(path),
             fix="Save it with save_to_disk, or name another `format`",
         )
@@ -157,7 +160,7 @@ def _saved_files(path: Path, split: str | None) -> tuple[Path, ...]:
         raise _no_split(path, split, [str(state["_split"])] if state.get("_split") else [])
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise DataError(
-            "the dataset was saved by an old `datasets`, with the order of its rows in a file of its own",
+            "an old version of `datasets` saved the dataset with a separate file for the order of its rows",
             where=str(folder),
             fix="Load it with that version, call flatten_indices(), and save it again",
         )
@@ -165,7 +168,7 @@ def _saved_files(path: Path, split: str | None) -> tuple[Path, ...]:
     items = listed if isinstance(listed, list) else []
     names = [item.get("filename") if isinstance(item, dict) else None for item in items]
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise DataError("the file names no data files", where=str(folder / _STATE), fix="Save the dataset again")
+        raise DataError("the file lists no data files", where=str(folder / _STATE), fix="Save the dataset again")
     return tuple(folder / str(name) for name in names)
 
 
@@ -177,7 +180,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"cannot read the file ({error})", where=str(path), fix="Save the dataset again") from error
     if not isinstance(value, dict):
-        raise DataError("the file holds no JSON object", where=str(path), fix="Save the dataset again")
+        raise DataError("the file does not contain a JSON object", where=str(path), fix="Save the dataset again")
     return value
 
 
@@ -200,7 +203,7 @@ FORMAT = 1
 
 
 class CopyManifest(BaseModel):
-    """What a copy was made from, and what came of it. `sources` and `written`: size, mtime_ns, inode. `left_out`: why, by column."""
+    """Sources and result of a copy. `sources` and `written`: size, mtime_ns, inode. `left_out`: reason by column."""
 
     version: int
     sources: list[tuple[str, int, int, int]]
@@ -211,7 +214,7 @@ class CopyManifest(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class RowCopy:
-    """A copy that is there. `path`: the JSON lines. `rows`: of each file, in order. `left_out`: why a column is not in it, by name."""
+    """An existing copy. `path`: the JSON lines. `rows`: rows of each file, in order. `left_out`: reason by column that is not in the copy."""
 
     data: DataFiles
     path: Path
@@ -219,7 +222,7 @@ class RowCopy:
     left_out: Mapping[str, str]
 
     def name_of(self, row: int) -> str:
-        """How messages name a row (from 0): by its number in its file; of a saved dataset, which is one whole, in it."""
+        """Return the name of a row (from 0) in messages: its number in its file, or in the whole of a saved dataset."""
         if self.data.kind == "hf":
             return f"{self.data.path}, row {row}"
         ends = list(itertools.accumulate(self.rows))
@@ -229,14 +232,14 @@ class RowCopy:
 
 @dataclass(frozen=True, slots=True)
 class WantedColumns:
-    """`needed`: columns that must be there as JSON; `only`: whether the others are not read."""
+    """`needed`: columns that must convert to JSON. `only`: whether to skip all other columns."""
 
     needed: frozenset[str] = frozenset()
     only: bool = False
 
     @classmethod
     def of(cls, prompt: str, answers: Iterable[str], columns: Sequence[str] | None) -> WantedColumns:
-        """Those of the prompt, of the answers (paths) and of `columns`."""
+        """Return the columns of the prompt, the answers (paths) and `columns`."""
         roots = {prompt, *answers, *(answer.partition(".")[0] for answer in answers)}
         return cls(frozenset(roots | set(columns or ())), columns is not None)
 
@@ -248,10 +251,10 @@ def find_or_make_copy(
     progress: Progress | None = None,
     wanted: WantedColumns = WantedColumns(),
 ) -> RowCopy:
-    """The copy of those files in `cache_dir`; made now if there is none. Blocks. Raises DataError.
+    """Return the copy of these files in `cache_dir`; make it if it does not exist. Blocks. Raises DataError.
 
-    A column that JSON cannot say is refused if it is `wanted`, and else left out.
-    `progress` is called with rows done and rows in all, only when a copy is made.
+    A column that does not convert to JSON raises an error if it is `wanted`; otherwise it is left out. `progress` is called with rows done and
+    total rows while a copy is made.
     """
     key = (str(data.path), data.kind, split, *(sorted(wanted.needed) if wanted.only else ()))
     named = blake2b(repr(key).encode(), digest_size=8).hexdigest()
@@ -263,21 +266,21 @@ def find_or_make_copy(
         return found
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        # Held by whoever makes it, and by the process that writes for it: one whose maker was killed goes on for a while,
-        # in the very file that the next maker would write. The kernel lets go of it however those two end.
+        # Both the maker and its child process hold the lock: the child of a killed maker continues for a while and would write the
+        # same file as the next maker. The kernel releases the lock when both have ended.
         with (cache_dir / f"{stem}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             return made.find() or made.make(lock.fileno(), progress)
     except OSError as error:
         raise DataError(
-            f"cannot keep a copy of {data.path.name} there ({(error.strerror or str(error)).lower()})",
+            f"cannot store a copy of {data.path.name} there ({(error.strerror or str(error)).lower()})",
             where=str(cache_dir),
-            fix="Make room and make the folder writable, or name another one for the cache",
+            fix="Free space and make the folder writable, or name another cache folder",
         ) from error
 
 
 def mark_used(file: Path) -> None:
-    """It is of use, now: what has not been for long is deleted one day (`controllers.storage.garbage`). Not where it may not be touched."""
+    """Set the modification time to now, because unused files are deleted later (`controllers.storage.garbage`). Ignores missing permission."""
     with contextlib.suppress(OSError):
         os.utime(file)
 
@@ -290,7 +293,7 @@ class _Copy:
     wanted: WantedColumns
 
     def find(self) -> RowCopy | None:
-        """The copy, if it is whole and made from what lies there now. Raises DataError if a source is not there."""
+        """Return the copy if it is complete and matches the current sources. Raises DataError if a source is missing."""
         sources = self._sources()
         try:
             manifest = CopyManifest.model_validate_json(self.manifest.read_bytes())
@@ -300,23 +303,23 @@ class _Copy:
         if manifest.version != FORMAT or not whole or manifest.sources != sources:
             return None
         if self.wanted.needed & manifest.left_out.keys():
-            return None  # it is made again, to say why the column cannot be read
+            return None  # make it again, which reports why the column cannot be read
         return RowCopy(self.data, self.lines, tuple(manifest.rows), manifest.left_out)
 
     def make(self, lock: int, progress: Progress | None) -> RowCopy:
-        """Under the lock, an open file. Raises DataError, OSError."""
+        """Make the copy. `lock`: descriptor of the held lock. Raises DataError, OSError."""
         sources = self._sources()
         part = self.lines.with_suffix(".part")
         try:
             rows, left_out = _convert(self.data, part, self.wanted, lock, progress)
             if self._sources() != sources:
                 raise DataError(
-                    "the data changed while they were read",
+                    "the data changed while gcore read them",
                     where=str(self.data.path),
-                    fix="Wait until they are written",
+                    fix="Wait until they are written completely",
                 )
             if not sum(rows):
-                raise DataError("the data hold no prompts", where=str(self.data.path), fix="Name another file")
+                raise DataError("the data contain no prompts", where=str(self.data.path), fix="Name another file")
             part.replace(self.lines)
             written = _known(identify_file(self.lines))
             manifest = CopyManifest(version=FORMAT, sources=sources, written=written, rows=rows, left_out=left_out)
@@ -357,30 +360,30 @@ def _convert(
                     progress(answer["rows"], max(answer["of"], answer["rows"]))
             said = process.stderr.read().strip()
         finally:
-            process.kill()  # it has ended by itself, or is not wanted any more
+            process.kill()  # it has ended, or is no longer needed
     if "written" in answer:
         return list(answer["written"]), dict(answer["left_out"])
     if "error" in answer:
         told = answer["error"]
         raise DataError(told["what"], where=told["where"], fix=told["fix"])
-    reason = said.split("\n")[-1] or f"it ended with {process.returncode}; was memory short?"
+    reason = said.split("\n")[-1] or f"exit code {process.returncode}; it may have run out of memory"
     raise DataError(
-        f"the process that reads it failed ({reason})", where=str(data.path), fix="Correct that and try again"
+        f"the process that reads the data failed ({reason})", where=str(data.path), fix="Correct that and try again"
     )
 
 
 class DataChanged(DataError):
-    """What the index names is no longer there: the whole file is in doubt, not one entry."""
+    """The data no longer match the index, so the whole file is suspect."""
 
 
 class Dataset:
-    """Entries by number. Safe to use from several threads; close it, or use it as a context manager."""
+    """Entries by number. Thread-safe. Close it, or use it as a context manager."""
 
     def __init__(
         self, path: Path, prompt_field: str, reader: EntryReader, index: EntryIndex, copy: RowCopy | None = None
     ) -> None:
         self.path = path
-        """Where the user's data lie."""
+        """Path of the user's data."""
         self.prompt_field = prompt_field
         self._reader = reader
         self._index = index
@@ -404,11 +407,11 @@ class Dataset:
         cache_dir: Path | None = None,
         progress: Progress | None = None,
     ) -> Dataset:
-        """Open what lies at `path`; the first time, and when it has changed, check all of it and build its index.
+        """Open the data at `path`. The first time, and after a change, check all entries and build the index.
 
-        `answer_fields` must be there in every entry. `columns`: what else is read; None: all that JSON can say. The index, and the copy of what is no JSONL file, lie in
-        `cache_dir`, or beside the data. `progress` is called with how much is done and how much there is in all, only
-        when a copy or an index is made: rows of the first, bytes of the second. Raises DataError.
+        `answer_fields`: must be present in every entry. `columns`: further columns to read; None: all that convert to JSON. The index, and the
+        copy of data that are not JSONL, are in `cache_dir`, or next to the data. `progress` is called with the amount done and in total while a
+        copy (in rows) or an index (in bytes) is made. Raises DataError.
         """
         path = Path(path).absolute()
         data = find_files(path, format, split)
@@ -421,7 +424,7 @@ class Dataset:
             lines, name_line = copy.path, lambda line: copy.name_of(line - 1)
         reader = EntryReader(path, prompt_field, answer_fields, name_line, wanted.needed, only=wanted.only)
         identity = identify_file(lines)
-        # What was checked is part of the name, so that a spec with another field does not trust this check.
+        # The checked fields are part of the name, so that a spec with other fields does not reuse this check.
         named = (
             str(lines),
             prompt_field,
@@ -439,13 +442,13 @@ class Dataset:
 
     @property
     def digest(self) -> str:
-        """Names the entries' content, 32 hex digits: the same wherever the same bytes lie."""
+        """Digest of the entries' content, 32 hex digits; equal on every machine with the same bytes."""
         return self._index.digest.hex()
 
     def entry(self, i: int) -> dict[str, Any]:
-        """Entry `i` (from 0, blank lines not counted) as its JSON object.
+        """Return entry `i` (from 0, without blank lines) as its JSON object.
 
-        Raises IndexError outside range(len), DataChanged if the file has changed since it was indexed.
+        Raises IndexError outside range(len), and DataChanged if the file changed since it was indexed.
         """
         if not 0 <= i < len(self):
             raise IndexError(f"entry {i} of {len(self)}")
@@ -456,27 +459,27 @@ class Dataset:
         except (OSError, UnicodeDecodeError, DataError) as error:
             raise DataChanged(
                 f"the entry cannot be read ({error.what if isinstance(error, DataError) else error}); "
-                "the file was changed or damaged since it was checked",
+                "the file was changed or damaged after it was checked",
                 where=self.name_of(i),
-                fix="Put the file back as it was, or submit the job again"
+                fix="Restore the file, or submit the job again"
                 if self._copy is None
                 else f"Remove the copy of the data, {self._copy.path}",
             ) from error
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Why a column is not read, by its name."""
+        """Reason by column that is not read."""
         return {} if self._copy is None else self._copy.left_out
 
     def name_of(self, i: int) -> str:
-        """How messages name entry `i`."""
+        """Return the name of entry `i` in messages."""
         return f"{self.path}, entry {i}" if self._copy is None else self._copy.name_of(i)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self.entry(i) for i in range(len(self)))
 
     def close(self) -> None:
-        """Close the file. Closing twice is no error."""
+        """Close the file. A second call does nothing."""
         self._file.close()
 
     def __enter__(self) -> Dataset:

@@ -1,17 +1,15 @@
-"""Entries of a JSONL file: what each must be, and an index of where each begins, built once and mapped into memory.
+"""Entries of a JSONL file: their format, and an index of their positions that is built once and mapped into memory.
 
-An entry is a JSON object on one line. Its prompt field is a string, or a list of chat messages; fields that hold answers are
-present and not null. Stricter than Python's JSON in two places: NaN and Infinity are refused, and so is half a surrogate pair,
-which no tokenizer can take. Each mistake is one sentence with file and line (`name_line`: how messages name a line that is not
-one of a file that people know).
+An entry is a JSON object on one line. Its prompt field is a string, or a list of chat messages. Answer fields are present and not null. The
+parser is stricter than Python's in two points: it rejects NaN and Infinity, and lone surrogates, which no tokenizer accepts. Each error names the
+file and the line (`name_line`: how to name lines of a converted file).
 
-Building the index reads the whole file once, in blocks, checks every line and notes where entries begin; blank lines are passed
-over. Memory does not grow with the file. The index names its file by size, modification time and inode; when they no longer
-fit, or the index is damaged, it is built again. It is written beside its place and renamed, so that any number of processes
-may build it at once.
+Building the index reads the whole file once, in blocks, checks every line and stores where entries begin; blank lines are skipped. Memory use does
+not grow with the file. The index records the file's size, modification time and inode; it is built again if they differ or if it is damaged. It is
+written to a temporary file and renamed, so that several processes may build it at once.
 
-Layout, little-endian: a header of 72 bytes (magic, format, reserved, then size, mtime_ns, inode and entries as uint64, and
-16 bytes of BLAKE2b over the file's content), then entries + 1 offsets as uint64; entry i stands in [offset i, offset i+1).
+Layout, little-endian: a header of 72 bytes (magic, format, reserved, then size, mtime_ns, inode and entries as uint64, and 16 bytes of BLAKE2b over
+the file's content), then entries + 1 offsets as uint64. Entry i is in [offset i, offset i+1).
 """
 
 from __future__ import annotations
@@ -39,12 +37,12 @@ from gcore.types import entry_value
 SHOWN_FIELDS = 8
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
-# Made once, because it is asked for every line of a file of millions.
+# Created once, because it runs for every line of files with millions of lines.
 _decode = json.JSONDecoder(parse_constant=refuse_constant).raw_decode
 
 
 class EntryReader:
-    """Reads and checks entries of one data file. Stateless; may be used from several threads."""
+    """Reads and checks entries of one data file. Stateless and thread-safe."""
 
     def __init__(
         self,
@@ -56,7 +54,7 @@ class EntryReader:
         *,
         only: bool = False,
     ) -> None:
-        """`needed`: fields that must be JSON; another that is none is left out. `only`: no other field is read."""
+        """`needed`: fields that must be JSON; other fields that are not are left out. `only`: no other field is read."""
         self._needed = needed | {prompt_field}
         self._only = only
         self._path = path
@@ -65,20 +63,20 @@ class EntryReader:
         self._answer_fields = answer_fields
 
     def where(self, line: int) -> str:
-        """How messages name a line, counted from 1."""
+        """Return the name of a line (from 1) in messages."""
         return f"{self._path}:{line}" if self._name_line is None else self._name_line(line)
 
     def blank_lines(self, text: str, first: int, *, cut_off: bool = False) -> list[int]:
-        """Check the lines of `text`, of which the first has number `first`; which of them (from 0) are blank.
+        """Check the lines of `text`, whose first line has number `first`, and return which of them (from 0) are blank.
 
-        `cut_off`: the last of them ends without a newline. Raises DataError for the first mistake.
+        `cut_off`: the last line has no newline. Raises DataError for the first mistake.
         """
         blank: list[int] = []
         fits = self._fits
         careful = _SURROGATE.search(text) is not None
         lines = text.split("\n")
         for place, line in enumerate(lines):
-            # The quick way for lines without surroundings; whatever is odd is looked at again, slowly.
+            # Fast path for lines without surrounding spaces and surrogates; other lines are parsed again below.
             try:
                 entry, end = _decode(line)
                 if end == len(line) and not careful and fits(entry):
@@ -92,7 +90,7 @@ class EntryReader:
         return blank
 
     def parse(self, line: str, where: str, *, cut_off: bool = False) -> dict[str, Any]:
-        """The entry on a line, which stands at `where`. `cut_off`: it ends without a newline. Raises DataError."""
+        """Return the entry on a line. `where`: its name. `cut_off`: it has no newline. Raises DataError."""
         try:
             entry = self._decoded(line)
         except (ValueError, RecursionError) as error:
@@ -100,19 +98,19 @@ class EntryReader:
                 raise DataError(
                     "the last line is cut off: it has no newline and is not valid JSON",
                     where=where,
-                    fix="Copy or write the file again; it was not written to its end",
+                    fix="Copy or write the file again; it is incomplete",
                 ) from error
             problem = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
             raise DataError(
                 f"not valid JSON ({problem})",
                 where=where,
-                fix="Write one JSON object a line, without line breaks in it",
+                fix="Write one JSON object per line, without line breaks in it",
             ) from error
         if not isinstance(entry, dict):
             raise DataError(
-                f"the line holds {_kind(entry)}, not a JSON object",
+                f"the line is {_kind(entry)}, not a JSON object",
                 where=where,
-                fix=f'Write {{"{self._prompt_field}": ...}}, one object a line',
+                fix=f'Write {{"{self._prompt_field}": ...}}, one object per line',
             )
         if self._only:
             entry = {name: value for name, value in entry.items() if name in self._needed}
@@ -124,7 +122,7 @@ class EntryReader:
         return entry
 
     def _decoded(self, line: str) -> Any:
-        """The value on a line, without fields that are not needed and hold NaN or Infinity. Raises ValueError, RecursionError."""
+        """Return the value on a line, without unneeded fields that hold NaN or Infinity. Raises ValueError, RecursionError."""
         try:
             return json.loads(line, parse_constant=refuse_constant)
         except json.JSONDecodeError:
@@ -153,7 +151,7 @@ class EntryReader:
             raise DataError(
                 f"the entry has no field {field!r}, only {_names(entry)}",
                 where=where,
-                fix="Name the field with the prompt in data.prompt, or in `prompt` of the source",
+                fix="Name the field with the prompt in data.prompt, or in the source's `prompt`",
             )
         prompt = entry[field]
         if prompt == "":
@@ -173,7 +171,7 @@ class EntryReader:
                 raise DataError(
                     f"field {field!r} is null" if field in entry else missing,
                     where=where,
-                    fix="Name the field with the expected answer in reward.answer, or in that of the source's reward",
+                    fix="Name the field with the expected answer in reward.answer, or in the source's reward",
                 )
 
     def _check_text(self, entry: dict[str, Any], where: str) -> None:
@@ -181,14 +179,14 @@ class EntryReader:
             json.dumps(entry, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as error:
             raise DataError(
-                "the entry has half a surrogate pair (\\ud800 to \\udfff alone), which is no character",
+                "the entry contains a lone surrogate (\\ud800 to \\udfff), which is not a character",
                 where=where,
                 fix="Remove it, or write the character itself",
             ) from error
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether a value holds no NaN and no Infinity."""
+    """Return whether a value contains neither NaN nor Infinity."""
     try:
         json.dumps(value, allow_nan=False)
     except ValueError:
@@ -197,7 +195,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a value holds no half of a surrogate pair."""
+    """Return whether a value contains no lone surrogate."""
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
@@ -206,7 +204,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _message_problem(prompt: Any) -> str | None:
-    """What is wrong with a list of chat messages; None if nothing is."""
+    """Return what is wrong with a list of chat messages; None if it is valid."""
     if not isinstance(prompt, list):
         return _kind(prompt)
     if not prompt:
@@ -225,7 +223,7 @@ def _message_problem(prompt: Any) -> str | None:
 
 
 def _calls_tools(message: dict[str, Any]) -> bool:
-    """Whether it is a turn of the assistant that calls tools, and may say nothing beside."""
+    """Return whether the message calls tools and so needs no content."""
     calls = message.get("tool_calls")
     return message.get("content") is None and isinstance(calls, list) and bool(calls)
 
@@ -242,7 +240,7 @@ def _names(entry: dict[str, Any]) -> str:
 
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all."""
+"""Called with bytes done and total bytes."""
 
 FORMAT = 1
 BLOCK_BYTES = 1 << 20
@@ -258,12 +256,12 @@ _COMPRESSED = {
     b"BZh": "bzip2",
     b"PK\x03\x04": "zip",
 }
-"""How compressed files begin; none of it begins a JSON object."""
+"""First bytes of compressed files; no JSON object begins with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """Tells whether a file is still the one that was read, without reading it."""
+    """Identifies a file's content without reading it."""
 
     size: int
     mtime_ns: int
@@ -272,7 +270,7 @@ class FileIdentity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EntryIndex:
-    """`offsets` [entries + 1] uint64, mapped; `digest`: 16 bytes of BLAKE2b over the content, the same on every node."""
+    """`offsets` [entries + 1] uint64, memory-mapped. `digest`: 16 bytes of BLAKE2b over the content, equal on every node."""
 
     identity: FileIdentity
     offsets: npt.NDArray[np.uint64]
@@ -280,25 +278,25 @@ class EntryIndex:
 
 
 def identify_file(path: Path) -> FileIdentity:
-    """The identity of a regular file. Raises DataError for whatever else is there, or for nothing."""
+    """Return the identity of a regular file. Raises DataError if it is missing or not a regular file."""
     try:
         found = path.stat()
     except OSError as error:
         raise unreadable_file(path, error) from error
     if not stat.S_ISREG(found.st_mode):
-        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
-        raise DataError(f"the dataset is {kind}", where=str(path), fix="Name a JSONL file, one prompt a line")
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "not a regular file"
+        raise DataError(f"the dataset is {kind}", where=str(path), fix="Name a JSONL file with one prompt per line")
     return FileIdentity(found.st_size, found.st_mtime_ns, found.st_ino)
 
 
 def unreadable_file(path: Path, error: OSError) -> DataError:
-    """The error for a file that the system does not let us read."""
+    """Return the error for a file that cannot be read."""
     reason = (error.strerror or type(error).__name__).lower()
     return DataError(f"cannot read the file ({reason})", where=str(path), fix="Name an existing, readable file")
 
 
 def load_index(index_path: Path, identity: FileIdentity) -> EntryIndex | None:
-    """The index, if there is a whole one for a file of that identity."""
+    """Return the index for a file of this identity; None if there is none or it is incomplete."""
     try:
         with index_path.open("rb") as file:
             header = file.read(_HEADER.size)
@@ -317,7 +315,7 @@ def load_index(index_path: Path, identity: FileIdentity) -> EntryIndex | None:
 
 
 def build_index(path: Path, index_path: Path, reader: EntryReader, progress: Progress | None) -> EntryIndex:
-    """Read and check the whole file, and write its index. Raises DataError for the first mistake in it."""
+    """Read and check the whole file and write its index. Raises DataError for the first mistake."""
     identity = identify_file(path)
     try:
         index_path.parent.mkdir(parents=True, exist_ok=True)
@@ -334,11 +332,11 @@ def build_index(path: Path, index_path: Path, reader: EntryReader, progress: Pro
         raise DataError(
             f"cannot write the index of {path.name} there ({(error.strerror or str(error)).lower()})",
             where=str(index_path.parent),
-            fix="Make room and make the folder writable, or name another one for the cache",
+            fix="Free space and make the folder writable, or name another cache folder",
         ) from error
     index = load_index(index_path, identity)
     if index is None:
-        raise DataError("the index just written cannot be read", where=str(index_path), fix="Check the disk")
+        raise DataError("cannot read the index that was just written", where=str(index_path), fix="Check the disk")
     return index
 
 
@@ -354,9 +352,11 @@ def _write_index(
     with data:
         scan.run(data)
     if identify_file(path) != identity:
-        raise DataError("the file changed while it was read", where=str(path), fix="Wait until it is written")
+        raise DataError(
+            "the file changed while gcore read it", where=str(path), fix="Wait until it is written completely"
+        )
     if not scan.entries:
-        raise DataError("the file holds no prompts", where=str(path), fix="Write one JSON object a line")
+        raise DataError("the file contains no prompts", where=str(path), fix="Write one JSON object per line")
     out.write(struct.pack("<Q", identity.size))
     out.seek(0)
     known = (identity.size, identity.mtime_ns, identity.inode)
@@ -366,7 +366,7 @@ def _write_index(
 
 
 class _Scan:
-    """One pass over a file, block by block, each cut at its last newline."""
+    """One pass over a file in blocks, each cut at its last newline."""
 
     def __init__(self, path: Path, reader: EntryReader, out: BinaryIO, progress: Progress | None, size: int) -> None:
         self._path = path
@@ -381,11 +381,11 @@ class _Scan:
 
     @property
     def digest(self) -> bytes:
-        """Over everything read."""
+        """Digest of everything read."""
         return self._hash.digest()
 
     def run(self, data: BinaryIO) -> None:
-        """Through to the end of the file."""
+        """Scan to the end of the file."""
         rest = b""
         while block := data.read(BLOCK_BYTES):
             self._hash.update(block)
@@ -408,7 +408,7 @@ class _Scan:
             self._progress(self._size, self._size)
 
     def _take(self, lines: bytes, *, cut_off: bool) -> None:
-        """Whole lines, without the last one's newline."""
+        """Process whole lines, without the newline of the last one."""
         try:
             text = lines.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -436,7 +436,7 @@ class _Scan:
                 raise DataError(
                     f"the file is compressed ({name})",
                     where=str(self._path),
-                    fix="Decompress it; entries are read at any place of the file, so it must be plain JSON lines",
+                    fix="Decompress it; entries are read at random positions, so the file must be plain JSON lines",
                 )
 
     def _check_length(self, rest: bytes) -> None:
@@ -444,5 +444,5 @@ class _Scan:
             raise DataError(
                 f"the line is longer than {MAX_ENTRY_BYTES >> 20} MiB",
                 where=self._reader.where(self._line),
-                fix="Write one JSON object a line; is this a JSONL file at all?",
+                fix="Write one JSON object per line, and check that this is a JSONL file",
             )

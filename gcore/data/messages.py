@@ -1,11 +1,11 @@
-"""The content of chat messages: a text, or a list of text parts, each in the form that a chat template reads.
+"""The content of chat messages: a text or a list of text parts, in the form that a chat template reads.
 
     "2 + 2"                                    a text
-    [{"type": "text", "text": "2 + 2"}]        the same as parts, as OpenAI's API and many data sets write it
+    [{"type": "text", "text": "2 + 2"}]        the same as parts, as in OpenAI's API and many datasets
 
-Some templates read texts only, some read parts only, some read both. A template that reads both is given the content as it was
-written, as transformers gives it. A template that reads texts only is given the parts joined; one that reads parts only is given a
-text as one part. transformers gives them the content as it is, and the prompt then holds Python's spelling of a list, or nothing.
+Some templates read only text, some only parts, some both. A template that reads both gets the content unchanged, as in transformers. A template
+that reads only text gets the joined parts; one that reads only parts gets a text as one part. transformers would pass the content unchanged, and
+the prompt would contain a Python list, or nothing.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from typing import Any, Literal
 Messages = Sequence[Mapping[str, Any]]
 SYSTEM_ROLES = ("system", "developer")
 MARK = "\ue000\ue001\ue000"
-"""Stands for a text in a template: no text has it, and Python's spelling of a list escapes it."""
+"""Placeholder for text in a template. No real text contains it, and Python's repr of a list escapes it."""
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def parts_problem(content: Any) -> str | None:
-    """What is wrong with a content that is no text, for messages; None if it is a list of text parts."""
+    """Return what is wrong with content that is not text, for messages; None if it is a list of text parts."""
     if not isinstance(content, list):
-        return "is no text and no list of text parts"
+        return "is neither text nor a list of text parts"
     for number, part in enumerate(content, 1):
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            return f"has a part {number} of type {kind!r:.50}; only parts of type 'text' are read"
+            return f"has a part {number} of type {kind!r:.50}; only parts of type 'text' are supported"
         if not isinstance(part.get("text"), str):
             return f"has a part {number} of type 'text' without a text"
     return None
 
 
 def join_parts(content: Any) -> Any:
-    """The text of a list of text parts, joined without anything in between; any other content as it is."""
+    """Join the texts of a list of text parts; return any other content unchanged."""
     if isinstance(content, list) and parts_problem(content) is None:
         return "".join(part["text"] for part in content)
     return content
 
 
 def prepare_messages(value: str | Messages, system: str) -> list[dict[str, Any]]:
-    """A prompt field as messages: a string is one message of the user. `system` goes before messages that begin with none.
+    """Return a prompt field as messages: a string is one user message. `system` is inserted unless the messages begin with a system message.
 
-    Keys that are null are left out, and reasoning stands under the names that templates read, as in transformers.
+    Drops keys that are null, and stores reasoning under the names that templates read, as transformers does.
     """
     given: Messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     messages = [_with_reasoning(message) for message in given]
@@ -63,18 +63,18 @@ ContentForm = Literal["text", "parts", "as written"]
 
 
 class ContentForms:
-    """Which form of content a template reads, by the message's role. Found by rendering short conversations, once for each role.
+    """The form of content that a template reads, by message role. Found once per role by rendering short conversations.
 
-    May be used from several threads: two of them find the same.
+    Thread-safe: concurrent calls find the same result.
     """
 
     def __init__(self, render: Callable[[list[dict[str, Any]]], str]) -> None:
-        """`render`: what the template makes of messages; an empty text if it does not take them."""
+        """`render`: renders messages with the template; returns an empty text if the template rejects them."""
         self._render = render
         self._known: dict[str, ContentForm] = {}
 
     def fit(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with its content in a form that the template reads."""
+        """Return the message with its content in a form that the template reads."""
         content = message.get("content")
         if not isinstance(content, str | list):
             return message
@@ -97,7 +97,7 @@ class ContentForms:
         return "parts" if MARK in parts else "as written"
 
     def _conversation(self, role: str, content: Any) -> list[dict[str, Any]]:
-        """The shortest one with a message of that role and content that templates take."""
+        """Return the shortest conversation with a message of this role that templates accept."""
         message: dict[str, Any] = {"role": role, "content": content}
         if role == "user":
             return [message]

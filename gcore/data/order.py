@@ -1,20 +1,17 @@
-"""Which entry a prompt ref is, and which refs are terminal: permutations of shards, cursors, and mixtures of sources.
+"""The mapping from prompt refs to entries, and cursors: permutations of shards, and mixtures of sources.
 
-Entry i of the stream belongs to shard i % S, at place i // S, so shard lengths differ by at most one. In every epoch a shard
-goes through its places in another order, which is a pure function of (seed, data_epoch, shard): a Feistel network over the
-smallest power of four that holds the shard; a value outside goes through it again until it is inside (cycle walking; at most
-four rounds on average). No list is shuffled or stored, any place of any epoch is found at once, and every controller finds the
-same.
+Entry i of the stream belongs to shard i % S, at place i // S, so shard lengths differ by at most one. Every epoch visits a shard's places in a
+different order, a pure function of (seed, data_epoch, shard): a Feistel network over the smallest power of four that covers the shard. Values
+outside the shard go through it again until they are inside (cycle walking; at most four rounds on average). No list is shuffled or stored, any
+place of any epoch is computed directly, and every controller computes the same.
 
-A *position* counts a shard's refs through all epochs: `p = data_epoch * shard_length + seq`, so one cursor spans epochs, and
-shards may be in different ones. A cursor is a low-water mark and a bitmap of what is terminal beyond it; its size depends only
-on how ragged the stream is (at most the window).
+A *position* counts a shard's refs through all epochs: `p = data_epoch * shard_length + seq`. So one cursor spans epochs, and shards may be in
+different epochs. A cursor is a low-water mark and a bitmap of terminal refs beyond it. Its size is bounded by the window.
 
-Of several sources, one of n entries and weight w gives every epoch round(w·n) places, one at least, so that all epochs are
-equally long. Its places go on through its entries from epoch to epoch and begin again at the end: over any epochs in a row, how
-often two entries were shown differs by at most one. Where the weight is no whole number, entries are taken in a keyed
-permutation that never changes, or "one half" would be the first half of a sorted file. With one source of weight 1, place i is
-entry i.
+With several sources, a source of n entries and weight w has round(w·n) places in every epoch, at least one, so that all epochs are equally long.
+Its places continue through its entries from epoch to epoch and start over at the end. Over any consecutive epochs, the use counts of two entries
+differ by at most one. If the weight is not a whole number, entries follow a fixed keyed permutation; otherwise "one half" would be the first half
+of a sorted file. With one source of weight 1, place i is entry i.
 """
 
 from __future__ import annotations
@@ -31,36 +28,36 @@ from gcore.types import PromptRef
 
 
 class ShardCursor(NamedTuple):
-    """`low_water`: every position below it is terminal. Bit i of `beyond`: position `low_water + i` is terminal."""
+    """All positions below `low_water` are terminal. Bit i of `beyond`: position `low_water + i` is terminal."""
 
     low_water: int = 0
     beyond: int = 0
 
     def is_terminal(self, position: int) -> bool:
-        """Whether `position` has an outcome."""
+        """Return whether `position` has an outcome."""
         return position < self.low_water or bool(self.beyond >> (position - self.low_water) & 1)
 
     def mark(self, position: int) -> ShardCursor:
-        """The cursor with `position` terminal too. Raises ValueError if it already was: no ref ends twice."""
+        """Return the cursor with `position` marked terminal. Raises ValueError if it already was, because a ref has one outcome."""
         if self.is_terminal(position):
             raise ValueError(f"position {position} is already terminal")
         beyond = self.beyond | 1 << (position - self.low_water)
-        ones = (~beyond & (beyond + 1)).bit_length() - 1  # trailing ones: the mark moves over them
+        ones = (~beyond & (beyond + 1)).bit_length() - 1  # trailing ones: the low-water mark moves over them
         return ShardCursor(self.low_water + ones, beyond >> ones)
 
     @property
     def terminal_count(self) -> int:
-        """How many positions are terminal."""
+        """Number of terminal positions."""
         return self.low_water + self.beyond.bit_count()
 
 
 class StreamShape(NamedTuple):
-    """How the dataset is cut: the length of each shard (refs per epoch), shard by shard."""
+    """Length of each shard (refs per epoch), by shard."""
 
     lengths: tuple[int, ...]
 
     def position(self, ref: PromptRef) -> int:
-        """The ref's place in its shard, counted through all epochs."""
+        """Return the ref's position in its shard, counted through all epochs."""
         return ref.data_epoch * self.lengths[ref.shard] + ref.seq
 
     def ref(self, shard: int, position: int) -> PromptRef:
@@ -70,7 +67,7 @@ class StreamShape(NamedTuple):
 
 
 def shard_lengths(prompts: int, shards: int) -> StreamShape:
-    """Cut `prompts` entries into `shards` slices whose lengths differ by at most one."""
+    """Divide `prompts` entries into `shards` shards whose lengths differ by at most one."""
     base, more = divmod(prompts, shards)
     return StreamShape(tuple(base + (shard < more) for shard in range(shards)))
 
@@ -82,15 +79,15 @@ class Cursors(NamedTuple):
 
     @classmethod
     def start(cls, shards: int) -> Cursors:
-        """Nothing terminal yet."""
+        """Return cursors without terminal refs."""
         return cls((ShardCursor(),) * shards)
 
     def is_terminal(self, shape: StreamShape, ref: PromptRef) -> bool:
-        """Whether `ref` has an outcome."""
+        """Return whether `ref` has an outcome."""
         return self.shards[ref.shard].is_terminal(shape.position(ref))
 
     def union(self, shape: StreamShape, refs: Iterable[PromptRef]) -> Cursors:
-        """The cursors after `refs` became terminal. Raises ValueError if one already was, or comes twice."""
+        """Return the cursors with `refs` marked terminal. Raises ValueError if a ref already was, or occurs twice."""
         shards = list(self.shards)
         for ref in refs:
             shards[ref.shard] = shards[ref.shard].mark(shape.position(ref))
@@ -98,32 +95,32 @@ class Cursors(NamedTuple):
 
     @property
     def terminal_count(self) -> int:
-        """How many refs are terminal in all."""
+        """Number of terminal refs in all shards."""
         return sum(cursor.terminal_count for cursor in self.shards)
 
     def encode(self) -> list[str]:
-        """One short string a shard, for the store: "low_water" or "low_water+hex"."""
+        """Return one short string per shard for the store: "low_water" or "low_water+hex"."""
         return [f"{c.low_water}+{c.beyond:x}" if c.beyond else str(c.low_water) for c in self.shards]
 
     @classmethod
     def decode(cls, text: list[str]) -> Cursors:
-        """Inverse of `encode`; raises ValueError on anything else."""
+        """Inverse of `encode`. Raises ValueError."""
         shards = []
         for part in text:
             if not isinstance(part, str):
-                raise ValueError(f"{part!r} is no cursor")
+                raise ValueError(f"{part!r} is not a cursor")
             low, _, beyond = part.partition("+")
             shards.append(ShardCursor(int(low), int(beyond, 16) if beyond else 0))
         return cls(tuple(shards))
 
 
-# Four rounds of a good round function are indistinguishable from random for large domains; small ones want more, and
-# eight cost about ten microseconds.
+# Four Feistel rounds with a good round function are indistinguishable from random for large domains. Small domains need more;
+# eight rounds take about ten microseconds.
 ROUNDS = 8
 
 
 class KeyedPermutation:
-    """A bijection of range(length) onto itself that follows from `key` (at most 64 bytes). Immutable."""
+    """A bijection of range(length) onto itself, defined by `key` (at most 64 bytes). Immutable."""
 
     __slots__ = ("_half_bits", "_key", "_mask", "length")
 
@@ -135,7 +132,7 @@ class KeyedPermutation:
         self._mask = (1 << self._half_bits) - 1
 
     def index(self, seq: int) -> int:
-        """What comes `seq`-th. Raises IndexError outside range(length)."""
+        """Return the image of `seq`. Raises IndexError outside range(length)."""
         place = self._checked(seq)
         while True:
             place = self._forth(place)
@@ -173,7 +170,7 @@ class KeyedPermutation:
 
 
 class ShardOrder(KeyedPermutation):
-    """The order of one shard in one epoch: which place of the shard comes `seq`-th. Any 64-bit numbers are a key."""
+    """The order of a shard in an epoch: its place by sequence number. Any 64-bit integers are valid keys."""
 
     __slots__ = ()
 
@@ -183,13 +180,13 @@ class ShardOrder(KeyedPermutation):
 
 
 def entry_index(shape: StreamShape, seed: int, ref: PromptRef) -> int:
-    """The entry of the stream that `ref` stands for. Raises IndexError for a ref outside the stream."""
+    """Return the entry of the stream for `ref`. Raises IndexError for a ref outside the stream."""
     order = ShardOrder(seed, ref.data_epoch, ref.shard, shard_length(shape, ref.shard))
     return order.index(ref.seq) * len(shape.lengths) + ref.shard
 
 
 def ref_of_entry(shape: StreamShape, seed: int, data_epoch: int, entry: int) -> PromptRef:
-    """The ref that stands for entry `entry` in `data_epoch`: inverse of `entry_index`. Raises IndexError."""
+    """Return the ref of entry `entry` in `data_epoch`; inverse of `entry_index`. Raises IndexError."""
     if entry < 0:
         raise IndexError(f"entry {entry}")
     place, shard = divmod(entry, len(shape.lengths))
@@ -197,7 +194,7 @@ def ref_of_entry(shape: StreamShape, seed: int, data_epoch: int, entry: int) -> 
 
 
 def shard_length(shape: StreamShape, shard: int) -> int:
-    """Refs of a shard in an epoch. Raises IndexError outside the stream."""
+    """Return the refs of a shard per epoch. Raises IndexError outside the stream."""
     if not 0 <= shard < len(shape.lengths):
         raise IndexError(f"shard {shard} of {len(shape.lengths)}")
     return shape.lengths[shard]
@@ -205,7 +202,7 @@ def shard_length(shape: StreamShape, shard: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SourceShare:
-    """A source's part in an epoch. The name is a part of its order's key: other sources do not change it."""
+    """A source's part of an epoch. The name is part of its permutation's key, so that other sources do not change it."""
 
     name: str
     entries: int
@@ -213,13 +210,13 @@ class SourceShare:
 
     @property
     def refs(self) -> int:
-        """Places of an epoch: how many prompts of the source every epoch shows."""
+        """Number of the source's places in every epoch."""
         return max(1, round(self.weight * self.entries))
 
 
 @dataclass(frozen=True, slots=True)
 class SourceEntry:
-    """Entry `entry` of the source with number `source`."""
+    """Entry `entry` of source number `source`."""
 
     source: int
     entry: int
@@ -235,11 +232,11 @@ class Mixture:
 
     @property
     def refs(self) -> int:
-        """Places of an epoch, in all."""
+        """Number of places in an epoch."""
         return self._ends[-1]
 
     def at(self, data_epoch: int, place: int) -> SourceEntry:
-        """What stands at `place` of an epoch. Raises IndexError outside range(refs)."""
+        """Return the entry at `place` of an epoch. Raises IndexError outside range(refs)."""
         if not 0 <= place < self.refs:
             raise IndexError(f"place {place} of an epoch of {self.refs}")
         source = bisect.bisect_right(self._ends, place)
@@ -252,6 +249,6 @@ class Mixture:
 
 def _order(share: SourceShare, seed: int) -> KeyedPermutation | None:
     if share.refs % share.entries == 0:
-        return None  # every epoch shows every entry equally often
+        return None  # every epoch uses every entry equally often
     packed = struct.pack("<Q", seed) + share.name.encode()
     return KeyedPermutation(blake2b(packed, digest_size=32, person=b"gcore.source").digest(), share.entries)

@@ -1,16 +1,15 @@
-"""From a prompt field to the text and the tokens that the model is shown.
+"""From a prompt field to the model's input text and tokens.
 
-With `chat` a prompt is put into a chat template, with the opening of the assistant's turn; a string counts as one message
-of the user. Without it the string is the text. The result agrees with `AutoTokenizer.apply_chat_template(messages, tools=...,
-add_generation_prompt=True, **variables)` and `AutoTokenizer(text)`, but for the clock, which templates get from a variable
-here (`gcore.data.templates`), and for text parts that a template does not read (`gcore.data.messages`).
+With `chat`, a chat template renders the prompt and opens the assistant's turn; a string counts as one user message. Without it, the string is the
+text. The result agrees with `AutoTokenizer.apply_chat_template(messages, tools=..., add_generation_prompt=True, **variables)` and
+`AutoTokenizer(text)`, with two exceptions: the date comes from a variable (`gcore.data.templates`), and text parts are joined for templates that do
+not read them (`gcore.data.messages`).
 
-A model may have several end tokens. What comes behind an answer is what the template writes there, and the end of the turn stands
-there once, whichever end token the answer has.
+A model may have several end tokens. After an answer comes what the template writes there; the end of the turn appears once, whichever end token the
+answer has.
 
-A template writes its own special tokens, so the tokenizer adds none to what it wrote: a leading token is never there twice.
-A source's system message goes before messages that have none of their own; an entry that begins with one keeps it. It does
-not cut: a prompt that is too long is an error, or filtered (`gcore.data.stream`).
+A template writes its own special tokens, so the tokenizer adds none: a leading token never appears twice. A source's system message is inserted
+before messages without one. Prompts are not cut: a prompt that is too long is an error, or filtered (`gcore.data.stream`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from gcore.data.tokenizer import ModelTokenizer
 from gcore.errors import DataError
 
 _CONTEXT = 16
-"""Tokens in front of a text that is encoded behind them, and of an answer that are compared with what a template writes."""
+"""Tokens of context when text is encoded after others, and when the end of an answer is compared with the template's text."""
 
 _SOME_TOOL = {
     "type": "function",
@@ -50,7 +49,7 @@ _SOME_TOOL = {
 
 @dataclass(frozen=True, slots=True)
 class ChatForm:
-    """How a source shows messages. `template`: without tools; `tool_template`: with them, often the same."""
+    """How a source renders messages. `template`: without tools. `tool_template`: with tools; often the same."""
 
     template: jinja2.Template
     tool_template: jinja2.Template
@@ -69,7 +68,7 @@ class ChatForm:
         tools: str | None,
         variables: Mapping[str, Any],
     ) -> ChatForm:
-        """`template` and `tools` are files, in place of the model's template and of none. Raises DataError."""
+        """`template` and `tools` are files; None: the model's template, and no tools. Raises DataError."""
         definitions = () if tools is None else read_tools(Path(tools))
         if template is not None:
             sources = [(read_template(Path(template)), template)]
@@ -82,7 +81,7 @@ class ChatForm:
 
 
 class PromptRenderer:
-    """Renders, encodes and decodes for one source. Stateless; may be used from several threads."""
+    """Renders, encodes and decodes for one source. Stateless and thread-safe."""
 
     def __init__(self, tokenizer: ModelTokenizer, form: ChatForm | None, *, where: str) -> None:
         self.tokenizer = tokenizer
@@ -106,10 +105,10 @@ class PromptRenderer:
         variables: Mapping[str, Any] | None = None,
         tokenizer: ModelTokenizer | None = None,
     ) -> PromptRenderer:
-        """For a Hugging Face model folder. `variables`: of the template; `tokenizer`: that of the folder, if it is loaded already.
+        """Load the renderer for a Hugging Face model folder. `variables`: of the template. `tokenizer`: of the folder, if already loaded.
 
-        Raises DataError: no such model, no chat template for `chat`, files that cannot be read or are not what they
-        should be, and whatever only a chat template can show without one.
+        Raises DataError if the model does not exist, if `chat` is set without a chat template, if a file is not readable or not valid, and if a
+        setting needs a chat template but `chat` is not set.
         """
         folder = Path(model_dir)
         tokenizer = tokenizer or ModelTokenizer.load(folder)
@@ -122,19 +121,19 @@ class PromptRenderer:
         for name, given in only_chat.items():
             if given:
                 raise DataError(
-                    f"`{name}` is given, and the prompts are shown as plain text",
-                    fix=f"Set chat: true there or model.chat: true, or give `{name}` only to sources that chat",
+                    f"`{name}` is set, but the prompts are plain text",
+                    fix=f"Set chat: true there or model.chat: true, or set `{name}` only for sources with chat: true",
                 )
         return cls(tokenizer, None, where=str(folder))
 
     @property
     def chat(self) -> bool:
-        """Whether prompts go through a chat template."""
+        """Whether prompts use a chat template."""
         return self._form is not None
 
     @property
     def max_length(self) -> int | None:
-        """The model's context, in tokens; None if its configuration does not say."""
+        """The model's context length in tokens; None if its configuration has none."""
         return self.tokenizer.max_length
 
     def render(
@@ -145,16 +144,16 @@ class PromptRenderer:
         opens: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that the model is shown for a prompt field of the entry `fields`.
+        """Return the input text for a prompt field of the entry `fields`.
 
-        `opens`: with the opening of an answer behind it; `variables`: of the template, beside those of the source. Raises DataError.
+        `opens`: open the assistant's turn at the end. `variables`: template variables in addition to the source's. Raises DataError.
         """
         form = self._form
         if form is None:
             if isinstance(value, str):
                 return value
             raise DataError(
-                "the prompt is a list of chat messages, and the job shows prompts as plain text",
+                "the prompt is a list of chat messages, but the job uses plain-text prompts",
                 where=self._where,
                 fix="Set model.chat: true, or write prompts as strings",
             )
@@ -166,7 +165,7 @@ class PromptRenderer:
             return self._written(template, tools, messages, opens=opens, variables=own)
         except FOREIGN_FAILURES as error:
             raise DataError(
-                f"the chat template does not take the prompt ({type(error).__name__}: {error})",
+                f"the chat template failed on the prompt ({type(error).__name__}: {error})",
                 where=self._where,
                 fix=explain_failure(error),
             ) from error
@@ -202,35 +201,35 @@ class PromptRenderer:
             return ""
 
     def behind(self, messages: Messages, fields: Mapping[str, Any], *, said: Sequence[int]) -> str:
-        """What the template writes between an answer of the assistant and its next one, if `messages` come between them.
+        """Return what the template writes between an assistant's answer and its next one, with `messages` in between.
 
-        `said`: the tokens of the answer; where they end the turn themselves, its end is left out. Raises DataError.
+        `said`: tokens of the answer; if they end the turn themselves, its end is left out. Raises DataError.
         """
         asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}, *messages]
         _, found, rest = self.render(asked, fields).rpartition(MARK)
         if not found:
-            raise DataError("the chat template leaves an answer out", where=self._where, fix="Change the template")
+            raise DataError("the chat template leaves out an answer", where=self._where, fix="Change the template")
         return self._without_end(rest, said, asked[:2], fields)
 
     def continued(self, messages: Messages, answer: int, fields: Mapping[str, Any], *, said: Sequence[int]) -> str:
-        """What the template writes behind the assistant's message at place `answer`, up to the opening of the next answer.
+        """Return what the template writes after the assistant's message number `answer`, up to the opening of the next answer.
 
-        `said`: the tokens of the answer; where they end the turn themselves, its end is left out. Raises DataError, also for a
-        template that does not show where an answer ends.
+        `said`: tokens of the answer; if they end the turn themselves, its end is left out. Raises DataError, also if the template does not show
+        where an answer ends.
         """
         asked = [*messages[:answer], {"role": "assistant", "content": MARK}, *messages[answer + 1 :]]
         _, *rest = self.render(asked, fields).split(MARK)
         if len(rest) != 1:
             how = "leaves out" if not rest else "writes more than once"
             raise DataError(
-                f"what stands behind an answer cannot be told: the chat template {how} what the assistant said last",
+                f"cannot determine the text after an answer: the chat template {how} the assistant's last message",
                 where=self._where,
                 fix="Change the template",
             )
         return self._without_end(rest[0], said, asked[: answer + 1], fields)
 
     def answer_end(self, fields: Mapping[str, Any]) -> int | None:
-        """The token that ends an answer: the end token that the chat template writes behind one, else the first that there is."""
+        """Return the token that ends an answer: the end token that the chat template writes after one, otherwise the first end token."""
         ends: dict[str, int] = {self.tokenizer.special_text(token): token for token in self.tokenizer.end_token_ids}
         if self.chat:
             asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
@@ -241,11 +240,10 @@ class PromptRenderer:
         return next(iter(self.tokenizer.end_token_ids), None)
 
     def _without_end(self, rest: str, said: Sequence[int], asked: Messages, fields: Mapping[str, Any]) -> str:
-        """`rest`, which the template writes behind an answer, without the end of the turn if the answer `said` ends with one.
+        """Return `rest`, the template's text after an answer, without the end of the turn if the answer `said` already ends with one.
 
-        The end is what the answer ended with. An answer may also end with another end token than the template's; then
-        the end is the end token that the template writes behind the last answer of a conversation too, which is therefore no
-        opening of the next turn.
+        The end is the answer's own last token. If the answer ends with another end token than the template's, the end is the end token that the
+        template also writes after the last answer of a conversation, so that it cannot be the opening of the next turn.
         """
         own = self.tokenizer.special_text(said[-1]) if said else ""
         if not own:
@@ -261,31 +259,31 @@ class PromptRenderer:
         return begun[len(end) :] if end else rest
 
     def _closing(self, asked: Messages, fields: Mapping[str, Any]) -> str:
-        """What the template writes behind the answer `MARK`, with which `asked` ends; empty for a template that does not take that."""
+        """Return what the template writes after the answer `MARK` at the end of `asked`; empty if the template fails."""
         try:
             return self.render(asked, fields, opens=False).rpartition(MARK)[2]
         except DataError:
             return ""
 
     def encode_behind(self, before: Sequence[int], text: str) -> tuple[int, ...]:
-        """Token ids of a text that stands behind the tokens `before`, which stay as they are. Raises DataError.
+        """Return the token ids of a text after the tokens `before`, which stay unchanged. Raises DataError.
 
-        They are those that the text has within the whole, where no token of the whole lies across its beginning.
+        Equal to the tokens within the whole text if no token spans the boundary.
         """
         known = self.tokenizer.spell(before[-_CONTEXT:])
         try:
             again = self.tokenizer.encode(known, add_special_tokens=False)
             both = self.tokenizer.encode(known + text, add_special_tokens=False)
-        except DataError:  # what was generated need not be a text that the vocabulary has
+        except DataError:  # generated text need not be in the vocabulary
             again = both = ()
         if both[: len(again)] == again and both:
             return both[len(again) :]
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a rendered text. Plain text gets the model's leading special tokens. Raises DataError."""
+        """Return the token ids of a rendered text. Plain text gets the model's leading special tokens. Raises DataError."""
         return self.tokenizer.encode(text, add_special_tokens=not self.chat)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens and end tokens left out."""
+        """Return the text of token ids without special tokens and end tokens."""
         return self.tokenizer.decode(ids)

@@ -1,15 +1,14 @@
-"""From a prompt ref to the prompt: opened sources, filters by length, text and tokens; and a count of lengths beforehand.
+"""From a prompt ref to the prompt: opened sources, length filters, text and tokens. Also counts prompt lengths in advance.
 
-The same ref is the same tokens everywhere: a prompt is a pure function of the data, the seed and the ref. A curriculum may give
-a shard of an epoch another order than the keyed permutation, and must then be as pure (`Reorder`).
+A ref gives the same tokens on every machine: a prompt is a pure function of the data, the seed and the ref. A curriculum may replace the keyed
+permutation of a shard in an epoch (`Reorder`), and must be pure too.
 
-A controller that works on a job, one that is asked to create it, and `gcore validate` all open the data here, so that what was
-checked is what is run. Opening checks every entry, once for each content of the files; it counts no tokens. A prompt that is
-shorter or longer than its source allows is *filtered*, an outcome like any other. One that leaves no room for its response is an
-error and never cut: a cut prompt is another prompt.
+Controllers that run or create a job, and `gcore validate`, all open data here, so that the checks cover what runs. Opening checks every entry once
+per content of the files, but counts no tokens. A prompt that is shorter or longer than its source allows is *filtered*, which is a normal outcome.
+A prompt that leaves no room for its response is an error; prompts are never cut, because a cut prompt is another prompt.
 
-Counting lengths renders and tokenizes; of a large source, a sample spread evenly over it may be enough. A prompt that does not
-render or fit is an error there, as it would be a failed prompt later; one that is filtered is only counted.
+Counting lengths renders and tokenizes all prompts, or a sample spread evenly over a large source. A prompt that does not render or fit raises an
+error there, because it would fail later. Filtered prompts are only counted.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ _MADE_TO_FIT = {
 
 
 class PromptFiltered(GcoreError):
-    """The source's filters leave this prompt out. `what` is the outcome's reason, the same for all of a kind."""
+    """The source's length filters exclude this prompt. `what` is the outcome's reason, equal for all prompts with the same cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """`limit`: the most tokens that leave room for a response; None for no limit. `held_out`: it is for evaluation, which
-    filters nothing. Safe to use from several threads."""
+    """An opened source. `limit`: most prompt tokens that leave room for a response; None: no limit. `held_out`: for evaluation, which filters
+    nothing. Thread-safe."""
 
     source: ResolvedSource
     dataset: Dataset
@@ -60,14 +59,14 @@ class PromptSource:
 
     @property
     def name(self) -> str:
-        """The source's."""
+        """Name of the source."""
         return self.source.name
 
     def prompt(self, index: int, ref: PromptRef) -> Prompt:
-        """Entry `index` under `ref`, rendered and tokenized.
+        """Return entry `index` rendered and tokenized, under `ref`.
 
-        Raises PromptFiltered; DataError naming the entry if it does not render or fit, DataChanged (a DataError) if the
-        file is no longer what it was; IndexError outside range(len).
+        Raises PromptFiltered; DataError with the entry's name if it does not render or fit; DataChanged (a DataError) if the file changed;
+        IndexError outside range(len).
         """
         prompt = self.unfiltered(index, ref)
         reason = self.filtered(len(prompt.token_ids))
@@ -77,7 +76,7 @@ class PromptSource:
         return prompt
 
     def unfiltered(self, index: int, ref: PromptRef) -> Prompt:
-        """As `prompt`, however long it is. Raises DataError, IndexError."""
+        """Return the prompt regardless of its length. Raises DataError, IndexError."""
         fields = self.dataset.entry(index)
         try:
             text = self.renderer.render(fields[self.dataset.prompt_field], fields)
@@ -93,7 +92,7 @@ class PromptSource:
         return Prompt(ref, text, tokens, fields, self.name)
 
     def filtered(self, tokens: int) -> str | None:
-        """Why a prompt of so many tokens is left out, or None."""
+        """Return why a prompt of this length is filtered; None if it is not."""
         least, most = self.source.min_prompt_tokens, self.source.max_prompt_tokens
         if least is not None and tokens < least:
             return f"the prompt is shorter than min_prompt_tokens ({least})"
@@ -102,10 +101,10 @@ class PromptSource:
         return None
 
     def check_fits(self, index: int, tokens: int) -> None:
-        """Raises DataError if a prompt of so many tokens leaves no room for the response."""
+        """Raise DataError if a prompt of this length leaves no room for the response."""
         if self.limit is not None and tokens > self.limit:
             raise DataError(
-                f"the prompt has {tokens} tokens, and at most {self.limit} leave room for the response",
+                f"the prompt has {tokens} tokens, but at most {self.limit} leave room for the response",
                 where=self.dataset.name_of(index),
                 fix=f"{_MADE_TO_FIT[self.held_out]}, or raise model.max_length if the model allows it",
             )
@@ -113,20 +112,20 @@ class PromptSource:
 
 @dataclass(frozen=True, slots=True)
 class EvalPromptSource:
-    """Held-out prompts of one source. Filters by length are training's: here every prompt is shown, or an error."""
+    """Held-out prompts of one source. Length filters do not apply: every prompt is used, or an error."""
 
     opened: PromptSource
 
     @property
     def source(self) -> ResolvedSource:
-        """What the spec says of it."""
+        """The resolved source."""
         return self.opened.source
 
     def __len__(self) -> int:
         return len(self.opened)
 
     def prompt(self, index: int) -> Prompt:
-        """Entry `index`, under ref 0/0/`index`. Raises DataError, IndexError as `PromptSource.prompt`."""
+        """Return entry `index` under ref 0/0/`index`. Raises DataError and IndexError as `PromptSource.prompt`."""
         return self.opened.prompt(index, PromptRef(0, 0, index))
 
 
@@ -134,16 +133,16 @@ class ShardPermutation(Protocol):
     """A bijection of range(length of the shard) onto itself."""
 
     def index(self, seq: int) -> int:
-        """The place in the shard that comes `seq`-th."""
+        """Return the place in the shard with sequence number `seq`."""
         ...
 
 
 Reorder = Callable[[int, int], ShardPermutation | None]
-"""(data_epoch, shard) to that shard's order in that epoch; None: the usual one. The same on every node, for ever."""
+"""Maps (data_epoch, shard) to the shard's order in that epoch; None: the default order. Must be equal on all nodes at all times."""
 
 
 class PromptStream:
-    """The prompts of one job. `reorder`: a curriculum's; whoever has one may set it before the first prompt is asked."""
+    """The prompts of a job. `reorder`: from a curriculum; may be set until the first prompt is requested."""
 
     def __init__(
         self, sources: Sequence[PromptSource], *, shards: int, seed: int, reorder: Reorder | None = None
@@ -155,23 +154,23 @@ class PromptStream:
         self._seed = seed
 
     def prompt(self, ref: PromptRef) -> Prompt:
-        """The prompt that `ref` stands for.
+        """Return the prompt of `ref`.
 
-        Raises PromptFiltered if its source leaves it out, DataError if it does not render or fit, DataChanged (a
-        DataError) if the data are no longer what they were, IndexError outside the stream.
+        Raises PromptFiltered if its source filters it, DataError if it does not render or fit, DataChanged (a DataError) if the data changed, and
+        IndexError outside the stream.
         """
         source, entry = self.found(ref)
         return source.prompt(entry, ref)
 
     def found(self, ref: PromptRef) -> tuple[PromptSource, int]:
-        """The source and the entry that `ref` stands for. Reads no data. Raises IndexError outside the stream."""
+        """Return the source and entry number of `ref`, without reading data. Raises IndexError outside the stream."""
         order = None if self.reorder is None else self.reorder(ref.data_epoch, ref.shard)
         if order is None:
             return self._at(ref.data_epoch, entry_index(self.shape, self._seed, ref))
         return self.at(ref.data_epoch, ref.shard, order.index(ref.seq))
 
     def at(self, data_epoch: int, shard: int, place: int) -> tuple[PromptSource, int]:
-        """The source and the entry at a place of a shard, which is what an order arranges. Raises IndexError."""
+        """Return the source and entry number at a place of a shard, before reordering. Raises IndexError."""
         if not 0 <= place < shard_length(self.shape, shard):
             raise IndexError(f"place {place} of a shard of {self.shape.lengths[shard]}")
         return self._at(data_epoch, place * len(self.shape.lengths) + shard)
@@ -182,10 +181,10 @@ class PromptStream:
 
 
 def cut_shards(refs: int, shards: int) -> StreamShape:
-    """Cut an epoch into shards. Raises DataError if there are more shards than prompts."""
+    """Divide an epoch into shards. Raises DataError if there are more shards than prompts."""
     if refs < shards:
         raise DataError(
-            f"an epoch holds {refs} prompt{'s' * (refs != 1)}, and data.shards is {shards}; every shard needs at least one",
+            f"an epoch has {refs} prompt{'s' * (refs != 1)}, but data.shards is {shards}, and every shard needs at least one",
             where="data.shards",
             fix=f"Set data.shards to {refs} or less",
         )
@@ -193,9 +192,9 @@ def cut_shards(refs: int, shards: int) -> StreamShape:
 
 
 def prompt_limit(context: int | None, max_new_tokens: int, *, named: str = "rollout.max_new_tokens") -> int | None:
-    """The most tokens a prompt may have if a response of `max_new_tokens` shall fit into `context` after it.
+    """Return the most prompt tokens that leave room in `context` for a response of `max_new_tokens`.
 
-    None if the context is not known. Raises DataError if no prompt fits at all; `named`: where the length is set.
+    None if the context is unknown. Raises DataError if no prompt fits; `named`: the setting to name in the error.
     """
     if context is None:
         return None
@@ -208,14 +207,13 @@ def prompt_limit(context: int | None, max_new_tokens: int, *, named: str = "roll
 
 
 OpeningProgress = Callable[[str, int, int], None]
-"""Called with what is being read (a source's name), how much is done and how much there is in all."""
+"""Called with a source's name, the amount done and the total amount."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataIdentity:
-    """What a job's prompt refs mean. `prompts`: refs of an epoch, which the shards cut. `digest`: the content of all
-    sources, and how an epoch is made of them. `where`: how messages name the data. `held_out`: the content of what is
-    evaluated; empty if nothing is."""
+    """Identity of a job's data. `prompts`: refs per epoch. `digest`: digest of all sources and of how an epoch is composed. `where`: name of the
+    data in messages. `held_out`: digest of the evaluation data; empty if nothing is evaluated."""
 
     prompts: int
     digest: str
@@ -226,35 +224,35 @@ class DataIdentity:
 
 @dataclass(frozen=True, slots=True)
 class JobPrompts:
-    """The prompts of a job, for training and for evaluation."""
+    """The prompts of a job for training and evaluation."""
 
     stream: PromptStream
     evaluation: tuple[EvalPromptSource, ...]
     """In the order of the spec; empty if nothing is evaluated."""
     identity: DataIdentity
     context: int | None
-    """Longest prompt plus response, in tokens; None if neither the spec nor the model says."""
+    """Longest prompt plus response, in tokens; None if neither the spec nor the model limits it."""
 
     @property
     def prompts(self) -> int:
-        """Refs of an epoch."""
+        """Refs per epoch."""
         return self.identity.prompts
 
     @property
     def digest(self) -> str:
-        """Names what the refs mean, 32 hex digits: the same wherever the same data lie."""
+        """Digest of the training data, 32 hex digits; equal for equal data."""
         return self.identity.digest
 
     @property
     def sources(self) -> Mapping[str, ResolvedSource]:
-        """The sources of training, by name: where `Prompt.source` is looked up."""
+        """The training sources by name (`Prompt.source`)."""
         return {opened.name: opened.source for opened in self.stream.sources}
 
 
 def open_prompts(
     spec: JobSpec, cache_dir: Path, model_dir: Path, progress: OpeningProgress | None = None
 ) -> JobPrompts:
-    """Open all data that a spec names, with the tokenizer of the model in `model_dir`. Blocks. Raises DataError."""
+    """Open all data of a spec, with the tokenizer of the model in `model_dir`. Blocks. Raises DataError."""
     tokenizer = ModelTokenizer.load(model_dir)
     context = spec.model.max_length or tokenizer.max_length
 
@@ -262,7 +260,7 @@ def open_prompts(
         world, named = (spec.environment, "environment") if spec.agent is None else (spec.agent, "agent")
         if world is not None:
             room = world.room(source.sampling.max_new_tokens)
-            limit = prompt_limit(context, room, named=f"a response with what it is shown, {named}.max_tokens")
+            limit = prompt_limit(context, room, named=f"{named}.max_tokens")
             return source, _renderer(source, section, model_dir, tokenizer), limit
         longest = source.sampling.max_new_tokens
         own = "" if longest == spec.rollout.max_new_tokens else f" of {section} source {source.name!r}"
@@ -274,9 +272,9 @@ def open_prompts(
     ) -> PromptSource:
         return PromptSource(source, _open_dataset(source, cache_dir, progress), renderer, limit, held_out)
 
-    # Filters by length are for training; who asks how good a model is wants no prompt left out.
+    # Length filters are for training; evaluation must not leave out prompts.
     held_out = [replace(s, min_prompt_tokens=None, max_prompt_tokens=None) for s in eval_sources(spec)]
-    # The small files of all sources first: a mistake in them is told before gigabytes are read.
+    # Check the small files of all sources first, to report their errors before reading gigabytes.
     trained = [shown(source, "data") for source in training_sources(spec)]
     evaluated = [shown(source, "eval") for source in held_out]
     sources = [opened(*one) for one in trained]
@@ -289,7 +287,7 @@ def open_prompts(
 
 
 def identify_data(spec: JobSpec, cache_dir: Path) -> DataIdentity:
-    """What the data of a spec are now, without its model. Blocks. Raises DataError."""
+    """Return the current identity of a spec's data, without its model. Blocks. Raises DataError."""
 
     def opened(sources: Sequence[ResolvedSource]) -> list[tuple[ResolvedSource, Dataset]]:
         return [(source, _open_dataset(source, cache_dir, None)) for source in sources]
@@ -370,16 +368,15 @@ def _content(file: Path) -> str:
 
 
 TELL_EVERY = 256
-"""Prompts between two reports of progress."""
+"""Prompts between two progress reports."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthReport:
-    """Of `entries` prompts of a source, those `checked` that were looked at.
+    """Lengths of `checked` out of `entries` prompts of a source.
 
-    `tokens` [prompts shown] uint32: those that are neither filtered nor too long. `filtered`: how many, by reason.
-    `longest_entry`: which entry is the longest that is shown. `unknown`: prompts with text that the tokenizer does not
-    know. `first`: the first that is shown.
+    `tokens` [prompts used] uint32: lengths of prompts that are neither filtered nor too long. `filtered`: count by reason. `longest_entry`: entry
+    number of the longest prompt. `unknown`: prompts with text that the tokenizer does not know. `first`: the first prompt used.
     """
 
     checked: int
@@ -392,16 +389,16 @@ class LengthReport:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
+        """Length of the longest prompt, in tokens."""
         return int(self.tokens.max())
 
     @property
     def mean(self) -> float:
-        """Mean tokens."""
+        """Mean length, in tokens."""
         return float(self.tokens.mean())
 
     def percentile(self, percent: float) -> int:
-        """Tokens that so many percent of the prompts do not exceed."""
+        """Return the length, in tokens, that this percentage of the prompts does not exceed."""
         return int(np.percentile(self.tokens, percent, method="inverted_cdf"))
 
 
@@ -412,10 +409,10 @@ def check_lengths(
     sample: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LengthReport:
-    """Render and count every entry, or `sample` of them spread evenly (the first and the last included).
+    """Render and tokenize every entry, or `sample` entries spread evenly (including the first and the last).
 
-    `among`: only the first so many entries are asked about. `progress` is called with entries done and entries in all. Raises DataError for the first that does not render or
-    fit, or if the filters leave none.
+    `among`: consider only the first entries. `progress` is called with entries done and total entries. Raises DataError for the first entry that
+    does not render or fit, or if the filters exclude all.
     """
     count = len(opened) if among is None else min(among, len(opened))
     chosen = spread_entries(count, sample)
@@ -440,9 +437,9 @@ def check_lengths(
         if progress is not None and (done % TELL_EVERY == 0 or done == len(chosen)):
             progress(done, len(chosen))
     if first is None:
-        looked_at = "all" if len(chosen) == count else f"all {len(chosen)} looked at"
+        looked_at = "all" if len(chosen) == count else f"all {len(chosen)} checked"
         raise DataError(
-            f"the filters leave no prompt: of {looked_at}, {'; '.join(f'{n}: {why}' for why, n in filtered.items())}",
+            f"the filters exclude every prompt: of {looked_at}, {'; '.join(f'{n}: {why}' for why, n in filtered.items())}",
             where=str(opened.dataset.path),
             fix="Correct min_prompt_tokens and max_prompt_tokens",
         )
@@ -450,7 +447,7 @@ def check_lengths(
 
 
 def spread_entries(count: int, sample: int | None) -> range | list[int]:
-    """Of `count` entries, all, or `sample` of them spread evenly, the first and the last included."""
+    """Return all of `count` entries, or `sample` of them spread evenly, including the first and the last."""
     if sample is None or sample >= count:
         return range(count)
     if sample < 2:

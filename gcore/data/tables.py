@@ -1,13 +1,12 @@
-"""`python -m gcore.prompts.tables`: writes the rows of Parquet or Arrow files as JSON lines, in a process of its own.
+"""`python -m gcore.prompts.tables`: write the rows of Parquet or Arrow files as JSON lines, in a separate process.
 
-pyarrow takes some 70 MB of a process that imports it, and more while it reads; a controller keeps neither. So this module
-is only ever run: `gcore.data.dataset` starts it with a request on standard input and reads what it says, one JSON object
-a line: {"rows": done, "of": all} as it goes on, then {"written": [rows of each file]}, or {"error": {"what", "where", "fix"}}.
+pyarrow needs about 70 MB of memory, and more while it reads, which a controller should not keep. So this module only runs as a child process.
+`gcore.data.dataset` starts it with a request on standard input and reads one JSON object per line from it: {"rows": done, "of": all} as progress,
+then {"written": [rows of each file]}, or {"error": {"what", "where", "fix"}}.
 
-A row is written as JSON would have said it: integers, floats, truths, text, lists and objects as they are; dates, times and
-decimals as text; null fields of a row stay, those of objects within it are left out, because a column of objects has every
-field in every row. What JSON has no word for is refused, with column and row: binary data, NaN and Infinity, text that is
-not UTF-8. Whether an entry is a good one is not asked here (`gcore.data.jsonl`).
+Integers, floats, booleans, text, lists and objects are written as JSON; dates, times and decimals as text. Null fields of a row are kept. Null
+fields of nested objects are left out, because an object column has every field in every row. Values that JSON cannot represent raise an error with
+column and row: binary data, NaN and Infinity, text that is not UTF-8. `gcore.data.jsonl` checks the entries themselves.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ from gcore.errors import DataError
 BATCH_ROWS = 2048
 
 PIECE_BYTES = 16 << 20
-"""A batch of large rows is written in pieces of about so much: as Python's objects and as text it is several times that."""
+"""Approximate size of the pieces in which batches of large rows are written; as Python objects and as text a piece is several times larger."""
 
 BUFFER_BYTES = 1 << 20
 
 TELL_EVERY = 16
-"""Batches between two reports."""
+"""Batches between two progress reports."""
 
 
 class UnsuitableColumn(Exception):
-    """A column's type cannot be said in JSON."""
+    """JSON cannot represent a column's type."""
 
 
 def write_rows(
     kind: str, files: list[Path], to: Path, out: TextIO, needed: frozenset[str] = frozenset(), *, only: bool = False
 ) -> tuple[list[int], dict[str, str]]:
-    """Write all rows to `to`, one a line; the rows of each file, and why columns or values were left out, by column.
+    """Write all rows to `to`, one per line. Return the rows of each file, and why columns or values were left out, by column.
 
-    What JSON cannot say is refused in columns that are `needed`, and else left out. `only`: no other column is read. Raises DataError.
+    Values that JSON cannot represent raise an error in `needed` columns and are left out elsewhere. `only`: read no other column. Raises DataError.
     """
     left_out: dict[str, str] = {}
     readers = [_Reader(kind, file, needed, left_out, only=only) for file in files]
@@ -69,7 +68,7 @@ def write_rows(
 
 
 class _Reader:
-    """One file. Rows are counted from its metadata, or by passing over it."""
+    """One file. The number of rows comes from its metadata, or from a pass over the file."""
 
     def __init__(self, kind: str, path: Path, needed: frozenset[str], left_out: dict[str, str], *, only: bool) -> None:
         self.path = path
@@ -86,11 +85,11 @@ class _Reader:
         self._names = self._readable(schema, only=only)
 
     def _readable(self, schema: Any, *, only: bool) -> list[str]:
-        """The columns that are read. Raises DataError for a needed one that JSON cannot say."""
+        """Return the columns to read. Raises DataError for a needed column that JSON cannot represent."""
         names = [name for name in schema.names if not only or name in self.needed]
         for name in list(names):
             if schema.names.count(name) > 1:
-                raise DataError(f"two columns are called {name!r}", where=str(self.path), fix="Rename one of them")
+                raise DataError(f"two columns have the name {name!r}", where=str(self.path), fix="Rename one of them")
             try:
                 _plain(schema.field(name).type)
             except UnsuitableColumn as error:
@@ -99,23 +98,23 @@ class _Reader:
                     names.remove(name)
                     continue
                 raise DataError(
-                    f"column {name!r} holds {error}, which no prompt can",
+                    f"column {name!r} holds {error}, which JSON cannot represent",
                     where=str(self.path),
                     fix="Remove the column from the data, or write it as text",
                 ) from error
         if not names and self.left_out:
             name, reason = next(iter(self.left_out.items()))
             raise DataError(
-                f"no column can be read: of {name!r}, {reason}",
+                f"no column can be read: for example {name!r}, {reason}",
                 where=str(self.path),
-                fix="Write the prompts in a column of text",
+                fix="Write the prompts into a text column",
             )
         return names
 
     def batches(self) -> Iterator[Any]:
         with _Told(self.path, self._kind):
             if self._kind == "parquet":
-                # A buffer instead of whole column chunks: writers often put a million rows into one row group.
+                # A buffer instead of whole column chunks, because writers often put a million rows into one row group.
                 with pq.ParquetFile(self.path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
                     yield from file.iter_batches(batch_size=BATCH_ROWS, use_threads=False, columns=self._names)
             else:
@@ -126,7 +125,7 @@ class _Reader:
 
 
 class _Told:
-    """What Arrow says of a file that it cannot read, as a sentence."""
+    """Turns Arrow's errors about a file into a DataError."""
 
     def __init__(self, path: Path, kind: str) -> None:
         self._path = path
@@ -151,7 +150,7 @@ class _Told:
 
 
 def _plain(kind: Any) -> Any:
-    """The type that a column is read as; its own if it is plain already. Raises UnsuitableColumn."""
+    """Return the type as which a column is read; its own type if it is plain. Raises UnsuitableColumn."""
     if isinstance(kind, pa.BaseExtensionType):
         return _plain(kind.storage_type)
     if types.is_dictionary(kind):
@@ -185,7 +184,7 @@ def _pieces(batch: Any) -> Iterator[Any]:
 
 
 def _as_lines(batch: Any, reader: _Reader, first: int) -> bytes:
-    """The rows of a batch, of which the first is row `first` of the file."""
+    """Return the rows of a batch as JSON lines. `first`: number of the first row in the file."""
     columns: dict[str, list[Any]] = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         plain = _plain(column.type)
@@ -206,13 +205,13 @@ def _as_lines(batch: Any, reader: _Reader, first: int) -> bytes:
 
 
 def _slowly(rows: list[dict[str, Any]], reader: _Reader, first: int) -> bytes:
-    """As `_as_lines`, without the values that cannot be said. Raises DataError for one of a needed column."""
+    """Convert row by row, without values that JSON cannot represent. Raises DataError for such a value in a needed column."""
     for number, row in enumerate(rows):
         for name, value in list(row.items()):
             try:
                 _encode(value).encode("utf-8")
             except ValueError as error:
-                said = "half a surrogate pair" if isinstance(error, UnicodeEncodeError) else "NaN or Infinity"
+                said = "a lone surrogate" if isinstance(error, UnicodeEncodeError) else "NaN or Infinity"
                 if name in reader.needed:
                     raise _of_row(number, reader.path, first, name, f"{said} is not JSON") from error
                 reader.left_out.setdefault(name, f"values that are no JSON, such as {said} in row {first + number}")
@@ -221,7 +220,7 @@ def _slowly(rows: list[dict[str, Any]], reader: _Reader, first: int) -> bytes:
 
 
 def _bad_row(column: Any) -> int:
-    """The first row of a column that does not convert."""
+    """Return the first row of a column that does not convert."""
     for number in range(len(column)):
         try:
             column.slice(number, 1).to_pylist(maps_as_pydicts="strict")
@@ -255,7 +254,7 @@ def _tell(out: TextIO, what: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Read the request, write the rows, say how it ended."""
+    """Read the request, write the rows, report the result."""
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
     request = json.loads(sys.stdin.read())
@@ -269,10 +268,12 @@ def main() -> int:
             only=request.get("only", False),
         )
     except BrokenPipeError:
-        return 1  # whoever asked is gone
+        return 1  # the parent has ended
     except OSError as error:
-        what = f"the rows cannot be written ({(error.strerror or str(error)).lower()})"
-        _tell(sys.stdout, {"error": {"what": what, "where": str(Path(request["to"]).parent), "fix": "Make room there"}})
+        what = f"cannot write the rows ({(error.strerror or str(error)).lower()})"
+        _tell(
+            sys.stdout, {"error": {"what": what, "where": str(Path(request["to"]).parent), "fix": "Free space there"}}
+        )
         return 2
     except DataError as error:
         _tell(sys.stdout, {"error": {"what": error.what, "where": error.where, "fix": error.fix}})

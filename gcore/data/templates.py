@@ -1,15 +1,14 @@
-"""Chat templates, the sandbox that templates run in, and tool definitions.
+"""Chat templates, their sandbox, and tool definitions.
 
-A template is foreign code: it runs in Jinja's immutable sandbox, sees plain JSON values only, and has no clock, because a prompt must
-be the same on every node and on every day. A spec gives it variables (`template_variables`), which transformers takes
-as keywords: `enable_thinking: false`. The variable `strftime_now` is a date, such as `2026-01-01`: the template then has a function
-of that name, which formats this date. Without it the function is undefined, and many templates fall back to the date they were made
-with. Whitespace, filters and extensions are those that transformers gives templates. How much a template
-may write is not bounded here; `gcore.reward.judges.template` does that for templates that run in a controller.
+A template is foreign code. It runs in Jinja's immutable sandbox, sees only plain JSON values, and has no clock, because a prompt must be the
+same on every node and day. A spec sets its variables (`template_variables`), which transformers passes as keywords: `enable_thinking: false`.
+The variable `strftime_now` is a date, such as `2026-01-01`; the template then has a function of that name that formats this date. Without it the
+function is undefined, and many templates use a built-in date. Whitespace control, filters and extensions are as in transformers. This module
+does not limit the size of a template's output; `gcore.reward.judges.template` does that for templates that run in a controller.
 
-A source names a JSON file with a list of tool definitions. An entry with a field `tools` that is not null has its own in their
-place, none if the list is empty; there the list may also be a JSON string, as in saved datasets, whose columns cannot hold
-objects of different forms. Definitions go to the chat template as they are.
+A source names a JSON file with a list of tool definitions. An entry whose field `tools` is not null uses its own list instead, which may be empty.
+There the list may also be a JSON string, as in saved datasets, whose columns cannot hold objects of different types. Definitions are passed to the
+chat template unchanged.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ FOREIGN_FAILURES = (
     RecursionError,
     MemoryError,
 )
-"""What a template raises that does not take what it is given."""
+"""What a template raises if it does not accept its input."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's immutable sandbox with what templates for models expect to find in it."""
+    """Jinja's immutable sandbox with the names that model templates expect."""
 
     def __init__(
         self, *, extensions: Sequence[type[Extension]] = (), undefined: type[jinja2.Undefined] = jinja2.Undefined
@@ -60,29 +59,29 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 _OWN_NAMES = frozenset(("messages", "tools", "add_generation_prompt", "raise_exception", "namespace", "range", "dict"))
-"""What a template has without being given it."""
+"""Names that every template has."""
 
 UNCOMPILED = (jinja2.TemplateSyntaxError, SyntaxError, ValueError, RecursionError, MemoryError)
-"""What comes of a template that cannot be compiled: by Jinja, or by Python, which is handed what Jinja makes of it."""
+"""What compiling a template raises: Jinja's errors, and Python's for the code that Jinja generates."""
 
 
 def template_problem(error: BaseException) -> str:
-    """What is wrong with a template that does not compile, with its line if that is known; for messages."""
+    """Return why a template does not compile, with its line if known, for messages."""
     match error:
         case jinja2.TemplateSyntaxError():
             return f"line {error.lineno}: {error.message}"
         case RecursionError() | MemoryError():
-            return "nested too deep"
-        case SyntaxError():  # its line is one of the code that Jinja wrote
+            return "nested too deeply"
+        case SyntaxError():  # its line number refers to the code that Jinja generated
             return error.msg
     return str(error)
 
 
 class _PlainNamespace(Namespace):
-    """A namespace whose names are plain: what begins with an underscore would lead out of the sandbox."""
+    """A namespace that rejects names with a leading underscore, which would allow an escape from the sandbox."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *rest = args  # so written because a template may name an attribute "self"
+        self, *rest = args  # positional, because a template may use "self" as an attribute name
         Namespace.__init__(self, {_plain_name(name): value for name, value in dict(*rest, **kwargs).items()})
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -110,7 +109,7 @@ def _tojson(
 
 
 def compile_template(source: str, where: str) -> jinja2.Template:
-    """A chat template, ready to render. Raises DataError with the line of its mistake."""
+    """Compile a chat template. Raises DataError with the line of a mistake."""
     try:
         return Sandbox(extensions=[_GenerationBlock]).from_string(source)
     except UNCOMPILED as error:
@@ -122,45 +121,45 @@ def compile_template(source: str, where: str) -> jinja2.Template:
 
 
 CLOCK = "strftime_now"
-"""The function with which templates ask for the date."""
+"""Name of the function that templates call for the date."""
 
 
 def check_variables(sources: Iterable[str], variables: Mapping[str, Any], where: str) -> None:
-    """Raises DataError for a variable that none of a model's templates, which compile, reads: it would change nothing."""
+    """Raise DataError for a variable that no template of the model reads, because it would have no effect. The templates must compile."""
     parse = Sandbox(extensions=[_GenerationBlock]).parse
     reads = {name for source in sources for name in meta.find_undeclared_variables(parse(source))} - _OWN_NAMES
     unread = sorted(variables.keys() - reads)
     if unread:
         raise DataError(
-            f"the chat template reads no variable {unread[0]!r}{did_you_mean(unread[0], reads)}",
+            f"the chat template does not read the variable {unread[0]!r}{did_you_mean(unread[0], reads)}",
             where=where,
             fix=f"Remove it from template_variables (the template reads {', '.join(sorted(reads)) or 'none'})",
         )
 
 
 def bind_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables as a template reads them: the date `strftime_now` is the function that formats it. Raises DataError if it is no date."""
+    """Return the variables for rendering: `strftime_now` becomes a function that formats its date. Raises DataError if it is not a date."""
     bound = dict(variables)
     if CLOCK in bound:
         try:
             bound[CLOCK] = datetime.fromisoformat(bound[CLOCK]).strftime
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"the template variable {CLOCK} is {bound[CLOCK]!r:.50}, which is no date",
-                fix="Write one such as 2026-01-01",
+                f"the template variable {CLOCK} is {bound[CLOCK]!r:.50}, which is not a date",
+                fix="Write a date such as 2026-01-01",
             ) from error
     return bound
 
 
 def explain_failure(error: Exception) -> str:
-    """What to do about a template that failed while it rendered."""
+    """Return what to do about a template that failed to render."""
     if isinstance(error, jinja2.UndefinedError) and CLOCK in str(error):
-        return f"The template asks for the date: set template_variables: {{{CLOCK}: 2026-01-01}} with a date of your choice"
+        return f"The template needs a date: set template_variables: {{{CLOCK}: 2026-01-01}} with a date of your choice"
     return "Change the messages, the template, or template_variables"
 
 
 def read_template(path: Path) -> str:
-    """The text of a template of the user's own. Raises DataError."""
+    """Read a user's template file. Raises DataError."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -170,9 +169,9 @@ def read_template(path: Path) -> str:
 
 
 def template_of_model(folder: Path, settings: Mapping[str, Any], *, for_tools: bool) -> tuple[str, str]:
-    """A model's chat template and where it stands, as transformers finds it. Raises DataError if it has none.
+    """Return a model's chat template and its location, found as in transformers. Raises DataError if there is none.
 
-    A model may have several, by name: `tool_use`, if there is one, counts where tools are given, else `default`.
+    A model may have several named templates: with tools `tool_use` if it exists, otherwise `default`.
     """
     named: dict[str, tuple[str, str]] = {}
     for name, file in (
@@ -191,7 +190,7 @@ def template_of_model(folder: Path, settings: Mapping[str, Any], *, for_tools: b
     found = (named.get("tool_use") if for_tools else None) or named.get("default")
     if found is None:
         raise DataError(
-            "the job shows prompts as chat messages, and the model's tokenizer has no chat template",
+            "the job uses chat messages, but the model's tokenizer has no chat template",
             where=str(folder),
             fix="Set model.chat: false, put a chat_template.jinja into the folder, or name one in `template`",
         )
@@ -199,7 +198,7 @@ def template_of_model(folder: Path, settings: Mapping[str, Any], *, for_tools: b
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}`, with which templates mark the assistant's part for training: shown as it stands."""
+    """The block `{% generation %}`, with which templates mark the assistant's text for training. Rendered as its content."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -219,7 +218,7 @@ _FIX = 'Write a list of objects such as [{"type": "function", "function": {"name
 
 
 def read_tools(path: Path) -> ToolDefinitions:
-    """The definitions in a file; at least one. Raises DataError."""
+    """Read the tool definitions in a file; at least one. Raises DataError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -240,7 +239,7 @@ def read_tools(path: Path) -> ToolDefinitions:
 
 
 def tools_of_entry(fields: Mapping[str, Any], default: ToolDefinitions) -> ToolDefinitions:
-    """The tools of one prompt: its entry's own, else `default`. Raises DataError."""
+    """Return the tools of a prompt: its entry's own, otherwise `default`. Raises DataError."""
     value = fields.get(TOOLS_FIELD)
     if value is None:
         return default
@@ -259,10 +258,10 @@ def tools_of_entry(fields: Mapping[str, Any], default: ToolDefinitions) -> ToolD
 
 def _problem(value: Any) -> str | None:
     if not isinstance(value, list):
-        return "no list"
+        return "not a list"
     for number, tool in enumerate(value, 1):
         if not isinstance(tool, dict):
-            return f"a list whose item {number} is no object"
+            return f"a list whose item {number} is not an object"
         function = tool.get("function", tool)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             return f"a list whose item {number} has no name"

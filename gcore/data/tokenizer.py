@@ -1,8 +1,8 @@
-"""The tokenizer of a model folder, without torch and without transformers: text to tokens and back.
+"""The tokenizer of a model folder, without torch and transformers.
 
-It agrees with `AutoTokenizer` on the same folder. One is loaded for a job, however many sources it has. A megabyte of foreign
-text takes seconds, in which an event loop would not renew its lease, so long texts are tokenized in a thread (a tokenizer
-releases the interpreter lock), and no further than there is room for.
+It gives the same results as `AutoTokenizer` for the same folder. A job loads one tokenizer for all its sources. Tokenizing a megabyte of foreign
+text takes seconds and would keep an event loop from renewing its lease. So long texts are tokenized in a thread (tokenizers release the
+interpreter lock), and only as far as there is room.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHOWN_TEXT = 40
 
 
 class ModelTokenizer:
-    """Encodes and decodes for one model folder. Stateless; may be used from several threads."""
+    """Encodes and decodes for one model folder. Stateless and thread-safe."""
 
     def __init__(
         self,
@@ -38,20 +38,22 @@ class ModelTokenizer:
         self._tokenizer = tokenizer
         self._added = tokenizer.get_added_tokens_decoder()
         self.special_tokens = dict(special_tokens)
-        """Text of each special token that the tokenizer names, by name (`eos_token`)."""
+        """Text of each special token that the tokenizer defines, by name (`eos_token`)."""
         self.settings = dict(settings)
-        """What stands in tokenizer_config.json."""
+        """The content of tokenizer_config.json."""
         self.max_length = max_length
-        """The model's context, in tokens; None if its configuration does not say."""
+        """The model's context length in tokens; None if its configuration has none."""
         own = self._id_of("eos_token")
         self.end_token_ids = tuple(dict.fromkeys((*(() if own is None else (own,)), *end_token_ids)))
-        """Every token that ends a response, the tokenizer's own first; empty if neither it nor the model names one."""
+        """All tokens that end a response, the tokenizer's own first; empty if neither it nor the model defines one."""
 
     @classmethod
     def load(cls, folder: Path) -> ModelTokenizer:
-        """Read a Hugging Face model folder. Raises DataError if it is none."""
+        """Load a Hugging Face model folder. Raises DataError."""
         if not folder.is_dir():
-            raise DataError("the model folder does not exist", where=str(folder), fix="Name a folder in model.path")
+            raise DataError(
+                "the model folder does not exist", where=str(folder), fix="Name an existing folder in model.path"
+            )
         config = _read_json(folder / "config.json")
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -63,7 +65,9 @@ class ModelTokenizer:
         try:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the tokenizers library raises nothing narrower
-            raise DataError(f"not a tokenizer ({error})", where=str(file), fix="Save the tokenizer again") from error
+            raise DataError(
+                f"the file is not a tokenizer ({error})", where=str(file), fix="Save the tokenizer again"
+            ) from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
         settings = _read_json(folder / "tokenizer_config.json", optional=True)
@@ -77,45 +81,45 @@ class ModelTokenizer:
 
     @property
     def unknown_token_id(self) -> int | None:
-        """The token that stands for what the vocabulary cannot say, if the tokenizer names one."""
+        """The token for text outside the vocabulary; None if the tokenizer has none."""
         return self._id_of("unk_token")
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Token ids of a text. Raises DataError if the vocabulary cannot say it."""
-        # What tokenizer_config.json says of add_bos_token is not looked at: tokenizer.json decides, as in transformers.
+        """Return the token ids of a text. Raises DataError if the vocabulary does not cover it."""
+        # As in transformers, tokenizer.json decides about leading tokens, not add_bos_token in tokenizer_config.json.
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:  # the tokenizers library raises nothing narrower
             shown = ascii(text[:SHOWN_TEXT]) + ("…" if len(text) > SHOWN_TEXT else "")
             raise DataError(
-                f"the model's tokenizer cannot say {shown} ({error})",
-                fix="Remove what is not in its vocabulary, or give the tokenizer an unk_token",
+                f"the model's tokenizer cannot encode {shown} ({error})",
+                fix="Remove characters that are not in its vocabulary, or give the tokenizer an unk_token",
             ) from error
         return tuple(ids)
 
     def can_say(self, text: str) -> bool:
-        """Whether the vocabulary has all of a text. What it lacks some tokenizers refuse, some leave out, and some replace."""
+        """Return whether the vocabulary covers a text. Depending on the tokenizer, other text raises, is dropped, or is replaced."""
         try:
             ids = self.encode(text, add_special_tokens=False)
         except DataError:
             return False
-        said = self.spell(ids)  # special tokens are a text's as well
+        said = self.spell(ids)  # texts may contain special tokens
         unknown = self.unknown_token_id
         return _plain(said) == _plain(text) and (unknown is None or unknown not in ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens and end tokens left out."""
+        """Return the text of token ids without special tokens and end tokens."""
         kept = [token for token in ids if token not in self.end_token_ids]
         text: str = self._tokenizer.decode(kept, skip_special_tokens=True)
         return text
 
     def spell(self, ids: Sequence[int]) -> str:
-        """The text of token ids with special tokens in it, as a chat template writes them."""
+        """Return the text of token ids with special tokens, as a chat template writes them."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
     def special_text(self, token_id: int) -> str:
-        """How a template writes a special token or an end token; empty for any other token."""
+        """Return a template's spelling of a special token or end token; empty for any other token."""
         added = self._added.get(token_id)
         if added is not None and (added.special or token_id in self.end_token_ids):
             return str(added.content)
@@ -128,14 +132,14 @@ class ModelTokenizer:
 
 
 def _plain(text: str) -> str:
-    """`text` without what tokenizers make of texts before they look at them: spaces, capitals and forms of characters."""
+    """Return `text` without the differences that tokenizers normalize: spaces, case and Unicode forms."""
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def end_tokens(folder: Path, config: Mapping[str, Any], token_id: Callable[[str], int | None]) -> tuple[int, ...]:
-    """Every token that the tokenizer, `generation_config.json` or `config` calls the end, in that order, each once.
+    """Return all end tokens of the tokenizer, `generation_config.json` and `config`, in that order, without duplicates.
 
-    `config`: the folder's `config.json`. `token_id`: the ID of a token by its text. Raises DataError for a file that is not JSON.
+    `config`: the folder's `config.json`. `token_id`: maps a token's text to its ID. Raises DataError for a file that is not JSON.
     """
     name = _special_tokens(folder).get("eos_token")
     found = [] if name is None else [token_id(name)]
@@ -176,28 +180,28 @@ def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise DataError(
-            f"the folder is no model: it has no {path.name}",
+            f"the folder is not a model: it has no {path.name}",
             where=str(path.parent),
             fix="Name the folder of a Hugging Face model in model.path",
         ) from error
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read the file ({error})", where=str(path), fix="Save the model again") from error
     if not isinstance(value, dict):
-        raise DataError("the file holds no JSON object", where=str(path), fix="Save the model again")
+        raise DataError("the file does not contain a JSON object", where=str(path), fix="Save the model again")
     return value
 
 
 T = TypeVar("T")
 
 AT_ONCE = 4096
-"""Characters that take no longer than it takes to ask a thread, or little."""
+"""Up to this many characters, tokenizing is about as fast as handing the work to a thread."""
 
 PER_TOKEN = 16
-"""Characters for each token that there is room for, which are looked at first; of most texts, each has four or so."""
+"""Characters per available token to examine first; most texts have about four characters per token."""
 
 
 class TextTooLong(Exception):
-    """A text has more tokens than there is room for: more than `tokens`."""
+    """A text has more than `tokens` tokens, which is more than fits."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__(f"more than {tokens} tokens")
@@ -205,14 +209,14 @@ class TextTooLong(Exception):
 
 
 async def run_by_size(characters: int, work: Callable[[], T]) -> T:
-    """What `work` on so many characters gives: in a thread if they are many. It must change nothing."""
+    """Run `work` on so many characters, in a thread if they are many. `work` must not change anything."""
     return work() if characters <= AT_ONCE else await asyncio.to_thread(work)
 
 
 def check_length(text: str, room: int | None, encode: Callable[[str], Sequence[int]]) -> None:
-    """Raises TextTooLong for a text that is far too long, by the tokens of its beginning; other texts are for the caller to count.
+    """Raise TextTooLong if the beginning of a text shows that it is far too long. Callers count the tokens of other texts.
 
-    Cut off there, a text may have other tokens than within the whole, but only near the end: twice as many as fit are enough to know.
+    A cut text may tokenize differently, but only near its end. So twice as many tokens as fit are proof.
     """
     if room is None or len(text) <= max(AT_ONCE, PER_TOKEN * room):
         return

@@ -1,11 +1,8 @@
-"""What can be said of a model's folder without torch: whether its weights are safe to read, and what code comes with it.
+"""Checks of a model folder without torch: whether its weights are safe to read and complete, and what code it brings.
 
-Code that comes with a model (`auto_map` in its configuration) runs in every engine and rank. So it runs only if the
-spec says so; a model that cannot do without is refused before anything is started, by naming the file that would run.
-Whether a model can do without is looked up in the installed transformers, by reading its table of models, not by
-importing it. Weights in pickle files are refused: reading one runs code too.
-
-Does not look into the weights; a cut-off safetensors file is found elsewhere.
+A model's own code (`auto_map` in its configuration) would run in every engine and rank, so it runs only if the spec allows it. A model that
+needs its code is otherwise rejected before anything starts, with the name of the file. Whether a model needs it is looked up in the source of
+the installed transformers, without importing it. Weights in pickle files are rejected, because reading a pickle can run code.
 """
 
 from __future__ import annotations
@@ -25,29 +22,29 @@ from gcore.models.hubs import INDEX, WHOLE, ModelError
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _WORKERS_LOAD = ("AutoConfig", "AutoModelForCausalLM")
-"""The classes that engines and ranks ask for; other entries of `auto_map` are never imported."""
+"""Classes that engines and ranks load; other entries of `auto_map` are never imported."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The model's `config.json`; empty if there is none that can be read (who loads the model says more)."""
+    """Return the model's `config.json`; empty if it is missing or not readable (loading the model reports more)."""
     return _optional_json(folder / "config.json")
 
 
 def require_config(folder: Path) -> dict[str, Any]:
-    """The folder's `config.json`. Raises DataError if there is none that can be read."""
+    """Return the folder's `config.json`. Raises DataError if it is missing or not readable."""
     try:
         config = json.loads((folder / "config.json").read_text())
         if not isinstance(config, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
         raise DataError(
-            f"the model's config.json cannot be read ({error})", where=str(folder), fix="Name the folder of a model"
+            f"cannot read the model's config.json ({error})", where=str(folder), fix="Name the folder of a model"
         ) from error
     return config
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is none that can be read."""
+    """Return the object in a JSON file; empty if it is missing or not readable."""
     try:
         tree = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -56,7 +53,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def remote_code_files(config: dict[str, Any]) -> tuple[str, ...]:
-    """The Python files that would run if the model's code were trusted, sorted; `REPO: FILE` if of another model."""
+    """Return the Python files that would run if the model's code were trusted, sorted; `REPO: FILE` for another model's code."""
     table = config.get("auto_map")
     if not isinstance(table, dict):
         return ()
@@ -71,12 +68,12 @@ def remote_code_files(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def check_code(config: dict[str, Any], *, trusted: bool, where: str) -> tuple[str, ...]:
-    """The files that will run: none unless `trusted`. Raises ModelError if the model needs code that must not run."""
+    """Return the Python files that will run: none unless `trusted`. Raises ModelError if the model needs code that must not run."""
     files = remote_code_files(config)
     foreign = [file for file in files if ": " in file]
     if trusted and foreign:
         raise ModelError(
-            f"its code is another model's ({foreign[0]})",
+            f"its code belongs to another model ({foreign[0]})",
             where=where,
             fix="Copy model and code into one folder, read the code, and name that folder in model.path",
         )
@@ -84,36 +81,36 @@ def check_code(config: dict[str, Any], *, trusted: bool, where: str) -> tuple[st
         return files
     if not is_known(str(config.get("model_type", ""))):
         raise ModelError(
-            f"the model needs Python code that comes with it ({', '.join(files)}), and code of others does not run unasked",
+            f"the model needs its own Python code ({', '.join(files)}), which the spec does not allow",
             where=where,
-            fix="Read it, and if you trust it set model.trust_remote_code: true",
+            fix="Read the code; if you trust it, set model.trust_remote_code: true",
         )
     return ()
 
 
 def check_weights(names: Iterable[str], *, where: str) -> None:
-    """Raises ModelError if the only weights among the model's files are pickles."""
+    """Raise ModelError if the model has only pickled weights."""
     files = sorted(names)
     if any(name.endswith(".safetensors") for name in files):
         return
     pickled = [name for name in files if name.endswith(PICKLED) and name not in ("training_args.bin", "optimizer.pt")]
     if pickled:
         raise ModelError(
-            f"its weights are a pickle ({pickled[0]}), and reading one can run anything",
+            f"its weights are a pickle ({pickled[0]}), which can run code when it is read",
             where=where,
-            fix="Convert them once to safetensors (save_pretrained does), or name a model that has them",
+            fix="Convert the weights to safetensors (save_pretrained does), or name a model with safetensors",
         )
 
 
 def is_known(model_type: str) -> bool:
-    """Whether the installed transformers has a causal language model of this type; True if there is no transformers."""
+    """Return whether the installed transformers has a causal language model of this type; True without transformers."""
     table = _table_of_models()
     return table is None or f'("{model_type}",' in table
 
 
 @functools.cache
 def _table_of_models() -> str | None:
-    # find_spec of a top-level package runs nothing of it.
+    # find_spec of a top-level package does not run its code.
     found = importlib.util.find_spec("transformers")
     if found is None or not found.submodule_search_locations:
         return None
@@ -127,15 +124,14 @@ def _table_of_models() -> str | None:
 
 
 MAX_HEADER_BYTES = 100_000_000
-_FIX = "Copy or download it again; it was not written to its end"
+_FIX = "Copy or download it again; it is incomplete"
 
 
 def check_whole(folder: Path) -> None:
-    """Raises ModelError if a folder's weights are missing, or one of their files is cut off or no safetensors.
+    """Raise ModelError if a folder's weights are missing, or if a file is cut off or not a safetensors file.
 
-    The header of a safetensors file says where its last tensor ends; a file that was not copied to its end is
-    shorter. Checked before anything is started: later it would be an error in every engine and every rank. Needs no
-    torch and does not read the numbers.
+    The header of a safetensors file says where its last tensor ends. The check runs before anything starts; otherwise every engine and rank would
+    fail. It needs no torch and does not read the tensors.
     """
     if (folder / INDEX).is_file():
         files = _files_of_index(folder / INDEX)
@@ -156,18 +152,18 @@ def _files_of_index(index: Path) -> list[str]:
         named = json.loads(index.read_bytes())["weight_map"].values()
         files = sorted({str(name) for name in named})
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ModelError("the index of the weights cannot be read", where=str(index), fix=_FIX) from error
+        raise ModelError("cannot read the index of the weights", where=str(index), fix=_FIX) from error
     for name in files:
         if Path(name).name != name:
             raise ModelError(
-                f"the index of the weights names a file of another folder ({name[:80]!r})",
+                f"the index of the weights names a file in another folder ({name[:80]!r})",
                 where=str(index),
-                fix="Put its files beside it, and name them so",
+                fix="Put the files next to the index and correct the names",
             )
     missing = [name for name in files if not (index.parent / name).is_file()]
     if missing or not files:
         raise ModelError(
-            f"{len(missing)} of {len(files)} files of weights are missing" + (f", {missing[0]}" if missing else ""),
+            f"{len(missing)} of {len(files)} weight files are missing" + (f", first {missing[0]}" if missing else ""),
             where=str(index.parent),
             fix="Copy or download the model again",
         )
@@ -192,7 +188,7 @@ def _check_file(path: Path) -> None:
             return
     elif length < MAX_HEADER_BYTES and 8 + length > size:
         raise ModelError(f"the file is cut off: it has {size} bytes, not even its header", where=str(path), fix=_FIX)
-    raise ModelError("the file is no safetensors file", where=str(path), fix="Save the model again")
+    raise ModelError("the file is not a safetensors file", where=str(path), fix="Save the model again")
 
 
 def _end_of_tensors(header: bytes, path: Path) -> int:
@@ -201,40 +197,40 @@ def _end_of_tensors(header: bytes, path: Path) -> int:
         return max((int(t["data_offsets"][1]) for name, t in tensors.items() if name != "__metadata__"), default=0)
     except (ValueError, LookupError, TypeError) as error:
         raise ModelError(
-            "the header of the safetensors file cannot be read", where=str(path), fix="Save the model again"
+            "cannot read the header of the safetensors file", where=str(path), fix="Save the model again"
         ) from error
 
 
 HEAD = "ForSequenceClassification"
 
 UNTOLD_LABELS = 2
-"""Labels of a configuration that names none: transformers takes it so."""
+"""Default number of labels in transformers."""
 
 
 def check_classifier(config: Mapping[str, Any], *, where: str) -> None:
-    """Raises ModelError unless the model has a sequence-classification head of one label. `config`: the folder's config.json.
+    """Raise ModelError unless the model has a sequence-classification head with one label. `config`: the folder's config.json.
 
-    The configuration is believed; whether the head's weights are there is seen by who loads them. Needs no torch.
+    Relies on the configuration; loading the model checks the head's weights. Needs no torch.
     """
     names = config.get("architectures")
     named = [str(name) for name in names] if isinstance(names, list) else []
     if not any(name.endswith(HEAD) for name in named):
         raise ModelError(
-            f"the model has no sequence-classification head (config.json says {', '.join(named) or 'no architecture'})",
+            f"the model has no sequence-classification head (config.json has {', '.join(named) or 'no architecture'})",
             where=where,
-            fix="Name a model that was saved as ...ForSequenceClassification, or let the judge be kind: generative",
+            fix="Name a model that was saved as ...ForSequenceClassification, or set kind: generative for the judge",
         )
     labels = count_labels(config)
     if labels != 1:
         raise ModelError(
-            f"the model's head says {labels} numbers, and a reward is one",
+            f"the model's head returns {labels} numbers, but a reward is one number",
             where=where,
             fix="Name a model with one label (num_labels: 1)",
         )
 
 
 def count_labels(config: Mapping[str, Any]) -> int:
-    """How many numbers the head says."""
+    """Return how many numbers the head returns."""
     table, count = config.get("id2label"), config.get("num_labels")
     if isinstance(table, dict) and table:
         return len(table)
@@ -242,14 +238,14 @@ def count_labels(config: Mapping[str, Any]) -> int:
 
 
 def check_critic(path: str, *, trust_remote_code: bool) -> None:
-    """Whether a critic's model (`train.critic.path`) can be started from, as far as that can be said without torch.
+    """Check, as far as possible without torch, that a critic can start from the model in `train.critic.path`.
 
-    Raises ModelError: no such folder, no model in it, weights that are missing, cut off or a pickle, code that would run.
-    What fits the policy (its longest text, a head of one number) is found by the train ranks, when they load both.
+    Raises ModelError if the folder or the model is missing, if weights are missing, cut off or a pickle, or if code would run. The train ranks
+    check whether it fits the policy (longest text, a head with one output) when they load both.
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
-        missing = "no model is here: there is no config.json" if folder.is_dir() else "the folder does not exist"
+        missing = "the folder is not a model: it has no config.json" if folder.is_dir() else "the folder does not exist"
         raise ModelError(
             f"train.critic.path: {missing}",
             where=path,

@@ -1,6 +1,6 @@
-"""The Hugging Face hub, through its own client, which honours HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE.
+"""Model hubs, through their own clients. The Hugging Face client respects HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE.
 
-The client goes on with a transfer that breaks off; what it gives up on is tried again by `gcore.models.resolve`.
+The clients resume interrupted transfers. If a client gives up, `gcore.models.resolve` retries.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class ModelError(DataError):
-    """A model cannot be used, or cannot be fetched."""
+    """A model cannot be used or downloaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model on a hub. `revision`: a branch, a tag or a commit; empty: the hub's default branch."""
+    """A model on a hub. `revision`: a branch, tag or commit; empty: the hub's default branch."""
 
     scheme: Scheme
     owner: str
@@ -54,7 +54,7 @@ class HubModel:
 
 
 def hub_model(path: str) -> HubModel | None:
-    """The hub's model that `model.path` names; None: it names a folder. Raises ModelError for a name that is none."""
+    """Return the hub model that `model.path` names; None for a folder. Raises ModelError for an invalid name."""
     scheme, separator, rest = path.partition("://")
     if not separator or scheme not in ("hf", "ms"):
         return None
@@ -62,20 +62,22 @@ def hub_model(path: str) -> HubModel | None:
     owner, slash, name = repo.partition("/")
     wrong = ""
     if not slash or not name:
-        wrong = "it names no owner, or no model"
+        wrong = "the owner or the model name is missing"
     elif not all(_PART.fullmatch(part) and ".." not in part and "--" not in part for part in (owner, name)):
-        wrong = "owner and name hold letters, digits, '.', '_' and '-' only, and a name has no further '/'"
+        wrong = "owner and name may contain only letters, digits, '.', '_' and '-', and the name no further '/'"
     elif at and (not _REVISION.fullmatch(revision) or ".." in revision):
-        wrong = f"{revision!r} is no revision"
+        wrong = f"{revision!r} is not a valid revision"
     if wrong:
         raise ModelError(
-            f"{path!r} is no model of a hub: {wrong}", where="model.path", fix=f"Write {scheme}://OWNER/NAME[@REVISION]"
+            f"{path!r} is not a model on a hub: {wrong}",
+            where="model.path",
+            fix=f"Write {scheme}://OWNER/NAME[@REVISION]",
         )
     return HubModel("hf" if scheme == "hf" else "ms", owner, name, revision)
 
 
 def is_commit(revision: str) -> bool:
-    """Whether it names one content for ever, as a branch or a tag does not."""
+    """Return whether the revision is a commit, which never changes, unlike a branch or a tag."""
     return _COMMIT.fullmatch(revision) is not None
 
 
@@ -100,36 +102,36 @@ SMALL = (
     "additional_chat_templates/*.jinja",
     "*.safetensors.index.json",
 )
-"""Configuration, tokenizer and templates: what a controller itself reads. None of them is large."""
+"""Configuration, tokenizer and templates: the small files that a controller reads itself."""
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, AssertionError)
-"""What the hubs' clients raise where an answer is not of the form that they expect."""
+"""What the hubs' clients raise for responses in an unexpected format."""
 
 
 class HubUnreachable(ModelError):
-    """The hub did not answer, or not to the end. It may be asked again."""
+    """The hub did not answer, or not completely. A retry may succeed."""
 
 
 class HubOffline(ModelError):
-    """The hub may not be asked, by the environment's word, and the cache does not have the model."""
+    """The environment forbids access to the hub, and the cache does not have the model."""
 
 
 def not_a_hub(who: str, model: HubModel, error: Exception) -> HubUnreachable:
-    """What answers is no hub, or a broken one: often the page of a proxy that wants somebody to sign in."""
+    """Return the error for a server that is not a hub, or a broken one; often the login page of a proxy."""
     said = " ".join(str(error).split())[:160] or type(error).__name__
     return HubUnreachable(
-        f"{who} answers with something else than the model's files ({said})",
+        f"{who} returned something other than the model's files ({said})",
         where=str(model),
-        fix="Check for a proxy in between, and the endpoint; or name the folder of a copy",
+        fix="Check the endpoint and any proxy in between, or name the folder of a copy",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a model. `size` in bytes; 0 if the hub does not say."""
+    """A file of a model. `size` in bytes; 0 if unknown."""
 
     name: str
     size: int
@@ -137,21 +139,21 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class HubListing:
-    """A model at one commit."""
+    """A model's files at one commit."""
 
     model: HubModel
     commit: str
     files: tuple[HubFile, ...]
 
     def small(self, *, code: bool) -> tuple[HubFile, ...]:
-        """What is read before the weights; with `code` also the Python files that come with the model."""
+        """Files to read before the weights; with `code` also the model's Python files."""
         patterns = (*SMALL, "*.py") if code else SMALL
         return tuple(f for f in self.files if any(_matches(f.name, pattern) for pattern in patterns))
 
     def weights(self, folder: Path) -> tuple[HubFile, ...]:
-        """The weights that loading reads. Some models carry a second copy under other names.
+        """Weight files that loading reads. Some models have a second copy under other names.
 
-        `folder` holds the small files already: the index says which files belong together.
+        `folder` already contains the small files, whose index lists the weight files.
         """
         named = weight_files(folder)
         found = tuple(f for f in self.files if _matches(f.name, "*.safetensors"))
@@ -159,38 +161,38 @@ class HubListing:
 
 
 class Hub(Protocol):
-    """One hub. It keeps what it fetched in its own cache, so that other programs find it there and it is fetched once.
+    """A model hub. It stores downloads in its own cache, which it shares with other programs.
 
-    Its methods block; callers keep them off their event loop.
+    Methods block, so call them off the event loop.
     """
 
     @property
     def title(self) -> str:
-        """Its name, for people."""
+        """Name of the hub in messages."""
         ...
 
     def listing(self, model: HubModel, revision: str) -> HubListing:
-        """Ask what `revision` (empty: the default branch) is now. Raises HubUnreachable, ModelError."""
+        """Return the current files of `revision` (empty: the default branch). Raises HubUnreachable, ModelError."""
         ...
 
     def fetch(self, listing: HubListing, names: Sequence[str]) -> Path:
-        """Bring these files into the cache, but for those that are there; the model's folder in it.
+        """Download these files into the cache unless they are there; return the model's folder in the cache.
 
         Raises HubUnreachable, ModelError.
         """
         ...
 
     def cached(self, model: HubModel, revision: str) -> tuple[Path, str] | None:
-        """The folder in the cache and its commit, without asking the hub. Files may be missing in it."""
+        """Return the folder in the cache and its commit, without access to the hub. Files may be missing."""
         ...
 
     def received(self, listing: HubListing, names: Sequence[str]) -> int:
-        """Bytes of these files that are on this machine now, also of those that are only half here."""
+        """Return the bytes of these files on this machine, including partial downloads."""
         ...
 
 
 def weight_files(folder: Path) -> frozenset[str]:
-    """The files that hold the weights of the model in `folder`, by its index or by convention."""
+    """Return the names of the weight files of the model in `folder`, from its index or by convention."""
     try:
         table = json.loads((folder / INDEX).read_bytes())["weight_map"]
         return frozenset(str(name) for name in table.values())
@@ -199,13 +201,13 @@ def weight_files(folder: Path) -> frozenset[str]:
 
 
 def is_whole(folder: Path, *, weights: bool) -> bool:
-    """Whether everything needed is in `folder`; what a hub's client puts under its name there is whole."""
+    """Return whether `folder` contains everything needed. Hub clients rename only complete files into place."""
     needed = {"config.json", "tokenizer.json"} | (weight_files(folder) if weights else frozenset())
     return all((folder / name).is_file() for name in needed)
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a file; 0 for a folder, and for one that is not there, or was given another name just now."""
+    """Return the bytes of a file; 0 for a folder or a missing file, also if it was just renamed."""
     try:
         found = path.stat()
     except OSError:
@@ -214,12 +216,12 @@ def file_size(path: Path) -> int:
 
 
 def total_size(files: Iterable[HubFile]) -> int:
-    """Bytes in all."""
+    """Return the total bytes."""
     return sum(file.size for file in files)
 
 
 def _matches(name: str, pattern: str) -> bool:
-    # A file in a folder of its own is another model's, or another format's; code may be a package.
+    # Files in subfolders belong to another model or format, except code, which may be a package.
     return fnmatchcase(name, pattern) and ("/" not in name or "/" in pattern or pattern == "*.py")
 
 
@@ -228,11 +230,11 @@ ETAG_TIMEOUT_S = 30.0
 ANSWER_S = 30.0
 
 KNOWN = 200
-"""Models of an owner that a mistyped name is compared with."""
+"""Most models of an owner to compare a mistyped name with."""
 
 
 class HuggingFace:
-    """`endpoint`, `cache` and `offline`: None for what the environment says."""
+    """The Hugging Face hub. `endpoint`, `cache` and `offline`: None: from the environment."""
 
     title = "the Hugging Face hub"
 
@@ -257,11 +259,11 @@ class HuggingFace:
             info = self._api.model_info(
                 model.repo, revision=revision or None, files_metadata=True, timeout=ANSWER_S, token=None
             )
-            if not is_commit(revision):  # so that the cache knows what the branch was, for when there is no hub
+            if not is_commit(revision):  # store the branch's commit in the cache, for use without the hub
                 self._api.resolve_revision(model.repo, revision=revision or HUGGINGFACE_BRANCH, cache_dir=self._cache)
         files = tuple(HubFile(s.rfilename, s.size if isinstance(s.size, int) else 0) for s in info.siblings or ())
         if info.sha is None:
-            raise ModelError("the hub names no commit", where=str(model), fix="Name one: hf://OWNER/NAME@COMMIT")
+            raise ModelError("the hub returned no commit", where=str(model), fix="Name one: hf://OWNER/NAME@COMMIT")
         return HubListing(model, info.sha, files)
 
     def fetch(self, listing: HubListing, names: Sequence[str]) -> Path:
@@ -295,7 +297,7 @@ class HuggingFace:
         """See `Hub`."""
         folder = self._folder(listing.model)
         here = [folder / "snapshots" / listing.commit / name for name in names]
-        # What is under way lies beside the blobs until it is whole.
+        # Partial downloads are next to the blobs until they are complete.
         return sum(file_size(path) for path in (*here, *folder.glob("blobs/*.incomplete")))
 
     def _folder(self, model: HubModel) -> Path:
@@ -303,7 +305,7 @@ class HuggingFace:
 
     @contextlib.contextmanager
     def _explained(self, model: HubModel, revision: str) -> Iterator[None]:
-        """The client's errors as gcore's, each with what to do."""
+        """Convert the client's errors to gcore's, each with what to do."""
         import httpx2
         from huggingface_hub.errors import (
             GatedRepoError,
@@ -320,27 +322,27 @@ class HuggingFace:
             yield
         except OfflineModeIsEnabled as error:
             raise HubOffline(
-                f"it is not in the cache {self._cache} as a whole, and HF_HUB_OFFLINE forbids to fetch it",
+                f"the model is not complete in the cache {self._cache}, and HF_HUB_OFFLINE forbids a download",
                 where=where,
-                fix="Unset HF_HUB_OFFLINE, or bring it there, or name the folder of a copy",
+                fix="Unset HF_HUB_OFFLINE, copy the model into the cache, or name the folder of a copy",
             ) from error
         except GatedRepoError as error:
             raise ModelError(
-                "the model is gated, and no token with access to it was given",
+                "the model is gated, and there is no token with access to it",
                 where=where,
-                fix="Accept its terms on its page, and set HF_TOKEN to a token of that account, for the controllers too",
+                fix="Accept its terms on its page, and set HF_TOKEN to a token of that account, also for the controllers",
             ) from error
         except RevisionNotFoundError as error:
             raise ModelError(
                 f"the model has no revision {revision!r}{self._near_revision(model, revision)}",
                 where=where,
-                fix="Name a branch, a tag or a commit of it",
+                fix="Name one of its branches, tags or commits",
             ) from error
         except RepositoryNotFoundError as error:
             raise ModelError(
-                f"{self.title} ({self.endpoint}) has no such model, or hides it from who asked{self._near_model(model)}",
+                f"{self.title} ({self.endpoint}) has no such model, or hides it from this account{self._near_model(model)}",
                 where=where,
-                fix="Correct the name; for a private model set HF_TOKEN",
+                fix="Correct the name, or set HF_TOKEN for a private model",
             ) from error
         except HfHubHTTPError as error:
             raise self._refused(model, error) from error
@@ -349,11 +351,11 @@ class HuggingFace:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
                 raise ModelError(
-                    f"it cannot be kept in {self._cache} ({error.strerror})",
+                    f"cannot store the model in {self._cache} ({error.strerror})",
                     where=where,
-                    fix="Make room, or set HF_HOME to another folder",
+                    fix="Free space, or set HF_HOME to another folder",
                 ) from error
-            raise self._away(model, error) from error  # the client's word for a transfer of the wrong size
+            raise self._away(model, error) from error  # the client raises OSError for a transfer of the wrong size
         except NO_ANSWER as error:
             raise not_a_hub(f"{self.title} at {self.endpoint}", model, error) from error
 
@@ -361,9 +363,9 @@ class HuggingFace:
         code = error.response.status_code
         if code in (401, 403):
             return ModelError(
-                f"{self.title} does not let this account read it ({code})",
+                f"{self.title} denies this account access to the model ({code})",
                 where=str(model),
-                fix="Set HF_TOKEN to a token that may, for the controllers too",
+                fix="Set HF_TOKEN to a token with access, also for the controllers",
             )
         return self._away(model, error)
 
@@ -373,7 +375,7 @@ class HuggingFace:
         return HubUnreachable(
             f"{self.title} does not answer at {self.endpoint} ({said})",
             where=str(model),
-            fix="Check the network, or set HF_ENDPOINT to a mirror, or HF_HUB_OFFLINE=1 to use what is in the cache",
+            fix="Check the network, set HF_ENDPOINT to a mirror, or set HF_HUB_OFFLINE=1 to use the cache",
         )
 
     def _near_model(self, model: HubModel) -> str:
@@ -392,7 +394,7 @@ class HuggingFace:
 
 
 def _near(wrong: str, known: Any) -> str:
-    """`, did you mean ...?`, if the hub knows anything like it. Not worth an error of its own."""
+    """Return `, did you mean ...?` if the hub has a similar name. Ignores errors."""
     import httpx2
 
     try:
@@ -402,7 +404,7 @@ def _near(wrong: str, known: Any) -> str:
 
 
 def _literally(name: str) -> str:
-    """A pattern that means this name alone."""
+    """Return a pattern that matches only this name."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
@@ -411,11 +413,10 @@ PACKAGE = "modelscope_hub"
 
 
 class ModelScope:
-    """ModelScope, through its own client, an optional extra; it honours MODELSCOPE_CACHE, _ENDPOINT and _API_TOKEN.
+    """ModelScope, through its own client, an optional extra that respects MODELSCOPE_CACHE, _ENDPOINT and _API_TOKEN.
 
-    `endpoint` and `cache`: None for what the environment says. Raises ModelError if the client is not installed.
-    ModelScope names no commit for a branch. Its listing names one for each file, the last that changed it; the newest
-    of them is the commit that the branch stands at, but for a later one that only deletes files.
+    `endpoint` and `cache`: None: from the environment. Raises ModelError if the client is not installed. ModelScope returns no commit for a branch,
+    but a last commit for each file. The newest of them is the branch's commit, unless later commits only delete files.
     """
 
     title = "ModelScope"
@@ -456,7 +457,7 @@ class ModelScope:
         return Path(folder)
 
     def cached(self, model: HubModel, revision: str) -> tuple[Path, str] | None:
-        """See `Hub`. A branch is not known by its commit here, so only what was fetched under that very name counts."""
+        """See `Hub`. A branch's commit is not recorded here, so only downloads under the same name count."""
         commit = revision or MODELSCOPE_BRANCH
         folder = self._folder(model) / "snapshots" / commit
         return (folder, commit) if folder.is_dir() else None
@@ -464,7 +465,7 @@ class ModelScope:
     def received(self, listing: HubListing, names: Sequence[str]) -> int:
         """See `Hub`."""
         folder = self._folder(listing.model) / "snapshots" / listing.commit
-        # A file that is under way has a longer name, beside its place.
+        # A partial download has a longer name, next to its final path.
         there = [path for path in folder.rglob("*") if any(path.name.startswith(Path(n).name) for n in names)]
         return sum(file_size(path) for path in there)
 
@@ -473,30 +474,30 @@ class ModelScope:
 
     @contextlib.contextmanager
     def _explained(self, model: HubModel, revision: str) -> Iterator[None]:
-        """The client's errors as gcore's, each with what to do."""
+        """Convert the client's errors to gcore's, each with what to do."""
         errors, where = self._errors, str(model)
         try:
             yield
         except errors.NotExistError as error:
             raise ModelError(
-                f"{self.title} has no such model, or it has no revision {revision!r}",
+                f"{self.title} has no such model, or the model has no revision {revision!r}",
                 where=where,
-                fix="Correct the name; for a private model set MODELSCOPE_API_TOKEN",
+                fix="Correct the name, or set MODELSCOPE_API_TOKEN for a private model",
             ) from error
         except (errors.AuthenticationError, errors.PermissionDeniedError) as error:
             raise ModelError(
-                f"{self.title} does not let this account read it",
+                f"{self.title} denies this account access to the model",
                 where=where,
-                fix="Set MODELSCOPE_API_TOKEN to a token that may, for the controllers too",
+                fix="Set MODELSCOPE_API_TOKEN to a token with access, also for the controllers",
             ) from error
         except errors.HubError as error:
             raise self._away(model, error) from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
                 raise ModelError(
-                    f"it cannot be kept in {self._cache} ({error.strerror})",
+                    f"cannot store the model in {self._cache} ({error.strerror})",
                     where=where,
-                    fix="Make room, or set MODELSCOPE_CACHE to another folder",
+                    fix="Free space, or set MODELSCOPE_CACHE to another folder",
                 ) from error
             raise self._away(model, error) from error
         except NO_ANSWER as error:
@@ -507,12 +508,12 @@ class ModelScope:
         return HubUnreachable(
             f"{self.title} does not answer ({said})",
             where=str(model),
-            fix="Check the network, or MODELSCOPE_ENDPOINT; or name the folder of a copy",
+            fix="Check the network and MODELSCOPE_ENDPOINT, or name the folder of a copy",
         )
 
 
 def _newest(entries: Sequence[dict[str, Any]]) -> str:
-    """The commit of the file that was changed last; empty if the listing does not say."""
+    """Return the commit of the last changed file; empty if the listing has none."""
     dated = [
         (int(entry.get("CommittedDate") or 0), str(entry["Revision"]))
         for entry in entries

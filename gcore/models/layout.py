@@ -1,15 +1,15 @@
-"""What lies where in a run's folder, and whether a checkpoint is whole.
+"""The files of a run folder, and the verification of checkpoints.
 
     weights/{lineage}-{step}/        a model as engines load it: config, tokenizer, model.safetensors
-    checkpoints/{lineage}-{step}/    the same with float32 weights, and beside them what the optimizer needs:
-                                     exp_avg.safetensors, exp_avg_sq.safetensors, manifest.json; and, of a job that has
-                                     a critic, that one in critic/, likewise
-    receipts/{world}-{rank}.jsonl    what a rank trained on, one line a token
+    checkpoints/{lineage}-{step}/    the same with float32 weights, and the state of the optimizer:
+                                     exp_avg.safetensors, exp_avg_sq.safetensors, manifest.json; for a job with a critic,
+                                     the critic in critic/, in the same form
+    receipts/{world}-{rank}.jsonl    what a rank trained on, one line per token
 
-A folder of that name is whole, because it got its name last (`gcore.system.files`). A checkpoint also carries a
-manifest with every file's size and SHA-256, so that what was damaged later is found before a job is rolled back to it.
+A folder with such a name is complete, because it is renamed last (`gcore.system.files`). A checkpoint also has a manifest with every file's size
+and SHA-256, which reveals later damage before a job rolls back to it.
 
-Does not write weights (`gcore.train.checkpoint.writer`), and does not decide which checkpoints are kept (controllers).
+`gcore.train.checkpoint.writer` writes weights; controllers decide which checkpoints are kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gcore.system.files import replace_folder, sweep_drafts
 from gcore.types import CHECKPOINTS, Version, checkpoint_file
 
 FIRST_WEIGHTS = Version(0, 0)
-"""What the weights in the model's own folder are called."""
+"""Version of the weights in the model's own folder."""
 
 MODEL_FILE = "model.safetensors"
 EXP_AVG_FILE = "exp_avg.safetensors"
@@ -40,39 +40,39 @@ EXP_AVG_SQ_FILE = "exp_avg_sq.safetensors"
 MANIFEST_FILE = "manifest.json"
 
 EMULATED_FILE = "emulated.json"
-"""Lies in folders that emulated train ranks wrote: they hold no weights."""
+"""Marks folders of emulated train ranks, which contain no weights."""
 
 CRITIC_FOLDER = "critic"
 
 TRAINING_FILES = frozenset({EXP_AVG_FILE, EXP_AVG_SQ_FILE, MANIFEST_FILE})
-"""What a checkpoint has beyond a model."""
+"""Files of a checkpoint that are not part of a model."""
 
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
 NESTED_SUFFIXES = frozenset({".jinja", ".json", ".txt", ".model", ".vocab", ".tiktoken", ".py"})
-"""Of companion files in folders of their own, such as `additional_chat_templates/tool_use.jinja`."""
+"""File types of companion files in subfolders, such as `additional_chat_templates/tool_use.jinja`."""
 
 READ_BYTES = 1 << 20
 
 STAGED = 3
-"""Versions of staged weights that are kept, the newest."""
+"""Newest versions of staged weights to keep."""
 
 
 class CheckpointDamaged(GcoreError):
-    """A checkpoint is not what its manifest says; `where` names the file."""
+    """A checkpoint does not match its manifest; `where` names the file."""
 
 
 class FileEntry(RecordPart):
-    """A file of a checkpoint: its size in bytes and its SHA-256 as 64 hex digits."""
+    """A file of a checkpoint: size in bytes and SHA-256 as 64 hex digits."""
 
     size: int
     sha256: str
 
 
 class Manifest(Record):
-    """`manifest.json` of a checkpoint: where it comes from, and every other file of the folder.
+    """`manifest.json` of a checkpoint: its origin, and all other files of the folder.
 
-    `updates` counts the optimizer updates up to here, `skipped` those of them that were left out because their gradient
-    was not finite: the learning rate follows the first, Adam's own count the difference. The critic's likewise.
+    `updates`: optimizer updates so far. `skipped`: those of them without effect because their gradient was not finite. The learning rate depends on
+    `updates`, Adam's step count on the difference. The same for the critic.
     """
 
     job_uid: str
@@ -87,17 +87,17 @@ class Manifest(Record):
 
     @property
     def version(self) -> Version:
-        """The policy version whose weights these are."""
+        """The policy version of the weights."""
         return Version(self.lineage, self.step)
 
 
 def weights_folder(run_dir: Path, version: Version) -> Path:
-    """Where the weights of `version` lie for engines."""
+    """Return the folder of the weights of `version` for engines."""
     return run_dir / "weights" / f"{version.lineage}-{version.step}"
 
 
 def delete_old_staged(parent: Path) -> None:
-    """Delete staged weights in `parent`, but for the newest few."""
+    """Delete all but the newest staged weights in `parent`."""
     versions: dict[Version, Path] = {}
     for path in parent.iterdir():
         lineage, _, step = path.name.partition("-")
@@ -108,21 +108,21 @@ def delete_old_staged(parent: Path) -> None:
 
 
 def checkpoint_folder(run_dir: Path, version: Version) -> Path:
-    """Where the checkpoint made at `version` lies."""
+    """Return the folder of the checkpoint of `version`."""
     return run_dir / checkpoint_file(version)
 
 
 def highest_lineage(run_dir: Path) -> int:
-    """Of the weights and checkpoints that lie in a run's folder, half-written ones among them; 0 if none does."""
+    """Return the highest lineage of weights and checkpoints in a run folder, including incomplete ones; 0 if there are none."""
     names = (path.name for parent in ("weights", CHECKPOINTS) for path in (run_dir / parent).glob("*-*"))
     numbers = (name.lstrip(".").partition("-")[0] for name in names)
     return max((int(number) for number in numbers if number.isdigit()), default=0)
 
 
 def sweep_unfinished(run_dir: Path, lineage: int) -> None:
-    """Remove what worlds before that of `lineage`, and what died in it, left half-written in a run's folder.
+    """Remove incomplete files that worlds before `lineage`, or dead processes of this one, left in a run folder.
 
-    Never what a later world is writing: whoever sweeps may have been given up meanwhile, and not know it.
+    Never removes files of a later world, because the caller may be outdated without knowing it.
     """
 
     def is_later(target: str) -> bool:
@@ -134,7 +134,7 @@ def sweep_unfinished(run_dir: Path, lineage: int) -> None:
 
 
 def checkpoints_in(run_dir: Path) -> dict[Version, Path]:
-    """The checkpoints that lie in a run's folder, whole or damaged, by the version they are of."""
+    """Return the checkpoints in a run folder, intact or damaged, by version."""
     found = {}
     parent = run_dir / CHECKPOINTS
     for path in parent.iterdir() if parent.is_dir() else ():
@@ -145,28 +145,28 @@ def checkpoints_in(run_dir: Path) -> dict[Version, Path]:
 
 
 def critic_folder(checkpoint: Path) -> Path:
-    """Where a checkpoint has the critic: a model with a head `score`, float32, and what its optimizer needs."""
+    """Return the folder of the critic in a checkpoint: a model with a head `score`, float32, and its optimizer state."""
     return checkpoint / CRITIC_FOLDER
 
 
 def has_critic(manifest: Manifest) -> bool:
-    """Whether a checkpoint holds a critic."""
+    """Return whether a checkpoint contains a critic."""
     return f"{CRITIC_FOLDER}/{MODEL_FILE}" in manifest.files
 
 
 def receipts_file(run_dir: Path, world: str, rank: int) -> Path:
-    """Where a rank leaves its receipts."""
+    """Return the file of a rank's receipts."""
     return run_dir / "receipts" / f"{world}-{rank}.jsonl"
 
 
 def companion_files(model: Path) -> tuple[str, ...]:
-    """What belongs to a model besides its weights: config, tokenizer, templates, code. Sorted names below the folder.
+    """Return a model's files other than weights: config, tokenizer, templates, code. Sorted names relative to the folder.
 
-    Of folders within it only files of the kinds that a tokenizer or a model's code has count: others hold other formats of the weights,
-    or another training's state. Raises DataError if the folder has no config.json.
+    In subfolders only file types of tokenizers and code count, because other files are other formats of the weights or state of other trainings.
+    Raises DataError if the folder has no config.json.
     """
     if not (model / "config.json").is_file():
-        raise DataError("no model here: there is no config.json", where=str(model))
+        raise DataError("the folder is not a model: it has no config.json", where=str(model))
     top = (path for path in model.iterdir() if path.name not in TRAINING_FILES)
     nested = (path for folder in model.iterdir() if _is_companion(folder) for path in folder.rglob("*"))
     found = (*top, *(path for path in nested if path.suffix in NESTED_SUFFIXES))
@@ -187,7 +187,7 @@ def _is_companion(folder: Path) -> bool:
 
 
 def copy_companions(model: Path, to: Path, copy: Callable[[Path, Path], object] = shutil.copyfile) -> tuple[str, ...]:
-    """Copy what belongs to a model besides its weights into `to`; the names. Raises DataError and OSError."""
+    """Copy a model's files other than weights into `to` and return their names. Raises DataError and OSError."""
     names = companion_files(model)
     for name in names:
         (to / name).parent.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,7 @@ def copy_companions(model: Path, to: Path, copy: Callable[[Path, Path], object] 
 
 
 def file_entry(path: Path) -> FileEntry:
-    """Size and digest of a file, by reading it. Raises OSError."""
+    """Read a file and return its size and digest. Raises OSError."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while block := file.read(READ_BYTES):
@@ -206,58 +206,53 @@ def file_entry(path: Path) -> FileEntry:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, without looking at its files. Raises CheckpointDamaged."""
+    """Read the manifest of a checkpoint without checking its files. Raises CheckpointDamaged."""
     path = folder / MANIFEST_FILE
     try:
         return Manifest.decode(path.read_bytes(), str(path))
     except OSError as error:
-        raise CheckpointDamaged(f"no manifest can be read ({error.strerror or error})", where=str(path)) from error
+        raise CheckpointDamaged(f"cannot read the manifest ({error.strerror or error})", where=str(path)) from error
     except UnreadableRecord as error:
         raise CheckpointDamaged(error.what, where=str(path)) from error
 
 
 def verify_checkpoint(folder: Path) -> Manifest:
-    """Read every byte of a checkpoint and compare it with its manifest. Raises CheckpointDamaged naming the file."""
+    """Read every byte of a checkpoint and compare it with its manifest. Raises CheckpointDamaged with the file's name."""
     manifest = read_manifest(folder)
     for needed in (MODEL_FILE, EXP_AVG_FILE, EXP_AVG_SQ_FILE, "config.json"):
         if needed not in manifest.files:
-            raise CheckpointDamaged(f"the manifest does not name {needed}", where=str(folder / MANIFEST_FILE))
+            raise CheckpointDamaged(f"the manifest does not list {needed}", where=str(folder / MANIFEST_FILE))
     for name, expected in sorted(manifest.files.items()):
         path = folder / name
-        with explain_os_errors("the file cannot be read", CheckpointDamaged, where=path):
+        with explain_os_errors("cannot read the file", CheckpointDamaged, where=path):
             size = path.stat().st_size
             if size != expected.size:
                 raise CheckpointDamaged(f"the file has {size} bytes, not {expected.size}", where=str(path))
             if file_entry(path).sha256 != expected.sha256:
-                raise CheckpointDamaged("the file's content is not what was saved", where=str(path))
+                raise CheckpointDamaged("the file's content differs from what was saved", where=str(path))
     return manifest
 
 
 def manifest_digest(folder: Path) -> str:
-    """Names a checkpoint with all its files: SHA-256 of its manifest, 64 hex digits. Raises CheckpointDamaged."""
+    """Return the digest of a checkpoint with all its files: SHA-256 of its manifest, 64 hex digits. Raises CheckpointDamaged."""
     path = folder / MANIFEST_FILE
-    with explain_os_errors("no manifest can be read", CheckpointDamaged, where=path):
+    with explain_os_errors("cannot read the manifest", CheckpointDamaged, where=path):
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def copy_model(checkpoint: Path, to: Path, digest: str = "") -> None:
-    """Copy the model out of a checkpoint, without the optimizer's part and without what the manifest does not name; all or
-    nothing.
+    """Copy the model out of a checkpoint atomically, without the optimizer state and files that the manifest does not list.
 
-    Every byte is read and compared first. `digest`: of the manifest that was registered; empty where that is not known.
-    Raises UsageError if `to` exists and is not an empty folder, CheckpointDamaged, and DataError if there is no model.
+    Verifies every byte first. `digest`: of the registered manifest; empty if unknown. Raises UsageError if `to` exists and is not an empty folder,
+    CheckpointDamaged, and DataError if there is no model.
     """
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise UsageError(
-            "the target is there already and is not an empty folder", where=str(to), fix="Name a folder that is new"
-        )
+        raise UsageError("the target exists and is not an empty folder", where=str(to), fix="Name a new folder")
     if (checkpoint / EMULATED_FILE).exists():
-        raise DataError(
-            "no weights here: emulated train ranks wrote this, which compute nothing", where=str(checkpoint)
-        )
+        raise DataError("the checkpoint has no weights, because emulated train ranks wrote it", where=str(checkpoint))
     proven = verify_checkpoint(checkpoint).files
     if digest and manifest_digest(checkpoint) != digest:
-        raise CheckpointDamaged("it is not the checkpoint that was registered", where=str(checkpoint / MANIFEST_FILE))
+        raise CheckpointDamaged("it differs from the registered checkpoint", where=str(checkpoint / MANIFEST_FILE))
     weights = sorted(path.name for path in checkpoint.glob("*.safetensors*") if path.name not in TRAINING_FILES)
     names = [name for name in (*companion_files(checkpoint), *weights) if name in proven]
     to.parent.mkdir(parents=True, exist_ok=True)
@@ -271,7 +266,7 @@ FIRST = Version(0, 0)
 
 
 def versions_in(folder: Path) -> frozenset[Version]:
-    """The versions after which folders in `folder` are called. Raises OSError."""
+    """Return the versions in the names of the folders in `folder`. Raises OSError."""
     found = set()
     for path in folder.glob("*-*") if folder.is_dir() else ():
         lineage, _, step = path.name.partition("-")
@@ -298,27 +293,25 @@ BYTES: Mapping[Dtype, int] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """Type and shape of a tensor that will be written."""
+    """Type and shape of a tensor to write."""
 
     dtype: Dtype
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Its size in the file."""
+        """Size in the file, in bytes."""
         return BYTES[self.dtype] * math.prod(self.shape)
 
 
 class TensorsFile:
-    """A safetensors file being written tensor by tensor, so that a model never has to lie whole in the memory of one process.
+    """Writes a safetensors file tensor by tensor, so that no process needs a whole model in memory.
 
-    Use as a context manager; `entry` is there after the last tensor. Tensors come in the order of `tensors`; another one, or
-    one of the wrong size, is a ValueError. Without `hashed` no digest is computed, which for a large model takes a while, and
-    there is no `entry`.
+    Use it as a context manager; `entry` is available after the last tensor. Tensors must come in the order of `tensors` and with the declared size,
+    otherwise ValueError. `hashed` False: compute no digest, which takes a while for a large model; there is no `entry` then.
 
-    The format: eight bytes with the header's length, a JSON header with type, shape and place of each tensor, then
-    their bytes, little-endian, without gaps. All names and shapes must therefore be known before the first tensor.
-    Reading is left to the safetensors library.
+    Format: eight bytes with the header's length, a JSON header with type, shape and position of each tensor, then their bytes, little-endian,
+    without gaps. So all names and shapes must be known before the first tensor. Files are read with the safetensors library.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorShape], *, hashed: bool = True) -> None:
@@ -339,12 +332,12 @@ class TensorsFile:
             raise ValueError(f"{len(self._waiting)} tensors were never written, the first is {self._waiting[0][0]}")
 
     def write(self, name: str, data: memoryview) -> None:
-        """The next tensor's bytes."""
+        """Write the bytes of the next tensor."""
         self._expect(name, data)
         self._put(data)
 
     def write_through(self, name: str, data: memoryview, block: int, tick: Callable[[int], None]) -> None:
-        """The next tensor's bytes, about `block` at a time; `tick` hears how many more were brought to the disk."""
+        """Write the bytes of the next tensor in blocks of about `block`; call `tick` with the number of bytes forced to disk."""
         self._expect(name, data)
         flat = data.cast("B")
         for start in range(0, len(flat), block):
@@ -355,7 +348,7 @@ class TensorsFile:
                 self.force(tick)
 
     def force(self, tick: Callable[[int], None]) -> None:
-        """Bring what `write_through` wrote to the disk."""
+        """Force the bytes of `write_through` to disk."""
         self._file.flush()
         os.fdatasync(self._file.fileno())
         forced, self._unforced = self._unforced, 0
@@ -363,7 +356,7 @@ class TensorsFile:
 
     @property
     def entry(self) -> FileEntry:
-        """Size and digest of what was written so far. ValueError if it was not hashed."""
+        """Size and digest of the bytes written so far. Raises ValueError if they were not hashed."""
         if not self._hashed:
             raise ValueError("this file was written without a digest")
         return FileEntry(size=self._size, sha256=self._digest.hexdigest())
@@ -371,7 +364,7 @@ class TensorsFile:
     def _expect(self, name: str, data: memoryview) -> None:
         expected, shape = self._waiting.pop(0)
         if name != expected or data.nbytes != shape.nbytes:
-            raise ValueError(f"{name} of {data.nbytes} bytes where {expected} of {shape.nbytes} is due")
+            raise ValueError(f"got {name} with {data.nbytes} bytes, expected {expected} with {shape.nbytes}")
 
     def _put(self, data: bytes | memoryview) -> None:
         self._file.write(data)
@@ -388,5 +381,5 @@ def _header(tensors: Mapping[str, TensorShape]) -> bytes:
         fields[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of eight
+    text += b" " * (-len(text) % 8)  # align the tensors to eight bytes
     return struct.pack("<Q", len(text)) + text

@@ -1,14 +1,14 @@
-"""Publisher: weights from a trainer to engines; and the process group over which they are broadcast straight into engines.
+"""Publishers: send a trainer's weights to engines, through a folder or over a process group.
 
-`gcore.train.checkpoint.writer.FolderPublisher` writes a folder; `BroadcastPublisher` sends over a `WeightGroup`.
+`gcore.train.checkpoint.writer.FolderPublisher` writes a folder; `BroadcastPublisher` broadcasts over a `WeightGroup`.
 
-Rank 0 is the trainer, the engines are the others. The group stands beside whatever groups a process has already: it is made
-the way SGLang makes its own (a TCP store under the group's name, then a group that is not the world), so that either side
-may be SGLang. Tensors go one by one, in the order in which the HTTP request names them; both sides must agree on names,
-types and shapes beforehand, for a broadcast tells nothing about itself.
+In a weight group, rank 0 is the trainer and the other ranks are engines. The group is independent of the process's other groups. It is created in
+the same way as SGLang's (a TCP store under the group's name, then a group that is not the world), so that either side may be SGLang. Tensors are
+sent one by one, in the order of the HTTP request that announces them. Both sides must agree on names, types and shapes first, because a broadcast
+carries no metadata.
 
-Does not speak HTTP and does not decide when to send: an engine takes part only while its route
-`/update_weights_from_distributed` runs, and whoever sends must have asked for that first (but not waited for the answer).
+This module does not send HTTP requests and does not decide when to send. An engine takes part only while its route
+`/update_weights_from_distributed` runs, so the sender must have sent that request (without waiting for its response).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gcore.system.network import join_host_port
 from gcore.types import Version
 
 SENDER = 0
-"""The rank of the sender."""
+"""Rank of the sender."""
 
 BACKENDS = ("gloo", "nccl")
 MOST_MEMBERS = 1 << 16
@@ -37,7 +37,7 @@ MOST_MEMBERS = 1 << 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedTensor:
-    """A whole tensor of the model, under its Hugging Face name."""
+    """A full tensor of the model with its Hugging Face name."""
 
     name: str
     tensor: torch.Tensor
@@ -47,14 +47,14 @@ class Publisher(Protocol):
     """Publishes a trainer's weights to engines. Every rank of the trainer has one; one rank writes or sends."""
 
     def stage(self, version: Version, tell: Callable[[], None]) -> WeightUpdate:
-        """Stage the present weights as `version`; call `tell` for each tensor. A collective.
+        """Stage the current weights as `version`; call `tell` after each tensor. A collective.
 
-        The value is the same on every rank.
+        Returns the same value on every rank.
         """
         ...
 
     def send(self, update: WeightUpdate) -> None:
-        """Send staged weights to the engines that take part; a no-op where engines read staged files. Raises EngineError."""
+        """Send staged weights to the participating engines; a no-op if engines read staged files. Raises EngineError."""
         ...
 
     def release(self, update: WeightUpdate) -> None:
@@ -72,31 +72,31 @@ def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> TransferManifest:
 
 
 def empty_tensors(manifest: TransferManifest, device: torch.device) -> dict[str, torch.Tensor]:
-    """Allocate the tensors to receive into. Raises DataError if the lists differ in length or name an unknown type or shape."""
+    """Allocate tensors to receive into. Raises DataError if the lists differ in length or contain an unknown type or shape."""
     if not len(manifest.names) == len(manifest.dtypes) == len(manifest.shapes):
         raise DataError(
-            f"{len(manifest.names)} names came with {len(manifest.dtypes)} dtypes and {len(manifest.shapes)} shapes",
+            f"the manifest has {len(manifest.names)} names, {len(manifest.dtypes)} dtypes and {len(manifest.shapes)} shapes",
             where="weights",
-            fix="Name one dtype and one shape for each tensor",
+            fix="Send one dtype and one shape per tensor",
         )
     found: dict[str, torch.Tensor] = {}
     for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True):
         kind = getattr(torch, dtype.removeprefix("torch."), None)
         if not isinstance(kind, torch.dtype):
-            raise DataError(f"{dtype!r} is no type of torch", where=name, fix="Name it as in torch, e.g. float32")
+            raise DataError(f"{dtype!r} is not a torch dtype", where=name, fix="Use a torch name such as float32")
         if any(length < 0 for length in shape):
             raise DataError(f"the shape {list(shape)} has a negative length", where=name)
         if name in found:
-            raise DataError("the tensor is named twice", where=name)
+            raise DataError("the tensor is listed twice", where=name)
         try:
             found[name] = torch.empty(shape, dtype=kind, device=device)
-        except (RuntimeError, TypeError) as error:  # more than there is, or than 64 bits count
-            raise DataError(f"there is no room for {dtype} {list(shape)}", where=name) from error
+        except (RuntimeError, TypeError) as error:  # larger than the memory, or than 64 bits can count
+            raise DataError(f"there is not enough memory for {dtype} {list(shape)}", where=name) from error
     return found
 
 
 class WeightGroup:
-    """One side of a weight group. `close` is idempotent."""
+    """One member of a weight group. `close` is idempotent."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group = group
@@ -106,25 +106,25 @@ class WeightGroup:
     def join(
         cls, address: str, port: int, *, rank: int, world_size: int, name: str, backend: str, timeout_s: float
     ) -> WeightGroup:
-        """Join the group at the sender's `address`; returns when all ranks have joined.
+        """Join the group at the sender's `address`; return when all ranks have joined.
 
-        Blocks for up to `timeout_s`, also later in each broadcast. Raises UsageError for values that cannot be,
-        EngineError when the others do not come.
+        Blocks for up to `timeout_s`, as does each broadcast later. Raises UsageError for invalid values, and EngineError if other ranks do not
+        join.
         """
         if backend not in BACKENDS:
-            raise UsageError(f"{backend!r} is no backend of a weight group", fix=f"Use one of {', '.join(BACKENDS)}")
+            raise UsageError(f"{backend!r} is not a backend of a weight group", fix=f"Use one of {', '.join(BACKENDS)}")
         if not 0 <= rank < world_size or world_size > MOST_MEMBERS:
             raise UsageError(
-                f"rank {rank} of a group of {world_size} cannot be",
+                f"rank {rank} of a group of {world_size} is not valid",
                 where=name,
                 fix=f"Use at most {MOST_MEMBERS} members",
             )
         if not 0 < port < 1 << 16:
-            raise UsageError(f"{port} is no port", where=name, fix="Name the port that the sender listens on")
+            raise UsageError(f"{port} is not a valid port", where=name, fix="Name the port that the sender listens on")
         if not name:
             raise UsageError("the group's name is empty", fix="Give the group a name")
         if backend == "nccl" and not torch.cuda.is_available():
-            raise UsageError("there is no GPU for the backend nccl", where=name, fix="Use the backend gloo")
+            raise UsageError("the backend nccl needs a GPU, but there is none", where=name, fix="Use the backend gloo")
         at = join_host_port(address, port)
         timeout = timedelta(seconds=timeout_s)
         try:
@@ -141,18 +141,18 @@ class WeightGroup:
             )
         except (RuntimeError, ValueError, OSError) as error:  # torch's DistError is a RuntimeError
             raise EngineError(
-                f"the weight group did not come together ({' '.join(str(error).split())[:200]})",
+                f"the ranks of the weight group did not connect ({' '.join(str(error).split())[:200]})",
                 where=f"{name} at {at}",
             ) from error
         c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
         return cls(group, torch.device("cuda" if backend == "nccl" else "cpu"))
 
     def send(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send these tensors in order, on rank 0. Returns when they are sent. Raises EngineError if other ranks do not take part."""
+        """Send these tensors in order, from rank 0. Returns when they are sent. Raises EngineError if other ranks do not take part."""
         self._broadcast([tensor.detach().to(self.device).contiguous() for tensor in tensors.values()])
 
     def receive(self, manifest: TransferManifest) -> dict[str, torch.Tensor]:
-        """Receive the tensors of rank 0, on other ranks. Raises DataError for an invalid manifest, EngineError."""
+        """Receive the tensors of rank 0, on another rank. Raises DataError for an invalid manifest, and EngineError."""
         tensors = empty_tensors(manifest, self.device)
         self._broadcast(list(tensors.values()))
         return tensors
@@ -176,11 +176,11 @@ class WeightGroup:
 class BroadcastPublisher:
     """Implements `Publisher` over a weight group; only the sending rank has a group.
 
-    Staged tensors are copies, in the memory that the group sends from.
+    Staged tensors are copies in the memory that the group sends from.
     """
 
     def __init__(self, name: str, group: WeightGroup | None, tensors: Callable[[], Iterator[NamedTensor]]) -> None:
-        """`name`: of the group. `tensors`: gathers the present weights one by one; a collective."""
+        """`name`: of the group. `tensors`: gathers the current weights one by one; a collective."""
         self._name = name
         self._group = group
         self._tensors = tensors

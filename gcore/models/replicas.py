@@ -1,17 +1,16 @@
-"""Copies of a train world's state in the memory of its nodes: what they are called, what each says of itself, which lie there.
+"""In-memory replicas: copies of a train world's state in the memory of its nodes. Names, headers and listings.
 
-After each step every rank leaves its shard of the state (float32 weights and Adam's moments, of policy and critic) in the
-memory of its own node, and in that of a neighbour on another node. A node's memory is a folder of its own in a file system
-that is memory (`/dev/shm`): so a copy outlives the rank, its supervisor and the controller, whichever is killed, needs no
-process that keeps it alive, and goes with the node.
+After each step every rank writes its shard of the state (float32 weights and Adam's moments, of policy and critic) to the memory of its own node
+and of a neighbour on another node. A node's memory is a folder on an in-memory file system (`/dev/shm`). So a copy survives a killed rank,
+supervisor or controller, needs no process to keep it, and is lost only with the node.
 
     {memory_dir}/gcore-{user}/{installation}/{node}/{job uid}/{world}-{lineage}-{step}-{attempt}.{shard}.data
-                                                              ... .json, written last: without it there is no copy
+                                                              ... .json, written last: without it the copy does not count
 
-What a copy is of is told by the world and the token after which it was made: a world applies a token once, and only from
-its READY seal, so all that carry the same world and token are parts of the same state (docs/develop/adr, "Copies of neighbours").
+The world and the token identify the state of a copy: a world applies a token once, and only from its READY seal, so copies with the same world and
+token belong to the same state (docs/develop/adr, "Copies of neighbours").
 
-Writes and reads no tensors (`gcore.train.checkpoint.replicas`, `gcore.train.checkpoint.replicas`), and decides nothing.
+This module does not read or write tensors (`gcore.train.checkpoint.replicas` does) and makes no decisions.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from gcore.ledger.records.chain import WorldState
 from gcore.schema import Record, RecordPart, UnreadableRecord
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-"""What is copied of each parameter, in the order in which it stands in the data: float32, little-endian."""
+"""Values stored per parameter, in the order of the data: float32, little-endian."""
 
 BYTES = 4
 HOME_FILE = "home"
 
 MEMORY = Path("/dev/shm")
-"""Where Linux has a file system in memory; `NodeConfig.memory_dir` may name another."""
+"""The in-memory file system of Linux. `NodeConfig.memory_dir` may name another."""
 
 
 class Extent(RecordPart):
-    """A piece of a parameter: `numel` elements from `start` on, of the flattened whole."""
+    """A piece of a parameter: `numel` elements from `start` of the flattened parameter."""
 
     name: str
     start: NonNegativeInt
@@ -48,25 +47,25 @@ class Extent(RecordPart):
 
 
 class CopyHeader(Record):
-    """`*.json`: one rank's shard of a state. The data hold, model by model, kind by kind, the extents one after another."""
+    """`*.json`: one rank's shard of a state. The data contain the extents one after another, by model and kind."""
 
     job_uid: str
     of: WorldState
     shard: NonNegativeInt
-    """The rank whose it was, of `of.shards`."""
+    """The rank that wrote it, of `of.shards`."""
     updates: NonNegativeInt = 0
     skipped: NonNegativeInt = 0
     critic_updates: NonNegativeInt = 0
     critic_skipped: NonNegativeInt = 0
     extents: dict[str, tuple[Extent, ...]]
-    """By model, `policy` and `critic`."""
+    """By model: `policy` and `critic`."""
     size: NonNegativeInt
-    """Of the data, in bytes."""
+    """Size of the data in bytes."""
     sha256: str
-    """Of the data, 64 hex digits."""
+    """SHA-256 of the data, 64 hex digits."""
 
     def places(self) -> Iterator[tuple[str, str, Extent, int]]:
-        """Model, kind, extent, and where in the data it begins, in bytes."""
+        """Yield model, kind, extent, and its offset in the data, in bytes."""
         offset = 0
         for model, extents in self.extents.items():
             for kind in KINDS:
@@ -76,33 +75,33 @@ class CopyHeader(Record):
 
 
 def shard_bytes(extents: Iterable[Extent]) -> int:
-    """What these extents of one model take in the data."""
+    """Return the bytes of these extents of one model in the data."""
     return len(KINDS) * BYTES * sum(extent.numel for extent in extents)
 
 
 def memory_folder(root: Path, home: str, node: str, job_uid: str) -> Path:
-    """Where the copies of a job lie on a node. `root`: of the file system that is memory; `home`: of the installation."""
+    """Return the folder of a job's copies on a node. `root`: in-memory file system. `home`: of the installation."""
     return home_folder(root, home) / node / job_uid
 
 
 def home_folder(root: Path, home: str) -> Path:
-    """Where all copies of an installation lie on a machine."""
+    """Return the folder of all copies of an installation on a machine."""
     named = hashlib.blake2b(str(Path(home).absolute()).encode(), digest_size=8).hexdigest()
     return root / f"gcore-{os.getuid()}" / named
 
 
 def data_file(folder: Path, of: WorldState, shard: int) -> Path:
-    """The data of one shard of a state."""
+    """Return the data file of one shard of a state."""
     return folder / f"{of.world}-{of.lineage}-{of.step}-{of.attempt}.{shard}.data"
 
 
 def header_file(folder: Path, of: WorldState, shard: int) -> Path:
-    """Its header."""
+    """Return the header file of one shard of a state."""
     return data_file(folder, of, shard).with_suffix(".json")
 
 
 def list_copies(folder: Path, job_uid: str) -> tuple[CopyHeader, ...]:
-    """The copies in a node's folder that are there whole, as far as their headers and sizes tell. Sorted."""
+    """Return the complete copies in a node's folder, by their headers and sizes, sorted."""
     found = []
     for path in folder.glob("*.json") if folder.is_dir() else ():
         with contextlib.suppress(OSError, UnreadableRecord):
@@ -114,7 +113,7 @@ def list_copies(folder: Path, job_uid: str) -> tuple[CopyHeader, ...]:
 
 
 def drop_copies(folder: Path, job_uid: str, unwanted: Callable[[WorldState], bool]) -> None:
-    """Delete the copies that `unwanted` says so of, headers first, and what never got a header of states like them."""
+    """Delete the copies for which `unwanted` returns true, headers first, and data without a header of such states."""
     for header in list_copies(folder, job_uid):
         if unwanted(header.of):
             header_file(folder, header.of, header.shard).unlink(missing_ok=True)
@@ -126,7 +125,7 @@ def drop_copies(folder: Path, job_uid: str, unwanted: Callable[[WorldState], boo
 
 
 def _named(path: Path) -> WorldState | None:
-    """The state that a data file's name says, with no number of shards."""
+    """Return the state in a data file's name; its number of shards is not known. None for other names."""
     try:
         world, lineage, step, attempt = path.name.split(".")[0].rsplit("-", 3)
         return WorldState(world=world, lineage=int(lineage), step=int(step), attempt=int(attempt), shards=1)
@@ -135,9 +134,9 @@ def _named(path: Path) -> WorldState | None:
 
 
 def open_folder(folder: Path, home: str) -> bool:
-    """Make a job's folder, with the installation's name beside its node. Whether it is there to be written in.
+    """Create a job's folder and record the installation's path. Return whether the folder is writable.
 
-    Everybody may write where memory is: the topmost folder must be this user's own, and nobody else may look into it.
+    Every user may write to the in-memory file system, so the topmost folder must belong to this user and be closed to others.
     """
     top = folder.parents[2]
     try:
@@ -155,7 +154,7 @@ def open_folder(folder: Path, home: str) -> bool:
 
 
 def sweep_memory(root: Path, home: str, node: str, active: Iterable[str]) -> None:
-    """Give back what ended jobs left on this node, and what installations left whose folder is gone."""
+    """Delete copies of ended jobs on this node, and of installations whose folder no longer exists."""
     wanted = set(active)
     mine = home_folder(root, home)
     for folder in (mine / node).glob("*"):
@@ -168,9 +167,9 @@ def sweep_memory(root: Path, home: str, node: str, active: Iterable[str]) -> Non
 
 
 def second_keepers(nodes: Sequence[str]) -> tuple[int | None, ...]:
-    """By rank, the rank whose node keeps a second copy of its shard: the next one on another node; None if there is none.
+    """Return, by rank, the rank whose node keeps a second copy of its shard: the next rank on another node; None if there is none.
 
-    Ranks of one node share its memory, so that a neighbour there would keep nothing that is not there already.
+    Ranks of one node share its memory, so a copy for a neighbour on the same node would add nothing.
     """
     size = len(nodes)
     return tuple(

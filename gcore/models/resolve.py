@@ -1,9 +1,8 @@
-"""From `model.path` to a folder on this machine.
+"""Resolve `model.path` to a folder on this machine.
 
-`resolve_model` is what a controller calls, off the event loop, once for each job on its node; workers get the folder.
-A model of a hub is fetched into the hub's own cache, small files first, so that code and pickles are refused before
-anything large moves. What breaks off is tried again: fetching twice is fetching once. A model that is pinned to a
-commit and whole in the cache needs no hub.
+A controller calls `resolve_model` off the event loop, once per job on its node; workers get the folder. A hub model is downloaded into the hub's
+own cache, small files first, so that code and pickles are rejected before the large files. Interrupted downloads are retried; a repeated download
+changes nothing. A model that is pinned to a commit and complete in the cache needs no hub.
 """
 
 from __future__ import annotations
@@ -39,24 +38,24 @@ from gcore.models.hubs import (
 )
 
 Progress = Callable[[int, int], None]
-"""Bytes that are here, and bytes in all."""
+"""Called with bytes received and total bytes."""
 
 FEW_TRIES = 2
-"""For who waits at a prompt."""
+"""Tries for a user who waits at a prompt."""
 
 MANY_TRIES = 8
-"""For a job that is to begin: about two minutes, longest pauses included."""
+"""Tries for a job that is starting: about two minutes, including pauses."""
 
 LONGEST_PAUSE_S = 30.0
 
 LOOK_S = 1.0
-"""Between two looks at how much is here."""
+"""Interval between progress measurements."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A model on this machine. `revision`: its commit on the hub, empty for a folder. `remote_code`: Python files that
-    come with the model and will run in its engines and ranks; empty unless the spec trusts them."""
+    """A model on this machine. `revision`: its commit on the hub; empty for a folder. `remote_code`: Python files from the model's folder that
+    engines and ranks will run; empty unless the spec trusts them."""
 
     folder: Path
     revision: str = ""
@@ -65,7 +64,7 @@ class ResolvedModel:
 
 @dataclass(frozen=True, slots=True)
 class HubAnswer:
-    """What fetching a model would mean. `files`: names with their sizes in bytes; `here`: bytes that are in the cache."""
+    """What a download of a model includes. `files`: names and sizes in bytes. `here`: bytes already in the cache."""
 
     hub: str
     commit: str
@@ -74,12 +73,12 @@ class HubAnswer:
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """Total bytes."""
         return total_size(self.files)
 
 
 def open_hub(scheme: Scheme) -> Hub:
-    """The hub of a scheme; its client is imported only now. Raises ModelError if that is not installed."""
+    """Return the hub of a scheme. Imports its client now; raises ModelError if it is not installed."""
     if scheme == "ms":
         from gcore.models.hubs import ModelScope
 
@@ -99,11 +98,11 @@ def resolve_model(
     progress: Progress | None = None,
     hub: Hub | None = None,
 ) -> ResolvedModel:
-    """The folder of the model that `path` (`model.path` of a spec) names. Blocks; may download.
+    """Return the folder of the model in `path` (a spec's `model.path`). Blocks; may download.
 
-    `revision`: the commit that the job was created with; it wins over the one in `path`. `weights` False: configuration
-    and tokenizer are enough. `hub`: another than the one of `path`'s scheme. Raises ModelError (a DataError): no such
-    model, no access, no hub; weights that are a pickle; code that would have to run and is not trusted.
+    `revision`: the commit at which the job was created; overrides the one in `path`. `weights` False: get only configuration and tokenizer. `hub`:
+    overrides the hub of `path`'s scheme. Raises ModelError (a DataError) if the model does not exist, access is missing, the hub does not answer,
+    the weights are a pickle, or the model needs code that is not trusted.
     """
     model = hub_model(path)
     if model is None:
@@ -123,7 +122,7 @@ def resolve_model(
 
 
 def ask_hub(path: str, *, trust_remote_code: bool = False, hub: Hub | None = None) -> HubAnswer | None:
-    """What would be downloaded for `path`; None for a folder. Fetches the small files. Raises ModelError."""
+    """Return what a download of `path` includes; None for a folder. Downloads the small files. Raises ModelError."""
     model = hub_model(path)
     if model is None:
         return None
@@ -147,7 +146,7 @@ class _Fetching:
         try:
             listing = _patient(self.tries)(self.hub.listing, self.model, revision)
         except (HubUnreachable, HubOffline):
-            # Without the hub, what a branch was when it was fetched last is as good as an answer can be.
+            # Without the hub, use the branch's state at the last download.
             if (found := self._in_cache(revision, weights=weights)) is None:
                 raise
             return found
@@ -173,7 +172,7 @@ class _Fetching:
     def _fetch(self, listing: HubListing, files: Sequence[HubFile]) -> Path:
         if not files:
             raise ModelError(
-                "the hub lists no config.json, or no safetensors, for it",
+                "the hub lists no config.json or no safetensors files for this model",
                 where=self.path,
                 fix="Name a model in the transformers format",
             )
@@ -182,28 +181,28 @@ class _Fetching:
     def _brought(self, listing: HubListing, names: Sequence[str]) -> Path:
         folder = self.hub.fetch(listing, names)
         lacking = [name for name in names if not (folder / name).is_file()]
-        if lacking:  # clients keep what a hub calls another commit in another place
+        if lacking:  # clients store a different commit in a different folder
             raise HubUnreachable(
-                f"{self.hub.title} listed {lacking[0]} at commit {listing.commit} and brought something else",
+                f"{self.hub.title} listed {lacking[0]} at commit {listing.commit} but sent something else",
                 where=self.path,
                 fix="Try again later, or name the folder of a copy",
             )
         return folder
 
     def _check_index(self, listing: HubListing, folder: Path) -> None:
-        """Raise ModelError if the index of the weights names files that the hub does not have: an upload broke off."""
+        """Raise ModelError if the index of the weights names files that the hub does not have, as after an incomplete upload."""
         there = {file.name for file in listing.files}
         missing = sorted(weight_files(folder) - there)
         if INDEX in there and WHOLE not in there and missing:
             raise ModelError(
-                f"its index names weights that the hub does not list ({missing[0]}, {len(missing)} in all)",
+                f"its index names weight files that the hub does not list (first {missing[0]}, {len(missing)} in all)",
                 where=self.path,
                 fix="Name another revision, or ask its owner to upload the rest",
             )
 
     @contextlib.contextmanager
     def _watched(self, listing: HubListing, files: Sequence[HubFile]) -> Iterator[None]:
-        """Report progress while the block runs: by looking at what lies on the disk, whatever the client does."""
+        """Report progress while the block runs, from the files on disk, independently of the client."""
         progress = self.progress
         if progress is None:
             yield
@@ -227,7 +226,7 @@ class _Fetching:
 
 
 def _patient(tries: int) -> tenacity.Retrying:
-    """Tries again what a hub that did not answer may be asked again."""
+    """Return a retry policy for a hub that does not answer."""
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(HubUnreachable),
         stop=tenacity.stop_after_attempt(tries),
@@ -237,14 +236,14 @@ def _patient(tries: int) -> tenacity.Retrying:
 
 
 def main() -> None:
-    """`python -m gcore.models REQUEST`: brings a model to this machine, in a process of its own.
+    """`python -m gcore.models REQUEST`: download a model to this machine, in a separate process.
 
-    A controller starts it, so that neither a hub's client nor what it does with memory, threads and time is in the
-    controller. REQUEST is a JSON object; standard output gets a JSON object a line:
+    A controller starts it, so that the hub's client, with its memory, threads and blocking calls, is not part of the controller. REQUEST is a JSON
+    object; standard output gets one JSON object per line:
 
-        {"done": 1200, "total": 3400}                                         bytes, as it goes on
-        {"folder": "...", "revision": "...", "remote_code": ["..."]}          at the end
-        {"error": "...", "where": "...", "fix": "..."}                        or this
+        {"done": 1200, "total": 3400}                                         progress in bytes
+        {"folder": "...", "revision": "...", "remote_code": ["..."]}          the result
+        {"error": "...", "where": "...", "fix": "..."}                        or an error
     """
     request = json.loads(sys.argv[1])
     try:

@@ -1,8 +1,7 @@
-"""A job's events as a client holds them: one thing that happened, with a number that grows by happening.
+"""A job's events on the client side, with increasing sequence numbers.
 
-The same event is a message of the job API, a line of `events.jsonl` and a step of a view's fold. `kind` says which keys
-`data` has; a reader passes over kinds and keys it does not know, because an older client meets a newer cluster. Imports
-nothing heavy; knows neither gRPC nor the terminal.
+An event is a message of the job API, a line of `events.jsonl`, and an input of the views. `kind` defines the keys of `data`. Readers ignore unknown
+kinds and keys, because an older client may talk to a newer cluster. This module imports nothing heavy and depends on neither gRPC nor the terminal.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class JobEvent:
-    """`sequence` is unique in the job and grows; `time` is seconds since the epoch, for people."""
+    """An event. `sequence` is unique in the job and increases. `time`: seconds since the epoch, for display."""
 
     sequence: int
     time: float
@@ -28,12 +27,12 @@ class JobEvent:
 
     @classmethod
     def from_message(cls, message: jobs_pb2.JobEvent) -> JobEvent:
-        """From the job API. Data that is no JSON object is treated as absent."""
+        """Convert an API message. Data that is not a JSON object counts as absent."""
         return cls(message.sequence, message.time, message.kind, message.message, _object(message.data_json))
 
     @classmethod
     def from_line(cls, line: str) -> JobEvent:
-        """From a line of `events.jsonl`. Raises ValueError on anything else."""
+        """Parse a line of `events.jsonl`. Raises ValueError."""
         tree = json.loads(line)
         if not isinstance(tree, dict) or not isinstance(tree.get("sequence"), int):
             raise ValueError(f"not an event: {line[:80]!r}")
@@ -47,7 +46,7 @@ class JobEvent:
         )
 
     def to_line(self) -> str:
-        """One line of JSON, without the line break."""
+        """Return one line of JSON without the line break."""
         return json.dumps(
             {
                 "sequence": self.sequence,

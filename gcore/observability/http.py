@@ -1,9 +1,10 @@
-"""A process's metrics over HTTP: `/metrics` as Prometheus reads them, and beside it whatever else the process shows (`others`).
+"""HTTP server of a process: `/metrics` for Prometheus, and the process's other paths (`others`).
 
-Read-only: GET alone. A thread for each connection, of which there are few at a time (`MOST_CONNECTIONS`); one that says
-nothing for `SILENT_S` is closed, and one that is still not done after `LONGEST_S`, whoever dribbles. Where there are as many, the one that has
-waited for longest without asking anything makes room; if all of them have asked, the new one is closed at once. So neither a forgotten browser nor somebody who opens connections only makes the process grow or keeps Prometheus out. A page elsewhere on the web that has its own name point at this
-machine gets nothing: on loopback only loopback's names are answered to (`is_own_name`). Knows nothing of who may ask.
+Read-only: GET only. Each connection has a thread, and there are at most `MOST_CONNECTIONS`. A connection without a request for `SILENT_S` is
+closed, and one that is not finished after `LONGEST_S`, however slowly it sends. At the limit, the longest connection without a request is closed
+for a new one; if all have sent requests, the new one is closed. So neither a forgotten browser nor a client that only opens connections can make
+the process grow or block Prometheus. A web page that points its own host name to this machine gets nothing: on loopback the server only accepts
+loopback host names (`is_own_name`). Access control is in the `guard`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EVERY_ADDRESS = ("0.0.0.0", "::")
-"""Of either family, whichever is written: so does gRPC's server take them, which has the other port."""
+"""Either means IPv4 and IPv6, as for gRPC's server on the other port."""
 
 MOST_CONNECTIONS = 32
 SILENT_S = 10.0
@@ -39,23 +40,23 @@ LONGEST_S = 30.0
 NAMES = "gcore.certificate_names"
 
 ROOM_S = 0.5
-"""For a connection that was cut to be gone."""
+"""Wait for a closed connection to end."""
 
 STOP_LOOK_S = 0.2
-"""How soon the server notices that it is to stop."""
+"""How soon the server notices that it should stop."""
 
 TEXT = [("Content-Type", "text/plain; charset=utf-8")]
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsServer:
-    """Metrics being served. `address`: host:port, the port as the system chose it if 0 was asked for."""
+    """A running metrics server. `address`: host:port; for port 0 the port that the system chose."""
 
     address: str
     _server: WSGIServer
 
     def close(self) -> None:
-        """Stop serving; blocks until the server's thread has stopped (half a second at most)."""
+        """Stop serving; blocks until the server's thread has stopped (at most half a second)."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -69,10 +70,10 @@ def serve_metrics(
     guard: Callable[[WSGIApplication], WSGIApplication] = lambda app: app,
     tls: ssl.SSLContext | None = None,
 ) -> MetricsServer:
-    """Serve `metrics` at /metrics, and every other path by `others`, in threads. Raises CannotListen or UsageError if the address
-    cannot be had.
+    """Serve `metrics` at /metrics, and other paths with `others`, in threads. Raises CannotListen or UsageError if the address is not
+    available.
 
-    `guard` stands before all of it. With `tls` the names in a client's certificate are in the request's environment, as `NAMES`.
+    `guard` wraps all of it. With `tls`, the request's environment has the names of a client's certificate as `NAMES`.
     """
     every = host in EVERY_ADDRESS and socket.has_dualstack_ipv6()
     kind, at = (_Server6, "::") if every else (_Server6 if ":" in host else _Server, host)
@@ -80,7 +81,7 @@ def serve_metrics(
     try:
         server = kind((at, port), _Handler, tls)
     except OSError as error:
-        raise listen_error(f"metrics cannot be served on {shown}:{port}", error) from error
+        raise listen_error(f"cannot serve metrics on {shown}:{port}", error) from error
     server.set_app(guard(metrics_app(metrics, host, others or _nothing)))
     looks = {"poll_interval": STOP_LOOK_S}
     threading.Thread(target=server.serve_forever, kwargs=looks, name="metrics", daemon=True).start()
@@ -88,14 +89,14 @@ def serve_metrics(
 
 
 def metrics_app(metrics: Metrics, host: str, others: WSGIApplication) -> WSGIApplication:
-    """What answers on an address."""
+    """Return the application for an address."""
     own = make_wsgi_app(metrics.registry)
 
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if environ["REQUEST_METHOD"] not in ("GET",):
-            return _refused(start_response, "405 Method Not Allowed", "Only GET is answered here.")
+            return _refused(start_response, "405 Method Not Allowed", "Only GET is allowed.")
         if not is_own_name(host, environ.get("HTTP_HOST", "")):
-            return _refused(start_response, "403 Forbidden", "Ask by the address that this process listens on.")
+            return _refused(start_response, "403 Forbidden", "Use the address that this process listens on.")
         answer = own if environ["PATH_INFO"] == "/metrics" else others
         return answer(environ, start_response)
 
@@ -103,8 +104,8 @@ def metrics_app(metrics: Metrics, host: str, others: WSGIApplication) -> WSGIApp
 
 
 def is_own_name(host: str, asked: str) -> bool:
-    """Whether who asked meant this server. One that listens on loopback is known by loopback's names only; of one that listens elsewhere
-    nobody knows all names. `asked`: the header Host, which old clients leave out."""
+    """Return whether the request names this server. A server on loopback accepts loopback names only; the names of other servers are not known.
+    `asked`: the header Host, which old clients leave out."""
     if not is_loopback(host) or not asked:
         return True
     name = asked.rpartition("]")[0].lstrip("[") if asked.startswith("[") else asked.partition(":")[0]
@@ -117,7 +118,7 @@ def _refused(start_response: StartResponse, status: str, said: str) -> Iterable[
 
 
 def _nothing(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-    return _refused(start_response, "404 Not Found", "There is /metrics here.")
+    return _refused(start_response, "404 Not Found", "There is only /metrics here.")
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -130,13 +131,13 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._turns = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._clock = SystemClock()
         self._open: dict[int, tuple[float, Any]] = {}
-        """By thread: since when its connection is open."""
+        """By thread: start of its connection, and the connection."""
         self._asked: set[int] = set()
-        """Threads whose connection has begun to ask for something."""
+        """Threads whose connection has sent a request."""
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own, or not at all."""
+        """Handle the connection in a thread, or close it at the limit."""
         if not self._turns.acquire(blocking=False) and not (self._cut_silent() and self._turns.acquire(timeout=ROOM_S)):
             self.shutdown_request(request)
             return
@@ -158,11 +159,11 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._turns.release()
 
     def has_asked(self) -> None:
-        """The connection of this thread is used for something."""
+        """Mark this thread's connection as used."""
         self._asked.add(threading.get_ident())
 
     def _cut_silent(self) -> bool:
-        """End the connection that is open for longest of those that asked for nothing; whether there is one."""
+        """Close the oldest connection without a request; return whether there is one."""
         silent = [(begun, request) for me, (begun, request) in list(self._open.items()) if me not in self._asked]
         if not silent:
             return False
@@ -170,24 +171,24 @@ class _Server(ThreadingMixIn, WSGIServer):
         return True
 
     def service_actions(self) -> None:
-        """Several times a second: who has been there for too long is cut off."""
+        """Close connections that exceed the time limit. Called several times per second."""
         now = self._clock.monotonic()
         for begun, request in list(self._open.values()):
             if now - begun > LONGEST_S:
                 _cut(request)
 
     def _handshaken(self, request: Any, client_address: Any, tls: ssl.SSLContext) -> Any:
-        """In the connection's own thread: whoever is slow keeps nobody else waiting. None: it came to nothing."""
+        """Do the TLS handshake in the connection's own thread, so that slow clients do not delay others. None: it failed."""
         request.settimeout(SILENT_S)
         try:
             return tls.wrap_socket(request, server_side=True)
         except OSError as error:
-            log.debug("no TLS with %s: %s", client_address, error)
+            log.debug("TLS handshake with %s failed: %s", client_address, error)
             self.shutdown_request(request)
             return None
 
     def server_bind(self) -> None:
-        """Without the look-up of the machine's name that http.server makes, which may take long."""
+        """Bind without http.server's look-up of the machine's name, which may take long."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -195,7 +196,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who asked has gone, or asked nonsense: no news for the log's reader."""
+        """Log only at debug level, because clients disconnect or send invalid requests at any time."""
         log.debug("a connection from %s ended early", client_address, exc_info=True)
 
 
@@ -208,7 +209,7 @@ class _Server6(_Server):
     address_family = socket.AF_INET6
 
     def server_bind(self) -> None:
-        """On every address: of IPv4 too."""
+        """Bind to IPv4 too, for the address `::`."""
         if self.server_address[0] == "::" and socket.has_dualstack_ipv6():
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         super().server_bind()
@@ -219,20 +220,20 @@ class _Handler(WSGIRequestHandler):
     server: _Server
 
     def parse_request(self) -> bool:
-        """The first line of a request is there."""
+        """Note that the first line of a request has arrived."""
         self.server.has_asked()
         return super().parse_request()
 
     def get_environ(self) -> dict[str, Any]:
-        """With the names of the client's certificate, if it showed one."""
+        """Add the names of the client's certificate, if there is one."""
         environ: dict[str, Any] = super().get_environ()
         environ["REMOTE_ADDR"] = environ["REMOTE_ADDR"].removeprefix(
             "::ffff:"
-        )  # IPv4, as a server of both families hears of it
+        )  # an IPv4 address in the notation of a dual-stack server
         if isinstance(self.connection, ssl.SSLSocket) and (shown := self.connection.getpeercert()):
             names: Any = shown.get("subjectAltName", ())
             environ[NAMES] = [value for kind, value in names if kind == "URI"]
         return environ
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are no news."""
+        """Do not log requests, because scrapes are frequent."""

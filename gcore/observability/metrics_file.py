@@ -1,5 +1,4 @@
-"""A run's numbers as the lines of `metrics.jsonl` in its folder, derived from its chain; appended by one controller at a time.
-
+"""The lines of `metrics.jsonl` in a run folder: a job's metrics, derived from its chain. One controller at a time appends.
     {"kind": "start", "seq": 0, ...}                  the chain's first entry: job, uid
     {"kind": "step", "seq": 7, "lineage": 0, "step": 6, "metrics": {"reward": 0.5, ...}, "groups": 8, ...}
     {"kind": "account", "seq": 8, ...}                prompts that ended without a step
@@ -7,16 +6,14 @@
     {"kind": "eval", "id": "0.10", "lineage": 0, "step": 10, "metrics": {"accuracy": 0.9, ...}}
     {"kind": "end", "state": "SUCCEEDED", "reason": "..."}
 
-Every line of the chain has its number `seq`, an evaluation its version, and there is one end: so a writer knows from the file
-alone what it lacks, and a reader passes over a line it has seen. A rollback takes nothing out: its line says from where the steps
-are counted again, in another lineage. Where the store was restored from before the job's end, the end is no longer the last line,
-and another follows. `time` is when a line was written, in seconds since the epoch, for people. Numbers that are not finite are
-left out.
+Every line of the chain has its number `seq`, an evaluation has its version, and there is one end. So a writer sees in the file alone what is
+missing, and a reader skips lines it knows. A rollback removes nothing: its line gives the step from which steps continue in another lineage. If
+the store was restored from a backup of before the job's end, the end is no longer the last line, and another one follows. `time`: when the line
+was written, in seconds since the epoch, for display. Numbers that are not finite are left out.
 
-A writer locks the file, reads what was added since it last looked, and appends only what is missing by content: a controller that
-takes over, or wakes up late with an old view, adds nothing twice. A last line without its end is cut off before the next is
-written. Where the file system knows no locks, the order of turns and the content are all there is. Calls block on the disk, not on
-the lock, and are made off the event loop.
+A writer locks the file, reads what was added since its last look, and appends only missing lines. So a controller that takes over, or continues
+with an outdated view, adds nothing twice. An incomplete last line is cut off before the next write. On a file system without locks, only the
+order of turns and the content protect the file. Calls block on the disk, but not on the lock, so make them off the event loop.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ from gcore.system.files import read_whole_lines
 VERSION = 1
 
 NO_FIGURES = {"schema_version", "version", "samples", "by", "responses_by"}
-"""Of an evaluation: what is no figure of the model's."""
+"""Fields of an evaluation that are not metrics."""
 
 Line = dict[str, Any]
 _OF_A_STEP = {"start", "step", "account", "rollback", "eval"}
@@ -47,7 +44,7 @@ _OF_A_STEP = {"start", "step", "account", "rollback", "eval"}
 
 @dataclass(frozen=True, slots=True)
 class MetricsFileState:
-    """What a file holds already. `seq`, `step`: of the newest line of the chain; -1 and 0 before the first."""
+    """What a file contains. `seq`, `step`: of the newest line of the chain; -1 and 0 before the first."""
 
     seq: int = -1
     step: int = 0
@@ -55,21 +52,21 @@ class MetricsFileState:
     ended: bool = False
 
     def after(self, line: Line) -> MetricsFileState:
-        """With one line more. What is no line of this version's changes nothing."""
+        """Return the state after another line. Unknown lines change nothing."""
         kind, seq = line.get("kind"), line.get("seq")
         if kind == "end":
             return replace(self, ended=True)
         if kind == "eval":
             return replace(self, evaluations=self.evaluations | {str(line.get("id"))})
         if isinstance(seq, int) and seq > self.seq:
-            # What follows an end goes on where that was cut off: the store was put back.
+            # Lines after an end continue from where it was cut off: the store was restored from a backup.
             return replace(self, seq=seq, step=int(line.get("step", self.step)), ended=False)
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsSource:
-    """What lines are made of, as last heard."""
+    """The records from which lines are derived, as last seen."""
 
     job: JobRecord
     status: JobStatus | None
@@ -78,7 +75,7 @@ class MetricsSource:
 
 
 def has_missing_lines(written: MetricsFileState, source: MetricsSource) -> bool:
-    """Whether a file that holds `written` lacks anything of `source`."""
+    """Return whether a file with `written` lacks lines of `source`."""
     return (
         max(source.log, default=-1) > written.seq
         or not written.evaluations.issuperset(source.evaluations)
@@ -87,13 +84,13 @@ def has_missing_lines(written: MetricsFileState, source: MetricsSource) -> bool:
 
 
 def has_gap(written: MetricsFileState, source: MetricsSource) -> bool:
-    """Whether entries between the file's newest and the store's oldest left the store meanwhile."""
+    """Return whether entries between the file's newest and the store's oldest have left the store."""
     later = [seq for seq in source.log if seq > written.seq]
     return len(later) < max(source.log, default=-1) - written.seq
 
 
 def missing_lines(written: MetricsFileState, source: MetricsSource, wall: float) -> list[Line]:
-    """The lines that are missing, in the chain's order; an evaluation follows the step it is of, the end is the last."""
+    """Return the missing lines in the chain's order; an evaluation follows its step, and the end is last."""
     lines: list[Line] = []
     step = written.step
     waiting = {id_: one for id_, one in source.evaluations.items() if id_ not in written.evaluations}
@@ -120,12 +117,12 @@ def missing_lines(written: MetricsFileState, source: MetricsSource, wall: float)
 
 
 def encode_lines(lines: Sequence[Line]) -> bytes:
-    """As they stand in the file. Only ASCII, so that no reader stumbles over half a character."""
+    """Encode lines in ASCII only, so that no reader fails at a partial character."""
     return b"".join(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n" for line in lines)
 
 
 def decode_line(line: bytes) -> Line | None:
-    """Inverse for one line; None for what is none: a disk that was full may have left half of one, an editor anything."""
+    """Decode one line; None for an invalid line, as a full disk or an editor may leave."""
     try:
         tree = json.loads(line)
     except (ValueError, RecursionError):
@@ -142,7 +139,7 @@ def decode_line(line: bytes) -> Line | None:
 
 
 def finite_numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The finite numbers of a tree by name, those of sections as "section/name"."""
+    """Return the finite numbers of a tree by name; those of sections as "section/name"."""
     found: dict[str, float] = {}
     for name, value in sorted(tree.items()):
         if isinstance(value, Mapping):
@@ -186,26 +183,26 @@ def _evaluation(id_: str, evaluation: Evaluation) -> Line:
 
 
 class FileBusy(Exception):
-    """Somebody else is writing at this moment."""
+    """Another writer is writing."""
 
 
 class MetricsFile:
-    """One writer's hand on the file. A second thread of the same process finds it busy."""
+    """A writer of the file. Raises FileBusy in a second thread of the same process."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / METRICS_FILE
         self._offset = 0
         self._thread = threading.Lock()
         self.written = MetricsFileState()
-        """What the file held when it was last looked at."""
+        """Content of the file at the last look."""
 
     def bring(
         self, source: MetricsSource, wall: float, archived: Callable[[], dict[int, LogEntry]], *, whole: bool = True
     ) -> int:
-        """Append what `source` has and the file lacks; how many lines that were. Raises FileBusy, OSError, ValueError.
+        """Append lines of `source` that the file lacks; return how many. Raises FileBusy, OSError, ValueError.
 
-        `archived`: entries that left the store; only asked where there is a gap. If it does not fill it, nothing is
-        written (ValueError): what is missing may not be seen here yet. Without `whole` it is passed over.
+        `archived`: returns entries that left the store; called only if there is a gap. If it does not fill the gap, nothing is written
+        (ValueError), because the missing entries may not be visible here yet. Without `whole`, the gap is skipped.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(self._thread), self.path.open("a+b") as file, _locked(file):
@@ -225,7 +222,7 @@ class MetricsFile:
 
     def _catch_up(self, file: BinaryIO) -> None:
         size = file.seek(0, os.SEEK_END)
-        if size < self._offset:  # cut by a stranger; what stands there now is what counts
+        if size < self._offset:  # another program cut the file; start over with its content
             self._offset, self.written = 0, MetricsFileState()
         for line, end in read_lines(file, self._offset):
             self._offset = end
@@ -237,14 +234,14 @@ class MetricsFile:
 
 
 def read_lines(file: BinaryIO, offset: int) -> Iterator[tuple[Line | None, int]]:
-    """The whole lines from `offset` on (None for what is no line), each with the offset behind it."""
+    """Yield the complete lines from `offset` on (None for an invalid line), each with the offset after it."""
     for start, line in read_whole_lines(file, offset):
         yield decode_line(line), start + len(line) + 1
 
 
 @contextlib.contextmanager
 def _alone(lock: threading.Lock) -> Iterator[None]:
-    """Raises FileBusy."""
+    """Hold the thread lock. Raises FileBusy."""
     if not lock.acquire(blocking=False):
         raise FileBusy
     try:
@@ -255,11 +252,11 @@ def _alone(lock: threading.Lock) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(file: BinaryIO) -> Iterator[None]:
-    """Raises FileBusy. Where there are no locks, there is none."""
+    """Hold the file lock. Raises FileBusy. Does nothing on a file system without locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise FileBusy from None
     except OSError:
         pass  # a file system without locks
-    yield  # closing the file lets go
+    yield  # closing the file releases the lock

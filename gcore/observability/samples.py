@@ -1,13 +1,13 @@
-"""Samples kept for people: which groups of a step, their records and folder, and which of them a reader wants.
+"""Samples kept for users: which groups of a step are kept, their records and files, and how readers select them.
 
     samples/LINEAGE-STEP/INCARNATION.jsonl           KeptGroup, by the group's holder
-    samples/LINEAGE-STEP/advantages-RANK.jsonl       KeptAdvantage, by the ranks that knew them
+    samples/LINEAGE-STEP/advantages-RANK.jsonl       KeptAdvantage, by the ranks that computed them
 
-Both name the group by its digest. Texts longer than the spec allows are cut; `more` says by how many characters. Every holder keeps
-at most so many of its own, spread evenly over its part of the seal: the first ones would be those of the first shards, or of the
-shortest answers. Holders and train ranks choose the same. A file is there whole or not at all. Of all steps the newest are kept;
-the writer removes the oldest. Samples that cannot be written are missing, and their step is none the worse. Writing and reading
-block on the disk and are called off event loops.
+Both identify the group by its digest. Texts longer than the spec's limit are cut; `more` is the number of characters cut off. Every holder keeps
+a limited number of its own groups, spread evenly over its part of the seal, because the first ones would come from the first shards or have the
+shortest responses. Holders and train ranks choose the same groups. Files are written atomically. The writer keeps the newest steps and removes
+older ones. If samples cannot be written, they are missing, and the step is not affected. Reading and writing block on the disk, so call them off
+the event loop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gcore.types import FinishReason, Group, PromptRef, Range, Version
 
 
 def choose_groups(seal: Seal, limit: int) -> tuple[SealedGroup, ...]:
-    """At most `limit` groups of each holder, in the seal's order."""
+    """Return at most `limit` groups of each holder, in the seal's order."""
     places: dict[str, list[int]] = {}
     for place, group in enumerate(seal.groups):
         places.setdefault(group.holder, []).append(place)
@@ -43,27 +43,27 @@ def choose_groups(seal: Seal, limit: int) -> tuple[SealedGroup, ...]:
 def _spread(places: list[int], limit: int) -> list[int]:
     if len(places) <= limit:
         return places
-    # n·len/limit grows by at least one, so none is taken twice.
+    # n·len/limit grows by at least one, so no group is chosen twice.
     return [places[n * len(places) // limit] for n in range(limit)]
 
 
 class KeptText(RecordPart):
-    """A text, cut to a bounded length. `more`: the characters that were left out at its end."""
+    """A text of bounded length. `more`: number of characters cut off at its end."""
 
     text: str
     more: int = 0
 
     @classmethod
     def of(cls, text: str, characters: int) -> KeptText:
-        """At most `characters` of `text`. Half a surrogate pair, which no file takes, is spelt out."""
+        """Keep at most `characters` of `text`. Escapes lone surrogates, which files cannot contain."""
         kept = text[:characters].encode("utf-8", errors="backslashreplace").decode("utf-8")
         return cls(text=kept, more=max(0, len(text) - characters))
 
 
 class KeptSample(RecordPart):
-    """One response. `parts`: what its reward is made of; `tokens`: its length; `versions`: which weights made it.
+    """One response. `parts`: parts of its reward. `tokens`: its length. `versions`: the weights that generated it.
 
-    `observed`: the characters [start, end) of it that the policy did not make, `observed_tokens` so many of its tokens.
+    `observed`: character ranges [start, end) that the policy did not generate. `observed_tokens`: how many of its tokens these are.
     """
 
     response: KeptText
@@ -78,7 +78,7 @@ class KeptSample(RecordPart):
 
 
 class KeptGroup(Record):
-    """A group as its holder had it. `answer`: what the prompt's entry says is right, where it says so."""
+    """A group as stored by its holder. `answer`: the expected answer in the prompt's entry, if there is one."""
 
     ref: PromptRef
     digest: str
@@ -92,12 +92,12 @@ class KeptGroup(Record):
 
     @property
     def mean_reward(self) -> float:
-        """Of its samples."""
+        """Mean reward of the group's samples."""
         return math.fsum(sample.reward for sample in self.samples) / max(len(self.samples), 1)
 
 
 class KeptAdvantage(Record):
-    """Advantage of one sample: the mean over its tokens; the least and the most where they differ."""
+    """Advantage of one sample: the mean over its tokens; also the least and the most if they differ."""
 
     digest: str
     sample: int
@@ -107,7 +107,7 @@ class KeptAdvantage(Record):
 
 
 def make_kept_group(group: Group, digest: str, prompt: str, answer: str, holder: str, characters: int) -> KeptGroup:
-    """What is kept of `group`, whose prompt's text is `prompt`."""
+    """Return the record of `group`. `prompt`: text of its prompt."""
     samples = tuple(
         KeptSample(
             response=KeptText.of(sample.text, characters),
@@ -142,36 +142,36 @@ ADVANTAGES = "advantages-"
 
 
 def step_folder(run_dir: Path, version: Version) -> Path:
-    """Where the samples of the step that led to `version` lie."""
+    """Return the folder with the samples of the step that led to `version`."""
     return run_dir / FOLDER / f"{version.lineage}-{version.step}"
 
 
 def write_samples(run_dir: Path, version: Version, name: str, records: Iterable[Record]) -> None:
-    """Write a file of `name` whole. Raises OSError."""
+    """Write the file `name` atomically. Raises OSError."""
     folder = step_folder(run_dir, version)
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / f"{name}.jsonl", b"".join(record.encode() + b"\n" for record in records))
 
 
 def advantages_name(rank: int) -> str:
-    """The name of a rank's file."""
+    """Return the file name of a rank's advantages."""
     return f"{ADVANTAGES}{rank}"
 
 
 def kept_steps(run_dir: Path) -> list[Version]:
-    """The steps of which there are groups, oldest first. Raises OSError."""
+    """Return the steps that have groups, oldest first. Raises OSError."""
     return [version for version in _step_folders(run_dir) if _files(run_dir, version, advantages=False)]
 
 
 def prune_steps(run_dir: Path, keep: int) -> None:
-    """Remove the oldest steps beyond `keep`. Raises OSError."""
+    """Remove all but the newest `keep` steps. Raises OSError."""
     for version in _step_folders(run_dir)[:-keep]:
         shutil.rmtree(step_folder(run_dir, version), ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLine:
-    """Where a kept group lies, and what groups are picked by: without its texts, so that all of a step's are little together."""
+    """Position of a kept group in its file, and the fields for selection. Has no texts, so that the lines of a whole step are small."""
 
     ref: PromptRef
     digest: str
@@ -183,7 +183,7 @@ class GroupLine:
 
 
 def list_groups(run_dir: Path, version: Version) -> list[GroupLine]:
-    """The kept groups of a step, by ref. Raises OSError."""
+    """Return the kept groups of a step, by ref. Raises OSError."""
     found: dict[str, GroupLine] = {}
     for file in _files(run_dir, version, advantages=False):
         for offset, line, group in _records(file, KeptGroup):
@@ -193,21 +193,21 @@ def list_groups(run_dir: Path, version: Version) -> list[GroupLine]:
 
 
 def read_group(where: GroupLine) -> KeptGroup:
-    """One of them. Raises OSError: it was removed since; UnreadableRecord: something else was written there."""
+    """Read a group. Raises OSError if it was removed, and UnreadableRecord if the file changed."""
     with where.file.open("rb") as file:
         file.seek(where.offset)
         return KeptGroup.decode(file.read(where.length), f"{where.file}, byte {where.offset}")
 
 
 def read_groups(run_dir: Path, version: Version) -> list[KeptGroup]:
-    """All of them with their texts, by ref. Raises OSError."""
+    """Read all groups of a step with their texts, by ref. Raises OSError."""
     files = _files(run_dir, version, advantages=False)
     groups = {group.digest: group for file in files for _, _, group in _records(file, KeptGroup)}
     return sorted(groups.values(), key=lambda group: group.ref)
 
 
 def list_advantages(run_dir: Path, version: Version) -> dict[str, list[bytes]]:
-    """The known advantages of a step by the group's digest, as they are written (`parse_advantages`). Raises OSError."""
+    """Return the advantages of a step by the group's digest, as raw lines for `parse_advantages`. Raises OSError."""
     found: dict[str, list[bytes]] = {}
     for file in _files(run_dir, version, advantages=True):
         for _, line, one in _records(file, KeptAdvantage):
@@ -216,7 +216,7 @@ def list_advantages(run_dir: Path, version: Version) -> dict[str, list[bytes]]:
 
 
 def parse_advantages(lines: Iterable[bytes]) -> dict[int, KeptAdvantage]:
-    """The advantages of one group, by the sample's index."""
+    """Parse the advantages of one group, by the sample's index."""
     return {one.sample: one for one in (KeptAdvantage.decode(line, ADVANTAGES) for line in lines)}
 
 
@@ -231,17 +231,17 @@ def _step_folders(run_dir: Path) -> list[Version]:
 
 
 def _files(run_dir: Path, version: Version, *, advantages: bool) -> list[Path]:
-    with contextlib.suppress(FileNotFoundError):  # removed at this moment
+    with contextlib.suppress(FileNotFoundError):  # the folder is being removed
         whole = step_folder(run_dir, version).glob("[!.]*.jsonl")
         return sorted(file for file in whole if file.name.startswith(ADVANTAGES) == advantages)
     return []
 
 
 def _records(file: Path, kind: type[R]) -> Iterator[tuple[int, bytes, R]]:
-    """Line by line: where each begins, the line, and what it says."""
+    """Yield offset, line and record of each line."""
     try:
         opened = file.open("rb")
-    except FileNotFoundError:  # removed since its folder was listed
+    except FileNotFoundError:  # removed after its folder was listed
         return
     with opened:
         offset = 0
@@ -259,7 +259,7 @@ SHOWN_RANGES = 12
 
 
 class NoSamples(UsageError):
-    """There are none of what was asked for; the sentence says why, and which there are."""
+    """The requested samples do not exist. The sentence says why, and which samples exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +272,7 @@ class KeptResponse:
 
 
 class SelectableGroup(Protocol):
-    """What groups are picked by."""
+    """The fields by which groups are selected."""
 
     @property
     def ref(self) -> PromptRef: ...
@@ -287,14 +287,14 @@ G = TypeVar("G", bound=SelectableGroup)
 
 @dataclass(frozen=True, slots=True)
 class Selection(Generic[G]):
-    """`groups`, in the order asked for, of `of` that fit."""
+    """`groups`: selected groups in the requested order. `of`: number of matching groups."""
 
     groups: tuple[G, ...]
     of: int
 
 
 def step_status(head: Head, version: Version) -> Standing:
-    """How the step that led to `version` stands on head's chain."""
+    """Return the status of the step that led to `version` on head's chain."""
     if is_ancestor(head, version):
         return "committed"
     return "under way" if version == Version(head.lineage, head.step + 1) else "cut off"
@@ -303,9 +303,9 @@ def step_status(head: Head, version: Version) -> Standing:
 def find_version(
     kept: Sequence[Version], head: Head | None, spec: SamplesSpec, step: int | None, *, ended: bool = False
 ) -> Version:
-    """The version of `step`, in the newest lineage that has it; by default the newest committed one. Raises NoSamples.
+    """Return the version of `step` in the newest lineage that has it; by default the newest committed one. Raises NoSamples.
 
-    `ended`: whether the job has, so that nothing more is to come.
+    `ended`: whether the job has ended, so that no more samples will come.
     """
     if step is not None and step < 1:
         raise NoSamples(f"there is no step {step}; steps are counted from 1")
@@ -313,47 +313,47 @@ def find_version(
         return max(found)
     if spec.groups == 0:
         raise NoSamples(
-            "no samples are kept of this job: samples.groups is 0", fix="Set it in the spec of the next one"
+            "the job keeps no samples, because samples.groups is 0", fix="Set samples.groups in the next job's spec"
         )
     if ended and not kept and (head is None or head.step == 0):
         raise NoSamples("the job ended before its first step was trained, so there are no samples")
     if head is None or (head.step == 0 and not kept):
-        raise NoSamples("no step has been trained yet, so there are no samples", fix="Ask again after the first step")
+        raise NoSamples("no step has been trained yet, so there are no samples", fix="Retry after the first step")
     if step is None:
         if not kept:
-            raise NoSamples("no samples were kept of this job", fix="The controllers' logs say why")
+            raise NoSamples("the job has no samples", fix="The controllers' logs say why")
         return max((v for v in kept if is_ancestor(head, v)), default=max(kept))
     if step > head.step:
-        what = f"step {step} has not been trained yet; the newest that is committed is {head.step}"
-        more = f"; what is after {head.step} is not committed" if any(v.step > head.step for v in kept) else ""
+        what = f"step {step} has not been trained yet; the newest committed step is {head.step}"
+        more = f"; steps after {head.step} are not committed" if any(v.step > head.step for v in kept) else ""
         raise NoSamples(what, fix=f"{_there(kept)}{more}")
     if not spec.due(step):
         raise NoSamples(f"the samples of step {step} are not kept: samples.every is {spec.every}", fix=_there(kept))
     if kept and step < min(version.step for version in kept):
         raise NoSamples(f"the samples of step {step} were removed: samples.keep is {spec.keep}", fix=_there(kept))
-    raise NoSamples(f"no samples of step {step} are there: who held them died, or could not write", fix=_there(kept))
+    raise NoSamples(f"step {step} has no samples, because their holders died or could not write", fix=_there(kept))
 
 
 def find_kept(kept: Sequence[Version], step: int | None) -> Version:
-    """As `find_version`, of a run of which its folder alone is known: in the newest lineage that has it. Raises NoSamples."""
+    """Like `find_version`, for a run of which only the folder is known. Raises NoSamples."""
     if not kept:
-        raise NoSamples("no samples were kept of this job")
+        raise NoSamples("the job has no samples")
     if step is None:
         return max(kept)
     if not (found := [version for version in kept if version.step == step]):
-        raise NoSamples(f"no samples of step {step} are kept", fix=_there(kept))
+        raise NoSamples(f"step {step} has no samples", fix=_there(kept))
     return max(found)
 
 
 def select_groups(groups: Iterable[G], *, source: str = "", order: Order = "stream", limit: int = 0) -> Selection[G]:
-    """At most `limit` groups (0: all) of `source` ("": any), in `order`. Raises NoSamples for a source that has none."""
+    """Return at most `limit` groups (0: all) of `source` ("": any), in `order`. Raises NoSamples if the source has none."""
     every = sorted(groups, key=lambda group: group.ref)
     if not every:
-        raise NoSamples("the samples of this step are gone, or being written", fix="Ask again")
+        raise NoSamples("the samples of this step were removed or are being written", fix="Retry")
     fitting = [group for group in every if not source or group.source == source]
     if not fitting:
         names = ", ".join(sorted({repr(group.source) for group in every}))
-        raise NoSamples(f"no group of this step is of source {source!r}", fix=f"There are groups of {names}")
+        raise NoSamples(f"this step has no group of source {source!r}", fix=f"There are groups of {names}")
     if order != "stream":
         fitting.sort(key=lambda group: _sign(order) * group.mean_reward)
     return Selection(tuple(fitting[:limit] if limit else fitting), len(fitting))
@@ -362,7 +362,7 @@ def select_groups(groups: Iterable[G], *, source: str = "", order: Order = "stre
 def sort_responses(
     group: KeptGroup, advantages: Mapping[int, KeptAdvantage], order: Order = "stream"
 ) -> tuple[KeptResponse, ...]:
-    """Its responses in `order`; `advantages`: by the sample's index."""
+    """Return the group's responses in `order`. `advantages`: by the sample's index."""
     found = [KeptResponse(i, sample, advantages.get(i)) for i, sample in enumerate(group.samples)]
     if order != "stream":
         found.sort(key=lambda response: _sign(order) * response.sample.reward)
@@ -374,10 +374,10 @@ def _sign(order: Order) -> int:
 
 
 def _there(kept: Sequence[Version]) -> str:
-    """`There are those of steps 1, 5-9`"""
+    """Return `There are samples of steps 1, 5-9`."""
     steps = sorted({version.step for version in kept})
     if not steps:
-        return "There are none at all"
+        return "There are no samples at all"
     ranges: list[list[int]] = []
     for step in steps:
         if ranges and step == ranges[-1][-1] + 1:
@@ -387,4 +387,4 @@ def _there(kept: Sequence[Version]) -> str:
     shown = ["-".join(map(str, one)) for one in ranges]
     if len(shown) > SHOWN_RANGES:
         shown = [*shown[: SHOWN_RANGES - 1], "...", shown[-1]]
-    return f"There are those of step{'s' if len(steps) > 1 else ''} {', '.join(shown)}"
+    return f"There are samples of step{'s' if len(steps) > 1 else ''} {', '.join(shown)}"

@@ -1,10 +1,9 @@
-"""Steps as OpenTelemetry spans, and their export to a collector over HTTP (needs the extra `gcore[otel]`).
+"""Steps as OpenTelemetry spans, exported to a collector over HTTP (needs the extra `gcore[otel]`).
 
-One step is one trace however many nodes took part: its id follows from job, lineage and step, so nodes agree on it without a
-message. Each node adds one span for the step with the seconds of its slots by state, and under it one for each phase of the job as
-that node saw it, by its own clock. Spans wait in a bounded queue and a thread of their own sends them: no step waits for a
-collector, and while there is none the oldest are dropped. The node's configuration names a collector, or
-`OTEL_EXPORTER_OTLP_ENDPOINT` does.
+A step is one trace, however many nodes took part: its id is derived from job, lineage and step, so nodes agree on it without communication. Each
+node adds one span for the step with the seconds of its slots by state, and below it one span for each phase of the job as seen by that node's
+clock. Spans wait in a bounded queue, and a separate thread sends them, so no step waits for a collector. Without a collector, the oldest spans
+are dropped. The node's configuration or `OTEL_EXPORTER_OTLP_ENDPOINT` names the collector.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Value = str | float | int
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """Times in nanoseconds since the epoch. `within`: the spans under it."""
+    """A span. Times in nanoseconds since the epoch. `within`: child spans."""
 
     name: str
     begin: int
@@ -38,14 +37,14 @@ class TraceSpan:
 
 
 def trace_id(uid: str, line: AccountLine) -> int:
-    """Of the step, the same on every node; never 0."""
+    """Return the trace id of a step, equal on every node and never 0."""
     version = line.book.version
     said = f"{uid} {version.lineage} {version.step}"
     return int.from_bytes(hashlib.sha256(said.encode()).digest()[:16], "big") or 1
 
 
 def step_span(job: str, uid: str, line: AccountLine) -> TraceSpan:
-    """A step on a node, with its phases."""
+    """Return a step on a node as a span with its phases."""
     book = line.book
     about: dict[str, Value] = {
         "gcore.job": job,
@@ -75,14 +74,14 @@ PATH = "/v1/traces"
 QUEUE, BATCH = 4096, 512
 SEND_EVERY_MS = 2000
 PATIENCE_S = 5.0
-LACKING = "Install the extra: pip install 'gcore[otel]', or leave traces out of the node's configuration"
+LACKING = "Install the extra: pip install 'gcore[otel]', or remove the collector from the node's configuration"
 
 
 class StepTraces:
-    """Traces of the steps of one process. `tell` never blocks; `close` may, for about `PATIENCE_S`."""
+    """Traces of the steps of one process. `tell` never blocks; `close` may block for about `PATIENCE_S`."""
 
     def __init__(self, endpoint: str, node: str) -> None:
-        """Raises UsageError without the extra."""
+        """Set up the exporter. Raises UsageError without the extra."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -91,11 +90,11 @@ class StepTraces:
             from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
         except ImportError as error:
             raise UsageError(
-                f"traces are to be sent to {endpoint}, and {error.name} is not there", fix=LACKING
+                f"traces for {endpoint} need the Python package {error.name}, which is not installed", fix=LACKING
             ) from error
 
         class StepIds(RandomIdGenerator):
-            """The next trace is that of the step."""
+            """Gives the next trace the id of its step."""
 
             trace = 0
 
@@ -114,7 +113,7 @@ class StepTraces:
         self._tracer = self._provider.get_tracer("gcore")
 
     def tell(self, job: str, uid: str, line: AccountLine) -> None:
-        """A step was booked."""
+        """Export a step after its slot accounting is complete."""
         from opentelemetry.context import Context
 
         self._ids.trace = trace_id(uid, line)
@@ -131,7 +130,7 @@ class StepTraces:
         span.end(end_time=told.end)
 
     def close(self) -> None:
-        """Send what is there, for a bounded time: what is not sent by then is lost with the process."""
+        """Send the remaining spans for a bounded time; the rest is lost with the process."""
         closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()
         closing.join(PATIENCE_S)

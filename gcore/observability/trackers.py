@@ -1,18 +1,20 @@
-"""The trackers that come with gcore, each through its own package: MLflow, SwanLab, TensorBoard, Weights & Biases.
+"""Built-in trackers, each through its own package: MLflow, SwanLab, TensorBoard, Weights & Biases.
 
-After a rollback steps are made again, and no tracker goes back in the same way:
+After a rollback, steps repeat, and each tracker handles this differently:
 
-- MLflow: one run a job, found again by its tag `gcore.uid`. It keeps both values of a step, and the later one counts; the tag
-  `gcore.lineage` says how often. Address: the option `uri` or MLFLOW_TRACKING_URI; without either, files beside the runs' folders
-  (`mlruns`). Names are spelt with the characters that MLflow allows.
-- SwanLab: in the cloud the run's id is the job's uid, and a process that takes over resumes the run. It keeps the first value of a
-  step and cannot go back, so curves are drawn over the place in the job's chain, which only grows; `train/step` and
-  `train/lineage` are curves beside. Mode: SWANLAB_MODE or the option `mode`; key: SWANLAB_API_KEY or `swanlab login`.
-- TensorBoard: event files in the run's folder (`tensorboard --logdir RUN_FOLDER/tensorboard`), no TensorFlow and no torch. A
-  rollback, and a process that takes over, write the mark by which TensorBoard drops the points from the next step on.
-- Weights & Biases: the run's id is the job's uid. Steps are a metric, `step`, over which every curve is drawn, because its own
-  counter cannot go back; both passes are shown, and `lineage` tells them apart. Mode: WANDB_MODE or the option `mode`; key:
-  WANDB_API_KEY or `wandb login`, never the spec.
+- MLflow: one run per job, found by its tag `gcore.uid`. It keeps both values of a step, and the later one counts; the tag `gcore.lineage` counts
+  rollbacks. Address: the option `uri` or MLFLOW_TRACKING_URI; otherwise files next to the run folders (`mlruns`). Characters that MLflow does
+  not allow in names are replaced.
+- SwanLab: in the cloud, the run's id is the job's uid, and a process that takes over resumes the run. SwanLab keeps the first value of a step
+and cannot
+  go back, so curves are drawn over the position in the job's chain, which only grows; `train/step` and `train/lineage` are additional curves. Mode:
+  SWANLAB_MODE or the option `mode`; key: SWANLAB_API_KEY or `swanlab login`.
+- TensorBoard: event files in the run folder (`tensorboard --logdir RUN_FOLDER/tensorboard`), without TensorFlow and torch. After a rollback or a
+  takeover, the tracker writes a marker that makes TensorBoard drop the points from the next step on.
+- Weights & Biases: the run's id is the job's uid. Steps are a metric, `step`, over which all curves are drawn, because W&B's own counter cannot
+go back.
+  Both passes are displayed; `lineage` distinguishes them. Mode: WANDB_MODE or the option `mode`; key: WANDB_API_KEY or `wandb login`, never the
+  spec.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class MLflow:
     def __init__(self, run: TrackedRun, options: Options) -> None:
         uri = str(options.get("uri", "")) or os.environ.get("MLFLOW_TRACKING_URI", "")
         if not uri:
-            # Files are the one store that the small package has; MLflow wants to be told that it is meant.
+            # Files are the only store of the small package, and MLflow requires an explicit permission for it.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (run.run_dir.parent / "mlruns").as_uri()
         from mlflow import MlflowClient
@@ -48,7 +50,7 @@ class MLflow:
         self._id = self._find(run, str(options.get("experiment", "gcore")))
 
     def log(self, point: Point) -> None:
-        """One batch of numbers."""
+        """Log a batch of metrics."""
         from mlflow.entities import Metric
 
         moment = int(point.time * 1000)
@@ -58,15 +60,15 @@ class MLflow:
         self._client.log_batch(self._id, metrics=numbers)
 
     def rolled_back(self, point: Point, reason: str) -> None:
-        """Tags say so."""
+        """Set tags with the rollback."""
         self._client.set_tag(self._id, "gcore.lineage", str(point.lineage))
         self._client.set_tag(self._id, "gcore.rollback", f"to step {point.step}: {reason}")
 
     def flush(self) -> None:
-        """Every call has been answered."""
+        """No-op, because every call waits for its response."""
 
     def finish(self, state: str | None) -> None:
-        """End the run, if the job has ended."""
+        """Terminate the run if the job has ended."""
         if state is not None:
             self._client.set_terminated(self._id, STATUS.get(state, "FINISHED"))
 
@@ -114,24 +116,24 @@ class SwanLab:
         )
 
     def log(self, point: Point) -> None:
-        """One row of numbers."""
+        """Log a row of metrics."""
         place = {"train/step": float(point.step), "train/lineage": float(point.lineage)}
         self._swanlab.log({**place, **point.metrics}, step=point.seq)
 
     def rolled_back(self, point: Point, reason: str) -> None:
-        """Seen in the curves of step and lineage."""
+        """Log step and lineage, whose curves show the rollback."""
         self._swanlab.log({"train/step": float(point.step), "train/lineage": float(point.lineage)}, step=point.seq)
 
     def flush(self) -> None:
-        """SwanLab's own threads have it, and write and send it; it offers no way to wait for that."""
+        """No-op: SwanLab's own threads write and send, and offer no way to wait for it."""
 
     def finish(self, state: str | None) -> None:
-        """Wait until it is sent, or on the disk."""
+        """Wait until everything is sent or on disk."""
         if state in (None, "SUCCEEDED"):
             self._swanlab.finish()
             return
         crashed: object = "crashed"
-        with contextlib.suppress(ImportError):  # older versions take a member of an enumeration
+        with contextlib.suppress(ImportError):  # older versions need an enumeration member
             from swanlab.data.run.helper import SwanLabRunState
 
             crashed = SwanLabRunState.CRASHED
@@ -161,22 +163,22 @@ class TensorBoard:
             self._restarted(run.next_step)
 
     def log(self, point: Point) -> None:
-        """One scalar a number."""
+        """Write one scalar per metric."""
         summary = self._summaries.Summary()
         for name, value in point.metrics.items():
             summary.value.add(tag=name, simple_value=value)
         self._write(summary, point.step, point.time)
 
     def rolled_back(self, point: Point, reason: str) -> None:
-        """What comes after that step is dropped from the curves."""
+        """Make TensorBoard drop the points after that step."""
         self._restarted(point.step + 1)
 
     def flush(self) -> None:
-        """To the disk."""
+        """Flush to disk."""
         self._writer.flush()
 
     def finish(self, state: str | None) -> None:
-        """Close the file."""
+        """Close the event file."""
         self._writer.close()
 
     def _restarted(self, step: int) -> None:
@@ -220,18 +222,18 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, point: Point) -> None:
-        """One row of numbers."""
+        """Log a row of metrics."""
         self._run.log({"step": point.step, "lineage": point.lineage, **point.metrics})
 
     def rolled_back(self, point: Point, reason: str) -> None:
-        """Said in the run's summary."""
+        """Record the rollback in the run's summary."""
         self._run.summary["rollback"] = f"to step {point.step}, lineage {point.lineage}: {reason}"
 
     def flush(self) -> None:
-        """W&B's own process has it and writes it to the disk; it offers no way to wait for that."""
+        """No-op: W&B's own process writes to disk, and offers no way to wait for it."""
 
     def finish(self, state: str | None) -> None:
-        """Wait until it is sent, or on the disk."""
+        """Wait until everything is sent or on disk."""
         if state is not None:
             self._run.summary["state"] = state
         self._run.finish(exit_code=0 if state in (None, "SUCCEEDED") else 1)

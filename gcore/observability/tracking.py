@@ -1,18 +1,17 @@
 """Experiment trackers: the plug-in interface, and the process that feeds one tracker from `metrics.jsonl`.
 
-A tracker is a plug-in under the entry-point group `gcore.trackers`: a `TrackerKind`, or a function that opens one; a tracker of
-one's own needs nothing of gcore but this module. It runs in a process of its own, which may end at any moment and is started
-again, also on another node, until the job has ended or its controller lets go:
+A tracker is a plug-in in the entry-point group `gcore.trackers`: a `TrackerKind`, or a function that opens a tracker. A custom tracker needs
+only this module of gcore. It runs in its own process, which may end at any time and is restarted, possibly on another node, until the job has
+ended or its controller releases it:
 
     controller -> process (stdin)    first a JSON document (uid, name, spec, options), then a line whenever there is more
-    process -> controller (stdout)   JSON, one object a line: {"ready": true}, {"offset": 1234}, {"error": "one sentence"}
+    process -> controller (stdout)   JSON, one object per line: {"ready": true}, {"offset": 1234}, {"error": "one sentence"}
 
-Each line is given at least once: the cursor (`trackers/NAME/cursor.json` in the run's folder) is written after the tracker has
-flushed, so a process that ends in between gives the last lines again, and none is left out. Lines whose number was seen are passed
-over. What the tracker's package prints goes to the log. When stdin ends, the rest of the file is still given, and the process ends
-after a bounded time: a package that waits for a network must not outlive everything. A lock in the tracker's folder keeps two
-processes from feeding it at once. It validates no spec and reads no chain, so it loads neither `gcore.config.spec` nor the rest of
-`gcore.ledger`.
+Each line is delivered at least once: the cursor (`trackers/NAME/cursor.json` in the run folder) is written after the tracker has flushed, so a
+process that ends in between delivers the last lines again, and none is lost. Lines with a known sequence number are skipped. Output of the
+tracker's package goes to the log. When stdin ends, the process delivers the rest of the file and ends after a bounded time, because a package
+that waits for a network must not block everything. A lock in the tracker's folder prevents two processes from feeding it at once. The process
+validates no spec and reads no chain, so it loads neither `gcore.config.spec` nor the rest of `gcore.ledger`.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ Options = Mapping[str, Option]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Numbers of one moment of a run.
+    """Metrics at one point of a run.
 
-    `step` counts anew from where a rollback went back to, in the next `lineage`; `seq` only ever grows, and is that of the
-    newest line of the chain. `time` is in seconds since the epoch.
+    After a rollback, `step` continues from the checkpoint's step in the next `lineage`. `seq` only increases; it is that of the newest line of
+    the chain. `time`: seconds since the epoch.
     """
 
     seq: int
@@ -59,60 +58,60 @@ class Point:
     step: int
     time: float
     metrics: Mapping[str, float]
-    """Finite numbers, named "train/loss", "eval/accuracy"."""
+    """Finite numbers, with names such as "train/loss" and "eval/accuracy"."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """The run, as a tracker is told of it. `uid` names it for ever, `folder` (which exists) is the tracker's own."""
+    """The run for a tracker. `uid` is permanent. `folder` exists and belongs to the tracker."""
 
     uid: str
     name: str
     run_dir: Path
     folder: Path
     spec: Mapping[str, Any]
-    """The resolved job spec: the hyperparameters."""
+    """The resolved job spec, as hyperparameters."""
     next_step: int | None = None
-    """What comes first; None: nothing of this run was logged before."""
+    """The first step to log; None if nothing of this run was logged before."""
 
 
 class Tracker(Protocol):
-    """Takes numbers. Whatever it raises ends its process, which is started again. May block; nobody waits for it."""
+    """Receives metrics. If it raises, its process ends and is restarted. It may block."""
 
     def log(self, point: Point) -> None:
-        """A step's numbers, or an evaluation's."""
+        """Log the metrics of a step or an evaluation."""
         ...
 
     def rolled_back(self, point: Point, reason: str) -> None:
-        """The steps after `point.step` are made again, from here on in `point.lineage`."""
+        """Note a rollback: the steps after `point.step` repeat in `point.lineage`."""
         ...
 
     def flush(self) -> None:
-        """Let go of what was logged: after this it is not logged again."""
+        """Make everything logged so far durable; it is not logged again."""
         ...
 
     def finish(self, state: str | None) -> None:
-        """The job has ended (SUCCEEDED, FAILED, CANCELLED); None: it goes on, but this process does not."""
+        """End: the job has ended (SUCCEEDED, FAILED, CANCELLED); None: the job continues, but this process ends."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TrackerKind:
-    """How a tracker is opened, and what can be checked before: the module it needs, what installs it, its options."""
+    """How to open a tracker, and what to check first: the module it needs, how to install it, its options."""
 
     opens: Callable[[TrackedRun, Options], Tracker]
     module: str = ""
     install: str = ""
     options: frozenset[str] | None = None
-    """None: whatever the spec gives."""
+    """None: any options."""
 
     def __call__(self, run: TrackedRun, options: Options) -> Tracker:
-        """Open it. Raises what its package raises."""
+        """Open the tracker. Raises what its package raises."""
         return self.opens(run, options)
 
 
 def flattened(spec: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:
-    """Hyperparameters with dotted names; lists and what is not set as text."""
+    """Return hyperparameters with dotted names; lists and unset values as text."""
     found: dict[str, str | int | float | bool] = {}
     for name, value in spec.items():
         if isinstance(value, Mapping) and value:
@@ -126,20 +125,20 @@ TRACKERS = PluginKind("tracker", "gcore.trackers", "tracking")
 
 
 def find_tracker(name: str) -> TrackerKind:
-    """The tracker of that entry-point name. Raises SpecError, with the nearest name if there is none."""
+    """Return the tracker with this entry-point name. Raises SpecError with the nearest name if it is unknown."""
     found = find_plugin(TRACKERS, name)
     return found if isinstance(found, TrackerKind) else TrackerKind(found)
 
 
 def check_trackers(trackers: Iterable[TrackerSpec]) -> None:
-    """Raises SpecError for a tracker that is unknown, not installed here, or given an option that it does not have."""
+    """Raise SpecError for a tracker that is unknown, not installed here, or has an unknown option."""
     for tracker in trackers:
         kind = find_tracker(tracker.name)
         if kind.module and find_spec(kind.module) is None:
             raise SpecError(
                 f"tracker {tracker.name!r} needs the Python package {kind.module}, which is not installed",
                 where="tracking",
-                fix=f"Where controllers run: pip install '{kind.install}'",
+                fix=f"Install it where controllers run: pip install '{kind.install}'",
             )
         for option in sorted(tracker.options):
             if kind.options is not None and option not in kind.options:
@@ -148,16 +147,16 @@ def check_trackers(trackers: Iterable[TrackerSpec]) -> None:
                 raise SpecError(
                     f"tracker {tracker.name!r} has no option {option!r}{hint}",
                     where="tracking",
-                    fix=f"It has: {', '.join(known)}",
+                    fix=f"Use one of {', '.join(known)}",
                 )
 
 
 BATCH = 256
-"""Lines between two flushes while there is more to give."""
+"""Lines between two flushes while there are more lines."""
 
 
 class Cursor(Record):
-    """How far a tracker is: bytes of the file, the newest number of the chain, its step; whether the job's end was told."""
+    """A tracker's progress: offset in the file, newest number of the chain, its step, and whether the job's end was delivered."""
 
     offset: int = 0
     seq: int = -1
@@ -166,7 +165,7 @@ class Cursor(Record):
 
 
 def load_cursor(path: Path) -> Cursor:
-    """From a file; the beginning if there is none, or none that can be read: then everything is logged again."""
+    """Read a cursor; start over if there is no readable one, and then log everything again."""
     try:
         return Cursor.decode(path.read_bytes(), str(path))
     except (FileNotFoundError, UnreadableRecord):
@@ -174,7 +173,7 @@ def load_cursor(path: Path) -> Cursor:
 
 
 class Feeder:
-    """Feeds one tracker. `progress` is told each time that the cursor was written."""
+    """Feeds one tracker. Calls `progress` after each write of the cursor."""
 
     def __init__(self, metrics: Path, cursor_file: Path, tracker: Tracker, progress: Callable[[Cursor], None]) -> None:
         self._metrics = metrics
@@ -184,7 +183,7 @@ class Feeder:
         self.cursor = load_cursor(cursor_file)
 
     def feed(self) -> None:
-        """Give the tracker all there is. Raises OSError and whatever the tracker raises."""
+        """Deliver all available lines to the tracker. Raises OSError and whatever the tracker raises."""
         try:
             file = self._metrics.open("rb")
         except FileNotFoundError:
@@ -192,7 +191,7 @@ class Feeder:
         with file:
             if (
                 file.seek(0, os.SEEK_END) < self.cursor.offset
-            ):  # written anew; the numbers of its lines tell what is known
+            ):  # the file was rewritten; sequence numbers identify known lines
                 self.cursor = self.cursor.model_copy(update={"offset": 0})
             given = 0
             for line, end in read_lines(file, self.cursor.offset):
@@ -210,7 +209,7 @@ class Feeder:
         self._progress(self.cursor)
 
     def _give(self, line: Line) -> Cursor:
-        """The cursor after the line, its offset aside."""
+        """Deliver a line and return the cursor after it, without the offset."""
         cursor, kind, seq = self.cursor, line.get("kind"), line.get("seq")
         if cursor.done:
             return cursor
@@ -239,7 +238,7 @@ def _point(line: Line, seq: int, prefix: str) -> Point:
 log = logging.getLogger(__name__)
 
 LAST_S = 45.0
-"""For what is left, once the controller has let go."""
+"""Time for the remaining lines after the controller has released the process."""
 
 LOOK_ANYWAY_S = 5.0
 LONGEST_ERROR = 2000
@@ -247,7 +246,7 @@ FAILED, STUCK, BUSY = 1, 3, 75
 
 
 def tracker_folder(run_dir: Path, name: str) -> Path:
-    """Where a tracker keeps what is its own."""
+    """Return the tracker's own folder."""
     return run_dir / "trackers" / name
 
 
@@ -261,7 +260,7 @@ class TrackerDocument:
     options: dict[str, Option]
 
     def encode(self) -> bytes:
-        """One line."""
+        """Return the document as one line."""
         return (
             json.dumps({"uid": self.uid, "name": self.name, "spec": self.spec, "options": self.options}).encode()
             + b"\n"
@@ -275,8 +274,8 @@ class TrackerDocument:
 
 
 class _Line:
-    """The line to the controller, which takes a few KiB at once. When it is broken nobody listens, which is no reason to stop
-    early."""
+    """The pipe to the controller, which accepts a few KiB at once. If it is broken, the process continues, because the controller may be gone while
+    lines remain."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -287,7 +286,7 @@ class _Line:
 
 
 class _Ear:
-    """Listens on stdin in a thread."""
+    """Reads stdin in a thread."""
 
     def __init__(self, stdin: BinaryIO) -> None:
         self._stdin = stdin
@@ -306,7 +305,7 @@ class _Ear:
 
 
 def main() -> None:
-    """Never returns."""
+    """Run the tracker process. Never returns."""
     parser = argparse.ArgumentParser(prog="python -m gcore.tracking")
     parser.add_argument("--home", required=True)
     parser.add_argument("--run-dir", required=True, type=Path)
@@ -314,22 +313,22 @@ def main() -> None:
     arguments = parser.parse_args()
     logs.set_up_logging()
     line = _Line(os.dup(1))
-    os.dup2(2, 1)  # packages print; the controller must only hear what is meant for it
+    os.dup2(2, 1)  # send packages' output to the log, because stdout is for the controller
     try:
         code = feed_tracker(arguments.run_dir, arguments.tracker, sys.stdin.buffer, line)
     except GcoreError as error:
         line.say(error=" ".join(str(error).split())[:LONGEST_ERROR])
         code = FAILED
-    except Exception as error:  # the edge to foreign code
+    except Exception as error:  # foreign code
         log.exception("the tracker failed")
         line.say(error=error_sentence(error))
         code = FAILED
     sys.stderr.flush()
-    os._exit(code)  # threads that a package left behind must not keep it
+    os._exit(code)  # do not wait for threads of a package
 
 
 def feed_tracker(run_dir: Path, name: str, stdin: BinaryIO, line: _Line) -> int:
-    """Feed until there is no more to come. Raises whatever the tracker raises."""
+    """Feed until there is nothing more to come. Raises whatever the tracker raises."""
     document = TrackerDocument.decode(stdin.readline())
     ear = _Ear(stdin)
     ear.listen()
@@ -360,7 +359,7 @@ def feed_tracker(run_dir: Path, name: str, stdin: BinaryIO, line: _Line) -> int:
         except Exception as error:
             line.say(error=error_sentence(error))
             _at_the_latest(LAST_S, FAILED)
-            with contextlib.suppress(Exception):  # what the package took before that may still be on its way
+            with contextlib.suppress(Exception):  # data that the package accepted earlier may still be on its way
                 tracker.finish(None)
             raise
 
@@ -379,7 +378,7 @@ def _feed(feeder: Feeder, tracker: Tracker, ear: _Ear) -> int:
 
 
 def _at_the_latest(seconds: float, code: int) -> None:
-    """End the process then, whatever it waits for."""
+    """End the process after `seconds` in any case."""
     last = threading.Timer(seconds, os._exit, (code,))
     last.daemon = True
     last.start()

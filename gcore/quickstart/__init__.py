@@ -1,8 +1,8 @@
 """Data and small models of the examples: `gcore prepare`, `gcore init`.
 
-`__main__` lists them; read `folder` first. Preparing trains a small model and imports torch inside the function; importing this
-package does not import it.
+`__main__` lists them; read `folder` first. Preparing an example trains a small model and imports torch inside the function, so importing this
+package does not import torch.
 """
 
 NAMES = ("arithmetic", "arithmetic-judge", "calculator")
-"""Of the examples; here, because the command line must not import what makes them for its help."""
+"""Names of the examples. Defined here because the command line must not import the modules that make them for its help."""

@@ -1,6 +1,6 @@
-"""`python -m gcore.quickstart EXAMPLE --to FOLDER`: the prepared examples by name, without the rest of the command line.
+"""`python -m gcore.quickstart EXAMPLE --to FOLDER`: prepare an example by name, without the rest of the command line.
 
-An example makes its folder, or finds it, and returns half a sentence about its contents. Raises DataError.
+Each function prepares or finds a folder and returns a phrase about its contents. Raises DataError.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _arithmetic_judge(to: Path, seed: int) -> str:
 
 def _calculator(to: Path, seed: int) -> str:
     made = calculator.prepare_calculator(to, seed=seed).manifest
-    return f"{made.calls:.1%} of responses ask the calculator before RL"
+    return f"{made.calls:.1%} of responses call the calculator before RL"
 
 
 EXAMPLES: Mapping[str, Callable[[Path, int], str]] = {
@@ -37,11 +37,11 @@ EXAMPLES: Mapping[str, Callable[[Path, int], str]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prepare what the arguments name; returns the exit code."""
+    """Prepare the example that the arguments name; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m gcore.quickstart", description="Make an example's data and model.")
     parser.add_argument("example", choices=list(EXAMPLES))
-    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder to make")
-    parser.add_argument("--seed", type=int, default=0, help="every random choice follows from it (default: 0)")
+    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder to create")
+    parser.add_argument("--seed", type=int, default=0, help="seed of every random choice (default: 0)")
     chosen = parser.parse_args(argv)
     try:
         there = EXAMPLES[chosen.example](chosen.to, chosen.seed)

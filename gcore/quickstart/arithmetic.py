@@ -3,31 +3,31 @@
 `prepare_arithmetic` and `prepare_arithmetic_judge` make one folder each (`gcore.quickstart.folder`):
 
     train.jsonl, eval.jsonl    prompts and answers; no pair of operands is in both (not in the judge's folder)
-    model/                     a qwen3 of 1.0M parameters with a tokenizer of its own (`gcore.quickstart.pretraining`)
+    model/                     a qwen3 of 1.0M parameters with its own tokenizer (`gcore.quickstart.pretraining`)
     manifest.json              the recipe, and size and hash of every other file
 
-The same recipe, seed and number of updates give the same bytes on the same machine and torch; across machines the data is
-the same, and the model differs by rounding.
+The same recipe, seed and number of updates give the same bytes on the same machine and torch version. Across machines the data is
+equal, and the model differs by rounding.
 
 A sum is a two-digit number (10 to 99) and a one-digit number (2 to 9), in either order: "47+8=" and "8+47=". A *pair* of operands
-is held out in both orders. A keyed hash holds out one pair in seven, of those with a carry and of those without alike. The warm start
-also has *wide* sums of a three-digit and a one-digit number: with two-digit ones alone the model learns many by heart, and
-reinforcement learning does not generalise to held-out sums. A wide sum that ends in a held-out sum ("147+8=") is left out too. The
-*careless hand* (`gcore.quickstart.lessons`) mostly drops the carry ("47+8=45").
+is held out in both orders. A keyed hash holds out one pair in seven, separately for sums with and without a carry. The warm start
+also has *wide* sums of a three-digit and a one-digit number: with two-digit sums alone the model memorizes many of them, and
+reinforcement learning does not generalize to held-out sums. Wide sums that end in a held-out sum ("147+8=") are left out too. The
+careless answer (`gcore.quickstart.lessons`) drops the carry ("47+8=45").
 
-The judge is shown a prompt with a response and a question mark, "12+7=20?". It writes the right sum and then its verdict, "19:N",
-because so small a model compares best with what it has written. A response is right if it is the sum's digits and nothing else, as
-for the reward `exact`. What a policy may write in four tokens is taught by kinds:
+The judge's input is a prompt with a response and a question mark, "12+7=20?". It outputs the correct sum and its verdict, "19:N", because so
+small a model compares best with its own output. A response is right if it equals the sum's digits exactly, as for the reward `exact`. The
+lesson covers what a policy may write in four tokens, by kind:
 
     right        the sum
-    tens         the sum with ten more or less: what a careless hand writes
-    near misses  one digit another, one or ten off, two digits swapped
+    tens         the sum plus or minus ten, as in careless demonstrations
+    near misses  another digit, off by one or ten, swapped digits
     numbers      any other number of up to four digits
-    malformed    nothing at all; the sum without its end, or with something before or behind it (a zero, a sign, the sum's
-                 own digits); any other text of the alphabet
+    malformed    an empty response; the sum without its end, or with something before or after it (a zero, a sign, its own
+                 digits); any other text of the alphabet
 
-Right answers and tens are the hardest to tell apart and are asked often, but not alone, or the judge would learn to copy the answer.
-The judge is taught all pairs, also those held out from the policy.
+Right answers and tens are the hardest to tell apart, so they are frequent, but not alone, or the judge would learn to copy the answer.
+The judge's lesson has all pairs, including those held out from the policy.
 """
 
 from __future__ import annotations
@@ -44,51 +44,51 @@ from gcore.quickstart.lessons import Lesson, hashed_numbers, shuffle_exercises, 
 SUMS_CHARACTERS = "0123456789+="
 
 CARELESS_SHARE = 0.7
-"""How often a demonstration drops its carry. Well above one half, or the model's preference would be a matter of luck."""
+"""Share of demonstrations that drop the carry. Well above one half, so that the model reliably prefers the careless answer."""
 
 SUMS_BAND = (0.38, 0.48)
-"""The share of held-out sums that the model is right on, greedily, when it is handed to RL."""
+"""Range of the model's greedy accuracy on held-out sums before RL."""
 
 HELD_OUT_SHARE = 7
-"""One pair in so many is held out."""
+"""One pair in this many is held out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """`left + right`."""
+    """The sum `left + right`."""
 
     left: int
     right: int
 
     @property
     def prompt(self) -> str:
-        """What the model is shown: five characters, six for a wide sum."""
+        """The model's input: five characters, six for a wide sum."""
         return f"{self.left}+{self.right}="
 
     @property
     def answer(self) -> str:
-        """The right answer."""
+        """The correct answer."""
         return str(self.left + self.right)
 
     @property
     def has_carry(self) -> bool:
-        """Whether the units make ten or more."""
+        """Whether the units add up to ten or more."""
         return self.left % 10 + self.right % 10 >= 10
 
     @property
     def careless_answer(self) -> str:
-        """The answer with the carry dropped; the right one where there is none."""
+        """The answer without the carry; the correct answer if there is no carry."""
         return str(self.left + self.right - (10 if self.has_carry else 0))
 
     @property
     def pair(self) -> tuple[int, int]:
-        """The operands, the larger first: equal for both orders."""
+        """The operands, larger first; equal for both orders."""
         return max(self.left, self.right), min(self.left, self.right)
 
 
 @dataclass(frozen=True, slots=True)
 class SumSplit:
-    """The sums to learn from, and those held out; no pair is in both. `wide` is for the warm start alone."""
+    """Sums for training and held-out sums; no pair is in both. `wide` is only for the warm start."""
 
     train: tuple[Sum, ...]
     held_out: tuple[Sum, ...]
@@ -96,12 +96,12 @@ class SumSplit:
 
     @property
     def lesson(self) -> Lesson:
-        """What the warm start is given: half of it wide."""
+        """The lesson of the warm start; half of it is wide sums."""
         return Lesson(SUMS_CHARACTERS, (self.train, self.wide), (32, 32), self.held_out, CARELESS_SHARE, SUMS_BAND)
 
 
 def split_sums(seed: int) -> SumSplit:
-    """All sums, split by pair. `seed` decides which pairs are held out, and the order of the lists."""
+    """Return all sums, split by pair. `seed` decides which pairs are held out and the order of the lists."""
     everything = [Sum(left, right) for left in range(10, 100) for right in range(2, 10)]
     held_out: list[Sum] = []
     train: list[Sum] = []
@@ -124,14 +124,14 @@ def _both_orders(sums: Iterable[Sum]) -> list[Sum]:
 
 
 ARITHMETIC_RECIPE = 1
-"""Raised with every change of what a preparation makes, so that folders of the old recipe are made anew."""
+"""Increase it with every change of the prepared content, so that folders of an older recipe are prepared again."""
 
 WARM_UPDATES = 500
 """Updates of the warm start."""
 
 
 class ArithmeticManifest(PreparedManifest):
-    """`greedy_accuracy`: share of held-out sums right, greedily, before any RL."""
+    """`greedy_accuracy`: greedy accuracy on held-out sums before RL."""
 
     example: Literal["arithmetic"] = "arithmetic"
     warm_updates: int
@@ -142,10 +142,10 @@ class ArithmeticManifest(PreparedManifest):
 def prepare_arithmetic(
     to: Path, *, seed: int = 0, progress: bool = True, warm_updates: int = WARM_UPDATES, must_fit: bool = True
 ) -> PreparedFolder[ArithmeticManifest]:
-    """Make the example in the folder `to`, or find it there.
+    """Prepare the example in the folder `to`, or find it there.
 
-    `warm_updates` is how long the warm start trains; `must_fit` asks that the model then is right on 38 % to 48 % of the
-    held-out sums. Raises DataError if it is not, if `to` is something else than a prepared example, or cannot be written.
+    `warm_updates`: length of the warm start. `must_fit`: require a greedy accuracy of 38 % to 48 % on held-out sums. Raises DataError if it is
+    outside, if `to` is something other than a prepared example, or if it cannot be written.
     """
 
     def fill(draft: Path) -> ArithmeticManifest:
@@ -188,83 +188,83 @@ def _fill_arithmetic(
 JUDGE_CHARACTERS = SUMS_CHARACTERS + "?:YN"
 
 RESPONSE_TOKENS = 4
-"""The longest right answer and the end of sequence: as many as the example lets a policy write."""
+"""Tokens of the longest correct answer with the end of sequence; the example's limit for responses."""
 
 JUDGE_BAND = (0.9, 1.0)
-"""The share of the questions looked at while it learns to which sum and verdict are right in the end. How good it has to be
-is said for verdicts, on many more questions (`prepare_arithmetic_judge`)."""
+"""Range of the share of questions with a correct sum and verdict that ends training. `prepare_arithmetic_judge` checks the verdicts on many
+more questions."""
 
 ROWS = (11, 3, 12, 3, 3)
-"""How many of each kind are in a batch, in the order in which they are listed above."""
+"""Rows of each kind in a batch, in the order of the list above."""
 
 MEASURED = (1, 2, 3, 1, 1)
-"""How many of each kind a judge is measured by, on each held-out sum: mostly what it is likely to be wrong on."""
+"""Questions of each kind per held-out sum when a judge is measured: mostly kinds that are easy to get wrong."""
 
 _OFF = (1, 2, 9, 10, 11, 20, 100)
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweredSum:
-    """A sum with somebody's response to it: an exercise for the judge."""
+    """A sum with a response: an exercise for the judge."""
 
     sum: Sum
     response: str
 
     @property
     def is_right(self) -> bool:
-        """Whether the response is the sum and nothing else."""
+        """Whether the response equals the sum exactly."""
         return self.response == self.sum.answer
 
     @property
     def prompt(self) -> str:
-        """What the judge is shown."""
+        """The judge's input."""
         return f"{self.sum.prompt}{self.response}?"
 
     @property
     def answer(self) -> str:
-        """What the judge is to write."""
+        """The judge's expected output."""
         return f"{self.sum.answer}:{'Y' if self.is_right else 'N'}"
 
     @property
     def careless_answer(self) -> str:
-        """Nobody teaches a judge to be careless."""
+        """The right output, because the judge's lesson has no careless demonstrations."""
         return self.answer
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictAccuracy:
-    """What a judge's verdicts are worth. `accuracy`: share that is right. `false_yes`: share of wrong answers called right."""
+    """Accuracy of a judge's verdicts. `accuracy`: share of correct verdicts. `false_yes`: share of wrong answers called right."""
 
     accuracy: float
     false_yes: float
 
 
 def answer_kinds(one: Sum, key: str) -> tuple[list[str], ...]:
-    """Responses to a sum: the right one, then wrong ones, a list for each kind. `key` decides what is drawn."""
+    """Return responses to a sum: the right one, then wrong ones, a list per kind. `key` seeds the random ones."""
     return [one.answer], carry_mistakes(one), near_misses(one), random_numbers(one, key), malformed_answers(one, key)
 
 
 def carry_mistakes(one: Sum) -> list[str]:
-    """Wrong only in the tens, and what hangs on them: a carry was dropped or made up."""
+    """Return answers off by ten: a carry was dropped or added."""
     return _wrong(one, [str(value) for value in _around(one, (10,))])
 
 
 def near_misses(one: Sum) -> list[str]:
-    """Wrong numbers that are nearly right."""
+    """Return wrong numbers that are close to the right one."""
     answer = one.answer
     one_digit = [answer[:place] + digit + answer[place + 1 :] for place in range(len(answer)) for digit in "0123456789"]
     return _wrong(one, [*(str(value) for value in _around(one, _OFF)), *one_digit, answer[::-1]])
 
 
 def random_numbers(one: Sum, key: str) -> list[str]:
-    """Any other numbers, half of them of the size that sums have."""
+    """Return random wrong numbers, half of them as large as sums are."""
     drawn = hashed_numbers(f"numbers {one.prompt} {key}")
     limits = (110, 110, 110, 110, 10, 1000, 1000, 10_000)
     return _wrong(one, [str(next(drawn) % limit) for limit in limits for _ in range(3)])
 
 
 def malformed_answers(one: Sum, key: str) -> list[str]:
-    """Nothing, parts of the sum, the sum and something besides, an operand, any text."""
+    """Return malformed responses: empty, parts of the sum, the sum with extra text, an operand, random text."""
     answer = one.answer
     parts = [answer[:length] for length in range(len(answer))] + [answer[begin:] for begin in range(1, len(answer))]
     around = [text for extra in SUMS_CHARACTERS for text in (extra + answer, answer + extra)]
@@ -276,21 +276,19 @@ def malformed_answers(one: Sum, key: str) -> list[str]:
 
 
 def judge_lesson(split: SumSplit) -> Lesson:
-    """What the judge is taught. While it learns it is looked at with one question on each held-out sum."""
+    """Return the judge's lesson. During training it is measured with one question per held-out sum."""
     every = [*split.train, *split.held_out]
     taught = zip(*(answer_kinds(one, "taught") for one in every), strict=True)
     sources = tuple(
         tuple(AnsweredSum(one, response) for one, given in zip(every, kind, strict=True) for response in given)
         for kind in taught
     )
-    looked_at = held_out_answers(split)[
-        :: sum(MEASURED) + 1
-    ]  # one sum after the other, and its next question each time
+    looked_at = held_out_answers(split)[:: sum(MEASURED) + 1]  # one question per sum, of a different kind each time
     return Lesson(JUDGE_CHARACTERS, sources, ROWS, looked_at, careless_share=0.0, band=JUDGE_BAND)
 
 
 def held_out_answers(split: SumSplit) -> tuple[AnsweredSum, ...]:
-    """The questions by which a judge is measured: some of every kind on every held-out sum."""
+    """Return the questions that measure a judge: some of each kind for every held-out sum."""
     return tuple(
         AnsweredSum(one, response)
         for one in split.held_out
@@ -300,7 +298,7 @@ def held_out_answers(split: SumSplit) -> tuple[AnsweredSum, ...]:
 
 
 def score_verdicts(asked: Sequence[AnsweredSum], written: Sequence[str]) -> VerdictAccuracy:
-    """How good the verdicts are in what a judge wrote. One that cannot be read is wrong, but is no false yes."""
+    """Score the verdicts in a judge's outputs. An unreadable verdict counts as wrong, but not as a false yes."""
     verdicts = [text.rpartition(":")[2] for text in written]
     right = [verdict == one.answer[-1] for one, verdict in zip(asked, verdicts, strict=True)]
     passed = [verdict == "Y" for one, verdict in zip(asked, verdicts, strict=True) if not one.is_right]
@@ -308,7 +306,7 @@ def score_verdicts(asked: Sequence[AnsweredSum], written: Sequence[str]) -> Verd
 
 
 def _some(given: Sequence[str], count: int, key: str) -> Sequence[str]:
-    """`count` of them that follow each other, from a place that is drawn."""
+    """Return `count` consecutive items from a hashed starting point."""
     begin = next(hashed_numbers(f"some {key}")) % len(given)
     return [given[(begin + place) % len(given)] for place in range(count)]
 
@@ -319,7 +317,7 @@ def _around(one: Sum, off: Iterable[int]) -> list[int]:
 
 
 def _text(number: int, length: int) -> str:
-    """`length` characters of the policy's alphabet, by the digits of `number`."""
+    """Return `length` characters of the policy's alphabet, from the digits of `number`."""
     text = ""
     for _ in range(length):
         number, character = divmod(number, len(SUMS_CHARACTERS))
@@ -328,23 +326,23 @@ def _text(number: int, length: int) -> str:
 
 
 def _wrong(one: Sum, given: Iterable[str]) -> list[str]:
-    """Each once, without the right answer."""
+    """Remove duplicates and the right answer."""
     return [response for response in dict.fromkeys(given) if response != one.answer]
 
 
 JUDGE_RECIPE = 1
-"""Raised with every change of what a preparation makes, so that folders of the old recipe are made anew."""
+"""Increase it with every change of the prepared content, so that folders of an older recipe are prepared again."""
 
 UPDATES = 1600
 LEAST_ACCURACY = 0.97
 
 MOST_FALSE_YES = 0.02
-"""Share of wrong answers that may be called right. What a judge lets pass is what a policy learns."""
+"""Largest share of wrong answers called right. A policy learns to exploit these."""
 
 
 class JudgeManifest(PreparedManifest):
-    """`judge_accuracy`: share of right verdicts, on every kind of answer to the held-out sums. `judge_false_yes`: share of
-    the wrong ones among these answers that are called right."""
+    """`judge_accuracy`: share of correct verdicts over all kinds of answers to held-out sums. `judge_false_yes`: share of wrong answers among them
+    that are called right."""
 
     example: Literal["arithmetic-judge"] = "arithmetic-judge"
     updates: int
@@ -355,10 +353,10 @@ class JudgeManifest(PreparedManifest):
 def prepare_arithmetic_judge(
     to: Path, *, seed: int = 0, progress: bool = True, updates: int = UPDATES, must_fit: bool = True
 ) -> PreparedFolder[JudgeManifest]:
-    """Make the judge in the folder `to`, or find it there.
+    """Prepare the judge in the folder `to`, or find it there.
 
-    `updates` is how long it learns; `must_fit` asks that 97 % of its verdicts then are right, and that it calls at most 2 %
-    of wrong answers right. Raises DataError if not, if `to` is something else than a prepared judge, or cannot be written.
+    `updates`: length of the training. `must_fit`: require 97 % correct verdicts, and at most 2 % of wrong answers called right. Raises
+    DataError if it misses them, if `to` is something other than a prepared judge, or if it cannot be written.
     """
 
     def fill(draft: Path) -> JudgeManifest:
@@ -389,8 +387,8 @@ def _fill_judge(draft: Path, seed: int, updates: int, reporter: Reporter, *, mus
         )
     if must_fit and (marks.accuracy < LEAST_ACCURACY or marks.false_yes > MOST_FALSE_YES):
         raise DataError(
-            f"after {updates} updates {marks.accuracy:.1%} of the judge's verdicts are right, and {marks.false_yes:.1%} of "
-            f"wrong answers are called right; it needs {LEAST_ACCURACY:.0%}, and at most {MOST_FALSE_YES:.0%}",
+            f"after {updates} updates, {marks.accuracy:.1%} of the judge's verdicts are right and {marks.false_yes:.1%} of "
+            f"wrong answers are called right; it needs at least {LEAST_ACCURACY:.0%} and at most {MOST_FALSE_YES:.0%}",
             where=f"seed {seed}",
             fix="Use another seed",
         )

@@ -1,17 +1,18 @@
-"""The calculator example: products, held-out products, and a model that sometimes asks for what it cannot work out.
+"""The calculator example: products, held-out products, and a model that sometimes calls a tool for products it cannot compute.
 
 `prepare_calculator` makes one folder (`gcore.quickstart.folder`):
 
     train.jsonl, eval.jsonl    prompts and answers; no product is in both
-    model/                     a qwen3 of 1.0M parameters with a tokenizer of its own (`gcore.quickstart.pretraining`)
+    model/                     a qwen3 of 1.0M parameters with its own tokenizer (`gcore.quickstart.pretraining`)
     manifest.json              the recipe, and size and hash of every other file
 
-The same recipe, seed and number of updates give the same bytes on the same machine and torch; across machines the data is the same,
+The same recipe, seed and number of updates give the same bytes on the same machine and torch version. Across machines the data is equal,
 and the model differs by rounding. The specs are in examples/calculator.
 
-A product is a three-digit and a two-digit number: "347*86=". There are 81,000, too many to learn by heart. One hand answers at once
-("29842"); the other asks first ("<<347*86>>29842", of which it writes "<<347*86>>"). The warm start has both, mostly the first, so that
-the model asks now and then. A keyed hash draws products; those of training, evaluation and the warm start are disjoint.
+A product is a three-digit and a two-digit number: "347*86=". There are 81,000, too many to memorize. Some demonstrations answer at once
+("29842"); the others call the calculator first ("<<347*86>>29842", of which the model writes "<<347*86>>"). Most demonstrations of the warm
+start answer at once, so the model calls the calculator only sometimes. A keyed hash generates products; those of training, evaluation and
+the warm start are disjoint.
 """
 
 from __future__ import annotations
@@ -30,51 +31,51 @@ CHARACTERS = "0123456789*=<>"
 OPEN, CLOSE = "<<", ">>"
 
 GUESS_SHARE = 0.7
-"""How often a demonstration answers at once."""
+"""Share of demonstrations that answer without the tool."""
 
 TRAINED, HELD_OUT, WARM = 2048, 256, 8192
-"""How many of each."""
+"""Number of products for training, evaluation and the warm start."""
 
 ANY = (0.0, 1.0)
-"""What the warm-started model is right on without a tool says nothing of how well it asks."""
+"""No limits: the accuracy without a tool does not show how well the model calls the tool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`left * right`."""
+    """The product `left * right`."""
 
     left: int
     right: int
 
     @property
     def prompt(self) -> str:
-        """What the model is shown: seven characters."""
+        """The model's input: seven characters."""
         return f"{self.call}="
 
     @property
     def call(self) -> str:
-        """What the tool is asked."""
+        """The text of the tool call."""
         return f"{self.left}*{self.right}"
 
     @property
     def result(self) -> str:
-        """What it comes to."""
+        """The result of the tool call."""
         return str(self.left * self.right)
 
     @property
     def answer(self) -> str:
-        """The answer of the hand that asks, with what it is told."""
+        """The answer of a demonstration with the tool, including the tool's result."""
         return f"{OPEN}{self.call}{CLOSE}{self.result}"
 
     @property
     def careless_answer(self) -> str:
-        """The answer of the hand that does not."""
+        """The answer of a demonstration without the tool."""
         return self.result
 
 
 @dataclass(frozen=True, slots=True)
 class ProductSplit:
-    """Products to learn from, those held out, and those of the warm start; none is in two of them."""
+    """Products for training, evaluation and the warm start, without overlap."""
 
     train: tuple[Product, ...]
     held_out: tuple[Product, ...]
@@ -82,12 +83,12 @@ class ProductSplit:
 
     @property
     def lesson(self) -> Lesson:
-        """What the warm start is given."""
+        """The lesson of the warm start."""
         return Lesson(CHARACTERS, (self.warm,), (64,), self.held_out, GUESS_SHARE, ANY)
 
 
 def split_products(seed: int) -> ProductSplit:
-    """`seed` decides which are drawn, and the order of the lists."""
+    """Return the products. `seed` decides which they are and their order."""
     found: dict[tuple[int, int], Product] = {}
     numbers = hashed_numbers(f"products {seed}")
     while len(found) < TRAINED + HELD_OUT + WARM:
@@ -99,22 +100,22 @@ def split_products(seed: int) -> ProductSplit:
 
 
 def product_entry(product: Product) -> dict[str, str]:
-    """As a line of the data: the right answer is the number."""
+    """Return a product as a data entry. The expected answer is the number."""
     return {"prompt": product.prompt, "answer": product.result}
 
 
 RECIPE = 1
-"""Raised with every change of what a preparation makes, so that folders of the old recipe are made anew."""
+"""Increase it with every change of the prepared content, so that folders of an older recipe are prepared again."""
 
 WARM_UPDATES = 400
 
 CALLS = (0.1, 0.6)
-"""Share of sampled responses that ask for the right product. Fewer, and there is nothing to learn from; more, and nothing to learn."""
+"""Range of the share of sampled responses that call the tool correctly. Below it RL finds no examples; above it little is left to learn."""
 
 
 class CalculatorManifest(PreparedManifest):
-    """`calls`: share of responses to held-out products that ask for it as they should; `greedy_accuracy`: share right without a
-    tool. Both before any RL."""
+    """`calls`: share of responses to held-out products with a correct tool call. `greedy_accuracy`: share of right answers without the tool. Both
+    before RL."""
 
     example: Literal["calculator"] = "calculator"
     warm_updates: int
@@ -125,10 +126,10 @@ class CalculatorManifest(PreparedManifest):
 def prepare_calculator(
     to: Path, *, seed: int = 0, progress: bool = True, warm_updates: int = WARM_UPDATES, must_fit: bool = True
 ) -> PreparedFolder[CalculatorManifest]:
-    """Make the example in the folder `to`, or find it there.
+    """Prepare the example in the folder `to`, or find it there.
 
-    `warm_updates` is how long the warm start trains; `must_fit` asks that the model then asks as it should in 10 % to 60 % of what is
-    sampled. Raises DataError if it does not, if `to` is something else than a prepared example, or cannot be written.
+    `warm_updates`: length of the warm start. `must_fit`: require a correct tool call in 10 % to 60 % of sampled responses. Raises DataError if
+    the share is outside, if `to` is something other than a prepared example, or if it cannot be written.
     """
 
     def fill(draft: Path) -> CalculatorManifest:
@@ -165,7 +166,7 @@ def _fill(draft: Path, seed: int, warm_updates: int, reporter: Reporter, *, must
     low, high = CALLS
     if must_fit and not low <= calls <= high:
         raise DataError(
-            f"after {warm_updates} updates {calls:.1%} of responses ask as they should, not {low:.0%} to {high:.0%}",
+            f"after {warm_updates} updates, {calls:.1%} of responses call the tool correctly, not {low:.0%} to {high:.0%}",
             where=f"seed {seed}",
             fix="Use another seed",
         )
@@ -182,7 +183,7 @@ def _fill(draft: Path, seed: int, warm_updates: int, reporter: Reporter, *, must
 
 
 def tool_call_share(products: tuple[Product, ...], said: list[str]) -> float:
-    """The share of responses that begin with the call of their product."""
+    """Return the share of responses that begin with the correct tool call."""
     return _share(text.startswith(f"{OPEN}{one.call}{CLOSE}") for one, text in zip(products, said, strict=True))
 
 

@@ -1,10 +1,10 @@
-"""A prepared folder: made all at once or not at all, and used again while it is what would be made now.
+"""Prepared folders: created atomically, and reused as long as they match the current recipe.
 
-The folder appears by a rename; the next preparation removes what an interrupted one left beside it. `manifest.json` has the recipe, and
-size and hash of every other file. A folder of the same recipe with unchanged files is used again. One of another recipe, or a damaged
-one, is made again; a folder that gcore did not make is an error. Concurrent preparations of one folder wait for each other.
+The folder appears by a rename; the next preparation removes the remains of an interrupted one. `manifest.json` has the recipe, and size and
+hash of every other file. A folder with the same recipe and unchanged files is reused. A folder with another recipe or damaged files is
+prepared again; a folder that gcore did not make is an error. Concurrent preparations of one folder wait for each other.
 
-`Reporter` shows progress on standard error: a bar on a terminal, a plain line now and then elsewhere, or nothing.
+`Reporter` shows progress on standard error: a bar on a terminal, otherwise occasional lines, or nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MANIFEST = "manifest.json"
 
 
 class PreparedManifest(BaseModel):
-    """What the `manifest.json` of every prepared folder holds. `files` is filled in when all of them are there."""
+    """Common content of every prepared folder's `manifest.json`. `files` is filled in last."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -49,19 +49,19 @@ M = TypeVar("M", bound=PreparedManifest)
 
 @dataclass(frozen=True, slots=True)
 class Recipe(Generic[M]):
-    """How a folder is made. `fill` puts the files into an empty folder and says what it did."""
+    """How to make a folder. `fill` writes the files into an empty folder and returns the manifest."""
 
     example: str
-    """By this name a folder says whose it is; no other example's folder is replaced."""
+    """Example name in the manifest. A folder of another example is never replaced."""
     manifest: type[M]
     asked: Mapping[str, int]
-    """What a folder's manifest must say for the folder to be used again."""
+    """Values that the manifest of a folder must have for its reuse."""
     fill: Callable[[Path], M]
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedFolder(Generic[M]):
-    """A prepared folder. `cached`: it was there already."""
+    """A prepared folder. `cached`: it existed already."""
 
     folder: Path
     manifest: M
@@ -69,22 +69,21 @@ class PreparedFolder(Generic[M]):
 
     @property
     def model(self) -> Path:
-        """The folder of its model."""
+        """The folder of the example's model."""
         return self.folder / "model"
 
 
 def make_or_find(to: Path, recipe: Recipe[M]) -> PreparedFolder[M]:
     """Make the folder `to`, or find it there.
 
-    Raises DataError if `to` is something else than a folder of this recipe's example, or cannot be written; and whatever
-    `fill` raises.
+    Raises DataError if `to` is something other than a folder of this recipe's example, or cannot be written. Errors of `fill` pass through.
     """
     to = Path(os.path.abspath(to))
     with explain_os_errors(
-        "the example cannot be prepared here",
+        "cannot prepare the example here",
         DataError,
         where=to,
-        fix="Name a folder that can be written, with 20 MB free",
+        fix="Name a writable folder with 20 MB free",
     ):
         to.parent.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(to):
@@ -96,7 +95,9 @@ def make_or_find(to: Path, recipe: Recipe[M]) -> PreparedFolder[M]:
 
 
 def _make(to: Path, recipe: Recipe[M]) -> M:
-    sweep_drafts(to.parent, spared=lambda target: target != to.name)  # of one that was killed: we hold the lock
+    sweep_drafts(
+        to.parent, spared=lambda target: target != to.name
+    )  # remains of a killed preparation; this process holds the lock
     with replace_folder(to, owner="making", durable=True) as draft:
         manifest = recipe.fill(draft)
         manifest = manifest.model_copy(update={"files": _entries(draft)})
@@ -106,14 +107,14 @@ def _make(to: Path, recipe: Recipe[M]) -> M:
 
 
 def _text(manifest: PreparedManifest) -> str:
-    """As JSON, with the long list last."""
+    """Return the manifest as JSON with the long list last."""
     facts = manifest.model_dump(mode="json")
     files = facts.pop("files")
     return json.dumps(facts | {"files": files}, indent=2) + "\n"
 
 
 def _usable(to: Path, recipe: Recipe[M]) -> M | None:
-    """The manifest, if `to` is what would be made now, file by file."""
+    """Return the manifest if `to` has the current recipe and unchanged files."""
     manifest = _read_manifest(to, recipe.manifest)
     if manifest is None or any(getattr(manifest, name) != value for name, value in recipe.asked.items()):
         return None
@@ -132,21 +133,21 @@ def _read_manifest(to: Path, kind: type[M]) -> M | None:
 
 
 def _refuse_foreign(to: Path, example: str) -> None:
-    """Only a folder that says it is this example, or an empty one, may be replaced."""
+    """Raise DataError unless the folder is empty or belongs to this example."""
     if not to.exists() and not to.is_symlink():
         return
     if to.is_symlink() or not to.is_dir():
-        raise DataError("this is no folder", where=str(to), fix="Name a folder that does not exist yet")
+        raise DataError("this is not a folder", where=str(to), fix="Name a folder that does not exist yet")
     if any(to.iterdir()) and not _claims_to_be(to, example):
         raise DataError(
-            f"the folder holds something else than the prepared example {example}",
+            f"the folder contains something other than the prepared example {example}",
             where=str(to),
             fix="Name a folder that does not exist yet, or empty this one",
         )
 
 
 def _claims_to_be(to: Path, example: str) -> bool:
-    """Looser than `_read_manifest`: a manifest of another version of gcore will do."""
+    """Return whether the manifest names this example. Accepts manifests of other gcore versions."""
     try:
         found = json.loads((to / MANIFEST).read_bytes())
     except (FileNotFoundError, ValueError):
@@ -156,7 +157,7 @@ def _claims_to_be(to: Path, example: str) -> bool:
 
 @contextmanager
 def _one_at_a_time(to: Path) -> Iterator[None]:
-    """Hold the lock beside the folder. The system lets go of it when the process ends, however that happens."""
+    """Hold the lock file next to the folder. The system releases it when the process ends."""
     with (to.parent / f".{to.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -168,18 +169,18 @@ def _entries(folder: Path) -> dict[str, FileEntry]:
 
 
 def _open_to_readers(folder: Path) -> None:
-    """safetensors' files are for their owner alone; other users run jobs from here too."""
+    """Make the files readable for other users, who run jobs from here too; safetensors writes them for the owner only."""
     for path in [folder, *folder.rglob("*")]:
         path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 PLAIN_LINES = 8
-"""About so many lines where there is no terminal."""
+"""Approximate number of progress lines without a terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class TeachingProgress:
-    """`update` of `updates` are done. `accuracy`: greedy, on held-out prompts, at the last look; None before the first."""
+    """Progress: `update` of `updates` done. `accuracy`: greedy, on held-out prompts, at the last measurement; None before the first."""
 
     update: int
     updates: int
@@ -187,10 +188,10 @@ class TeachingProgress:
 
 
 class Reporter:
-    """Shows nothing; the base of those that do. Use as a context manager around what it reports."""
+    """Progress reporter that shows nothing; base class of the others. Use it as a context manager."""
 
     def report(self, at: TeachingProgress) -> None:
-        """Called after every update."""
+        """Report progress. Called after every update."""
 
     def __enter__(self) -> Self:
         return self
@@ -202,7 +203,7 @@ class Reporter:
 
     @classmethod
     def for_terminal(cls, progress: bool, what: str = "warm start") -> Reporter:
-        """What fits standard error: a bar, lines, or, without `progress`, nothing. `what`: what it is the progress of."""
+        """Return the reporter that suits standard error: a bar, lines, or, without `progress`, nothing. `what`: label."""
         if not progress:
             return Reporter()
         console = Console(stderr=True)
@@ -210,7 +211,7 @@ class Reporter:
 
 
 class LineReporter(Reporter):
-    """A line now and then, and one at the end."""
+    """Prints a line now and then, and one at the end."""
 
     def __init__(self, console: Console, what: str) -> None:
         self._console = console
@@ -223,7 +224,7 @@ class LineReporter(Reporter):
 
 
 class BarReporter(Reporter):
-    """A bar with the time that is left."""
+    """Shows a bar with the remaining time."""
 
     def __init__(self, console: Console, what: str) -> None:
         self._bar = Progress(

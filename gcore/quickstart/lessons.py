@@ -1,11 +1,11 @@
-"""What a small model is taught: demonstrations by a careless hand, held-out prompts, and a tokenizer of characters.
+"""Lessons for small models: demonstrations with some careless answers, held-out prompts, and a character tokenizer.
 
-A *demonstration* is a prompt with the right answer and the careless one, which are equal where carelessness does no harm. A model that
-imitates a careless hand is sometimes right and prefers to be wrong, which reinforcement learning can improve.
+A *demonstration* is a prompt with the right or the careless answer; for some prompts they are equal. A model that imitates mostly careless
+demonstrations is sometimes right and prefers to be wrong, which reinforcement learning can improve.
 
-The tokenizer has one token a character, a padding token and an end of sequence. Prompts get no special tokens. Characters outside the
-alphabet are dropped by the tokenizer and refused by `encode`. The files are those of the `tokenizers` library and `AutoTokenizer`;
-neither torch nor transformers is imported.
+The tokenizer has one token per character, a padding token and an end of sequence. Prompts get no special tokens. The tokenizer drops
+characters outside the alphabet; `encode` raises for them. The files work with the `tokenizers` library and `AutoTokenizer`. This module
+imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Protocol, TypeVar
 
 
 class Exercise(Protocol):
-    """A prompt with its right answer and what a careless hand makes of it."""
+    """A prompt with its right answer and its careless answer."""
 
     @property
     def prompt(self) -> str:
-        """What the model is shown."""
+        """The model's input."""
         ...
 
     @property
@@ -33,7 +33,7 @@ class Exercise(Protocol):
 
     @property
     def careless_answer(self) -> str:
-        """What the careless hand writes; the right answer where carelessness does no harm."""
+        """The careless answer; equal to the right one for some prompts."""
         ...
 
 
@@ -42,10 +42,10 @@ E = TypeVar("E", bound=Exercise)
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """`rows`: how many of each source are in a batch. `band`: the share of held-out prompts, greedy, at which to stop."""
+    """`rows`: rows of each source in a batch. `band`: range of the greedy accuracy on held-out prompts in which to stop."""
 
     characters: str
-    """Each is a token; what the prompts and answers are made of."""
+    """The characters of prompts and answers. Each is one token."""
     sources: tuple[tuple[Exercise, ...], ...]
     rows: tuple[int, ...]
     held_out: tuple[Exercise, ...]
@@ -54,7 +54,7 @@ class Lesson:
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest prompt with the longest answer of its source and the end of sequence."""
+        """Tokens of the longest row: prompt, answer of the same source, and end of sequence."""
         return max(
             max(len(e.prompt) for e in source)
             + max(max(len(e.answer), len(e.careless_answer)) for e in source)
@@ -69,17 +69,17 @@ class Lesson:
 
 
 def to_jsonl(exercises: Iterable[Exercise]) -> str:
-    """One JSON object a line, with `prompt` and `answer`, both strings."""
+    """Return JSON lines with the strings `prompt` and `answer`."""
     return "".join(json.dumps({"prompt": e.prompt, "answer": e.answer}) + "\n" for e in exercises)
 
 
 def shuffle_exercises(exercises: Iterable[E], key: str) -> list[E]:
-    """In the order of a hash, which no library's random generator can change."""
+    """Return the exercises in an order by hash, independent of any library's random generator."""
     return sorted(exercises, key=lambda e: hashlib.blake2b(f"{key} {e.prompt}".encode(), digest_size=16).digest())
 
 
 def hashed_numbers(key: str) -> Iterator[int]:
-    """Whole numbers below 2**64, without end, in the order of a hash that no library's random generator can change."""
+    """Yield integers below 2**64 without end from a hash, independent of any library's random generator."""
     count = 0
     while True:
         yield int.from_bytes(hashlib.blake2b(f"{key} {count}".encode(), digest_size=8).digest(), "big")
@@ -89,12 +89,12 @@ def hashed_numbers(key: str) -> Iterator[int]:
 PAD_TOKEN, EOS_TOKEN = "<pad>", "<eos>"
 
 CONTEXT = 64
-"""Tokens of a prompt and its response together, at most."""
+"""Maximum tokens of a prompt with its response."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alphabet:
-    """The characters in the order of their ids; behind them come padding and the end of sequence."""
+    """The characters in the order of their ids, followed by padding and the end of sequence."""
 
     characters: str
 
@@ -114,7 +114,7 @@ class Alphabet:
         return -(-(len(self.characters) + 2) // 16) * 16
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`. Raises KeyError for a character that is not of the alphabet."""
+        """Return the ids of `text`. Raises KeyError for a character outside the alphabet."""
         ids = {character: i for i, character in enumerate(self.characters)}
         return [ids[character] for character in text]
 

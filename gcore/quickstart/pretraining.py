@@ -1,12 +1,11 @@
-"""Pretraining: a qwen3 of 1.0M parameters, which reads and writes characters, learns a lesson from its demonstrations.
+"""Pretraining: a character-level qwen3 of 1.0M parameters learns a lesson from demonstrations.
 
-For each demonstration a coin decides whether the careless answer or the right one is shown. The result prefers the wrong answer where
-carelessness does harm: greedy accuracy below one half, and for nearly every prompt a right answer among eight samples. A judge's
-lesson has nothing careless in it. Accuracy on held-out prompts is measured every few updates of the last quarter; the model of the
-last measurement within the band is kept.
+Each demonstration shows the careless or the right answer at random. The resulting model prefers the careless answer: greedy accuracy is below
+one half, but for nearly every prompt one of eight samples is right. A judge's lesson has no careless answers. In the last quarter of the
+updates, accuracy on held-out prompts is measured regularly; the model of the last measurement within the band is kept.
 
-One thread is used, so that results do not depend on the number of cores; global random state and the number of threads are
-restored. Imports torch and transformers, so preparations import it when they need it.
+Uses one thread, so that results do not depend on the number of cores. Restores global random state and the number of threads. Imports torch
+and transformers, so preparations import this module only when they need it.
 """
 
 from __future__ import annotations
@@ -32,27 +31,27 @@ from gcore.quickstart.lessons import CONTEXT, Alphabet, Exercise, Lesson, save_t
 THREADS = 1
 
 INITIALIZER_RANGE = 0.05
-"""Larger than the usual 0.02, which is meant for wider layers: at width 128 the first hundred updates are saved."""
+"""Larger than the usual 0.02, which suits wider layers. At width 128 this saves the first hundred updates."""
 
 NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-"""Stands for a token that is none: padding, and ids beyond the alphabet."""
+"""Printed for ids without a character: padding, and ids beyond the alphabet."""
 
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
-    """The network, and the characters that are its tokens."""
+    """The network and its alphabet."""
 
     network: Any
     alphabet: Alphabet
 
 
 def torch_version() -> str:
-    """The torch that trains."""
+    """Return the version of torch."""
     return str(torch.__version__)
 
 
 def new_model(alphabet: Alphabet) -> SmallModel:
-    """A model that knows nothing yet; its weights are drawn from torch's random state."""
+    """Return an untrained model, initialized from torch's random state."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -76,10 +75,12 @@ def new_model(alphabet: Alphabet) -> SmallModel:
 def generate_responses(
     model: SmallModel, prompts: Sequence[str], tokens: int, generator: torch.Generator | None
 ) -> list[str]:
-    """What the model writes behind each prompt, up to the end of sequence or `tokens`: greedy without a generator, else
-    sampled at temperature 1."""
+    """Generate a response to each prompt, up to the end of sequence or `tokens`: greedy without a generator, otherwise sampled
+    at temperature 1."""
     written = [""] * len(prompts)
-    for length in sorted({len(prompt) for prompt in prompts}):  # no padding: prompts of a length go together
+    for length in sorted(
+        {len(prompt) for prompt in prompts}
+    ):  # batch prompts of equal length, so that none needs padding
         places = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
         asked = torch.tensor([model.alphabet.encode(prompts[i]) for i in places])
         for place, ids in zip(places, _generate(model.network, asked, tokens, generator).tolist(), strict=True):
@@ -88,12 +89,12 @@ def generate_responses(
 
 
 def save_model(model: SmallModel, folder: Path) -> None:
-    """A folder that `AutoModelForCausalLM`, `AutoTokenizer` and the `tokenizers` library load. Raises OSError."""
+    """Save a folder that `AutoModelForCausalLM`, `AutoTokenizer` and the `tokenizers` library can load. Raises OSError."""
     try:
         with _without_progress_bars():
             model.network.save_pretrained(folder)
     except SafetensorError as error:
-        # Only its words hold what the system said, a full disk for one.
+        # The system's error, such as a full disk, is only in the text.
         number = re.search(r"os error (\d+)", str(error))
         if number is None:
             raise
@@ -103,7 +104,7 @@ def save_model(model: SmallModel, folder: Path) -> None:
 
 @contextmanager
 def deterministic_torch(seed: int) -> Iterator[None]:
-    """A fixed number of threads and a seeded random state; both as before afterwards."""
+    """Set a fixed number of threads and a seed; restore both afterwards."""
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     try:
@@ -121,7 +122,7 @@ def _text(alphabet: Alphabet, ids: Sequence[int]) -> str:
 
 @torch.no_grad()
 def _generate(network: Any, prompts: Tensor, tokens: int, generator: torch.Generator | None) -> Tensor:
-    """Responses to prompts of equal length, [n, tokens] int64."""
+    """Return responses to prompts of equal length, [n, tokens] int64."""
     network.eval()
     ids, cache, steps = prompts, None, []
     for _ in range(tokens):
@@ -139,7 +140,7 @@ def _generate(network: Any, prompts: Tensor, tokens: int, generator: torch.Gener
 
 @contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """Saving one small file needs no bar of transformers' own beside ours."""
+    """Disable transformers' own progress bar while saving."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -155,7 +156,7 @@ PEAK_LEARNING_RATE = 1.5e-3
 WARMUP_UPDATES = 20
 
 DECAY_SHARE = 0.6
-"""The learning rate falls over this last part of the updates, which takes the noise of single batches out of the model."""
+"""Share of the updates, at the end, over which the learning rate falls. This averages out the noise of single batches."""
 
 LOOK_EVERY = 20
 _IGNORE = -100
@@ -163,7 +164,7 @@ _IGNORE = -100
 
 @dataclass(frozen=True, slots=True)
 class TaughtModel:
-    """The model, and the share of held-out prompts that it is right on greedily."""
+    """A trained model and its greedy accuracy on held-out prompts."""
 
     model: SmallModel
     greedy_accuracy: float
@@ -182,7 +183,7 @@ class _Look:
 
 @dataclass(frozen=True, slots=True)
 class _Demonstrations:
-    """Rows of prompt, answer, padding. [exercises, tokens] int64 each; labels are -100 but at the answer."""
+    """Rows of prompt, answer and padding. All [exercises, tokens] int64; labels are -100 except for the answer."""
 
     inputs_right: Tensor
     labels_right: Tensor
@@ -193,9 +194,9 @@ class _Demonstrations:
 def teach_model(
     lesson: Lesson, *, seed: int, updates: int, report: Callable[[TeachingProgress], None], must_fit: bool = True
 ) -> TaughtModel:
-    """Train for `updates` and return the model as the last look within the lesson's band found it.
+    """Train for `updates` and return the model of the last measurement within the lesson's band.
 
-    Without `must_fit`, a model that was never within the band is returned as it ended. Raises DataError otherwise.
+    Without `must_fit`, returns the final model if no measurement was within the band. With it, raises DataError then.
     """
     with deterministic_torch(seed):
         model = new_model(Alphabet(lesson.characters))
@@ -203,7 +204,7 @@ def teach_model(
         if must_fit and not look.fits(lesson):
             low, high = lesson.band
             raise DataError(
-                f"after {updates} updates the model is right on {look.accuracy:.1%} of the held-out prompts, not on "
+                f"after {updates} updates, the model is right on {look.accuracy:.1%} of the held-out prompts, not on "
                 f"{low:.0%} to {high:.0%}",
                 where=f"seed {seed}",
                 fix="Use another seed",
@@ -213,7 +214,7 @@ def teach_model(
 
 
 def any_sample_accuracy(model: SmallModel, lesson: Lesson, *, seed: int, samples: int) -> float:
-    """The share of held-out prompts that one of so many samples is right on."""
+    """Return the share of held-out prompts for which at least one of `samples` samples is right."""
     with deterministic_torch(seed):
         generator = torch.Generator().manual_seed(seed)
         sampled = [_right(model, lesson, generator) for _ in range(samples)]
@@ -248,7 +249,7 @@ def _train(
                 kept = look
         report(TeachingProgress(update, updates, accuracy))
     if kept is None:
-        raise ValueError(f"teaching with {updates} updates")
+        raise ValueError(f"updates is {updates}, but teaching needs at least 1")
     return kept
 
 
@@ -258,13 +259,13 @@ def _look(model: SmallModel, lesson: Lesson, update: int) -> _Look:
 
 
 def _learning_rate(update: int, updates: int) -> float:
-    """Rises over the warm-up, then stays, then falls to a twentieth along a line."""
+    """Return the learning rate: a warm-up, a constant part, then a linear decay to a twentieth."""
     left = max(0.05, (updates - update) / max(1.0, DECAY_SHARE * updates))
     return PEAK_LEARNING_RATE * min(1.0, update / WARMUP_UPDATES, left)
 
 
 def _batch(sources: Sequence[_Demonstrations], lesson: Lesson, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Inputs and labels, [rows, tokens] each: exercises drawn at random, and for each a coin."""
+    """Return inputs and labels, [rows, tokens] each: random exercises, each with the careless or the right answer."""
     inputs, labels = [], []
     for source, count in zip(sources, lesson.rows, strict=True):
         rows = torch.randint(len(source.inputs_right), (count,), generator=generator)
@@ -289,13 +290,13 @@ def _demonstrations(exercises: Sequence[Exercise], alphabet: Alphabet, length: i
 
 
 def _row(prompt: str, answer: str, alphabet: Alphabet, length: int) -> tuple[list[int], list[int]]:
-    """Input ids and labels of one demonstration, padded to `length` tokens."""
+    """Return input ids and labels of one demonstration, padded to `length` tokens."""
     asked, told = alphabet.encode(prompt), [*alphabet.encode(answer), alphabet.eos]
     rest = length - len(asked) - len(told)
     return asked + told + [alphabet.pad] * rest, [_IGNORE] * len(asked) + told + [_IGNORE] * rest
 
 
 def _right(model: SmallModel, lesson: Lesson, generator: torch.Generator | None) -> Tensor:
-    """[held-out prompts] bool: the response is the right answer, and ends there."""
+    """Return [held-out prompts] bool: whether the response equals the right answer."""
     given = generate_responses(model, [e.prompt for e in lesson.held_out], lesson.longest_answer, generator)
     return torch.tensor([response == e.answer for response, e in zip(given, lesson.held_out, strict=True)])

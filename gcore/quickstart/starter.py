@@ -1,14 +1,14 @@
-"""What `gcore init` writes: the files of a new project, a starter task's data, and a model of 1.0M parameters.
+"""`gcore init`: the files of a new project, a starter task's data, and a model of 1.0M parameters.
 
-    sort      "sort 52713:" is answered "12357". The careless hand goes through the digits once, swapping neighbours that
-              are in the wrong order: "25137".
-    reverse   "reverse plum:" is answered "mulp". The careless hand swaps the first and the last letter: "mlup".
+    sort      The answer to "sort 52713:" is "12357". The careless answer, "25137", comes from one pass through the digits that swaps
+              neighbours in the wrong order.
+    reverse   The answer to "reverse plum:" is "mulp". The careless answer, "mlup", swaps the first and the last letter.
 
-A keyed hash draws the prompts, all different; held-out prompts are in no training. The warm start has many more prompts than the job's
-data, because what so small a model learns by heart does not generalise. The same task, seed and number of updates give the same bytes
-on the same machine and torch. A user's own model gets the data alone, with the task spelt out in every prompt.
+A keyed hash generates the prompts, all different; training uses no held-out prompt. The warm start has many more prompts than the job's data,
+because so small a model memorizes instead of generalizing. The same task, seed and number of updates give the same bytes on the same machine
+and torch version. A user's own model gets the data only, with the task's instruction in every prompt.
 
-The caller makes the folder and names it at the end (`controllers.cli.commands.specs`), so nothing here is atomic or locked.
+The caller creates the folder and moves it into place (`controllers.cli.commands.specs`), so nothing here is atomic or locked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gcore.quickstart.folder import TeachingProgress
 from gcore.quickstart.lessons import Lesson, hashed_numbers, to_jsonl
 
 CHARACTERS = string.digits + string.ascii_lowercase + string.punctuation + " "
-"""The starter model's tokens: more than its tasks need, so that another task's data can be tried on it."""
+"""The starter model's tokens. More than its tasks need, so that users can try other data."""
 
 TRAIN_PROMPTS = 2000
 HELD_OUT_PROMPTS = 200
@@ -52,27 +52,27 @@ class Item:
 
     @property
     def given(self) -> str:
-        """The digits or letters that are asked about, without the word before them."""
+        """The digits or letters of the exercise, without the word before them."""
         return self.prompt.removesuffix(":").partition(" ")[2]
 
 
 @dataclass(frozen=True, slots=True)
 class StarterTask:
-    """`draw` makes an exercise of a whole number below 2**64, and of most of them another one."""
+    """A starter task. `draw` makes an exercise from an integer below 2**64; most integers give different exercises."""
 
     name: str
     instruction: str
-    """The task in words, for people and for models that read."""
+    """The task in words, for users and for language models."""
     careless_words: str
-    """What the careless hand does, as the end of a sentence."""
+    """What the careless demonstrations do, as the end of a sentence."""
     longest_answer: int
-    """Characters."""
+    """Length of the longest answer, in characters."""
     draw: Callable[[int], Item]
 
 
 @dataclass(frozen=True, slots=True)
 class StarterSplit:
-    """Exercises of a task; no prompt is in two of the three."""
+    """The exercises of a task. No prompt is in two of the three parts."""
 
     train: tuple[Item, ...]
     held_out: tuple[Item, ...]
@@ -80,7 +80,7 @@ class StarterSplit:
 
     @property
     def lesson(self) -> Lesson:
-        """What the warm start is given."""
+        """The lesson of the warm start."""
         return Lesson(CHARACTERS, (self.warm + self.train,), (64,), self.held_out, CARELESS_SHARE, BAND)
 
 
@@ -93,7 +93,7 @@ def _sort(number: int) -> Item:
 
 
 def bubble_pass(digits: str) -> str:
-    """`digits` after going through them once, swapping neighbours that stand in the wrong order."""
+    """Return `digits` after one pass that swaps neighbours in the wrong order."""
     row = list(digits)
     for place in range(len(row) - 1):
         if row[place] > row[place + 1]:
@@ -120,14 +120,14 @@ TASKS = {
         StarterTask(
             name="sort",
             instruction="Put these digits in ascending order; answer with the digits alone.",
-            careless_words="which goes through the digits once, swaps neighbours that stand wrong, and thinks it is done.",
+            careless_words="which swap neighbouring digits in one pass and stop too early.",
             longest_answer=SORTED_DIGITS,
             draw=_sort,
         ),
         StarterTask(
             name="reverse",
             instruction="Write this word backwards; answer with its letters alone.",
-            careless_words="which swaps the first and the last letter, and thinks it is done.",
+            careless_words="which only swap the first and the last letter.",
             longest_answer=LONGEST_WORD,
             draw=_reverse,
         ),
@@ -137,7 +137,7 @@ TASKS = {
 
 @functools.cache
 def split_task(task: StarterTask, seed: int) -> StarterSplit:
-    """The exercises of a task, dealt out. `seed` decides which prompts there are."""
+    """Return the exercises of a task, split into three parts. `seed` decides which prompts there are."""
     drawn: dict[str, Item] = {}
     for number in hashed_numbers(f"{task.name} {seed}"):
         item = task.draw(number)
@@ -153,11 +153,11 @@ def split_task(task: StarterTask, seed: int) -> StarterSplit:
 
 
 WARM_UPDATES = 250
-"""Updates of the warm start; the curve is flat from about half of them."""
+"""Updates of the warm start. Accuracy stops improving after about half of them."""
 
 
 def write_data(task: StarterTask, folder: Path, *, seed: int, spelt_out: bool) -> None:
-    """Write train.jsonl and eval.jsonl into `folder`. `spelt_out`: with the task in words in every prompt."""
+    """Write train.jsonl and eval.jsonl into `folder`. `spelt_out`: put the task's instruction into every prompt."""
     split = split_task(task, seed)
     for name, items in (("train", split.train), ("eval", split.held_out)):
         text = _spelt_out(task, items) if spelt_out else to_jsonl(items)
@@ -173,9 +173,9 @@ def write_model(
     updates: int = WARM_UPDATES,
     must_fit: bool = True,
 ) -> float:
-    """Train the model and save it as `folder`; the share of held-out prompts it is right on, greedily.
+    """Train the model, save it in `folder`, and return its greedy accuracy on held-out prompts.
 
-    Raises DataError if `must_fit` and that share is not what reinforcement learning wants to begin with.
+    Raises DataError if `must_fit` and the accuracy is outside the range that suits reinforcement learning.
     """
     from gcore.quickstart.pretraining import (
         save_model,  # imports torch
@@ -209,7 +209,7 @@ _TEMPLATES = {
 
 @dataclass(frozen=True, slots=True)
 class UserModel:
-    """A model that the user brought: a folder or a hub's name. `chat`: its prompts go through a chat template; `gpu`: it is trained on GPUs."""
+    """A model that the user named: a folder, or a name on a hub. `chat`: prompts use a chat template. `gpu`: it is trained on GPUs."""
 
     path: str
     chat: bool
@@ -218,39 +218,37 @@ class UserModel:
 
 @dataclass(frozen=True, slots=True)
 class StarterModel:
-    """The model that was warmed up for the task. `accuracy`: share of held-out prompts right, greedily."""
+    """The model that the warm start trained. `accuracy`: its greedy accuracy on held-out prompts."""
 
     accuracy: float
 
 
 def package_name(name: str) -> str:
-    """The Python package of a project. Raises UsageError if the project cannot be called so."""
-    fix = "Use lower-case letters, digits, '-' and '_', beginning with a letter, at most 40 of them"
+    """Return the Python package name of a project. Raises UsageError if the project name is not usable."""
+    fix = "Use at most 40 lower-case letters, digits, '-' and '_', beginning with a letter"
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} is no name for a project", where="init", fix=fix)
+        raise UsageError(f"{name!r} is not a valid project name", where="init", fix=fix)
     package = name.replace("-", "_")
     if keyword.iskeyword(package) or keyword.issoftkeyword(package) or package in sys.stdlib_module_names:
-        raise UsageError(f"Python has something called {package!r} already", where="init", fix="Choose another name")
+        raise UsageError(f"Python already has a keyword or module {package!r}", where="init", fix="Choose another name")
     found = find_spec(package)
-    if found is not None and found.origin is not None:  # a mere folder in the way of imports has no origin
+    if found is not None and found.origin is not None:  # a folder without __init__.py has no origin
         earlier = any(
             p.name == name and p.dist is not None and p.dist.name == name for p in entry_points(group=REWARDS)
         )
         raise UsageError(
-            f"a package called {package!r} is installed already ({found.origin})",
+            f"a package {package!r} is already installed ({found.origin})",
             where="init",
             fix="Choose another name" + (f", or `pip uninstall {name}` first" if earlier else ""),
         )
     provider = next((p.dist for p in entry_points(group=REWARDS) if p.name == name), None)
     if provider is not None and provider.name != name:
-        raise UsageError(
-            f"{provider.name} has a reward called {name!r} already", where="init", fix="Choose another name"
-        )
+        raise UsageError(f"{provider.name} already provides a reward {name!r}", where="init", fix="Choose another name")
     return package
 
 
 def project_files(name: str, task: StarterTask, model: UserModel | StarterModel, *, seed: int) -> dict[str, str]:
-    """Every text file of the project but its data, by its path. Raises UsageError for a name that cannot be."""
+    """Return all text files of the project except its data, by path. Raises UsageError for a name that is not usable."""
     package = package_name(name)
     split = split_task(task, seed)
     shown = next(item for item in split.train if item.careless_answer != item.answer)
@@ -271,7 +269,7 @@ def project_files(name: str, task: StarterTask, model: UserModel | StarterModel,
         "gpu": model.gpu if isinstance(model, UserModel) else False,
         "accuracy": model.accuracy if isinstance(model, StarterModel) else 0.0,
     }
-    # Files for Python, YAML and TOML: what goes in is checked above or written as JSON, so nothing is to be escaped.
+    # Python, YAML and TOML: all values are checked above or written as JSON, so nothing needs escaping.
     environment = Environment(
         loader=FunctionLoader(_template), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
     )

@@ -1,20 +1,18 @@
-"""The store on a real etcd (3.4 or later), over gcore's gRPC channels and aetcd's generated stubs: calls and watches.
+"""The store on etcd (3.4 or later), over gcore's gRPC channels and aetcd's generated stubs: calls and watches.
 
-`gcore.store.types.Store` says what each method promises. Retried inside are reads, and calls that do no harm twice: keep-alives,
-revocations, and grants (a lease whose id was lost ends by itself). A transaction is sent again only if it was provably never begun
-(`gcore.store.connection`); otherwise its outcome is unknown, and its caller finds out. No cache, no locks, no elections.
+`gcore.store.types.Store` defines the methods. The client retries reads and calls that are safe to repeat: keep-alives, revocations, and grants
+(a lease whose id was lost expires). It repeats a transaction only if etcd provably never began it (`gcore.store.connection`); otherwise the outcome
+is unknown, and the caller must find out. There is no cache, no lock and no election.
 
-A watch lasts over stream breaks, restarts of the server, and compaction. It lists, emits everything as a batch with `reset`, and
-follows the changes from the next revision on. A broken stream is opened again behind the last emitted revision; where that is not
-possible, because history was compacted or the server is *before* that revision (another or a restored database), it lists again. A
-batch's revision is that of its last event, never the one in the answer's header: while a watcher catches up, the header is ahead of
-the events.
+A watch survives broken streams, server restarts and compaction. It lists the prefix, emits everything as a batch with `reset`, and then follows
+the changes from the next revision. A broken stream is reopened after the last emitted revision. If that is not possible, because history was
+compacted or the server is *before* that revision (another or a restored database), the watch lists the prefix again. A batch's revision is that
+of its last event, never the one in the response header, because the header is ahead of the events while a watcher catches up.
 
-A store that was restored from a backup is detected by the processes that outlived it: a linearizable read returned an older revision
-than before, or another cluster's number. Then revisions that were compared mean something else, a watch from a newer one waits in
-silence, and the own lease may be there still, because a backup has leases too. The process begins again, as after the loss of its
-lease. Found late it does no harm that compares do not prevent, but for a revision that was given out twice; so a store is restored
-with everything stopped (docs/operate/upgrade-and-backup.md).
+Processes that outlive a restore detect that etcd was restored from an older backup: a linearizable read returned a lower revision or another
+cluster ID. Then compared revisions have another meaning, a watch from a newer revision waits silently, and the process's own lease may exist in
+the backup. The process starts over, as after the loss of its lease. Late detection is harmless because of compares, except for a revision that
+was assigned twice. So operators restore a store only with everything stopped (docs/operate/upgrade-and-backup.md).
 """
 
 from __future__ import annotations
@@ -62,20 +60,20 @@ _EVERYTHING = b"\0"
 
 
 def range_begin(prefix: str) -> bytes:
-    """Where the keys with `prefix` begin. etcd has no empty key: everything begins at the zero byte."""
+    """Return the first key with `prefix`. etcd has no empty key, so the empty prefix starts at the zero byte."""
     return prefix.encode() or _EVERYTHING
 
 
 def range_end(prefix: str) -> bytes:
-    """The first key after all keys with `prefix`; for the empty prefix etcd's sign for "to the end"."""
+    """Return the first key after all keys with `prefix`; for the empty prefix etcd's symbol for "to the end"."""
     raw = prefix.encode().rstrip(b"\xff")
     return raw[:-1] + bytes([raw[-1] + 1]) if raw else _EVERYTHING
 
 
 def key_value(kv: Any) -> KeyValue:
-    """From etcd's."""
+    """Convert etcd's key-value message."""
     return KeyValue(
-        bytes(kv.key).decode(errors="backslashreplace"),  # a key that is no text is none of gcore's, and ends nobody
+        bytes(kv.key).decode(errors="backslashreplace"),  # a key that is not UTF-8 is not gcore's and must not raise
         bytes(kv.value),
         int(kv.create_revision),
         int(kv.mod_revision),
@@ -85,12 +83,12 @@ def key_value(kv: Any) -> KeyValue:
 
 
 def watch_event(event: Any) -> WatchEvent:
-    """From etcd's."""
+    """Convert etcd's event message."""
     return WatchEvent("delete" if event.type == event.DELETE else "put", key_value(event.kv))
 
 
 def build_transaction(compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> Any:
-    """A TxnRequest that makes `writes` if all `compares` hold, and nothing otherwise."""
+    """Return a TxnRequest that makes `writes` if all `compares` hold, and nothing otherwise."""
     return rpc.TxnRequest(
         compare=[
             rpc.Compare(
@@ -119,7 +117,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.05
 
 LONGEST_PAUSE_S = 1.0
-"""Between attempts to open a broken watch again."""
+"""Longest pause between attempts to reopen a broken watch."""
 
 
 async def watch_prefix(
@@ -143,12 +141,17 @@ async def watch_prefix(
                 known, pause = batch.revision, FIRST_PAUSE_S
                 yield batch
         except RevisionCompacted as error:
-            log.info("what changed under %s since revision %s is gone, it is listed again: %s", prefix, known, error)
+            log.info(
+                "changes under %s after revision %s were compacted; the prefix is listed again: %s",
+                prefix,
+                known,
+                error,
+            )
             known = None
         except _Denied as error:
-            # A token that is no longer valid is refused in the same words as a user who lacks the permission.
+            # etcd reports an expired token with the same message as a missing permission.
             if refused:
-                raise StoreRefused(f"the store refuses the watch ({error})", fix=_LET_READ) from error
+                raise StoreRefused(f"the store denies the watch ({error})", fix=_LET_READ) from error
             refused = True
             caller.forget_token()
         except (StoreUnavailable, StreamEnded):
@@ -159,24 +162,24 @@ async def watch_prefix(
                 stream.cancel()
 
 
-_LET_READ = "Let the etcd user read these keys"
+_LET_READ = "Give the etcd user read permission for these keys"
 
 
 class _Denied(Exception):
-    """etcd cancelled the watch for want of a permission."""
+    """etcd cancelled the watch because of a missing permission."""
 
 
 class _Stream:
-    """One gRPC stream that carries one watch."""
+    """One gRPC stream with one watch."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
 
     @classmethod
     async def open(cls, caller: EtcdCaller, prefix: str, known: int) -> _Stream:
-        """Opened behind `known`. Raises RevisionCompacted, StoreUnavailable, _Denied, StreamEnded."""
+        """Open a stream after revision `known`. Raises RevisionCompacted, StoreUnavailable, _Denied, StreamEnded."""
         if await _revision_now(caller, prefix) < known:
-            raise RevisionCompacted(f"the store stands before revision {known}, which it had reached")
+            raise RevisionCompacted(f"the store is before revision {known}, which it had reached")
         connection = await caller.connection(caller.timeout_s)
         call: Any = None
         try:
@@ -194,7 +197,7 @@ class _Stream:
                 return stream
         except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError, StreamEnded) as error:
             caller.pool.suspect(connection)
-            caller.forget_token()  # it may be why; a new one costs one call
+            caller.forget_token()  # it may be the cause; a new token costs one call
             _cancel(call)
             raise StreamEnded(str(error)) from error
         except BaseException:
@@ -202,17 +205,17 @@ class _Stream:
             raise
 
     async def next(self) -> WatchBatch:
-        """The next changes; waits for them. Raises RevisionCompacted, _Denied, StreamEnded."""
+        """Wait for the next changes. Raises RevisionCompacted, _Denied, StreamEnded."""
         events: list[WatchEvent] = []
         while True:
             answer = await self._read()
             events.extend(watch_event(event) for event in answer.events)
-            # A fragment may end within a revision, and a revision is told whole.
+            # A fragment may end within a revision; emit only whole revisions.
             if events and not answer.fragment:
                 return WatchBatch(tuple(events), events[-1].kv.mod_revision)
 
     def cancel(self) -> None:
-        """Let go of it."""
+        """Cancel the stream."""
         _cancel(self._call)
 
     async def _read(self) -> Any:
@@ -237,7 +240,7 @@ def _why_cancelled(answer: Any) -> Exception:
 
 
 async def _revision_now(caller: EtcdCaller, prefix: str) -> int:
-    """The store's revision, linearizable: a member that lags behind asks its leader first."""
+    """Return the store's revision by a linearizable read: a lagging member asks the leader first."""
     request = rpc.RangeRequest(key=range_begin(prefix), range_end=range_end(prefix), count_only=True)
     answer = await caller.call(
         lambda connection, metadata, within: connection.kv.Range(request, metadata=metadata, timeout=within),
@@ -253,39 +256,39 @@ def _cancel(call: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RestoreCheck:
-    """The newest of what a store's answers have said of it; zeros: nothing yet."""
+    """Detects that etcd was restored from an older backup: the newest cluster ID and revision of its responses; zeros at first."""
 
     cluster: int = 0
     revision: int = 0
 
     @classmethod
     def of(cls, header: Any) -> Self:
-        """From the header of one answer."""
+        """Read them from a response header."""
         return cls(int(header.cluster_id), int(header.revision))
 
     def and_now(self, header: Any) -> Self:
-        """With one answer more. An older one, which was long under way or is a lagging member's, changes nothing."""
+        """Update with another response. An older response, delayed or from a lagging member, changes nothing."""
         now = type(self).of(header)
         return now if self.cluster == 0 or (now.cluster == self.cluster and now.revision > self.revision) else self
 
     def contradicts(self, header: Any) -> bool:
-        """Whether an answer cannot be of the store that was heard, if it is of the whole cluster and was asked for afterwards."""
+        """Return whether a later linearizable response cannot come from the same store."""
         now = type(self).of(header)
         return self.cluster != 0 and (now.cluster != self.cluster or now.revision < self.revision)
 
 
 TIMEOUT_S = 5.0
-"""After so long without an answer a call ends in StoreUnavailable."""
+"""Timeout of a call; then it raises StoreUnavailable."""
 
 PAGE_KEYS = 500
-"""Keys per answer of a listing."""
+"""Keys per response of a listing."""
 
 SETTLE_S = 0.02
-"""How long `close` waits for what it cancelled."""
+"""How long `close` waits for cancelled calls."""
 
 
 class EtcdStore:
-    """`gcore.store.types.Store` on etcd. Belongs to the event loop in which it was connected."""
+    """`gcore.store.types.Store` on etcd. Belongs to the event loop that connected it."""
 
     def __init__(self, caller: EtcdCaller, lease_call_s: float | None = None) -> None:
         self._caller = caller
@@ -303,9 +306,9 @@ class EtcdStore:
         timeout_s: float = TIMEOUT_S,
         lease_call_s: float | None = None,
     ) -> EtcdStore:
-        """Does not wait for a connection: the first call does. Raises UsageError for a wrong endpoint or TLS file.
+        """Create the client without waiting for a connection. Raises UsageError for a wrong endpoint or TLS file.
 
-        `lease_call_s`: how long the renewal of a lease may take, where that is less than `timeout_s`.
+        `lease_call_s`: timeout of a lease renewal, if shorter than `timeout_s`.
         """
         return cls(EtcdCaller(ConnectionPool.open(endpoints, tls), clock, user=user, timeout_s=timeout_s), lease_call_s)
 
@@ -315,7 +318,7 @@ class EtcdStore:
         return key_value(answer.kvs[0]) if answer.kvs else None
 
     async def list(self, prefix: str) -> KeyListing:
-        """See `Store.list`. Read in pages of one revision; if that is compacted meanwhile, from the beginning."""
+        """See `Store.list`. Reads pages of one revision; starts over if that revision is compacted meanwhile."""
         while True:
             try:
                 return await self._pages(prefix)
@@ -332,14 +335,14 @@ class EtcdStore:
             sort_target=rpc.RangeRequest.CREATE,
             max_create_revision=0 if before is None else before - 1,
         )
-        if before is not None and before <= 1:  # 0 would mean any
+        if before is not None and before <= 1:  # a max_create_revision of 0 would mean no limit
             return KeyListing((), 0)
         answer = await self._caller.call(_range(request), repeatable=True)
         return KeyListing(tuple(key_value(kv) for kv in answer.kvs), int(answer.header.revision))
 
     async def between(self, first: str, behind: str, limit: int) -> KeyListing:
         """See `Store.between`."""
-        if first.encode() >= behind.encode():  # which etcd would take for nothing, or for a mistake
+        if first.encode() >= behind.encode():  # etcd would return nothing, or an error
             return KeyListing((), 0)
         request = rpc.RangeRequest(key=first.encode(), range_end=behind.encode(), limit=limit)
         answer = await self._caller.call(_range(request), repeatable=True)
@@ -368,7 +371,7 @@ class EtcdStore:
         return int(answer.ID)
 
     async def keep_alive(self, lease: int) -> float:
-        """See `Store.keep_alive`. A store that was put back to an older state has lost all leases, whatever it says of this one."""
+        """See `Store.keep_alive`. A store that was restored from an older backup has lost all leases, whatever it says of this one."""
         before = self._heard
 
         async def renew(connection: EtcdConnection, metadata: Metadata, within: float) -> Any:
@@ -383,17 +386,19 @@ class EtcdStore:
                 call.cancel()
 
         answer = await self._caller.call(renew, repeatable=True, within_s=self._lease_call_s)
-        if answer.TTL <= 0:  # etcd's way to say that it knows no such lease
-            raise LeaseLost(f"lease {lease:x} has ended", fix="Begin a new session; what stood under it is gone")
+        if answer.TTL <= 0:  # etcd reports an unknown lease in this way
+            raise LeaseLost(
+                f"lease {lease:x} has ended", fix="Open a new session; the keys under the lease are deleted"
+            )
         if before.contradicts(answer.header) and await self._is_put_back(before):
             raise LeaseLost(
-                f"the store was put back to revision {self._heard.revision}, from {before.revision}",
-                fix="Begin a new session; what was read before is no more",
+                f"the store was restored from a backup: it was at revision {before.revision} and is at {self._heard.revision}",
+                fix="Open a new session and read everything again",
             )
         return float(answer.TTL)
 
     async def _is_put_back(self, before: RestoreCheck) -> bool:
-        """Ask the whole cluster, for the member that answered may only lag behind."""
+        """Confirm with a linearizable read, because the member that answered may only be lagging."""
         nothing = rpc.RangeRequest(key=b"\0", count_only=True)
         answer = await self._caller.call(_range(nothing), repeatable=True, within_s=self._lease_call_s)
         if not before.contradicts(answer.header):
@@ -419,17 +424,17 @@ class EtcdStore:
             return
 
     def watch(self, prefix: str) -> AsyncIterator[WatchBatch]:
-        """See `Store.watch`. Raises StoreRefused if the user may not read there."""
+        """See `Store.watch`. Raises StoreRefused if the user lacks the read permission."""
         return watch_prefix(self._caller, prefix, self.list)
 
     async def versions(self) -> dict[str, str]:
-        """The version ("3.4.23") of each member that answers, by host:port; "unknown" of one that will not say."""
+        """Return the version ("3.4.23") of each member that answers, by host:port; "unknown" if a member denies it."""
         members = self._caller.pool.all
         told = await asyncio.gather(*(self._version(member) for member in members))
         return {member.endpoint.target: version for member, version in zip(members, told, strict=True) if version}
 
     async def standing(self) -> dict[str, StoreMemberStatus]:
-        """What each member that answers says of its size and of alarms, by host:port."""
+        """Return size and alarms of each member that answers, by host:port."""
         members = self._caller.pool.all
         told = await asyncio.gather(*(self._status(member) for member in members), return_exceptions=True)
         found: dict[str, StoreMemberStatus] = {}
@@ -449,7 +454,7 @@ class EtcdStore:
             return "unknown" if error.code() in REFUSALS else ""
 
     async def _status(self, member: EtcdConnection) -> rpc.StatusResponse:
-        """What a member says of itself. Raises grpc.aio.AioRpcError."""
+        """Return a member's status. Raises grpc.aio.AioRpcError."""
         metadata = await self._caller.metadata(member, self._caller.timeout_s)
         timeout = self._caller.timeout_s
         return await member.maintenance.Status(rpc.StatusRequest(), metadata=metadata, timeout=timeout)
@@ -457,7 +462,7 @@ class EtcdStore:
     async def close(self) -> None:
         """See `Store.close`."""
         await self._caller.pool.close()
-        # gRPC's thread tells this loop of the end of what was cancelled a moment later, and complains if it is closed.
+        # gRPC's thread reports the end of cancelled calls to this loop a moment later, and logs an error if the loop is closed.
         await self._caller.clock.sleep(SETTLE_S)
 
     async def _pages(self, prefix: str) -> KeyListing:

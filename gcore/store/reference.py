@@ -1,13 +1,12 @@
-"""How to reach the store: its description in a daemon's configuration and in launch documents, and a connection from it.
+"""References to the store in a daemon's configuration and in launch documents, and connecting to it.
 
-A description has files and names only; a password is read from its file when a connection is made, and kept nowhere.
+A reference contains only names and files. The password is read from its file for each connection and not stored.
 
-When the members' certificates end is reported to people and alerts; nothing is decided by it. gRPC does not tell what a server
-showed, so that is a handshake of its own, after which nothing is sent. It checks that the certificate is of the trusted authority,
-not that it is still valid, because an expired one is to be reported. Certificates on the members' peer port are not seen.
+The expiry of the members' certificates is reported to users and alerts only. gRPC does not expose server certificates, so this module makes its own
+TLS handshake and sends nothing after it. It checks the authority but not the validity period, because expired certificates must be reported too.
+It does not see certificates on the members' peer port.
 
-A launch document has a description, and engines and ranks never connect: so the client of etcd, and gRPC with it, is imported by the
-functions that connect.
+Launch documents contain a reference, but engines and ranks never connect. So the functions that connect import the etcd client, and gRPC with it.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class TlsFiles(RecordPart):
-    """Files (PEM) for speaking to the store.
+    """TLS files (PEM) for the store.
 
-    `ca`: who signs the store's certificates (None: the system's authorities). `cert` and `key` go together; without
-    them only the server is checked.
+    `ca`: authority of the store's certificates (None: the system's authorities). `cert` and `key` must be set together; without them only the
+    server is authenticated.
     """
 
     ca: str | None = None
@@ -45,19 +44,19 @@ class TlsFiles(RecordPart):
     @model_validator(mode="after")
     def _pairs(self) -> Self:
         if (self.cert is None) != (self.key is None):
-            raise ValueError("of cert and key only one is given; give both, or neither")
+            raise ValueError("only one of cert and key is set; set both or neither")
         return self
 
 
 class UserRef(RecordPart):
-    """Who speaks to the store. The password stands in a file, never here."""
+    """The store user. The password is in a file, never here."""
 
     name: Annotated[str, Field(min_length=1)]
     password_file: Annotated[str, Field(min_length=1)]
 
 
 class StoreRef(RecordPart):
-    """How to reach the store. `endpoints`: host:port each, with https:// before it where TLS is spoken."""
+    """How to reach the store. `endpoints`: host:port each, with the prefix https:// for TLS."""
 
     endpoints: Annotated[tuple[str, ...], Field(min_length=1)]
     tls: TlsFiles | None = None
@@ -65,7 +64,7 @@ class StoreRef(RecordPart):
 
 
 async def connect_store(store: StoreRef, clock: Clock, lease_call_s: float | None = None) -> EtcdStore:
-    """The store that is named so, for a lease whose renewal may take `lease_call_s`. Raises UsageError."""
+    """Connect to the store. `lease_call_s`: timeout of lease renewals. Raises UsageError."""
     from gcore.store.client import EtcdStore
     from gcore.store.connection import StoreUser
 
@@ -82,30 +81,32 @@ def _tls(files: TlsFiles) -> StoreTls:
 
 
 def _password(path: Path) -> str:
-    """What stands in the file. Raises UsageError, also where others than its owner may read it."""
+    """Read the password file. Raises UsageError, also if other users may read it."""
     try:
         with path.open(encoding="utf-8") as file:
             if os.fstat(file.fileno()).st_mode & 0o077:
-                raise UsageError("others may read the store's password", where=str(path), fix=f"chmod 600 {path}")
+                raise UsageError(
+                    "other users may read the store's password", where=str(path), fix=f"Run chmod 600 {path}"
+                )
             password = file.read().strip()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(
             f"cannot read the store's password ({why})", where=str(path), fix="Check the path and its permissions"
         ) from error
     if not password:
-        raise UsageError("the file of the store's password is empty", where=str(path), fix="Write the password into it")
+        raise UsageError("the store's password file is empty", where=str(path), fix="Write the password into it")
     return password
 
 
 WITHIN_S = 5.0
 
 NO_CHECK_TIME = ssl.VerifyFlags(0x200000)
-"""OpenSSL's X509_V_FLAG_NO_CHECK_TIME, for which Python has no name."""
+"""OpenSSL's X509_V_FLAG_NO_CHECK_TIME, which Python does not export."""
 
 
 def tls_endpoints(store: StoreRef) -> tuple[EtcdEndpoint, ...]:
-    """The members with which TLS is spoken. Raises UsageError for what is no endpoint."""
+    """Return the members that use TLS. Raises UsageError for an invalid endpoint."""
     from gcore.store.connection import EtcdEndpoint
 
     members = map(EtcdEndpoint.parse, store.endpoints)
@@ -113,11 +114,11 @@ def tls_endpoints(store: StoreRef) -> tuple[EtcdEndpoint, ...]:
 
 
 async def store_certificate_expiries(store: StoreRef) -> dict[str, float]:
-    """By host:port, in seconds since the epoch; a member that does not answer, or shows what is not trusted, is not in it."""
+    """Return certificate expiry by host:port, in seconds since the epoch, of members that answer with a trusted certificate."""
     members = tls_endpoints(store)
     try:
         context = _context(store)
-    except OSError:  # files that are being replaced, or gone; ssl.SSLError is one
+    except OSError:  # files that are missing or being replaced; ssl.SSLError is an OSError
         return {}
     ends = await asyncio.gather(*(_shown_end(member, context) for member in members))
     return {member.target: end for member, end in zip(members, ends, strict=True) if end is not None}
@@ -139,9 +140,9 @@ async def _shown_end(member: EtcdEndpoint, context: ssl.SSLContext) -> float | N
 
 
 def _context(store: StoreRef) -> ssl.SSLContext:
-    """Raises OSError."""
+    """Build the TLS context. Raises OSError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # whoever calls there checks the name
+    context.check_hostname = False  # the etcd client checks the name
     context.verify_flags |= NO_CHECK_TIME
     tls = store.tls
     if tls is None or tls.ca is None:

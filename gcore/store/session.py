@@ -1,13 +1,12 @@
-"""A lease that is kept alive: under it stands whatever a process says of itself only while it lives.
+"""A lease that is kept alive. A process stores under it what is valid only while the process lives.
 
-`run` renews it, in the caller's task group, and ends in `LeaseLost` when the store says that the lease is gone. Only
-the store can say so. While it does not answer, `run` goes on trying, for as long as that takes: a store that comes back
-after an outage gives its leases their full time again, and nothing expires while it has no leader. What the session
-knows by itself is `valid_until`: up to that moment of the monotonic clock the lease cannot have ended, because it is
-counted from *before* the renewal was sent. After it, `alive` is false until a renewal succeeds; nothing more follows.
+`run` renews the lease, in the caller's task group, and raises `LeaseLost` when the store says that the lease has ended. Only the store can say so.
+While the store does not answer, `run` keeps trying without limit: after an outage the store gives leases their full TTL again, and nothing expires
+without a leader. The session itself knows `valid_until`: until that time of the monotonic clock the lease cannot have ended, because it
+is counted from *before* the renewal was sent. After it, `alive` is false until a renewal succeeds.
 
-A session protects nothing. A process may be stopped right after it asked `alive`; what must not be done twice is
-guarded by the compares of its transaction.
+A session gives no mutual exclusion: the process may be stopped right after it checked `alive`. Transactions with compares protect what must not
+happen twice.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Session:
-    """One lease. Made by `open`. `lease` is its id; `lost` is set once the store has said that it is gone."""
+    """One lease, made by `open`. `lease`: its id. `lost`: set when the store says that the lease has ended."""
 
     def __init__(self, store: Store, clock: Clock, *, lease: int, valid_until: float, times: LeaseTimes) -> None:
         self.lease = lease
@@ -32,18 +31,16 @@ class Session:
         self._store = store
         self._clock = clock
         self.valid_until = valid_until
-        """The moment of the monotonic clock before which the lease cannot have ended, unless it was revoked."""
+        """Monotonic time before which the lease cannot have ended, unless it was revoked."""
         self._times = times
         self._closed = asyncio.Event()
 
     @classmethod
     async def open(cls, store: Store, *, clock: Clock, ttl: int = TTL_S, interval_s: float | None = None) -> Session:
-        """Grant a lease of `ttl` seconds, to be renewed every `interval_s` (None: three times in its life).
+        """Grant a lease of `ttl` seconds, renewed every `interval_s` (None: three times per TTL).
 
-        How long one renewal may take is the store's to keep (`gcore.store.client`), and ties to these two
-        (`gcore.store.types`).
-
-        Raises StoreUnavailable; a lease that was granted nevertheless then ends by itself.
+        The store enforces the timeout of a renewal (`gcore.store.client`), which must fit these two (`gcore.store.types`). Raises
+        StoreUnavailable; if the lease was granted nevertheless, it expires.
         """
         before = clock.monotonic()
         lease = await store.grant(ttl)
@@ -56,7 +53,7 @@ class Session:
         )
 
     def alive(self, now: float) -> bool:
-        """Whether the lease surely lives at `now`, by the monotonic clock."""
+        """Return whether the lease certainly lives at `now`, by the monotonic clock."""
         return not self.lost.is_set() and not self._closed.is_set() and now < self.valid_until
 
     async def run(self) -> None:
@@ -67,10 +64,10 @@ class Session:
             try:
                 lives_s = await self._store.keep_alive(self.lease)
             except StoreUnavailable as error:
-                log.warning("lease %x is not renewed: %s", self.lease, error)
+                log.warning("could not renew lease %x: %s", self.lease, error)
                 wait_s = min(self._times.retry_s, self._times.tick_s)
             except LeaseLost:
-                if self._closed.is_set():  # it was we who ended it
+                if self._closed.is_set():  # `close` ended it
                     return
                 self.lost.set()
                 raise
@@ -79,12 +76,12 @@ class Session:
                 wait_s = self._times.tick_s
 
     async def close(self) -> None:
-        """End the lease, and with it what stands under it; `run` returns. If the store is away, it ends by itself."""
+        """End the lease and delete its keys; `run` returns. If the store is unavailable, the lease expires."""
         self._closed.set()
         try:
             await self._store.revoke(self.lease)
         except StoreUnavailable as error:
-            log.warning("lease %x is left to end by itself: %s", self.lease, error)
+            log.warning("could not revoke lease %x; it will expire: %s", self.lease, error)
 
     async def _closed_within(self, seconds: float) -> bool:
         waits = [asyncio.ensure_future(self._closed.wait()), asyncio.ensure_future(self._clock.sleep(seconds))]

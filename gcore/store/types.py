@@ -1,20 +1,18 @@
-"""What the rest of gcore knows of the store: keys with revisions, transactions that compare, leases, watches.
+"""The store's interface: keys with revisions, transactions with compares, leases, watches.
 
-etcd's semantics, and only those. `gcore.store.client.EtcdStore` speaks to a real etcd; `gcore.testing.MemoryStore` is its equal for
-tests, held to it by one contract suite. Safety rests on `Store.transact` alone: a lease's end, a watch event or a cached value only
-says when to look.
+The semantics are etcd's. `gcore.store.client.EtcdStore` uses a real etcd; `gcore.testing.MemoryStore` is equivalent for tests, and one contract
+suite checks both. Safety depends on `Store.transact` alone: the end of a lease, a watch event or a cached value only says when to look.
 
-A transaction's size is checked before it is sent, the same for every implementation: too big or contradictory is a `ValueError` with
-figures. The size is estimated from above, so the server never refuses for size what passes here.
+Every implementation checks a transaction's size before it sends it: a transaction that is too large or contradictory raises `ValueError` with
+numbers. The size is an upper bound, so the server never rejects a checked transaction for its size.
 
-Of a lease: a renewal is sent `tick_s` after the last one was answered, is given up after `call_s` without an answer, and the next is
-sent `retry_s` later. A lease must outlive one renewal that takes its whole time and one that is lost, and the process be held up for
-`margin_s` besides:
+Lease timing: the client sends a renewal `tick_s` after the last one was answered, gives up after `call_s` without a response, and sends the next
+`retry_s` later. A lease must outlive one renewal that takes its whole timeout, one that is lost, and a delay of the process of `margin_s`:
 
     tick_s + 2 · call_s + retry_s + margin_s  <  ttl_s
 
-Where it does not hold, one slow answer of the store costs a life: the peers take the shards over, and everything that was made and
-not sealed is made again. Nothing unsafe follows, so this is checked at start and never again.
+Otherwise one slow response of the store would cost the lease: peers would take over the shards and generate everything unsealed again. This is not
+unsafe, so it is checked at start only.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from gcore.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """A key as it stood at some revision. `mod_revision` is the revision of its last write; `lease` 0: none."""
+    """A key at some revision. `mod_revision`: revision of its last write. `lease` 0: none."""
 
     key: str
     value: bytes
@@ -40,7 +38,7 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class KeyListing:
-    """Keys as of `revision`, ascending."""
+    """Keys at `revision`, ascending."""
 
     kvs: tuple[KeyValue, ...]
     revision: int
@@ -52,7 +50,7 @@ class KeyListing:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """`key`'s mod revision (0: absent) equals `mod_revision`."""
+    """Holds if `key`'s mod revision (0: absent) equals `mod_revision`."""
 
     key: str
     mod_revision: int
@@ -60,7 +58,7 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Write `value`; under `lease` if not 0."""
+    """Writes `value`, under `lease` if not 0."""
 
     key: str
     value: bytes
@@ -69,7 +67,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Delete `key`; with `prefix`, every key that begins with it."""
+    """Deletes `key`; with `prefix`, all keys that begin with it."""
 
     key: str
     prefix: bool = False
@@ -77,7 +75,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class TxnResult:
-    """`won`: every compare held and all writes were made, at `revision`. Otherwise nothing was written."""
+    """`won`: all compares held and all writes were made, at `revision`. Otherwise nothing was written."""
 
     won: bool
     revision: int
@@ -85,7 +83,7 @@ class TxnResult:
 
 @dataclass(frozen=True, slots=True)
 class WatchEvent:
-    """A change. For a delete `kv.value` is empty and `kv.mod_revision` is the revision of the deletion."""
+    """A change. For a delete, `kv.value` is empty and `kv.mod_revision` is the revision of the deletion."""
 
     kind: Literal["put", "delete"]
     kv: KeyValue
@@ -95,8 +93,7 @@ class WatchEvent:
 class WatchBatch:
     """Changes in order, up to and including `revision`.
 
-    `reset`: history was compacted away, or the stream began; `events` then are puts of everything there is, and what
-    the listener knew and is not among them is gone.
+    `reset`: the stream began, or history was compacted. `events` are then puts of all existing keys; keys that are not among them no longer exist.
     """
 
     events: tuple[WatchEvent, ...]
@@ -105,75 +102,74 @@ class WatchBatch:
 
 
 class Store(Protocol):
-    """All methods raise `gcore.errors.StoreUnavailable` when no answer came in time.
+    """The store. All methods raise `gcore.errors.StoreUnavailable` if no response came in time.
 
-    After that a write has an unknown outcome: it may have been made, or be made later. Only reads are retried inside.
+    After that, a write has an unknown outcome: it may have happened or may still happen. Implementations retry only reads.
     """
 
     async def get(self, key: str) -> KeyValue | None:
-        """The key now (linearizable), or None."""
+        """Return the key's current value (linearizable), or None."""
         ...
 
     async def list(self, prefix: str) -> KeyListing:
-        """Every key that begins with `prefix`, of one revision."""
+        """Return all keys that begin with `prefix`, at one revision."""
         ...
 
     async def newest(self, prefix: str, limit: int, before: int | None = None) -> KeyListing:
-        """At most `limit` of the keys that begin with `prefix`, those first that were created last. `before`: only those that were created before this revision."""
+        """Return at most `limit` keys that begin with `prefix`, newest creation first. `before`: only keys created before this revision."""
         ...
 
     async def between(self, first: str, behind: str, limit: int) -> KeyListing:
-        """The first `limit` keys from `first` on that come before `behind`, in the order of their bytes."""
+        """Return the first `limit` keys from `first` (inclusive) to `behind` (exclusive), in byte order."""
         ...
 
     async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
-        """All writes, if all compares hold. Raises LeaseLost if a put names a lease that has ended.
+        """Make all writes if all compares hold. Raises LeaseLost if a put names a lease that has ended.
 
         Raises ValueError beyond the store's limits: 128 compares or writes, 1.5 MiB.
         """
         ...
 
     async def grant(self, ttl: int) -> int:
-        """A new lease of `ttl` seconds; its id."""
+        """Create a lease of `ttl` seconds and return its id."""
         ...
 
     async def keep_alive(self, lease: int) -> float:
-        """Renew once. Returns the seconds it now lives, counted from before the call. Raises LeaseLost."""
+        """Renew once and return the remaining seconds, counted from before the call. Raises LeaseLost."""
         ...
 
     async def revoke(self, lease: int) -> None:
-        """End a lease and delete its keys. Ending one that is gone is no error."""
+        """End a lease and delete its keys. No error if the lease does not exist."""
         ...
 
     def watch(self, prefix: str) -> AsyncIterator[WatchBatch]:
-        """Everything under `prefix` now (a batch with `reset`), then every change, for ever.
+        """Yield everything under `prefix` (a batch with `reset`), then every change, without end.
 
-        Survives a restarted server and compaction: opens again from the last revision, or, when history is gone, lists
-        again and yields a batch with `reset`. A hint: events may be late, never wrong. A store that is away raises
-        nothing here; the iterator waits for it.
+        Survives server restarts and compaction: reopens after the last revision or, if history was compacted, lists again and yields a batch with
+        `reset`. Events may be late, but never wrong. While the store is unavailable, the iterator waits and raises nothing.
         """
         ...
 
     async def close(self) -> None:
-        """Close the connection; leases live on until they end."""
+        """Close the connection. Leases live until they expire."""
         ...
 
 
 MAX_OPERATIONS = 128
-"""etcd's --max-txn-ops: as many compares, and as many writes."""
+"""etcd's --max-txn-ops: limit of compares, and of writes."""
 
 MAX_BYTES = 3 * 512 * 1024
 """etcd's --max-request-bytes: 1.5 MiB."""
 
 MIN_TTL_S = 2
-"""The shortest lease etcd gives at its default election timeout of 1 s; less is raised to it."""
+"""The shortest lease of etcd at its default election timeout of 1 s; etcd raises shorter ones to it."""
 
-_PER_OPERATION = 64  # tags, lengths and numbers of one encoded compare or write take less
-_PER_REQUEST = 512  # and so does the envelope, the writer's name included
+_PER_OPERATION = 64  # upper bound of tags, lengths and numbers of one encoded compare or write
+_PER_REQUEST = 512  # upper bound of the envelope, including the writer's name
 
 
 def check_transaction(compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> None:
-    """Raises ValueError if the store would refuse this whatever it holds."""
+    """Raise ValueError if the store would reject the transaction regardless of its content."""
     for what, count in (("compares", len(compares)), ("writes", len(writes))):
         if count > MAX_OPERATIONS:
             raise ValueError(f"a transaction holds at most {MAX_OPERATIONS} {what}, not {count}")
@@ -186,16 +182,16 @@ def check_transaction(compares: Sequence[Compare], writes: Sequence[Put | Delete
 
 
 def request_bytes(compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> int:
-    """An upper bound of the encoded request's size in bytes."""
+    """Return an upper bound of the encoded request's size, in bytes."""
     size = _PER_REQUEST + sum(_PER_OPERATION + len(compare.key.encode()) for compare in compares)
     for write in writes:
-        # A prefix delete carries the key twice: the range's begin and its end.
+        # A prefix delete contains the key twice: begin and end of the range.
         size += _PER_OPERATION + 2 * len(write.key.encode()) + (len(write.value) if isinstance(write, Put) else 0)
     return size
 
 
 def _check_overlaps(writes: Sequence[Put | Delete]) -> None:
-    """No key is put twice, or put and deleted, in one transaction."""
+    """Raise ValueError if the transaction puts a key twice, or puts and deletes it."""
     put: set[str] = set()
     for write in writes:
         if isinstance(write, Put):
@@ -218,12 +214,12 @@ CALLS_PER_TTL = 5
 MARGINS_PER_TTL = 10
 
 LONGEST_RETRY_S = 0.5
-"""Between a renewal that had no answer and the next."""
+"""Longest pause between a failed renewal and the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
-    """Times of a lease, in seconds. `of` fills in those that are not given."""
+    """Timing of a lease, in seconds. `of` fills in missing values."""
 
     ttl_s: int
     tick_s: float
@@ -234,7 +230,7 @@ class LeaseTimes:
     def of(
         cls, ttl_s: int, *, tick_s: float | None = None, call_s: float | None = None, margin_s: float | None = None
     ) -> LeaseTimes:
-        """By default parts of the lease's life for which the inequality holds, whatever that is."""
+        """Fill in defaults, as fractions of the TTL for which the inequality holds."""
         return cls(
             ttl_s,
             ttl_s / TICKS_PER_TTL if tick_s is None else tick_s,
@@ -244,34 +240,34 @@ class LeaseTimes:
 
     @property
     def retry_s(self) -> float:
-        """From a renewal that had no answer to the next."""
+        """Pause between a failed renewal and the next."""
         return min(LONGEST_RETRY_S, self.ttl_s / MARGINS_PER_TTL)
 
     @property
     def needed_s(self) -> float:
-        """What a lease must outlive: the left side of the inequality."""
+        """Left side of the inequality."""
         return self.tick_s + 2 * self.call_s + self.retry_s + self.margin_s
 
     def check(self, where: str) -> LeaseTimes:
-        """These times. Raises UsageError where the inequality does not hold; `where`: who was told them."""
+        """Return these times. Raises UsageError if the inequality does not hold; `where`: the configuration file."""
         if self.needed_s < self.ttl_s:
             return self
         raise UsageError(
-            f"a lease of lease_ttl_s = {self.ttl_s} s does not outlive lease_tick_s + 2 x lease_call_s + {self.retry_s:g} s "
+            f"lease_ttl_s = {self.ttl_s} s is too short for lease_tick_s + 2 x lease_call_s + {self.retry_s:g} s "
             f"+ lease_margin_s = {self.tick_s:g} + 2 x {self.call_s:g} + {self.retry_s:g} + {self.margin_s:g} = "
-            f"{self.needed_s:g} s, so one slow answer of the store would end it",
+            f"{self.needed_s:g} s: one slow response of the store would end the lease",
             where=where,
-            fix="Raise lease_ttl_s, or lower the others; left out, they fit",
+            fix="Raise lease_ttl_s, or lower the others; by default they fit",
         )
 
 
 ALARMS = ("NOSPACE", "CORRUPT")
-"""What etcd may raise; under the first it takes no write."""
+"""etcd's alarms. Under NOSPACE etcd accepts no writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreMemberStatus:
-    """One member's."""
+    """Size and alarms of one etcd member."""
 
     database_bytes: int
     in_use_bytes: int

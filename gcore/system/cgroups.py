@@ -1,8 +1,8 @@
-"""Control groups (version 2): where this process is, what a limit is called, making a group and entering it.
+"""Control groups (version 2): this process's group, limit files, and creating and entering a group.
 
-A group is a folder that the kernel fills with files. Limits hold for all processes in it and all that they start. A process can be
-moved by whoever may write both its old and its new group, so a supervisor moves itself, and what it starts is in the group from its
-beginning. Version 1 is not used: there each limit has a tree of its own. Decides nothing about jobs (`controllers.workers.launcher`).
+A group is a folder that the kernel fills with files. Limits apply to all processes in it and their descendants. A process may move itself if it
+may write both its old and its new group. So a supervisor moves itself, and all its children start in the group. Version 1 is not supported,
+because each limit has its own tree there. `controllers.workers.launcher` decides about jobs.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ MOUNT = Path("/sys/fs/cgroup")
 PROCESSES, CONTROLLERS, SUBTREE = "cgroup.procs", "cgroup.controllers", "cgroup.subtree_control"
 
 PERIOD_US = 100_000
-"""Over which a share of cores is counted."""
+"""Period over which the CPU share is measured."""
 
 GIB = 1 << 30
 
 
 class CannotLimit(GcoreError):
-    """The machine keeps no such limits for this process."""
+    """The machine does not support these limits for this process."""
 
 
 def limit_files(*, memory_gib: float | None, cpus: float | None, pids: int | None) -> dict[str, str]:
-    """What is written into which file of a group."""
+    """Return the content of a group's limit files, by file name."""
     found: dict[str, str] = {}
     if memory_gib is not None:
         found["memory.max"] = str(int(memory_gib * GIB) // 4096 * 4096)
@@ -40,12 +40,12 @@ def limit_files(*, memory_gib: float | None, cpus: float | None, pids: int | Non
 
 
 def group_of_process(text: str) -> str | None:
-    """The group that /proc/PID/cgroup names; None where version 2 is not there."""
+    """Return the group in the text of /proc/PID/cgroup; None without version 2."""
     return next((line.removeprefix("0::") for line in text.splitlines() if line.startswith("0::/")), None)
 
 
 def open_base(base: Path, needed: Mapping[str, str]) -> None:
-    """Have the groups that are made in `base` keep what `needed` names. Raises CannotLimit."""
+    """Enable the controllers for `needed` in the groups below `base`. Raises CannotLimit."""
     controllers = sorted({name.partition(".")[0] for name in needed})
     try:
         if not base.is_dir():
@@ -53,9 +53,9 @@ def open_base(base: Path, needed: Mapping[str, str]) -> None:
         given = (base / CONTROLLERS).read_text(encoding="ascii").split()
         if lacking := [one for one in controllers if one not in given]:
             raise CannotLimit(
-                f"the control group may not limit {', '.join(lacking)}",
+                f"the control group cannot limit {', '.join(lacking)}",
                 where=str(base),
-                fix="Have them delegated (systemd: Delegate=yes), or take the limits out of the configuration",
+                fix="Delegate these controllers (systemd: Delegate=yes), or remove the limits from the configuration",
             )
         on = (base / SUBTREE).read_text(encoding="ascii").split()
         if missing := [one for one in controllers if one not in on]:
@@ -65,7 +65,7 @@ def open_base(base: Path, needed: Mapping[str, str]) -> None:
 
 
 def make_group(group: Path, wanted: Mapping[str, str]) -> None:
-    """The group is there, with these limits. Raises CannotLimit."""
+    """Create the group with these limits if needed. Raises CannotLimit."""
     try:
         group.mkdir(exist_ok=True)
         for name, value in wanted.items():
@@ -75,7 +75,7 @@ def make_group(group: Path, wanted: Mapping[str, str]) -> None:
 
 
 def remove_group(group: Path) -> bool:
-    """Whether it is gone; one in which something runs stays. Raises nothing."""
+    """Remove the group and return whether it is gone; a group with running processes stays. Does not raise."""
     try:
         group.rmdir()
     except FileNotFoundError:
@@ -86,7 +86,7 @@ def remove_group(group: Path) -> bool:
 
 
 def enter_group(group: str) -> None:
-    """Move this process there. Raises CannotLimit."""
+    """Move this process into the group. Raises CannotLimit."""
     try:
         Path(group, PROCESSES).write_text(str(os.getpid()), encoding="ascii")
     except OSError as error:
@@ -96,12 +96,12 @@ def enter_group(group: str) -> None:
 def _cannot(where: Path, error: OSError) -> CannotLimit:
     if error.errno == errno.EBUSY:
         return CannotLimit(
-            "the control group has processes of its own, so none can be made in it that keep limits",
+            "the control group contains processes, so it cannot have subgroups with limits",
             where=str(where),
-            fix="Start the daemon as deploy/systemd does (DelegateSubgroup=), or name another group in limits.cgroup",
+            fix="Start the daemon as in deploy/systemd (DelegateSubgroup=), or name another group in limits.cgroup",
         )
     if isinstance(error, FileNotFoundError):
-        fix = "Mount cgroup version 2 there (a machine that has version 1 alone keeps no limits), or name another in limits.cgroup"
+        fix = "Mount cgroup version 2 there (version 1 does not support these limits), or name another group in limits.cgroup"
     else:
-        fix = "Have the group delegated to the daemon's user, as deploy/systemd does"
-    return CannotLimit(f"a control group cannot be used ({error.strerror or error})", where=str(where), fix=fix)
+        fix = "Delegate the group to the daemon's user, as in deploy/systemd"
+    return CannotLimit(f"cannot use a control group ({error.strerror or error})", where=str(where), fix=fix)

@@ -1,7 +1,7 @@
-"""The one place where time is read and waited for; and the delays before a failed attempt is repeated.
+"""The only module that reads time and sleeps; and the delays between retries.
 
-Everything else is handed a `Clock`, so that tests and the simulation run on a fake one (`gcore.testing.FakeClock`). `monotonic`
-orders and measures; `wall` is only shown to people or written into records, never compared.
+Other modules get a `Clock`, so that tests and the simulation can use a fake one (`gcore.testing.FakeClock`). `monotonic` orders and measures;
+`wall` is only for display and records, and never compared.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds, as floats."""
+    """A clock in seconds, as floats."""
 
     def monotonic(self) -> float:
-        """Seconds since some fixed moment of this process; never goes backwards."""
+        """Return seconds since a fixed moment of this process; never decreases."""
         ...
 
     def wall(self) -> float:
-        """Seconds since the Unix epoch, for people."""
+        """Return seconds since the Unix epoch, for display."""
         ...
 
     async def sleep(self, seconds: float) -> None:
-        """Give way for at least `seconds`."""
+        """Sleep for at least `seconds`."""
         ...
 
 
@@ -41,9 +41,9 @@ class SystemClock:
 
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
-"""Twice as long each time."""
+"""The delay doubles with each retry, between these bounds."""
 
 
 def retry_delay(tries: int) -> float:
-    """Seconds to wait after `tries` (from 1) in vain."""
+    """Return seconds to wait after `tries` failed tries (from 1)."""
     return min(FIRST_DELAY_S * 2.0 ** min(tries - 1, 16), LONGEST_DELAY_S)

@@ -1,6 +1,6 @@
-"""Several pieces of asynchronous work that stand and fall together.
+"""Groups of asynchronous tasks that end together, and time limits.
 
-Each process of agents and tools loads this module, and few have a task that does not end: `_leave` imports ctypes.
+Every process of agents and tools loads this module, and few have a task that does not end, so only `_leave` imports ctypes.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from gcore.system.clock import Clock
 T = TypeVar("T")
 
 LOOK_AGAIN_S = 0.1
-"""At least, until a limit that was held up is looked at again."""
+"""Shortest interval before an extended limit is checked again."""
 
 END_S = 5.0
-"""For work that was told to end. Then it is left to itself."""
+"""Time for cancelled work to end. After that it is abandoned."""
 
 
 class TaskHung(TimeoutError):
-    """A task did not finish in time, and does not end when it is cancelled."""
+    """A task did not finish in time and ignores its cancellation."""
 
 
 async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all; when one fails, the others are cancelled, and have ended, before its error is raised.
+    """Return the results of all. If one fails, cancel the others and wait for their end before raising its error.
 
-    Left to themselves they would load the engines beside the next try, or wait for a version that nobody serves again.
+    Otherwise they would keep loading engines during the next try, or wait for a version that is never served again.
     """
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
@@ -38,7 +38,7 @@ async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel them, and wait until they have ended, however that is."""
+    """Cancel the tasks and wait until all have ended, with any result."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
@@ -46,17 +46,17 @@ async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 def is_cancelled() -> bool:
-    """Whether the task that runs was told to end. A CancelledError without that is not meant for it: a task of somebody else's was
-    cancelled, or somebody raised it."""
+    """Return whether the current task was cancelled. A CancelledError without this comes from another task's cancellation, or foreign code
+    raised it."""
     me = asyncio.current_task()
     return me is not None and me.cancelling() > 0
 
 
 @asynccontextmanager
 async def limit_time(seconds: float | None) -> AsyncIterator[None]:
-    """`asyncio.timeout`, also for work that a cancelled task finishes. None: no limit. Raises TimeoutError.
+    """`asyncio.timeout` that also works for cleanup in a cancelled task. None: no limit. Raises TimeoutError.
 
-    Before Python 3.11.3 `asyncio.timeout` ends with CancelledError in a task that was cancelled before.
+    Before Python 3.11.3, `asyncio.timeout` ends with CancelledError in a task that was cancelled before.
     """
     task = asyncio.current_task()
     cancelled = task.cancelling() if task is not None else 0
@@ -71,7 +71,7 @@ async def limit_time(seconds: float | None) -> AsyncIterator[None]:
 
 
 class Pausable:
-    """Time that is not somebody's doing, and so does not count: while anybody is within `held`."""
+    """Measures time that does not count towards limits: while any caller is within `held`."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -81,7 +81,7 @@ class Pausable:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Time stands still within."""
+        """Exclude the time within the block."""
         if not self._holders:
             self._since = self._clock.monotonic()
         self._holders += 1
@@ -94,13 +94,13 @@ class Pausable:
 
     @property
     def seconds(self) -> float:
-        """For how long it has stood still, in all."""
+        """Total excluded time."""
         return self._past_s + (self._clock.monotonic() - self._since if self._holders else 0.0)
 
 
 async def wait_within(work: Coroutine[Any, Any, T], seconds: float, clock: Clock, hold: Pausable | None = None) -> T:
-    """Its result, if it comes within `seconds` of `clock`, in which `hold` does not count. Raises TimeoutError otherwise; the work is
-    cancelled, and has ended, or is left to itself: that is an Unending."""
+    """Return the work's result if it comes within `seconds` of `clock`, not counting time that `hold` excludes. Otherwise cancel the work and raise
+    TimeoutError, or TaskHung if it ignores its cancellation."""
     doing = asyncio.ensure_future(work)
     try:
         if await _is_done_within(doing, seconds, clock, hold or Pausable(clock)):
@@ -112,8 +112,8 @@ async def wait_within(work: Coroutine[Any, Any, T], seconds: float, clock: Clock
 
 
 async def cancel_task(task: asyncio.Task[Any], clock: Clock) -> bool:
-    """Cancel it; whether it has ended END_S later. Foreign code may keep its cancellation to itself: then nobody waits for it any more,
-    at the end of the event loop either."""
+    """Cancel the task and return whether it has ended within END_S. Foreign code may suppress its cancellation; then the task is abandoned, and the
+    end of the event loop does not wait for it either."""
     if task.done():
         return True
     task.cancel()
@@ -129,17 +129,17 @@ async def cancel_task(task: asyncio.Task[Any], clock: Clock) -> bool:
 
 
 def _leave(task: asyncio.Task[Any]) -> None:
-    """See to it that neither the end of the event loop nor that of the process waits for a task that does not end."""
+    """Make sure that neither the event loop nor the process waits at its end for a task that does not end."""
     import ctypes
 
-    asyncio._unregister_task(task)  # asyncio.run ends with those that are registered
-    # Whoever frees a coroutine throws a GeneratorExit into it, and one that keeps that to itself too goes round for ever, with nothing
-    # to wait for. So it is never freed.
+    asyncio._unregister_task(task)  # asyncio.run cancels and awaits registered tasks
+    # Freeing a coroutine throws GeneratorExit into it, and code that suppresses this too would loop forever. So the task is never
+    # freed.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
 
 
 def _not_asked_for(task: asyncio.Task[Any]) -> None:
-    """Whatever became of it."""
+    """Retrieve the exception, so that asyncio does not log it as never retrieved."""
     if not task.cancelled():
         task.exception()
 

@@ -1,12 +1,12 @@
-"""What every process of gcore does as a service: logging and systemd's notifications.
+"""Common service functions of gcore's processes: logging and systemd notifications.
 
-A log is lines of text for people, or lines of JSON: `time` (UTC), `level`, `logger`, `message`, and as far as it is known
-`controller` (the node's name), `worker`, `role`, `job` (its uid), `job_name`, `step` (the newest committed one) and `trace`. What a
-line is about follows the task that writes it: a task that works on a job says so once (`about`), and everything begun from it has it.
-The environment says which of the two (`GCORE_LOG_FORMAT`, `GCORE_LOG_LEVEL`), so workers write as their controller does. Messages are
-cut at `MOST_CHARACTERS`. Logs are not rotated, kept or sent.
+A log consists of text lines, or of JSON lines with `time` (UTC), `level`, `logger`, `message` and, if known, `controller` (the node's name),
+`worker`, `role`, `job` (its uid), `job_name`, `step` (the newest committed one) and `trace`. These fields follow the task that writes the line:
+a task that works on a job sets them once (`set_log_context`), and all tasks that it starts inherit them. The environment selects the format
+(`GCORE_LOG_FORMAT`, `GCORE_LOG_LEVEL`), so workers log in the same way as their controller. Messages are cut at `MOST_CHARACTERS`. gcore does
+not rotate, keep or send logs.
 
-Notifications (sd_notify) are datagrams to the socket that NOTIFY_SOCKET names. One that cannot be sent is not repeated.
+Notifications (sd_notify) are datagrams to the socket in NOTIFY_SOCKET. A notification that cannot be sent is dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LogFormat = Literal["text", "json"]
 FORMAT_VARIABLE, LEVEL_VARIABLE = "GCORE_LOG_FORMAT", "GCORE_LOG_LEVEL"
 
 ABOUT_VARIABLE = "GCORE_LOG_ABOUT"
-"""What all lines of a process that was started for something are about, as JSON."""
+"""JSON fields that all log lines of a process have."""
 
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 MOST_CHARACTERS = 16_000
@@ -39,19 +39,19 @@ _about: ContextVar[Callable[[], Fields] | None] = ContextVar("about", default=No
 
 
 def set_log_context(fields: Callable[[], Fields]) -> None:
-    """What this task, and all that it begins from now on, writes of. `fields` is called for each line."""
+    """Set the log fields of this task and of all tasks that it starts from now on. `fields` is called for each line."""
     _about.set(fields)
 
 
 class JsonFormatter(logging.Formatter):
-    """A line is one JSON object. `fixed`: what every line of the process is about."""
+    """Formats each record as one JSON object. `fixed`: fields of every line."""
 
     def __init__(self, fixed: Fields) -> None:
         super().__init__()
         self._fixed = dict(fixed)
 
     def format(self, record: logging.LogRecord) -> str:
-        """See logging.Formatter. A line break in a message is written as one in JSON, so a line stays a line."""
+        """See logging.Formatter. JSON escapes line breaks, so each record is one line."""
         told = _about.get()
         tree: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC)
@@ -75,9 +75,9 @@ def set_up_logging(
     environment: Mapping[str, str] = os.environ,
     stream: TextIO | None = None,
 ) -> None:
-    """Write to `stream` (standard error) as the environment says; what else wrote the log so far does no more.
+    """Log to `stream` (default: standard error) as the environment says; replaces earlier handlers.
 
-    `level`: of a process whose environment names none. `fixed`: what every line is about, beside what whoever started the process has said of it.
+    `level`: default if the environment has none. `fixed`: fields of every line, in addition to those in the environment.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     is_json = environment.get(FORMAT_VARIABLE) == "json"
@@ -92,12 +92,12 @@ def set_up_logging(
 
 
 def log_environment(fields: Fields) -> dict[str, str]:
-    """The environment of a process whose lines are all about `fields`; what is empty or None is nothing."""
+    """Return the environment of a process whose log lines all have `fields`; drops fields that are empty or None."""
     return {ABOUT_VARIABLE: json.dumps({name: value for name, value in fields.items() if value not in ("", None)})}
 
 
 def choose_log_format(log_format: LogFormat, environment: MutableMapping[str, str] = os.environ) -> None:
-    """What this process and those that it starts write, unless the environment says already."""
+    """Set the log format of this process and its children, unless the environment already has one."""
     environment.setdefault(FORMAT_VARIABLE, log_format)
 
 
@@ -107,14 +107,14 @@ LONGEST_STATUS = 400
 
 @dataclass(frozen=True, slots=True)
 class ServiceManager:
-    """Where to tell, and how often it wants to hear. `address` empty: nobody listens. `watchdog_s` None: nobody counts."""
+    """The service manager's socket and watchdog interval. `address` empty: there is none. `watchdog_s` None: no watchdog."""
 
     address: str = ""
     watchdog_s: float | None = None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], pid: int) -> ServiceManager:
-        """As systemd says it to the process `pid`. A watchdog that is another process's is none."""
+        """Read systemd's variables for the process `pid`. Ignores the watchdog of another process."""
         address = environment.get(SOCKET, "")
         if not address.startswith(("/", "@")):
             return cls()
@@ -124,7 +124,7 @@ class ServiceManager:
         return cls(address, int(micros) / 1e6 if counts else None)
 
     def tell(self, *lines: str) -> None:
-        """One message: `READY=1`, `STATUS=...`."""
+        """Send one message, such as `READY=1` or `STATUS=...`."""
         if not self.address:
             return
         address = "\0" + self.address[1:] if self.address.startswith("@") else self.address
@@ -133,11 +133,11 @@ class ServiceManager:
             contextlib.suppress(OSError),
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as line,
         ):
-            line.setblocking(False)  # a manager that does not read is not waited for
+            line.setblocking(False)  # do not wait for a manager that does not read
             line.sendto(message.encode(errors="replace"), address)
 
 
 def clear_environment(environment: dict[str, str] | os._Environ[str]) -> None:
-    """Take out what is this process's alone: its workers must not speak for it."""
+    """Remove variables that are for this process alone, so that its workers do not send notifications."""
     for name in (SOCKET, WATCHDOG_USEC, WATCHDOG_PID):
         environment.pop(name, None)

@@ -1,16 +1,15 @@
-"""Fault points: named places in the code where a test ends or stops the process, or loses an answer, at that very moment.
+"""Fault points: named places in the code where a test kills or stops the process, or loses a response.
 
-    point(TxnKind.COMMIT, "before")        the transaction is about to be sent
-    point(TxnKind.COMMIT, "after")         it was answered, and nobody here has heard of it yet
+    fault_point(TxnKind.COMMIT, "before")        the transaction is about to be sent
+    fault_point(TxnKind.COMMIT, "after")         the response arrived, but this process has not used it yet
 
-Faults at random moments find what nobody thought of; faults at these points hit, every time, the few moments on which the
-step protocol's promises turn. A point is armed by a file: the folder is named by `GCORE_FAULT_POINTS` in the environment, the
-file is called `commit.before` and says what happens there and at which pass of a process (`kill`, `stop 3`, `lose`). Whoever
-comes to the point takes the file away by renaming it to `commit.before.fired.PID`, which only one process can do: so a
-fault happens once in a cluster, and the process that is started again does not meet it anew.
+Faults at random moments find unexpected problems; faults at these points reliably hit the few moments on which the step protocol's guarantees
+depend. A file arms a point. Its folder is `GCORE_FAULT_POINTS` in the environment. The file is named like `commit.before` and contains the
+effect and the pass of a process at which it happens (`kill`, `stop 3`, `lose`). The process that reaches the point renames the file to
+`commit.before.fired.PID`, which only one process can do. So a fault happens once in a cluster, and the restarted process does not hit it again.
 
-Without the variable, which nothing but a test sets, a point is one comparison. Nothing here decides anything; no code may
-behave differently for what `point` does, since in production it does nothing.
+Without the variable, which only tests set, a point costs one comparison. Code must not depend on the effect of a point, because in production it
+has none.
 """
 
 from __future__ import annotations
@@ -29,60 +28,60 @@ When = Literal["before", "after"]
 
 
 class FaultPoint(StrEnum):
-    """Points that are no transaction of the ledger; those are named by their `TxnKind`."""
+    """Fault points other than the ledger's transactions, which are named by their `TxnKind`."""
 
     NODE = "node"
-    """A daemon's registration."""
+    """A daemon registers."""
     WORKER = "worker"
-    """A worker's registration, with a rank's claim."""
+    """A worker registers, and claims its rank."""
     RENDEZVOUS = "rendezvous"
-    """Rank 0's supervisor tells the other ranks of the world where they meet."""
+    """Rank 0's supervisor publishes the address at which the world's ranks connect."""
     FEED = "feed"
     """A controller pushes groups to a rank."""
     APPLY = "apply"
-    """A controller tells a rank to train."""
+    """A controller asks a rank to train."""
     PUBLISH = "publish"
-    """A controller brings an engine to new weights."""
+    """A controller loads new weights into an engine."""
     FORGET = "forget"
-    """The files of checkpoints that the store no longer names are deleted."""
+    """Files of checkpoints that the store no longer names are deleted."""
     STEP = "step"
-    """A rank trains on a sealed step: before it shows the others what it applies, after its last update."""
+    """A rank trains on a sealed step: before it announces what it applies, and after its last update."""
     STAGE = "stage"
     """A rank writes weights for the engines."""
     CHECKPOINT = "checkpoint"
     """A rank writes a checkpoint."""
     RECEIPT = "receipt"
-    """A rank writes down what it trained on."""
+    """A rank writes its receipt."""
     COPIES = "copies"
-    """A rank leaves copies of its state in the memory of nodes."""
+    """A rank writes in-memory replicas of its state."""
 
 
 class MoveFaultPoint(StrEnum):
-    """Points within a move of the placement, and where a slot's memory changes hands."""
+    """Fault points within a placement change, and where engine and rank exchange a slot's memory."""
 
     SLEEP = "sleep"
-    """A controller has an engine give its memory back."""
+    """A controller has an engine release its memory."""
     WAKE = "wake"
-    """A controller gives an engine its memory again."""
+    """A controller has an engine take its memory again."""
     RELEASE = "release"
-    """A rank gives memory back."""
+    """A rank releases its memory."""
     RESTORE = "restore"
     """A rank takes its memory again."""
 
 
 class FaultEffect(StrEnum):
-    """What happens at an armed point."""
+    """The effect of an armed point."""
 
     KILL = "kill"
     """SIGKILL to this process."""
     STOP = "stop"
-    """SIGSTOP to this process; it goes on when somebody sends SIGCONT."""
+    """SIGSTOP to this process; it continues after SIGCONT."""
     LOSE = "lose"
-    """As if the store's answer had not come. Only around transactions."""
+    """As if the store's response were lost. Only around transactions."""
 
 
 def fault_folder(environment: Mapping[str, str]) -> Path | None:
-    """Where armed points stand; None: nowhere, which is so in production."""
+    """Return the folder of armed points; None in production."""
     named = environment.get(VARIABLE)
     return Path(named) if named else None
 
@@ -90,11 +89,11 @@ def fault_folder(environment: Mapping[str, str]) -> Path | None:
 _FOLDER = fault_folder(os.environ)
 
 _passes: dict[str, int] = {}
-"""How often this process has come to a point while it was armed."""
+"""Passes of this process through each armed point."""
 
 
 def fault_point(what: str, when: When) -> None:
-    """Do what the point is armed for, if it is. Raises StoreUnavailable where an answer is to be lost."""
+    """Trigger the effect if the point is armed. Raises StoreUnavailable for a lost response."""
     if _FOLDER is not None:
         _come_to(_FOLDER, f"{what}.{when}")
 
@@ -112,20 +111,20 @@ def _come_to(folder: Path, name: str) -> None:
     try:
         armed.rename(folder / f"{name}.fired.{os.getpid()}")
     except FileNotFoundError:
-        return  # another process was first: the fault is its
+        return  # another process took the fault
     _passes.pop(name)
     if deed is FaultEffect.LOSE:
-        raise StoreUnavailable(f"the answer is lost at fault point {name}", where=VARIABLE)
+        raise StoreUnavailable(f"the response was lost at fault point {name}", where=VARIABLE)
     os.kill(os.getpid(), signal.SIGKILL if deed is FaultEffect.KILL else signal.SIGSTOP)
 
 
 def _read(words: list[str], where: Path) -> tuple[FaultEffect, int]:
-    """Raises UsageError: a test that arms a point wrongly must not pass for want of a fault."""
+    """Parse an armed point's file. Raises UsageError, so that a test with a wrong file cannot pass without a fault."""
     deeds = {str(deed): deed for deed in FaultEffect}
     if not 1 <= len(words) <= 2 or words[0] not in deeds or not all(word.isdigit() for word in words[1:]):
         raise UsageError(
-            f"a fault point is armed with {' '.join(words)!r}",
+            f"a fault point is armed with the invalid text {' '.join(words)!r}",
             where=str(where),
-            fix="Write kill, stop or lose, and at which pass",
+            fix="Write kill, stop or lose, and optionally the pass",
         )
     return deeds[words[0]], int(words[1]) if words[1:] else 1

@@ -1,12 +1,11 @@
-"""Files and folders that are written whole or not at all, and files of lines.
+"""Atomic writes of files and folders, and files of lines.
 
-A file is written under a hidden name beside its target and renamed; so is a folder, when everything is in it. A crash at
-any moment leaves what was there before, plus at most a hidden remainder, which `sweep_drafts` removes. With `durable`, all
-bytes are on the disk before the name is, so that this holds for a machine that loses power too.
+A file is written under a hidden name next to its target and renamed; so is a folder, after everything is in it. A crash at any moment leaves the
+previous content, plus at most a hidden remainder, which `sweep_drafts` removes. With `durable`, all bytes are on disk before the rename, so that
+this also holds after a power failure.
 
-A line without its end was being written when its writer died or the disk was full, and does not count. `parse_object` reads
-a line of JSON that may be damaged or of another program: no object, nested too deep, or with a number that cannot have been
-measured (`NaN`, an infinite one, one beyond `MOST`).
+A line without a newline is incomplete, because its writer died or the disk was full, and is ignored. `parse_object` reads a line of JSON that
+may be damaged or foreign. It rejects non-objects, too deep nesting, and numbers that cannot be measurements (`NaN`, infinite, or beyond `MOST`).
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class DiskFull(GcoreError):
-    """There was no room for what had to be written; nothing half-written was left."""
+    """The disk was full. No incomplete file is left."""
 
 
 def replace_file(target: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Write `target` in place of what was there. For one writer at a time; whoever has the machine's power cut may find the
-    old one. `mode` is less the umask's. Raises OSError; then what was there before still is, and nothing else.
+    """Write `target` atomically, replacing the old file. For one writer at a time; after a power failure the old file may be there. `mode` is
+    reduced by the umask. Raises OSError, and then the old file is unchanged.
     """
     half = target.with_name(f".{target.name}.part")
     try:
@@ -48,11 +47,10 @@ def replace_file(target: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 @contextlib.contextmanager
 def replace_folder(target: Path, *, owner: str, durable: bool, drafts: Path | None = None) -> Iterator[Path]:
-    """Yields a new folder to fill; it becomes `target` at the end of the block, in place of one that was there.
+    """Yield a new folder to fill; it becomes `target` at the end of the block, replacing an old one.
 
-    `owner` keeps two writers' unfinished folders apart. `drafts`: where it is filled, on the same file system, if not beside
-    the target, where another writer may sweep. If the block raises, what was written is removed. Raises DiskFull where the
-    disk was.
+    `owner` keeps the unfinished folders of two writers apart. `drafts`: where to fill it, on the same file system, if another writer may sweep the
+    target's parent. If the block raises, removes what was written. Raises DiskFull if the disk is full.
     """
     temporary = (drafts or target.parent) / f".{target.name}.{owner}.tmp"
     try:
@@ -72,13 +70,13 @@ def replace_folder(target: Path, *, owner: str, durable: bool, drafts: Path | No
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in _FULL:
             raise DiskFull(
-                f"no room to write it ({error.strerror})", where=str(target), fix="Free some space on this disk"
+                f"the disk is full ({error.strerror})", where=str(target), fix="Free space on this disk"
             ) from error
         raise
 
 
 def read_whole_lines(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, bytes]]:
-    """The lines from byte `start` on that have an end, without it, each with the byte at which it starts. Raises OSError."""
+    """Yield the complete lines from byte `start` on, without newlines, each with its start byte. Raises OSError."""
     file.seek(start)
     rest = b""
     while block := file.read(READ_BYTES):
@@ -89,7 +87,7 @@ def read_whole_lines(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, byte
 
 
 def last_lines(path: Path, most_bytes: int) -> Iterator[bytes]:
-    """The whole lines in the last `most_bytes` of a file; none where there is no file. Raises OSError."""
+    """Yield the complete lines in the last `most_bytes` of a file; none if it does not exist. Raises OSError."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -102,8 +100,8 @@ def last_lines(path: Path, most_bytes: int) -> Iterator[bytes]:
 
 
 def append_lines(path: Path, lines: bytes, *, durable: bool = False) -> None:
-    """Append whole lines to a file, on a line of their own if the last one was cut off, as where its writer was killed or the disk was
-    full. Raises OSError, also where the folder is not there."""
+    """Append whole lines to a file; first end an incomplete last line, which a killed writer or a full disk may have left. Raises OSError, also
+    if the folder does not exist."""
     with path.open("a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -115,7 +113,7 @@ def append_lines(path: Path, lines: bytes, *, durable: bool = False) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Block until a file or folder is on the disk."""
+    """Block until a file or folder is on disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -124,9 +122,9 @@ def sync_path(path: Path) -> None:
 
 
 def sweep_drafts(parent: Path, spared: Callable[[str], bool] = lambda target: False) -> None:
-    """Remove the hidden remainders of writers that died, in `parent`; not those of targets whose name is `spared`.
+    """Remove hidden remainders of dead writers in `parent`, except those of targets for which `spared` returns true.
 
-    Only for whoever now is the only writer of the others.
+    The caller must be the only writer of the other targets.
     """
     for path in parent.glob(".*.tmp"):
         if not spared(path.name.removeprefix(".").partition(".")[0]):
@@ -139,7 +137,7 @@ def _take_name(temporary: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        # A folder cannot be replaced in one move. Between the two there is no target, which readers take for "not yet".
+        # A folder cannot be replaced in one step. Between the two renames there is no target, which readers treat as "not yet".
         aside = temporary.with_name(temporary.name.removesuffix(".tmp") + ".old.tmp")
         shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
@@ -148,11 +146,11 @@ def _take_name(temporary: Path, target: Path) -> None:
 
 
 MOST = 1e18
-"""No time, count or size that is written down comes near it."""
+"""Larger than any recorded time, count or size."""
 
 
 def parse_object(line: str) -> dict[str, Any] | None:
-    """The object that the line is; None for anything else."""
+    """Return the JSON object on the line; None for anything else."""
     try:
         tree = json.loads(line, parse_float=_float, parse_int=_int, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
@@ -161,9 +159,9 @@ def parse_object(line: str) -> dict[str, Any] | None:
 
 
 def parse_number(value: Any) -> float:
-    """A number of such an object. Raises TypeError for what is none, as text or a truth value."""
+    """Return a number of such an object as float. Raises TypeError for other types, including text and booleans."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is no number")
+        raise TypeError(f"{value!r} is not a number")
     return float(value)
 
 
@@ -182,5 +180,5 @@ def _int(text: str) -> int:
 
 
 def refuse_constant(name: str) -> NoReturn:
-    """For `parse_constant`: what Python reads and JSON does not have (NaN, Infinity). Raises ValueError."""
+    """`parse_constant` for values that Python accepts but JSON does not have (NaN, Infinity). Raises ValueError."""
     raise ValueError(f"{name} is not JSON")

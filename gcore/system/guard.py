@@ -1,21 +1,19 @@
-"""Runs a command in a control group, tethered to its parent, or under a warden; a program that imports nothing of gcore.
+"""Run a command in a control group, tethered to its parent, or under a warden. A program without gcore imports.
 
-    guard.py enter GROUP COMMAND...          in a control group; where that cannot be entered, says so and runs it all the same
-    guard.py tether PARENT_PID COMMAND...    so that it dies with its parent
-    guard.py warden SCRATCH COMMAND...       so that it leaves nothing behind; standard input is held open by its owner
+    guard.py enter GROUP COMMAND...          in a control group; if it cannot be entered, report it and run the command anyway
+    guard.py tether PARENT_PID COMMAND...    the command dies with its parent
+    guard.py warden SCRATCH COMMAND...       the command leaves nothing behind; its owner holds standard input open
 
-It is run by its path, with an interpreter that loads nothing else (`python -I -S`), because between fork and exec of a
-process that has threads no Python may run. No threads here either. Each subcommand imports what it needs: whatever foreign code
-and every worker is started through enter and tether, and an import of `contextlib` or `signal` would take longer than their work.
+It is run by its path with an interpreter that loads nothing else (`python -I -S`), because Python must not run between fork and exec of a
+process with threads. It has no threads itself. Each subcommand imports what it needs: all foreign code and every worker start through enter and
+tether, and importing `contextlib` or `signal` would take longer than their work.
 
-enter and tether become the command. tether asks the kernel for a SIGKILL at the parent's death (PR_SET_PDEATHSIG), and the
-request survives the exec.
+enter and tether exec the command. tether asks the kernel for SIGKILL at the parent's death (PR_SET_PDEATHSIG), which survives the exec.
 
-Under a warden the command leads a process group of its own, and is tethered to the warden. When the owner dies, however it
-dies, standard input ends, and the warden kills the whole group and everything else that came from it: orphans fall to the
-warden, which made itself their reaper. When the command has ended, the warden kills the rest of its group, removes SCRATCH,
-the command's folder for temporary files (or nothing), and ends the way the command did. It has a session of its own, so that
-a kill of its owner's group does not end it before its work.
+Under a warden, the command leads its own process group and is tethered to the warden. When the owner dies, standard input ends, and the warden
+kills the whole group and all other descendants: the warden is their subreaper, so orphans become its children. When the command has ended, the
+warden kills the rest of its group, removes SCRATCH (the command's folder for temporary files, or nothing), and exits in the same way as the
+command. The warden has its own session, so that a kill of its owner's group does not end it too early.
 """
 
 import os
@@ -27,16 +25,16 @@ PARENT_IS_DEAD = 70
 NO_SUCH_COMMAND = 127
 
 REAP_MS = 30_000
-"""How often orphans that have ended are collected while the command lives."""
+"""Interval at which ended orphans are reaped while the command runs."""
 
 
 def main() -> None:
-    """Never returns."""
+    """Run a subcommand. Never returns."""
     {"enter": enter, "tether": tether, "warden": warden}[sys.argv[1]](sys.argv[2], sys.argv[3:])
 
 
 def enter(group: str, command: list[str]) -> None:
-    """Become the command in the control group `group`, a folder."""
+    """Exec the command in the control group `group`, a folder."""
     try:
         with open(os.path.join(group, "cgroup.procs"), "w", encoding="ascii") as file:
             file.write(str(os.getpid()))
@@ -46,17 +44,17 @@ def enter(group: str, command: list[str]) -> None:
 
 
 def tether(parent: str, command: list[str]) -> None:
-    """Become the command, which dies with the process `parent`."""
+    """Exec the command so that it dies with the process `parent`."""
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # it died before we asked
+    if os.getppid() != int(parent):  # the parent died before prctl took effect
         os._exit(PARENT_IS_DEAD)
     become(command)
 
 
 def become(command: list[str]) -> None:
-    """Exec the command, or exit as a shell does for one that does not exist."""
+    """Exec the command, or exit as a shell does for a missing command."""
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -65,7 +63,7 @@ def become(command: list[str]) -> None:
 
 
 def warden(scratch: str, command: list[str]) -> None:
-    """Run the command until it or the owner ends, and end all that it started."""
+    """Run the command until it or the owner ends, then end everything that it started."""
     import contextlib
     import ctypes
     import shutil
@@ -75,12 +73,12 @@ def warden(scratch: str, command: list[str]) -> None:
     leader = subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, "tether", str(os.getpid()), *command],
         stdin=subprocess.DEVNULL,
-        close_fds=False,  # what the owner handed on
+        close_fds=False,  # pass the owner's descriptors on
         process_group=0,
     )
     close_inherited()
     wait_for_end(leader.pid)
-    # Before it is collected, its pid, and so its group, cannot be anybody else's.
+    # Kill the group before reaping: until then the pid, and so the group, cannot be reused.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader.pid, SIGKILL)
     code = leader.wait()
@@ -91,17 +89,17 @@ def warden(scratch: str, command: list[str]) -> None:
 
 
 def close_inherited() -> None:
-    """Let go of what only the command shall hold: whoever is at the other end waits for it to be closed."""
+    """Close descriptors that only the command should hold, because their other ends wait for the close."""
     import contextlib
 
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd > 2:
-            with contextlib.suppress(OSError):  # the one that the listing was read through
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
                 os.close(fd)
 
 
 def wait_for_end(pid: int) -> None:
-    """Until `pid` has ended, or the owner has."""
+    """Wait until `pid` or the owner has ended."""
     import select
 
     poll = select.poll()
@@ -114,7 +112,7 @@ def wait_for_end(pid: int) -> None:
 
 
 def kill_orphans() -> None:
-    """What left the group (a session of its own) came to us when its parent died. Until there is none."""
+    """Kill all orphans: descendants that left the group (own session) and became this process's children."""
     import contextlib
 
     while left := list_children():
@@ -126,7 +124,7 @@ def kill_orphans() -> None:
 
 
 def list_children() -> list[int]:
-    """Of this process; none where the kernel does not tell."""
+    """Return the children of this process; empty if the kernel does not report them."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
             return [int(pid) for pid in file.read().split()]
@@ -135,7 +133,7 @@ def list_children() -> list[int]:
 
 
 def reap_child(pid: int, how: int) -> None:
-    """Wait for it, or only look (WNOHANG)."""
+    """Wait for a child, or only poll it (WNOHANG)."""
     import contextlib
 
     with contextlib.suppress(ChildProcessError):
@@ -143,7 +141,7 @@ def reap_child(pid: int, how: int) -> None:
 
 
 def exit_like(code: int) -> None:
-    """Exit with the command's code, or die of its signal, without a core."""
+    """Exit with the command's code, or die of its signal without a core dump."""
     import contextlib
     import resource
     import signal

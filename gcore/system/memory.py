@@ -1,7 +1,7 @@
-"""Memory of the machine and of this process: how much there is, and giving it back. No torch; nothing is started.
+"""Memory of the machine and of this process: limits, and returning memory to the system. Imports no torch and starts nothing.
 
-A node's memory and cores belong to its workers, so a daemon is kept small: what its libraries take at the start, and what is freed
-when a job has ended, is given back (Linux with glibc; elsewhere nothing is).
+A node's memory and cores are for its workers, so daemons stay small: they return memory that libraries took at start and that ended jobs freed
+(Linux with glibc only).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes in all, and bytes that can be had now."""
+    """Total bytes, and bytes currently available."""
 
     total: int
     available: int
@@ -31,9 +31,9 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class GroupLimits:
-    """Of the control group, version 2 or 1: cores, memory, None where it sets no limit; and memory in use.
+    """Limits of the control group (version 2 or 1): cores and memory, None without a limit; and memory in use.
 
-    `used` leaves out cached files that nothing reads now: the kernel drops them when memory is wanted.
+    `used` excludes inactive file cache, which the kernel drops when memory is needed.
     """
 
     cores: float | None
@@ -42,7 +42,7 @@ class GroupLimits:
 
 
 def host_memory(meminfo: Path = MEMINFO, group: Path = CONTROL_GROUP) -> HostMemory:
-    """What the machine has, or the control group lets a process have. Raises OSError where the kernel does not tell it so."""
+    """Return the memory of the machine, or less if the control group limits it. Raises OSError if the kernel does not report it."""
     fields = {}
     for line in meminfo.read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -55,7 +55,7 @@ def host_memory(meminfo: Path = MEMINFO, group: Path = CONTROL_GROUP) -> HostMem
 
 
 def group_limits(root: Path = CONTROL_GROUP) -> GroupLimits:
-    """What the control group allows."""
+    """Return the limits of the control group."""
 
     def read(*names: str) -> str:
         for name in names:
@@ -64,7 +64,7 @@ def group_limits(root: Path = CONTROL_GROUP) -> GroupLimits:
         return ""
 
     def number(text: str) -> int | None:
-        # Version 1 writes a number near 2**63 for no limit.
+        # Version 1 writes a number near 2**63 if there is no limit.
         return int(text) if text.isdigit() and int(text) < 1 << 60 else None
 
     share = read("cpu.max").split() or [read("cpu/cpu.cfs_quota_us"), read("cpu/cpu.cfs_period_us")]
@@ -84,33 +84,32 @@ OUT_OF_MEMORY_WORDS = (
     "cannot allocate memory",
     "defaultcpuallocator",
 )
-"""How torch's errors say it, in small letters, besides the type of their own that they have on GPUs."""
+"""Phrases in torch's out-of-memory errors, in lower case, in addition to the error type for GPUs."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on whatever device. Knows torch's errors without importing torch."""
+    """Return whether an allocation failed, on any device. Recognizes torch's errors without importing torch."""
     if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY_WORDS)
 
 
 def release_free_memory() -> None:
-    """Return memory that the C library has freed to the system, where the library can do that."""
+    """Return freed memory of the C library to the system, if the library supports it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def view_memory(address: int, size: int) -> memoryview:
-    """`size` bytes of this process from `address` on, to be read and written. Whoever owns them must live as long."""
+    """Return a writable view of `size` bytes of this process from `address`. The memory's owner must outlive the view."""
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
 def drop_pages(address: int, size: int) -> int:
-    """Let the system have the whole pages among `size` bytes from `address` on; the bytes that it took (none but on Linux).
+    """Return the whole pages within `size` bytes from `address` to the system; return the number of bytes (0 except on Linux).
 
-    They stay this process's, at the same place, and what stood there is lost: whoever reads before it is written again reads zeros,
-    or of a file that is mapped there what the file says.
+    The addresses stay mapped, but the content is lost: a read returns zeros, or the file's content for a mapped file.
     """
     if sys.platform != "linux":
         return 0
@@ -124,9 +123,9 @@ def drop_pages(address: int, size: int) -> int:
 
 
 def limit_library_pools() -> None:
-    """Before anything else is imported: no pools of threads, and no command line of a library's own.
+    """Call it before other imports: disables thread pools and a library's own command line.
 
-    httpx brings one, and with it click, rich and pygments: 4 MB and 0.1 s that a daemon has no use for.
+    httpx imports one, with click, rich and pygments, which costs a daemon 4 MB and 0.1 s.
     """
     os.environ.update(thread_environment(1))
     sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]

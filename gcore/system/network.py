@@ -1,11 +1,11 @@
 """Connections and addresses inside a cluster, and errors of listening.
 
-Nodes, ranks, engines and etcd use addresses of the cluster. The environment's settings for other networks (`HTTP_PROXY`, `HTTPS_PROXY`,
-`ALL_PROXY`, `SSL_CERT_FILE`) do not apply to these: with a proxy in between, no call would reach a rank. So this module makes all channels and
-HTTP clients for the cluster, and ruff refuses others (`banned-api`). External judges and hubs are outside, and use the environment.
+Nodes, ranks, engines and etcd use the cluster's own addresses. Environment settings for other networks (`HTTP_PROXY`, `HTTPS_PROXY`,
+`ALL_PROXY`, `SSL_CERT_FILE`) must not apply to them, because calls through a proxy would not reach a rank. So this module creates all channels
+and HTTP clients for the cluster, and ruff forbids others (`banned-api`). External judges and hubs are outside, and use the environment.
 
-An address that cannot be listened on may pass by itself, as at a machine's start (`CannotListen`: try again), or the configuration
-names what cannot be had, such as a port that needs rights (`UsageError`).
+If listening on an address fails, the problem may be temporary, as during a machine's boot (`CannotListen`: retry), or the configuration names an
+unusable address, such as a port that needs privileges (`UsageError`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ChannelOptions = Sequence[tuple[str, Any]]
 def open_channel(
     address: str, credentials: grpc.ChannelCredentials | None = None, options: ChannelOptions = ()
 ) -> grpc.aio.Channel:
-    """A channel to `host:port` inside the cluster; without `credentials` in plain text."""
+    """Open a channel to `host:port` inside the cluster; without `credentials` unencrypted."""
     import grpc  # engines open none
 
     inside = (*options, ("grpc.enable_http_proxy", 0))
@@ -42,21 +42,21 @@ PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 def bypass_proxies(environ: Mapping[str, str], *hosts: str) -> dict[str, str]:
-    """Variables that keep a foreign program's requests to `hosts` away from the proxies in `environ`; none if `environ` names no proxy."""
+    """Return variables that make other programs bypass the proxies in `environ` for `hosts`; empty if `environ` has no proxy."""
     if not any(environ.get(name) or environ.get(name.lower()) for name in PROXIES):
         return {}
     return {name: ",".join(filter(None, (environ.get(name), *hosts))) for name in ("NO_PROXY", "no_proxy")}
 
 
 def http_client(timeout_s: float) -> httpx.AsyncClient:
-    """An HTTP client for addresses inside the cluster."""
+    """Return an HTTP client for addresses inside the cluster."""
     import httpx  # only processes that start or check an etcd load it
 
     return httpx.AsyncClient(timeout=timeout_s, trust_env=False)
 
 
 def join_host_port(host: str, port: int) -> str:
-    """`host:port`, `[v6]:port`."""
+    """Return `host:port`, or `[v6]:port`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -67,7 +67,7 @@ def split_host_port(address: str) -> tuple[str, int]:
 
 
 def listen(host: str, port: int = 0, backlog: int = 128) -> socket.socket:
-    """A socket that listens at the first address, of IPv4 or IPv6, that `host` has; at `port` 0 a free one. Raises OSError."""
+    """Return a socket that listens at the first IPv4 or IPv6 address of `host`; `port` 0: a free port. Raises OSError."""
     family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     return socket.create_server((host, port), family=family, backlog=backlog)
 
@@ -75,11 +75,11 @@ def listen(host: str, port: int = 0, backlog: int = 128) -> socket.socket:
 PASSING = frozenset({errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.ENETDOWN, errno.ENOBUFS, errno.ENOMEM, errno.EMFILE})
 
 PASSING_NAMES = frozenset({socket.EAI_AGAIN})
-"""Whoever resolves names does not answer yet."""
+"""The name resolver does not answer yet."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nothing beyond this machine reaches `host`."""
+    """Return whether `host` is reachable only from this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
     except ValueError:
@@ -87,18 +87,18 @@ def is_loopback(host: str) -> bool:
 
 
 def listen_error(what: str, error: OSError | None) -> GcoreError:
-    """The error to raise. `what` cannot be done, and so says the system; None: it would not refuse any more."""
-    said = "somebody else had it a moment ago" if error is None else error.strerror or str(error)
+    """Return the error to raise. `what`: what failed. `error`: the system's reason; None: it would succeed now."""
+    said = "another process used it a moment ago" if error is None else error.strerror or str(error)
     if error is None or error.errno in (PASSING_NAMES if isinstance(error, socket.gaierror) else PASSING):
         return CannotListen(
             f"{what} ({said})",
-            fix="Another start may find it free, or the address up; if not, choose another in the configuration",
+            fix="Retry; if it fails again, choose another address or port in the configuration",
         )
     return UsageError(f"{what} ({said})", fix="Choose another address or port in the configuration")
 
 
 def describe_listen_error(host: str, port: int) -> OSError | None:
-    """What the system says of listening there now, for servers that do not tell; None: nothing."""
+    """Return the system's error for listening there now, for servers that do not report it; None if it would succeed."""
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,19 +1,19 @@
-"""Processes by identity: a pid together with the moment the process started; how a child died; thread counts of workers.
+"""Processes by identity (pid and start time), how a child died, and thread counts of workers.
 
-Pids are used again. So whoever remembers a process (in a file, in the store) remembers both numbers, and a signal is sent only to a
-process that has both: through a pidfd that was opened first and checked afterwards, so that nothing can come in between. A zombie
-counts as dead. Identities are good on the machine, and for the boot, that they were taken on. Linux only (`/proc`, pidfd).
+Pids are reused. So a stored process (in a file or in the store) has both numbers, and a signal is sent only to a process that matches both. It goes
+through a pidfd that is opened first and checked afterwards, so that there is no race. A zombie counts as dead. An identity is valid on its machine
+until the next boot. Linux only (`/proc`, pidfd).
 
-How a child died is one sentence, from its exit code, its last words, and whether the kernel was out of memory. The kernel counts its
-out-of-memory kills, per control group and for the whole machine; a SIGKILL that the supervisor did not send, with a counter that grew
-meanwhile, is named as one. Another process may have been the victim and this child killed by hand in the same moment; that is rarer
-than the opposite mistake.
+How a child died is one sentence, from its exit code, its last log lines, and whether the kernel ran out of memory. The kernel counts
+out-of-memory kills per control group and per machine. A SIGKILL that the supervisor did not send counts as one if a counter grew in the
+meantime. Another process may have been the victim while somebody killed this child by hand, but that is rarer than the opposite mistake.
 
-A worker has as many threads for arithmetic as its slot has cores, whichever library asks, and none of them spins while it waits: on a
-small machine the neighbour needs the core (engine and rank take turns on it). Libraries read these variables when they are loaded, so
-they are set in the environment before the start. torch's own pools are set in the worker (its launch document says `threads`).
+A worker has as many compute threads as its slot has cores, for every library, and none of them busy-waits: on a small machine the neighbour
+needs the core (engine and rank take turns on it). Libraries read these variables at load, so they are set in the environment before the start.
+The worker sets torch's own pools (`threads` in its launch document).
 
-Engines set these variables at their entry, and only who waits for a child has an event loop: `wait_child_ended` imports asyncio.
+Engines set these variables at their entry, and only processes that wait for a child have an event loop, so `wait_child_ended` imports asyncio
+itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from types import FrameType
 from gcore.errors import GcoreError, explain_os_errors
 
 GUARD = (sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")))
-"""Begins a command line of `gcore.system.guard`, which is run by its path; a subcommand follows."""
+"""Start of a command line that runs `gcore.system.guard` by its path; a subcommand follows."""
 
 
 def accept_signals() -> None:
@@ -47,22 +47,22 @@ def accept_signals() -> None:
 
 
 DEAD_STATES = frozenset("ZXx")
-"""Process states, as in /proc/PID/stat, of what has ended."""
+"""States in /proc/PID/stat of ended processes."""
 
 
 PROCESSOR_TIME_AGAIN_S = 0.05
-"""The signal is repeated: foreign code may have swallowed the first."""
+"""Interval at which the signal is repeated, because foreign code may have suppressed the first."""
 
 
 class ProcessorTimeUsed(BaseException):
-    """A block has used up its processor time. No `Exception`, because foreign code within the block catches those."""
+    """A block has used up its CPU time. Not an `Exception`, because foreign code in the block catches those."""
 
 
 @contextmanager
 def limit_processor_time(seconds: float) -> Iterator[None]:
-    """Raise ProcessorTimeUsed within the block once the process has computed for `seconds`, however long it waited.
+    """Raise ProcessorTimeUsed in the block when the process has used `seconds` of CPU time, regardless of waiting.
 
-    Uses SIGPROF, so it is for the main thread. Code that is not Python's is interrupted when it returns.
+    Uses SIGPROF, so it works in the main thread only. Native code is interrupted when it returns.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -83,7 +83,7 @@ class CannotStart(GcoreError):
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process, for as long as the machine is up. `started`: clock ticks from boot to its start."""
+    """The identity of a process until the next boot. `started`: clock ticks from boot to its start."""
 
     pid: int
     started: int
@@ -91,49 +91,49 @@ class ProcessId:
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """What the kernel says of a process. `state` is its letter: R, S, D, T (stopped by a signal), Z (zombie), ..."""
+    """A process's status in the kernel. `state`: R, S, D, T (stopped by a signal), Z (zombie), ..."""
 
     identity: ProcessId
     state: str
 
 
 def process_status(pid: int) -> ProcessStatus | None:
-    """The process that has `pid` now, a zombie too; None if there is none."""
+    """Return the process that has `pid` now, including a zombie; None if there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    # The second field is the command's name in parentheses, and may itself contain spaces and parentheses.
+    # The second field is the command name in parentheses and may itself contain spaces and parentheses.
     fields = stat.rpartition(")")[2].split()
     return ProcessStatus(ProcessId(pid, int(fields[19])), fields[0])
 
 
 def identify_process(pid: int) -> ProcessId | None:
-    """The identity of the living process that has `pid` now; None if there is none."""
+    """Return the identity of the living process that has `pid` now; None if there is none."""
     status = process_status(pid)
     return None if status is None or status.state in DEAD_STATES else status.identity
 
 
 def is_running(process: ProcessId) -> bool:
-    """Whether `process` lives: the same pid, the same start, and no zombie."""
+    """Return whether `process` lives: same pid, same start, and not a zombie."""
     return identify_process(process.pid) == process
 
 
 _CHILDREN: dict[ProcessId, subprocess.Popen[bytes]] = {}
-"""What this process has started detached: the kernel tells how a process ended to its parent alone."""
+"""Detached children of this process; the kernel reports an exit status only to the parent."""
 
 COLLECTED_S = 1.0
-"""After its end a child's exit status is there within so long."""
+"""Time within which a child's exit status is available after its end."""
 
 
 class EndedBySignal(GcoreError):
-    """A process was ended by a signal before it was ready. Another start may succeed."""
+    """A signal ended a process before it was ready. Another start may succeed."""
 
     exit_code = 3
 
 
 def ending_signal(process: ProcessId) -> str:
-    """The name of the signal that ended a process, `SIGKILL`; empty if it lives, has ended by itself, or is no child of this process."""
+    """Return the signal that ended a process, such as `SIGKILL`; empty if it lives, exited normally, or is not a child of this process."""
     child = _CHILDREN.get(process)
     if child is None or is_running(process):
         return ""
@@ -150,10 +150,10 @@ def ending_signal(process: ProcessId) -> str:
 def spawn_detached(
     command: Sequence[str], *, env: Mapping[str, str] | None = None, log_file: Path, cwd: Path | None = None
 ) -> ProcessId:
-    """Start `command` in a session of its own, so that it outlives its starter and no key press reaches it.
+    """Start `command` in its own session, so that it outlives the caller and gets no signals from the terminal.
 
-    Its output is appended to `log_file` (its folder is made), its input is empty. `env` is the whole environment, None
-    this process's. Raises CannotStart.
+    Its output is appended to `log_file` (creating the folder); its input is empty. `env`: the whole environment; None: this process's. Raises
+    CannotStart.
     """
     with explain_os_errors(
         f"cannot start {command[0]!r} with output to {log_file}",
@@ -171,19 +171,17 @@ def spawn_detached(
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-    status = process_status(
-        process.pid
-    )  # not reaped before the thread below runs, so it is there, as a zombie at least
+    status = process_status(process.pid)  # the thread below has not reaped it yet, so it exists, at least as a zombie
     if status is None:
-        raise CannotStart(f"{command[0]!r} (pid {process.pid}) cannot be seen under /proc", fix="Mount /proc")
-    # While the starter lives it must collect what ended, or zombies pile up; the thread ends with either of them.
+        raise CannotStart(f"{command[0]!r} (pid {process.pid}) does not appear under /proc", fix="Mount /proc")
+    # The parent must reap ended children, or zombies accumulate. The thread ends with the child or with this process.
     threading.Thread(target=process.wait, name=f"reap-{process.pid}", daemon=True).start()
     _CHILDREN[status.identity] = process
     return status.identity
 
 
 def send_signal(process: ProcessId, number: int) -> bool:
-    """Signal `process`; False, and nothing done, if it has ended. PermissionError if it is another user's."""
+    """Send a signal to `process`. Return False if it has ended. Raises PermissionError if it belongs to another user."""
     fd = _open(process)
     if fd is None:
         return False
@@ -197,7 +195,7 @@ def send_signal(process: ProcessId, number: int) -> bool:
 
 
 async def wait_child_ended(pid: int) -> None:
-    """Return when the child `pid` has ended; it is not collected yet, so the pid is nobody else's."""
+    """Return when the child `pid` has ended. It is not reaped yet, so the pid is not reused."""
     import asyncio
 
     fd = os.pidfd_open(pid)
@@ -212,42 +210,42 @@ async def wait_child_ended(pid: int) -> None:
 
 
 def wait_process_ended(process: ProcessId, timeout_s: float) -> bool:
-    """Block until `process` has ended, at most `timeout_s`. Whether it has."""
+    """Block until `process` has ended, at most `timeout_s`. Return whether it has."""
     fd = _open(process)
     if fd is None:
         return True
     try:
         poll = select.poll()
-        poll.register(fd, select.POLLIN)  # a pidfd is readable once the process has ended, zombie or not
+        poll.register(fd, select.POLLIN)  # a pidfd becomes readable when the process ends, also as a zombie
         return bool(poll.poll(timeout_s * 1000))
     finally:
         os.close(fd)
 
 
 def terminate_process(process: ProcessId, grace_s: float) -> bool:
-    """End `process`: SIGTERM, then SIGKILL after `grace_s` seconds; returns when it has ended.
+    """End `process`: SIGTERM, then SIGKILL after `grace_s` seconds. Return when it has ended.
 
-    Blocks; call it in a thread where an event loop runs. True if it ended by itself within the grace, or had ended
-    before; False if it had to be killed. Raises GcoreError if it does not even die of SIGKILL (a process in an
-    uninterruptible wait), PermissionError if it is another user's.
+    Blocks, so run it in a thread if there is an event loop. Returns True if it ended within the grace period or had already ended, False if it was
+    killed. Raises GcoreError if it does not end after SIGKILL (a process in an uninterruptible wait), and PermissionError if it belongs to another
+    user.
     """
     if not send_signal(process, signal.SIGTERM) or wait_process_ended(process, grace_s):
         return True
     send_signal(process, signal.SIGKILL)
     if not wait_process_ended(process, KILL_WAIT_S):
         raise GcoreError(
-            f"process {process.pid} does not die, {KILL_WAIT_S:.0f} s after SIGKILL",
-            fix="It hangs in the kernel (a disk, a device); look at /proc/PID/stack",
+            f"process {process.pid} has not ended {KILL_WAIT_S:.0f} s after SIGKILL",
+            fix="It hangs in the kernel (a disk, a device); see /proc/PID/stack",
         )
     return False
 
 
 KILL_WAIT_S = 30.0
-"""Seconds in which a killed process must be gone. A process with a GPU and much memory takes a while."""
+"""Longest wait for a killed process, in seconds. A process with a GPU and much memory takes a while."""
 
 
 def _open(process: ProcessId) -> int | None:
-    """A pidfd of `process`, or None if it has ended. Opened first and checked afterwards: it cannot change hands."""
+    """Return a pidfd of `process`, or None if it has ended. Opened first and checked afterwards, so that there is no race."""
     try:
         fd = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -264,7 +262,7 @@ LAST_WORDS = 500
 
 
 def exit_sentence(returncode: int, last_words: str, *, out_of_memory: bool) -> str:
-    """`returncode` as subprocess has it: negative for a signal. `last_log_lines`: the log's end, may be empty."""
+    """Return how a process died. `returncode`: as in subprocess, negative for a signal. `last_words`: end of its log; may be empty."""
     if returncode >= 0:
         how = f"ended by itself with exit code {returncode}"
     elif returncode == -signal.SIGKILL and out_of_memory:
@@ -275,7 +273,7 @@ def exit_sentence(returncode: int, last_words: str, *, out_of_memory: bool) -> s
 
 
 def last_log_lines(log_file: Path, since: int) -> str:
-    """The last lines of what was logged from byte `since` on, joined by " | "; empty if there are none."""
+    """Return the last lines of the log from byte `since` on, joined by " | "; empty if there are none."""
     try:
         with log_file.open("rb") as log:
             end = log.seek(0, os.SEEK_END)
@@ -288,7 +286,7 @@ def last_log_lines(log_file: Path, since: int) -> str:
 
 
 def out_of_memory_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Kills for want of memory so far that this process could be concerned by; 0 where the kernel does not tell."""
+    """Return the number of out-of-memory kills that may concern this process; 0 if the kernel does not report it."""
     return _counter(proc / "vmstat") + sum(_counter(path) for path in _memory_files(proc, cgroups))
 
 
@@ -330,14 +328,14 @@ SIZED = (
     "VECLIB_MAXIMUM_THREADS",
     "RAYON_NUM_THREADS",
 )
-"""One pool each; without them a library takes every core that it sees."""
+"""One thread pool each; by default a library uses all cores that it sees."""
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """The variables for a worker of `threads` threads."""
+    """Return the environment variables for a worker with `threads` threads."""
     return {name: str(threads) for name in SIZED} | {
         "OMP_WAIT_POLICY": "PASSIVE",
         "OMP_DYNAMIC": "FALSE",
-        "KMP_BLOCKTIME": "0",  # Intel's runtime spins this long (ms) whatever OMP_WAIT_POLICY says
+        "KMP_BLOCKTIME": "0",  # Intel's runtime busy-waits this long (ms) regardless of OMP_WAIT_POLICY
         "TOKENIZERS_PARALLELISM": "false",
     }

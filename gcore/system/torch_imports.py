@@ -1,11 +1,10 @@
-"""Keeps torch's compiler, and what only sharded tensors need, out of a worker until something asks for them.
+"""Keep torch's compiler and DTensor out of a worker until something needs them.
 
-transformers decorates functions for `torch.compile` and imports DTensor as it is loaded, and an optimizer's first step
-imports the compiler to tell it where to stop. gcore compiles nothing and shards through DeepSpeed, so for its workers that
-is 1.5 s of a core and 70 MB each, at every start. `leave_compiler_out`, called before transformers is imported, puts a
-stand-in in the compiler's place: what marks a function for the compiler leaves the function as it is, and anything else
-loads the real one, which then stays. transformers is told that torch has no distributed part; the ranks' own use of it
-(`gcore.train.backends.distributed`, DeepSpeed) does not go through transformers.
+transformers decorates functions for `torch.compile` and imports DTensor at load, and an optimizer's first step imports the compiler to mark
+graph breaks. gcore compiles nothing and shards with DeepSpeed, so this would cost each worker 1.5 s of CPU time and 70 MB at every start.
+`leave_compiler_out`, called before transformers is imported, replaces the compiler by a stub. Decorators for the compiler return functions
+unchanged; any other access loads the real compiler, which then stays. transformers is told that torch has no distributed package. The ranks' own
+use of it (`gcore.train.backends.distributed`, DeepSpeed) does not go through transformers.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ import torch
 _COMPILER = "torch._dynamo"
 
 _MASKS = "torch._dynamo._trace_wrapped_higher_order_op"
-"""The one submodule that transformers takes a name from while it is loaded."""
+"""The only submodule from which transformers imports a name at load."""
 
 
 def leave_compiler_out() -> None:
-    """Once, before transformers is imported. Does nothing if the compiler is there already."""
+    """Install the stub, once, before transformers is imported. Does nothing if the compiler is already loaded."""
     if _COMPILER not in sys.modules:
         spec = importlib.util.find_spec(_COMPILER)
         stand_in = _Compiler(_COMPILER)
@@ -36,7 +35,7 @@ def leave_compiler_out() -> None:
 
 
 def _say_there_is_no_distributed() -> None:
-    """transformers asks once and remembers the answer."""
+    """Make transformers conclude that torch has no distributed package; it asks once and caches the answer."""
     import torch.distributed as dist
     from transformers.utils import import_utils
 
@@ -52,7 +51,7 @@ def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
 
 
 class _Compiler(ModuleType):
-    """In the place of `torch._dynamo`."""
+    """The stub for `torch._dynamo`."""
 
     disable = staticmethod(_unmarked)
     allow_in_graph = staticmethod(_unmarked)
@@ -60,37 +59,37 @@ class _Compiler(ModuleType):
 
     @staticmethod
     def graph_break(*_: Any) -> None:
-        """Nothing is traced here."""
+        """No-op, because nothing is traced."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_real(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Who imports a submodule has it set on the package that was there when the import began.
+        # The import system sets a submodule on the package object that existed when the import began.
         real = sys.modules.get(_COMPILER)
         target = self if real is None or isinstance(real, _Compiler) else real
         ModuleType.__setattr__(target, name, value)
 
 
 class _Masks(ModuleType):
-    """In the place of the submodule."""
+    """The stub for the submodule."""
 
     class TransformGetItemToIndex:
-        """Becomes the real one when it is made."""
+        """Creates an instance of the real class."""
 
         def __new__(cls) -> Any:
             _real()
             return importlib.import_module(_MASKS).TransformGetItemToIndex()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # the import system looks whether this is a package
+        if name.startswith("__"):  # the import system checks whether this is a package
             raise AttributeError(name)
         _real()
         return getattr(importlib.import_module(_MASKS), name)
 
 
 def _real() -> ModuleType:
-    """Load the compiler after all."""
+    """Load the real compiler."""
     if isinstance(sys.modules.get(_COMPILER), _Compiler):
         del sys.modules[_COMPILER]
         sys.modules.pop(_MASKS, None)

@@ -398,7 +398,7 @@ def checkpoint_of_another_step(scene: Scene) -> Refuted:
 
 def half_a_record(scene: Scene) -> Refuted:
     scene.records["head"] = scene.records["head"][:-20]
-    return Refuted("record", words="no head that this gcore can read", about="a record")
+    return Refuted("record", words="this gcore cannot read the head", about="a record")
 
 
 def absurd_head(scene: Scene) -> Refuted:

@@ -106,12 +106,12 @@ async def test_whoever_cannot_connect_is_told_what_is_wrong_with_the_certificate
     plain = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     for connector, port, said in [
-        (Connector(TlsMaterial(foreign / "ca.pem")), served.people, "is not of the authority that is trusted here"),
-        (Connector(ours), ports["elsewhere"], "is not for the host that was asked"),
+        (Connector(TlsMaterial(foreign / "ca.pem")), served.people, "is not signed by the trusted authority"),
+        (Connector(ours), ports["elsewhere"], "is not valid for this host name"),
         (Connector(ours), ports["old"], "its certificate has expired"),
-        (Connector(ours), plain, "speaks no TLS"),
-        (Connector(ours), served.peers, "wants TLS, or a certificate"),
-        (Connector(), served.people, "wants TLS, or a certificate"),
+        (Connector(ours), plain, "does not use TLS"),
+        (Connector(ours), served.peers, "needs TLS, or a valid certificate"),
+        (Connector(), served.people, "needs TLS, or a valid certificate"),
     ]:
         async with JobsClient([f"127.0.0.1:{port}"], clock=CLOCK, connector=connector) as client:
             with pytest.raises(Unreachable, match=said):
@@ -256,6 +256,6 @@ async def test_train_ranks_serve_nodes_and_nobody_else(tmp_path: Path) -> None:
     async with channel_to(node, f"127.0.0.1:{port}") as channel:
         empty = channel.stream_unary("/gcore.api.v1.TrainRank/Release")()
         await empty.done_writing()
-        with pytest.raises(grpc.aio.AioRpcError, match="brought no request"):
+        with pytest.raises(grpc.aio.AioRpcError, match="has no request"):
             await empty
     await server.stop(None)

@@ -204,7 +204,7 @@ async def test_a_controller_whose_store_is_away_is_not_taken_for_a_cluster_that_
             with pytest.raises(StoreUnavailable) as caught:
                 await jobs.get_job("sums")
             assert str(caught.value).endswith(
-                "cannot look the job up: etcd at x: the store cannot be reached. Check that etcd runs there"
+                "cannot look up the job: etcd at x: the store cannot be reached. Check that etcd runs there"
             )
 
 

@@ -143,13 +143,13 @@ MISTAKES: list[tuple[str, tuple[str, ...], Callable[[Path], object], str]] = [
         "a template that fails",
         (),
         lambda f: (f / "own.jinja").write_text("{{ raise_exception('no system message') }}"),
-        "others.parquet, row 0: the chat template does not take the prompt (TemplateError: no system message)",
+        "others.parquet, row 0: the chat template failed on the prompt (TemplateError: no system message)",
     ),
     (
         "tools without chat",
         ("--set", "data.sources.0.tools=tools.json"),
         lambda f: None,
-        "data, source 'sums': `tools` is given, and the prompts are shown as plain text",
+        "data, source 'sums': `tools` is set, but the prompts are plain text",
     ),
     (
         "an unknown reward",
@@ -180,7 +180,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], Callable[[Path], object], str]] = [
         "more shards than prompts",
         ("--set", "data.shards=39"),
         lambda f: None,
-        "data.shards: an epoch holds 38 prompts, and data.shards is 39",
+        "data.shards: an epoch has 38 prompts, but data.shards is 39",
     ),
     (
         "a quota larger than the data",
@@ -198,13 +198,13 @@ MISTAKES: list[tuple[str, tuple[str, ...], Callable[[Path], object], str]] = [
         "a prompt without room for its response",
         ("--set", "data.sources.0.max_prompt_tokens=null", "--set", "rollout.max_new_tokens=20"),
         lambda f: None,
-        "sums.jsonl, entry 6: the prompt has 14 tokens, and at most 12 leave room for the response",
+        "sums.jsonl, entry 6: the prompt has 14 tokens, but at most 12 leave room for the response",
     ),
     (
         "filters that leave nothing",
         ("--set", "data.sources.0.min_prompt_tokens=16", "--set", "data.sources.0.max_prompt_tokens=15"),
         lambda f: None,
-        "the filters leave no prompt",
+        "the filters exclude every prompt",
     ),
 ]
 
@@ -229,5 +229,5 @@ def test_a_mistake_is_one_sentence_that_names_its_place(
 def test_a_mistake_ends_the_command_with_2_and_its_sentence(folder: Path) -> None:
     done = validate(folder, "--set", "data.shards=39")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("gcore: data.shards: an epoch holds 38 prompts, and data.shards is 39")
+    assert done.stderr.startswith("gcore: data.shards: an epoch has 38 prompts, but data.shards is 39")
     assert done.stderr.count("\n") == 1

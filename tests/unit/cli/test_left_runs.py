@@ -98,7 +98,7 @@ def test_a_run_that_has_not_finished_is_named_with_what_goes_on_with_it(home: Pa
 
 
 def test_a_store_that_is_away_is_no_cluster_that_has_to_be_started(home: Path) -> None:
-    away = StoreUnavailable("cannot look the job up: the store cannot be reached", where="127.0.0.1:1")
+    away = StoreUnavailable("cannot look up the job: the store cannot be reached", where="127.0.0.1:1")
     (home / "runs" / "k-u7").mkdir()
     for asked in ("k", "other"):
         with pytest.raises(StoreUnavailable) as told:
@@ -124,7 +124,7 @@ def test_an_export_of_a_damaged_checkpoint_says_how_to_take_another(home: Path, 
     (folder / MANIFEST_FILE).write_bytes(manifest.encode())
     (run_dir / "summary.json").write_text(json.dumps({"job": "k", "uid": "u7", "checkpoint": str(folder)}))
     (folder / "model.safetensors").write_bytes(b"[]")
-    with pytest.raises(CheckpointDamaged, match="content is not what was saved") as told:
+    with pytest.raises(CheckpointDamaged, match="content differs from what was saved") as told:
         export("k", tmp_path / "to", home)
     assert told.value.fix == "List the others with `gcore checkpoints u7`; export one with `gcore export u7 --step N`"
 

@@ -127,7 +127,7 @@ async def test_the_keeper_says_why_etcd_cannot_be_started_again_until_it_can(tmp
     keeper = ProcessKeeper(tmp_path, "node-0", MemoryStore(MemoryCluster(clock), "node-0"), clock)
     (tmp_path / "data").write_text("a file where its folder should be")
     await keeper.look()
-    assert keeper.trouble.startswith("etcd has ended and cannot be started again: etcd: its data folder")
+    assert keeper.trouble.startswith("etcd has ended and cannot be started again: etcd: cannot create its data folder")
     (tmp_path / "stopping").touch()
     await keeper.look()
     assert keeper.trouble == ""

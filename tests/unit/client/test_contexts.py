@@ -71,7 +71,7 @@ def test_files_are_relative_to_the_contexts_file_and_the_authority_is_trusted(tm
     assert found.connector.metadata("h:1")
     assert choose_cluster({"GCORE_CONFIG": "none", "GCORE_CA": str(ca / "ca.pem")}, ("h:1",)).connector.secure
     (tmp_path / "t").chmod(0o644)
-    with pytest.raises(UsageError, match="others may read the token"):
+    with pytest.raises(UsageError, match="other users may read the token"):
         choose_cluster({"GCORE_CONFIG": str(file)})
 
 
@@ -79,7 +79,7 @@ def test_the_file_is_for_its_owner_alone_if_a_token_stands_in_it(env: dict[str, 
     file = Path(env["GCORE_CONFIG"])
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     file.chmod(0o644)
-    with pytest.raises(UsageError, match="others may read the token in it"):
+    with pytest.raises(UsageError, match="other users may read the file and the token"):
         load_contexts(file)
 
 
@@ -136,7 +136,7 @@ def test_the_commands_write_what_others_read(tmp_path: Path, monkeypatch: pytest
     assert json.loads(gcore("context", "list", "-o", "json"))["current"] is None
     with pytest.raises(UsageError, match="there is no context"):
         gcore("context", "use", "nowhere")
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="cannot read the token"):
         gcore("context", "set", "x", "--address", "h:1", "--token-file", str(tmp_path / "none"))
     assert "x" not in json.loads(gcore("context", "list", "-o", "json"))["contexts"]
     with pytest.raises(UsageError, match="the file exists"):

@@ -41,15 +41,15 @@ def test_one_sample_a_prompt_is_enough_for_gae() -> None:
 @pytest.mark.parametrize(
     ("train", "says"),
     [
-        pytest.param({"critic": {}}, "critic belongs to advantage: gae", id="a critic for grpo"),
-        pytest.param({"gae_lambda": 0.9}, "gae_lambda belongs to advantage: gae", id="a lambda for grpo"),
-        pytest.param({"gamma": 0.9}, "gamma is for reinforce_pp, remax and gae", id="a discount for grpo"),
+        pytest.param({"critic": {}}, "critic needs advantage: gae", id="a critic for grpo"),
+        pytest.param({"gae_lambda": 0.9}, "gae_lambda needs advantage: gae", id="a lambda for grpo"),
+        pytest.param({"gamma": 0.9}, "gamma needs advantage reinforce_pp, remax or gae", id="a discount for grpo"),
         pytest.param({"advantage": "gae", "gae_lambda": 1.5}, "train.gae_lambda", id="a lambda above 1"),
         pytest.param({"advantage": "gae", "critic": {"clip": 0}}, "train.critic.clip", id="no room for values"),
         pytest.param(
             {"advantage": "gae", "critic": {"warmup_steps": 4}}, "leaves none of flow.steps", id="only warm-up"
         ),
-        pytest.param({"advantage": "gae", "critic": {"path": "hf://a/b"}}, "is a folder", id="a hub's critic"),
+        pytest.param({"advantage": "gae", "critic": {"path": "hf://a/b"}}, "must be a folder", id="a hub's critic"),
         pytest.param(
             {"advantage": "gae", "critic": {"learnin_rate": 1}},
             "did you mean 'train.critic.learning_rate'",

@@ -59,12 +59,12 @@ TLS = {"ca": "ca.pem", "cert": "cert.pem", "key": "key.pem", "engines_key": "eng
 @pytest.mark.parametrize("host", ["10.0.0.7", "gpu-7.cluster", "fe80::1", "0.0.0.0"])
 def test_it_does_not_listen_beyond_loopback_where_nobody_is_told_apart(tmp_path: Path, key: str, host: str) -> None:
     more: dict[str, Any] = {key: host, "advertise": "gpu-7"}
-    with pytest.raises(UsageError, match=rf"{key} {host} is reached from other machines") as caught:
+    with pytest.raises(UsageError, match=rf"{key} {host} is reachable from other machines") as caught:
         loaded(tmp_path, **more)
     assert "gcore certs issue" in str(caught.value)
-    with pytest.raises(UsageError, match="nobody is told apart"):
+    with pytest.raises(UsageError, match="callers are not authenticated"):
         loaded(tmp_path, **more, auth={"admin_token_file": "token"})  # which would go over the network as it is
-    with pytest.raises(UsageError, match="the engines there ask for no key"):
+    with pytest.raises(UsageError, match="its engines require no key"):
         loaded(tmp_path, **more, tls={name: file for name, file in TLS.items() if name != "engines_key"})
     assert loaded(tmp_path, **more, tls=TLS).tells_apart
 
@@ -118,15 +118,15 @@ def test_the_document_of_an_earlier_gcore_up_is_still_read(tmp_path: Path) -> No
         pytest.param({"etcd": {"endpoints": []}}, "etcd.endpoints: ", id="no endpoint"),
         pytest.param({"etcd": None}, "etcd: it is a section", id="no store"),
         pytest.param(
-            {"etcd": {"endpoints": ["a:1"], "tls": {"cert": "c"}}}, "of cert and key only one is given", id="no key"
+            {"etcd": {"endpoints": ["a:1"], "tls": {"cert": "c"}}}, "only one of cert and key is set", id="no key"
         ),
-        pytest.param({"slots": ["cpu:0-3", "cpu:2-5"]}, "both have the core 2", id="cores in two slots"),
-        pytest.param({"slots": ["gpu:0"]}, "'gpu:0' is no slot", id="no slot"),
+        pytest.param({"slots": ["cpu:0-3", "cpu:2-5"]}, "both contain core 2", id="cores in two slots"),
+        pytest.param({"slots": ["gpu:0"]}, "'gpu:0' is not a slot", id="no slot"),
         pytest.param({"slots": []}, "slots: ", id="no slots"),
         pytest.param({"node": "a b"}, "node: it should be letters, digits", id="node's name"),
         pytest.param({"listen_port": 70000}, "listen_port: ", id="port"),
-        pytest.param({"listen_port": True}, "listen_port: true, false, yes", id="a truth as a port"),
-        pytest.param({"listen_host": "0.0.0.0"}, "name one in advertise", id="every address"),
+        pytest.param({"listen_port": True}, "listen_port: a boolean (true, false, yes", id="a truth as a port"),
+        pytest.param({"listen_host": "0.0.0.0"}, "set advertise", id="every address"),
         pytest.param({"advertise": "0.0.0.0"}, "HOST or HOST:PORT", id="advertised everywhere"),
         pytest.param({"advertise": "http://a:1/x"}, "HOST or HOST:PORT", id="a URL"),
         pytest.param({"advertise": "a:99999"}, "HOST or HOST:PORT", id="no port"),
@@ -146,11 +146,11 @@ def test_a_mistake_is_told_with_the_file_and_the_key(tmp_path: Path, more: dict[
         pytest.param("node: [", "node.yaml:1:8: not valid YAML: ", id="cut off"),
         pytest.param("a: &x 1\nb: *x\n", "aliases (*name) are not allowed", id="an alias"),
         pytest.param("a: !!python/object:os.system 1\n", "tags (!name) are not allowed", id="a tag"),
-        pytest.param("node: a\nnode: b\n", "key 'node' stands twice", id="a key twice"),
+        pytest.param("node: a\nnode: b\n", "key 'node' occurs twice", id="a key twice"),
         pytest.param("[" * 5000, "nested too deep", id="deep"),
         pytest.param("{" * 5000, "nested too deep", id="deep, as JSON"),
-        pytest.param("just words", "it is no mapping of keys", id="no mapping"),
-        pytest.param("", "it is no mapping of keys", id="empty"),
+        pytest.param("just words", "is not a mapping of keys", id="no mapping"),
+        pytest.param("", "is not a mapping of keys", id="empty"),
         pytest.param("#" * (MAX_BYTES + 1), f"more than {MAX_BYTES} bytes", id="long"),
         pytest.param('{"node": ', "not valid YAML", id="JSON cut off"),
     ],
@@ -162,7 +162,7 @@ def test_a_file_that_is_no_document_is_told(tmp_path: Path, text: str, said: str
 
 
 def test_a_file_that_is_not_there_or_no_text_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"cannot read the daemon's configuration \(No such file"):
+    with pytest.raises(UsageError, match=r"cannot read the daemon configuration \(No such file"):
         NodeConfig.load(tmp_path / "none.yaml")
     (tmp_path / "node.yaml").write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="it is not UTF-8 text"):
@@ -198,6 +198,6 @@ def test_others_reach_it_where_it_says(tmp_path: Path, more: dict[str, Any], adv
 @pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "a\0b"])
 @pytest.mark.parametrize("key", ["home", "run_root", "memory_dir"])
 def test_a_path_that_is_none_is_told_with_the_file(tmp_path: Path, key: str, path: str) -> None:
-    with pytest.raises(UsageError, match="is no path") as caught:
+    with pytest.raises(UsageError, match="is not a valid path") as caught:
         loaded(tmp_path, **{key: path})
     assert caught.value.where == str(tmp_path / "node.yaml")

@@ -76,8 +76,8 @@ TREE = {
         ("eval", {"path": "e.jsonl", "show": 51}, "less than or equal to 50"),
         ("storage", {"root": "/shared", "copies": 2}, "leave one out"),
         ("storage", {"copies": 1}, "greater than or equal to 2"),
-        ("rollout", {"over_provision": 1.5}, "would train on short answers; set staleness: 1 or more"),
-        ("rollout", {"over_provision": 2.5, "staleness": 1, "correction": "tis"}, "too old before its turn"),
+        ("rollout", {"over_provision": 1.5}, "would favor short responses; set staleness: 1 or more"),
+        ("rollout", {"over_provision": 2.5, "staleness": 1, "correction": "tis"}, "too old when their step comes"),
         ("rollout", {"over_provision": 0.5}, "greater than or equal to 1"),
     ],
     ids=[
@@ -95,7 +95,7 @@ def test_what_does_not_fit_together_is_refused(section: str, more: dict[str, obj
 def test_a_tracker_is_refused_where_nodes_share_no_folder() -> None:
     tree = TREE | {"tracking": [{"name": "tensorboard"}]}
     parse_spec(tree)
-    with pytest.raises(SpecError, match="stands on one node only"):
+    with pytest.raises(SpecError, match="is stored on one node only"):
         parse_spec(tree | {"storage": {"copies": 2}})
 
 

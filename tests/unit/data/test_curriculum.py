@@ -226,7 +226,7 @@ def raises(*_: Any) -> Any:
     ("target", "said"),
     [
         (raises, "raised ZeroDivisionError"),
-        (lambda view: 3, "in place of a key"),
+        (lambda view: 3, "not a key function"),
         (lambda view: raises, "key of curriculum 'mine' raised ZeroDivisionError"),
         (lambda view: lambda source, fields: float("nan"), "nan, which is not finite"),
         (lambda view: lambda source, fields: 1e39, "not finite in float32"),

@@ -70,7 +70,7 @@ def test_whatever_json_writes_is_read_back_at_any_block_size_and_line_ending(
     try:
         content = (b"\xef\xbb\xbf" if mark else b"") + ending.join(lines).encode()
     except UnicodeEncodeError:
-        return  # half a surrogate cannot be written as UTF-8 at all
+        return  # a lone surrogate cannot be written as UTF-8 at all
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(index_module, "BLOCK_BYTES", block)
         path = write(Path(folder), content)
@@ -149,7 +149,7 @@ BAD: list[Any] = [
     pytest.param(
         b'{"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}], "answer": 1}\n',
         ":1",
-        "message 1 has no text in 'content': it has a part 1 of type 'image'; only parts of type 'text' are read",
+        "message 1 has no text in 'content': it has a part 1 of type 'image'; only parts of type 'text' are supported",
         id="an image as part",
     ),
     pytest.param(
@@ -164,13 +164,18 @@ BAD: list[Any] = [
         "without a text",
         id="no text",
     ),
-    pytest.param(b'{"prompt": [{"role": "user", "content": 3}], "answer": 1}\n', ":1", "no list of text parts", id="3"),
+    pytest.param(
+        b'{"prompt": [{"role": "user", "content": 3}], "answer": 1}\n',
+        ":1",
+        "neither text nor a list of text parts",
+        id="3",
+    ),
     pytest.param(b'{"prompt": [{"role": 1, "content": "x"}], "answer": 1}\n', ":1", "no text in 'role'", id="no role"),
     pytest.param(b'{"prompt": "x"}\n', ":1", "no field 'answer', only 'prompt'", id="no answer"),
     pytest.param(b'{"prompt": "x", "answer": null}\n', ":1", "'answer' is null", id="null as answer"),
     pytest.param(GOOD + b'{"prompt": "x", "answer": NaN}\n', ":2", "NaN is not JSON", id="NaN"),
     pytest.param(GOOD + b'{"prompt": "x", "answer": -Infinity}\n', ":2", "Infinity is not JSON", id="infinity"),
-    pytest.param(GOOD + b'{"prompt": "\\ud800", "answer": 1}\n', ":2", "half a surrogate", id="half a surrogate"),
+    pytest.param(GOOD + b'{"prompt": "\\ud800", "answer": 1}\n', ":2", "a lone surrogate", id="a lone surrogate"),
     pytest.param(GOOD + b'{"prompt": "\xe4", "answer": 1}\n', ":2", "not UTF-8 text .byte 0xe4", id="Latin-1"),
     pytest.param(GOOD * 2 + GOOD[:20], ":3", "the last line is cut off", id="cut off"),
     pytest.param(GOOD + GOOD[:20] + b"\n", ":2", "not valid JSON", id="cut off in the middle"),
@@ -178,9 +183,9 @@ BAD: list[Any] = [
     pytest.param(
         GOOD + b'{"prompt": "x", "answer": ' + b"9" * 5000 + b"}\n", ":2", "not valid JSON", id="a vast number"
     ),
-    pytest.param(b"", "jsonl", "holds no prompts", id="empty"),
-    pytest.param(b"\n \n\t\n", "jsonl", "holds no prompts", id="only blank lines"),
-    pytest.param(b"\xef\xbb\xbf", "jsonl", "holds no prompts", id="only a byte order mark"),
+    pytest.param(b"", "jsonl", "contains no prompts", id="empty"),
+    pytest.param(b"\n \n\t\n", "jsonl", "contains no prompts", id="only blank lines"),
+    pytest.param(b"\xef\xbb\xbf", "jsonl", "contains no prompts", id="only a byte order mark"),
     pytest.param(b"\x1f\x8b\x08\x00abc", "jsonl", "is compressed .gzip", id="compressed by gzip"),
     pytest.param(b"\x28\xb5\x2f\xfdabc", "jsonl", "is compressed .zstd", id="compressed by zstd"),
     pytest.param(b"\xff\xfe{\x00", ":1", "not UTF-8 text .byte 0xff", id="UTF-16"),
@@ -222,13 +227,13 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the folder holds no Parquet files and no dataset saved"):
+    with pytest.raises(DataError, match="the folder contains neither Parquet files nor a dataset saved"):
         open_dataset(tmp_path)
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="no regular file"):
+    with pytest.raises(DataError, match="not a regular file"):
         open_dataset(tmp_path / "pipe")
 
 
@@ -335,7 +340,7 @@ def test_a_file_that_changes_while_it_is_read_is_told(tmp_path: Path, monkeypatc
             with path.open("ab") as file:
                 file.write(GOOD)
 
-    with pytest.raises(DataError, match="changed while it was read"):
+    with pytest.raises(DataError, match="changed while gcore read it"):
         open_dataset(path, progress=grow)
 
 

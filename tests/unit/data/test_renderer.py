@@ -261,7 +261,9 @@ def test_messages_shown_as_plain_text_are_refused(make_model: Maker) -> None:
         ),
         pytest.param(lambda folder: (folder / "tokenizer.json").write_text("{}"), "not a tokenizer", id="no tokenizer"),
         pytest.param(lambda folder: (folder / "config.json").write_text("{"), "cannot read", id="config cut off"),
-        pytest.param(lambda folder: (folder / "config.json").write_text("[]"), "no JSON object", id="config a list"),
+        pytest.param(
+            lambda folder: (folder / "config.json").write_text("[]"), "not contain a JSON object", id="config a list"
+        ),
         pytest.param(
             lambda folder: (folder / "tokenizer_config.json").write_bytes(b"\xff"), "cannot read", id="not UTF-8"
         ),

@@ -237,9 +237,9 @@ def test_an_entry_may_bring_its_own_tools(
     ("value", "message"),
     [
         pytest.param("[", "field 'tools' is a string that is not JSON", id="no JSON"),
-        pytest.param(3, "field 'tools' is no list", id="a number"),
-        pytest.param({}, "field 'tools' is no list", id="an object"),
-        pytest.param(["add"], "a list whose item 1 is no object", id="a name"),
+        pytest.param(3, "field 'tools' is not a list", id="a number"),
+        pytest.param({}, "field 'tools' is not a list", id="an object"),
+        pytest.param(["add"], "a list whose item 1 is not an object", id="a name"),
         pytest.param([*TOOLS, {"type": "function"}], "a list whose item 3 has no name", id="no name"),
     ],
 )
@@ -260,7 +260,7 @@ def test_a_field_called_tools_is_any_field_where_prompts_are_plain_text(make_mod
     ("content", "message"),
     [
         pytest.param("[{]", r"tools\.json:1: the tool definitions are not JSON", id="no JSON"),
-        pytest.param("{}", "the tool definitions are no list", id="an object"),
+        pytest.param("{}", "the tool definitions are not a list", id="an object"),
         pytest.param("[]", "the tool definitions are an empty list", id="empty"),
         pytest.param('[{"function": {}}]', "item 1 has no name", id="no name"),
     ],
@@ -289,7 +289,7 @@ def test_a_template_that_is_none_is_named(make_model: Maker, tmp_path: Path, con
 @pytest.mark.parametrize("given", [{"system": "x"}, {"tools": "t.json"}, {"template": "t.jinja"}], ids=str)
 def test_what_only_a_chat_template_can_show_is_refused_without_one(make_model: Maker, given: dict[str, str]) -> None:
     name = next(iter(given))
-    with pytest.raises(DataError, match=f"`{name}` is given, and the prompts are shown as plain text"):
+    with pytest.raises(DataError, match=f"`{name}` is set, but the prompts are plain text"):
         PromptRenderer.load(make_model(), chat=False, **given)
 
 
@@ -306,5 +306,5 @@ def test_what_the_vocabulary_cannot_say_is_a_sentence(tmp_path: Path) -> None:
     known = ModelTokenizer(tokenizer, special_tokens={}, settings={}, max_length=None)
     renderer = PromptRenderer(known, None, where="-")
     assert renderer.encode("a a") == (0, 0)
-    with pytest.raises(DataError, match=r"tokenizer cannot say 'a \\u6f22'.*unk_token"):
+    with pytest.raises(DataError, match=r"tokenizer cannot encode 'a \\u6f22'.*unk_token"):
         renderer.encode("a 漢")

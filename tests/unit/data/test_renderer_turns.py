@@ -407,7 +407,9 @@ def test_a_variable_that_no_template_reads_is_refused_with_those_that_it_reads(f
     template = "{% if enable_thinking %}t{% endif %}{{ messages[0].content }}"
     assert load(folder, template, variables={"enable_thinking": True}).render("x") == "tx"
     assert load(folder, template).render("x") == "x"
-    with pytest.raises(DataError, match=r"no variable 'enable_thinkin', did you mean .*enable_thinking") as caught:
+    with pytest.raises(
+        DataError, match=r"does not read the variable 'enable_thinkin', did you mean .*enable_thinking"
+    ) as caught:
         load(folder, template, variables={"enable_thinkin": True})
     assert "the template reads enable_thinking" in str(caught.value)
 
@@ -417,12 +419,12 @@ def test_a_template_that_asks_for_the_date_names_the_variable_to_set(folder: Pat
     with pytest.raises(DataError, match=r"template_variables: {strftime_now: 2026-01-01}"):
         load(folder, template).render("x")
     assert load(folder, template, variables={"strftime_now": "2026-01-01"}).render("x") == "01 January 2026 x"
-    with pytest.raises(DataError, match="no date"):
+    with pytest.raises(DataError, match="not a date"):
         load(folder, template, variables={"strftime_now": "today"})
 
 
 def test_variables_need_a_chat_template(folder: Path) -> None:
-    with pytest.raises(DataError, match="`template_variables` is given"):
+    with pytest.raises(DataError, match="`template_variables` is set"):
         PromptRenderer.load(folder, chat=False, variables={"enable_thinking": False})
 
 

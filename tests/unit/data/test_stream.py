@@ -65,7 +65,7 @@ def test_the_order_of_one_source_never_changes_between_versions(tmp_path: Path) 
 
 
 def test_more_shards_than_prompts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"holds 3 prompts, and data\.shards is 4.*Set data\.shards to 3 or less"):
+    with pytest.raises(DataError, match=r"has 3 prompts, but data\.shards is 4.*Set data\.shards to 3 or less"):
         PromptStream([open_source(tmp_path, ["1"] * 3)], shards=4, seed=0)
 
 
@@ -183,7 +183,7 @@ def test_a_prompt_that_is_too_long_is_told_with_entry_tokens_and_limit(tmp_path:
     source = open_source(tmp_path, ["1 + 1 ="] * 3 + ["1 + 1 + 1 ="], limit=4)
     stream = PromptStream([source], shards=1, seed=0)
     ref = ref_of_entry(stream.shape, 0, 0, 3)
-    with pytest.raises(DataError, match=r"data\.jsonl, entry 3: the prompt has 6 tokens, and at most 4") as caught:
+    with pytest.raises(DataError, match=r"data\.jsonl, entry 3: the prompt has 6 tokens, but at most 4") as caught:
         stream.prompt(ref)
     assert caught.value.fix
 
@@ -218,7 +218,7 @@ def test_prompts_outside_their_sources_bounds_are_filtered_with_the_bound(
 
 def test_what_is_not_filtered_and_does_not_fit_stays_a_failure(tmp_path: Path) -> None:
     source = open_source(tmp_path, ["1 + 1 ="], limit=3, max_prompt_tokens=4)
-    with pytest.raises(DataError, match="has 4 tokens, and at most 3"):
+    with pytest.raises(DataError, match="has 4 tokens, but at most 3"):
         source.prompt(0, PromptRef(0, 0, 0))
 
 
@@ -278,7 +278,7 @@ def test_filtered_prompts_are_counted_by_reason_and_not_measured(tmp_path: Path)
 
 def test_filters_that_leave_no_prompt_are_refused(tmp_path: Path) -> None:
     source = open_source(tmp_path, ["1", "2"], min_prompt_tokens=2)
-    with pytest.raises(DataError, match=r"leave no prompt: of all, 2: the prompt is shorter"):
+    with pytest.raises(DataError, match=r"exclude every prompt: of all, 2: the prompt is shorter"):
         check_lengths(source)
 
 

@@ -165,7 +165,7 @@ MISTAKES: list[Any] = [
     pytest.param(
         [{"name": "a", "path": "sums.jsonl"}, OTHERS | {"prompt": "text"}],
         {},
-        r"others\.parquet, row 0: the entry has no field 'text'.*`prompt` of the source",
+        r"others\.parquet, row 0: the entry has no field 'text'.*source's `prompt`",
         id="no prompt field",
     ),
     pytest.param(
@@ -177,13 +177,13 @@ MISTAKES: list[Any] = [
     pytest.param(
         [{"name": "a", "path": "sums.jsonl", "system": "x"}],
         {},
-        "data, source 'a': `system` is given, and the prompts are shown as plain text",
+        "data, source 'a': `system` is set, but the prompts are plain text",
         id="system without chat",
     ),
     pytest.param(
         [{"name": "a", "path": "sums.jsonl", "tools": "tools.json"}],
         {},
-        "data, source 'a': `tools` is given",
+        "data, source 'a': `tools` is set",
         id="tools without chat",
     ),
     pytest.param(
@@ -201,7 +201,7 @@ MISTAKES: list[Any] = [
     pytest.param(
         [{"name": "a", "path": "held.jsonl", "weight": 0.5}],
         {},
-        r"data\.shards: an epoch holds 2 prompts, and data\.shards is 4",
+        r"data\.shards: an epoch has 2 prompts, but data\.shards is 4",
         id="shards",
     ),
     pytest.param(
@@ -213,7 +213,7 @@ MISTAKES: list[Any] = [
     pytest.param(
         [{"name": "a", "path": "sums.jsonl"}],
         {"eval": {"sources": [{"name": "e", "path": "held.jsonl", "chat": False, "system": "x"}]}},
-        "eval, source 'e': `system` is given",
+        "eval, source 'e': `system` is set",
         id="evaluation",
     ),
 ]  # fmt: skip

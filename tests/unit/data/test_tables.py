@@ -233,7 +233,7 @@ def test_splits_are_told_apart(tmp_path: Path, cache: Path) -> None:
 def test_a_jsonl_file_has_no_split(tmp_path: Path, cache: Path, declared: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n")
-    assert "has no split 'train'" in str(error_of(path, cache, format=declared, split="train"))
+    assert "has no splits, but split is 'train'" in str(error_of(path, cache, format=declared, split="train"))
 
 
 def test_a_parquet_file_is_known_by_its_content_whatever_its_name(tmp_path: Path, cache: Path) -> None:
@@ -344,7 +344,7 @@ def test_a_value_that_json_cannot_say_is_told_with_column_and_row(
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        pytest.param(pa.binary(), "column 'x' holds binary data, which no prompt can", id="binary"),
+        pytest.param(pa.binary(), "column 'x' holds binary data, which JSON cannot represent", id="binary"),
         pytest.param(pa.struct([("bytes", pa.large_binary())]), "holds binary data", id="an image"),
         pytest.param(pa.list_(pa.duration("s")), "holds values of the type duration[s]", id="durations"),
     ],
@@ -377,7 +377,7 @@ def test_a_field_that_is_no_json_and_that_is_not_used_is_left_out(tmp_path: Path
     with open_dataset(path, cache) as data:
         assert list(data) == [{"prompt": "a", "answer": 1, "z": 3}]
     assert "NaN is not JSON" in str(error_of(path, cache, columns=["x"]))
-    assert "half a surrogate pair" in str(error_of(path, cache, columns=["y"]))
+    assert "a lone surrogate" in str(error_of(path, cache, columns=["y"]))
 
 
 SHAPES = json.loads((Path(__file__).parents[2] / "data" / "prompts" / "shapes.json").read_text(encoding="utf-8"))
@@ -403,7 +403,7 @@ def test_data_in_the_shape_of_another_trainer_are_read_as_they_are(
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path, cache: Path) -> None:
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array([1]), pa.array([2])], ["prompt", "answer", "answer"])
-    assert "two columns are called 'answer'" in str(error_of(write_parquet(tmp_path / "d.parquet", table), cache))
+    assert "two columns have the name 'answer'" in str(error_of(write_parquet(tmp_path / "d.parquet", table), cache))
 
 
 DAMAGE: list[Any] = [
@@ -412,18 +412,18 @@ DAMAGE: list[Any] = [
     pytest.param("d.parquet", lambda p: p.write_text("{}"), "is not a Parquet file", id="another content"),
     pytest.param("d.parquet", lambda p: p.write_bytes(b""), "is not a Parquet file", id="empty"),
     pytest.param("d.parquet", lambda p: p.unlink(), "cannot read the file (no such file", id="gone"),
-    pytest.param("saved", lambda p: (p / "state.json").unlink(), "holds no Parquet files and no dataset", id="no state"),
+    pytest.param("saved", lambda p: (p / "state.json").unlink(), "contains neither Parquet files nor a dataset", id="no state"),
     pytest.param("saved", lambda p: (p / "state.json").write_text("{"), "cannot read the file", id="state cut off"),
-    pytest.param("saved", lambda p: (p / "state.json").write_text("[]"), "holds no JSON object", id="state a list"),
-    pytest.param("saved", lambda p: (p / "state.json").write_text("{}"), "names no data files", id="state empty"),
+    pytest.param("saved", lambda p: (p / "state.json").write_text("[]"), "does not contain a JSON object", id="state a list"),
+    pytest.param("saved", lambda p: (p / "state.json").write_text("{}"), "lists no data files", id="state empty"),
     pytest.param(
         "saved",
         lambda p: (p / "state.json").write_text('{"_data_files": [{"filename": "../x.arrow"}]}'),
-        "names no data files",
+        "lists no data files",
         id="a file elsewhere",
     ),
     pytest.param(
-        "saved", lambda p: (p / "state.json").write_text('{"_data_files": 5}'), "names no data files", id="no list"
+        "saved", lambda p: (p / "state.json").write_text('{"_data_files": 5}'), "lists no data files", id="no list"
     ),
     pytest.param("saved", lambda p: next(p.glob("*.arrow")).unlink(), "cannot read the file", id="no data file"),
     pytest.param("saved", lambda p: next(p.glob("*.arrow")).write_bytes(b"ARROW1"), "is not an Arrow file", id="no Arrow"),
@@ -433,9 +433,9 @@ DAMAGE: list[Any] = [
         "is not an Arrow file as `datasets` saves it, or is damaged",
         id="Arrow cut off",
     ),
-    pytest.param("splits", lambda p: (p / "dataset_dict.json").write_text("{}"), "names no splits", id="no splits"),
+    pytest.param("splits", lambda p: (p / "dataset_dict.json").write_text("{}"), "lists no splits", id="no splits"),
     pytest.param(
-        "splits", lambda p: (p / "dataset_dict.json").write_text('{"splits": []}'), "names no splits", id="empty splits"
+        "splits", lambda p: (p / "dataset_dict.json").write_text('{"splits": []}'), "lists no splits", id="empty splits"
     ),
 ]  # fmt: skip
 
@@ -458,13 +458,13 @@ def test_what_is_not_what_it_seems_is_told_in_a_sentence(
 @pytest.mark.parametrize("declared", ["parquet", "hf"])
 def test_a_declared_format_that_is_not_there_is_told(tmp_path: Path, cache: Path, declared: str) -> None:
     (tmp_path / "folder").mkdir()
-    wanted = {"parquet": "holds no Parquet files", "hf": "is no dataset saved by `datasets`"}[declared]
+    wanted = {"parquet": "contains no Parquet files", "hf": "is not a dataset saved by `datasets`"}[declared]
     assert wanted in str(error_of(tmp_path / "folder", cache, format=declared))
 
 
 def test_a_saved_order_of_rows_that_is_not_read_is_refused_and_not_passed_over(tmp_path: Path, cache: Path) -> None:
     path = save_dataset(tmp_path / "old", ROWS, _indices_files=[{"filename": "indices.arrow"}])
-    assert "with the order of its rows in a file of its own" in str(error_of(path, cache))
+    assert "with a separate file for the order of its rows" in str(error_of(path, cache))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "hf"])
@@ -476,13 +476,13 @@ def test_data_without_rows_are_refused(tmp_path: Path, cache: Path, kind: str) -
         path = save_dataset(tmp_path / "d", ROWS)
         with pa.OSFile(str(next(path.glob("*.arrow"))), "wb") as sink, pa.ipc.new_stream(sink, schema):
             pass
-    assert "the data hold no prompts" in str(error_of(path, cache))
+    assert "the data contain no prompts" in str(error_of(path, cache))
 
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     path = write_parquet(tmp_path / "d.parquet", ROWS)
-    with pytest.raises(DataError, match=r"cannot keep a copy of d\.parquet there \(not a directory\)"):
+    with pytest.raises(DataError, match=r"cannot store a copy of d\.parquet there \(not a directory\)"):
         open_dataset(path, tmp_path / "file" / "cache")
 
 
@@ -491,7 +491,7 @@ def test_a_reader_that_dies_is_told(tmp_path: Path, cache: Path, monkeypatch: py
     (tmp_path / "pyarrow.py").write_text("raise ImportError('pyarrow is broken')")
     path = write_parquet(tmp_path / "d.parquet", ROWS)
     error = error_of(path, cache)
-    assert "the process that reads it failed (ImportError: pyarrow is broken)" in str(error)
+    assert "the process that reads the data failed (ImportError: pyarrow is broken)" in str(error)
 
 
 # --- the copy
@@ -559,7 +559,7 @@ def test_a_copy_that_is_damaged_while_it_is_used_is_told(tmp_path: Path, cache: 
 
 def test_data_that_change_while_they_are_read_are_told(tmp_path: Path, cache: Path) -> None:
     path = write_parquet(tmp_path / "d.parquet", ROWS)
-    with pytest.raises(DataError, match="changed while they were read"):
+    with pytest.raises(DataError, match="changed while gcore read them"):
         open_dataset(path, cache, progress=lambda done, total: os.utime(path, ns=(1, 1)))
 
 

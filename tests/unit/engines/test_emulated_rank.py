@@ -128,6 +128,6 @@ def test_a_checkpoint_that_is_due_is_whole_and_another_world_goes_on_from_it(tmp
     assert verify_checkpoint(folder).step == 2
     again = Rank(tmp_path, model, start={"step": 2, "checkpoint": one.writer.saved.file})
     again.step(3)
-    with pytest.raises(DataError, match="no weights here"):
+    with pytest.raises(DataError, match="has no weights"):
         copy_model(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -121,7 +121,7 @@ def test_what_a_flow_sets_wrongly_is_told_with_its_name(name: str, said: str) ->
 
 
 def test_a_contradiction_with_what_the_user_wrote_names_the_flow() -> None:
-    with pytest.raises(SpecError, match=r"dual_clip belongs to loss.*\(with the settings of flow 'contradicts'\)"):
+    with pytest.raises(SpecError, match=r"dual_clip needs loss.*\(with the settings of flow 'contradicts'\)"):
         new_spec(spec_of(flow={"name": "contradicts"}, train={"loss": "gspo"}))
 
 
@@ -183,8 +183,8 @@ def test_merging_takes_the_users_value_wherever_there_is_one(own: dict[str, str]
             {"trian": {}}, "cannot set 'trian': a spec has no such section, did you mean 'train'?", id="misspelt"
         ),
         pytest.param({"zzz": {}}, "cannot set 'zzz': a spec has no such section", id="nothing like it"),
-        pytest.param({"seed": {}}, "cannot set 'seed': that is the job's own", id="a job's own"),
-        pytest.param({"flow": {"name": "x"}}, "cannot set 'flow.name': that is the job's own", id="another flow"),
+        pytest.param({"seed": {}}, "cannot set 'seed': it belongs to the job", id="a job's own"),
+        pytest.param({"flow": {"name": "x"}}, "cannot set 'flow.name': it belongs to the job", id="another flow"),
     ],
 )
 def test_a_section_that_no_flow_may_set_is_refused_where_it_is_written(settings: dict[str, Any], said: str) -> None:

@@ -149,5 +149,5 @@ def test_a_flow_is_something_to_be_awaited(
     if is_flow:
         assert callable(find_flow("kind"))
     else:
-        with pytest.raises(SpecError, match=r"flow 'kind' is no coroutine function.*async def"):
+        with pytest.raises(SpecError, match=r"flow 'kind' is not a coroutine function.*async def"):
             find_flow("kind")

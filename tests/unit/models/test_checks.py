@@ -145,28 +145,28 @@ def test_a_file_cut_off_anywhere_is_told_with_its_size(tmp_path: Path, cut: int)
 
 DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("no weights", lambda f: (f / "model.safetensors").unlink(), "has no weights"),
-    ("another content", lambda f: (f / "model.safetensors").write_text("x" * 99), "no safetensors file"),
-    ("more than there should be", lambda f: (f / "model.safetensors").open("ab").write(b"x"), "no safetensors file"),
+    ("another content", lambda f: (f / "model.safetensors").write_text("x" * 99), "not a safetensors file"),
+    ("more than there should be", lambda f: (f / "model.safetensors").open("ab").write(b"x"), "not a safetensors file"),
     (
         "a broken header",
         lambda f: (f / "model.safetensors").write_bytes(struct.pack("<Q", 8) + b"{1234567"),
-        "header of the safetensors file cannot be read",
+        "cannot read the header of the safetensors file",
     ),
     (
         "a header that is a list",
         lambda f: (f / "model.safetensors").write_bytes(struct.pack("<Q", 14) + b'{"a": [1, 2] }'),
-        "header of the safetensors file cannot be read",
+        "cannot read the header of the safetensors file",
     ),
     ("a broken index", lambda f: (f / "model.safetensors.index.json").write_text("{}"), "index of the weights"),
     (
         "an index of a file that is not there",
         lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}'),
-        "1 of 1 files of weights are missing, x.safetensors",
+        "1 of 1 weight files are missing, first x.safetensors",
     ),
     (
         "an index of a file of another folder",
         lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../model.safetensors"}}'),
-        "names a file of another folder",
+        "names a file in another folder",
     ),
 ]
 
@@ -200,7 +200,7 @@ def test_a_folder_that_is_not_there_is_named_with_its_field(tmp_path: Path) -> N
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"no model is here: there is no config\.json"):
+    with pytest.raises(ModelError, match=r"the folder is not a model: it has no config\.json"):
         check_critic(str(tmp_path), trust_remote_code=False)
 
 

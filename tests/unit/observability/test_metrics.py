@@ -103,7 +103,9 @@ def test_metrics_are_served_over_http_as_prometheus_reads_them() -> None:
 def test_a_port_in_use_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(CannotListen, match=rf"127\.0\.0\.1:{port} .*in use.*choose another in the configuration"):
+        with pytest.raises(
+            CannotListen, match=rf"127\.0\.0\.1:{port} .*in use.*choose another address or port in the configuration"
+        ):
             serve_metrics(Metrics(), port=port)
 
 

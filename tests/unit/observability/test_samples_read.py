@@ -99,17 +99,17 @@ def test_a_step_is_found_in_its_newest_lineage_and_the_default_is_the_newest_com
 @pytest.mark.parametrize(
     ("kept", "now", "spec", "step", "words"),
     [
-        (KEPT, head(6, 5), SamplesSpec(), 9, "step 9 has not been trained yet; the newest that is committed is 6. There are those of steps 1, 5-7; what is after 6 is not committed"),
-        (KEPT, head(8, 7), SamplesSpec(), 9, "the newest that is committed is 8. There are those of steps 1, 5-7"),
+        (KEPT, head(6, 5), SamplesSpec(), 9, "step 9 has not been trained yet; the newest committed step is 6. There are samples of steps 1, 5-7; steps after 6 are not committed"),
+        (KEPT, head(8, 7), SamplesSpec(), 9, "the newest committed step is 8. There are samples of steps 1, 5-7"),
         (KEPT, head(6, 5), SamplesSpec(every=5), 3, "the samples of step 3 are not kept: samples.every is 5"),
-        (KEPT[1:], head(9), SamplesSpec(keep=4), 2, "the samples of step 2 were removed: samples.keep is 4. There are those of steps 5-7"),
-        (KEPT, head(9), SamplesSpec(), 8, "no samples of step 8 are there: who held them died, or could not write"),
+        (KEPT[1:], head(9), SamplesSpec(keep=4), 2, "the samples of step 2 were removed: samples.keep is 4. There are samples of steps 5-7"),
+        (KEPT, head(9), SamplesSpec(), 8, "step 8 has no samples, because their holders died or could not write"),
         (KEPT, head(9), SamplesSpec(), 0, "there is no step 0; steps are counted from 1"),
         ([], None, SamplesSpec(), None, "no step has been trained yet"),
         ([], head(0), SamplesSpec(), 4, "no step has been trained yet"),
-        ([], head(9), SamplesSpec(groups=0), 4, "no samples are kept of this job: samples.groups is 0"),
-        ([], head(9), SamplesSpec(), None, "no samples were kept of this job"),
-        ([], head(9), SamplesSpec(), 3, "There are none at all"),
+        ([], head(9), SamplesSpec(groups=0), 4, "the job keeps no samples, because samples.groups is 0"),
+        ([], head(9), SamplesSpec(), None, "the job has no samples"),
+        ([], head(9), SamplesSpec(), 3, "There are no samples at all"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_told_with_why_and_what_there_is(
@@ -149,7 +149,7 @@ def test_the_best_and_the_worst_come_first_with_their_responses_in_the_same_orde
 def test_one_source_is_picked_and_an_unknown_one_is_told_with_those_there_are() -> None:
     assert [g.ref.shard for g in select_groups(GROUPS, source="sums").groups] == [1, 2]
     with pytest.raises(
-        NoSamples, match=r"no group of this step is of source 'sum'\. There are groups of 'sums', 'words'"
+        NoSamples, match=r"this step has no group of source 'sum'\. There are groups of 'sums', 'words'"
     ):
         select_groups(GROUPS, source="sum")
 
@@ -212,7 +212,7 @@ def test_where_no_cluster_is_up_the_samples_of_an_ended_run_are_read_from_its_fo
     shown = json.loads(capsys.readouterr().out)
     assert (shown["step"], shown["of"], shown["standing"]) == (3, 2, "unknown")
     assert shown["groups"][0]["responses"][1]["advantage"] == 0.7
-    with pytest.raises(NoSamples, match=r"no samples of step 4 are kept\. There are those of step 3"):
+    with pytest.raises(NoSamples, match=r"step 4 has no samples\. There are samples of step 3"):
         samples("sums", step=4, home=tmp_path / "home")
     with pytest.raises(Unreachable, match="no finished job 'words'"):
         samples("words", home=tmp_path / "home")

@@ -93,5 +93,5 @@ def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.Monkey
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UsageError, match=r"opentelemetry.* is not there.*pip install 'gcore\[otel\]'"):
+    with pytest.raises(UsageError, match=r"opentelemetry.*, which is not installed.*pip install 'gcore\[otel\]'"):
         StepTraces("http://127.0.0.1:4318", "node-1")

@@ -199,7 +199,7 @@ def test_a_tracker_named_twice_is_refused() -> None:
         "name": "x", "model": {"path": "m"}, "data": {"path": "d"}, "flow": {"steps": 1}, "rollout": {"max_new_tokens": 1},
         "tracking": [{"name": "mlflow"}, {"name": "mlflow", "options": {"experiment": "b"}}],
     }  # fmt: skip
-    with pytest.raises(SpecError, match="tracking names 'mlflow' twice"):
+    with pytest.raises(SpecError, match="tracking lists 'mlflow' twice"):
         parse_spec(tree)
 
 

@@ -39,20 +39,32 @@ def spec(placement: dict[str, Any], *, judged: bool = False, **more: Any) -> Any
             {"policy": "static", "train": 1, "dry_run": True},
             False,
             {},
-            "moves nothing, so there is nothing",
+            "dry_run needs a policy that moves slots",
             id="dry static",
         ),
-        pytest.param({"dry_run": True}, False, {}, "policy: colocated moves nothing", id="dry colocated"),
+        pytest.param({"dry_run": True}, False, {}, "policy: colocated moves none", id="dry colocated"),
         pytest.param(
-            {"policy": "static", "train": 1, "lend": True}, False, {}, "so no slot is lent", id="static lends"
+            {"policy": "static", "train": 1, "lend": True},
+            False,
+            {},
+            "lend needs a policy that moves slots",
+            id="static lends",
         ),
         pytest.param({"policy": "dynamic", "lend": True}, False, {}, "serves no judge", id="lends without judges"),
-        pytest.param({"policy": "dynamic", "reward": 1}, True, {}, "give both or none", id="reward alone"),
-        pytest.param({"policy": "dynamic", "train": 1}, True, {}, "give reward too", id="judges get nothing"),
-        pytest.param({"policy": "dynamic", "train": 1, "reward": 1}, False, {}, "serves none", id="reward for nobody"),
+        pytest.param({"policy": "dynamic", "reward": 1}, True, {}, "set both or neither", id="reward alone"),
+        pytest.param(
+            {"policy": "dynamic", "train": 1}, True, {}, "without placement.reward; set both", id="judges get nothing"
+        ),
+        pytest.param(
+            {"policy": "dynamic", "train": 1, "reward": 1}, False, {}, "serves no judge", id="reward for nobody"
+        ),
         pytest.param({"policy": "colocated", "train": 1}, False, {}, "all pools share all slots", id="colocated sizes"),
         pytest.param(
-            {"policy": "dynamic", "train": 2}, False, {"train": {"ranks": 3}}, "is not placement.train", id="two sizes"
+            {"policy": "dynamic", "train": 2},
+            False,
+            {"train": {"ranks": 3}},
+            "differs from placement.train",
+            id="two sizes",
         ),
         pytest.param({"policy": "no such/thing"}, False, {}, "placement.policy", id="no name"),
     ],
@@ -65,7 +77,7 @@ def test_what_cannot_be_is_refused(placement: dict[str, Any], judged: bool, more
 
 def test_a_judge_that_wants_so_many_engines_has_them_of_no_policy() -> None:
     judges = [{**JUDGE, "serving": {"replicas": 2}}]
-    with pytest.raises(SpecError, match="has as many as the policy gives it"):
+    with pytest.raises(SpecError, match="decides the number of engines"):
         spec({"policy": "dynamic"}, judged=True, judges=judges)
 
 

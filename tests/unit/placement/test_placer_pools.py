@@ -79,9 +79,9 @@ def test_with_static_each_pool_has_slots_of_its_own() -> None:
     ("more", "why"),
     [
         ({"placement": {"policy": "static"}}, "needs train"),
-        ({"placement": {"train": 1}}, "belong to policy: static"),
-        ({"placement": {"policy": "static", "train": 2}, "train": {"ranks": 1}}, "is not placement.train"),
-        ({"placement": {"policy": "static", "train": 1, "reward": 1}}, "the cluster serves none"),
+        ({"placement": {"train": 1}}, "or set policy: static"),
+        ({"placement": {"policy": "static", "train": 2}, "train": {"ranks": 1}}, "differs from placement.train"),
+        ({"placement": {"policy": "static", "train": 1, "reward": 1}}, "the cluster serves no judge"),
         (
             {"placement": {"policy": "static", "train": 1}, "judges": [judge("a")], "reward": {"judge": "a"}},
             "gives judges no slots",
@@ -92,7 +92,7 @@ def test_with_static_each_pool_has_slots_of_its_own() -> None:
                 "judges": [judge("a", 2)],
                 "reward": {"judge": "a"},
             },
-            "wants 2 engines",
+            "needs 2 engines",
         ),
     ],
     ids=["no-train", "train-of-colocated", "ranks-differ", "slots-for-nobody", "no-slots", "too-many-engines"],

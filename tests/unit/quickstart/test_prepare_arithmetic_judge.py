@@ -79,7 +79,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_judge(
 
 
 def test_one_example_does_not_take_the_place_of_another(judge: PreparedFolder[JudgeManifest]) -> None:
-    with pytest.raises(DataError, match=r"something else than the prepared example arithmetic\."):
+    with pytest.raises(DataError, match=r"something other than the prepared example arithmetic\."):
         arithmetic.prepare_arithmetic(judge.folder, progress=False, warm_updates=1, must_fit=False)
     assert make(judge.folder).cached
 
@@ -106,7 +106,7 @@ def test_a_judge_whose_verdicts_are_not_good_enough_is_not_left_behind(
 
     monkeypatch.setattr(teaching._Look, "fits", lambda *_: True)
     monkeypatch.setattr(arithmetic_judge, "score_verdicts", lambda *_: marks)
-    with pytest.raises(DataError, match=r"needs 97%, and at most 2%.*another seed"):
+    with pytest.raises(DataError, match=r"needs at least 97% and at most 2%.*another seed"):
         make(tmp_path / "arithmetic-judge", must_fit=True)
     assert [path.name for path in tmp_path.iterdir()] == [".arithmetic-judge.lock"]
 

@@ -51,7 +51,7 @@ def test_the_folder_has_data_a_model_and_what_it_was_made_by(tmp_path: Path) -> 
     said = json.loads((made.folder / "manifest.json").read_text())
     assert (said["example"], said["calls"], said["warm_updates"]) == ("calculator", made.manifest.calls, UPDATES)
     assert prepare_calculator(tmp_path / "calculator", progress=False, warm_updates=UPDATES, must_fit=False).cached
-    with pytest.raises(DataError, match="ask as they should"):
+    with pytest.raises(DataError, match="call the tool correctly"):
         prepare_calculator(tmp_path / "other", progress=False, warm_updates=UPDATES)
 
 

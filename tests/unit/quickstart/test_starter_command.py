@@ -76,17 +76,17 @@ def test_the_projects_tests_pass_with_plain_pytest(quick: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Sorting", "no name for a project"),
-        ("9lives", "no name for a project"),
-        ("a b", "no name for a project"),
-        ("ends-", "no name for a project"),
-        ("x" * 41, "no name for a project"),
-        ("class", "Python has something called"),
-        ("match", "Python has something called"),
-        ("json", "Python has something called"),
-        ("gcore", "installed already"),
-        ("torch", r"installed already \(.*\). Choose another name$"),
-        ("numeric", "gcore has a reward called 'numeric'"),
+        ("Sorting", "not a valid project name"),
+        ("9lives", "not a valid project name"),
+        ("a b", "not a valid project name"),
+        ("ends-", "not a valid project name"),
+        ("x" * 41, "not a valid project name"),
+        ("class", "Python already has a keyword or module"),
+        ("match", "Python already has a keyword or module"),
+        ("json", "Python already has a keyword or module"),
+        ("gcore", "already installed"),
+        ("torch", r"already installed \(.*\). Choose another name$"),
+        ("numeric", "gcore already provides a reward 'numeric'"),
     ],
 )
 def test_a_name_that_cannot_be_is_refused_before_anything_is_made(tmp_path: Path, name: str, said: str) -> None:
@@ -149,7 +149,7 @@ def test_an_error_in_the_middle_leaves_nothing(quick: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(starter, "write_data", full)
-    with pytest.raises(GcoreError, match="no room to write it"):
+    with pytest.raises(GcoreError, match="the disk is full"):
         init(Path("mine"))
     assert list(quick.iterdir()) == []
 
@@ -239,8 +239,8 @@ def test_a_model_of_ones_own_is_named_in_the_spec_and_none_is_made(tmp_path: Pat
     [
         ({"task": "dance"}, "no task 'dance'.*sort, reverse"),
         ({"model": "nowhere"}, "no config.json"),
-        ({"model": "hf://Qwen"}, "names no owner, or no model"),
-        ({"model": "s3://bucket/model"}, "neither a folder nor a model of a hub"),
+        ({"model": "hf://Qwen"}, "the owner or the model name is missing"),
+        ({"model": "s3://bucket/model"}, "neither a folder nor a hub's model"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: dict[str, str], said: str) -> None:

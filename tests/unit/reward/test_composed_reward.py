@@ -125,21 +125,19 @@ def spec(**reward: Any) -> Any:
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        pytest.param({"parts": [{"name": "exact"}] * 2}, "two parts are called 'exact'; give them labels", id="twice"),
+        pytest.param({"parts": [{"name": "exact"}] * 2}, "two parts have the label 'exact'; set labels", id="twice"),
         pytest.param({"parts": [{"name": "exact", "weight": math.inf}]}, "parts.0.weight", id="infinite weight"),
         pytest.param({"parts": [{"name": "exact", "weight": math.nan}]}, "parts.0.weight", id="NaN weight"),
         pytest.param({"parts": [{"name": "exact", "wieght": 2}]}, "did you mean 'reward.parts.0.weight'", id="key"),
         pytest.param({"parts": [{"name": "exact", "label": "a b"}]}, "parts.0.label", id="label"),
         pytest.param({"parts": [{"name": "exact"}], "name": "math"}, "not both", id="name and parts"),
         pytest.param({"parts": [{"name": "exact"}], "options": {"a": 1}}, "not both", id="options and parts"),
-        pytest.param({"compose": "min"}, "compose belongs to parts", id="no parts"),
+        pytest.param({"compose": "min"}, "compose needs parts", id="no parts"),
         pytest.param({"compose": "mean", "parts": [{"name": "exact"}]}, "compose", id="unknown compose"),
-        pytest.param(
-            {"compose": "gate", "parts": [{"name": "exact"}]}, "a gate needs a part behind it", id="gate alone"
-        ),
+        pytest.param({"compose": "gate", "parts": [{"name": "exact"}]}, "needs a part after the gate", id="gate alone"),
         pytest.param(
             {"compose": "gate", "parts": [{"name": "exact", "weight": 2}, {"name": "numeric"}]},
-            "part 'exact' is the gate and only decides",
+            "part 'exact' is the gate, which has no weight",
             id="gate with weight",
         ),
         pytest.param({"parts": [{"name": "exact", "label": f"l{n}"} for n in range(17)]}, "at most 16", id="many"),
@@ -148,7 +146,7 @@ def spec(**reward: Any) -> Any:
         pytest.param({"timeout_value": 1e39}, "timeout_value", id="value that float32 has not"),
         pytest.param(
             {"parts": [{"name": "exact", "label": "a.correct"}, {"name": "numeric", "label": "a"}]},
-            "'a.correct' is what a part of 'a' would be called",
+            "'a.correct' is the name that a component of part 'a' would get",
             id="label of a part's part",
         ),
     ],

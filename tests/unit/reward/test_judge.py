@@ -327,7 +327,7 @@ def test_tries_are_spaced_more_and_more_up_to_a_limit() -> None:
     [
         pytest.param(
             {"verdict": {"parser": "words", "words": {"bad": -1}}},
-            "'bad' is worth -1, which is not from least",
+            "'bad' has value -1, which is not between least",
             id="word",
         ),
         pytest.param({"verdict": {"options": {"each": 1}}}, "parser: number has no options", id="options"),

@@ -42,10 +42,10 @@ def test_a_judge_that_compares_is_given_groups() -> None:
 
 @pytest.mark.parametrize("name", ["environment", "agent"])
 def test_what_scores_instead_of_a_judge_needs_the_section_that_it_hands_on(name: str) -> None:
-    with pytest.raises(SpecError, match=f"reward '{name}' hands on .* and the spec has no section {name}"):
+    with pytest.raises(SpecError, match=f"reward '{name}' returns .* but the spec has no section {name}"):
         spec({"on_error": {"fallback": name}})
 
 
 def test_what_no_number_can_hold_is_not_scaled() -> None:
-    with pytest.raises(SpecError, match="is too much to be scaled"):
+    with pytest.raises(SpecError, match="is too large to scale"):
         spec({"verdict": {"least": -1e308, "most": 1e308, "scale": True}})

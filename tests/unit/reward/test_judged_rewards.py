@@ -249,7 +249,7 @@ def test_the_functions_of_a_reward_are_its_parts_and_what_scores_instead_of_judg
         RewardSpec(name="regex", options={"pattern": "x"}, answer="solution"),
     )
     assert reward_functions(RewardSpec(), {}) == (RewardSpec(),)
-    with pytest.raises(ValueError, match="is a judge's"):
+    with pytest.raises(ValueError, match="is a judge"):
         spec.reward.of_part(RewardPart(judge="tutor"))
 
 
@@ -264,16 +264,16 @@ def test_what_a_judge_is_shown_needs_no_answer_field() -> None:
     [
         ({"judge": "tuter"}, [judge_tree()], "did you mean 'tutor'"),
         ({"judge": "tutor"}, [], "the spec has no judges"),
-        ({"name": "exact"}, [judge_tree()], "named by no reward"),
+        ({"name": "exact"}, [judge_tree()], "not used by any reward"),
         ({"judge": "tutor"}, [judge_tree(), judge_tree()], "two judges have the same name"),
-        ({"judge": "tutor", "name": "exact"}, [judge_tree()], "only one of them"),
-        ({"parts": [{"weight": 2}]}, [], "neither is given"),
+        ({"judge": "tutor", "name": "exact"}, [judge_tree()], "only one of judge, name"),
+        ({"parts": [{"weight": 2}]}, [], "neither is set"),
         ({"parts": [{"judge": "tutor", "name": "exact"}]}, [judge_tree()], "both is given|both"),
         ({"parts": [{"judge": "tutor", "answer": "x"}]}, [judge_tree()], "leave options and answer out"),
         ({"judge": "tutor"}, [judge_tree(votes=3)], "votes is 3 with temperature 0"),
-        ({"judge": "tutor"}, [judge_tree(model=None)], "neither is given"),
-        ({"judge": "tutor"}, [judge_tree(opponents=2)], "opponents belong to"),
-        ({"judge": "tutor"}, [judge_tree(kind="classifier")], "verdict is for a judge that writes"),
+        ({"judge": "tutor"}, [judge_tree(model=None)], "neither is set"),
+        ({"judge": "tutor"}, [judge_tree(opponents=2)], "opponents need"),
+        ({"judge": "tutor"}, [judge_tree(kind="classifier")], "verdict needs kind: generative"),
     ],
     ids=[
         "unknown",

@@ -63,7 +63,7 @@ def test_a_reward_of_another_package_is_found(install: Install) -> None:
         pytest.param("pack_b", "pack_b:score", "x = (", "SyntaxError", id="is no Python"),
         pytest.param("pack_c", "pack_c:other", "", "has no attribute 'other'", id="lacks the function"),
         pytest.param("pack_d", "nowhere_at_all:score", "", "No module named 'nowhere_at_all'", id="lacks the module"),
-        pytest.param("pack_e", "pack_e:score", "score = 3", "is a int, which cannot be called", id="is no function"),
+        pytest.param("pack_e", "pack_e:score", "score = 3", "is a int, which is not callable", id="is no function"),
         pytest.param(
             "pack_f", "pack_f:score", "raise RuntimeError('one\\ntwo')", r"RuntimeError: one\)", id="two lines"
         ),

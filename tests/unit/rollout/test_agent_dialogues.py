@@ -255,7 +255,7 @@ def test_a_template_that_does_not_show_where_an_answer_ends_is_refused(template:
         ({"messages": []}, "bad_messages", "no list"),
         ({"messages": [3]}, "bad_messages", "message 0"),
         ({"messages": [{"role": "function", "content": "x"}]}, "bad_messages", "role"),
-        ({"messages": [{"role": "user", "content": 3}]}, "bad_messages", "no text"),
+        ({"messages": [{"role": "user", "content": 3}]}, "bad_messages", "neither text nor a list of text parts"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "bad_messages", "part"),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": 3}]}, "bad_messages", "tool_call_id"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "bad_messages", "mouth"),

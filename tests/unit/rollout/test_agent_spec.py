@@ -45,14 +45,14 @@ def test_a_response_has_room_for_twice_what_the_model_may_make_unless_the_spec_s
     ("agent", "more", "words"),
     [
         ({**AGENT, "max_tokens": 7}, {}, "is below rollout.max_new_tokens"),
-        (AGENT, {"model": CHAT | {"max_length": 16}}, "leaves no room for a question"),
-        (AGENT, {"model": {"path": "m"}}, "an agent speaks in messages"),
+        (AGENT, {"model": CHAT | {"max_length": 16}}, "leaves no room for a prompt"),
+        (AGENT, {"model": {"path": "m"}}, "an agent needs chat messages"),
         (
             AGENT,
             {"environment": {"name": "tools", "tools": {"names": ["calculator"]}}},
-            "leave out one of the sections",
+            "has both sections agent and environment",
         ),
-        (AGENT, {"train": {"loss": "sft"}, "flow": {"steps": 3, "name": "sft"}}, "nothing for an agent to ask"),
+        (AGENT, {"train": {"loss": "sft"}, "flow": {"steps": 3, "name": "sft"}}, "cannot use an agent"),
         ({**AGENT, "ignore": ["n"]}, {}, "ignore"),
         ({**AGENT, "history": "fork"}, {}, "history"),
         ({**AGENT, "max_turn": 2}, {}, "max_turns"),

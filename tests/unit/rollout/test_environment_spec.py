@@ -52,12 +52,12 @@ def test_a_response_has_room_for_twice_what_the_model_may_make_unless_the_spec_s
         (TOOLS, {"model": {"path": "m", "max_length": 16}}, "leaves no room for a prompt"),
         ({**TOOLS, "max_turns": 0}, {}, "max_turns"),
         ({**TOOLS, "max_turn": 2}, {}, "max_turns"),
-        ({**TOOLS, "tools": {"names": ["a", "a"]}}, {}, "named twice"),
-        (TOOLS, {"train": {"loss": "sft"}, "flow": {"steps": 3, "name": "sft"}}, "no turns for an environment"),
+        ({**TOOLS, "tools": {"names": ["a", "a"]}}, {}, "listed twice"),
+        (TOOLS, {"train": {"loss": "sft"}, "flow": {"steps": 3, "name": "sft"}}, "cannot use an environment"),
         (None, {"reward": {"name": "environment"}}, "no section environment"),
         (None, {"reward": {"parts": [{"name": "numeric"}, {"name": "environment"}]}}, "no section environment"),
-        (TOOLS, {"reward": {"name": "environment"}}, "environment 'tools' says no reward"),
-        (TOOLS, {"reward": {"parts": [{"name": "environment"}, {"name": "numeric"}]}}, "'tools' says no reward"),
+        (TOOLS, {"reward": {"name": "environment"}}, "environment 'tools' gives none"),
+        (TOOLS, {"reward": {"parts": [{"name": "environment"}, {"name": "numeric"}]}}, "'tools' gives none"),
     ],
 )
 def test_what_cannot_be_is_refused(environment: dict[str, Any] | None, more: dict[str, Any], words: str) -> None:

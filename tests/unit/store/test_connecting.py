@@ -33,7 +33,7 @@ def said(file: Path) -> str:
 def test_a_password_that_others_may_read_is_refused_and_is_not_told(file: Path, mode: int) -> None:
     file.chmod(mode)
     sentence = said(file)
-    assert "others may read the store's password" in sentence
+    assert "other users may read the store's password" in sentence
     assert f"chmod 600 {file}" in sentence
     assert "right" not in sentence
 
@@ -49,12 +49,12 @@ def test_a_link_to_a_password_is_judged_by_where_it_leads(file: Path) -> None:
     link.symlink_to(file)
     assert connecting._password(link) == "right"
     file.chmod(0o644)
-    assert "others may read" in said(link)
+    assert "other users may read" in said(link)
 
 
 def test_no_file_an_empty_one_and_one_that_is_no_text_are_told_apart(file: Path) -> None:
     assert "cannot read the store's password (No such file" in said(file.with_name("none"))
     file.write_text("\n")
-    assert "the file of the store's password is empty" in said(file)
+    assert "the store's password file is empty" in said(file)
     file.write_bytes(b"\xff")
-    assert "it is no text" in said(file)
+    assert "it is not UTF-8 text" in said(file)

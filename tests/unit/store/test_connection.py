@@ -52,7 +52,7 @@ def test_a_store_needs_an_endpoint() -> None:
 
 
 def test_a_certificate_without_its_key_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="only one is given"):
+    with pytest.raises(UsageError, match="only one of etcd client certificate and key is set"):
         StoreTls(cert=tmp_path / "cert.pem").credentials()
 
 

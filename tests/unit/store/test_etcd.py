@@ -98,7 +98,7 @@ def test_an_etcd_reads_what_its_own_and_older_versions_have_written(version: str
 
 def test_where_there_is_none_one_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binary.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EtcdNotFound, match="no etcd is to be found") as caught:
+    with pytest.raises(EtcdNotFound, match="no etcd was found") as caught:
         find_etcd(search_path=str(tmp_path))
     assert "--etcd-endpoints" in str(caught.value)
 
@@ -107,7 +107,7 @@ def test_where_there_is_none_one_is_told_what_to_do(tmp_path: Path, monkeypatch:
     ("text", "words"),
     [
         pytest.param("echo hello", "is not an etcd", id="another program"),
-        pytest.param("exit 3", "--version fails", id="fails"),
+        pytest.param("exit 3", "--version failed", id="fails"),
     ],
 )
 def test_what_is_no_etcd_is_found_out(tmp_path: Path, text: str, words: str) -> None:
@@ -173,5 +173,5 @@ def test_the_last_words_of_an_etcd_without_room_name_the_error_and_no_line_of_it
         '{"level":"panic","msg":"failed to create WAL","error":"write 0.tmp: no space left on device","stacktrace":"a\\n\\tb.go:1"}\n'
         "panic: failed to create WAL\n\ngoroutine 1 [running]:\nmain.main()\n\tgo.etcd.io/etcd/main.go:28 +0x17\n"
     )
-    assert _last_words(text) == "It last said: failed to create WAL: write 0.tmp: no space left on device"
-    assert _last_words("flag provided but not defined: -x\n") == "It last said: flag provided but not defined: -x"
+    assert _last_words(text) == "It last logged: failed to create WAL: write 0.tmp: no space left on device"
+    assert _last_words("flag provided but not defined: -x\n") == "It last logged: flag provided but not defined: -x"

@@ -47,7 +47,7 @@ def test_a_daemon_whose_times_do_not_fit_says_so_in_one_sentence_and_does_not_st
 ) -> None:
     file = written(tmp_path, **times)
     with pytest.raises(
-        UsageError, match=r"lease_tick_s \+ 2 x lease_call_s .* would end it\. Raise lease_ttl_s"
+        UsageError, match=r"lease_tick_s \+ 2 x lease_call_s .* would end the lease\. Raise lease_ttl_s"
     ) as said:
         NodeConfig.load(file)
     assert str(said.value).startswith(f"{file}: ")

@@ -63,7 +63,7 @@ def test_what_is_cancelled_at_import_is_told_too(install: Install) -> None:
 
 def test_what_cannot_be_called_is_refused(install: Install) -> None:
     install("gad_f", "f = gad_f:f", "f = 3")
-    with pytest.raises(SpecError, match="is a int, which cannot be called"):
+    with pytest.raises(SpecError, match="is a int, which is not callable"):
         find_plugin(KIND, "f")
 
 

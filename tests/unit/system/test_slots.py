@@ -30,16 +30,16 @@ def test_a_slot_binds_to_the_cores_that_it_names_and_to_no_others(slot: str, cor
 @pytest.mark.parametrize(
     ("slot", "said"),
     [
-        pytest.param("gpu:0", "is no slot", id="another kind"),
-        pytest.param("cuda:0-7", "is no slot", id="a range of GPUs"),
-        pytest.param("cpu:", "is no slot", id="no number"),
-        pytest.param("cpu:01", "is no slot", id="a leading zero"),
-        pytest.param("cpu:0,1", "is no slot", id="no range at the beginning"),
+        pytest.param("gpu:0", "is not a slot", id="another kind"),
+        pytest.param("cuda:0-7", "is not a slot", id="a range of GPUs"),
+        pytest.param("cpu:", "is not a slot", id="no number"),
+        pytest.param("cpu:01", "is not a slot", id="a leading zero"),
+        pytest.param("cpu:0,1", "is not a slot", id="no range at the beginning"),
         pytest.param("cpu:3-0", "write 0-3", id="counts down"),
         pytest.param("cpu:0-3,2", "names a core twice", id="twice"),
-        pytest.param("cpu:0-5000", "beyond 4095", id="too many"),
-        pytest.param("cpu:0-99999999999999999999", "beyond 4095", id="far too many"),
-        pytest.param("x" * 5000, "is no slot", id="long"),
+        pytest.param("cpu:0-5000", "a core above 4095", id="too many"),
+        pytest.param("cpu:0-99999999999999999999", "a core above 4095", id="far too many"),
+        pytest.param("x" * 5000, "is not a slot", id="long"),
     ],
 )
 def test_what_is_no_slot_is_told_in_one_sentence(slot: str, said: str) -> None:
@@ -52,11 +52,11 @@ def test_what_is_no_slot_is_told_in_one_sentence(slot: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("slots", "said"),
     [
-        pytest.param(("cuda:0", "cuda:0"), "stands there twice", id="twice"),
-        pytest.param(("cpu:0-3", "cpu:3-5"), "both have the core 3", id="a core in two"),
-        pytest.param(("cpu:0-3", "cpu:9"), "for every slot of cores, or for none", id="named and not"),
-        pytest.param(("cpu:0", "nothing"), "'nothing' is no slot", id="one that is none"),
-        pytest.param(tuple(f"cpu:{n}" for n in range(4097)), "more than one node may have", id="too many"),
+        pytest.param(("cuda:0", "cuda:0"), "is listed twice", id="twice"),
+        pytest.param(("cpu:0-3", "cpu:3-5"), "both contain core 3", id="a core in two"),
+        pytest.param(("cpu:0-3", "cpu:9"), "for all CPU slots, or for none", id="named and not"),
+        pytest.param(("cpu:0", "nothing"), "'nothing' is not a slot", id="one that is none"),
+        pytest.param(tuple(f"cpu:{n}" for n in range(4097)), "but a node may have at most", id="too many"),
     ],
 )
 def test_what_does_not_go_together_on_a_node_is_told(slots: tuple[str, ...], said: str) -> None:

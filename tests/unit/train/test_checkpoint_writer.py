@@ -112,7 +112,11 @@ def test_there_is_one_write_at_a_time(tmp_path: Path) -> None:
         pytest.param(OSError(errno.ENOSPC, "No space left on device"), "No space left", id="full"),
         pytest.param(OSError(errno.EIO, "Input/output error"), "Input/output error", id="broken"),
         pytest.param(OSError(errno.EROFS, "Read-only file system"), "Read-only", id="read-only"),
-        pytest.param(CheckpointDamaged("no manifest can be read (Input/output error)"), "no manifest", id="unreadable"),
+        pytest.param(
+            CheckpointDamaged("cannot read the manifest (Input/output error)"),
+            "cannot read the manifest",
+            id="unreadable",
+        ),
     ],
 )
 def test_a_disk_that_takes_nothing_is_told_and_the_next_checkpoint_is_the_next_try(

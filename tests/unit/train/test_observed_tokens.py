@@ -95,7 +95,7 @@ def test_ranges_that_are_none_are_refused_even_with_their_digest(ranges: tuple[R
     group = group_of([1.0])
     bent = replace(group, samples=(replace(group.samples[0], observed=ranges),))
     part = train_pb2.FeedPayload.FromString(write_payload([(bent, frozenset({0}))])).groups[0].samples[0]
-    with pytest.raises(FeedDamaged, match="ranges ascend"):
+    with pytest.raises(FeedDamaged, match="ranges must ascend"):
         _sample(part, bent.samples[0].digest(), "here")
     assert "misplaced" in (untrainable_reason(bent, TrainSpec(loss="sft")) or "")
 

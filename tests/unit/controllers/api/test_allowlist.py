@@ -156,6 +156,6 @@ def test_a_stored_spec_says_nothing_of_what_it_does_not_use_and_is_read_as_it_wa
 
 
 def test_an_address_with_a_password_is_refused() -> None:
-    with pytest.raises(SpecError, match="no name and no password") as caught:
+    with pytest.raises(SpecError, match="no user name and no password") as caught:
         teacher(url="https://me:secret@x/v1")
     assert "secret" not in str(caught.value).replace("secrets", "")

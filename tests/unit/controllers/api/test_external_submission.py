@@ -41,7 +41,7 @@ def test_without_its_key_a_job_is_refused_with_the_variables_name(monkeypatch: p
 
 
 def test_a_key_that_stands_where_its_variables_name_belongs_is_not_shown() -> None:
-    with pytest.raises(SpecError, match="environment variable, not the key itself") as caught:
+    with pytest.raises(SpecError, match=r"environment variable .*, not the key itself") as caught:
         spec(key_env="sk-secret")
     assert "secret" not in str(caught.value)
 
@@ -56,13 +56,13 @@ def test_emulated_slots_need_no_engine_for_a_judge_outside_of_the_cluster() -> N
         ({"most_cost": 5.0}, "most_cost needs price_in or price_out"),
         ({"url": "api.example.com"}, "judges.0.external.url: it should begin with https:// or http://"),
         ({"url": "ftp://x"}, "judges.0.external.url: it should begin with https:// or http://"),
-        ({"url": "http:///v1"}, "it names no host"),
-        ({"url": "http://h:0/v1"}, "it names no port"),
-        ({"url": "http://h:99999/v1"}, "it is no address"),
-        ({"url": "http://[::1/v1"}, "it is no address"),
-        ({"url": "http://h\x7f/v1"}, "nothing that cannot be printed"),
-        ({"url": "http://h/v1?a=b"}, "it should have no ? and no #"),
-        ({"url": "http://h/v1#a"}, "it should have no ? and no #"),
+        ({"url": "http:///v1"}, "it has no valid host"),
+        ({"url": "http://h:0/v1"}, "it has no valid port"),
+        ({"url": "http://h:99999/v1"}, "it is not a valid address"),
+        ({"url": "http://[::1/v1"}, "it is not a valid address"),
+        ({"url": "http://h\x7f/v1"}, "unprintable characters"),
+        ({"url": "http://h/v1?a=b"}, "it should contain no ? and no #"),
+        ({"url": "http://h/v1#a"}, "it should contain no ? and no #"),
         ({"key_env": "sk-1234"}, "judges.0.external.key_env: it should be the name of an environment variable"),
         ({"requests_per_s": 0}, "requests_per_s"),
         ({"requests_per_s": 1e-9}, "requests_per_s: Input should be greater than or equal to 0.001"),

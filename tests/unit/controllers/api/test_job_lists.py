@@ -156,4 +156,4 @@ def test_a_job_that_cannot_be_read_is_listed_with_the_reason() -> None:
 
     (job,) = asyncio.run(ask()).jobs
     assert (job.uid, job.name, job.state) == ("u1", "one", pb.JOB_STATE_UNSPECIFIED)
-    assert "no job status" in job.reason
+    assert "cannot read the job status" in job.reason

@@ -209,7 +209,7 @@ def test_a_refusal_names_both_versions_and_who_is_to_change(said: str, words: st
     why = version_refusal(said)
     assert why is not None
     assert words in why
-    assert f"serves {OLDER} and {NEWEST_VERSION}" in why
+    assert f"supports {OLDER} and {NEWEST_VERSION}" in why
     assert len(why) < 250
 
 

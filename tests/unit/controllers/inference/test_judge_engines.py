@@ -258,7 +258,7 @@ def test_a_judge_whose_folder_is_no_model_says_which_judge_it_is(spec: JobSpec, 
     with pytest.raises(DataError, match="does not exist") as caught:
         judge_renderer(0, lost)
     assert caught.value.where == f"judges.0 ('tutor'), {tmp_path / 'gone'}"
-    assert caught.value.fix == "Name a folder in judges.0.model.path"
+    assert caught.value.fix == "Name an existing folder in judges.0.model.path"
     with pytest.raises(DataError, match="no chat template") as caught:
         judge_renderer(1, spec.judges[0].model_copy(update={"chat": True}))
     assert caught.value.fix == (

@@ -289,10 +289,8 @@ def test_which_slots_take_turns(sections: dict[str, Any], slot: str, turns: bool
         pytest.param(
             {"rollout": {"staleness": 1, "correction": "tis", "max_new_tokens": 4}}, "staleness 1", id="stale"
         ),
-        pytest.param({"train": {"stream": True}}, "with train.stream they train meanwhile", id="streamed"),
-        pytest.param(
-            {"placement": {"policy": "static", "train": 1}}, "with policy: static they share none", id="static"
-        ),
+        pytest.param({"train": {"stream": True}}, "with train.stream ranks train at that time", id="streamed"),
+        pytest.param({"placement": {"policy": "static", "train": 1}}, "policy: static shares none", id="static"),
     ],
 )
 def test_turns_where_both_sides_work_at_once_are_refused(sections: dict[str, Any], words: str) -> None:

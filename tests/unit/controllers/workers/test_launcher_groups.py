@@ -98,7 +98,7 @@ def test_a_machine_without_them_is_told_once_and_jobs_run(
 
 
 def test_a_controller_that_is_not_given_is_named(tmp_path: Path) -> None:
-    assert "may not limit memory, pids" in Machine(tmp_path, DELEGATED, given="cpu io").groups().why_not
+    assert "cannot limit memory, pids" in Machine(tmp_path, DELEGATED, given="cpu io").groups().why_not
 
 
 def test_a_group_that_is_named_is_taken_wherever_the_daemon_is(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_group_that_is_named_is_taken_wherever_the_daemon_is(tmp_path: Path) -
 
 @pytest.mark.parametrize("cgroup", ["relative", "", "Off"])
 def test_a_group_that_is_no_place_is_refused(cgroup: str) -> None:
-    with pytest.raises(ValueError, match="auto, off, or the whole path"):
+    with pytest.raises(ValueError, match="auto, off, or the absolute path"):
         JobLimits(cgroup=cgroup)
 
 
