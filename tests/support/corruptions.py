@@ -163,7 +163,7 @@ def archived_in_two_forms(scene: Scene) -> Refuted:
     file, entries = scene.archived
     other = entries[0].model_copy(update={"reason": "another"})
     file.with_name("zz.jsonl").write_bytes(other.encode() + b"\n")
-    return Refuted("record", words=f"log entry {other.seq} was archived in two forms", about="a record")
+    return Refuted("record", words=f"log entry {other.seq} was archived in two different versions", about="a record")
 
 
 def outcome_taken_away(scene: Scene) -> Refuted:

@@ -34,7 +34,7 @@ MOST_MOVE_BYTES = 4096
 """Maximum size of a move in the record."""
 
 NEWEST_STAYS, MOST_STAY_BYTES = 16, 3072
-"""Stretches without a move that the store keeps, and what one of them takes at most."""
+"""Number of periods without a move that the store keeps, and the maximum size of one."""
 
 Reason = Annotated[str, cut_text(MOST_REASON)]
 

@@ -161,7 +161,7 @@ async def test_cut_off_answers_become_what_the_spec_says(make: Make, rollout: di
 async def test_what_cannot_be_scored_is_an_error_for_the_flow(make: Make) -> None:
     bench = make(entries=NO_NUMBERS, reward={"name": "numeric"})
     _, (prompt, *_) = await some_prompts(bench, 1)
-    with pytest.raises(RewardError, match="is no number"):
+    with pytest.raises(RewardError, match="is not a number"):
         await bench.peer.score(prompt, await bench.peer.rollout(prompt))
 
 
@@ -212,7 +212,7 @@ async def test_a_reward_that_fails_ends_its_prompt_with_the_reason(make: Make) -
     await produced(bench, score_group, 1)
     (outcome,) = bench.ended().values()
     assert outcome.kind == "failed"
-    assert "is no number" in outcome.reason
+    assert "is not a number" in outcome.reason
 
 
 async def test_a_prompt_whose_engine_failed_is_issued_again(make: Make) -> None:
