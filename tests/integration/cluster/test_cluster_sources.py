@@ -178,6 +178,6 @@ def test_a_job_whose_groups_are_all_filtered_fails_after_an_epoch_and_says_so(
     assert outcome.summary["audit"] == "clean"
     assert (
         "(17 were filtered, 0 failed); most common reason (15 times): "
-        "a response was cut off at 3 tokens (rollout.max_new_tokens)" in (outcome.summary["reason"])
+        "a response was truncated at 3 tokens (rollout.max_new_tokens)" in (outcome.summary["reason"])
     )
     assert outcome.summary["sources"]["digits"]["filtered"] >= 12

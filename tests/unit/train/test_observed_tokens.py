@@ -144,7 +144,7 @@ def test_a_rank_refuses_a_sample_that_observed_more_than_the_seal_says() -> None
     seal, (held,) = work.seal, work.groups.values()
     assert _lacking(held, seal, 0, 0) == ""
     sealed = seal.groups[0].model_copy(update={"observed": (1,)})
-    assert "2 observed tokens and not 1" in _lacking(held, seal.model_copy(update={"groups": (sealed,)}), 0, 0)
+    assert "2 observed tokens instead of 1" in _lacking(held, seal.model_copy(update={"groups": (sealed,)}), 0, 0)
 
 
 # Training.
