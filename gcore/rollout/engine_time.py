@@ -100,13 +100,13 @@ def prometheus_text(sums: EngineTimeSums, *, scale: float = 1.0) -> str:
 CLOCK = "clock_seconds"
 
 NAMES = {
-    CLOCK: "The engine's monotonic clock, at which the sums were read.",
-    "busy_seconds_total": "Seconds, times the share of the engine's rows that was wanted.",
-    "idle_seconds_total": "Seconds, times the share of the engine's rows that nobody wanted.",
-    "paused_seconds_total": "Seconds in which it was paused: its weights were being changed.",
-    "asleep_seconds_total": "Seconds in which it had given its memory back.",
-    "active_seconds_total": "Seconds in which there was anything to work on.",
-    "running_seconds_total": "The same, times the requests that were worked on.",
+    CLOCK: "The engine's monotonic clock when the sums were read.",
+    "busy_seconds_total": "Seconds, weighted by the share of the engine's rows in use.",
+    "idle_seconds_total": "Seconds, weighted by the share of the engine's rows not in use.",
+    "paused_seconds_total": "Seconds in which the engine was paused for a weight update.",
+    "asleep_seconds_total": "Seconds in which the engine's memory was released.",
+    "active_seconds_total": "Seconds with at least one request.",
+    "running_seconds_total": "Seconds with at least one request, weighted by the number of running requests.",
 }
 
 _FIELDS = {CLOCK: "at"} | {name: name.removesuffix("econds_total") for name in NAMES if name != CLOCK}

@@ -11,7 +11,7 @@ computes its part of the sum (`loss_sum`); the count covers the whole update and
 
     loss = Σ over ranks and micro-batches of loss_sum(...) / denominator(global counts)
 
-No mean is taken over a part. Each sequence lies in one row. Rows of zeros (padding, dummies) contribute nothing.
+No mean is taken over a part. Each sequence is in one row. Rows of zeros (padding, dummies) contribute nothing.
 
 **Corrections** compensate for the difference between the engine's and the trainer's log-probabilities. The two differ
 for the same tokens and weights (kernels, precision, truncated sampling), and off-policy samples come from older
@@ -74,7 +74,7 @@ def gspo_loss(
 
     s = exp(mean of log r over the row's trained tokens), in the token form sg(s)·π/sg(π): every token has the value s
     and its own gradient. Aggregate with "seq-mean-token-mean". `logp`, `old_logp` and `mask` [batch, tokens],
-    `advantages` [batch, 1] or [batch, tokens]; each sequence lies in one row. Returns [batch, tokens] in the dtype of
+    `advantages` [batch, 1] or [batch, tokens]; each sequence is in one row. Returns [batch, tokens] in the dtype of
     `logp`.
     """
     ratio = sequence_ratio(logp, old_logp, mask) * (logp - logp.detach()).exp()

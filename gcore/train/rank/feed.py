@@ -324,7 +324,7 @@ def _share_lacking(state: FeedState, held: Mapping[str, TrainGroup], seal: Seal,
             group = seal.groups[slot.group]
             lacking = _lacking(held.get(group.digest), seal, slot.group, slot.sample)
             if lacking:
-                return f"{lacking} of prompt {group.ref}, group {group.digest}, in this rank's share of {seal.token}"
+                return f"{lacking}: prompt {group.ref}, group {group.digest}, in this rank's share of {seal.token}"
     return ""
 
 
@@ -342,9 +342,9 @@ def _lacking(group: TrainGroup | None, seal: Seal, number: int, sample: int) -> 
     if group is None or sample not in group.samples:
         return f"sample {sample} is missing"
     if group.ref != sealed.ref:
-        return f"sample {sample} was sent for prompt {group.ref} instead"
+        return f"sample {sample} was sent for prompt {group.ref}"
     if group.samples[sample].masked != (sample in sealed.masked):
-        return f"sample {sample} is {'masked' if group.samples[sample].masked else 'unmasked'}, unlike in the seal,"
+        return f"sample {sample} is {'masked' if group.samples[sample].masked else 'unmasked'}, unlike in the seal"
     found = (len(group.prompt_ids), len(group.samples[sample].token_ids))
     stated = (sealed.prompt_tokens, sealed.response_tokens[sample])
     if found != stated:

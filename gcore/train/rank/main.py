@@ -3,7 +3,7 @@
 One thread does all work with torch, in sequence; another writes checkpoints; the main thread serves. A failure while
 loading or training ends the process: it reports the error to its supervisor and to watchers, and exits with 1. If it is
 stopped while idle, it leaves its process group first; during a step it exits at once. A checkpoint that is being
-written at that time is given up: whoever stops a rank has the job's last one or does not need it.
+written at that time is given up, because a stopped job already has its last one or does not need it.
 
 An idle rank that still writes is in phase `checkpoint` instead of `waiting`, so that the watchdog detects a hanging
 disk like any other hang.
@@ -369,8 +369,8 @@ class RankProcess:
 
     @property
     def _resting(self) -> str:
-        """The phase without a step to apply. While a failed write waits for its retry, it is not `checkpoint`, because
-        nothing can hang.
+        """The phase without a step to apply: `checkpoint` while the writer is active, `waiting` while it is idle or
+        waits for a retry.
         """
         writing = self._writer.writing
         return CHECKPOINT if self._writer.busy and writing is not None and not writing.error else "waiting"

@@ -334,7 +334,7 @@ def test_an_audit_lets_ready_parts_stand_in_an_open_slot_and_nothing_else() -> N
     (loose,) = findings(cluster.slot.model_copy(update={"state": SealState.OPEN}))
     assert loose == f"the open seal of step 1 is OPEN but holds {cluster.slot.groups[1].ref}"
     (wrong,) = findings(cluster.slot.model_copy(update={"parts": (1, 2)}))
-    assert wrong == "the open seal of step 1 has parts of (1, 2) groups, 0 of them READY, but 2 groups in total"
+    assert wrong == "the open seal of step 1 has parts of (1, 2) groups, 1 of them READY, but 2 groups in total"
 
 
 CHOICES: tuple[OnLimit, ...] = ("train_smaller", "pad_masked", "fail")

@@ -207,7 +207,7 @@ async def test_a_key_that_is_not_taken_is_told_once_and_tried_with_one_request_a
     road.gate.accepted()
     await road.clock.advance(20)
     assert len(road.starts) == 10
-    assert road.ear.troubles[1:] == ["key: judge 'j' takes the key again"]
+    assert road.ear.troubles[1:] == ["key: judge 'j' accepts the key again"]
 
 
 async def test_who_gives_up_waiting_leaves_the_line_to_the_next() -> None:

@@ -548,7 +548,7 @@ def test_an_environment_lacks_no_method_and_all_are_asynchronous(method: str) ->
 async def test_what_an_environment_raises_before_there_is_anything_to_wait_for_is_its_fault_too() -> None:
     @functools.wraps(Game.step)
     def step(self: Game, turn: Turn) -> Any:
-        raise ValueError("both text and messages")
+        raise ValueError("at once")
 
     with pytest.raises(EnvironmentFault, match="raised ValueError: at once in step, after turn 1"):
         await play_episode(checked(type("Hasty", (Game,), {"step": step}), shown=[Observation()]), Model("a"), scene())

@@ -278,7 +278,7 @@ def test_a_rank_that_trains_needs_nobody_to_restore_it() -> None:
     assert refuse_restore(STATE) is None
     refused = refuse_restore(FeedState(STATE.name, 0, 1, done=4, applying=Token(0, 5, 1)))
     assert refused is not None
-    assert "by itself" in refused.reason
+    assert "restores the rank's memory itself" in refused.reason
 
 
 def test_a_part_that_no_rank_has_is_named() -> None:
