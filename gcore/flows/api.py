@@ -92,16 +92,18 @@ class Peer(Protocol):
         ...
 
     async def filter(self, prompt: Prompt, group: Group | Outcome) -> Group | Outcome:
-        """The group, or a filtered outcome with its reason if a filter of `flow.filters` refuses it. Outcomes are
-        returned unchanged.
+        """The group, or a filtered outcome with its reason if a filter of `flow.filters` refuses it.
+
+        Outcomes are returned unchanged.
 
         Every trained group must pass through here, otherwise the user's filters have no effect. Raises FilterError.
         """
         ...
 
     async def evaluate(self) -> None:
-        """Evaluate the current weights if an evaluation is due. The controllers share the work and all wait for the
-        result.
+        """Evaluate the current weights if an evaluation is due.
+
+        The controllers share the work and all wait for the result.
         """
         ...
 

@@ -54,8 +54,9 @@ class Filter(Protocol):
     """Decides whether a scored group is trained."""
 
     def __call__(self, group: Group, fields: Mapping[str, Any], options: Mapping[str, Option]) -> str | None:
-        """None to keep the group, else the reason. `fields`: the prompt's entry. Raises FilterError, also for invalid
-        options.
+        """None to keep the group, else the reason.
+
+        `fields`: the prompt's entry. Raises FilterError, also for invalid options.
         """
         ...
 
@@ -192,8 +193,9 @@ WITHOUT_GROUP = tuple(kind for kind in get_args(OutcomeKind) if kind != "trained
 
 
 def check_production(result: object, ref: PromptRef) -> Group | Outcome:
-    """Check the result of producing prompt `ref`. Raises SpecError unless it is the prompt's group, or an outcome
-    without a group.
+    """Check the result of producing prompt `ref`.
+
+    Raises SpecError unless it is the prompt's group, or an outcome without a group.
 
     An outcome "trained" cannot be committed. A group of another prompt would leave this prompt to be sampled forever.
     """

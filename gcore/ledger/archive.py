@@ -83,8 +83,9 @@ def write_copy(run_dir: Path, writer: str, uid: str, listing: KeyListing) -> Non
 
 
 def has_copy(run_dir: Path, head: Head | None) -> bool:
-    """Return whether there is a copy of this end. An unreadable copy counts; a copy of a discarded end does not. Raises
-    OSError.
+    """Return whether there is a copy of this end.
+
+    An unreadable copy counts; a copy of a discarded end does not. Raises OSError.
     """
     try:
         copy = read_copy(run_dir)

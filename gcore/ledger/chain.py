@@ -203,8 +203,9 @@ def reseal_slot(slot: Seal, sealer: str) -> Seal:
 
 
 def ready_slot(slot: Seal) -> Seal:
-    """The slot once every rank holds its share. A whole step then ends by commit or rollback; after a part, more parts
-    follow.
+    """The slot once every rank holds its share.
+
+    A whole step then ends by commit or rollback; after a part, more parts follow.
     """
     ready_parts = len(slot.parts)
     match slot.state:

@@ -42,8 +42,9 @@ NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 
 class Part(Record):
-    """`part/{incarnation}`: progress of a controller's flow, and its values. `at`: the version at the start of the
-    step.
+    """`part/{incarnation}`: progress of a controller's flow, and its values.
+
+    `at`: the version at the start of the step.
     """
 
     incarnation: str
@@ -83,8 +84,9 @@ def _depth(value: Any) -> int:
 
 
 def add_contribution(part: Part | None, incarnation: str, at: Version, name: str, value: Any) -> Part:
-    """A controller's part with one more value; values of another step are dropped. Raises ValueError beyond
-    `MAX_NAMES`.
+    """A controller's part with one more value; values of another step are dropped.
+
+    Raises ValueError beyond `MAX_NAMES`.
     """
     given = dict(part.given) if part is not None and part.at == at else {}
     given.setdefault(name, value)

@@ -53,8 +53,9 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def mean_pass_at_k(n: int, prompts_by_correct: Mapping[int, int], k: int) -> float:
-    """Mean pass@k over prompts with `n` responses each. `prompts_by_correct`: number of prompts by number of correct
-    responses.
+    """Mean pass@k over prompts with `n` responses each.
+
+    `prompts_by_correct`: number of prompts by number of correct responses.
 
     Raises ValueError if there is no prompt, and like `pass_at_k`.
     """
@@ -80,8 +81,9 @@ def mean_pass_at_k(n: int, prompts_by_correct: Mapping[int, int], k: int) -> flo
 
 
 def mean_correct(n: int, prompts_by_correct: Mapping[int, int]) -> float:
-    """Share of correct responses, with `n` responses per prompt: pass@1, rounded once. Raises ValueError without
-    responses.
+    """Share of correct responses, with `n` responses per prompt: pass@1, rounded once.
+
+    Raises ValueError without responses.
     """
     count = sum(prompts_by_correct.values())
     if count < 1 or n < 1:
@@ -116,8 +118,9 @@ class PartPlan:
 
 
 def plan_parts(sizes: Sequence[tuple[str, int, int]]) -> tuple[PartPlan, ...]:
-    """Split an evaluation into parts, in the order of the sets. `sizes`: name, prompts and responses per prompt of each
-    set.
+    """Split an evaluation into parts, in the order of the sets.
+
+    `sizes`: name, prompts and responses per prompt of each set.
     """
     responses = sum(prompts * samples for _, prompts, samples in sizes)
     most = max(PART_RESPONSES, -(-responses // MOST_PARTS))
@@ -135,8 +138,9 @@ def compose_evaluation(
     sets: Mapping[str, EvalSampling],
     show: int,
 ) -> Evaluation:
-    """Compose an evaluation from all parts of `plans`. `sets`: how each set is sampled and counted, in the spec's
-    order.
+    """Compose an evaluation from all parts of `plans`.
+
+    `sets`: how each set is sampled and counted, in the spec's order.
 
     Raises ValueError if a part is missing or does not match its plan.
     """
@@ -227,8 +231,9 @@ class BestEvaluation:
 
 
 def best_evaluation(head: Head, evaluations: Iterable[Evaluation], metric: str | None) -> BestEvaluation | None:
-    """The best among the scheduled evaluations on head's chain; of equal ones the earlier step. None without a metric
-    or a value.
+    """The best among the scheduled evaluations on head's chain; of equal ones the earlier step.
+
+    None without a metric or a value.
     """
     if metric is None:
         return None
@@ -250,8 +255,9 @@ def resolve_metric(metric: str, evaluations: Iterable[Evaluation]) -> str:
 
 
 def ask(keys: JobKeys, head: Versioned[Head], known: Revisioned | None, asked: EvalAsked) -> Transaction:
-    """Request an evaluation of the step after head's. Compares head, so that the request is visible before that step's
-    commit. Raises ValueError for another step.
+    """Request an evaluation of the step after head's.
+
+    Compares head, so that the request is visible before that step's commit. Raises ValueError for another step.
     """
     if asked.step != head.record.step + 1:
         raise ValueError(f"step {asked.step} does not follow step {head.record.step}")

@@ -111,8 +111,10 @@ class JobMirror:
     """Unreadable hints (`HINTS`), by key. They count as absent until they are written again."""
 
     def fold(self, batch: WatchBatch) -> JobMirror:
-        """The mirror after a batch. Raises UnreadableRecord, except for hints: no transaction depends on a hint, so a
-        damaged one must not block the job.
+        """The mirror after a batch.
+
+        Raises UnreadableRecord, except for hints: no transaction depends on a hint, so a damaged one must not block the
+        job.
         """
         mirror = JobMirror(self.keys) if batch.reset else self
         changes: dict[str, Any] = {}

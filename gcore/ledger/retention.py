@@ -48,8 +48,9 @@ class KeepReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """`newest`: number of newest checkpoints. `every`: keep steps at a multiple of this; None: none. `best`: step of
-    the best evaluated state; None: none.
+    """`newest`: number of newest checkpoints.
+
+    `every`: keep steps at a multiple of this; None: none. `best`: step of the best evaluated state; None: none.
     """
 
     newest: int

@@ -248,8 +248,9 @@ class OffersView:
 
     @classmethod
     def of(cls, rules: StreamRules, head: Head, offer: Offer) -> OffersView:
-        """View of one live offer without content that is not acceptable for the step. Of two groups with one ref the
-        first counts.
+        """View of one live offer without content that is not acceptable for the step.
+
+        Of two groups with one ref the first counts.
         """
         step = head.step + 1
         fits: dict[tuple[Version, ...], bool] = {}
@@ -281,8 +282,9 @@ class OffersView:
         offers: Iterable[Offer],
         part: Callable[[StreamRules, Head, Offer], OffersView] | None = None,
     ) -> OffersView:
-        """Merge the offers. For a ref with two holders the smaller incarnation counts; a group takes precedence over an
-        outcome.
+        """Merge the offers.
+
+        For a ref with two holders the smaller incarnation counts; a group takes precedence over an outcome.
 
         `part`: `OffersView.of` or a function that caches its results.
         """

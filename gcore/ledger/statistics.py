@@ -245,8 +245,9 @@ def _has_ended(shape: StreamShape, cursors: Cursors, epoch: int) -> bool:
 
 
 def shortage_reason(rules: StreamRules, head: Head, short: DataExhausted, log: Iterable[LogEntry]) -> str:
-    """Why a step is short, and what to change. `log`: entries still in the store; those since the newest step give the
-    reasons.
+    """Why a step is short, and what to change.
+
+    `log`: entries still in the store; those since the newest step give the reasons.
     """
     used = add_outcomes(head.tally.since_step, short.outcomes)
     common = commonest_reason((*_since_step(log), *short.outcomes))

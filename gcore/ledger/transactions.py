@@ -106,8 +106,9 @@ class TxnKind(StrEnum):
 
 
 class TxnOutcome(StrEnum):
-    """WON: written. STALE: a compare failed and nothing was written; read again. UNKNOWN: no response; read again
-    later.
+    """WON: written.
+
+    STALE: a compare failed and nothing was written; read again. UNKNOWN: no response; read again later.
     """
 
     WON = "won"
@@ -258,8 +259,9 @@ def seal(
     *,
     checkpoint: bool = False,
 ) -> Transaction:
-    """Seal a batch, or one more part of it. Compares head and all slots, including absent ones. Raises ValueError if
-    the slot is not OPEN.
+    """Seal a batch, or one more part of it.
+
+    Compares head and all slots, including absent ones. Raises ValueError if the slot is not OPEN.
     """
     head = open_slots.head.record
     slot = open_slots.slots.get(head.step + 1)
@@ -363,8 +365,9 @@ MOST_PRUNED = 100
 
 
 def prune(keys: JobKeys, head: Versioned[Head], known: Versioned[Checkpoints], seqs: Sequence[int]) -> Transaction:
-    """Delete log entries that are in the run folder. Compares head and checkpoints, which made them prunable. Raises
-    ValueError for more than `MOST_PRUNED`.
+    """Delete log entries that are in the run folder.
+
+    Compares head and checkpoints, which made them prunable. Raises ValueError for more than `MOST_PRUNED`.
     """
     if len(seqs) > MOST_PRUNED:
         raise ValueError(f"{len(seqs)} entries exceed the maximum of {MOST_PRUNED} per prune")
@@ -498,8 +501,9 @@ class EndedJob:
 
 
 def extend(keys: JobKeys, ended: EndedJob, advance: chain.Advance, claim: Claim) -> Transaction:
-    """Continue a job in phase SUCCEEDED to the goal that the new entry raises. This is the only way out of a final
-    phase.
+    """Continue a job in phase SUCCEEDED to the goal that the new entry raises.
+
+    This is the only way out of a final phase.
 
     It continues from a checkpoint in a new lineage, with a plan that places nothing until the job has slots. Deletes
     the members, offers and other hints of its controllers: they join again, and no earlier offer counts.
@@ -537,8 +541,9 @@ def extend(keys: JobKeys, ended: EndedJob, advance: chain.Advance, claim: Claim)
 
 
 def set_status(keys: JobKeys, old: Versioned[JobStatus], new: JobStatus, open_slots: OpenSlots | None) -> Transaction:
-    """Move the job to another phase, but never out of a final one (`extend`). With `open_slots`, only if head and slots
-    are unchanged.
+    """Move the job to another phase, but never out of a final one (`extend`).
+
+    With `open_slots`, only if head and slots are unchanged.
     """
     if old.record.phase.ended or new.phase is JobPhase.PENDING:
         raise ValueError(f"a job cannot change from {old.record.phase} to {new.phase}")

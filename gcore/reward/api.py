@@ -79,8 +79,9 @@ class Reward(Protocol):
 
 
 def find_reward(name: str) -> CheckedReward:
-    """Find a reward by entry-point name and wrap it with result checks. Raises PluginFault, with the nearest name if
-    there is none.
+    """Find a reward by entry-point name and wrap it with result checks.
+
+    Raises PluginFault, with the nearest name if there is none.
     """
     reward: Reward = find_plugin(REWARDS, name)
     return CheckedReward(name, reward)
@@ -221,8 +222,9 @@ AnswerType = type[str] | type[int] | type[float] | type[bool]
 
 
 def accepted_answers(fields: Mapping[str, Any], spec: RewardSpec, types: Sequence[AnswerType]) -> list[Any]:
-    """The expected answers: the answer field, or each item if it is a list. Raises RewardError for other types than
-    `types`.
+    """The expected answers: the answer field, or each item if it is a list.
+
+    Raises RewardError for other types than `types`.
     """
     answer = answer_field(fields, spec)
     answers = answer if isinstance(answer, list) else [answer]

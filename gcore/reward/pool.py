@@ -421,8 +421,9 @@ class RewardPool:
             self._on_pace(news)
 
     async def _lost(self, slot: ProcessSlot, call: ScoringItem, late: float | None, *, first: bool) -> None:
-        """Handle a process that exceeded its timeout `late` on `call`, or died. `first`: it was the process's first
-        call of this reward.
+        """Handle a process that exceeded its timeout `late` on `call`, or died.
+
+        `first`: it was the process's first call of this reward.
         """
         how = await self._end(slot)
         if late is not None:
@@ -504,8 +505,9 @@ class RewardTrial:
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> RewardTrial:
-        """Load the rewards. Raises PluginFault for a reward that cannot be loaded, CannotStart if no process can be
-        started.
+        """Load the rewards.
+
+        Raises PluginFault for a reward that cannot be loaded, CannotStart if no process can be started.
         """
         try:
             self._runner.run(self._pool.warm())
@@ -521,6 +523,7 @@ class RewardTrial:
 
     def first_bad_entry(self, spec: RewardSpec, entries: Iterable[Mapping[str, Any]]) -> tuple[int, RewardError] | None:
         """Index of the first of `entries` for which no response could be scored, and the error; None if all are valid.
+
         Raises SpecError.
         """
         place = 0

@@ -104,8 +104,9 @@ class Engine(Protocol):
         ...
 
     async def update_weights(self, path: str, version: Version) -> None:
-        """Load the weights in folder `path` as `version` and use them from the next token on. Running requests continue
-        with them.
+        """Load the weights in folder `path` as `version` and use them from the next token on.
+
+        Running requests continue with them.
         """
         ...
 

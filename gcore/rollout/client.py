@@ -106,8 +106,9 @@ def parse_failure(answer: Any) -> tuple[int, str] | None:
 
 
 def _as_float32(numbers: Sequence[float], what: str = "a log-probability") -> tuple[float, ...]:
-    """Round to float32. Raises ValueError for a number that train ranks refuse: such a group would be sent and refused
-    forever.
+    """Round to float32.
+
+    Raises ValueError for a number that train ranks refuse: such a group would be sent and refused forever.
     """
     form = f"<{len(numbers)}f"
     try:
@@ -310,8 +311,9 @@ class EngineClient:
         await self._call("POST", "/abort_request", {"rid": "", "abort_all": True})
 
     async def update_weights(self, path: str, version: Version) -> None:
-        """Load the weights in folder `path` as `version` and use them from the next token on. Raises EngineError if
-        refused.
+        """Load the weights in folder `path` as `version` and use them from the next token on.
+
+        Raises EngineError if refused.
 
         The engine is always paused first. Running requests go back into the queue and continue under the new weights
         with their tokens so far. An engine that is not paused would finish them first, and a cache of the old weights
@@ -340,14 +342,18 @@ class EngineClient:
         await self._call("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """Continue after a pause. Works also after `close`: the client that paused an engine must resume it, even if
-        another client uses it by then.
+        """Continue after a pause.
+
+        Works also after `close`: the client that paused an engine must resume it, even if another client uses it by
+        then.
         """
         await self._call("POST", CONTINUE, {})
 
     async def sleep(self) -> None:
-        """Release the memory of KV cache and weights. Running requests return their tokens so far ("abort"), and
-        nothing is generated until `wake`. Idempotent. Raises EngineError.
+        """Release the memory of KV cache and weights.
+
+        Running requests return their tokens so far ("abort"), and nothing is generated until `wake`. Idempotent. Raises
+        EngineError.
         """
         await self.pause("abort")
         reported = await self._reported_release()
@@ -358,8 +364,10 @@ class EngineClient:
         await self._name(ASLEEP)
 
     async def take_memory(self) -> None:
-        """Allocate the memory that `sleep` released. Idempotent. The weights are undefined: `sleeps` is still true, and
-        no tokens are generated before `wake` or `update_weights`. Raises EngineError.
+        """Allocate the memory that `sleep` released.
+
+        Idempotent. The weights are undefined: `sleeps` is still true, and no tokens are generated before `wake` or
+        `update_weights`. Raises EngineError.
         """
         reported = await self._reported_release()
         if not (await self._named_release() if reported is None else reported):
@@ -372,6 +380,7 @@ class EngineClient:
 
     async def wake(self, version: Version) -> None:
         """Allocate the memory of an engine whose weights never change and keep the name `version`, and generate again.
+
         Raises EngineError.
         """
         await self.take_memory()
@@ -409,8 +418,9 @@ class EngineClient:
         return bool(released) if isinstance(released, list) else None
 
     async def load(self) -> tuple[int | None, int | None]:
-        """Number of running and of waiting sequences; None if the engine exports no metrics. One request. Raises
-        EngineError.
+        """Number of running and of waiting sequences; None if the engine exports no metrics.
+
+        One request. Raises EngineError.
         """
         load = await self._metrics()
         return load.get("num_running_reqs"), load.get("num_queue_reqs")
@@ -421,8 +431,9 @@ class EngineClient:
         return EngineInfo(version, load.get("num_running_reqs"), load.get("num_queue_reqs"))
 
     async def served(self) -> Version | None:
-        """The served version; None for weights that no commit produced. One request. Raises EngineError,
-        EngineUnreachable.
+        """The served version; None for weights that no commit produced.
+
+        One request. Raises EngineError, EngineUnreachable.
         """
         try:
             return Version.parse(await self._called())

@@ -21,8 +21,9 @@ PREFIX = "gcore_engine_"
 
 @dataclass(frozen=True, slots=True)
 class EngineTimeSums:
-    """Division of an engine's time since its start until `at`, in monotonic seconds of its clock. The caller passes the
-    time.
+    """Division of an engine's time since its start until `at`, in monotonic seconds of its clock.
+
+    The caller passes the time.
 
     `active_s`: seconds with at least one request. `running_s`: the same, weighted by the number of requests with a row.
 
@@ -119,8 +120,9 @@ ALMOST_S = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
-    """Metrics at one moment. `sums` None: the engine does not measure them; `decoding_s` is then more precise than
-    `running`.
+    """Metrics at one moment.
+
+    `sums` None: the engine does not measure them; `decoding_s` is then more precise than `running`.
     """
 
     at: float

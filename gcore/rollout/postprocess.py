@@ -80,8 +80,9 @@ def length_penalty(length: int, *, longest: int, cache: int, penalty: float) -> 
 
 
 def penalize_sample(sample: Sample, *, longest: int, cache: int | None, penalty: float) -> Sample:
-    """Apply the length penalty to a scored sample; without a cache there is none. Raises RewardError if the result is
-    not finite in float32.
+    """Apply the length penalty to a scored sample; without a cache there is none.
+
+    Raises RewardError if the result is not finite in float32.
     """
     if cache is None:
         return sample
@@ -119,8 +120,9 @@ def drop_truncated(samples: Sequence[Sample], policy: TruncationPolicy) -> Outco
 
 
 def treat_truncated(sample: Sample, policy: TruncationPolicy, penalty: float) -> Sample:
-    """Apply the policy for truncated responses to a scored sample. Raises RewardError if the reward is not finite in
-    float32.
+    """Apply the policy for truncated responses to a scored sample.
+
+    Raises RewardError if the reward is not finite in float32.
     """
     if not is_truncated(sample) or policy in ("keep", "drop_group"):
         return sample

@@ -90,8 +90,9 @@ class ValueTargets:
 def value_targets(
     step: StepTensors, train: TrainSpec, values: Mapping[BatchIndex, Tensor], penalties: Mapping[BatchIndex, Tensor]
 ) -> ValueTargets:
-    """Advantages and returns by GAE from the values before each token [b, w]; 0 for unscored tokens. `penalties` as in
-    `advantages`.
+    """Advantages and returns by GAE from the values before each token [b, w]; 0 for unscored tokens.
+
+    `penalties` as in `advantages`.
     """
     found, returns = {}, {}
     for place in step.places():

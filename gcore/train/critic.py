@@ -274,8 +274,9 @@ class CriticStep:
         self.targets = targets
 
     def update(self, number: int, made: int, tell: Tell) -> UpdateResult | None:
-        """Train mini-batch `number`; None if it has no trained token. `made`: the critic's updates so far. A
-        collective.
+        """Train mini-batch `number`; None if it has no trained token.
+
+        `made`: the critic's updates so far. A collective.
         """
         plan, batches = self._step.plans[number], self._step.batches[number]
         if not plan.tokens:

@@ -122,8 +122,9 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def checkpoint_activations(module: nn.Module, folder: Path) -> None:
-    """Recompute the layers' activations in the backward pass. Call `evaluate` after anything that sets modes. Raises
-    DataError.
+    """Recompute the layers' activations in the backward pass.
+
+    Call `evaluate` after anything that sets modes. Raises DataError.
     """
     model: Any = module
     layers = [one for one in module.modules() if isinstance(one, GradientCheckpointingLayer)]

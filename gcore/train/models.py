@@ -226,8 +226,9 @@ Fill = Callable[[str, nn.Module], None]
 def load_models(
     launch: RankLaunch, device: torch.device, most: Most, tell: Callable[[], None], fill: Fill | None = None
 ) -> RankModels:
-    """Load all models, ready for the first step. `fill`: for a world that starts from in-memory replicas. Raises
-    DataError. A collective.
+    """Load all models, ready for the first step.
+
+    `fill`: for a world that starts from in-memory replicas. Raises DataError. A collective.
     """
     train, model = launch.spec.train, launch.spec.model
     folder = launch.checkpoint_path or launch.model_path

@@ -89,8 +89,9 @@ class MemoryOffloader:
         return frozenset(self._parts)
 
     def rest(self, what: Collection[str], tell: Tell) -> None:
-        """Release exactly these parts. Raises CannotOffload, after which each part is either released or unchanged;
-        OffloadedLost, OutOfMemory.
+        """Release exactly these parts.
+
+        Raises CannotOffload, after which each part is either released or unchanged; OffloadedLost, OutOfMemory.
         """
         if self._device.type != "cpu":
             torch.cuda.synchronize()  # no stream may still use the memory

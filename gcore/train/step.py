@@ -67,8 +67,9 @@ from gcore.types import Version
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedMask:
-    """The tokens that a step's updates train. `masks` [b, w] bool by micro-batch of this rank; `counts` by mini-batch,
-    over all ranks.
+    """The tokens that a step's updates train.
+
+    `masks` [b, w] bool by micro-batch of this rank; `counts` by mini-batch, over all ranks.
     """
 
     masks: Mapping[BatchIndex, Tensor]
@@ -155,8 +156,9 @@ log = logging.getLogger(__name__)
 def show_advantages(
     run_dir: Path, spec: SamplesSpec, step: StepTensors, advantages: Mapping[BatchIndex, Tensor]
 ) -> None:
-    """Write the advantages of this rank's samples that are kept for `gcore samples`. `advantages`: [b, 1] or [b, w] by
-    micro-batch.
+    """Write the advantages of this rank's samples that are kept for `gcore samples`.
+
+    `advantages`: [b, 1] or [b, w] by micro-batch.
 
     A write error is logged and the step continues. The values are those that the updates use, written before the
     updates.
@@ -197,8 +199,9 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A micro-batch's part of its update: the mask [b, w] of its trained tokens. `untouched`: the step has made no
-    update yet.
+    """A micro-batch's part of its update: the mask [b, w] of its trained tokens.
+
+    `untouched`: the step has made no update yet.
     """
 
     mask: Tensor

@@ -230,8 +230,9 @@ def audit_records(
     receipts: Receipts | Sequence[Receipt],
     standing: AuditInputs | None = None,
 ) -> Audit:
-    """Audit a job; findings name the refs at fault. `log`: every entry ever written, including those of discarded
-    branches.
+    """Audit a job; findings name the refs at fault.
+
+    `log`: every entry ever written, including those of discarded branches.
     """
     found = FindingCollector()
     papers = ReceiptsInMemory(receipts) if isinstance(receipts, Sequence) else receipts

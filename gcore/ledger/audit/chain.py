@@ -145,8 +145,9 @@ class ChainFacts:
 
 
 def check_chain(head: Head, log: Mapping[int, LogEntry], job: JobRecord | None, found: FindingCollector) -> ChainFacts:
-    """Check every entry up to head's on all branches, then walk back from head. `job`: the job's record; None: not
-    checked.
+    """Check every entry up to head's on all branches, then walk back from head.
+
+    `job`: the job's record; None: not checked.
     """
     before: LogEntry | None = None
     whole = True

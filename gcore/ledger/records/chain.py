@@ -488,8 +488,9 @@ class HeldCheckpoint(RecordPart):
 
 
 class NodeFolder(Record):
-    """`folder/{node}`: content of a node's own run folder. `log` and `evaluations` cover only records that are next to
-    leave the store.
+    """`folder/{node}`: content of a node's own run folder.
+
+    `log` and `evaluations` cover only records that are next to leave the store.
     """
 
     node: str

@@ -70,8 +70,9 @@ class Claim(Record):
 
 
 class Share(RecordPart):
-    """A job's slots, by node. `granted`: slots that it may plan with. `held`: slots that it may still use, a superset
-    of `granted`.
+    """A job's slots, by node.
+
+    `granted`: slots that it may plan with. `held`: slots that it may still use, a superset of `granted`.
     """
 
     granted: dict[str, tuple[str, ...]] = Field(default_factory=dict)
@@ -84,8 +85,9 @@ class Share(RecordPart):
 
 
 class Shares(Record):
-    """`shares`: the slots of each job that has any. Waiting jobs have no entry, so that a new job does not rewrite the
-    record.
+    """`shares`: the slots of each job that has any.
+
+    Waiting jobs have no entry, so that a new job does not rewrite the record.
     """
 
     jobs: dict[str, Share] = Field(default_factory=dict)
@@ -175,8 +177,10 @@ ConfigValue = bool | int | float | str
 
 
 class SlotFacts(RecordPart):
-    """A slot. `memory_gib`: device memory as reported by the driver; None: the slot uses host memory. `device`: the
-    driver's name of the device; empty for a CPU or if unknown.
+    """A slot.
+
+    `memory_gib`: device memory as reported by the driver; None: the slot uses host memory. `device`: the driver's name
+    of the device; empty for a CPU or if unknown.
     """
 
     slot: str
@@ -211,8 +215,9 @@ LARGEST = 1 << 24
 
 
 def attention_equals_at(config: Mapping[str, Any]) -> int:
-    """Sequence length in tokens, at least 1, at which attention costs as much as the matrices. `config`: a model's
-    config.json.
+    """Sequence length in tokens, at least 1, at which attention costs as much as the matrices.
+
+    `config`: a model's config.json.
     """
     nested = config.get("text_config")
     if isinstance(nested, Mapping):

@@ -135,8 +135,9 @@ class MoveOutcome(RecordPart):
 
 
 class Move(RecordPart):
-    """One placement change, or one that the policy considered worthwhile. Numbers are as known at the decision; None:
-    not known.
+    """One placement change, or one that the policy considered worthwhile.
+
+    Numbers are as known at the decision; None: not known.
     """
 
     generation: NonNegativeInt
@@ -175,8 +176,9 @@ class Move(RecordPart):
 
 
 class ForecastAccuracy(RecordPart):
-    """Accuracy of the forecast step times. `expected_s`, `took_s` and `off_s` (absolute error) are sums in seconds over
-    `steps` steps.
+    """Accuracy of the forecast step times.
+
+    `expected_s`, `took_s` and `off_s` (absolute error) are sums in seconds over `steps` steps.
     """
 
     steps: NonNegativeInt = 0
@@ -233,8 +235,10 @@ ErrorText = Annotated[str, cut_text(MOST_SAID)]
 
 
 class JobPhase(StrEnum):
-    """PENDING: created, not started. Final: SUCCEEDED, FAILED or CANCELLED. Only a job in phase SUCCEEDED can continue,
-    with a higher goal (`gcore.ledger.transactions.extend`).
+    """PENDING: created, not started.
+
+    Final: SUCCEEDED, FAILED or CANCELLED. Only a job in phase SUCCEEDED can continue, with a higher goal
+    (`gcore.ledger.transactions.extend`).
     """
 
     PENDING = "PENDING"

@@ -137,8 +137,9 @@ MOST_SLOTS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A time interval with seconds by state, or by phase of the job. In the file, `begin` and `end` count from the
-    start of the step.
+    """A time interval with seconds by state, or by phase of the job.
+
+    In the file, `begin` and `end` count from the start of the step.
     """
 
     begin: float

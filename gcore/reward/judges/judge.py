@@ -423,8 +423,9 @@ class Judge:
         return judged
 
     async def _tried(self, once: Callable[[], Coroutine[Any, Any, T]]) -> tuple[float, T]:
-        """Send a question with retries. Returns the start time of the successful try, and its result. Raises
-        JudgeError.
+        """Send a question with retries.
+
+        Returns the start time of the successful try, and its result. Raises JudgeError.
         """
         tries = 0
         self._open += 1  # also between two tries, while it waits for the judge

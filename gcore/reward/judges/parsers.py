@@ -49,8 +49,9 @@ class Parser(Protocol):
 
 
 def find_parser(name: str, where: str = VERDICTS.where) -> CheckedParser:
-    """Find a parser by entry-point name and wrap it with result checks. Raises PluginFault, with the nearest name if
-    there is none.
+    """Find a parser by entry-point name and wrap it with result checks.
+
+    Raises PluginFault, with the nearest name if there is none.
     """
     parser: Parser = find_plugin(replace(VERDICTS, where=where), name)
     return CheckedParser(name, parser)

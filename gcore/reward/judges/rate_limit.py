@@ -194,8 +194,9 @@ class RateLimiter:
             self._told.trouble(self._judge, "key", f"judge {self._judge!r} accepts the key again")
 
     def away(self, why: str) -> None:
-        """Record a failed request during an outage. `why`: the error. Failures of requests sent before the outage was
-        detected are ignored.
+        """Record a failed request during an outage.
+
+        `why`: the error. Failures of requests sent before the outage was detected are ignored.
         """
         now = self._clock.monotonic()
         if self._away is None:

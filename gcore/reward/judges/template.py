@@ -176,8 +176,9 @@ class BoundedSandbox(Sandbox):
 
 
 def render_value(value: Any) -> str:
-    """Text of a value: text unchanged, anything else as JSON. Raises TemplateTooLarge, TypeError, or an error for a
-    missing value.
+    """Text of a value: text unchanged, anything else as JSON.
+
+    Raises TemplateTooLarge, TypeError, or an error for a missing value.
     """
     if isinstance(value, str | Undefined):
         return str(value)

@@ -68,8 +68,9 @@ class ClassifierAnswer:
 
 
 class ChatCall(Protocol):
-    """Sends a question to a generative judge. A client of an external judge measures its own timeouts, because it waits
-    for the rate limit.
+    """Sends a question to a generative judge.
+
+    A client of an external judge measures its own timeouts, because it waits for the rate limit.
     """
 
     async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:

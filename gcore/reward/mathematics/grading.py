@@ -73,6 +73,7 @@ class ExpectedAnswer:
     @classmethod
     def of(cls, text: str) -> ExpectedAnswer:
         """Parse LaTeX or plain text: the content of its last box, or the text after its last `####`, if there is one.
+
         Raises UnreadableAnswer.
         """
         box = last_box(text)
@@ -82,8 +83,9 @@ class ExpectedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """`found`: the response has a readable answer. `correct`: it equals the expected one. `too_large`: a number in it
-    is too large to compute.
+    """`found`: the response has a readable answer.
+
+    `correct`: it equals the expected one. `too_large`: a number in it is too large to compute.
     """
 
     found: bool

@@ -450,8 +450,9 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A text split into number and unit. `scale`: factor of a word such as "million"; `unit`: None if there is none, or
-    only a counted noun.
+    """A text split into number and unit.
+
+    `scale`: factor of a word such as "million"; `unit`: None if there is none, or only a counted noun.
     """
 
     number: str

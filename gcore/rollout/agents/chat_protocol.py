@@ -135,8 +135,9 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class SamplingRules:
-    """The job's sampling parameters; the first value of each is the default that messages name. `most`: maximum tokens
-    per answer; `ignored`: fields of `agent.ignore`.
+    """The job's sampling parameters; the first value of each is the default that messages name.
+
+    `most`: maximum tokens per answer; `ignored`: fields of `agent.ignore`.
     """
 
     temperature: tuple[float, ...]
@@ -264,8 +265,9 @@ JSON, EVENTS = "application/json", "text/event-stream"
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletion:
-    """A response of the policy. `name`: id of the completion; `model`: as requested; `made_at`: seconds since the
-    epoch.
+    """A response of the policy.
+
+    `name`: id of the completion; `model`: as requested; `made_at`: seconds since the epoch.
     """
 
     name: str

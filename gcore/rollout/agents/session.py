@@ -53,8 +53,9 @@ class DialogueDelta:
 
 
 class Dialogue:
-    """One conversation of an agent with the policy, as one growing sequence of tokens. `answered` extends it; `shown`
-    does not change it.
+    """One conversation of an agent with the policy, as one growing sequence of tokens.
+
+    `answered` extends it; `shown` does not change it.
 
     The first request is rendered and tokenized as a whole. Each later one must contain the conversation so far
     unchanged, and only the new part is tokenized: the whole is rendered with a mark in place of the last answer, and
@@ -114,8 +115,9 @@ class Dialogue:
         return f"it has {len(question.messages)} messages, but the conversation has {len(self._messages)}"
 
     def shown(self, question: ChatRequest, room: int | None = None) -> DialogueDelta:
-        """The new part of a request that continues the conversation. `room`: maximum number of its tokens. Raises
-        AgentRequestRefused, TextTooLong.
+        """The new part of a request that continues the conversation.
+
+        `room`: maximum number of its tokens. Raises AgentRequestRefused, TextTooLong.
         """
         if not self._messages:
             return DialogueDelta((), "")
@@ -173,8 +175,10 @@ tokens.
 
 @dataclass(frozen=True, slots=True)
 class DialogueLimits:
-    """Limits of one response. `own`: generated tokens; `room`: all tokens after the first request; `context`: context
-    length of the model; `own_s`: seconds of the agent's own time.
+    """Limits of one response.
+
+    `own`: generated tokens; `room`: all tokens after the first request; `context`: context length of the model;
+    `own_s`: seconds of the agent's own time.
     """
 
     turns: int
@@ -294,8 +298,9 @@ class AgentSession:
         return self._last
 
     def _placed(self, question: ChatRequest) -> tuple[Dialogue, DialogueDelta]:
-        """The conversation that the request belongs to, and its new part. Raises AgentRequestRefused. Changes no state,
-        because it may run in a thread.
+        """The conversation that the request belongs to, and its new part.
+
+        Raises AgentRequestRefused. Changes no state, because it may run in a thread.
         """
         now, room = self._dialogue, self._limits.room
         if now is not None and now.goes_on(question):

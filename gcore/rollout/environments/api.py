@@ -145,8 +145,9 @@ Tool = Callable[[str], str]
 
 
 def find_environment(name: str) -> EnvironmentMaker:
-    """Find an environment among the entry points `gcore.environments`. Raises PluginFault, with the nearest name if
-    there is none.
+    """Find an environment among the entry points `gcore.environments`.
+
+    Raises PluginFault, with the nearest name if there is none.
     """
     found: EnvironmentMaker = find_plugin(ENVIRONMENTS, name)
     return found

@@ -131,8 +131,9 @@ Say = Callable[[tuple[int, ...], int, int], Awaitable[Sample]]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """Limits of one response. `own`: generated tokens; `room`: all tokens; `step_s`: timeout of the environment in
-    seconds.
+    """Limits of one response.
+
+    `own`: generated tokens; `room`: all tokens; `step_s`: timeout of the environment in seconds.
     """
 
     turns: int
@@ -143,8 +144,10 @@ class EpisodeLimits:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSetting:
-    """Context of a response. `prompt_ids`: the prompt; `fields`: its entry; `hold`: stops the environment's timeout
-    while it waits for a tool process.
+    """Context of a response.
+
+    `prompt_ids`: the prompt; `fields`: its entry; `hold`: stops the environment's timeout while it waits for a tool
+    process.
     """
 
     prompt_ids: tuple[int, ...]

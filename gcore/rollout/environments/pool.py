@@ -49,8 +49,9 @@ class ToolPool:
     def __init__(
         self, spec: ToolsSpec, clock: Clock, on_fault: Told = lambda what, trace: None, group: str = ""
     ) -> None:
-        """`on_fault` is called for every failure; the callee removes duplicates. `group`: the control group of the
-        processes.
+        """`on_fault` is called for every failure; the callee removes duplicates.
+
+        `group`: the control group of the processes.
         """
         self._spec = spec
         self._on_fault = on_fault

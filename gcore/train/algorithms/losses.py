@@ -166,8 +166,9 @@ def cispo_clip_fraction_tokens(logp: Tensor, old_logp: Tensor, *, clip_low: floa
 
 
 def token_ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
-    """r = exp(logp - old_logp) with the log-ratio clamped to ±20; both of one shape. The gradient flows through `logp`
-    only.
+    """r = exp(logp - old_logp) with the log-ratio clamped to ±20; both of one shape.
+
+    The gradient flows through `logp` only.
     """
     return (logp - old_logp.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 

@@ -24,8 +24,9 @@ AdamKind = Literal["exp_avg", "exp_avg_sq"]
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """Whether an update was applied, and the global gradient norm before clipping. Not applied: the norm was not
-    finite.
+    """Whether an update was applied, and the global gradient norm before clipping.
+
+    Not applied: the norm was not finite.
     """
 
     applied: bool

@@ -92,8 +92,9 @@ class Collective:
         return cls(meeting.rank, meeting.size, device)
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sum of each value over all ranks, in float64. Also gathers values that one rank has, if the others pass
-        zeros.
+        """Sum of each value over all ranks, in float64.
+
+        Also gathers values that one rank has, if the others pass zeros.
         """
         return self._reduce(values, dist.ReduceOp.SUM)
 

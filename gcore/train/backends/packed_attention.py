@@ -129,8 +129,9 @@ class PackedAttention:
         position_bias: Tensor | None = None,
         **_: object,
     ) -> tuple[Tensor, None]:
-        """Attention with the interface of transformers: `query` [1, head, token, dim] → [1, token, head, dim]. Raises
-        UnsupportedPackedAttention.
+        """Attention with the interface of transformers: `query` [1, head, token, dim] → [1, token, head, dim].
+
+        Raises UnsupportedPackedAttention.
         """
         if softcap is not None or s_aux is not None or position_bias is not None:
             raise UnsupportedPackedAttention("a soft cap, attention sinks or a position bias")

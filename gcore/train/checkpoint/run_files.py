@@ -74,8 +74,9 @@ class WriteRefused(GcoreError):
 
 
 class RetryingWriter:
-    """Writes files that a step needs (staged weights, receipts), with retries until the run folder accepts them. Of one
-    rank.
+    """Writes files that a step needs (staged weights, receipts), with retries until the run folder accepts them.
+
+    Of one rank.
 
     A full disk must not cost a world, because the next world would find the same disk. All ranks try together, because
     gathering weights is a collective, and all learn why a try failed. `show` gets the error that is being retried, and
@@ -152,8 +153,9 @@ class ReceiptWriter:
         return receipts_file(self.run_dir, self.world, self.rank)
 
     def write(self, work: StepInput, loss: float | None) -> None:
-        """Append the receipt of a trained step with fsync. Raises OSError; then nothing of it is in the file, and it
-        may be written again.
+        """Append the receipt of a trained step with fsync.
+
+        Raises OSError; then nothing of it is in the file, and it may be written again.
         """
         if self.folder is not None:
             self.folder.check()
@@ -278,8 +280,9 @@ class BackgroundWriter:
         self._write.add_done_callback(lambda _: self._show())
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the current write; returns whether none is running. Raises an unexpected error of
-        the write.
+        """Wait up to `seconds` for the current write; returns whether none is running.
+
+        Raises an unexpected error of the write.
         """
         if self._write is None or self._given_up.is_set():
             return True

@@ -62,8 +62,9 @@ class RendezvousCalls:
 
 
 class RankTrainer(Protocol):
-    """A rank that can train: `gcore.train.step.StepTrainer`, or the emulated one. All except `released` run in the
-    loading thread.
+    """A rank that can train: `gcore.train.step.StepTrainer`, or the emulated one.
+
+    All except `released` run in the loading thread.
     """
 
     @property
