@@ -243,7 +243,7 @@ async def test_agents_run_side_by_side_each_on_the_engine_that_knows_it(acting: 
         ("hoard", "raised MemoryError"),
         ("words", "returned 'a lot', which is not a number"),
         ("nan", "not finite in float32"),
-        ("nonsense", "let its process say what no such process says"),
+        ("nonsense", "wrote an invalid message to the controller"),
         ("silent", "never got an answer"),
         ("garbage", "never got an answer"),
         ("edit", "raised AssertionError: history_changed"),
