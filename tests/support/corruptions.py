@@ -232,7 +232,7 @@ def version_too_old(scene: Scene) -> Refuted:
 def parent_changed(scene: Scene) -> Refuted:
     entry = scene.trained[0]
     scene.put_entry(entry, parent=0)
-    return Refuted("chain", words=f"says it follows 0, expected {entry.seq - 1}", about="an entry")
+    return Refuted("chain", words=f"has parent 0, expected {entry.seq - 1}", about="an entry")
 
 
 def other_transaction(scene: Scene) -> Refuted:

@@ -234,15 +234,15 @@ def _tell_missing(first: int, last: int, found: FindingCollector) -> None:
 def _check_place(seq: int, entry: LogEntry, lineage: int, world: str | None, found: FindingCollector) -> None:
     """Check an entry's own fields against the entries before it."""
     if entry.seq != seq or (entry.parent is not None and entry.parent >= seq):
-        found.add("chain", f"log entry {seq} says it is entry {entry.seq} after {entry.parent}")
+        found.add("chain", f"log entry {seq} has number {entry.seq} and parent {entry.parent}, which is impossible")
     elif (entry.kind == "base") != (seq == 0) or (entry.parent is None) != (seq == 0):
-        found.add("chain", f"log entry {seq} says it is a {entry.kind} entry after {entry.parent}")
+        found.add("chain", f"log entry {seq} has kind {entry.kind} and parent {entry.parent}, which is impossible")
     elif entry.kind in ("train", "account") and entry.parent != seq - 1:
-        found.add("chain", f"log entry {seq} ({entry.kind}) says it follows {entry.parent}, expected {seq - 1}")
+        found.add("chain", f"log entry {seq} ({entry.kind}) has parent {entry.parent}, expected {seq - 1}")
     if entry.lineage != lineage:
-        found.add("chain", f"log entry {seq} ({entry.kind}) is of lineage {entry.lineage}, expected {lineage}")
+        found.add("chain", f"log entry {seq} ({entry.kind}) has lineage {entry.lineage}, expected {lineage}")
     if world is not None and entry.world != world:
-        found.add("chain", f"log entry {seq} ({entry.kind}) is of world {entry.world}, expected {world}")
+        found.add("chain", f"log entry {seq} ({entry.kind}) has world {entry.world}, expected {world}")
 
 
 def _check_parent(

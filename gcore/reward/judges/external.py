@@ -1,7 +1,7 @@
 """Client for an external judge with OpenAI's chat completions API.
 
 One request per answer, each with its own seed, with only the fields that every server supports. A server that does not
-answer, is overloaded (429) or fails (5xx) raises `JudgeAway`, and no request is sent for as long as it asks. A server
+answer, is overloaded (429) or fails (5xx) raises `JudgeAway`, and requests pause for the delay that it asks for. A server
 that refuses the question raises `JudgeError` with the server's message. If the server rejects the key (401) or the
 account is empty (402), requests wait (`gcore.reward.judges.rate_limit`), because the error does not concern the
 question. A 403 may concern the question, so it raises `JudgeAway`; several different questions in a row with 403 count

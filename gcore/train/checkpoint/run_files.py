@@ -309,10 +309,8 @@ class BackgroundWriter:
             except _GivenUp:
                 self._note(replace(self._now, over=True))
                 return
-            except (
-                OSError,
-                GcoreError,
-            ) as error:  # a file that was just written and cannot be read is also a disk error
+            except (OSError, GcoreError) as error:
+                # GcoreError: a file that was just written and cannot be read is also a disk error.
                 self._note(replace(self._now, error=_reason(error), over=not insist))
                 if not insist or self._given_up.wait(self.again_s):
                     return

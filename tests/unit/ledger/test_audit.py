@@ -90,7 +90,7 @@ def test_a_run_whose_store_was_put_back_and_skips_the_lineages_that_were_lost_is
     assert audit_records(RULES, run.head, run.log, run.receipts).clean
     again = run.log[4].model_copy(update={"lineage": 0})
     found = audit_records(RULES, run.head, {**run.log, 4: again}, run.receipts)
-    assert any("is of lineage 0, expected 1" in one for one in found.violations)
+    assert any("has lineage 0, expected 1" in one for one in found.violations)
 
 
 def entry(run: Run, seq: int, **changes: object) -> Run:
@@ -107,7 +107,7 @@ DAMAGE: dict[str, tuple[Callable[[Run], Run], str]] = {
     "a prompt is trained twice": (doubled, "ended twice"),
     "a step is left out": (lambda r: entry(r, 6, step=9), "expected 4"),
     "an entry points at another parent": (lambda r: entry(r, 5, parent=1), "expected"),
-    "an entry points forward": (lambda r: entry(r, 5, parent=6), "says it is"),
+    "an entry points forward": (lambda r: entry(r, 5, parent=6), "which is impossible"),
     "head has other cursors": (
         lambda r: replace(r, head=r.head.model_copy(update={"cursors": r.log[2].cursors})),
         "cursors are not the sum",
