@@ -1,7 +1,8 @@
-"""What a flow is written against.
+"""Interface of flows.
 
-A flow is `async def flow(peer: Peer) -> None`. Every controller runs it; what it says of a step, it says for the whole
-cluster. It holds no state that matters: whatever it has not offered is issued again by someone when it dies.
+A flow is `async def flow(peer: Peer) -> None`. Every controller runs it; each call refers to the step of the whole
+cluster. A flow needs no persistent state: if its controller dies, other controllers sample the prompts that it has not
+offered.
 """
 
 from __future__ import annotations
@@ -14,91 +15,96 @@ from gcore.types import Group, Outcome, Prompt, Sample
 
 
 class Batch(Protocol):
-    """The part of a step that this peer produces."""
+    """The part of a step that this controller produces."""
 
     def start(self, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
-        """Run `produce` beside others. Its group is offered, its outcome is offered, its failure is issued again."""
+        """Run `produce` concurrently. Its group or outcome is offered; if it fails, its prompt is sampled again."""
         ...
 
 
 class Step(Protocol):
-    """One step, as this peer lives through it. A step that was rolled back or resealed simply comes again."""
+    """One step of this controller. A step that was rolled back or resealed is repeated."""
 
     @property
     def number(self) -> int:
-        """The step's number; head is at `number - 1`."""
+        """Number of the step; head is at `number - 1`."""
         ...
 
     def collect(self) -> AbstractAsyncContextManager[Batch]:
-        """Produce until the whole cluster has the step's quota; then what is still in flight is given up."""
+        """Generate until the whole cluster has the step's quota, then abort what is in flight."""
         ...
 
     async def train(self) -> None:
-        """Until the step is committed, or it is known that it will not be."""
+        """Wait until the step is committed, or will not be."""
         ...
 
     async def publish(self) -> None:
-        """Until this peer's engines serve the committed weights."""
+        """Wait until this controller's engines serve the committed weights."""
         ...
 
     async def gather(self, name: str, value: Any) -> tuple[Any, ...]:
-        """What every peer gives under `name` in this step, in the order of the peers' names; the same answer for all.
+        """Collect each controller's value for `name` in this step, ordered by controller name; all get the same result.
 
-        Every peer's flow must come to it. `value`: a number, a text or a list or mapping of such, small (4 KiB as JSON).
-        A peer that dies before all have given is left out, and one that repeats the step, or comes late, is told what was
-        agreed. A name serves once in a step. Raises ValueError for a value or name that is not so.
+        Every controller's flow must call it. `value`: a number, a text, or a list or mapping of these, at most 4 KiB as
+        JSON. A controller that dies first is left out; one that repeats the step or comes late gets the agreed result.
+        Use a name once per step. Raises ValueError for an invalid value or name.
         """
         ...
 
     async def sum(self, name: str, value: float) -> float:
-        """The sum of what every peer gives under `name`, as `gather` has it. Raises ValueError."""
+        """Sum of each controller's value for `name`, see `gather`. Raises ValueError."""
         ...
 
 
 class Peer(Protocol):
-    """A controller's side of one job."""
+    """A controller's interface to one job."""
 
     def steps(self) -> AsyncIterator[Step]:
-        """The steps to come, until the job has all of them."""
+        """The next steps, until the job has all of them."""
         ...
 
     def prompts(self, step: Step) -> AsyncIterator[Prompt]:
-        """The prompts of this peer's shards that are due for `step`, oldest first, until its batch is sealed."""
+        """Prompts of this controller's shards to sample for `step`, oldest first, until its batch is sealed."""
         ...
 
     async def rollout(self, prompt: Prompt, samples: int | None = None, *, greedy: bool = False) -> tuple[Sample, ...]:
-        """Responses, sampled as the prompt's source says; `samples` of them, or `flow.samples_per_prompt`. Of several turns, if the
-        job has an environment, or an agent makes them: then `score` finds out what their prompt is.
+        """Generate responses with the sampling of the prompt's source: `samples` of them, or `flow.samples_per_prompt`.
 
-        With `greedy` each is the likeliest token by token; it is made for comparison, not to be trained. Raises EngineError
-        if no engine answers: let it through, and the prompt is issued again. Raises RewardError if one of these failed: let
-        it through, and the prompt has failed, with that reason.
+        They have several turns if the job has an environment or an agent; for an agent, `score` then determines their
+        prompt. With `greedy` decoding is greedy; such responses are for comparison, not for training. Raises
+        EngineError if no engine responds: do not catch it, and the prompt is sampled again. Raises RewardError if one
+        of the responses failed: do not catch it, and the prompt fails with that reason.
         """
         ...
 
     async def demonstrate(self, prompt: Prompt) -> Group | Outcome:
-        """The answer that the prompt's entry holds (the field `reward.answer`) as a group of one sample, with reward 0.
+        """The answer in the prompt's entry (field `reward.answer`) as a group of one sample, with reward 0.
 
-        Failed, if the entry has none, or it is longer than a response may be: it is never cut.
+        Failed if the entry has none, or it exceeds the maximum response length; it is never truncated.
         """
         ...
 
     async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group | Outcome:
-        """The samples with their rewards; or that the prompt is filtered, where the spec says so of cut-off responses.
+        """The samples with their rewards, or a filtered outcome if the spec filters groups with truncated responses.
 
-        Raises RewardError if one cannot be scored: let it through, and the prompt has failed, with that reason.
+        Raises RewardError if a response cannot be scored: do not catch it, and the prompt fails with that reason.
         """
         ...
 
     async def filter(self, prompt: Prompt, group: Group | Outcome) -> Group | Outcome:
-        """The group, or that a filter of `flow.filters` refuses it, and why. An outcome is given back as it is.
+        """The group, or a filtered outcome with its reason if a filter of `flow.filters` refuses it.
 
-        Every group that is trained must have been here, or filters that a user names would do nothing. Raises FilterError.
+        Outcomes are returned unchanged.
+
+        Every trained group must pass through here, otherwise the user's filters have no effect. Raises FilterError.
         """
         ...
 
     async def evaluate(self) -> None:
-        """Evaluate the published weights if that is due; one peer does it, the others wait for the result."""
+        """Evaluate the current weights if an evaluation is due.
+
+        The controllers share the work and all wait for the result.
+        """
         ...
 
 

@@ -1,19 +1,19 @@
-"""The run's folder: archived log entries and evaluations, the copy of a finished job's records, and what is left in it.
+"""The run folder: archived log entries and evaluations, the copy of an ended job's records, and traces of lost history.
 
-Log entries and evaluations that leave the store are appended to one file a writer, one JSON object a line, and fsynced before
-the store forgets them. Two writers may both have written an entry; it is the same one. A line that cannot be read was being
-written when its writer died or the disk was full: then the store still has the entry, or else the audit misses it. A long run
-has more entries than there is memory for: the audit reads them one by one (`ArchivedLog`).
+Log entries and evaluations that leave the store are appended to one file per writer, one JSON object per line, with
+fsync before the store deletes them. Two writers may archive the same entry. An unreadable line was cut off when its
+writer died or the disk was full; the store then still has the entry, or the audit reports it as missing. A long run has
+more entries than fit into memory, so the audit reads them one by one (`ArchivedLog`).
 
-When a job has ended its records are copied word for word (`StoreCopy`). With the archived log and the ranks' receipts they are
-all that an audit needs, so a run can be audited when its cluster is gone. Several writers may leave a copy, each in a file of its
-own, and the newest counts: that of the highest lineage, because a job whose store was restored from before its end comes to
-another end, in a later lineage and at lower revisions.
+When a job ends its records are copied byte for byte (`StoreCopy`). With the archived log and the train receipts they
+are all that an audit needs, so a run can be audited after its cluster is gone. Several writers may write a copy, each
+to its own file. The one with the highest lineage counts: if the store was restored from before the job's end, the job
+ends again, in a later lineage at lower revisions.
 
-`highest_in_folder` finds the highest entry number and lineage of which anything is left. They are higher than head's where the
-store was restored to an older state: what was written after that state would pass for what is written now under the same
-number, so a new lineage begins above all of it (`gcore.ledger.chain.rollback_entry`). Only the end of each file is read: entries
-are archived in ascending order but for those of forgotten checkpoints, which come later and are few.
+`highest_in_folder` finds the highest log number and lineage in the folder. They exceed head's if the store was restored
+from an older backup. Old and new records with the same number could then be confused, so a new lineage starts above
+them (`gcore.ledger.chain.rollback_entry`). Only the end of each file is read: entries are archived in ascending order,
+except for the few that belonged to unregistered checkpoints.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COPY_FOLDER = "ended"
 
 
 class StoreCopy(Record):
-    """`ended/{writer}.json`: every key of the job (without its prefix) and its value, of one revision."""
+    """`ended/{writer}.json`: every key of the job (without its prefix) and its value, at one revision."""
 
     called: ClassVar[str] = "copy of a job's records"
     uid: str
@@ -49,12 +49,12 @@ class StoreCopy(Record):
 
     @property
     def job(self) -> JobRecord:
-        """Which job it is of. Raises UnreadableRecord."""
+        """The job's record. Raises UnreadableRecord."""
         return JobRecord.decode(self.records.get("job", "").encode(), JobKeys(self.uid).job)
 
     @property
     def head(self) -> HighWater:
-        """Head's lineage and number; zeros if it has none, or none that can be read."""
+        """Head's lineage and number; zeros if there is no readable head."""
         try:
             head = Head.decode(self.records.get("head", "").encode())
         except UnreadableRecord:
@@ -63,7 +63,7 @@ class StoreCopy(Record):
 
     @property
     def batch(self) -> WatchBatch:
-        """The records as if just heard."""
+        """The records as a watch batch."""
         prefix = JobKeys(self.uid).prefix
         kvs = (
             KeyValue(prefix + key, value.encode(), self.revision, self.revision) for key, value in self.records.items()
@@ -72,8 +72,7 @@ class StoreCopy(Record):
 
 
 def write_copy(run_dir: Path, writer: str, uid: str, listing: KeyListing) -> None:
-    """Write a copy of all the keys of a job that has ended. Of one that was deleted meanwhile there is nothing to keep, and its folder
-    is not made again. Raises OSError."""
+    """Write a copy of all keys of an ended job. Does nothing if the job was deleted meanwhile. Raises OSError."""
     prefix = JobKeys(uid).prefix
     if not any(kv.key == JobKeys(uid).job for kv in listing.kvs):
         return
@@ -84,7 +83,10 @@ def write_copy(run_dir: Path, writer: str, uid: str, listing: KeyListing) -> Non
 
 
 def has_copy(run_dir: Path, head: Head | None) -> bool:
-    """Whether there is a copy of this end: one that cannot be read counts, one of an end that was cut off does not. Raises OSError."""
+    """Return whether there is a copy of this end.
+
+    An unreadable copy counts; a copy of a discarded end does not. Raises OSError.
+    """
     try:
         copy = read_copy(run_dir)
     except UnreadableRecord:
@@ -93,7 +95,7 @@ def has_copy(run_dir: Path, head: Head | None) -> bool:
 
 
 def newest_copied(run_dir: Path) -> HighWater:
-    """That of the newest copy; zeros without one. Raises OSError."""
+    """Head's lineage and number in the newest copy; zeros without a copy. Raises OSError."""
     try:
         copy = read_copy(run_dir)
     except UnreadableRecord:
@@ -102,7 +104,7 @@ def newest_copied(run_dir: Path) -> HighWater:
 
 
 def read_copy(run_dir: Path) -> StoreCopy | None:
-    """The newest copy; None if there is none. Raises UnreadableRecord if none of those there are can be read, OSError."""
+    """The newest copy, or None. Raises UnreadableRecord if copies exist and none can be read. Raises OSError."""
     newest: StoreCopy | None = None
     problem: UnreadableRecord | None = None
     for file in sorted((run_dir / COPY_FOLDER).glob("*.json")):
@@ -119,13 +121,13 @@ def read_copy(run_dir: Path) -> StoreCopy | None:
 
 
 def mirror_of(uid: str, batch: WatchBatch) -> JobMirror:
-    """A job as it stands by a batch of all its records. Raises UnreadableRecord."""
+    """Build a job mirror from a batch of all its records. Raises UnreadableRecord."""
     return JobMirror(JobKeys(uid)).fold(batch)
 
 
 @dataclass(frozen=True, slots=True)
 class LinePosition:
-    """A line: bytes [start, start + length) of a file, without its line end. `number` counts from 1."""
+    """A line: bytes [start, start + length) of a file, without newline. `number` counts from 1."""
 
     file: Path
     number: int
@@ -136,14 +138,14 @@ class LinePosition:
         return f"{self.file.parent.name}/{self.file.name}:{self.number}"
 
     def read(self) -> bytes:
-        """The line. Raises OSError."""
+        """Read the line. Raises OSError."""
         with self.file.open("rb") as file:
             file.seek(self.start)
             return file.read(self.length)
 
 
 def index_lines(folder: Path) -> Iterator[tuple[LinePosition, bytes]]:
-    """Every whole line of the folder's files, file by file in the order of their names. Raises OSError."""
+    """Yield every complete line of the folder's files, in the order of file names. Raises OSError."""
     for path in sorted(folder.glob("*.jsonl")):
         with path.open("rb") as file:
             for number, (start, line) in enumerate(read_whole_lines(file), 1):
@@ -155,18 +157,18 @@ LOG_FOLDER = "log"
 EVALUATIONS = "evaluations"
 
 MOST_AT_HAND = 2048
-"""Entries that `ArchivedLog` remembers."""
+"""Number of entries that `ArchivedLog` caches."""
 
 _NUMBERED = re.compile(rb'^\{"schema_version":\d+,"seq":(\d+),')
 
 
 def append_entries(run_dir: Path, writer: str, entries: Iterable[LogEntry]) -> None:
-    """Write entries down for good. Raises OSError."""
+    """Append log entries with fsync. Raises OSError."""
     _append(run_dir / LOG_FOLDER / f"{writer}.jsonl", entries)
 
 
 def append_evaluations(run_dir: Path, writer: str, evaluations: Iterable[Evaluation]) -> None:
-    """The same of evaluations. Raises OSError."""
+    """Append evaluations with fsync. Raises OSError."""
     _append(run_dir / EVALUATIONS / f"{writer}.jsonl", evaluations)
 
 
@@ -176,7 +178,7 @@ def _append(file: Path, records: Iterable[Record]) -> None:
 
 
 def read_entries(run_dir: Path) -> dict[int, LogEntry]:
-    """Every archived entry, by number. Raises ValueError if there are two of one number that differ, OSError."""
+    """All archived entries by number. Raises ValueError if two entries with one number differ. Raises OSError."""
     found: dict[int, LogEntry] = {}
     for file in sorted((run_dir / LOG_FOLDER).glob("*.jsonl")):
         *whole, _ = file.read_bytes().split(b"\n")
@@ -187,19 +189,19 @@ def read_entries(run_dir: Path) -> dict[int, LogEntry]:
                 log.warning("%s", error)
                 continue
             if found.setdefault(entry.seq, entry) != entry:
-                raise ValueError(f"log entry {entry.seq} was archived in two forms")
+                raise ValueError(f"log entry {entry.seq} was archived in two different versions")
     return found
 
 
 class ArchivedLog(Mapping[int, LogEntry]):
-    """Every entry of a run, by number: those the store has (`stored`), and those in the run's folder.
+    """All entries of a run by number: those in the store (`stored`) and those in the run folder.
 
-    `problems`: what is wrong with the archived lines, a sentence each: lines that cannot be read while the store has not their
-    entry either are not told here, for that entry is missing.
+    `problems`: errors in the archived lines, one sentence each. An unreadable line whose entry exists nowhere else is
+    not among them, because the audit reports that entry as missing.
     """
 
     def __init__(self, run_dir: Path, stored: Mapping[int, LogEntry]) -> None:
-        """Goes through all lines. Raises OSError."""
+        """Index all lines. Raises OSError."""
         self._stored = stored
         self._places: dict[int, LinePosition] = {}
         self._known: OrderedDict[int, LogEntry] = OrderedDict()
@@ -217,7 +219,7 @@ class ArchivedLog(Mapping[int, LogEntry]):
                 self._places[seq] = place
 
     def __getitem__(self, seq: int) -> LogEntry:
-        """Raises KeyError for one that is nowhere, or whose line cannot be read; OSError."""
+        """The entry. Raises KeyError if it does not exist or cannot be read, and OSError."""
         if seq in self._stored:
             return self._stored[seq]
         if seq in self._known:
@@ -241,7 +243,7 @@ class ArchivedLog(Mapping[int, LogEntry]):
         return len(self._stored.keys() | self._places.keys())
 
     def _compare(self, seq: int, line: bytes, place: LinePosition) -> None:
-        """Of two lines of one entry, what can be read counts; both must say the same."""
+        """Compare two lines of one entry. If only one is readable, it counts; if both are, they must be equal."""
         first = self._places[seq].read()
         if first == line:
             return
@@ -249,12 +251,13 @@ class ArchivedLog(Mapping[int, LogEntry]):
         if one is None:
             self._places[seq] = place
         elif other is not None and one != other:
-            self.problems.append(f"log entry {seq} was archived in two forms: {self._places[seq]} and {place}")
+            where = f"{self._places[seq]} and {place}"
+            self.problems.append(f"log entry {seq} was archived in two different versions: {where}")
 
     def _compare_stored(self, seq: int, line: bytes, place: LinePosition) -> None:
         entry = _decoded(line)
         if entry is not None and entry != self._stored[seq]:
-            self.problems.append(f"log entry {seq} says something else in the store than in {place}")
+            self.problems.append(f"log entry {seq} in the store differs from {place}")
 
 
 def _decoded(line: bytes) -> LogEntry | None:
@@ -265,7 +268,7 @@ def _decoded(line: bytes) -> LogEntry | None:
 
 
 def _entry_number(line: bytes, place: LinePosition) -> int | None:
-    """Of a line that begins otherwise than gcore writes them."""
+    """Number of an entry whose line does not start as gcore writes it, or None."""
     entry = _decoded(line)
     if entry is None:
         log.warning("%s cannot be read", place)
@@ -277,7 +280,7 @@ TAIL_BYTES = 4 << 20
 
 
 def highest_in_folder(run_dir: Path) -> HighWater:
-    """Of all these files; zeros where there are none. Raises OSError."""
+    """Highest lineage and number in the archived log, metrics and copies; zeros without files. Raises OSError."""
     found = [HighWater(), newest_copied(run_dir)]
     paths = [*(run_dir / LOG_FOLDER).glob("*.jsonl"), run_dir / METRICS_FILE]
     for path in paths:
@@ -289,7 +292,7 @@ def _of_line(line: bytes) -> HighWater:
     try:
         tree = json.loads(line)
         return HighWater(entry=_whole_number(tree.get("seq")), lineage=_whole_number(tree.get("lineage")))
-    except (ValueError, AttributeError, RecursionError):  # cut off, or somebody else's
+    except (ValueError, AttributeError, RecursionError):  # incomplete, or not written by gcore
         return HighWater()
 
 

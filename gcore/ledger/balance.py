@@ -1,23 +1,25 @@
-"""Which train rank takes which sample of a sealed step, in which update; the parts of a streamed step; a step's content digest.
+"""Assignment of a sealed step's samples to train ranks and updates; parts of a streamed step; digests of a step's
+content.
 
-The assignment is a pure function of the seal, so holders know what to push where, ranks know what they wait for, and nothing
-about it is stored. A step's groups are cut into mini-batches (one optimizer update each), contiguous in the seal's order, whose
-sizes differ by at most one group. Within a mini-batch the samples, not the groups, are spread over the ranks, costliest first,
-each to the rank that has least to do so far (the LPT rule: the fullest rank never has more than 4/3 − 1/(3·ranks) of the best
-possible). All arithmetic is on integers and every tie has a fixed winner, so that no platform comes to another layout. A rank
-may get nothing in a mini-batch and then takes part with an empty share. Samples that a loss compares make one unit and go to
-one rank; a unit of a policy's loss is one sample.
+The assignment is a pure function of the seal. Holders know where to send samples, ranks know what to wait for, and
+nothing about it is stored. A step's groups are split into mini-batches (one optimizer update each), contiguous in the
+seal's order, whose sizes differ by at most one group. Within a mini-batch the samples (not the groups) are spread over
+the ranks: the most expensive first, each to the rank with the least load (LPT scheduling: the maximum load is at most
+4/3 − 1/(3·ranks) of the optimum). All arithmetic uses integers and every tie is broken by a fixed rule, so that every
+platform computes the same layout. A rank may get no sample in a mini-batch; it then takes part with an empty share.
+Samples that a loss compares form one unit and go to one rank. A unit of a policy loss is one sample.
 
-The cost of a sample is a polynomial of its length: linear for the matrices, quadratic for attention. The length at which the
-two are equal depends on the model, so the sealer writes it into the seal (`gcore.ledger.records.cluster`). A masked sample costs
-nothing: it is not computed, and only its reward counts.
+The cost of a sample is a polynomial of its length: linear for the matrices, quadratic for attention. The length at
+which the two are equal depends on the model, so the sealer writes it into the seal (`gcore.ledger.records.cluster`). A
+masked sample costs nothing: it is not computed, and only its reward counts.
 
-A streamed step (`train.stream`) is cut by its parts in place of mini-batches. The batch is the same with and without parts: at
-staleness 0 the first groups of the stream's order, as many as the quota. A group is *certain* to be in it once fewer refs than
-the quota before it are kept or may still be; a ref that ends without a group only makes room. If the note that a prompt was
-filtered is lost with its controller, the prompt is sampled again; the step then has its quota all the same, and takes that
-prompt if there is room left. A part is worth sealing from `StreamRules.part` groups on: each costs a seal, an exchange and a
-READY. A READY part is the same in all later states of its slot, so ranks compare the slot cut down to it (`seal_up_to`).
+A streamed step (`train.stream`) is split into parts instead of mini-batches. The batch is the same with and without
+parts: at staleness 0 the first groups in order, up to the quota. A group is *certain* to be in it once fewer refs than
+the quota before it are kept or may still be kept; a ref that ends without a group only makes room. If the record that a
+prompt was filtered is lost with its controller, the prompt is sampled again; the step still reaches its quota, and
+takes that prompt if there is room. A part has at least `StreamRules.part` groups, because each part costs a seal, a
+transfer and a READY. A READY part is the same in all later states of its slot, so ranks compare the slot reduced to it
+(`seal_up_to`).
 """
 
 from __future__ import annotations
@@ -35,55 +37,57 @@ from gcore.types import PromptRef
 
 @dataclass(frozen=True, slots=True, order=True)
 class SampleSlot:
-    """A sample of a seal: `seal.groups[group]`, and in it the sample of index `sample`."""
+    """A sample of a seal: index `sample` in `seal.groups[group]`."""
 
     group: int
     sample: int
 
 
 Unit = tuple[SampleSlot, ...]
-"""Samples that are never on different ranks, nor in different micro-batches."""
+"""Samples that always stay on one rank and in one micro-batch."""
 
 
 def single_units(slots: Iterable[SampleSlot]) -> list[Unit]:
-    """Each sample by itself."""
+    """One unit per sample."""
     return [(slot,) for slot in slots]
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """The samples of each rank: `shares[mini_batch][rank]` are sample slots, ascending. Of a streamed step, by part in place of
-    mini-batch: all of its parts make one update."""
+    """The samples of each rank: `shares[mini_batch][rank]` are sample slots, ascending.
+
+    For a streamed step the first index is the part; all parts form one update.
+    """
 
     shares: tuple[tuple[tuple[SampleSlot, ...], ...], ...]
     world_size: int
 
     @property
     def mini_batches(self) -> int:
-        """Optimizer updates in a pass: the seal's number, or one a group when there are fewer groups than that; or parts."""
+        """Number of optimizer updates per pass: that of the seal, at most one per group; or the number of parts."""
         return len(self.shares)
 
     def share(self, mini_batch: int, rank: int) -> tuple[SampleSlot, ...]:
-        """What `rank` takes in `mini_batch`, ascending; may be empty. Raises IndexError for what does not exist."""
+        """Samples of `rank` in `mini_batch`, ascending; may be empty. Raises IndexError for an unknown index."""
         return self.shares[mini_batch][rank]
 
     def of_rank(self, rank: int) -> tuple[SampleSlot, ...]:
-        """What `rank` takes in the whole step, ascending."""
+        """Samples of `rank` in the whole step, ascending. Raises IndexError for an unknown rank."""
         if not 0 <= rank < self.world_size:
-            raise IndexError(f"rank {rank} of a world of {self.world_size}")
+            raise IndexError(f"rank {rank} does not exist; the world has {self.world_size} ranks")
         return tuple(sorted(slot for by_rank in self.shares for slot in by_rank[rank]))
 
 
 def sample_cost(length: int, attention_equals_at: int) -> int:
-    """What forward and backward over a sample of `length` tokens cost, in an arbitrary unit: matrices and attention.
+    """Cost of forward and backward over a sample of `length` tokens, in an arbitrary unit: matrices plus attention.
 
-    `attention_equals_at`: the length in tokens at which the two are equal.
+    `attention_equals_at`: the length in tokens at which both cost the same.
     """
     return length * (attention_equals_at + length)
 
 
 def slot_cost(seal: Seal, slot: SampleSlot) -> int:
-    """The cost of a sample of a seal; 0 for a masked one."""
+    """Cost of a sample of a seal; 0 for a masked one."""
     group = seal.groups[slot.group]
     if slot.sample in group.masked:
         return 0
@@ -91,12 +95,15 @@ def slot_cost(seal: Seal, slot: SampleSlot) -> int:
 
 
 def balance_samples(seal: Seal, units_of: Callable[[Iterable[SampleSlot]], list[Unit]] = single_units) -> StepLayout:
-    """The layout of a seal's samples over `seal.world_size` ranks and `seal.mini_batches` updates.
+    """Lay out a seal's samples over `seal.world_size` ranks and `seal.mini_batches` updates.
 
-    `units_of`: the units of a mini-batch's samples; whoever computes the layout must use the same. Raises ValueError if either number is below 1: such a seal must never be written.
+    `units_of`: splits a mini-batch's samples into units; all processes must use the same function. Raises ValueError if
+    either number is below 1.
     """
     if seal.world_size < 1 or seal.mini_batches < 1:
-        raise ValueError(f"a seal for {seal.world_size} ranks and {seal.mini_batches} mini-batches")
+        raise ValueError(
+            f"the seal has {seal.world_size} ranks and {seal.mini_batches} mini-batches; both must be at least 1"
+        )
     if seal.parts:
         chunks = _by_parts(seal.parts)
     else:
@@ -105,13 +112,13 @@ def balance_samples(seal: Seal, units_of: Callable[[Iterable[SampleSlot]], list[
 
 
 def _by_parts(parts: tuple[int, ...]) -> list[range]:
-    """Where each part of a streamed step lies among its groups; what one holds does not depend on those that follow."""
+    """Group ranges of the parts of a streamed step. A part does not depend on later ones."""
     ends = list(itertools.accumulate(parts))
     return [range(end - size, end) for end, size in zip(ends, parts, strict=True)]
 
 
 def _contiguous(count: int, parts: int) -> list[range]:
-    """Cut range(count) into `parts` ranges in order; the first ones are longer by one where it does not come out even."""
+    """Split range(count) into `parts` ranges in order; the first ones are longer by one if the split is uneven."""
     cuts = [part * (count // parts) + min(part, count % parts) for part in range(parts + 1)] if parts else []
     return [range(start, end) for start, end in itertools.pairwise(cuts)]
 
@@ -119,7 +126,9 @@ def _contiguous(count: int, parts: int) -> list[range]:
 def _spread(
     seal: Seal, groups: range, units_of: Callable[[Iterable[SampleSlot]], list[Unit]]
 ) -> tuple[tuple[SampleSlot, ...], ...]:
-    """Costliest unit first, to the rank with the least load; ties go to fewer samples, then to the lower rank."""
+    """Assign the most expensive unit first, to the rank with the least load; ties go to fewer samples, then to the
+    lower rank.
+    """
     slots = (SampleSlot(group, sample) for group in groups for sample in range(len(seal.groups[group].response_tokens)))
     weighed = sorted((-sum(slot_cost(seal, slot) for slot in unit), unit) for unit in units_of(slots))
     shares: list[list[SampleSlot]] = [[] for _ in range(seal.world_size)]
@@ -139,9 +148,9 @@ def certain_groups(
     *,
     order: Iterable[PromptRef] | None = None,
 ) -> tuple[SealedGroup, ...]:
-    """The offered groups that no part holds and that are in the next step's batch whatever happens later, in the order.
+    """Offered groups, in order, that are in no part yet and will be in the next step's batch in any case.
 
-    `order`: what `refs_in_order` gives, if it is `CachedOrder` already.
+    `order`: refs of `refs_in_order`, for example a `CachedOrder`.
     """
     return find_groups(rules, head, seals, offered, order=order).groups[len(begun_groups(head, seals)) :]
 
@@ -154,7 +163,7 @@ def next_part(
     *,
     order: Iterable[PromptRef] | None = None,
 ) -> SealPart | None:
-    """The part that is worth sealing now, while others of the batch are missing; None if there is none."""
+    """The part to seal while other groups of the batch are missing; None if there are too few groups."""
     if rules.part is None:
         return None
     new = certain_groups(rules, head, seals, offered, order=order)
@@ -162,10 +171,10 @@ def next_part(
 
 
 def seal_up_to(seal: Seal, parts: int) -> Seal:
-    """The slot as it was when its part number `parts` (from 1) had become READY: the same for whatever came after it.
+    """The slot when its part number `parts` (from 1) became READY: the same in every later state of the slot.
 
-    But for the attempt, which is 0: parts are given up and sealed anew under another, and stay what they are. Nothing else of a slot is taken
-    over than what a part follows from: what is asked of the step meanwhile, such as a checkpoint, changes no part.
+    The attempt is 0, because parts can be given up and sealed again under another attempt without changing READY parts.
+    Only fields that determine the parts are copied. Later changes to the step, such as a checkpoint, change no part.
     """
     return Seal(
         lineage=seal.lineage,
@@ -183,13 +192,13 @@ def seal_up_to(seal: Seal, parts: int) -> Seal:
 
 
 def part_layout(seal: Seal, part: int) -> StepLayout:
-    """Which rank takes which sample of one part (from 0); nothing of the others."""
+    """Layout of one part (from 0) only."""
     layout = balance_samples(seal)
     return StepLayout((layout.shares[part],), layout.world_size)
 
 
 def parts_sha256(parts: Iterable[Sequence[str]]) -> bytes:
-    """SHA-256 over the digests of the groups in each part: what a rank says of the parts that it has begun."""
+    """SHA-256 over the digests of the groups in each part. Ranks report it for the parts that they have begun."""
     h = hashlib.sha256()
     for digests in parts:
         h.update(f"{len(digests)} {' '.join(digests)}\n".encode())
@@ -197,7 +206,7 @@ def parts_sha256(parts: Iterable[Sequence[str]]) -> bytes:
 
 
 def part_digests(seal: Seal, parts: int) -> tuple[tuple[str, ...], ...]:
-    """The digests of the groups in the first `parts` parts."""
+    """Digests of the groups in the first `parts` parts."""
     found, start = [], 0
     for size in seal.parts[:parts]:
         found.append(tuple(group.digest for group in seal.groups[start : start + size]))

@@ -1,11 +1,11 @@
-"""The records that each transaction writes, as pure functions of what was there before; names of log entries by content.
+"""The records that each transaction writes, as pure functions of the previous records; digests of log entries.
 
-`gcore.ledger.transactions` adds the compares. A commit is a pure function of head and seal, so that any controller can make it
-when the owners are dead.
+`gcore.ledger.transactions` adds the compares. A commit is a pure function of head and seal, so any controller can write
+it if the controllers that sealed the batch are dead.
 
-A digest is of what an entry says, not of its bytes: it does not depend on the schema version that wrote it down, or on whether
-it was read from the store or from the run's folder. A field that a later version adds must have a default; one that is renamed
-or means something else must be mapped back here.
+A digest covers an entry's content, not its bytes: it depends neither on the schema version that wrote the entry, nor on
+whether it was read from the store or from the run folder. A field added by a later version must have a default. A
+renamed field, or one with a new meaning, must be mapped back here.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from gcore.types import PromptRef
 
 
 def entry_digest(entry: LogEntry) -> str:
-    """BLAKE2b of the entry's content; 32 hex digits."""
+    """BLAKE2b digest of the entry's content, 32 hex digits."""
     return _digest(entry)
 
 
 def head_digest(head: Head) -> str:
-    """BLAKE2b of what head says but for its entry's digest, which names this one, and the mark that its job is being deleted."""
+    """BLAKE2b digest of head without its entry's digest (the entry contains this one) and without the deletion mark."""
     return _digest(head, "digest", "deleted")
 
 
 def job_digest(job: JobRecord) -> str:
-    """BLAKE2b of what the job is: its spec with seed and shards, its data and its models; 32 hex digits.
+    """BLAKE2b digest of the job: its spec with seed and shards, its data and its models; 32 hex digits.
 
-    The run's folder does not count: where nodes share none, each has its own, and its controller's view of the record names that one.
+    The run folder is excluded, because nodes without a shared folder each have their own.
     """
     return _digest(job, "run_dir")
 
 
 def shares_digest(shares: Mapping[int, Mapping[PromptRef, Collection[int]]]) -> str:
-    """BLAKE2b of which rank trains which samples, by rank and group; 32 hex digits."""
+    """BLAKE2b digest of the samples that each rank trains, by rank and group; 32 hex digits."""
     lines = sorted((rank, ref, sorted(samples)) for rank, share in shares.items() for ref, samples in share.items())
     text = json.dumps([[rank, str(ref), samples] for rank, ref, samples in lines], separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -63,7 +63,7 @@ def shares_digest(shares: Mapping[int, Mapping[PromptRef, Collection[int]]]) -> 
 
 def _digest(record: Record, *without: str) -> str:
     text = _text(record, without)
-    if "\\ud" in text:  # half a surrogate pair is stored in other characters than it was written with
+    if "\\ud" in text:  # a lone surrogate changes when it is stored and read back
         text = _text(type(record).decode(record.encode()), without)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -74,7 +74,7 @@ def _text(record: Record, without: Iterable[str]) -> str:
 
 
 def seal_shares(seal: Seal) -> dict[int, dict[PromptRef, list[int]]]:
-    """By rank and group: the samples of a sealed step that each rank trains."""
+    """Samples of a sealed step that each rank trains, by rank and group."""
     layout = balance_samples(seal)
     shares: dict[int, dict[PromptRef, list[int]]] = {rank: {} for rank in range(seal.world_size)}
     for rank, share in shares.items():
@@ -84,12 +84,12 @@ def seal_shares(seal: Seal) -> dict[int, dict[PromptRef, list[int]]]:
 
 
 BINDING_VERSION = max(LogEntry.came_with.values())
-"""The schema version from which on entries name what the job is, and what head says."""
+"""The first schema version in which entries contain digests of the job's record and of head."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """A new head and the log entry that leads to it."""
+    """A new head and its log entry."""
 
     head: Head
     entry: LogEntry
@@ -97,9 +97,9 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class ChainWriter:
-    """The writer of an entry, and a number used once, by which an answer that never came is recognised later.
+    """Writer of an entry, and a unique nonce that identifies the transaction after a timeout.
 
-    `job`: `job_digest` of the job; empty while nodes of schema version 2 are there, which read no entry that names it.
+    `job`: `job_digest` of the job. Empty while a node runs schema version 2, which cannot read entries with it.
     """
 
     incarnation: str
@@ -109,8 +109,11 @@ class ChainWriter:
 
 @dataclass(frozen=True, slots=True)
 class HighWater:
-    """The highest lineage, and the highest number of the log, of which there is anything anywhere. They are head's, or less, unless the
-    store was put back to an older state: what is named by them is of a future that was cut off."""
+    """The highest lineage and log number of which any trace exists.
+
+    Usually they are at most head's. They are higher if the store was restored from an older backup: then they belong to
+    lost history.
+    """
 
     lineage: int = 0
     entry: int = 0
@@ -120,7 +123,7 @@ NOTHING_SEEN = HighWater()
 
 
 def base_entry(shards: int, world: str, writer: ChainWriter) -> Advance:
-    """The chain's first entry: nothing terminal, step 0, lineage 0."""
+    """The first entry of the chain: no outcomes, step 0, lineage 0."""
     cursors = Cursors.start(shards)
     head = Head(
         seq=0,
@@ -146,11 +149,14 @@ def seal_slot(
     attention_equals_at: int = ATTENTION_EQUALS_AT,
     checkpoint: bool = False,
 ) -> Seal:
-    """The slot after a seal, of the whole or of one more part: the attempt goes on from where it was, or two sets of groups
-    would share a token. What is in READY parts stays where it is."""
+    """The slot after sealing the whole step or one more part.
+
+    The attempt number continues, so that no two sets of groups share a token. READY parts are kept unchanged. Raises
+    ValueError if `chosen` lacks them.
+    """
     kept = slot.kept if slot else ()
     if chosen.groups[: len(kept)] != kept:
-        raise ValueError(f"step {head.step + 1} has READY parts that would be lost")
+        raise ValueError(f"step {head.step + 1} would lose its READY parts")
     parts = slot.parts if slot else ()
     whole = isinstance(chosen, SealStep)
     if parts or not whole:
@@ -177,9 +183,9 @@ def seal_slot(
 
 
 def reseal_slot(slot: Seal, sealer: str) -> Seal:
-    """The slot after its groups were given up: empty but for its READY parts, and the attempt survives."""
+    """The slot after its groups were given up: only READY parts remain, and the attempt number increases."""
     if slot.state not in (SealState.SEALED, SealState.PARTIAL):
-        raise ValueError(f"only a SEALED or PARTIAL slot can be resealed, this one is {slot.state}")
+        raise ValueError(f"the slot is {slot.state}; only a SEALED or PARTIAL slot can be resealed")
     return slot.model_copy(
         update={
             "attempt": slot.attempt + 1,
@@ -197,7 +203,10 @@ def reseal_slot(slot: Seal, sealer: str) -> Seal:
 
 
 def ready_slot(slot: Seal) -> Seal:
-    """The slot once every rank holds its share. From here there is only commit or rollback; or, after a part, more of them."""
+    """The slot once every rank holds its share.
+
+    A whole step then ends by commit or rollback; after a part, more parts follow.
+    """
     ready_parts = len(slot.parts)
     match slot.state:
         case SealState.SEALED:
@@ -205,11 +214,11 @@ def ready_slot(slot: Seal) -> Seal:
         case SealState.PARTIAL:
             return slot.model_copy(update={"state": SealState.OPEN, "ready_parts": ready_parts})
         case state:
-            raise ValueError(f"only a SEALED or PARTIAL slot can become READY, this one is {state}")
+            raise ValueError(f"the slot is {state}; only a SEALED or PARTIAL slot can become READY")
 
 
 def ended_refs(seal: Seal) -> tuple[EndedRef, ...]:
-    """What the seal's commit ends: its groups as trained, its outcomes as they are."""
+    """Outcomes that the seal's commit records: its groups as trained, and its other outcomes."""
     trained = tuple(
         EndedRef(
             ref=g.ref,
@@ -233,7 +242,7 @@ def commit_entry(
     keep_cursors: bool,
     stats: Mapping[str, float] = {},
 ) -> Advance:
-    """Head one step further. `keep_cursors`: the entry belongs to a checkpoint, so it keeps its own, and its tally."""
+    """Head after the next step. `keep_cursors`: the step has a checkpoint, so the entry stores cursors and tally."""
     if seal.state is not SealState.READY or (seal.lineage, seal.step) != (head.lineage, head.step + 1):
         raise ValueError(f"seal {seal.token} ({seal.state}) does not follow head {head.version}")
     ended = ended_refs(seal)
@@ -264,7 +273,7 @@ def commit_entry(
 
 
 def account_entry(head: Head, outcomes: tuple[EndedRef, ...], shape: StreamShape, writer: ChainWriter) -> Advance:
-    """Head at the same step, with outcomes written down."""
+    """Head at the same step, with outcomes recorded."""
     cursors = head.cursors.union(shape, (e.ref for e in outcomes))
     after = head.model_copy(
         update={
@@ -288,13 +297,13 @@ def rollback_entry(
     seen: HighWater = NOTHING_SEEN,
     raised: RaisedGoal | None = None,
 ) -> Advance:
-    """Head at the step of a checkpoint, whose entry is `target`, in a new lineage and a new world. `raised`: of a job that goes on after
-    its end, whose digest `writer` has as the job will be.
+    """Head at the step of a checkpoint (log entry `target`), in a new lineage with a new world.
 
-    No number that was `seen` is given out twice. Raises ValueError for an entry that keeps no cursors or no tally.
+    `raised`: new goal of a job that continues after its end; `writer` then has the digest of the new job record. No
+    number up to `seen` is reused. Raises ValueError if `target` has no cursors or no tally.
     """
     if target.cursors is None or target.tally is None:
-        raise ValueError(f"log entry {target.seq} does not keep what a rollback needs")
+        raise ValueError(f"log entry {target.seq} has no cursors or no tally, which a rollback needs")
     kept = {"cursors": target.cursors, "tally": target.tally}
     after = _in_new_lineage(head, target.step, world, writer, seen).model_copy(update={"parent": target.seq, **kept})
     return _advance(
@@ -313,8 +322,11 @@ def rollback_entry(
 def reform_entry(
     head: Head, state: WorldState, world: str, writer: ChainWriter, reason: str, *, seen: HighWater = NOTHING_SEEN
 ) -> Advance:
-    """Head at its own step, with its own cursors and tally, in a new lineage and a new world, which starts from copies of
-    `state`: of head's own (`gcore.ledger.records.chain`). Nothing that was committed is undone. `seen`: as in `rollback_entry`."""
+    """Head at its own step with its own cursors and tally, in a new lineage with a new world.
+
+    The world starts from in-memory replicas of `state`, head's own (`gcore.ledger.records.chain`). No commit is undone.
+    `seen`: as in `rollback_entry`.
+    """
     after = _in_new_lineage(head, head.step, world, writer, seen)
     return _advance(
         after,
@@ -331,7 +343,7 @@ def reform_entry(
 
 
 def _in_new_lineage(head: Head, step: int, world: str, writer: ChainWriter, seen: HighWater) -> Head:
-    """Head, with itself as parent, at `step` of a lineage and under a number above all that was seen."""
+    """Head at `step`, with itself as parent, with lineage and sequence number above head's and `seen`."""
     seq, number = max(head.seq, seen.entry) + 1, max(head.lineage, seen.lineage) + 1
     lineage = Lineage(number=number, base_step=step, entry=seq if seq > head.seq + 1 else None)
     return head.model_copy(
@@ -348,22 +360,22 @@ def _in_new_lineage(head: Head, step: int, world: str, writer: ChainWriter, seen
 
 
 def _left_out(head: Head, after: Head) -> int | None:
-    """What an entry says of numbers that were left out before it."""
+    """The `follows` field of an entry before which numbers were skipped, or None."""
     return head.seq if after.seq > head.seq + 1 else None
 
 
 AWAITED = 2
-"""Steps whose checkpoint may not be on the disk yet: one is being written, and the next that is due waits for it."""
+"""Number of steps whose checkpoint may not be on disk yet: one is being written, and the next waits for it."""
 
 
 def prunable_entries(
     head: Head, checkpoints: Iterable[Checkpoint], log: Mapping[int, LogEntry], *, keep: int
 ) -> tuple[int, ...]:
-    """The entries that nothing in the store needs any more, ascending: they may move to the run's folder.
+    """Entries that the store no longer needs, ascending. They may move to the run folder.
 
-    Kept are the newest `keep`, the base, those of registered checkpoints (a rollback takes its cursors from them), those of
-    the newest steps whose checkpoint may still come to the disk, and the rollback that began head's lineage (a rank that
-    starts late asks it where to start from).
+    The store keeps the newest `keep`; the base; entries of registered checkpoints, from which a rollback takes its
+    cursors; those of the newest steps whose checkpoint may not be on disk yet; and the rollback that began head's
+    lineage, which a late-starting rank reads to find its starting point.
     """
     named = {checkpoint.seq for checkpoint in checkpoints} | {0}
     newest = max(named)
@@ -379,7 +391,7 @@ def prunable_entries(
 
 
 def _advance(head: Head, kind: str, writer: ChainWriter, **fields: object) -> Advance:
-    """The entry that leads to `head`, and `head` with its digest."""
+    """Create the entry for `head`, and add its digest to `head`."""
     entry = LogEntry.model_validate(
         {
             "seq": head.seq,

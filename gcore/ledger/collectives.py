@@ -1,12 +1,13 @@
-"""What peers tell each other in a step: small values under a name, and the one answer that all of them read.
+"""Collectives between controllers within a step: small named values, and one answer that all of them read.
 
-Each peer has one record, `part/{incarnation}`, under its lease: at which step its flow is, and what it has given there. When
-every member has given something under a name, or is past the step and never will, one of those who wait fixes the answer,
-`agreed/{version}/{name}`, in a transaction that only creates. Whoever comes later, or repeats the step, reads that. So the
-answer is the same for all, whoever died or joined meanwhile; whether such a one is in it, is not promised. A value that
-was given is never changed, so an old view of the parts can make the answer poorer, never wrong.
+Each controller has one record under its lease, `part/{incarnation}`: the step of its flow, and the values that it
+contributed in that step. Once every member has contributed under a name, or is past the step, one of the waiting
+controllers fixes the answer, `agreed/{version}/{name}`, in a transaction that only creates. Controllers that come later
+or repeat the step read this answer. It is therefore the same for all, whichever controllers died or joined; whether it
+includes their values is not guaranteed. A contributed value never changes, so a stale view of the parts can make the
+answer less complete but never wrong.
 
-An answer is forgotten once every member is past its step.
+An answer is deleted once every member is past its step.
 """
 
 from __future__ import annotations
@@ -26,22 +27,25 @@ from gcore.store.types import Compare, Delete, Put
 from gcore.types import Version
 
 MAX_VALUE_BYTES = 4096
-"""Of one value, as JSON."""
+"""Maximum size of one value as JSON."""
 
 MAX_DEPTH = 16
-"""Lists and objects within each other. Far deeper ones can be written and not be read again, by anybody."""
+"""Maximum nesting depth of lists and objects. Much deeper values can be written but not read."""
 
 MAX_NAMES = 64
-"""A peer gives under so many names in one step, at most."""
+"""Maximum number of names per controller and step."""
 
 MAX_FORGOTTEN = 100
-"""Answers that one transaction forgets."""
+"""Maximum number of answers that one transaction deletes."""
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 
 class Part(Record):
-    """`part/{incarnation}`: how far a peer's flow is, and what it gave in that step. `at`: the version the step begins with."""
+    """`part/{incarnation}`: progress of a controller's flow, and its values.
+
+    `at`: the version at the start of the step.
+    """
 
     incarnation: str
     at: Version
@@ -49,7 +53,7 @@ class Part(Record):
 
 
 class Agreed(Record):
-    """`agreed/{version}/{name}`: the answer; written once. By incarnation."""
+    """`agreed/{version}/{name}`: the answer, written once. `values`: by incarnation."""
 
     version: Version
     name: str
@@ -57,21 +61,21 @@ class Agreed(Record):
 
 
 def check_contribution(name: str, value: Any) -> None:
-    """Raises ValueError for a name or a value that cannot be given."""
+    """Raise ValueError for an invalid name or value."""
     if not NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name: up to 64 lower-case letters, digits, '_' and '-'")
+        raise ValueError(f"invalid name {name!r}: use up to 64 lower-case letters, digits, '_' and '-'")
     try:
         size = len(json.dumps(value, allow_nan=False).encode())
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"what is given under {name!r} is no JSON of finite numbers ({error})") from error
+        raise ValueError(f"the value for {name!r} is not JSON with finite numbers ({error})") from error
     if size > MAX_VALUE_BYTES:
-        raise ValueError(f"what is given under {name!r} takes {size} bytes as JSON, more than {MAX_VALUE_BYTES}")
+        raise ValueError(f"the value for {name!r} has {size} bytes as JSON; the maximum is {MAX_VALUE_BYTES}")
     if _depth(value) > MAX_DEPTH:
-        raise ValueError(f"what is given under {name!r} is nested more than {MAX_DEPTH} deep")
+        raise ValueError(f"the value for {name!r} is nested more than {MAX_DEPTH} levels deep")
 
 
 def _depth(value: Any) -> int:
-    """How many lists and objects are within each other."""
+    """Nesting depth of lists and objects."""
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, dict | list | tuple)]:
         depth += 1
@@ -80,16 +84,19 @@ def _depth(value: Any) -> int:
 
 
 def add_contribution(part: Part | None, incarnation: str, at: Version, name: str, value: Any) -> Part:
-    """A peer's part with one thing more; of another step nothing is kept. Raises ValueError beyond MAX_NAMES."""
+    """A controller's part with one more value; values of another step are dropped.
+
+    Raises ValueError beyond `MAX_NAMES`.
+    """
     given = dict(part.given) if part is not None and part.at == at else {}
     given.setdefault(name, value)
     if len(given) > MAX_NAMES:
-        raise ValueError(f"more than {MAX_NAMES} names in one step")
+        raise ValueError(f"a step can have at most {MAX_NAMES} names; {name!r} is one more")
     return Part(incarnation=incarnation, at=at, given=given)
 
 
 def awaited_members(at: Version, name: str, members: Iterable[str], parts: Mapping[str, Part]) -> frozenset[str]:
-    """The members who have not given under `name` in the step at `at`, and still may."""
+    """Members that have not contributed under `name` in the step at `at`, and still may."""
     return frozenset(
         member
         for member in members
@@ -98,7 +105,7 @@ def awaited_members(at: Version, name: str, members: Iterable[str], parts: Mappi
 
 
 def compute_answer(at: Version, name: str, parts: Mapping[str, Part]) -> Agreed:
-    """What the parts come to."""
+    """The answer from the parts."""
     found = {m: part.given[name] for m, part in sorted(parts.items()) if part.at == at and name in part.given}
     return Agreed(version=at, name=name, values=found)
 
@@ -106,7 +113,7 @@ def compute_answer(at: Version, name: str, parts: Mapping[str, Part]) -> Agreed:
 def finished_answers(
     members: Iterable[str], parts: Mapping[str, Part], agreed: Iterable[tuple[Version, str]]
 ) -> tuple[Any, ...]:
-    """The answers that nobody will ask for any more: every member is known to be past their step."""
+    """Answers that are no longer needed: every member is past their step."""
     ends = [parts[member].at if member in parts else Version(-1, -1) for member in members]
     if not ends:
         return ()
@@ -114,23 +121,23 @@ def finished_answers(
 
 
 def give(keys: JobKeys, old: Revisioned | None, new: Part, lease: int) -> Transaction:
-    """A peer's own part, under its lease."""
+    """Write a controller's own part, under its lease."""
     key = keys.part(new.incarnation)
     return put_if_unchanged(TxnKind.GIVE, key, old, new, lease)
 
 
 def agree(keys: JobKeys, found: Agreed, forgotten: Iterable[tuple[Version, str]]) -> Transaction:
-    """Fix an answer, unless there is one; and forget others."""
+    """Fix an answer, unless it exists, and delete others."""
     key = keys.agreed(found.version, found.name)
     deletes = [Delete(keys.agreed(at, name)) for at, name in forgotten]
     return Transaction(TxnKind.AGREE, (Compare(key, 0),), (Put(key, found.encode()), *deletes))
 
 
 def exact_sum(values: Iterable[Any]) -> float:
-    """The sum, whatever the order. Raises ValueError for what is no number."""
+    """Sum that does not depend on the order. Raises ValueError for a value that is not a number."""
     numbers = []
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{value!r} is no number")
+            raise ValueError(f"{value!r} is not a number")
         numbers.append(float(value))
     return math.fsum(numbers)

@@ -1,17 +1,16 @@
-"""Evaluations: how prompts are cut into parts, what the parts' records add up to, pass@k, and which checkpoint is the best.
+"""Evaluations: how prompts are split into parts, how part records are combined, pass@k, and the best checkpoint.
 
-The cut is a pure function of the sets' sizes, so that every controller cuts alike. A part is written once, under a key that
-was absent, and never changed; so the evaluation, which is composed from all parts, is the same whoever composes it, even
-where two controllers answered the same part. Its transaction compares head: an evaluation of weights that a rollback cut off is
-not written any more. All numbers are sums and counts until they are composed.
+The split is a pure function of the set sizes, so every controller splits alike. A part is written once, under a key
+that was absent, and never changed. The evaluation is composed from all parts, so it is the same on every controller,
+even if two controllers answered the same part. Its transaction compares head: no evaluation is written for weights that
+a rollback discarded. All numbers are sums and counts until they are composed.
 
-The best checkpoint follows from the evaluations on head's chain alone. Of equal ones the earlier step wins: it came as far with
-less training, and has moved less from the first model.
+The best checkpoint depends only on the evaluations on head's chain. Of equal ones the earlier step wins, because it
+needed less training and moved less from the initial model.
 
-Of n responses to one prompt c are correct. The chance that at least one of k responses is correct is estimated without
-bias by 1 - C(n-c, k) / C(n, k): the share of all choices of k responses that hold a correct one (Chen et al. 2021,
-"Evaluating Large Language Models Trained on Code", section 2.1). The plausible 1 - (1 - c/n)^k is biased downwards: it samples
-with replacement.
+pass@k: of n responses to a prompt c are correct. The unbiased estimate of the probability that at least one of k
+responses is correct is 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, "Evaluating Large Language Models Trained on Code",
+section 2.1). The simpler 1 - (1 - c/n)^k is biased downwards, because it samples with replacement.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ _MANY = 64
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The unbiased estimate of pass@k for one prompt: `c` of `n` responses are correct. Between 0 and 1.
+    """Unbiased estimate of pass@k for one prompt: `c` of `n` responses are correct. Between 0 and 1.
 
-    Exactly 0 for c = 0, exactly 1 for n - c < k, c/n for k = 1; else with a relative error of some 1e-12, also for n of many
-    thousands, where the binomial coefficients have thousands of digits. Takes min(c, k) steps. Raises ValueError unless
-    0 <= c <= n and 1 <= k <= n.
+    Exactly 0 for c = 0, exactly 1 for n - c < k, and c/n for k = 1. Otherwise the relative error is about 1e-12, also
+    for n of many thousands, where the binomial coefficients have thousands of digits. Takes min(c, k) steps. Raises
+    ValueError unless 0 <= c <= n and 1 <= k <= n.
     """
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {c} correct responses among {n} is not defined")
@@ -49,26 +48,28 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     terms, other = min(c, k), max(c, k)
     if terms < 2:
         return other / n if terms else 0.0
-    # A sum of logarithms, and expm1: a chance near 0 keeps its digits, where 1 - p would lose them.
+    # A sum of logarithms and expm1 keep the digits of a probability near 0, which 1 - p would lose.
     return -math.expm1(math.fsum(math.log1p(-other / (n - j)) for j in range(terms)))
 
 
 def mean_pass_at_k(n: int, prompts_by_correct: Mapping[int, int], k: int) -> float:
-    """pass@k over prompts with `n` responses each. `prompts_by_correct`: how many prompts have c correct responses, by c.
+    """Mean pass@k over prompts with `n` responses each.
 
-    Raises ValueError if there is no prompt, or as `pass_at_k`.
+    `prompts_by_correct`: number of prompts by number of correct responses.
+
+    Raises ValueError if there is no prompt, and like `pass_at_k`.
     """
     count = sum(prompts_by_correct.values())
     if count < 1:
         raise ValueError("a mean over no prompts is not defined")
     chances = []
-    none, lost, summed = 0.0, 0.0, 0  # the logarithm of the chance that none of k is correct, for c = summed
+    none, lost, summed = 0.0, 0.0, 0  # none: log probability that none of k is correct, for c = summed
     for c, times in sorted(prompts_by_correct.items()):
         if min(c, k) < _MANY or n - c < k:
             chances.append(times * pass_at_k(n, c, k))
             continue
-        # What `pass_at_k` sums anew for each c, once for all of them: n steps for thousands of prompts. `lost`: the digits
-        # that the sum had no room for (Neumaier).
+        # The sum of `pass_at_k`, continued from the previous c: n steps in total for thousands of prompts. `lost`:
+        # compensation of rounding (Neumaier summation).
         for j in range(summed, c):
             term = math.log1p(-k / (n - j))
             total = none + term
@@ -80,7 +81,10 @@ def mean_pass_at_k(n: int, prompts_by_correct: Mapping[int, int], k: int) -> flo
 
 
 def mean_correct(n: int, prompts_by_correct: Mapping[int, int]) -> float:
-    """The share of correct responses, with `n` for each prompt: pass@1, rounded once. Raises ValueError if there is none."""
+    """Share of correct responses, with `n` responses per prompt: pass@1, rounded once.
+
+    Raises ValueError without responses.
+    """
     count = sum(prompts_by_correct.values())
     if count < 1 or n < 1:
         raise ValueError("a mean over no responses is not defined")
@@ -88,13 +92,13 @@ def mean_correct(n: int, prompts_by_correct: Mapping[int, int]) -> float:
 
 
 PART_RESPONSES = 64
-"""Responses in a part, as long as there are few parts: small enough that a few controllers get some each."""
+"""Responses per part while there are few parts: small enough that several controllers get some."""
 
 MOST_PARTS = 256
-"""Of one evaluation, beside one more for each set. Larger ones have larger parts."""
+"""Maximum number of parts of one evaluation, plus one per set. Larger evaluations have larger parts."""
 
 WHY_CHARACTERS = 200
-"""Of why a set has responses that are not scored, in the record of all sets."""
+"""Maximum length in characters of a set's `why_unscored` in the evaluation's record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,10 @@ class PartPlan:
 
 
 def plan_parts(sizes: Sequence[tuple[str, int, int]]) -> tuple[PartPlan, ...]:
-    """The parts of an evaluation, in the order of the sets. `sizes`: name, prompts and responses to each, set by set."""
+    """Split an evaluation into parts, in the order of the sets.
+
+    `sizes`: name, prompts and responses per prompt of each set.
+    """
     responses = sum(prompts * samples for _, prompts, samples in sizes)
     most = max(PART_RESPONSES, -(-responses // MOST_PARTS))
     pieces = []
@@ -131,14 +138,16 @@ def compose_evaluation(
     sets: Mapping[str, EvalSampling],
     show: int,
 ) -> Evaluation:
-    """The evaluation that all parts of `plans` add up to. `sets`: how each was drawn and counted, in the spec's order.
+    """Compose an evaluation from all parts of `plans`.
 
-    Raises ValueError if a part is missing or is not what was planned.
+    `sets`: how each set is sampled and counted, in the spec's order.
+
+    Raises ValueError if a part is missing or does not match its plan.
     """
     for plan in plans:
         part = parts.get(plan.number)
         if part is None or (part.source, part.first, len(part.correct)) != (plan.source, plan.first, len(plan.prompts)):
-            raise ValueError(f"part {plan.number} of the evaluation of {version} is not there as it was planned")
+            raise ValueError(f"part {plan.number} of the evaluation of {version} is missing or does not match its plan")
     ordered = [parts[plan.number] for plan in plans]
     scores, shown = {}, []
     for name, draws in sets.items():
@@ -163,7 +172,7 @@ def compose_evaluation(
 
 
 def _storable(made: Evaluation) -> Evaluation:
-    """With as many of the answers as there is room for beside the numbers, which are of up to hundreds of sets."""
+    """Drop displayed samples until the record fits; it has numbers of up to hundreds of sets."""
     while made.samples and len(made.encode()) > MOST_BYTES:
         made = made.model_copy(update={"samples": made.samples[: len(made.samples) // 2]})
     return made
@@ -192,13 +201,15 @@ def _score(draws: EvalSampling, parts: Sequence[EvalPart]) -> SourceScore:
 
 
 def interleave_samples(by_source: Sequence[Sequence[EvalSample]], count: int) -> tuple[EvalSample, ...]:
-    """`count` answers to be shown, from every set in turn."""
+    """Up to `count` responses for display, taken from the sets in turn."""
     row = (one for row in itertools.zip_longest(*by_source) for one in row if one is not None)
     return tuple(itertools.islice(row, count))
 
 
 def metric_value(evaluation: Evaluation, metric: str) -> float | None:
-    """What `metric` (`accuracy`, `reward`, `SET/accuracy`, `SET/pass@4`, ...) is in an evaluation; None if it was not measured."""
+    """Value of `metric` (`accuracy`, `reward`, `SET/accuracy`, `SET/pass@4`, ...) in an evaluation; None if it was not
+    measured.
+    """
     if metric == ACCURACY:
         return evaluation.accuracy
     if metric == REWARD:
@@ -212,7 +223,7 @@ def metric_value(evaluation: Evaluation, metric: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class BestEvaluation:
-    """The best evaluated state on a chain. `version` is the one that was evaluated."""
+    """The best evaluated state on a chain. `version` is the evaluated one."""
 
     version: Version
     metric: str
@@ -220,8 +231,10 @@ class BestEvaluation:
 
 
 def best_evaluation(head: Head, evaluations: Iterable[Evaluation], metric: str | None) -> BestEvaluation | None:
-    """The best among the evaluations on head's chain that were made in turn; the earlier of equal ones. None without a metric or a
-    measurement."""
+    """The best among the scheduled evaluations on head's chain; of equal ones the earlier step.
+
+    None without a metric or a value.
+    """
     if metric is None:
         return None
     reached = [one for one in evaluations if not one.asked and is_ancestor(head, one.version)]
@@ -235,14 +248,17 @@ def best_evaluation(head: Head, evaluations: Iterable[Evaluation], metric: str |
 
 
 def resolve_metric(metric: str, evaluations: Iterable[Evaluation]) -> str:
-    """The metric to compare these evaluations by, where `metric` leaves it to what their rewards are."""
+    """Resolve the metric `ACCURACY_OR_REWARD`: reward if any of these evaluations is graded, else accuracy."""
     if metric != ACCURACY_OR_REWARD:
         return metric
     return REWARD if any(one.is_graded for one in evaluations) else ACCURACY
 
 
 def ask(keys: JobKeys, head: Versioned[Head], known: Revisioned | None, asked: EvalAsked) -> Transaction:
-    """Have the step after head's evaluated. Compares head: nobody hears of that step's commit before this."""
+    """Request an evaluation of the step after head's.
+
+    Compares head, so that the request is visible before that step's commit. Raises ValueError for another step.
+    """
     if asked.step != head.record.step + 1:
         raise ValueError(f"step {asked.step} does not follow step {head.record.step}")
     compares = (Compare(keys.head, head.revision), Compare(keys.asked, known.revision if known else 0))
@@ -250,15 +266,15 @@ def ask(keys: JobKeys, head: Versioned[Head], known: Revisioned | None, asked: E
 
 
 def record_part(keys: JobKeys, part: EvalPart) -> Transaction:
-    """Write a part down, unless it stands already, or the evaluation does."""
+    """Write a part, unless the part or the evaluation exists."""
     key, whole = keys.eval_part(str(part.version), part.number), keys.evaluation(str(part.version))
     return Transaction(TxnKind.EVAL_PART, (Compare(key, 0), Compare(whole, 0)), (Put(key, part.encode()),))
 
 
 def record_evaluation(keys: JobKeys, head: Versioned[Head], evaluation: Evaluation) -> Transaction:
-    """Write a version's evaluation down, and take all parts away, those of versions that were cut off too.
+    """Write a version's evaluation and delete all parts, including those of discarded versions.
 
-    Compares head: only its version is evaluated, so nobody else's parts are under way.
+    Compares head: only head's version is evaluated, so no parts of other evaluations are in progress.
     """
     key = keys.evaluation(str(evaluation.version))
     return Transaction(

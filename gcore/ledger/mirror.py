@@ -1,6 +1,6 @@
-"""A job's records as last heard from the store: a pure fold over watch batches.
+"""A job's records as last read from the store: a pure fold over watch batches.
 
-A mirror may be late, never wrong: each record stands with the revision a transaction compares.
+A mirror may be late, but never wrong: each record has the revision that a transaction compares.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from gcore.store.types import WatchBatch, WatchEvent
 from gcore.types import Version
 
 R = TypeVar("R", bound=Record)
-DAMAGED = "It was written by another version of gcore, or damaged"
+DAMAGED = "Another version of gcore wrote it, or it is damaged"
 
 MOST_DIGITS = 18
-"""Of a number in a key."""
+"""Maximum number of digits of a number in a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,40 +79,43 @@ class JobMirror:
     log: Mapping[int, Versioned[LogEntry]] = field(default_factory=dict)
     evaluations: Mapping[str, Versioned[Evaluation]] = field(default_factory=dict)
     eval_parts: Mapping[str, Versioned[EvalPart]] = field(default_factory=dict)
-    """Of evaluations that are not complete, by "version/number" as the key spells it."""
+    """Parts of incomplete evaluations, by "version/number" as in the key."""
     epochs: Mapping[int, Versioned[EpochRecord]] = field(default_factory=dict)
     fetches: Mapping[str, Versioned[ModelFetch]] = field(default_factory=dict)
     parts: Mapping[str, Versioned[Part]] = field(default_factory=dict)
-    """What peers give each other, by incarnation."""
+    """Contributions of controllers to collectives, by incarnation."""
     agreed: Mapping[str, Versioned[Agreed]] = field(default_factory=dict)
-    """By "version/name"."""
+    """Answers of collectives, by "version/name"."""
     claims: Mapping[str, Versioned[RankClaim]] = field(default_factory=dict)
-    """By the key."""
+    """By key."""
     rendezvous: Mapping[str, str] = field(default_factory=dict)
-    """Where rank 0 of a world listens, by the key."""
+    """Address of rank 0 of a world, by key."""
     copies: Mapping[str, Versioned[NodeCopies]] = field(default_factory=dict)
-    """Of train states, in the memory of nodes, by node."""
+    """In-memory replicas of train states, by node."""
     folders: Mapping[str, Versioned[NodeFolder]] = field(default_factory=dict)
-    """What lies in the nodes' own folders of the run, by node; only where they share none."""
+    """Content of the nodes' own run folders, by node; only if nodes share no folder."""
 
     leaders: Mapping[str, Versioned[Leader]] = field(default_factory=dict)
-    """One at most, as `pins` and `movings`; see `leader`, `pin`, `moves`."""
+    """At most one, as `pins` and `movings`; see `leader`, `pin`, `moves`."""
     pins: Mapping[str, Versioned[Pin]] = field(default_factory=dict)
     movings: Mapping[str, Versioned[Moves]] = field(default_factory=dict)
     askings: Mapping[str, Versioned[EvalAsked]] = field(default_factory=dict)
-    """One at most, as `pins`; see `asked`."""
+    """At most one, as `pins`; see `asked`."""
     spent: Mapping[str, Versioned[NodeSpent]] = field(default_factory=dict)
-    """What nodes have asked of judges that others serve, by node; also of nodes that are gone."""
+    """Use of external judges, by node, including absent nodes."""
     books: Mapping[str, Versioned[NodeAccounts]] = field(default_factory=dict)
-    """What the nodes' slots did in the newest steps, by node; also of nodes that are gone."""
+    """Slot accounts of the newest steps, by node, including absent nodes."""
     troubles: Mapping[str, Versioned[Trouble]] = field(default_factory=dict)
-    """What last went wrong beside the run, by topic."""
+    """The newest warnings, by topic."""
     unreadable: Mapping[str, UnreadableHint] = field(default_factory=dict)
-    """Hints (`HINTS`) that cannot be read, by key: they are as if they were not there, until somebody writes them anew."""
+    """Unreadable hints (`HINTS`), by key. They count as absent until they are written again."""
 
     def fold(self, batch: WatchBatch) -> JobMirror:
-        """The mirror after a batch. Raises UnreadableRecord for anything but a hint: no transaction rests on those, so one that
-        is damaged must not keep everybody from the job."""
+        """The mirror after a batch.
+
+        Raises UnreadableRecord, except for hints: no transaction depends on a hint, so a damaged one must not block the
+        job.
+        """
         mirror = JobMirror(self.keys) if batch.reset else self
         changes: dict[str, Any] = {}
         for event in batch.events:
@@ -120,7 +123,7 @@ class JobMirror:
         return replace(mirror, revision=batch.revision, **changes)
 
     def written(self, key: str, known: Revisioned | None) -> Revisioned | None:
-        """What a transaction that writes a hint anew replaces: the `known` record, or what cannot be read."""
+        """What a transaction that rewrites a hint replaces: the `known` record, or the unreadable one."""
         return known or self.unreadable.get(key)
 
     @property
@@ -130,82 +133,83 @@ class JobMirror:
 
     @property
     def job_record(self) -> JobRecord:
-        """The job's record, once there is one."""
+        """The job's record; the job must exist."""
         assert self.job is not None
         return self.job.record
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder, once there is a job."""
+        """The run folder; the job must exist."""
         return Path(self.job_record.run_dir)
 
     @property
     def started(self) -> tuple[Versioned[Head], Versioned[Checkpoints]]:
-        """Head and the registered checkpoints, once the job has started."""
+        """Head and the registered checkpoints; the job must have started."""
         assert self.head is not None
         assert self.checkpoints is not None
         return self.head, self.checkpoints
 
     @property
     def has_ended(self) -> bool:
-        """Whether the job has a status, which says that it has ended."""
+        """Whether the job has a status with a final phase."""
         return self.status is not None and self.status.record.phase.ended
 
     @property
     def is_running(self) -> bool:
-        """Whether the job has a status, which says that it runs."""
+        """Whether the job has a status with phase RUNNING."""
         return self.status is not None and self.status.record.phase is JobPhase.RUNNING
 
     @property
     def leader(self) -> Versioned[Leader] | None:
-        """The controller that plans."""
+        """The controller that plans the placement."""
         return self.leaders.get("")
 
     @property
     def pin(self) -> Pin:
-        """What a person has fixed of the placement."""
+        """What a person fixed of the placement."""
         stored = self.pins.get("")
         return stored.record if stored is not None else Pin()
 
     @property
     def asked(self) -> EvalAsked | None:
-        """The evaluation that a person asked for last."""
+        """The evaluation that a person requested last."""
         stored = self.askings.get("")
         return stored.record if stored is not None else None
 
     @property
     def moves(self) -> Moves:
-        """The newest changes of the plan."""
+        """The newest placement changes."""
         stored = self.movings.get("")
         return stored.record if stored is not None else Moves()
 
     @property
     def moves_revision(self) -> int:
-        """Of the record of these, also of one that cannot be read; 0: there is none."""
+        """Revision of the moves record, also of an unreadable one; 0: absent."""
         known = self.written(self.keys.moves, self.movings.get(""))
         return known.revision if known is not None else 0
 
     def claim(self, world: str, rank: int) -> RankClaim | None:
-        """Which instance is this rank of this world, if any ever was."""
+        """The instance that runs this rank of this world, or None."""
         stored = self.claims.get(self.keys.world_rank(world, rank))
         return stored.record if stored else None
 
     @property
     def worlds(self) -> frozenset[str]:
-        """The train worlds of which there are any keys."""
+        """Train worlds with any key."""
         prefix = self.keys.world_prefix
         return frozenset(key.removeprefix(prefix).partition("/")[0] for key in (*self.claims, *self.rendezvous))
 
     def eval_parts_of(self, version: Version) -> dict[int, EvalPart]:
-        """The parts of a version's evaluation that are there, by number."""
+        """Existing parts of a version's evaluation, by number."""
         parts = (stored.record for stored in self.eval_parts.values())
         return {part.number: part for part in parts if part.version == version}
 
     def lost_keys(self, *, claimed: bool = True) -> tuple[str, ...]:
-        """The keys that must be there, as the others show, and are not: somebody deleted them, for gcore writes and deletes them together.
-        Empty where nothing is lost, where the whole job was deleted, and of a job that has ended, which the audit looks at.
+        """Keys that are missing although other records imply them. gcore writes and deletes them together, so somebody
+        else deleted them.
 
-        `claimed`: whether the job's claim on slots is there, which stands outside of its records. All records must have been read.
+        Empty if nothing is lost, if the whole job was deleted, and for an ended job, which the audit checks. `claimed`:
+        whether the job's claim on slots, which is stored outside its records, exists. All records must have been read.
         """
         if self.has_ended or (self.job is None and self.status is None and not claimed):
             return ()
@@ -316,14 +320,15 @@ HINTS = frozenset(
         "askings",
     }
 )
-"""What a peer says of itself, and what people are told: the others go by it, and compare none of it."""
+"""Reports of controllers about themselves and texts for people. Others read them, but no transaction depends on them.
+"""
 
 
 def _item(name: str, key: str, rest: str) -> int | str:
     if name not in ("seals", "log", "epochs"):
         return rest
     if not (rest.isascii() and rest.isdigit() and len(rest) <= MOST_DIGITS):
-        raise UnreadableRecord(f"{rest!r} is no number", where=key, fix=DAMAGED)
+        raise UnreadableRecord(f"{rest!r} is not a number", where=key, fix=DAMAGED)
     return int(rest)
 
 

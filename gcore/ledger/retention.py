@@ -1,14 +1,15 @@
-"""What stays of a job: which checkpoints are kept, and which records the store may forget.
+"""Retention: which checkpoints are kept, and which records the store may delete.
 
-*Checkpoints.* Kept are the newest n, one every k steps for ever, the best, and the first model. Only those on head's chain count:
-no rollback goes to a branch that was cut off. A chain has one state for each step, whatever lineage it was written in. The newest
-on the chain is always kept, so a new world always has a start.
+*Checkpoints.* Kept are the newest n, one every k steps permanently, the best, and the base. Only those on head's chain
+count, because no rollback goes to a discarded branch. A chain has one state per step, in whichever lineage it was
+written. The newest on the chain is always kept, so a new world always has a starting point.
 
-*Records* that nothing reads any more, beside old log entries (`gcore.ledger.chain.prunable_entries`): worlds other than head's (a rank of
-another one is refused by all); parts of evaluations of other weights than head's; warnings of nodes that are gone, but for the
-newest few; evaluations but the newest few, the first, and the best on head's chain as it is and as it would be after going back
-to each registered checkpoint (the others move to the run's folder first). Every transaction compares head and the checkpoints.
-`controllers.rules.retention` decides when, `controllers.job.executor` deletes the entry before the files.
+*Records.* Deleted are, in addition to old log entries (`gcore.ledger.chain.prunable_entries`): keys of worlds other
+than head's, whose ranks are refused; parts of evaluations of weights other than head's; warnings of absent nodes,
+except the newest few; and evaluations, which move to the run folder first. Kept are the newest few evaluations, the
+first, and the best, both on head's chain now and after a rollback to each registered checkpoint. Every transaction
+compares head and the checkpoints. `controllers.rules.retention` decides when; `controllers.job.executor` deletes the
+entry before the files.
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ class KeepReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """`newest`: how many of the newest; `every`: those at a multiple of so many steps, None: of none; `best`: the step of the
-    best evaluated state, None: there is none."""
+    """`newest`: number of newest checkpoints.
+
+    `every`: keep steps at a multiple of this; None: none. `best`: step of the best evaluated state; None: none.
+    """
 
     newest: int
     every: int | None = None
@@ -56,7 +59,7 @@ class Retention:
 
     @classmethod
     def of(cls, spec: JobSpec, head: Head, evaluations: Iterable[Evaluation]) -> Retention:
-        """What `spec` says, as the evaluations stand."""
+        """The policy of `spec` with the current evaluations."""
         best = best_evaluation(head, evaluations, spec.best_metric)
         return cls(spec.checkpoint.keep, spec.checkpoint.keep_every, best.version.step if best is not None else None)
 
@@ -64,7 +67,7 @@ class Retention:
 def keep_reasons(
     head: Head, known: Iterable[Checkpoint], policy: Retention
 ) -> Mapping[Checkpoint, frozenset[KeepReason]]:
-    """What is kept of `known`, in its order, and for which reasons."""
+    """The kept checkpoints of `known`, in its order, with their reasons."""
     entries = tuple(known)
     on_chain = resumable_checkpoints(head, (c for c in entries if c.file))
     newest = on_chain[: policy.newest]
@@ -86,10 +89,11 @@ def keep_reasons(
 
 
 def orphaned_checkpoints(head: Head, kept: Iterable[Checkpoint], lying: Iterable[Version]) -> frozenset[Version]:
-    """The checkpoints among those that lie in the run's folder which no record names, and none ever will.
+    """Checkpoints in the run folder that no record names now or later.
 
-    Whoever forgot them died before it deleted them, or never heard that it had. One that head's chain still may register is
-    newer than all that are registered there, so it stays; also one of a step that is trained and not committed yet.
+    A controller unregistered them and died before it deleted them, or did not learn that its write succeeded. A
+    checkpoint that head's chain may still register is newer than all registered ones and stays, and so does one of a
+    trained but uncommitted step.
     """
     entries = tuple(kept)
     named = {(checkpoint.lineage, checkpoint.step) for checkpoint in entries}
@@ -104,18 +108,18 @@ def orphaned_checkpoints(head: Head, kept: Iterable[Checkpoint], lying: Iterable
 
 
 NEWEST_EVALUATIONS = 8
-"""Evaluations that stay in any case."""
+"""Number of newest evaluations that always stay."""
 
 NEWEST_TROUBLES = 16
-"""Troubles of nodes that are gone which stay."""
+"""Number of newest warnings of absent nodes that stay."""
 
 MOST_SWEPT = 100
-"""Keys, or worlds, of one transaction: the store takes 128 operations."""
+"""Maximum number of keys or worlds per transaction: the store allows 128 operations."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweptKeys:
-    """Worlds whose keys go, parts of evaluations, by "version/number" as the key spells it, and troubles by topic."""
+    """Keys to delete: worlds; evaluation parts by "version/number" as in the key; warnings by topic."""
 
     worlds: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
@@ -132,9 +136,9 @@ def superfluous_keys(
     troubles: Mapping[str, Versioned[Trouble]] = MappingProxyType({}),
     nodes: Collection[str] = (),
 ) -> SweptKeys:
-    """What belongs to other worlds than head's, to evaluations of other weights, and to nodes that are gone.
+    """Keys of worlds other than head's, evaluation parts of other weights, and warnings of absent nodes.
 
-    `worlds`: of which there are any keys; `nodes`: those that are there.
+    `worlds`: those with any key. `nodes`: the present nodes.
     """
     past = sorted({world for world in worlds if world != head.world})[:MOST_SWEPT]
     cut_off = sorted(name for name, part in parts.items() if part.record.version != head.version)
@@ -149,7 +153,7 @@ def superfluous_keys(
 def superfluous_evaluations(
     head: Head, checkpoints: Iterable[Checkpoint], evaluations: Mapping[str, Versioned[Evaluation]], metric: str | None
 ) -> tuple[str, ...]:
-    """The versions whose evaluations may move to the run's folder, oldest first."""
+    """Versions whose evaluations may move to the run folder, oldest first."""
     by_age = sorted(evaluations, key=lambda name: evaluations[name].revision)
     kept = set(by_age[-NEWEST_EVALUATIONS:])
     on_chain = [evaluations[name].record for name in by_age if is_ancestor(head, evaluations[name].record.version)]
@@ -165,9 +169,9 @@ def superfluous_evaluations(
 
 
 def sweep(keys: JobKeys, head: Versioned[Head], known: Versioned[Checkpoints], swept: SweptKeys) -> Transaction:
-    """Take it away."""
+    """Delete these keys. Raises ValueError for head's world or too many keys."""
     if head.record.world in swept.worlds:
-        raise ValueError(f"world {head.record.world} is head's")
+        raise ValueError(f"world {head.record.world} is head's world and cannot be deleted")
     worlds = (Delete(keys.world(world), prefix=True) for world in swept.worlds)
     parts = (Delete(f"{keys.eval_part_prefix}{part}") for part in swept.parts)
     troubles = (Delete(keys.trouble(topic)) for topic in swept.troubles)
@@ -177,7 +181,7 @@ def sweep(keys: JobKeys, head: Versioned[Head], known: Versioned[Checkpoints], s
 def forget_evaluations(
     keys: JobKeys, head: Versioned[Head], known: Versioned[Checkpoints], versions: Sequence[str]
 ) -> Transaction:
-    """Take evaluations out of the store that stand in the run's folder by now."""
+    """Delete evaluations that are in the run folder. Raises ValueError for too many."""
     return _pruning(keys, head, known, tuple(Delete(keys.evaluation(version)) for version in versions))
 
 
@@ -185,6 +189,6 @@ def _pruning(
     keys: JobKeys, head: Versioned[Head], known: Versioned[Checkpoints], deletes: tuple[Delete, ...]
 ) -> Transaction:
     if len(deletes) > MOST_SWEPT:
-        raise ValueError(f"{len(deletes)} keys are more than the {MOST_SWEPT} of one transaction")
+        raise ValueError(f"{len(deletes)} keys exceed the maximum of {MOST_SWEPT} per transaction")
     compares = (Compare(keys.head, head.revision), Compare(keys.checkpoints, known.revision))
     return Transaction(TxnKind.PRUNE, compares, deletes)

@@ -1,16 +1,16 @@
-"""What is due and what a seal takes where steps may train what older weights made (staleness k of at least 1).
+"""Selection of groups at staleness k of at least 1: which refs to sample, and what a seal takes.
 
-A seal does not wait for the oldest prompt: it takes what is offered, what was issued for earlier steps before what was
-issued for later ones, and (position, shard) among equals. What it leaves is not thrown away. Finished groups stay
-offered, responses in flight go on over the change of weights, and both come before anything that is issued later.
+A seal does not wait for the oldest prompt. It takes offered groups in the order of the step for which they were
+sampled, then by (position, shard). The rest is carried over: finished groups stay offered, unfinished responses
+continue across the weight sync, and both precede newly sampled prompts.
 
-Taking what finishes first leans towards short answers only if the long ones never come. So that they come, nothing new
-is issued while k + 1 quotas are offered or in flight, or k beside a batch that is being trained: what is issued now then has its turn
-before it is too old. So generation goes on while the trainer works. And a
-seal waits for what would be too old after it; of what must be trained within j more steps, j quotas can wait, the rest
-is taken now. The wait is bounded by whoever holds the prompt (`controllers.rules.step.give_up_stale_prompts`).
+Taking the groups that finish first biases training towards short responses only if long ones are never trained. Two
+rules prevent that. First, no prompt is sampled while k + 1 quotas are offered or in flight, or k quotas beside a batch
+in training: a prompt sampled now is trained before it is too old. Generation continues during training. Second, a seal
+waits for groups that would be too old after it. Of groups that must be trained within j more steps, j quotas may wait
+and the others are taken now. `controllers.rules.step.give_up_stale_prompts` bounds the wait.
 
-Staleness 0 is `gcore.ledger.selection`'s; who works on which shard, and time, are known to neither.
+`gcore.ledger.selection` covers staleness 0. Neither module depends on the assignment of shards or on time.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ from gcore.ledger.selection import (
 from gcore.types import PromptRef, Version
 
 SURE = 3.0
-"""Standard deviations."""
+"""Number of standard deviations."""
 
 
 def steps_left(rules: StreamRules, head: Head, version: Version) -> int:
-    """After how many further steps tokens of `version` are too old to be trained; 0: the next step is the last that may."""
+    """Number of further steps after which tokens of `version` are too old to be trained; 0: only the next step may
+    train them.
+    """
     return rules.staleness - (head.step - version.step)
 
 
@@ -52,15 +54,16 @@ def due_refs(
     *,
     order: Iterable[PromptRef] | None = None,
 ) -> tuple[PromptRef, ...]:
-    """The refs that may be issued now, oldest first.
+    """Refs that may be sampled now, oldest first.
 
-    Counts what is offered or in flight anywhere in the cluster against k + 1 quotas, or as many as there are steps left; against k
-    while the next step's batch is closed, for it takes nothing more (AReaL's capacity, of which that batch is a part);
-    in flight is as much more as the sizing says, less what chance could keep of it beyond that. Where fewer than k + 1 are wanted (`over_provision`) a step has less to
-    choose from, and trains what is younger. What a dead holder had comes first, for it stands first in the order.
+    The limit is k + 1 quotas offered or in flight in the whole cluster (or the number of remaining steps). While the
+    next step's batch is closed and takes nothing more, the limit is k quotas (the batch counts towards AReaL's
+    capacity). The number in flight is scaled up by the issue ratio, minus a margin for random variation (`max_kept`).
+    With fewer quotas (`over_provision`) a step has less choice, but trains fresher groups. Refs of a dead holder come
+    first, because they are first in the order.
     """
     quotas, under_way = rules.quotas, _next_is_closed(head, seals)
-    if under_way:  # what is issued now is too late for it, and has its turn in the k steps after it
+    if under_way:  # prompts sampled now are too late for this batch; the k steps after it train them
         quotas = min(quotas, rules.staleness)
     if rules.steps is not None:
         quotas = max(min(quotas, rules.steps - head.step - under_way), 0)
@@ -69,7 +72,7 @@ def due_refs(
     wanted = _as_many_as(max(standing - there, 0), issue_ratio(rules, head))
     going_on = len(_standing(rules, head, seals, offered.in_flight))
     room = wanted - going_on
-    if rules.limit is not None:  # what the step may still use up, and what later steps have of it already
+    if rules.limit is not None:  # remaining prompts of this step, less those that later steps already use
         used = head.tally.since_step.ended + len(_standing(rules, head, seals, offered.outcomes)) + there + going_on
         room = min(room, rules.limit + standing - rules.quota - used)
     unknown = (
@@ -81,7 +84,7 @@ def due_refs(
 
 
 def _next_is_closed(head: Head, seals: Collection[Seal]) -> bool:
-    """Whether the batch of the step after head's has been sealed, and is on its way to be committed."""
+    """Whether the batch of the step after head's is sealed and not committed yet."""
     return any(seal.step == head.step + 1 and seal.state is not SealState.OPEN for seal in seals)
 
 
@@ -93,7 +96,9 @@ def choose_seal(
     *,
     order: Iterable[PromptRef] | None = None,
 ) -> Choice:
-    """What to seal next: what was begun first of what is offered, unless something else would then become too old."""
+    """Choose what to seal next: offered groups, the earliest begun first, unless other groups would then become too
+    old.
+    """
     groups = [offered.groups[ref] for ref in _standing(rules, head, seals, offered.groups)]
     groups.sort(key=_begun)
     outcomes = tuple(offered.outcomes[ref] for ref in _standing(rules, head, seals, offered.outcomes))
@@ -112,26 +117,28 @@ def choose_seal(
 
 
 def max_kept(count: int, ratio: float) -> int:
-    """Of so many prompts in flight, of which one in `ratio` is kept, so many are kept at most: but for once in a thousand times.
+    """Upper bound, with probability 99.9 %, for the number of kept prompts among `count` in flight, of which one in
+    `ratio` is kept.
 
-    What is kept beyond what the steps to come can take becomes too old, and it would be what took longest. So it must be rare:
-    the mean alone is exceeded every other time.
+    Groups beyond what the next steps can take become too old, and these would be the slowest ones. This must be rare.
+    The mean alone is exceeded half of the time.
     """
     share = 1.0 / ratio
     return min(count, math.ceil(count * share + SURE * math.sqrt(count * share * (1.0 - share))))
 
 
 def _as_many_as(room: int, ratio: float) -> int:
-    """The most that may be in flight while only `room` more groups can be taken."""
+    """Maximum number in flight while only `room` more groups can be taken."""
     return bisect_right(range(math.ceil(room * ratio) + 1), room, key=lambda count: max_kept(count, ratio)) - 1
 
 
 def awaited_refs(rules: StreamRules, head: Head, seals: Collection[Seal], offered: OffersView) -> tuple[PromptRef, ...]:
-    """The refs in flight that the next seal waits for, oldest first: without them some would become too old.
+    """Refs in flight that the next seal waits for, oldest first, because some would become too old without them.
 
-    It waits for everything that would be too old after it, even if there are a quota without it: what is not finished
-    then is what takes longest. Of what has at most j steps left, j quotas may be trained later; while too few of the rest
-    are finished, it waits for those too. Of these only so many count as will be kept, by the sizing.
+    The seal waits for everything that would be too old after it, even if a quota exists without it: the unfinished refs
+    are those that take longest. Of groups with at most j steps left, j quotas may be trained later; while too few of
+    the others are finished, the seal waits for those too. Of the refs in flight only the expected number of kept ones
+    counts (`max_kept`).
     """
     ratio = issue_ratio(rules, head)
     groups = [
@@ -150,7 +157,7 @@ def awaited_refs(rules: StreamRules, head: Head, seals: Collection[Seal], offere
 
 
 def staleness_stats(seal: Seal) -> dict[str, float]:
-    """How old the weights of a batch's groups were, in steps: 0 are those that the step trains."""
+    """Age in steps of the weights behind a batch's groups; 0 means the weights that the step trains."""
     ages = [seal.step - 1 - _begun(group) for group in seal.groups]
     return {
         "staleness": sum(ages) / len(ages),
@@ -162,7 +169,7 @@ def staleness_stats(seal: Seal) -> dict[str, float]:
 def _standing(
     rules: StreamRules, head: Head, seals: Collection[Seal], refs: Iterable[PromptRef]
 ) -> tuple[PromptRef, ...]:
-    """Those of `refs` that `refs_in_order` gives, in its order, without walking it."""
+    """Those of `refs` that `refs_in_order` contains, in its order, without walking it."""
     sealed = sealed_refs(seals)
     found = []
     for ref in refs:

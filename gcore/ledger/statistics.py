@@ -1,13 +1,15 @@
-"""Tallies of what came of the prompts, source by source; the records with which data epochs begin; why a step is short.
+"""Tallies of prompt outcomes by source; records of data epochs; why a step is short.
 
-A tally is the sum of the chain's entries, like head's cursors, and goes back with them in a rollback. The statistics of a
-curriculum are made of it, and it shows that a whole epoch brought nothing to train. Its size depends on the number of sources only.
+A tally is a sum over the chain's entries, like head's cursors, and a rollback restores both. The statistics of a
+curriculum come from it, and it shows when a whole epoch trained nothing. Its size depends only on the number of
+sources.
 
-Shards are in different epochs and peers look at different moments, so "the statistics so far" is not the same for any two of
-them. The first peer that needs epoch n writes down head's tally as it is then (`EpochRecord`); nothing of the epoch is issued
-before. Head alone decides which record counts (`valid_epochs`): one written at a version that a rollback cut off does not. A group is
-accepted only if its versions are ancestors of head, and the record it was issued under is older than they are, so a group outlives
-no record: in one lineage a ref never means two prompts. Epoch 0 has no record, and a job without a curriculum has none at all.
+Shards are in different epochs and controllers read at different moments, so "the statistics so far" differ between any
+two of them. The first controller that needs epoch n writes head's tally at that moment (`EpochRecord`); no prompt of
+the epoch is sampled before. Head alone decides which record is valid (`valid_epochs`): a record of a version that a
+rollback discarded is not. A group is accepted only if its versions are ancestors of head, and its epoch record is older
+than these versions. A group is therefore valid only with its record: within one lineage a ref always means one prompt.
+Epoch 0 has no record, and neither has a job without a curriculum.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ from gcore.types import PromptRef, Version
 NOTHING = Tally()
 
 NEWEST_SHARE = 0.3
-"""How much the newest step counts in `issue_ratio`."""
+"""Weight of the newest step in `issue_ratio`."""
 
 MOST_OBSERVED = 16.0
-"""One step counts for no more than that, or a single one that came to its limit would be felt for many."""
+"""Maximum ratio of one step, so that a single step that reached its limit does not affect many later steps."""
 
 
 def add_to_tally(tally: Tally, groups: Iterable[SealedGroup], outcomes: Collection[EndedRef]) -> Tally:
-    """The tally after an entry that trained `groups` and ended `outcomes`."""
+    """The tally after an entry that trained `groups` and ended `outcomes`. Raises ValueError for a trained outcome."""
     sources = dict(tally.sources)
     newest = tally.trained_epoch
     by_source: dict[str, list[SealedGroup]] = {}
@@ -59,13 +61,13 @@ def add_to_tally(tally: Tally, groups: Iterable[SealedGroup], outcomes: Collecti
                 "samples": old.samples + sum(len(group.response_tokens) for group in trained),
                 "truncated": old.truncated + sum(group.truncated for group in trained),
                 "tokens": old.tokens + sum(sum(group.own_tokens) for group in trained),
-                # One after the other, as every peer adds them: sums of fractions depend on the order.
+                # Added in a fixed order, so that every controller gets the same floating-point sum.
                 "reward": functools.reduce(lambda so_far, group: so_far + group.reward, trained, old.reward),
             }
         )
     for ended in outcomes:
         if ended.kind == "trained":
-            raise ValueError(f"prompt {ended.ref} was trained; its group says how")
+            raise ValueError(f"prompt {ended.ref} was trained; pass its group instead")
         old = sources.get(ended.source, SourceTally())
         counts = {"failed": old.failed + 1} if ended.kind == "failed" else {"filtered": old.filtered + 1}
         sources[ended.source] = old.model_copy(update=counts)
@@ -75,7 +77,7 @@ def add_to_tally(tally: Tally, groups: Iterable[SealedGroup], outcomes: Collecti
 
 
 def add_outcomes(before: SinceStep, outcomes: Iterable[EndedRef]) -> SinceStep:
-    """What the step to come has used up, with `outcomes`."""
+    """Counts since the newest step, with `outcomes` added."""
     counts = before.model_dump()
     for ended in outcomes:
         counts["failed" if ended.kind == "failed" else "filtered"] += 1
@@ -87,9 +89,9 @@ def add_outcomes(before: SinceStep, outcomes: Iterable[EndedRef]) -> SinceStep:
 
 
 def start_next_step(tally: Tally, groups: int) -> Tally:
-    """The tally once the entry that trained `groups` is added: the next step begins to count, and knows what this one took.
+    """The tally after the entry that trained `groups`: starts the next step's count, and updates the issue ratio.
 
-    The first step that trained anything is all that is known; later ones move the mean by `NEWEST_SHARE`.
+    The first step with groups sets the ratio; later steps move the mean by `NEWEST_SHARE`.
     """
     ratio = tally.issue_ratio
     if groups:
@@ -100,9 +102,9 @@ def start_next_step(tally: Tally, groups: int) -> Tally:
 
 
 def tally_difference(now: Mapping[str, SourceTally], then: Mapping[str, SourceTally]) -> dict[str, SourceTally]:
-    """What `now` has more than `then`, by source; never below nothing.
+    """`now` minus `then` by source, with counts of at least 0.
 
-    It could be below: outcomes that were accounted for behind the last checkpoint may have been rolled back since `then`.
+    A count could be negative: outcomes recorded after the last checkpoint may have been rolled back since `then`.
     """
     none = SourceTally()
     return {
@@ -121,10 +123,10 @@ def tally_difference(now: Mapping[str, SourceTally], then: Mapping[str, SourceTa
 
 
 def barren_epoch(shape: StreamShape, head: Head) -> int | None:
-    """The newest data epoch that has ended in every shard if no prompt of it, or of a later one, was trained.
+    """The newest data epoch that has ended in every shard, if no prompt of it or of a later one was trained.
 
-    None while there is hope: a prompt of it that is still in flight or offered has not ended. None too if the tally does
-    not know of all that has ended: the job began under a version that kept none.
+    None if a prompt of it is still in flight or offered. None also if the tally does not cover all outcomes, because
+    the job began under a version without tallies.
     """
     cursors = head.cursors.shards
     over = min(cursor.low_water // length for cursor, length in zip(cursors, shape.lengths, strict=True))
@@ -137,57 +139,57 @@ def barren_epoch(shape: StreamShape, head: Head) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class BarrenEpoch:
-    """What came of the prompts of an epoch that brought nothing, as far as the entries at hand tell."""
+    """Outcomes of an epoch that trained nothing, from the entries still in the store."""
 
     epoch: int
     filtered: int
     failed: int
     reason: str
-    """The commonest, or one of those that differ from it in their numbers only."""
+    """The most common reason, or one that differs from it only in numbers."""
     times: int
 
     def __str__(self) -> str:
         return (
             f"no prompt of data epoch {self.epoch} could be trained ({self.filtered} were filtered, {self.failed} failed); "
-            f"the commonest reason, {self.times} times: {self.reason}"
+            f"most common reason ({self.times} times): {self.reason}"
         )
 
 
 def explain_barren_epoch(epoch: int, log: Iterable[LogEntry]) -> BarrenEpoch:
-    """The counts and the commonest reason of `epoch`, from the entries of `log` (those the store still has)."""
+    """Counts and the most common reason of `epoch`, from the entries of `log` (those still in the store)."""
     outcomes = [ended for entry in log for ended in entry.delta if ended.ref.data_epoch == epoch]
     kinds = Counter(ended.kind for ended in outcomes)
-    reason, times = commonest_reason(outcomes) or ("none is known any more", 0)
+    reason, times = commonest_reason(outcomes) or ("no longer known", 0)
     return BarrenEpoch(epoch, kinds["filtered"], kinds["failed"], reason, times)
 
 
 def commonest_reason(outcomes: Iterable[EndedRef]) -> tuple[str, int] | None:
-    """The reason that most of the outcomes give, and how many give it; None if there are no outcomes."""
+    """The most common reason and its count; None if there are no outcomes."""
     reasons: dict[str, list[str]] = {}
     for ended in outcomes:
-        # A reason may name its entry: what differs in its numbers only is the same reason.
-        reasons.setdefault(re.sub(r"\d+", "0", ended.reason), []).append(ended.reason or "none was given")
-    # Of equally common ones the first in the alphabet, so that every controller says the same.
+        # A reason may contain an entry number: reasons that differ only in numbers are the same.
+        reasons.setdefault(re.sub(r"\d+", "0", ended.reason), []).append(ended.reason or "no reason given")
+    # Ties go to the alphabetically first, so that every controller reports the same reason.
     same = min(reasons.values(), key=lambda those: (-len(those), min(those)), default=None)
     return None if same is None else (min(same), len(same))
 
 
 MOST_FORGOTTEN = 64
-"""Records that go with one that is written; the store takes 128 operations in a transaction."""
+"""Maximum number of records deleted with one that is written; the store allows 128 operations per transaction."""
 
 
 def valid_epochs(head: Head, records: Iterable[EpochRecord]) -> dict[int, EpochRecord]:
-    """The records that count, by epoch."""
+    """The valid records, by epoch."""
     return {record.epoch: record for record in records if is_ancestor(head, record.version)}
 
 
 def needed_epoch(due: Iterable[PromptRef], begun: Mapping[int, EpochRecord]) -> int | None:
-    """The oldest epoch of which a prompt is due, and which has not begun; None if there is none."""
+    """The oldest epoch with a due prompt that has not begun, or None."""
     return min((ref.data_epoch for ref in due if ref.data_epoch > 0 and ref.data_epoch not in begun), default=None)
 
 
 def make_epoch_record(head: Head, epoch: int, begun: Mapping[int, EpochRecord]) -> EpochRecord:
-    """The record of `epoch`, if it begins at `head`."""
+    """The record of `epoch`, begun at `head`."""
     before = begun.get(epoch - 1)
     now = head.tally.sources
     return EpochRecord(
@@ -205,12 +207,12 @@ def superfluous_epochs(
     log: Mapping[int, LogEntry],
     begun: Mapping[int, EpochRecord],
 ) -> tuple[int, ...]:
-    """The epochs whose records nothing will ask for again, oldest first, at most `MOST_FORGOTTEN`; the newest two stay.
+    """Epochs whose records are no longer needed, oldest first, at most `MOST_FORGOTTEN`; the newest two stay.
 
-    After a rollback to any checkpoint the epoch must either have ended there already, or have begun later (then its record
-    does not count any more). That holds for registered checkpoints and for those that may still be registered: of steps that
-    are newer, and whose entries are in the store's log and keep cursors. If an entry of a registered one is not known, nothing
-    is forgotten.
+    After a rollback to any checkpoint, the epoch must have ended already, or begin later (then its record is not valid
+    there). This must hold for registered checkpoints and for those that may still be registered: of newer steps whose
+    entries are in the store's log and have cursors. If the entry of a registered checkpoint is unknown, nothing is
+    deleted.
     """
     targets = resumable_checkpoints(head, checkpoints)
     reached = {target.step: log[target.seq].cursors if target.seq in log else None for target in targets}
@@ -230,32 +232,35 @@ def superfluous_epochs(
 
 
 def _may_be_registered(head: Head, entry: LogEntry, newest: int) -> bool:
-    """Whether the checkpoint of `entry` is written, or will be, and may be registered after that of step `newest`."""
+    """Whether the checkpoint of `entry` exists or is being written, and may be registered after that of step `newest`."""
     of = Version(entry.lineage, entry.step)
     return entry.kind == "train" and entry.cursors is not None and entry.step > newest and is_ancestor(head, of)
 
 
 def _has_ended(shape: StreamShape, cursors: Cursors, epoch: int) -> bool:
-    """Whether every ref of `epoch` is terminal."""
+    """Whether every ref of `epoch` has an outcome."""
     return all(
         cursor.low_water >= (epoch + 1) * length for cursor, length in zip(cursors.shards, shape.lengths, strict=True)
     )
 
 
 def shortage_reason(rules: StreamRules, head: Head, short: DataExhausted, log: Iterable[LogEntry]) -> str:
-    """The sentence. `log`: entries that the store still has; those since the newest step tell the reasons."""
+    """Why a step is short, and what to change.
+
+    `log`: entries still in the store; those since the newest step give the reasons.
+    """
     used = add_outcomes(head.tally.since_step, short.outcomes)
     common = commonest_reason((*_since_step(log), *short.outcomes))
-    reason = f"; the commonest reason, {common[1]} times: {common[0]}" if common is not None else ""
+    reason = f"; most common reason ({common[1]} times): {common[0]}" if common is not None else ""
     over = "its {} prompts (flow.max_prompts_per_step)"
     if short.exhausted:
         over = "the prompts in the shards' windows (data.window), {} in all,"
-        fix = "raise data.window or data.shards, or set flow.on_limit: train_smaller to go on with fewer groups"
+        fix = "raise data.window or data.shards, or set flow.on_limit: train_smaller to train fewer groups"
     elif short.groups:
-        fix = "raise flow.max_prompts_per_step, or set flow.on_limit: train_smaller to go on with fewer groups"
+        fix = "raise flow.max_prompts_per_step, or set flow.on_limit: train_smaller to train fewer groups"
     else:
-        shown = " (gcore samples)" * (head.step > 0)  # which are kept of steps
-        fix = f"there is nothing to train on: see what the reward and the filter say of the responses{shown}"
+        shown = " (gcore samples)" * (head.step > 0)  # samples exist only for steps
+        fix = f"there is nothing to train on: check the rewards and the filter results of the responses{shown}"
     return (
         f"step {head.step + 1} has used up {over.format(used.ended + short.groups)} with "
         f"{short.groups} of {rules.quota} groups kept ({used.filtered} were filtered, {used.failed} failed){reason}; {fix}"
@@ -263,7 +268,7 @@ def shortage_reason(rules: StreamRules, head: Head, short: DataExhausted, log: I
 
 
 def _since_step(log: Iterable[LogEntry]) -> list[EndedRef]:
-    """What the account entries after the newest step ended."""
+    """Outcomes in the account entries after the newest step."""
     newest_first = sorted(log, key=lambda entry: -entry.seq)
     accounts = takewhile(lambda entry: entry.kind == "account", newest_first)
     return [ended for entry in accounts for ended in entry.delta]

@@ -1,12 +1,13 @@
-"""Every write to a job's chain, as one transaction that compares what its writer believed; and the executor that runs one.
+"""Every write to a job's chain as one guarded transaction; and the executor that runs transactions.
 
-A function here takes the stored records with their revisions and returns a `Transaction`: the compares, the writes and the nonce.
-`controllers.rules.decide` decides whether it should be made. No transaction compares the assignment, an offer or a lease for
-safety: they are hints. Every transaction that writes a plan compares `shares`, so that no plan uses slots that were given back
-meanwhile; one that gives slots back compares the plan, so that no newer plan uses them.
+Each function takes stored records with their revisions and returns a `Transaction`: compares, writes and a nonce.
+`controllers.rules.decide` decides whether to run it. No transaction relies on the assignment, an offer or a lease for
+safety: these are hints. Every transaction that writes a plan compares `shares`, so that no plan uses slots that were
+given back. A transaction that gives slots back compares the plan, so that no newer plan uses them.
 
-`TransactionExecutor.run` makes a transaction. A lost compare is an outcome (`STALE`: look again), not an exception; an answer that
-never came is resolved by reading head and the chain (`UNKNOWN` only while that does not tell). Nothing is made twice.
+`TransactionExecutor.run` runs a transaction. A failed compare is an outcome (`STALE`: read again), not an exception.
+After a timeout it reads head and the chain to find out whether the write happened (`UNKNOWN` while that is undecided).
+No transaction is applied twice.
 """
 
 from __future__ import annotations
@@ -54,16 +55,16 @@ class Versioned(Generic[R]):
 
 
 class Revisioned(Protocol):
-    """Something that stands under a key, whether it can be read or not."""
+    """The value of a key, readable or not."""
 
     @property
     def revision(self) -> int:
-        """Of its last write."""
+        """Revision of the last write."""
         ...
 
 
 class TxnKind(StrEnum):
-    """Names of the transactions, as metrics and logs show them."""
+    """Names of the transactions in metrics and logs."""
 
     CREATE = "create"
     START = "start"
@@ -105,7 +106,10 @@ class TxnKind(StrEnum):
 
 
 class TxnOutcome(StrEnum):
-    """WON: written. STALE: a compare failed, nothing was written; look again. UNKNOWN: no answer; look again later."""
+    """WON: written.
+
+    STALE: a compare failed and nothing was written; read again. UNKNOWN: no response; read again later.
+    """
 
     WON = "won"
     STALE = "stale"
@@ -114,17 +118,17 @@ class TxnOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TxnReport:
-    """What became of a transaction; `revision`: the store's when it was decided, 0 if that is not known."""
+    """Outcome of a transaction. `revision`: of the store at the decision; 0 if unknown."""
 
     outcome: TxnOutcome
     revision: int
     why: str = field(default="", compare=False)
-    """What the store said instead of an answer, while it is not known what became of the transaction."""
+    """Error of the store while the outcome is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    """Compares and writes. `nonce`: if set, head carries it once the transaction was made."""
+    """Compares and writes. `nonce`: if set, head contains it after the transaction."""
 
     kind: TxnKind
     compares: tuple[Compare, ...]
@@ -133,18 +137,18 @@ class Transaction:
 
 
 class TransactionExecutor:
-    """Makes transactions against the store, and finds out what became of those without an answer."""
+    """Runs transactions against the store, and resolves those without a response."""
 
     def __init__(self, store: Store, keys: JobKeys) -> None:
         self._store = store
         self._keys = keys
         self.trouble = ""
-        """Why the last transaction had no answer, or was refused by the store; empty if it had one."""
+        """Error of the last transaction if it had no response or the store refused it; else empty."""
         self.unanswered = 0
-        """How many had none so far."""
+        """Number of transactions without a response so far."""
 
     async def run(self, txn: Transaction) -> TxnReport:
-        """Make `txn` once. Never repeats it: after an unknown answer it reads, and compares seq and nonce."""
+        """Run `txn` once, without retries. After a timeout, read the log and compare sequence number and nonce."""
         try:
             fault_point(txn.kind, "before")
             result = await self._store.transact(txn.compares, txn.writes)
@@ -159,53 +163,53 @@ class TransactionExecutor:
         return TxnReport(TxnOutcome.WON if result.won else TxnOutcome.STALE, result.revision)
 
     async def _find_out(self, txn: Transaction) -> TxnReport:
-        """What became of `txn`, whose answer never came: read from head and from its place in the chain.
+        """Resolve a transaction without a response from head and its entry in the log.
 
-        Once that place is taken it is settled for ever: by this transaction if the entry has its nonce; else by another,
-        and then head is not what this one compares, nor ever will be again.
+        Once an entry with this number exists, the outcome is final: WON if it has this nonce; otherwise another
+        transaction moved head, and the compare of this one can never succeed.
         """
         unknown = TxnReport(TxnOutcome.UNKNOWN, 0)
         place = next((w.key for w in txn.writes if w.key.startswith(self._keys.log_prefix)), None)
         if not txn.nonce or place is None:
-            # Whoever looks again sees the record itself; there is nothing to be resolved.
+            # The next read shows the record itself; there is nothing to resolve.
             return unknown
         try:
             head = await self._store.get(self._keys.head)
             if head is None or self._keys.log(Head.decode(head.value, head.key).seq) < place:
-                # It may still be made later; its compare on head decides that, and whoever looks again sees it.
+                # It may still be applied later; its compare on head decides, and the next read shows it.
                 return unknown
             entry = await self._store.get(place)
         except StoreUnavailable:
             return unknown
-        if entry is None:  # moved to the run's folder since
+        if entry is None:  # moved to the run folder meanwhile
             return unknown
         won = LogEntry.decode(entry.value, entry.key).nonce == txn.nonce
         return TxnReport(TxnOutcome.WON if won else TxnOutcome.STALE, entry.mod_revision)
 
 
 def put_if_unchanged(kind: TxnKind, key: str, old: Revisioned | None, new: Record, lease: int = 0) -> Transaction:
-    """Write a record in place of `old` (None: absent), comparing nothing but its own key."""
+    """Write a record in place of `old` (None: absent). Compares only its own key."""
     return Transaction(kind, (Compare(key, old.revision if old else 0),), (Put(key, new.encode(), lease=lease),))
 
 
 DEPTH = 1
-"""Open steps at once. With 1 the next step is sealed after the commit of the one before."""
+"""Number of open steps at once. With 1, the next step is sealed after the commit of the previous one."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSlots:
-    """The slots of the steps that may be open after `head`, absent ones too, with revisions (0: absent)."""
+    """The slots of steps that may be open after `head`, with revisions; an absent slot has revision 0."""
 
     head: Versioned[Head]
     slots: Mapping[int, Versioned[Seal]]
 
     @property
     def seals(self) -> tuple[Seal, ...]:
-        """The seals that are there, OPEN ones too."""
+        """The existing seals, including OPEN ones."""
         return tuple(slot.record for slot in self.slots.values())
 
     def compares(self, keys: JobKeys) -> tuple[Compare, ...]:
-        """Head and every slot that may be open are as they were seen."""
+        """Compares that head and every slot that may be open are unchanged."""
         steps = {self.head.record.step + i + 1 for i in range(DEPTH)} | set(self.slots)
         slots = tuple(
             Compare(keys.seal(step), self.slots[step].revision if step in self.slots else 0) for step in sorted(steps)
@@ -214,29 +218,31 @@ class OpenSlots:
 
 
 def assign(keys: JobKeys, old: Versioned[Assignment] | None, new: Assignment) -> Transaction:
-    """Who works on what. Compares only itself."""
+    """Write the assignment of shards. Compares only its own key."""
     return put_if_unchanged(TxnKind.ASSIGN, keys.assign, old, new)
 
 
 def offer(keys: JobKeys, old: Revisioned | None, new: Offer, lease: int) -> Transaction:
-    """An incarnation's own offer, under its lease: a put under a lease that has ended fails whole."""
+    """Write an incarnation's own offer under its lease. Fails as a whole if the lease has ended."""
     return put_if_unchanged(TxnKind.OFFER, keys.offer(new.incarnation), old, new, lease)
 
 
 def join(keys: JobKeys, member: Member, lease: int) -> Transaction:
-    """Work on the job from now on, under the own lease. An incarnation joins once."""
+    """Add a controller to the job under its lease. An incarnation joins once."""
     return put_if_unchanged(TxnKind.JOIN, keys.member(member.incarnation), None, member, lease)
 
 
 def leave(keys: JobKeys, old: Versioned[Member], lease: int) -> Transaction:
-    """Say that it is about to end. Compares only itself: who is no member any more does not become one by it."""
+    """Mark a member as leaving. Compares its key, so that a controller that is no longer a member does not become one."""
     leaving = old.record.model_copy(update={"leaving": True})
     return put_if_unchanged(TxnKind.LEAVE, keys.member(leaving.incarnation), old, leaving, lease)
 
 
 def withdraw(keys: JobKeys, incarnation: str, node: str) -> Transaction:
-    """Take back all that a controller says of itself, and of its node, under its lease, as the lease's end would. Compares
-    nothing: the keys are its own alone."""
+    """Delete everything that a controller wrote under its lease about itself and its node, like the end of the lease.
+
+    Compares nothing, because only this controller writes these keys.
+    """
     of_it = (keys.member(incarnation), keys.offer(incarnation), keys.part(incarnation))
     of_node = (keys.fetch(node), keys.storage(node), keys.copies(node), keys.folder(node))
     return Transaction(TxnKind.LEAVE, (), tuple(Delete(key) for key in (*of_it, *of_node)))
@@ -253,11 +259,14 @@ def seal(
     *,
     checkpoint: bool = False,
 ) -> Transaction:
-    """Close a batch, or one more part of it. Compares head and all slots, absent ones too."""
+    """Seal a batch, or one more part of it.
+
+    Compares head and all slots, including absent ones. Raises ValueError if the slot is not OPEN.
+    """
     head = open_slots.head.record
     slot = open_slots.slots.get(head.step + 1)
     if slot is not None and slot.record.state is not SealState.OPEN:
-        raise ValueError(f"step {head.step + 1} is {slot.record.state} already")
+        raise ValueError(f"step {head.step + 1} is already {slot.record.state}")
     record = chain.seal_slot(
         slot.record if slot else None,
         head,
@@ -272,13 +281,13 @@ def seal(
 
 
 def reseal(keys: JobKeys, open_slots: OpenSlots, step: int, by: str) -> Transaction:
-    """Give a sealed batch up, from SEALED only, or a part of one, from PARTIAL; never what is READY."""
+    """Give up a SEALED batch, or a PARTIAL part. READY parts are never given up."""
     record = chain.reseal_slot(open_slots.slots[step].record, by)
     return Transaction(TxnKind.RESEAL, open_slots.compares(keys), (Put(keys.seal(step), record.encode()),))
 
 
 def ready(keys: JobKeys, open_slots: OpenSlots, step: int) -> Transaction:
-    """Every rank holds its share, of the whole or of the newest part."""
+    """Mark the step, or its newest part, as held by every rank."""
     slot = open_slots.slots[step]
     return Transaction(
         TxnKind.READY,
@@ -296,7 +305,7 @@ def commit(
     keep_cursors: bool,
     stats: Mapping[str, float],
 ) -> Transaction:
-    """Move head to the READY step. Compares head and seal: only one of them is not enough."""
+    """Move head to the READY step. Compares both head and seal."""
     head = open_slots.head
     step = head.record.step + 1
     slot = open_slots.slots[step]
@@ -310,7 +319,7 @@ def commit(
 
 
 def account(keys: JobKeys, open_slots: OpenSlots, advance: chain.Advance) -> Transaction:
-    """Write outcomes down without a step. Compares all slots: none may have sealed them meanwhile."""
+    """Record outcomes without a step. Compares all slots, so that none of them sealed these outcomes meanwhile."""
     return Transaction(TxnKind.ACCOUNT, open_slots.compares(keys), _advance(keys, advance), nonce=advance.head.nonce)
 
 
@@ -321,7 +330,7 @@ def register(
     entry: Versioned[LogEntry],
     checkpoint: Checkpoint,
 ) -> Transaction:
-    """Name a whole checkpoint. Compares that its log entry still is what it was made from."""
+    """Register a complete checkpoint. Compares that its log entry is unchanged."""
     record = old.record.model_copy(update={"entries": (*old.record.entries, checkpoint)})
     return Transaction(
         TxnKind.REGISTER,
@@ -337,7 +346,7 @@ def register(
 def retain(
     keys: JobKeys, head: Versioned[Head], old: Versioned[Checkpoints], kept: Sequence[Checkpoint]
 ) -> Transaction:
-    """Forget checkpoints; their files go after this was won, never before."""
+    """Unregister checkpoints. Delete their files only after this transaction was won."""
     record = old.record.model_copy(update={"entries": tuple(kept)})
     return Transaction(
         TxnKind.RETAIN,
@@ -347,18 +356,21 @@ def retain(
 
 
 def warn(keys: JobKeys, old: Revisioned | None, trouble: Trouble) -> Transaction:
-    """What went wrong beside the run, in place of what was told of the same topic before."""
+    """Write a warning in place of the previous one of the same topic."""
     return put_if_unchanged(TxnKind.WARN, keys.trouble(trouble.topic), old, trouble)
 
 
 MOST_PRUNED = 100
-"""Entries in one prune: the store takes 128 operations in a transaction."""
+"""Maximum number of entries per prune: the store allows 128 operations per transaction."""
 
 
 def prune(keys: JobKeys, head: Versioned[Head], known: Versioned[Checkpoints], seqs: Sequence[int]) -> Transaction:
-    """Take entries out of the store that stand in the run's folder by now. Compares what made them superfluous."""
+    """Delete log entries that are in the run folder.
+
+    Compares head and checkpoints, which made them prunable. Raises ValueError for more than `MOST_PRUNED`.
+    """
     if len(seqs) > MOST_PRUNED:
-        raise ValueError(f"{len(seqs)} entries are more than the {MOST_PRUNED} of one prune")
+        raise ValueError(f"{len(seqs)} entries exceed the maximum of {MOST_PRUNED} per prune")
     return Transaction(
         TxnKind.PRUNE,
         (Compare(keys.head, head.revision), Compare(keys.checkpoints, known.revision)),
@@ -367,9 +379,11 @@ def prune(keys: JobKeys, head: Versioned[Head], known: Versioned[Checkpoints], s
 
 
 def delete_job(keys: JobKeys, head: Versioned[Head], status: Versioned[JobStatus]) -> Transaction:
-    """First of two: mark head, so that whoever still works on the job loses every compare from now on, and nobody has it go on."""
+    """First of two transactions: mark head, so that controllers of the job lose every compare and the job cannot be
+    extended.
+    """
     if not status.record.phase.ended:
-        raise ValueError("a job that has not ended is not deleted")
+        raise ValueError(f"the job is {status.record.phase}; only an ended job can be deleted")
     record = head.record.model_copy(update={"deleted": True})
     compares = (Compare(keys.head, head.revision), Compare(keys.state, status.revision))
     return Transaction(TxnKind.DELETE, compares, (Put(keys.head, record.encode()),))
@@ -378,14 +392,15 @@ def delete_job(keys: JobKeys, head: Versioned[Head], status: Versioned[JobStatus
 def delete_rest(
     keys: JobKeys, head: Versioned[Head] | None, status: Versioned[JobStatus], named: Mapping[str, int]
 ) -> Transaction:
-    """Second of two: everything of a job whose head is marked. `named`: what leads to it (its name, its request id), with revisions.
+    """Second of two transactions: delete all keys of a job whose head is marked.
 
-    A job that has ended before it had a head never gets one: its state says so, and is compared.
+    `named`: keys that lead to the job (its name, its request id), with revisions. A job that ended before it had a head
+    never gets one: its state, which is compared, says that it has ended.
     """
     if head is not None and not head.record.deleted:
-        raise ValueError("head is to be marked first")
+        raise ValueError("head is not marked as deleted; mark it first")
     if not status.record.phase.ended:
-        raise ValueError("a job that has not ended is not deleted")
+        raise ValueError(f"the job is {status.record.phase}; only an ended job can be deleted")
     return Transaction(
         TxnKind.DELETE,
         (
@@ -407,13 +422,14 @@ def rollback(
     *,
     slots_as_seen: bool = False,
 ) -> Transaction:
-    """Back to a checkpoint, or on from copies of head's own state (`chain.reform_entry`), with a new world, which `plan` places.
+    """Restart from a checkpoint, or from in-memory replicas of head's state (`chain.reform_entry`), with the new world
+    in `plan`.
 
-    Deletes every open slot: one that was READY may be half trained by the world that is given up. `slots_as_seen`: compares
-    the slots too, so that nothing is given up that became READY meanwhile.
+    Deletes every open slot: the discarded world may have trained a part of a READY one. `slots_as_seen`: also compare
+    the slots, so that no slot that became READY meanwhile is given up.
     """
     if plan.world != advance.head.world:
-        raise ValueError("the plan must place the world that the rollback names")
+        raise ValueError(f"the plan places world {plan.world}, but the rollback names world {advance.head.world}")
     head = open_slots.compares(keys) if slots_as_seen else (Compare(keys.head, open_slots.head.revision),)
     return Transaction(
         TxnKind.ROLLBACK,
@@ -430,7 +446,7 @@ def rollback(
 def create(
     keys: JobKeys, job: JobRecord, created: JobStatus, name_revision: int, claim: Claim | None = None
 ) -> Transaction:
-    """A new job under its name and request id, with what it claims of the slots; the request id makes a repeated request find it."""
+    """Create a job under its name and request id, with its claim. The request id makes a repeated request find the job."""
     name = store_keys.name(job.name, job.namespace)
     compares = [Compare(name, name_revision), Compare(keys.job, 0)]
     writes: list[Put | Delete] = [
@@ -453,8 +469,9 @@ def start(
     running: JobStatus,
     moves: Moves | None = None,
 ) -> Transaction:
-    """Begin a PENDING job: its base entry, base checkpoint and first plan, all at once; and why it is that plan, of a job whose slots
-    move."""
+    """Start a PENDING job: base entry, base checkpoint and first plan at once; if slots can move, also the reason for
+    the plan.
+    """
     base = Checkpoint(lineage=0, step=0, seq=0, file="")
     told = () if moves is None else (Put(keys.moves, moves.encode()),)
     return Transaction(
@@ -473,7 +490,7 @@ def start(
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """A job that has ended, as it stands in the store. `named`: revision of the key by which its name means this job."""
+    """Records of an ended job in the store. `named`: revision of the key that maps its name to this job."""
 
     job: Versioned[JobRecord]
     status: Versioned[JobStatus]
@@ -484,16 +501,18 @@ class EndedJob:
 
 
 def extend(keys: JobKeys, ended: EndedJob, advance: chain.Advance, claim: Claim) -> Transaction:
-    """Have a job that has succeeded go on to the goal that the new entry raises: from a checkpoint, in a new lineage, with a plan that
-    places nothing until the job has slots. The only way out of an ended phase.
+    """Continue a job in phase SUCCEEDED to the goal that the new entry raises.
 
-    Deletes what controllers said of themselves and hold: they join anew, and no offer of before its end counts.
+    This is the only way out of a final phase.
+
+    It continues from a checkpoint in a new lineage, with a plan that places nothing until the job has slots. Deletes
+    the members, offers and other hints of its controllers: they join again, and no earlier offer counts.
     """
     raised = advance.entry.raised
     if ended.status.record.phase is not JobPhase.SUCCEEDED or raised is None or raised.after <= raised.before:
-        raise ValueError("only a job that has succeeded goes on, and only to a higher goal")
+        raise ValueError("only a job in phase SUCCEEDED can continue, and only to a higher goal")
     if ended.head.record.deleted:
-        raise ValueError("a job that is being deleted does not go on")
+        raise ValueError("the job is being deleted and cannot continue")
     job, reason = ended.job.record, advance.entry.reason
     generation, world = ended.plan.record.generation + 1, advance.head.world
     plan = Plan(generation=generation, world=world, ranks=(), engines=(), reason=reason, stands_still=True)
@@ -522,9 +541,12 @@ def extend(keys: JobKeys, ended: EndedJob, advance: chain.Advance, claim: Claim)
 
 
 def set_status(keys: JobKeys, old: Versioned[JobStatus], new: JobStatus, open_slots: OpenSlots | None) -> Transaction:
-    """Move the job to another phase; never out of an ended one (`extend`). With `open_slots`, only if head and they are still that."""
+    """Move the job to another phase, but never out of a final one (`extend`).
+
+    With `open_slots`, only if head and slots are unchanged.
+    """
     if old.record.phase.ended or new.phase is JobPhase.PENDING:
-        raise ValueError(f"a job does not go from {old.record.phase} to {new.phase}")
+        raise ValueError(f"a job cannot change from {old.record.phase} to {new.phase}")
     compares = [Compare(keys.state, old.revision)]
     if open_slots is not None:
         compares += open_slots.compares(keys)
@@ -539,36 +561,36 @@ def fail_lost(
     lost: Sequence[str],
     failed: JobStatus,
 ) -> Transaction:
-    """End a job whose records are lost, while its state and its claim are what was read and the `lost` keys are still absent."""
+    """End a job whose records are lost, if its state and claim are unchanged and the `lost` keys are still absent."""
     seen = dict.fromkeys(lost, 0) | {
         keys.state: status.revision if status is not None else 0,
         keys.active: claim.revision if claim is not None else 0,
     }
     if not lost or failed.phase is not JobPhase.FAILED or (status is not None and status.record.phase.ended):
-        raise ValueError("only a job that has not ended fails for lost records")
+        raise ValueError("only a job that has not ended can fail because of lost records")
     compares = tuple(Compare(key, revision) for key, revision in seen.items())
     return Transaction(TxnKind.STATUS, compares, (Put(keys.state, failed.encode()), Delete(keys.active)))
 
 
 def take_stock(keys: JobKeys, old: Revisioned | None, new: NodeCopies, lease: int) -> Transaction:
-    """What lies in a node's memory, under its controller's lease. Compares only itself: it is a hint."""
+    """Write which in-memory replicas a node holds, under its controller's lease. A hint; compares only its own key."""
     return put_if_unchanged(TxnKind.STOCK, keys.copies(new.node), old, new, lease)
 
 
 def say_folder(keys: JobKeys, old: Revisioned | None, new: NodeFolder, lease: int) -> Transaction:
-    """What lies in a node's own folder, under its controller's lease. Compares only itself."""
+    """Write the content of a node's own run folder, under its controller's lease. Compares only its own key."""
     return put_if_unchanged(TxnKind.FOLDER, keys.folder(new.node), old, new, lease)
 
 
 def replan(keys: JobKeys, old: Versioned[Plan], new: Plan) -> Transaction:
-    """Change which slots run engines. The world stays: only a rollback changes it."""
+    """Change which slots run engines. The world stays the same: only a rollback changes it."""
     if new.world != old.record.world or new.ranks != old.record.ranks:
-        raise ValueError("only a rollback places a train world")
+        raise ValueError("only a rollback can change the train world")
     return put_if_unchanged(TxnKind.REPLAN, keys.plan, old, new)
 
 
 def lead(keys: JobKeys, old: Revisioned | None, new: Leader, lease: int) -> Transaction:
-    """Plan from now on, under the own lease. `old`: a leader that works on the job no more."""
+    """Become the placement leader, under the own lease. `old`: a leader that no longer works on the job."""
     return put_if_unchanged(TxnKind.LEAD, keys.leader, old, new, lease)
 
 
@@ -581,13 +603,15 @@ def place(
     moves: Moves,
     pin: Revisioned | None,
 ) -> Transaction:
-    """Change who serves in which role, and say why. Compares the plan and the leadership, so that of two who believe that they lead
-    one changes it, and what a person has fixed, which may be more by now; the world stays, which only a rollback changes. `known`: the
-    revision of the moves that `moves` goes on from."""
+    """Change which slots serve which pool, and record why. The world stays the same: only a rollback changes it.
+
+    Compares plan, leadership and pin: of two controllers that both believe they lead only one wins, and a newer pin is
+    respected. `known`: revision of the moves that `moves` continues.
+    """
     if new.world != old.record.world or new.ranks != old.record.ranks:
-        raise ValueError("only a rollback places a train world")
+        raise ValueError("only a rollback can change the train world")
     if new.generation != old.record.generation + 1:
-        raise ValueError("a plan follows the one that it replaces")
+        raise ValueError(f"the plan has generation {new.generation}; expected {old.record.generation + 1}")
     return Transaction(
         TxnKind.PLACE,
         (
@@ -600,8 +624,10 @@ def place(
 
 
 def tell_moves(keys: JobKeys, leader: Versioned[Leader], known: int, moves: Moves) -> Transaction:
-    """What is wanted, what would be done, what came of moves, and why nothing moved. Changes nothing. `known`: the revision of the record
-    that `moves` was made from, so that what was written since is never lost by it."""
+    """Record wanted moves, dry-run moves, results of moves, and why nothing moved, without changing the plan.
+
+    `known`: revision of the record that `moves` continues, so that newer content is not lost.
+    """
     return Transaction(TxnKind.MOVES, _led(keys, leader, known), (Put(keys.moves, moves.encode()),))
 
 
@@ -610,7 +636,7 @@ def _led(keys: JobKeys, leader: Versioned[Leader], known: int) -> tuple[Compare,
 
 
 def pin(keys: JobKeys, old: Revisioned | None, new: Pin) -> Transaction:
-    """What a person fixes. Compares only itself."""
+    """Write what a person fixed. Compares only its own key."""
     return put_if_unchanged(TxnKind.PIN, keys.pin, old, new)
 
 
@@ -622,10 +648,10 @@ def begin_epoch(
     record: EpochRecord,
     forgotten: Sequence[int],
 ) -> Transaction:
-    """Fix the statistics of a data epoch. `old`: what a rollback has cut off and stands there still, if anything.
+    """Fix the statistics of a data epoch. `old`: the record of a discarded branch, if it still exists.
 
-    Compares that nobody has begun the epoch meanwhile, and head, from which the statistics are. `forgotten`: epochs whose
-    records nothing asks for any more; what they follow from is compared too.
+    Compares that no other controller has begun the epoch, and head, from which the statistics come. `forgotten`: epochs
+    whose records are no longer needed; the checkpoints that determine them are compared too.
     """
     return Transaction(
         TxnKind.EPOCH,
@@ -662,14 +688,14 @@ def share_out(keys: JobKeys, known: Versioned[Shares] | None, new: Shares) -> Tr
 
 
 def keeping_to(share: KnownShare | None, txn: Transaction) -> Transaction:
-    """The same, only if the job still has the slots from which its plan was made. None: nobody shares anything out."""
+    """Add a compare that the job still has the slots from which its plan was made. None: slots are not shared."""
     if share is None:
         return txn
     return replace(txn, compares=(*txn.compares, Compare(store_keys.SHARES, share.revision)))
 
 
 def give_back(keys: JobKeys, plan: Versioned[Plan] | None, share: KnownShare, slots: frozenset[Slot]) -> Transaction:
-    """The job uses these no more. Compares its plan, absent too."""
+    """Give back slots that the job no longer uses. Compares its plan, even if absent."""
     return Transaction(
         TxnKind.GIVE_BACK,
         (Compare(store_keys.SHARES, share.revision), Compare(keys.plan, plan.revision if plan else 0)),
@@ -678,10 +704,10 @@ def give_back(keys: JobKeys, plan: Versioned[Plan] | None, share: KnownShare, sl
 
 
 def set_quotas(keys: JobKeys, known: Revisioned | None, new: Quotas) -> Transaction:
-    """The most slots of each namespace, from now on. `keys`: no job's in particular."""
+    """Write the maximum number of slots of each namespace. `keys`: not of a particular job."""
     return put_if_unchanged(TxnKind.QUOTAS, store_keys.QUOTAS, known, new)
 
 
 def set_claim(keys: JobKeys, known: Revisioned, claim: Claim) -> Transaction:
-    """What the job claims from now on, if it has not ended."""
+    """Write the job's claim, unless the job has ended."""
     return put_if_unchanged(TxnKind.CLAIM, keys.active, known, claim)

@@ -1,15 +1,16 @@
-"""What jobs have used of the cluster, for invoices: slot-seconds under `usage/`, and what judges outside of it cost.
+"""Cluster usage of jobs, for accounting: slot-seconds under `usage/`, and the cost of external judges.
 
-Slot-seconds by day, job, node and pool are summed up from slot accounting (`gcore.ledger.records.slot_accounting`), step by step,
-by the daemon of the node whose slots they are. They outlive the job, its folder and its other records, and name the job's owner
-themselves. A step's time belongs to the UTC day on which it ended. No transaction of a job compares them.
+The daemon of each node sums slot-seconds by day, job, node and pool from slot accounting
+(`gcore.ledger.records.slot_accounting`), step by step. These records outlive the job, its folder and its other records,
+so they contain the job's owner. A step counts for the UTC day on which it ended. No transaction of a job compares them.
 
-What a job has spent on judges is one small record for each node. Money is spent once, whichever process dies, so a node's record is
-under no lease, and its next controller goes on from it: it leaves what was there as it is, and beside that writes what its own life
-has spent so far. Writing that again changes nothing, so a write without an answer is simply repeated. Where a node's record is
-another's by now, or gone, only what that life had not written yet is added. Tokens are counted in whole numbers; their cost follows
-from the prices of the spec. Records of nodes that are gone are added to a present one, in a transaction that compares both, so that
-changing node names do not fill the store. `controllers.inference.judges` decides when it is written.
+Each node has one small record of what a job spent on judges. It is under no lease, because spent money stays spent
+whichever process dies, and the node's next controller continues it. A controller keeps the earlier sums in the record
+unchanged and adds what it has spent itself so far. Writing this is idempotent, so a write without a response is
+repeated. If another controller has replaced the record, or it is gone, only the unwritten difference is added. Tokens
+are whole numbers; the cost follows from the prices in the spec. Records of absent nodes are merged into a present one,
+in a transaction that compares both, so that changing node names do not fill the store. `controllers.inference.judges`
+decides when to write.
 """
 
 from __future__ import annotations
@@ -29,47 +30,51 @@ from gcore.store.types import Compare, Delete, Put
 DAY_S = 86_400
 
 KEPT_DAYS = 400
-"""So long they stay: a year can be compared with the month before it."""
+"""Days for which usage is kept: more than a year, so that a month can be compared with the same month of the previous
+year.
+"""
 
 OTHER = "other"
-"""The pool of slots that were a job's and no pool's: weights on their way, a worker that failed, time that nobody can explain."""
+"""Pool of slots that belonged to a job but to no pool: during weight transfer, with a failed worker, or unaccounted
+time.
+"""
 
 NEWEST_STEPS = 8
-"""Steps of which a record remembers that it has them: a write whose answer never came is not made twice."""
+"""Number of step keys in a record, which prevent that a write is repeated after a timeout."""
 
 POOLS = ("rollout", "reward", "train")
 DIMENSIONS = ("namespace", "job", "owner", "pool")
 
 
 class PoolSeconds(RecordPart):
-    """Slot-seconds of one pool: seconds that slots were the job's, and of these, those at work."""
+    """Slot-seconds of one pool: all (`slot_s`), and those in which the slots were busy."""
 
     slot_s: NonNegativeFloat = 0.0
     busy_s: NonNegativeFloat = 0.0
 
     def plus(self, other: PoolSeconds) -> PoolSeconds:
-        """Both together."""
+        """Sum of both."""
         return PoolSeconds(slot_s=self.slot_s + other.slot_s, busy_s=self.busy_s + other.busy_s)
 
 
 class NodeUsage(Record):
-    """`usage/{node}/{day}/{uid}`: what one job used of one node on one day."""
+    """`usage/{node}/{day}/{uid}`: usage of one node by one job on one day."""
 
     called: ClassVar[str] = "usage of a node"
 
     day: NonNegativeInt
-    """Since the epoch."""
+    """Days since the epoch."""
     uid: str
     job: str
-    """Its name."""
+    """Name of the job."""
     namespace: str
     owner: str = ""
     pools: dict[str, PoolSeconds] = Field(default_factory=dict)
     steps: tuple[str, ...] = ()
-    """The newest that are in it."""
+    """Keys of the newest steps that are included."""
 
     def plus(self, book: StepAccount) -> NodeUsage:
-        """With a step more; the same if it is in it."""
+        """With one more step; unchanged if the step is already included."""
         name = step_key(book)
         if name in self.steps:
             return self
@@ -80,17 +85,17 @@ class NodeUsage(Record):
 
 
 def step_key(book: StepAccount) -> str:
-    """What a booked stretch of time is told apart by: a step that is made again is another one."""
+    """Key of an accounted step. A repeated step has another key."""
     return f"{book.version}@{book.began:.3f}"
 
 
 def end_day(book: StepAccount) -> int:
-    """The day on which it ended."""
+    """Day on which the step ended, in days since the epoch."""
     return max(0, int((book.began + book.seconds) // DAY_S))
 
 
 def pool_seconds(book: StepAccount) -> dict[str, PoolSeconds]:
-    """What of a step's time was the job's. Slots where the plan has no place are not the job's."""
+    """The job's part of a step's time, by pool. Slots without a role in the plan are not the job's."""
     pools: dict[str, PoolSeconds] = {}
     for state, seconds in [*book.booked.items(), ("unbooked", book.unbooked)]:
         kind, _, rest = state.partition(" ")
@@ -104,14 +109,14 @@ def pool_seconds(book: StepAccount) -> dict[str, PoolSeconds]:
 
 
 class UsageSums:
-    """What was used, by some of `DIMENSIONS`. Mutable: records are added as they are read."""
+    """Usage grouped by some of `DIMENSIONS`. Mutable: records are added as they are read."""
 
     def __init__(self, by: Iterable[str]) -> None:
         self._dimensions = tuple(dict.fromkeys(by))
         self._sums: dict[tuple[str, ...], tuple[float, float]] = {}
 
     def add(self, usage: NodeUsage) -> None:
-        """One record more."""
+        """Add one record."""
         for pool, seconds in usage.pools.items():
             named = {"namespace": usage.namespace, "job": usage.job, "owner": usage.owner, "pool": pool}
             key = tuple(named[one] for one in self._dimensions)
@@ -119,7 +124,7 @@ class UsageSums:
             self._sums[key] = slot_s + seconds.slot_s, busy_s + seconds.busy_s
 
     def ranked(self) -> list[tuple[Mapping[str, str], PoolSeconds]]:
-        """The most first."""
+        """Groups by slot-seconds, descending."""
         ranked = sorted(self._sums.items(), key=lambda item: (-item[1][0], item[0]))
         return [
             (dict(zip(self._dimensions, key, strict=True)), PoolSeconds(slot_s=slot_s, busy_s=busy_s))
@@ -128,17 +133,17 @@ class UsageSums:
 
 
 SPARE_NODES = 16
-"""Records of nodes that are gone which stay as they are; more are added up."""
+"""Number of records of absent nodes that are kept; further ones are merged."""
 
 MOST_ADDED_UP = 50
-"""Of one transaction: the store takes 128 operations."""
+"""Maximum number of merged records per transaction: the store allows 128 operations."""
 
 MOST_COUNTED = 1 << 62
-"""What there is more of is counted as so many: it is a server's nonsense, and as a `float` it must not overflow."""
+"""Maximum of a count. A larger one is an error of the server, and would overflow a `float`."""
 
 
 def _counted(count: object) -> object:
-    """`count`, as far as anybody counts; what is no number is refused where it is validated."""
+    """Limit `count`. Validation rejects values that are not integers."""
     return min(count, MOST_COUNTED) if isinstance(count, int) else count
 
 
@@ -146,14 +151,14 @@ UseCount = Annotated[NonNegativeInt, BeforeValidator(_counted)]
 
 
 class JudgeUse(RecordPart):
-    """What was asked of one judge, and answered."""
+    """Requests to one judge, and tokens in requests and responses."""
 
     requests: UseCount = 0
     tokens_in: UseCount = 0
     tokens_out: UseCount = 0
 
     def plus(self, other: JudgeUse) -> JudgeUse:
-        """Both together."""
+        """Sum of both."""
         return JudgeUse(
             requests=self.requests + other.requests,
             tokens_in=self.tokens_in + other.tokens_in,
@@ -161,7 +166,7 @@ class JudgeUse(RecordPart):
         )
 
     def minus(self, other: JudgeUse) -> JudgeUse:
-        """What there is more than in `other`."""
+        """Difference, at least 0."""
         return JudgeUse(
             requests=max(0, self.requests - other.requests),
             tokens_in=max(0, self.tokens_in - other.tokens_in),
@@ -176,24 +181,24 @@ NOTHING = JudgeUse()
 
 
 class NodeSpent(Record):
-    """`spent/{node}`."""
+    """`spent/{node}`: use of external judges by one node."""
 
     node: str
     by: str
-    """The life that wrote it: an incarnation, and a number for each time that it took the job up."""
+    """The writer: an incarnation, and a number for each time that it started the job."""
     before: dict[str, JudgeUse] = Field(default_factory=dict)
-    """By judge: what the node had asked before that life, and nodes that are gone."""
+    """By judge: use by earlier writers on the node, and by absent nodes."""
     life: dict[str, JudgeUse] = Field(default_factory=dict)
-    """What that life has asked, as far as it stands in no other record."""
+    """By judge: use by this writer that no other record contains."""
 
     @property
     def uses(self) -> dict[str, JudgeUse]:
-        """All of it."""
+        """Total use."""
         return add_uses((self.before, self.life))
 
 
 def add_uses(uses: Iterable[Uses]) -> dict[str, JudgeUse]:
-    """All of them together."""
+    """Sum of several uses, by judge."""
     total: dict[str, JudgeUse] = {}
     for one in uses:
         for judge, use in one.items():
@@ -202,20 +207,20 @@ def add_uses(uses: Iterable[Uses]) -> dict[str, JudgeUse]:
 
 
 def subtract_uses(uses: Uses, others: Uses) -> dict[str, JudgeUse]:
-    """What there is more in `uses` than in `others`."""
+    """Positive differences, by judge."""
     rest = {judge: use.minus(others.get(judge, NOTHING)) for judge, use in uses.items()}
     return {judge: use for judge, use in rest.items() if use != NOTHING}
 
 
 def use_cost(use: JudgeUse, judge: ExternalJudge) -> float:
-    """In the unit of the judge's prices."""
+    """Cost in the unit of the judge's prices."""
     return (use.tokens_in * judge.price_in + use.tokens_out * judge.price_out) / 1e6
 
 
 def records_to_merge(
     spent: Mapping[str, Versioned[NodeSpent]], me: str, nodes: Collection[str]
 ) -> Mapping[str, Versioned[NodeSpent]]:
-    """The records that `me` is to add to its own: the oldest of nodes that are not there, if there are too many of them."""
+    """Records that `me` must merge into its own: the oldest of absent nodes, beyond `SPARE_NODES`."""
     gone = sorted((name for name in spent if name != me and name not in nodes), key=lambda name: spent[name].revision)
     return {name: spent[name] for name in gone[: max(0, len(gone) - SPARE_NODES)][:MOST_ADDED_UP]}
 
@@ -223,13 +228,14 @@ def records_to_merge(
 def spend(
     keys: JobKeys, old: Revisioned | None, new: NodeSpent, gone: Mapping[str, Versioned[NodeSpent]] | None = None
 ) -> Transaction:
-    """Write what a node has spent, under no lease. With `gone`, nodes whose records are added to it, and are deleted.
+    """Write a node's use, under no lease. `gone`: records of absent nodes, which are merged into it and deleted.
 
-    Compares its own record, and those: none of them may have grown meanwhile, nor been added up by another.
+    Compares all of these records: none may have changed or been merged by another node. Raises ValueError if `gone`
+    contains the node itself.
     """
     gone = gone or {}
     if new.node in gone:
-        raise ValueError(f"{new.node} cannot be added to itself")
+        raise ValueError(f"node {new.node} cannot be merged into itself")
     before = add_uses((new.before, *(stored.record.uses for stored in gone.values())))
     written = new.model_copy(update={"before": before})
     key = keys.spent(new.node)

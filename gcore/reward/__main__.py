@@ -1,13 +1,13 @@
 """`python -m gcore.reward FD BEGUN`: a process that scores for a controller (`gcore.worker.sandbox.child`).
 
-    controller -> process   {"rewards": [[SOURCE, SPEC]...], "memory_mb": 4096}                                  once
-    controller -> process   [[REWARD, FIELDS, [[TEXT, TOKENS, TRUNCATED, ENVIRONMENT]...]]...]     a batch; REWARD is an index;
-                                                                                            null for a response: check FIELDS
-    process -> controller   [VALUE, [[PART, NUMBER]...]] or {"what": ...}        for each response, in order, a few at once
+    controller -> process   {"rewards": [[SOURCE, SPEC]...], "memory_mb": 4096}                      once
+    controller -> process   [[REWARD, FIELDS, [[TEXT, TOKENS, TRUNCATED, ENVIRONMENT]...]]...]       a batch; REWARD is an index;
+                                                                                      null for a response: check FIELDS
+    process -> controller   [VALUE, [[PART, NUMBER]...]] or {"what": ...}             per response, in order, several at once
 
-It loads the rewards that it is told of, and nothing else of gcore than they need: no engine, no torch, no store. One response
-is scored at a time. Answers of quick rewards are sent together, so the process writes into BEGUN which response it begins:
-the controller reads there at which one it hangs or dies.
+It loads the given rewards and only the modules of gcore that they need: no engine, no torch, no store. It scores one
+response at a time. Results of fast rewards are sent together, so the process writes the index of the current response
+into BEGUN. From there the controller reads on which response the process hangs or dies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gcore.system.clock import SystemClock
 from gcore.worker.sandbox.child import Answers, ProgressCell, encode_line, error_fields, serve
 
 TOGETHER_S = 0.002
-"""Answers wait so long for others: each line that is sent wakes the controller."""
+"""Seconds for which results are collected: each line that is sent wakes the controller."""
 
 
 def parse_batch(batch: Any) -> list[ScoringCall]:
@@ -36,14 +36,14 @@ def parse_batch(batch: Any) -> list[ScoringCall]:
 
 
 def answer_line(scored: Scored) -> bytes:
-    """A response's reward, or why it has none."""
+    """Encode a response's reward or error."""
     if isinstance(scored, RewardError):
         return encode_line(error_fields(scored, scored.trace))
     return encode_line((scored.value, scored.parts))
 
 
 def open_reward(source: str, spec: RewardSpec) -> OpenReward:
-    """The reward of `source`, found and started. Raises PluginFault."""
+    """Find and start the reward of `source`. Raises PluginFault."""
     try:
         return OpenReward.of(spec)
     except (PluginFault, RewardError) as error:
@@ -52,7 +52,7 @@ def open_reward(source: str, spec: RewardSpec) -> OpenReward:
 
 
 def main() -> None:
-    """The process."""
+    """Run the process."""
     begun, clock = ProgressCell(int(sys.argv[2])), SystemClock()
 
     def load(setup: dict[str, Any]) -> Answers:

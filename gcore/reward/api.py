@@ -1,15 +1,15 @@
-"""What a reward is, how it is found by name, its options, and how several make one.
+"""Rewards: the plug-in interface, lookup by name, options, and composition of several rewards.
 
-A reward is a plug-in: a function under the entry-point group `gcore.rewards`. It sees one response, the prompt's entry and the
-spec's reward section, and returns a number with its parts. Because it is foreign code, what `find_reward` returns checks each
-result: a number that is not finite, a result of another type, or an exception becomes a `RewardError`, with which the prompt ends
-as failed and the job goes on. What foreign code may do beyond that (hang, crash, take all memory) is bounded by the process that
-it runs in (`gcore.reward.pool`).
+A reward is a plug-in: a function under the entry-point group `gcore.rewards`. It gets one response, the prompt's entry
+and the spec's reward section, and returns a number with its parts. `find_reward` wraps it so that each result is
+checked. A number that is not finite, a result of another type, or an exception becomes a `RewardError`; the prompt then
+ends as failed and the job continues. A hang, a crash or excessive memory use is contained by the process in which the
+reward runs (`gcore.reward.pool`).
 
-A composed reward is a weighted sum, a gate, or the smallest. Every part is computed for every response, also where it cannot
-change the value: people look at the parts to see why a response is worth what it is. If a part cannot score a response, the whole
-cannot; nothing is filled in. But a judge's part without weight changes no value, and is left out where it cannot judge. A part's own
-parts are named "LABEL.NAME".
+A composed reward is a weighted sum, a gate, or a minimum. Every part is computed for every response, even if it cannot
+change the value, because users read the parts. If a part cannot score a response, the whole reward fails; no value is
+substituted. Exception: a judge's part without weight is left out if the judge fails. The parts of a part are named
+"LABEL.NAME".
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ from gcore.types import LARGEST_REWARD, entry_value
 REWARDS = PluginKind("reward", "gcore.rewards", "reward.name")
 
 MOST_PARTS, LONGEST_PART = 64, 64
-"""Parts of a result, and characters of a part's name: they are kept for every response."""
+"""Maximum number of parts of a result, and maximum length of a part's name; both are stored for every response."""
 
 
 class RewardError(TracedError):
-    """A response could not be scored. Its prompt's outcome is failed, with this as the reason.
+    """A response could not be scored. Its prompt ends as failed, with this message as the reason.
 
-    `trace`: the traceback of the plug-in's own code, or empty. It is for the event, not for the reason.
+    `trace`: the traceback of the plug-in's own code, or empty. It is shown in the event, not in the reason.
     """
 
 
 class Response(str):
-    """A response's text, without special tokens, which also knows its length in tokens.
+    """A response's text without special tokens, plus its length in tokens and other facts.
 
-    Rewards are handed one; to those that only want the text it is a string like any other.
+    Rewards that need only the text can use it as a plain string.
     """
 
     __slots__ = ("environment", "tokens", "truncated")
     tokens: int | None
-    """Its length, end token included; None where nobody knows."""
+    """Length in tokens, including the end token; None if unknown."""
     truncated: bool
-    """Whether it was cut off at its longest length."""
+    """Whether it reached its maximum length."""
     environment: float | None
-    """What its environment said that it is worth; None where there is none, or it said nothing."""
+    """Reward from its environment or agent; None if there is none."""
 
     def __new__(
         cls, text: str, tokens: int | None = None, truncated: bool = False, environment: float | None = None
     ) -> Response:
-        """`text` with what else is known of it."""
+        """Create a response from `text` and what else is known about it."""
         response = super().__new__(cls, text)
         response.tokens, response.truncated, response.environment = tokens, truncated, environment
         return response
@@ -67,7 +67,7 @@ class Response(str):
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """The reward of one response, and what it is made of: names and numbers, for people."""
+    """Reward of one response, and its parts (name and number) for display."""
 
     value: float
     parts: tuple[tuple[str, float], ...] = ()
@@ -77,12 +77,15 @@ class Reward(Protocol):
     """Scores one response."""
 
     def __call__(self, response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
-        """`response`: the text without special tokens; `fields`: the prompt's entry. Raises RewardError."""
+        """Score a response. `response`: text without special tokens; `fields`: the prompt's entry. Raises RewardError."""
         ...
 
 
 def find_reward(name: str) -> CheckedReward:
-    """The reward of that entry-point name, its results checked. Raises PluginFault, with the nearest name if there is none."""
+    """Find a reward by entry-point name and wrap it with result checks.
+
+    Raises PluginFault, with the nearest name if there is none.
+    """
     return CheckedReward(name, with_all_arguments(find_plugin(REWARDS, name)))
 
 
@@ -107,14 +110,14 @@ def with_all_arguments(reward: Callable[..., Any]) -> Reward:
 
 
 class CheckedReward:
-    """A reward whose every result is checked."""
+    """A reward whose results are checked."""
 
     def __init__(self, name: str, reward: Reward) -> None:
         self._name = name
         self._reward = reward
 
     def start(self, spec: RewardSpec) -> None:
-        """What the reward wants done once before its first response, if it has a `start` of its own. Raises RewardError."""
+        """Run the reward's own `start`, if it has one, once before its first response. Raises RewardError."""
         start: Callable[[RewardSpec], object] | None = getattr(self._reward, "start", None)
         if start is None:
             return
@@ -122,11 +125,11 @@ class CheckedReward:
             start(spec)
         except RewardError:
             raise
-        except RAISED as error:  # the edge to foreign code
-            raise self._raised(error, "while it was started") from error
+        except RAISED as error:  # foreign code
+            raise self._raised(error, "in start") from error
 
     def check(self, fields: Mapping[str, Any], spec: RewardSpec) -> None:
-        """Check an entry before a job begins, if the reward has a `check` of its own. Raises RewardError and nothing else."""
+        """Run the reward's own `check`, if it has one, on an entry before a job begins. Raises only RewardError."""
         check: Callable[[Mapping[str, Any], RewardSpec], object] | None = getattr(self._reward, "check", None)
         if check is None:
             return
@@ -134,20 +137,20 @@ class CheckedReward:
             check(fields, spec)
         except RewardError:
             raise
-        except RAISED as error:  # the edge to foreign code
-            raise self._raised(error, "while it checked an entry") from error
+        except RAISED as error:  # foreign code
+            raise self._raised(error, "in check") from error
 
     def __call__(self, response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
-        """As the reward. Raises RewardError and nothing else."""
+        """Score a response and check the result. Raises only RewardError."""
         try:
             return self._checked(self._reward(response, fields, spec))
         except RewardError:
             raise
-        except RAISED as error:  # the edge to foreign code: one odd response or result must not end the process
+        except RAISED as error:  # foreign code: one bad response or result must not end the process
             raise self._raised(error) from error
 
     def _checked(self, result: Any) -> RewardResult:
-        """What it gave, in gcore's own types. Its numbers, names and sequences may be foreign code too."""
+        """Copy the result into gcore's types. Its numbers, names and sequences may be foreign objects."""
         if isinstance(result, int | float):  # also True and False
             result = RewardResult(float(result))
         if not isinstance(result, RewardResult):
@@ -169,11 +172,13 @@ class CheckedReward:
             pairs = [(name, number) for name, number in result.parts]
         except (TypeError, ValueError) as error:
             raise RewardError(
-                f"reward {self._name!r} gave parts that are no pairs of a name and a number", fix="Correct the reward"
+                f"reward {self._name!r} returned parts that are not pairs of a name and a number",
+                fix="Correct the reward",
             ) from error
         if len(pairs) > MOST_PARTS:
             raise RewardError(
-                f"reward {self._name!r} gave {len(pairs)} parts; at most {MOST_PARTS}", fix="Correct the reward"
+                f"reward {self._name!r} returned {len(pairs)} parts; the maximum is {MOST_PARTS}",
+                fix="Correct the reward",
             )
         return pairs
 
@@ -181,7 +186,7 @@ class CheckedReward:
         text = str(name)
         if len(text) > LONGEST_PART:
             raise RewardError(
-                f"reward {self._name!r} gave a part a name of {len(text)} characters; at most {LONGEST_PART}",
+                f"reward {self._name!r} returned a part name of {len(text)} characters; the maximum is {LONGEST_PART}",
                 fix="Correct the reward",
             )
         return text
@@ -191,47 +196,49 @@ class CheckedReward:
             number = float(value)
         except (TypeError, ValueError, OverflowError) as error:
             shown = shorten_text(repr(value))
-            raise RewardError(f"reward {self._name!r} gave {shown} as {what}", fix="Correct the reward") from error
+            raise RewardError(
+                f"reward {self._name!r} returned {shown} as {what}, which is not a number", fix="Correct the reward"
+            ) from error
         if not math.isfinite(number) or abs(number) > LARGEST_REWARD:
             raise RewardError(
-                f"reward {self._name!r} gave {number} as {what}, which is not finite in float32",
+                f"reward {self._name!r} returned {number} as {what}, which is not finite in float32",
                 fix="Correct the reward",
             )
         return number
 
 
 def refuse_unknown(spec: RewardSpec, known: Sequence[str]) -> None:
-    """Raises RewardError for an option that the reward does not have."""
+    """Raise RewardError for an option that the reward does not have."""
     unknown = sorted(set(spec.options) - set(known))
     if unknown:
         raise RewardError(
-            f"reward {spec.name!r} has no option {unknown[0]!r}", fix=f"Known: {', '.join(known) or 'none'}"
+            f"reward {spec.name!r} has no option {unknown[0]!r}", fix=f"Known options: {', '.join(known) or 'none'}"
         )
 
 
 def word_option(spec: RewardSpec, name: str, default: str, words: Sequence[str]) -> str:
-    """An option that is one of some words. Raises RewardError."""
+    """Read an option that must be one of `words`. Raises RewardError."""
     word = spec.options.get(name, default)
     if word not in words or not isinstance(word, str):
-        raise RewardError(f"reward.options.{name} is {word!r}", fix=f"Write one of {', '.join(words)}")
+        raise RewardError(f"reward.options.{name} is {word!r}", fix=f"Set it to one of {', '.join(words)}")
     return word
 
 
 def number_option(spec: RewardSpec, name: str, default: float, *, least: float, whole: bool = False) -> float:
-    """An option that is a finite number, at least `least`. Raises RewardError."""
+    """Read an option that must be a finite number of at least `least`. Raises RewardError."""
     number = spec.options.get(name, default)
     good = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
     if not good or float(number) < least or (whole and float(number) != int(number)):
         kind = "a whole number" if whole else "a number"
-        raise RewardError(f"reward.options.{name} is {number!r}", fix=f"Write {kind}, at least {least:g}")
+        raise RewardError(f"reward.options.{name} is {number!r}", fix=f"Set it to {kind} of at least {least:g}")
     return float(number)
 
 
 def truth_option(spec: RewardSpec, name: str, default: bool) -> bool:
-    """An option that is true or false. Raises RewardError."""
+    """Read an option that must be true or false. Raises RewardError."""
     truth = spec.options.get(name, default)
     if not isinstance(truth, bool):
-        raise RewardError(f"reward.options.{name} is {truth!r}", fix="Write true or false")
+        raise RewardError(f"reward.options.{name} is {truth!r}", fix="Set it to true or false")
     return truth
 
 
@@ -239,7 +246,10 @@ AnswerType = type[str] | type[int] | type[float] | type[bool]
 
 
 def accepted_answers(fields: Mapping[str, Any], spec: RewardSpec, types: Sequence[AnswerType]) -> list[Any]:
-    """The expected answer, or each of several: a list of them are all accepted. Raises RewardError for another type than `types`."""
+    """The expected answers: the answer field, or each item if it is a list.
+
+    Raises RewardError for other types than `types`.
+    """
     answer = answer_field(fields, spec)
     answers = answer if isinstance(answer, list) else [answer]
     if not answers:
@@ -251,7 +261,7 @@ def accepted_answers(fields: Mapping[str, Any], spec: RewardSpec, types: Sequenc
 
 
 def decimal_text(number: float) -> str:
-    """A number as a person writes it: all its decimal digits, and no exponent."""
+    """A number with all its decimal digits and without an exponent."""
     return format(Decimal(repr(number)), "f")
 
 
@@ -271,17 +281,17 @@ def _type_fix(answer: Any, spec: RewardSpec) -> str:
 
 
 def answer_field(fields: Mapping[str, Any], spec: RewardSpec) -> Any:
-    """What the entry says of the answer. Raises RewardError if it says nothing."""
+    """The entry's answer field. Raises RewardError if it is missing."""
     answer = entry_value(fields, spec.answer)
     if answer is None:
         raise RewardError(
-            f"the prompt's entry has no answer in field {spec.answer!r}", fix="Name the field in reward.answer"
+            f"the prompt's entry has no answer in field {spec.answer!r}", fix="Set reward.answer to the right field"
         )
     return answer
 
 
 class OpenReward:
-    """A reward of a spec, found and started. `OpenReward.of` makes it."""
+    """The reward of a spec, loaded and started. Create it with `OpenReward.of`."""
 
     def __init__(self, spec: RewardSpec, parts: tuple[tuple[RewardSpec, CheckedReward], ...]) -> None:
         self._spec = spec
@@ -289,7 +299,7 @@ class OpenReward:
 
     @classmethod
     def of(cls, spec: RewardSpec) -> OpenReward:
-        """Find what the spec names, and start it. Raises SpecError (PluginFault) or RewardError."""
+        """Find and start the rewards that the spec names. Raises SpecError (PluginFault) or RewardError."""
         told = [spec.of_part(part) for part in spec.parts] or [spec]
         found = []
         for number, one in enumerate(told):
@@ -305,7 +315,7 @@ class OpenReward:
         return cls(spec, tuple(found))
 
     def __call__(self, response: str, fields: Mapping[str, Any]) -> RewardResult:
-        """The response's reward and its parts. Raises RewardError."""
+        """Score a response; returns the reward and its parts. Raises RewardError."""
         if not self._spec.parts:
             spec, reward = self._parts[0]
             return reward(response, fields, spec)
@@ -314,7 +324,7 @@ class OpenReward:
         )
 
     def check(self, fields: Mapping[str, Any]) -> None:
-        """Check an entry. Raises RewardError if it cannot be scored, whatever the response."""
+        """Check an entry. Raises RewardError if no response to it could be scored."""
         for number, (spec, reward) in enumerate(self._parts):
             try:
                 reward.check(fields, spec)
@@ -330,24 +340,24 @@ class OpenReward:
 
 
 def blame_part(part: RewardPart, error: RewardError) -> RewardError:
-    """`error` of a part, which says which."""
+    """Add the part's name to an error."""
     return RewardError(f"part {part.shown_as!r}: {error.what}", fix=error.fix, trace=error.trace)
 
 
 def is_display_only(spec: RewardSpec, part: RewardPart) -> bool:
-    """Whether it is a judge's part that changes no value, whatever the judge says."""
+    """Whether this is a judge's part that never changes the value."""
     return part.judge is not None and part.weight == 0 and spec.compose != "min"
 
 
 def compose_reward(spec: RewardSpec, results: Sequence[RewardResult | None]) -> RewardResult:
-    """What the parts of a reward come to, one result a part; None for one that is only shown, and that there is not.
+    """Combine one result per part; None for a display-only part without a result.
 
-    Raises RewardError if it is not finite in float32.
+    Raises RewardError if the value is not finite in float32.
     """
     value = _value(spec, [0.0 if result is None else result.value for result in results])
     if not math.isfinite(value) or abs(value) > LARGEST_REWARD:
         raise RewardError(
-            f"the parts of the reward come to {value}, which is not finite in float32", fix="Lower their weights"
+            f"the parts of the reward sum up to {value}, which is not finite in float32", fix="Lower their weights"
         )
     known = [(part.shown_as, one) for part, one in zip(spec.parts, results, strict=True) if one is not None]
     shown = [(label, result.value) for label, result in known]
@@ -367,11 +377,11 @@ def _value(spec: RewardSpec, values: Sequence[float]) -> float:
 Scored = RewardResult | RewardError
 
 ScoringCall = tuple[int, Mapping[str, Any], Response | None]
-"""The number of a reward, a prompt's entry, a response; None: the entry is checked."""
+"""Number of a reward, a prompt's entry, and a response; None instead of a response checks the entry."""
 
 
 def score_response(reward: OpenReward, response: Response | None, fields: Mapping[str, Any]) -> Scored:
-    """The reward's result, or its error. Without a response the entry is checked: 0 if it is good."""
+    """The reward's result or error. Without a response the entry is checked; the result is then 0 if it is valid."""
     try:
         if response is None:
             reward.check(fields)

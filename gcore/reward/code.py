@@ -1,8 +1,9 @@
-"""Programs as answers: the Python code in a response is run against the entry's tests, shut in (`gcore.worker.sandbox.box`).
+"""Reward for programs: run the Python code in a response against the entry's tests in a sandbox
+(`gcore.worker.sandbox.box`).
 
-Two kinds of tests. Statements (`assert f(2) == 4`) are run after the program, in its names and its process: they can call
-what it defines, but a program that goes for it can make them pass. Pairs of input and output are run one process each, and
-what the program printed is compared here, out of its reach. Both are read as the usual data sets write them.
+There are two kinds of tests. Statements (`assert f(2) == 4`) run after the program in its namespace and process: they
+can call what it defines, but a program can be written to make them pass. Input/output pairs run in one process each,
+and the printed output is compared outside the sandbox. Both are accepted in the formats of common datasets.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ OPTIONS = ("timeout_s", "memory_mb", "value", "before", "packages", "most_tests"
 TIMEOUT_S, MEMORY_MB, MOST_TESTS = 5.0, 512, 100
 
 ROOM_S = 1.0
-"""What a response's scoring takes beyond its programs."""
+"""Seconds that scoring takes in addition to the programs."""
 
 LEAST_MEMORY_MB = 64
 
@@ -45,14 +46,14 @@ _FENCE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ProgramChecks:
-    """What a program is tested by: statements, or pairs of what it reads and what it should print."""
+    """Tests of a program: statements, or pairs of input and expected output."""
 
     statements: tuple[str, ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of tests."""
         return len(self.statements) + len(self.pairs)
 
 
@@ -64,35 +65,35 @@ class _Settings:
 
 
 class CodeReward:
-    """The share of the entry's tests that the program in the response passes: all or nothing, or in parts.
+    """Reward for the program in the response: all tests passed, or the share of passed tests.
 
-    The program is the last block between ``` fences, or the whole response if there is none. The tests are what the answer
-    holds: a statement, or a list of them, as in MBPP and HumanEval; a list of {"input": ..., "output": ...}, or {"inputs":
-    [...], "outputs": [...]}, as in APPS and CodeContests; or any of these as a string of JSON.
+    The program is the last block between ``` fences, or the whole response without one. The answer field contains the
+    tests: a statement or a list of them, as in MBPP and HumanEval; a list of {"input": ..., "output": ...}, or
+    {"inputs": [...], "outputs": [...]}, as in APPS and CodeContests; or any of these as a JSON string.
 
-    Options: `timeout_s` (5), for all tests of a response together; `memory_mb` (512); `value`: "all" (default: 1.0 if all tests
-    are passed, else 0.0) or "share"; `before`: the field whose text stands before the program (HumanEval's prompt); `packages`
-    (false): whether it may import what is installed beside gcore; `most_tests` (100): only so many are run, the first ones.
-    Parts: `passed`, the share; `ran`: whether the program itself came to its end. Raises RewardError for tests that cannot be
-    read, and if programs cannot be shut in here.
+    Options: `timeout_s` (5), for all tests of a response together; `memory_mb` (512); `value`: "all" (default: 1.0 if
+    all tests pass, else 0.0) or "share"; `before`: the field whose text is put before the program (HumanEval's prompt);
+    `packages` (false): whether it may import packages installed with gcore; `most_tests` (100): maximum number of
+    tests, the first ones are run. Parts: `passed`, the share of passed tests; `ran`: whether the program itself
+    finished. Raises RewardError for tests that cannot be parsed, and if the sandbox does not work here.
     """
 
     def __init__(self) -> None:
         self._boxes: dict[_Settings, ProgramSandbox] = {}
 
     def start(self, spec: RewardSpec) -> None:
-        """Prove that programs can be shut in here. Raises RewardError."""
+        """Verify that the sandbox works here. Raises RewardError."""
         if threading.current_thread() is not threading.main_thread():
-            raise RewardError("programs are run from a main thread only", fix="Score them as a job does")
+            raise RewardError("reward 'code' works only in the main thread", fix="Use RewardPool or RewardTrial")
         self._box(_settings(spec))
 
     def check(self, fields: Mapping[str, Any], spec: RewardSpec) -> None:
-        """Raises RewardError if the entry's tests cannot be read."""
+        """Raise RewardError if the entry's tests cannot be parsed."""
         parse_checks(answer_field(fields, spec), spec.answer, MOST_TESTS)
         program_prefix(fields, spec)
 
     def __call__(self, response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
-        """As the class says."""
+        """Score a response; see the class."""
         settings = _settings(spec)
         every = word_option(spec, "value", "all", ("all", "share")) == "all"
         most = int(number_option(spec, "most_tests", MOST_TESTS, least=1, whole=True))
@@ -114,7 +115,7 @@ class CodeReward:
         return self._boxes[settings]
 
     def _passed(self, box: ProgramSandbox, program: str, tests: ProgramChecks, timeout_s: float) -> tuple[int, bool]:
-        """How many tests it passes, and whether it came to its end."""
+        """Number of passed tests, and whether the program finished."""
         if tests.statements:
             done = box.run(program, tests.statements, timeout_s=timeout_s)
             _check(done.refused)
@@ -137,47 +138,47 @@ code = CodeReward()
 
 
 def extract_program(response: str) -> str:
-    """The last block of Python between fences; all of it if there is no block."""
+    """The last fenced Python block, or the whole response."""
     blocks = _FENCE.findall(response)
     return str(blocks[-1]) if blocks else str(response)
 
 
 def program_prefix(fields: Mapping[str, Any], spec: RewardSpec) -> str:
-    """What the option `before` puts in front of the program. Raises RewardError."""
+    """Text that the option `before` puts before the program. Raises RewardError."""
     name = spec.options.get("before")
     if name is None:
         return ""
     text = entry_value(fields, str(name))
     if not isinstance(text, str):
-        raise RewardError(f"the prompt's entry has no text in field {name!r}", fix="Name it in reward.options.before")
+        raise RewardError(f"the prompt's entry has no text in field {name!r}", fix="Correct reward.options.before")
     return text
 
 
 def parse_checks(answer: Any, field: str, most: int) -> ProgramChecks:
-    """The tests that an answer holds, the first `most` of them. Raises RewardError if it holds none."""
+    """The first `most` tests in an answer. Raises RewardError if it has none."""
     found = _tests(_parsed(answer))
     if found is None or found.count == 0:
         shown = json.dumps(answer, ensure_ascii=False)[:100]
         raise RewardError(
-            f"the answer {shown} in field {field!r} holds no tests",
-            fix='Give statements, or a list of {"input": ..., "output": ...}; see docs/use/rewards.md',
+            f"the answer {shown} in field {field!r} has no tests",
+            fix='Use statements, or a list of {"input": ..., "output": ...}; see docs/use/rewards.md',
         )
     for statement in found.statements[:most]:
         if (why := _cannot_tell(statement)) is not None:
             raise RewardError(
                 f"the test {json.dumps(statement, ensure_ascii=False)[:100]} in field {field!r} {why}",
-                fix="Write what is to hold, as in assert f(2) == 4; a function that checks must be called too",
+                fix="Write an assertion, such as assert f(2) == 4; a function that checks must also be called",
             )
     return ProgramChecks(found.statements[:most], found.pairs[:most])
 
 
 @lru_cache(maxsize=4096)
 def _cannot_tell(statement: str) -> str | None:
-    """Why a statement says nothing about a program, if it does not: every program would pass it, or none."""
+    """Why a statement tests nothing, because every program or none would pass it; None if it may test something."""
     try:
         tree = ast.parse(statement)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return "is no Python"
+        return "is not valid Python"
     open_: list[ast.AST] = [tree]
     while open_:
         node = open_.pop()
@@ -185,11 +186,11 @@ def _cannot_tell(statement: str) -> str | None:
             return None
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
             open_ += ast.iter_child_nodes(node)
-    return "asserts and calls nothing, so that every program would pass it"
+    return "asserts and calls nothing, so every program would pass it"
 
 
 def _parsed(answer: Any) -> Any:
-    """What a string of JSON says; a statement is no JSON that holds tests."""
+    """Decode a JSON string with tests; other values are returned unchanged."""
     if isinstance(answer, str) and answer.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(answer)
@@ -214,14 +215,14 @@ def _tests(answer: Any) -> ProgramChecks | None:
 
 
 def _text(value: Any) -> str:
-    """An input or output, which some data sets write as a list of lines."""
+    """An input or output, which some datasets write as a list of lines."""
     if isinstance(value, list):
         return "\n".join(str(line) for line in value)
     return str(value)
 
 
 def _lines(text: str) -> list[str]:
-    """What counts of an output: not the white space at the ends of its lines, nor the empty lines around it."""
+    """Lines of an output for comparison, without trailing white space and surrounding empty lines."""
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
@@ -230,14 +231,14 @@ def _settings(spec: RewardSpec) -> _Settings:
     timeout_s = number_option(spec, "timeout_s", min(TIMEOUT_S, spec.timeout_s - ROOM_S), least=0.1)
     if timeout_s + ROOM_S > spec.timeout_s:
         raise RewardError(
-            f"reward.options.timeout_s is {timeout_s:g}, which leaves no room in reward.timeout_s ({spec.timeout_s:g})",
-            fix=f"Set reward.timeout_s to {timeout_s + ROOM_S:g} at least",
+            f"reward.options.timeout_s is {timeout_s:g}, too close to reward.timeout_s ({spec.timeout_s:g})",
+            fix=f"Set reward.timeout_s to at least {timeout_s + ROOM_S:g}",
         )
     memory_mb = int(number_option(spec, "memory_mb", MEMORY_MB, least=LEAST_MEMORY_MB, whole=True))
     return _Settings(timeout_s, memory_mb, truth_option(spec, "packages", False))
 
 
 def _check(refused: str) -> None:
-    """Raises RewardError for a program that was not begun: nothing about it is known."""
+    """Raise RewardError for a program that was not started."""
     if refused:
         raise RewardError(f"the program could not be run ({refused})", fix="See docs/use/rewards.md")

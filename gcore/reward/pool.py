@@ -1,16 +1,16 @@
-"""A job's rewards on one controller: some processes that score, and what happens when one hangs or dies.
+"""Process pool that scores responses with a job's function rewards, and recovers from hangs and crashes.
 
-Rewards are foreign code, and rules meet any text at all, so none of it runs in the controller. A few processes
-(`scoring.workers`) take responses in turn; quick rewards are sent in batches, slow ones one by one, so that no process waits
-while another has a queue. A response that takes longer than its `reward.timeout_s` costs the process that scores it: it is
-killed and replaced, the response has failed (or is worth `reward.timeout_value`), and those behind it go to another process.
-The first call in a process has longer, because it may load a library.
-So with a process that dies. But what killed it may have been left by an earlier response, so a response that it took with it
-is tried once more, first in a fresh process, before it is blamed.
+Rewards are foreign code, and rules process arbitrary text, so they do not run in the controller. A few processes
+(`scoring.workers`) take responses from a queue. Fast rewards get batches and slow ones single responses, so that no
+process idles while another has a queue. If a response takes longer than its `reward.timeout_s`, its process is killed
+and replaced. The response then fails (or gets `reward.timeout_value`), and the responses behind it go to another
+process. The first call in a process has a longer timeout, because it may load a library. A process that dies is
+replaced too. An earlier response may have caused the crash, so the current response is retried once, alone in a fresh
+process, before it fails.
 
-Processes are started by `warm`, before the first step; a reward that cannot be had is told then. What is waiting to be scored
-is only what callers hold anyway: a batch is written when a process is free. Nothing is scored twice but what a dead process
-left, which is why a reward must be pure.
+`warm` starts the processes before the first step and reports rewards that cannot be loaded. A batch is written only
+when a process is free; waiting responses stay with their callers. Only responses of a dead process are scored twice, so
+a reward must be pure.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ from gcore.worker.sandbox.process import ProcessEnded, SandboxProcess
 
 
 class FunctionScorer(Protocol):
-    """Scores responses by the rewards it was made for, whichever process does the work.
+    """Scores responses with the rewards that it was created for, in any process.
 
-    A response that cannot be scored does not keep the others of its group from being: each has a result or an error.
+    A response that cannot be scored does not affect the others of its group: each gets a result or an error.
     """
 
     async def warm(self) -> None:
-        """Load them. Raises SpecError for one that cannot be had."""
+        """Load the rewards. Raises SpecError for one that cannot be loaded."""
         ...
 
     async def score(
         self, spec: RewardSpec, fields: Mapping[str, Any], responses: Sequence[Response]
     ) -> tuple[Scored, ...]:
-        """What each of the responses to one prompt is worth, in their order. `fields`: the prompt's entry."""
+        """Score each of the responses to one prompt, in order. `fields`: the prompt's entry."""
         ...
 
 
 class DirectScorer:
-    """Scores where it is called, with no bound on time or memory: for tests and small programs, not for a controller."""
+    """Scores in the calling process, without limits on time or memory: for tests and small programs."""
 
     def __init__(self) -> None:
         self._open: list[tuple[RewardSpec, OpenReward]] = []
 
     async def warm(self) -> None:
-        """Nothing to do: a reward is loaded when it is first asked for."""
+        """Do nothing: a reward is loaded at first use."""
 
     async def score(
         self, spec: RewardSpec, fields: Mapping[str, Any], responses: Sequence[Response]
     ) -> tuple[Scored, ...]:
-        """As `FunctionScorer`. Raises SpecError for a reward that cannot be had."""
+        """See `FunctionScorer`. Raises SpecError for a reward that cannot be loaded."""
         reward = next((found for known, found in self._open if known == spec), None)
         if reward is None:
             reward = OpenReward.of(spec)
@@ -73,13 +73,13 @@ class DirectScorer:
 
 
 def setup_line(sources: Sequence[str], specs: Sequence[RewardSpec], memory_mb: int) -> bytes:
-    """The first line to a process. `sources`: for each reward, the source that it is told by."""
+    """First line to a process. `sources`: for each reward, the source that messages name."""
     rewards = [[source, spec.model_dump(mode="json")] for source, spec in zip(sources, specs, strict=True)]
     return encode_line({"rewards": rewards, "memory_mb": memory_mb})
 
 
 def batch_line(calls: Sequence[ScoringCall]) -> bytes:
-    """A batch. An entry that neighbours share is written once."""
+    """Encode a batch. An entry shared by consecutive responses is written once."""
     groups: list[tuple[int, Mapping[str, Any], list[tuple[str, int | None, bool, float | None] | None]]] = []
     for reward, fields, response in calls:
         if not groups or groups[-1][0] != reward or groups[-1][1] is not fields:
@@ -91,22 +91,22 @@ def batch_line(calls: Sequence[ScoringCall]) -> bytes:
 
 
 def parse_answer(value: Any) -> Scored:
-    """Inverse of `answer_line`. Raises ValueError on anything else."""
+    """Inverse of `answer_line`. Raises ValueError on other input."""
     match value:
         case [float() | int() as number, list() as parts]:
             return RewardResult(float(number), tuple((str(name), float(part)) for name, part in parts))
         case {"what": str(what), "where": where, "fix": fix, "trace": str(trace)}:
             return RewardError(what, where=where, fix=fix, trace=trace)
-    raise ValueError(f"no answer: {value!r}")
+    raise ValueError(f"not an answer: {value!r}")
 
 
 BATCH_S = 0.02
-"""What a batch should take, so that slow responses are spread over the processes."""
+"""Target duration of a batch in seconds, so that slow responses are spread over the processes."""
 
 
 @dataclass(eq=False, slots=True)
 class ScoringRequest:
-    """Some responses that are scored together."""
+    """Responses that are scored together."""
 
     results: list[Scored | None]
     done: asyncio.Future[None]
@@ -116,7 +116,7 @@ class ScoringRequest:
 
 @dataclass(eq=False, slots=True)
 class ScoringItem:
-    """One response."""
+    """One response, or None for a check of the entry."""
 
     request: ScoringRequest
     place: int
@@ -124,39 +124,39 @@ class ScoringItem:
     fields: Mapping[str, Any]
     response: Response | None
     tried: bool = False
-    """Whether a process has died with it. It goes first in a fresh one then, and alone."""
+    """Whether a process has died with it. It is then retried first, alone in a fresh process."""
 
 
 @dataclass(eq=False, slots=True)
 class ProcessSlot:
-    """Where a process is, and how long its responses take. `answered`: the rewards that have scored in this process."""
+    """A process and the speed of its responses. `answered`: the rewards that have scored in this process."""
 
     process: SandboxProcess | None = None
     answered: set[int] = field(default_factory=set)
     seconds: float = BATCH_S
-    """A moving average, seconds a response; at first, such that it gets one."""
+    """Moving average of seconds per response; initially such that a batch has one response."""
 
 
 FACTOR = 10.0
 SLOW_IN_A_ROW = 3
 
 LEAST_S = 0.05
-"""Seconds a response below which none is slow, whatever it was before."""
+"""Seconds per response below which a reward never counts as slow."""
 
 SETTLED = 8
-"""Measurements after which the average is worth comparing with."""
+"""Number of measurements before the average is used for comparison."""
 
 WEIGHT = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyTrend:
-    """How quick a reward is, against how quick it was: so a reward that slows down is reported before any limit ends it.
+    """Compares a reward's current latency with its usual latency, to report a slowdown before a timeout ends it.
 
-    A measurement is the seconds of a slow response, or those a response of a batch of quick ones. `usual` is their moving
-    average. `SLOW_IN_A_ROW` that take `FACTOR` times as long, and at least `LEAST_S`, are a slowdown; the average stays as it
-    is meanwhile. One at less than a third of the factor ends it. `newest`: seconds a response; `streak`: slow ones in a row;
-    `slow`: whether a slowdown was reported.
+    A measurement is the seconds of a slow response, or seconds per response of a fast batch. `usual` is their moving
+    average. `SLOW_IN_A_ROW` measurements of at least `FACTOR` times `usual` and at least `LEAST_S` are a slowdown;
+    `usual` is not updated meanwhile. A measurement below a third of that factor ends it. `newest`: seconds per
+    response. `streak`: consecutive slow measurements. `slow`: whether a slowdown was reported.
     """
 
     usual: float = 0.0
@@ -166,7 +166,7 @@ class LatencyTrend:
     slow: bool = False
 
     def note(self, seconds: float) -> LatencyTrend:
-        """A response has taken `seconds`."""
+        """Add a measurement in seconds per response."""
         if self.count < SETTLED:
             average = (self.usual * self.count + seconds) / (self.count + 1)
             return replace(self, usual=average, newest=seconds, count=self.count + 1)
@@ -179,29 +179,30 @@ class LatencyTrend:
         return replace(self, usual=usual, newest=seconds, count=self.count + 1, streak=0, slow=False)
 
     def news(self, before: LatencyTrend, name: str) -> str:
-        """What is to be told since `before`, or nothing."""
+        """Message about the change since `before`, or empty."""
         if self.slow and not before.slow:
             times = self.newest / max(self.usual, 1e-9)
-            return f"reward {name!r} takes {self.newest:.2g} s a response, {times:.0f} times as long as before ({self.usual:.2g} s)"
+            usual = f"{times:.0f} times the usual {self.usual:.2g} s"
+            return f"reward {name!r} takes {self.newest:.2g} s per response, {usual}"
         if before.slow and not self.slow:
-            return f"reward {name!r} is as quick as before again, {self.newest:.2g} s a response"
+            return f"reward {name!r} is back to its usual speed, {self.newest:.2g} s per response"
         return ""
 
 
 log = logging.getLogger(__name__)
 
 FIRST_ROOM = 4.0
-"""How many times as long as first calls have taken the next one may take beyond `reward.timeout_s`."""
+"""Extra time for a first call beyond `reward.timeout_s`, as a multiple of the longest first call so far."""
 
 LARGEST_BATCH = 64
-"""Responses sent to a process at once."""
+"""Maximum number of responses per batch."""
 
 TIMED_OUT, KILLED = "timed_out", "killed"
 """The reward parts that say why a response got `reward.timeout_value`."""
 
 
 class RewardPool:
-    """Scores responses for a job (`FunctionScorer`). One event loop; close it."""
+    """Scores responses for a job (`FunctionScorer`). Belongs to one event loop; close it after use."""
 
     def __init__(
         self,
@@ -212,10 +213,11 @@ class RewardPool:
         on_pace: Callable[[str], None] = lambda sentence: None,
         group: str = "",
     ) -> None:
-        """`rewards`: every reward that will be asked for, under the source that it is told by.
+        """`rewards`: all rewards that will be used, by the source that messages name.
 
-        `on_fault` is told of each error with a traceback of the reward's own, also where the caller is content with a value;
-        `on_pace` when a reward has become much slower, or quick again. `group`: the control group of the processes.
+        `on_fault` is called with each error that has a traceback of the reward's own code, even if the caller gets a
+        substitute value. `on_pace` is called when a reward becomes much slower or recovers. `group`: control group of
+        the processes.
         """
         self._specs = tuple(rewards.values())
         self._scoring = scoring
@@ -228,7 +230,7 @@ class RewardPool:
         self._on_pace = on_pace
         self._paces = [LatencyTrend() for _ in self._specs]
         self._first_s: dict[int, float] = {}
-        """The longest first call of a reward in a process so far, in seconds, of those that were answered."""
+        """Longest successful first call of a reward in any process so far, in seconds."""
         self._scored = 0
         self._queue: deque[ScoringItem] = deque()
         self._requests: set[ScoringRequest] = set()
@@ -238,15 +240,15 @@ class RewardPool:
         self._warming = asyncio.Lock()
         self._broken: GcoreError | None = None
         self._lacks = ""
-        """Why no process can be started now."""
+        """Why no process can be started at the moment."""
 
     async def warm(self) -> None:
         """Start every process and wait until it has loaded the rewards.
 
-        Raises PluginFault (a SpecError), with the reward's own traceback, for one that cannot be had.
+        Raises PluginFault (a SpecError), with the reward's own traceback, for a reward that cannot be loaded.
         """
         async with self._warming:
-            if not self._tasks and self._specs:  # a job that only judges score needs no process
+            if not self._tasks and self._specs:  # without function rewards no process is needed
                 await self._warm()
 
     async def _warm(self) -> None:
@@ -272,9 +274,9 @@ class RewardPool:
     async def score(
         self, spec: RewardSpec, fields: Mapping[str, Any], responses: Sequence[Response | None]
     ) -> tuple[Scored, ...]:
-        """What each response is worth, in their order; of None, whether the entry can be scored at all (0, or the error).
+        """Score each response, in order; for None check the entry instead (result 0 or the error).
 
-        Raises SpecError if the rewards cannot be had any more.
+        Raises SpecError if the rewards can no longer be loaded.
         """
         await self.warm()
         if self._broken is not None:
@@ -294,15 +296,15 @@ class RewardPool:
         return tuple(result for result in request.results if result is not None)
 
     async def close(self) -> None:
-        """End every process. What is being scored is given up."""
-        self._give_up(GcoreError("the rewards of this job are closed"))
+        """End every process and drop pending responses."""
+        self._give_up(GcoreError("the reward pool of this job is closed"))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
     def scoring(self) -> PoolStatus:
-        """What is waited for now."""
+        """What is pending now."""
         waiting = sum(request.missing for request in self._requests)
         names = " and ".join(sorted({f"{self._specs[request.reward].shown_as!r}" for request in self._requests}))
         count = "1 response waits" if waiting == 1 else f"{waiting} responses wait"
@@ -310,16 +312,16 @@ class RewardPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The processes that score now."""
+        """Process ids of the running processes."""
         return tuple(slot.process.pid for slot in self._slots if slot.process is not None)
 
     async def _serve(self, slot: ProcessSlot) -> None:
-        """One process after the other, until cancelled."""
+        """Run one process after the other until cancelled."""
         try:
             while True:
                 batch = await self._take(slot)
                 try:
-                    # While it had nothing to do. What it says unasked would be taken for the next response's answer.
+                    # It ended while idle, or wrote output that would be read as the next response's result.
                     if slot.process is not None and (slot.process.has_ended or slot.process.says_more):
                         await self._end(slot)
                     if slot.process is None:
@@ -329,19 +331,19 @@ class RewardPool:
                     self._queue.extendleft(reversed(batch))
                     if not isinstance(error, CannotStart):
                         raise
-                    # The machine lacks something, memory most likely. What waits is better late than lost.
+                    # The machine lacks a resource, probably memory. Pending responses wait instead of failing.
                     self._lacks = f" ({error})"
-                    log.warning("rewards wait: %s", error)
+                    log.warning("cannot start a reward process, trying again: %s", error)
                     await self._clock.sleep(WAIT_S)
                     continue
                 await self._through(slot, slot.process, batch)
         except GcoreError as error:
-            log.error("rewards cannot be had any more: %s", error)
+            log.error("rewards can no longer be loaded: %s", error)
             self._give_up(error)
         finally:
             self._give_up(
-                GcoreError("rewards are scored no more", fix="See the controller's log")
-            )  # a defect of the pool
+                GcoreError("the reward pool has stopped", fix="See the controller's log")
+            )  # reached only through a defect of the pool
             process, slot.process = slot.process, None
             if process is not None:
                 await process.end()
@@ -349,19 +351,19 @@ class RewardPool:
     async def _take(self, slot: ProcessSlot) -> list[ScoringItem]:
         async with self._news:
             while True:
-                while self._queue and self._queue[0].request.done.done():  # its caller has gone
+                while self._queue and self._queue[0].request.done.done():  # its caller was cancelled
                     self._queue.popleft()
                 if self._queue:
                     break
                 await self._news.wait()
         if self._queue[0].tried:
             alone = [self._queue.popleft()]
-            await self._end(slot)  # what killed the other process may lie in wait in this one too
+            await self._end(slot)  # this process may have the same problem as the one that died
             return alone
         fair = -(-len(self._queue) // len(self._slots))
         room = max(1, min(LARGEST_BATCH, fair, int(BATCH_S / max(slot.seconds, 1e-9))))
         batch: list[ScoringItem] = []
-        # Of one reward only: an answer may wait for the next, so both must have the same limit.
+        # One reward per batch: a result may wait for the next one, so both need the same timeout.
         reward = self._queue[0].reward
         while self._queue and len(batch) < room and not self._queue[0].tried and self._queue[0].reward == reward:
             call = self._queue.popleft()
@@ -370,7 +372,7 @@ class RewardPool:
         return batch
 
     async def _through(self, slot: ProcessSlot, process: SandboxProcess, batch: list[ScoringItem]) -> None:
-        """Have a batch scored; what a dead process leaves goes back to the front of the queue."""
+        """Score a batch; the rest of a dead process's batch goes back to the front of the queue."""
         if not batch:
             return
         began = self._clock.monotonic()
@@ -382,7 +384,7 @@ class RewardPool:
             try:
                 self._settle(call, parse_answer(await process.answer(limit)))
             except (TimeoutError, ProcessEnded, ValueError) as error:
-                # The answers before this one may have been on their way; they are made again.
+                # Results before this one may have been lost in transit; they are computed again.
                 place = max(number, min(process.begun, len(batch) - 1))
                 late = limit if isinstance(error, TimeoutError) else None
                 await self._lost(slot, batch[place], late, first=first)
@@ -393,15 +395,18 @@ class RewardPool:
                 took = self._clock.monotonic() - asked
                 self._first_s[call.reward] = max(took, self._first_s.get(call.reward, 0.0))
             elif (slow := self._clock.monotonic() - asked) >= LEAST_S:
-                self._note_pace(call.reward, slow)  # not only when the batch is through
+                self._note_pace(call.reward, slow)  # before the batch has finished
         taken = (self._clock.monotonic() - began) / len(batch)
         slot.seconds = 0.8 * slot.seconds + 0.2 * taken
         if taken < LEAST_S:
             self._note_pace(batch[0].reward, taken)
 
     def _limit(self, reward: int, *, first: bool) -> float:
-        """Seconds that a response may take. The first call of a process may load what the reward needs, so it has longer:
-        `start_timeout_s` until one was answered in any process, and then what such calls have taken, with room."""
+        """Timeout of a response in seconds.
+
+        The first call in a process may load a library. Its timeout is `start_timeout_s` until one such call succeeded
+        in any process; later it depends on the longest such call.
+        """
         limit, start = self._specs[reward].timeout_s, self._scoring.start_timeout_s
         if not first:
             return limit
@@ -409,28 +414,31 @@ class RewardPool:
         return max(limit, start) if known is None else limit + min(start, FIRST_ROOM * known)
 
     def _note_pace(self, reward: int, seconds: float) -> None:
-        """Responses of `reward` have taken so long each."""
+        """Record the seconds per response of `reward`."""
         before, spec = self._paces[reward], self._specs[reward]
         self._paces[reward] = before.note(seconds)
         if news := self._paces[reward].news(before, spec.shown_as):
             self._on_pace(news)
 
     async def _lost(self, slot: ProcessSlot, call: ScoringItem, late: float | None, *, first: bool) -> None:
-        """The process in `slot` has taken longer than its limit `late` at `call`, or has died. `first`: it had answered nothing before."""
+        """Handle a process that exceeded its timeout `late` on `call`, or died.
+
+        `first`: it was the process's first call of this reward.
+        """
         how = await self._end(slot)
         if late is not None:
             limit = self._specs[call.reward].timeout_s
             own = f"took longer than {limit:g} s (reward.timeout_s)"
-            told = f"took longer than {late:.3g} s in the first call of its process; if it loads a library, load it in `start`"
+            told = f"took longer than {late:.3g} s in its first call in a process; load libraries in `start`"
             self._blame(call, TIMED_OUT, told if first and late >= limit + LEAST_S else own)
         elif call.tried:
-            self._blame(call, KILLED, f"took the process that scores with it, which was {how}")
+            self._blame(call, KILLED, f"ended its process, which was {how}")
         else:
             call.tried = True
             self._queue.appendleft(call)
 
     async def _back(self, calls: Sequence[ScoringItem]) -> None:
-        """To the front of the queue, but behind one that is tried again."""
+        """Put responses at the front of the queue, after one that is retried."""
         first = [self._queue.popleft()] if self._queue and self._queue[0].tried else []
         self._queue.extendleft(reversed(calls))
         self._queue.extendleft(first)
@@ -452,7 +460,7 @@ class RewardPool:
         what = f"reward {spec.shown_as!r} {how}"
         log.warning("%s; the response began with %r", what, (call.response or "")[:100])
         if spec.timeout_value is None:
-            self._settle(call, RewardError(what, fix="Correct the reward, or see reward.timeout_value"))
+            self._settle(call, RewardError(what, fix="Correct the reward, or set reward.timeout_value"))
         else:
             self._settle(call, RewardResult(spec.timeout_value, ((part, 1.0),)))
 
@@ -462,7 +470,7 @@ class RewardPool:
         return "" if process is None else await process.end()
 
     def _give_up(self, error: GcoreError) -> None:
-        """Everything that waits, and will, is told why; the first reason counts."""
+        """Fail all pending and later requests with `error`; the first error counts."""
         self._broken = self._broken or error
         for request in self._requests:
             if not request.done.done():
@@ -478,26 +486,29 @@ ENTRIES_AT_ONCE = 256
 
 
 def _batched(entries: Iterable[Mapping[str, Any]], size: int) -> Iterator[list[Mapping[str, Any]]]:
-    """`entries` in lists of `size`, of which the last may be shorter."""
+    """Split `entries` into lists of `size`; the last may be shorter."""
     left = iter(entries)
     while some := list(islice(left, size)):
         yield some
 
 
 class RewardTrial:
-    """A process with a job's rewards, before there is a job, as a context: entering it loads them.
+    """Loads a job's rewards in a process before the job exists; a context manager.
 
-    What cannot be loaded, a misspelt option, an answer of the wrong kind, isolation that is not there: all of that fails here,
-    not in the first step. Calls block; not for code within an event loop.
+    It detects rewards that cannot be loaded, misspelt options, answers of the wrong type, and a sandbox that does not
+    work. Calls block; do not use it in an event loop.
     """
 
     def __init__(self, rewards: Mapping[str, RewardSpec], scoring: ScoringSpec) -> None:
-        """`rewards`: under the source that each is told by. Of `scoring` the limits count; one process is enough."""
+        """`rewards`: by the source that messages name. `scoring`: its limits apply, with one process."""
         self._pool = RewardPool(rewards, scoring.model_copy(update={"workers": 1}), SystemClock())
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> RewardTrial:
-        """Raises PluginFault for a reward that cannot be had, CannotStart if none can be loaded here."""
+        """Load the rewards.
+
+        Raises PluginFault for a reward that cannot be loaded, CannotStart if no process can be started.
+        """
         try:
             self._runner.run(self._pool.warm())
         except BaseException:
@@ -506,12 +517,15 @@ class RewardTrial:
         return self
 
     def score(self, spec: RewardSpec, fields: Mapping[str, Any], response: Response) -> Scored:
-        """What one response is worth, or why that cannot be said. Raises SpecError."""
+        """Score one response, or return the error. Raises SpecError."""
         (result,) = self._runner.run(self._pool.score(spec, fields, (response,)))
         return result
 
     def first_bad_entry(self, spec: RewardSpec, entries: Iterable[Mapping[str, Any]]) -> tuple[int, RewardError] | None:
-        """The place of the first of `entries` that cannot be scored, whatever the response, and why. Raises SpecError."""
+        """Index of the first of `entries` for which no response could be scored, and the error; None if all are valid.
+
+        Raises SpecError.
+        """
         place = 0
         for some in _batched(entries, ENTRIES_AT_ONCE):
             for result in self._runner.run(self._check(spec, some)):

@@ -1,16 +1,16 @@
-r"""gcore's own rewards that follow a rule: numeric, exact, regex, length, mathematics, and values handed on.
+r"""gcore's rule-based rewards: numeric, exact, regex, length, math, and rewards from an environment or agent.
 
-Those that compare give 1.0 for the expected answer (the field of the prompt's entry that `reward.answer` names), else 0.0. Nothing is
-given for a good try. Those for the form of a response (a pattern, a length) need no answer. `environment` and `agent` hand on what
-the response's environment or agent said. A setting in `reward.options` that a rule does not know is an error: misspelt, it would
-change nothing in silence.
+Rules that compare give 1.0 for the expected answer (the entry's field `reward.answer`), else 0.0, without partial
+credit. Rules for the form of a response (a pattern, a length) need no answer. `environment` and `agent` return the
+reward of the response's environment or agent. An unknown setting in `reward.options` is an error, because a misspelt
+option would silently have no effect.
 
-Mathematical answers are compared by what they mean: 1/2, 0.5 and \frac{1}{2} are equal, so are x+1 and 1+x, {1,2} and {2,1}.
-`gcore.reward.mathematics` reads and compares them, with the LaTeX parser of math-verify (`gcore[math]`, on SymPy). It is imported
-with its first use, which takes a second.
+Mathematical answers are compared by value: 1/2, 0.5 and \frac{1}{2} are equal, and so are x+1 and 1+x, {1,2} and {2,1}.
+`gcore.reward.mathematics` parses and compares them with the LaTeX parser of math-verify (`gcore[math]`, on SymPy). It
+is imported at first use, which takes about a second.
 
-An expected answer keeps the type that it has in the data. A list is several accepted answers. What a rule cannot compare, such as
-an object, is an error of the entry, which `check` finds before a job begins.
+An expected answer keeps its type from the data. A list means several accepted answers. A type that a rule cannot
+compare, such as an object, is an error in the entry, which `check` finds before a job begins.
 """
 
 from __future__ import annotations
@@ -40,31 +40,33 @@ from gcore.reward.api import (
 from gcore.system.process import ProcessorTimeUsed, limit_processor_time
 
 LONGEST_NUMBER = 400
-"""Characters looked at before the last digit, or behind a marker: a response that runs on in digits must not take
-long."""
+"""Number of characters searched before the last digit or after a marker, so that a long run of digits does not take
+long.
+"""
 
 NUMERIC_OPTIONS = ("after", "tolerance")
 
-# A sign counts if it touches the number and does not stand behind a number, a word or a bracket, where it subtracts.
-# Exponents have at most three digits: what is larger is no answer, and would only cost time.
+# A sign counts if it touches the number and does not follow a number, a word or a bracket, where it subtracts.
+# Exponents have at most three digits; larger ones would only cost time.
 _NUMBER = re.compile(
     r"(?:(?<![\w)\]])[+-])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?"
     r"|(?:(?<![\w)\]])[+-])?(?<![\w.])\.[0-9]+"
 )
 
 _CUT = re.compile(r"[0-9]*(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?")
-"""What is left of a number whose beginning is out of sight."""
+"""The rest of a number whose beginning is outside the searched text."""
 
 
 def numeric(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
     """1.0 if the last number in the response equals the expected one exactly.
 
-    Numbers are decimal: digits, with a sign, a fraction, an exponent or English thousands (1,234.5) where there is one; 46,
-    46.0 and +46 are equal, 46.01 is another number. Text around it does not matter, numbers before it do not count.
+    Numbers are decimal: digits, optionally with a sign, a fraction, an exponent or English thousands separators
+    (1,234.5). 46, 46.0 and +46 are equal; 46.01 differs. Other text and earlier numbers are ignored.
 
-    Options: `after`, a marker such as "####": the first number behind its last occurrence counts instead, and a response
-    without the marker is wrong; an expected answer that holds the marker is read the same way. `tolerance`: numbers that
-    differ by no more are equal. Raises RewardError if the expected answer is no number, or an option is wrong.
+    Options: `after`, a marker such as "####": the first number after its last occurrence counts instead, and a response
+    without the marker is wrong; an expected answer with the marker is parsed the same way. `tolerance`: maximum
+    absolute difference between equal numbers. Raises RewardError if the expected answer is not a number, or an option
+    is invalid.
     """
     after, tolerance = _numeric_options(spec)
     accepted = _expected_numbers(fields, spec, after)
@@ -78,10 +80,10 @@ def numeric(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> Rewar
 
 
 def exact(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
-    """1.0 if the response is the expected answer, character by character, apart from white space around either.
+    """1.0 if the response equals the expected answer character by character, ignoring white space around both.
 
-    A number, or true or false, is compared as JSON writes it; a number also without an exponent. Of a list each answer is accepted,
-    and the list as JSON writes it. Raises RewardError if there is no expected answer, or it is an object.
+    A number or boolean is compared as in JSON, a number also without an exponent. Each item of a list is accepted, and
+    so is the whole list as JSON. Raises RewardError if there is no expected answer, or it is an object.
     """
     refuse_unknown(spec, ())
     answers = accepted_answers(fields, spec, (str, int, float, bool))
@@ -111,27 +113,27 @@ numeric.check = _check_numbers  # type: ignore[attr-defined]
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number that `text` holds, or None."""
-    end = max(map(text.rfind, "0123456789")) + 1  # behind the last digit; 0 if there is none
+    """The last number in `text`, or None."""
+    end = max(map(text.rfind, "0123456789")) + 1  # after the last digit; 0 if there is none
     begin = max(0, end - LONGEST_NUMBER)
     tail = text[begin:end].replace("\u2212", "-")  # the typographic minus sign
-    # What begins before is another number than the end of it that is in sight.
+    # A number that begins earlier must not be read from its visible end.
     cut = _CUT.match(tail) if begin > 0 and text[begin - 1] in "0123456789.," else None
     matches = [match.group() for match in _NUMBER.finditer(tail, cut.end() if cut else 0)]
     return Decimal(matches[-1].replace(",", "")) if matches else None
 
 
 def number_after(text: str, marker: str) -> Decimal | None:
-    """The first number behind the last `marker` in `text`, or None."""
+    """The first number after the last `marker` in `text`, or None."""
     _, found, rest = text.rpartition(marker)
     match = _NUMBER.search(rest[:LONGEST_NUMBER].replace("\u2212", "-")) if found else None
     if match is not None and match.end() == LONGEST_NUMBER and rest[LONGEST_NUMBER:][:1] in tuple("0123456789.,"):
-        return None  # it goes on
+        return None  # the number is longer than the searched text
     return Decimal(match.group().replace(",", "")) if match else None
 
 
 def _distance(one: Decimal, other: Decimal) -> Decimal:
-    """Infinite where it is beyond what a Decimal holds."""
+    """Absolute difference; infinite if a Decimal cannot represent it."""
     try:
         return abs(one - other)
     except ArithmeticError:
@@ -139,13 +141,15 @@ def _distance(one: Decimal, other: Decimal) -> Decimal:
 
 
 def _numeric_options(spec: RewardSpec) -> tuple[str | None, Decimal]:
-    """The marker, if there is one, and the tolerance."""
+    """The marker, or None, and the tolerance."""
     refuse_unknown(spec, NUMERIC_OPTIONS)
     after, tolerance = spec.options.get("after"), spec.options.get("tolerance", 0)
     if after is not None and (not isinstance(after, str) or not after.strip()):
-        raise RewardError(f"reward.options.after is {after!r}, no marker", fix="Write, for example, after: '####'")
+        raise RewardError(
+            f"reward.options.after is {after!r}, which is not a marker", fix="Set it to text, such as after: '####'"
+        )
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or tolerance < 0:
-        raise RewardError(f"reward.options.tolerance is {tolerance!r}", fix="Write a number that is not negative")
+        raise RewardError(f"reward.options.tolerance is {tolerance!r}", fix="Set it to a number of at least 0")
     return after, Decimal(str(tolerance))
 
 
@@ -167,8 +171,8 @@ def _expected_number(answer: str | float, spec: RewardSpec, after: str | None) -
             raise InvalidOperation
     except InvalidOperation as error:
         raise RewardError(
-            f"the expected answer {answer!r} in field {spec.answer!r} is no number",
-            fix="Use reward.name: exact, or name another field in reward.answer",
+            f"the expected answer {answer!r} in field {spec.answer!r} is not a number",
+            fix="Use reward.name: exact, or set reward.answer to another field",
         ) from error
     return number
 
@@ -178,24 +182,24 @@ LENGTH_OPTIONS = ("limit", "target", "unit", "slope")
 
 
 def regex(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
-    """1.0 if the response follows the pattern, else 0.0.
+    """1.0 if the response matches the pattern, else 0.0.
 
-    Options: `pattern`, a regular expression of Python's, in which a dot is any character, line breaks too; `where`: "whole"
-    (default, apart from white space around the response), "start", or "anywhere"; `count`: with "anywhere", how many times it
-    should be found, no more and no less; `ignore_case`. A pattern that takes for ever on some text meets the reward's time
-    limit (`reward.timeout_s`). Raises RewardError for an option that is wrong.
+    Options: `pattern`, a Python regular expression in which a dot matches any character including newline; `where`:
+    "whole" (default, ignoring white space around the response), "start", or "anywhere"; `count`: with "anywhere", the
+    exact number of matches required; `ignore_case`. A pattern with excessive backtracking is ended by
+    `reward.timeout_s`. Raises RewardError for an invalid option.
     """
     refuse_unknown(spec, REGEX_OPTIONS)
     where = word_option(spec, "where", "whole", ("whole", "start", "anywhere"))
     pattern, ignore_case = spec.options.get("pattern"), truth_option(spec, "ignore_case", False)
     if not isinstance(pattern, str) or not pattern:
-        given = "is missing" if pattern is None else f"is {pattern!r}, no pattern"
-        raise RewardError(f"reward.options.pattern {given}", fix="Write a regular expression")
+        given = "is missing" if pattern is None else f"is {pattern!r}, which is not a pattern"
+        raise RewardError(f"reward.options.pattern {given}", fix="Set it to a regular expression")
     compiled = _compiled(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
     text = response.strip()
     if "count" in spec.options:
         if where != "anywhere":
-            raise RewardError("reward.options.count counts matches anywhere", fix="Write where: anywhere")
+            raise RewardError("reward.options.count counts matches anywhere", fix="Set where: anywhere")
         count = number_option(spec, "count", 1, least=0, whole=True)
         matches = sum(1 for _ in compiled.finditer(text))
         return RewardResult(float(matches == count), (("matches", float(matches)),))
@@ -204,22 +208,22 @@ def regex(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardR
 
 
 def length(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
-    """1.0 for a response of the wished length, less for another: 0.0 at the least.
+    """1.0 for a response of the desired length, less for others, at least 0.0.
 
-    Options: `limit`, how long it may be, or `target`, how long it should be (one of the two); `unit`: "tokens" (default) or
-    "characters"; `slope`: what is taken off for each unit beyond the limit, or away from the target; without one a response
-    beyond the limit is worth 0.0 at once, and one away from the target loses 1/target a unit. Raises RewardError for an option
-    that is wrong, and where tokens are wanted and not known.
+    Options: either `limit`, the maximum length, or `target`, the desired length; `unit`: "tokens" (default) or
+    "characters"; `slope`: penalty per unit beyond the limit or away from the target. Without `slope` a response beyond
+    the limit gets 0.0, and one away from the target loses 1/target per unit. Raises RewardError for an invalid option,
+    and if the length in tokens is needed but unknown.
     """
     refuse_unknown(spec, LENGTH_OPTIONS)
     unit = word_option(spec, "unit", "tokens", ("tokens", "characters"))
     if ("limit" in spec.options) == ("target" in spec.options):
         raise RewardError(
-            "give one of reward.options.limit and reward.options.target", fix="Write, for example, limit: 200"
+            "give one of reward.options.limit and reward.options.target", fix="Set one of them, such as limit: 200"
         )
     tokens = getattr(response, "tokens", None)
     if unit == "tokens" and tokens is None:
-        raise RewardError("how many tokens the response has is not known here", fix="Write unit: characters")
+        raise RewardError("the response's length in tokens is not known here", fix="Set unit: characters")
     size = len(response) if unit == "characters" else tokens
     assert size is not None
     if "limit" in spec.options:
@@ -238,30 +242,30 @@ def _compiled(pattern: str, flags: int) -> re.Pattern[str]:
         return re.compile(pattern, flags)
     except (re.error, RecursionError, OverflowError) as error:
         raise RewardError(
-            f"reward.options.pattern {pattern[:100]!r} is no regular expression ({error})", fix="Correct it"
+            f"reward.options.pattern {pattern[:100]!r} is not a regular expression ({error})", fix="Correct it"
         ) from error
 
 
 def environment(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
-    """As the environment said when it was done; a response that was cut off before is worth 0. Raises RewardError."""
-    return _handed(response, spec, "environment", "Let it give Done(reward)")
+    """Reward that the environment returned at the end; 0 for a truncated response without one. Raises RewardError."""
+    return _handed(response, spec, "environment", "Let it return Done(reward)")
 
 
 def agent(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
-    """As the agent returned it; a response that was cut off, and of which it said nothing, is worth 0. Raises RewardError."""
+    """Reward that the agent returned; 0 for a truncated response without one. Raises RewardError."""
     return _handed(response, spec, "agent", "Let it return a number")
 
 
 def _handed(response: str, spec: RewardSpec, who: str, fix: str) -> RewardResult:
     if spec.options:
-        raise RewardError(f"reward {who!r} has no options", fix="Leave reward.options out")
+        raise RewardError(f"reward {who!r} has no options", fix="Remove reward.options")
     said = response.environment if isinstance(response, Response) else None
     if said is not None:
         return RewardResult(said)
     if isinstance(response, Response) and response.truncated:
         return RewardResult(0.0)
     raise RewardError(
-        f"the {who} gave no reward",
+        f"the {who} returned no reward",
         fix=f"{fix}, or score with another reward than {who!r}",
     )
 
@@ -269,38 +273,42 @@ def _handed(response: str, spec: RewardSpec, who: str, fix: str) -> RewardResult
 OPTIONS = ("digits", "longest")
 
 LIMIT_S = 2.0
-"""Processor time for a response, in seconds."""
+"""Processor time per response, in seconds."""
 
 EXPECTED_LIMIT_S = 5.0
-"""Processor time for reading an expected answer, in seconds."""
+"""Processor time to parse an expected answer, in seconds."""
 
 LONGEST = 20_000
-"""Characters of a response's end that are looked at."""
+"""Number of characters at the end of a response that are searched."""
 
 
 class MathReward:
-    """1.0 if the response gives the expected answer, else 0.0.
+    """1.0 if the response contains the expected answer, else 0.0.
 
-    The response's answer is what stands in its last \\boxed{}, or else as `gcore.reward.mathematics.grading` says. Options: `digits`:
-    significant digits to which numbers that are not whole must agree (default: exactly, but for decimals of 6 digits and more that
-    stand for a number which no decimal writes); `longest`: only so many characters of the response's end are looked at (20000).
-    Parts: `correct`; `found`: whether there was any answer to compare; `gave_up`: whether it used up its processor time, or
-    is too large a number to be computed. Raises RewardError if the expected answer cannot be read.
+    The response's answer is the content of its last \\boxed{}, or is found as described in
+    `gcore.reward.mathematics.grading`.
+
+    Options: `digits`: number of significant digits to which non-integers must agree (default: exactly, except for
+    decimals of at least 6 digits that stand for a number without a finite decimal expansion); `longest`: number of
+    characters at the end of the response that are searched (20000).
+
+    Parts: `correct`; `found`: whether there was an answer to compare; `gave_up`: whether it used up its processor time,
+    or the number is too large to compute. Raises RewardError if the expected answer cannot be parsed.
     """
 
     def start(self, spec: RewardSpec) -> None:
-        """Import the library. Raises RewardError if it is not installed, and outside a main thread."""
+        """Import the library. Raises RewardError if it is not installed, or outside the main thread."""
         _mathematics()
         if threading.current_thread() is not threading.main_thread():
-            raise RewardError("mathematics is compared in a main thread only", fix="Score it as a job does")
+            raise RewardError("reward 'math' works only in the main thread", fix="Use RewardPool or RewardTrial")
 
     def check(self, fields: Mapping[str, Any], spec: RewardSpec) -> None:
-        """Raises RewardError if the expected answer cannot be read."""
+        """Raise RewardError if the expected answer cannot be parsed."""
         for answer in accepted_answers(fields, spec, (str, int, float)):
             _expected(_as_mathematics(answer), spec.answer)
 
     def __call__(self, response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
-        """As the class says."""
+        """Score a response; see the class."""
         refuse_unknown(spec, OPTIONS)
         digits = int(number_option(spec, "digits", 6, least=1, whole=True)) if "digits" in spec.options else None
         longest = int(number_option(spec, "longest", LONGEST, least=1, whole=True))
@@ -331,24 +339,24 @@ def _mathematics() -> Any:
     except ImportError as error:
         raise RewardError(
             f"reward 'math' needs the package math-verify, which cannot be imported ({error})",
-            fix="Install it where controllers run: pip install 'gcore[math]'",
+            fix="Install it on every node: pip install 'gcore[math]'",
         ) from error
 
 
 def _as_mathematics(answer: str | float) -> str:
-    """Text as it is; a number of the data without an exponent, whose `e` would be read as a letter."""
+    """Text unchanged; a number without an exponent, because its `e` would be parsed as a letter."""
     return answer if isinstance(answer, str) else decimal_text(answer)
 
 
 @functools.lru_cache(maxsize=4096)
 def _expected(answer: str, field: str) -> Any:
-    """An expected answer, read. Raises RewardError."""
+    """Parse an expected answer. Raises RewardError."""
     library = _mathematics()
     try:
         with limit_processor_time(EXPECTED_LIMIT_S):
             return library.ExpectedAnswer.of(answer)
     except (ValueError, ArithmeticError, ProcessorTimeUsed) as error:
         raise RewardError(
-            f"the expected answer {answer[:100]!r} in field {field!r} cannot be read as mathematics",
-            fix="Name another field in reward.answer, or use reward.name: exact",
+            f"the expected answer {answer[:100]!r} in field {field!r} cannot be parsed as mathematics",
+            fix="Set reward.answer to another field, or use reward.name: exact",
         ) from error

@@ -1,9 +1,9 @@
-"""Rewards of functions and of judges together: what a controller scores the responses to a prompt with.
+"""Scores responses with function rewards and judges together.
 
-Functions run in their own processes (`gcore.reward.pool`), judges are asked (`gcore.reward.judges`), all of them at the same time;
-what the parts come to is said by `gcore.reward.api`. A response that a judge cannot judge is never worth nothing in silence:
-another reward scores it, if the judge's `on_error` names one, else it cannot be scored, and the error says whether its prompt is
-to be issued again.
+Function rewards run in their own processes (`gcore.reward.pool`). Judges are requested (`gcore.reward.judges`). All
+parts run concurrently; `gcore.reward.api` combines them. If a judge fails on a response, the fallback reward in
+`on_error` scores it, if there is one. Otherwise the response is not scored, and the error says whether to sample its
+prompt again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from gcore.types import Prompt
 class ResponseNotJudged(RewardError):
     """A judge could not judge a response.
 
-    `again`: the spec wants its prompt issued again, and that may help; `away`: the judge could not be asked, so that nothing is said of the response.
+    `again`: the spec asks to sample the prompt again, and that may help. `away`: the judge was unreachable, so the
+    error says nothing about the response.
     """
 
     def __init__(self, what: str, *, fix: str | None = None, trace: str = "", again: bool, away: bool) -> None:
@@ -34,18 +35,18 @@ class ResponseNotJudged(RewardError):
 
 @dataclass(frozen=True)
 class Scorer:
-    """The rewards of a job on one controller. `rules` knows what `reward_functions` gives; `judges`: by their names."""
+    """All rewards of a job on one controller. `rules` must know all `reward_functions`; `judges`: by name."""
 
     rules: FunctionScorer
     judges: Mapping[str, Judge]
 
     @property
     def is_full(self) -> bool:
-        """Whether some judge has as many questions as it may: whoever makes more responses now only makes them wait."""
+        """Whether a judge's queue is full, so that further responses would only wait."""
         return any(judge.is_full for judge in self.judges.values())
 
     async def score(self, spec: RewardSpec, prompt: Prompt, responses: Sequence[Response]) -> tuple[Scored, ...]:
-        """What each of the responses to `prompt` is worth, in their order. Raises SpecError for a reward that cannot be had."""
+        """Score each of the responses to `prompt`, in order. Raises SpecError for a reward that cannot be loaded."""
         if not spec.judges:
             return await self.rules.score(spec, prompt.fields, responses)
         if spec.judge is not None:
@@ -56,15 +57,15 @@ class Scorer:
         return tuple(_whole(spec, of_response) for of_response in zip(*by_part, strict=True))
 
     async def judge_early(self, spec: RewardSpec, prompt: Prompt, response: Response) -> None:
-        """Have one response judged that is finished before the others of its group: its verdict is remembered.
+        """Judge one finished response before its group is complete, so that its verdict is cached.
 
-        Judges that compare responses, and what fails, wait for the group.
+        Skips judges that compare responses. Ignores errors.
         """
         judges = [judge for name in spec.judges if (judge := self.judges[name]).spec.mode == "pointwise"]
         await gather_or_cancel([return_error(judge.value(prompt, response)) for judge in judges])
 
     def forget(self, spec: RewardSpec, prompt: Prompt) -> None:
-        """What judges could not judge of a prompt is asked again from now on: by whoever issues it again."""
+        """Clear cached failures of the judges for a prompt, before it is sampled again."""
         for name in spec.judges:
             self.judges[name].forget(prompt.ref)
 
@@ -99,7 +100,7 @@ class Scorer:
 
 
 def reward_functions(reward: RewardSpec, judges: Mapping[str, JudgeSpec]) -> tuple[RewardSpec, ...]:
-    """The rewards that are functions, of which `reward` is made: itself, or its parts and what scores instead of a judge."""
+    """The function rewards of `reward`: itself, or its parts and the fallbacks of its judges."""
     if not reward.judges:
         return (reward,)
     parts = [reward.of_part(part) for part in reward.parts if part.judge is None]
@@ -111,7 +112,7 @@ def reward_functions(reward: RewardSpec, judges: Mapping[str, JudgeSpec]) -> tup
 
 
 def fallback_reward(fallback: Fallback, reward: RewardSpec) -> RewardSpec:
-    """What scores in place of a judge of `reward`."""
+    """The reward that replaces a failed judge of `reward`."""
     return RewardSpec(
         name=fallback.fallback, options=fallback.options, answer=reward.answer, timeout_s=reward.timeout_s
     )
@@ -132,7 +133,7 @@ def _shown_as(name: str, result: Scored) -> Scored:
 
 
 def _whole(spec: RewardSpec, results: Sequence[Scored]) -> Scored:
-    """What one response is worth, from what its parts are."""
+    """Combine the parts' results for one response."""
     known: list[RewardResult | None] = []
     for part, result in zip(spec.parts, results, strict=True):
         if isinstance(result, RewardError) and is_display_only(spec, part):

@@ -1,7 +1,8 @@
-"""Engine: what a controller knows of an inference engine. `EngineClient` implements it over HTTP; tests use `gcore.testing.engines`.
+"""Engine interface of the controller. `EngineClient` implements it over HTTP; tests use `gcore.testing.engines`.
 
-Every method is one exchange with the engine, or a few in the order given. An engine that does not answer raises
-`EngineUnreachable`: the request may go to another one. An engine that refuses raises `EngineError` with its own sentence.
+Every method sends one request to the engine, or a few in the given order. An engine that does not respond raises
+`EngineUnreachable`; the request may go to another engine. An engine that refuses a request raises `EngineError` with
+its own message.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How responses are sampled. `temperature` 0 is greedy; `top_k` None keeps the whole vocabulary."""
+    """Sampling parameters. `temperature` 0 is greedy; `top_k` None keeps the whole vocabulary."""
 
     temperature: float
     max_new_tokens: int
@@ -31,9 +32,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class ProgressCallback:
-    """Reports samples as they grow: every so many tokens all that there is of one, and its index in the request.
+    """Reports unfinished samples: every `every` tokens, the sample so far and its index in the request.
 
-    A sample that still grows has the finish reason "abort".
+    An unfinished sample has the finish reason "abort".
     """
 
     every: int
@@ -42,7 +43,7 @@ class ProgressCallback:
 
 @dataclass(frozen=True, slots=True)
 class TransferManifest:
-    """Tensors that are sent, in order. `dtypes` as in torch, without "torch."; the fields of the HTTP request."""
+    """Tensors to send, in order: the fields of the HTTP request. `dtypes` as in torch, without "torch."."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -51,7 +52,7 @@ class TransferManifest:
 
 @dataclass(frozen=True, slots=True)
 class FolderUpdate:
-    """The weights of `version` are in `folder`, relative to the run's, as a model that engines load."""
+    """The weights of `version` are in `folder` (relative to the run folder), as a model that engines load."""
 
     version: Version
     folder: str
@@ -59,7 +60,7 @@ class FolderUpdate:
 
 @dataclass(frozen=True, slots=True)
 class BroadcastUpdate:
-    """The weights of `version` come over the weight group `group`, once the engines take part in it."""
+    """The weights of `version` are broadcast over the weight group `group`, once the engines have joined it."""
 
     version: Version
     group: str
@@ -75,7 +76,7 @@ class Engine(Protocol):
 
     @property
     def base_url(self) -> str:
-        """Where it is, for error messages."""
+        """Address of the engine, for error messages."""
         ...
 
     async def generate_each(
@@ -87,47 +88,50 @@ class Engine(Protocol):
         rid: str,
         growing: ProgressCallback | None = None,
     ) -> tuple[Sample, ...]:
-        """One sample a prompt, as one request, each with its seed; answers in the order of the prompts.
+        """Generate one sample per prompt in one request, each with its seed; results in the order of the prompts.
 
-        `params`: of all, or of each. Sample `i` is called f"{rid}-{i}" there. An aborted sample comes back with the tokens it
-        has and finish reason "abort". Log-probabilities are float32 values.
+        `params`: for all prompts, or one per prompt. Sample `i` has the request id f"{rid}-{i}". An aborted sample
+        returns its tokens so far with finish reason "abort". Log-probabilities are float32 values.
         """
         ...
 
     async def classify(self, questions: Sequence[Sequence[int]], *, rid: str) -> tuple[float, ...]:
-        """A classifier's score of each question, in order. Raises EngineGaveUp if one of them was aborted."""
+        """Scores of a classifier for each question, in order. Raises EngineGaveUp if one of them was aborted."""
         ...
 
     async def abort(self, rid: str, count: int) -> None:
-        """End the `count` samples of the request called `rid`; they come back with the tokens they have."""
+        """Abort the `count` samples of the request `rid`; they return their tokens so far."""
         ...
 
     async def update_weights(self, path: str, version: Version) -> None:
-        """Serve the weights in folder `path`, called `version`, from the next token on. Running requests go on under them."""
+        """Load the weights in folder `path` as `version` and use them from the next token on.
+
+        Running requests continue with them.
+        """
         ...
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
-        """Make no more tokens: end what runs, take it back into the queue, or leave it in place."""
+        """Stop generating: abort running requests, put them back into the queue, or keep them in place."""
         ...
 
     async def resume(self) -> None:
-        """Make tokens again."""
+        """Continue generating."""
         ...
 
     async def sleep(self) -> None:
-        """Release the memory of cache and weights. Running requests come back with the tokens they have. Idempotent."""
+        """Release the memory of KV cache and weights. Running requests return their tokens so far. Idempotent."""
         ...
 
     async def take_memory(self) -> None:
-        """Take the memory again that `sleep` released. No tokens are made before `wake` or `update_weights`."""
+        """Allocate the memory that `sleep` released. No tokens are generated before `wake` or `update_weights`."""
         ...
 
     async def wake(self, version: Version) -> None:
-        """Take the memory again of an engine whose weights never change and are called `version`, and make tokens."""
+        """Allocate the memory of an engine whose weights never change and are called `version`, and generate again."""
         ...
 
     async def sleeps(self) -> bool:
-        """Whether it was put to sleep."""
+        """Whether the engine was put to sleep."""
         ...
 
     async def released(self) -> bool:
@@ -135,19 +139,19 @@ class Engine(Protocol):
         ...
 
     async def load(self) -> tuple[int | None, int | None]:
-        """Sequences that run, and that wait; None where the engine keeps no metrics."""
+        """Number of running and of waiting sequences; None if the engine exports no metrics."""
         ...
 
     async def served(self) -> Version | None:
-        """The served version; None for weights that no commit made."""
+        """The served version; None for weights that no commit produced."""
         ...
 
     async def scheduler_state(self) -> Mapping[str, Any]:
-        """State of the engine's scheduler; an answer shows that it makes progress."""
+        """State of the engine's scheduler; a response shows that the scheduler makes progress."""
         ...
 
     async def metrics(self) -> str:
-        """Prometheus text; empty where it exports no metrics."""
+        """Metrics in Prometheus text format; empty if the engine exports none."""
         ...
 
     async def close(self) -> None:

@@ -1,11 +1,12 @@
-"""The client of an engine, SGLang's or the torch engine: tokens in, samples out.
+"""HTTP client of an engine (SGLang or the torch engine): tokens in, samples out.
 
-One HTTP request a group: the prompt's token ids once per sample, each with its own seed and its own rid, so that what a
-sample draws depends on its seed alone and can be aborted alone. Only routes and fields of SGLang's native API are used.
+A group is one HTTP request: the prompt's token ids once per sample, each with its own seed and request id (rid). A
+sample's randomness then depends only on its seed, and it can be aborted alone. Only routes and fields of SGLang's
+native API are used.
 
-An engine that does not answer (no connection, time-out, a server error) raises `EngineUnreachable`: the request may go to
-another. One that refuses raises `EngineError` with the engine's own sentence. Nothing is retried here, and nothing is
-known of which engine to use. Imports no torch.
+An engine that does not respond (no connection, timeout, server error) raises `EngineUnreachable`; the request may go to
+another engine. An engine that refuses raises `EngineError` with the engine's message. The client does not retry and
+does not choose engines. It does not import torch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from gcore.types import FinishReason, Sample, Version, VersionSpan
 
 
 def sampling_body(params: SamplingParams, seed: int) -> dict[str, Any]:
-    """How one response is drawn, with its seed: the JSON of SGLang's native API."""
+    """Sampling parameters of one response with its seed, as JSON of SGLang's native API."""
     body: dict[str, Any] = {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -40,7 +41,7 @@ def sampling_body(params: SamplingParams, seed: int) -> dict[str, Any]:
         "stop": list(params.stop),
         "sampling_seed": seed,
     }
-    # What is as if it were not there is not sent: a server of another version may not know it.
+    # Defaults are not sent, because a server of another version may not know the field.
     if params.min_p > 0:
         body["min_p"] = params.min_p
     if params.min_new_tokens > 0:
@@ -51,9 +52,9 @@ def sampling_body(params: SamplingParams, seed: int) -> dict[str, Any]:
 
 
 def parse_sample(answer: Mapping[str, Any]) -> Sample:
-    """What an answer tells of one response; of one that still grows the finish reason is "abort".
+    """Parse one sample; an unfinished one gets the finish reason "abort".
 
-    Raises KeyError, TypeError, ValueError, IndexError for what is no such answer.
+    Raises KeyError, TypeError, ValueError or IndexError for other input.
     """
     meta = answer["meta_info"]
     triples = meta["output_token_logprobs"]
@@ -62,7 +63,7 @@ def parse_sample(answer: Mapping[str, Any]) -> Sample:
     if len(triples) != count:
         raise ValueError(f"{count} tokens came with {len(triples)} log-probabilities")
     logprobs = _as_float32([triple[0] for triple in triples])
-    ending = meta["finish_reason"]  # of one that still grows there is none
+    ending = meta["finish_reason"]  # None for an unfinished sample
     reason: FinishReason = "abort" if ending is None else ending["type"]
     if reason not in ("stop", "length", "abort"):
         raise ValueError(f"finish reason {reason!r}")
@@ -70,9 +71,9 @@ def parse_sample(answer: Mapping[str, Any]) -> Sample:
 
 
 def parse_score(answer: Mapping[str, Any]) -> float | None:
-    """What an answer of a classifier tells: one number; None: it was told to give up.
+    """Parse a classifier's score; None if the request was aborted.
 
-    Raises KeyError, TypeError, ValueError for what is no such answer.
+    Raises KeyError, TypeError or ValueError for other input.
     """
     ending = answer["meta_info"].get("finish_reason") or {}
     if ending.get("type") == "abort":
@@ -80,21 +81,21 @@ def parse_score(answer: Mapping[str, Any]) -> float | None:
     numbers = answer["embedding"]
     if not isinstance(numbers, list) or len(numbers) != 1:
         count = len(numbers) if isinstance(numbers, list) else "no list of"
-        raise ValueError(f"a classifier gave {count} numbers, and a score is one")
+        raise ValueError(f"the classifier returned {count} numbers instead of one score")
     (score,) = _as_float32(numbers, "a score")
     return score
 
 
 def is_partial(answer: Any) -> bool:
-    """Whether more words on this response are to come."""
+    """Whether more of this response will follow."""
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     return isinstance(meta, dict) and meta.get("finish_reason", "") is None
 
 
 def parse_failure(answer: Any) -> tuple[int, str] | None:
-    """The HTTP status and the sentence of a response that the engine could not serve, once its stream had begun with status 200.
+    """HTTP status and message of a response that failed after its stream had begun with status 200, or None.
 
-    One that was aborted on request has no status.
+    A response that was aborted on request has no status.
     """
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     ending = meta.get("finish_reason") if isinstance(meta, dict) else None
@@ -105,25 +106,28 @@ def parse_failure(answer: Any) -> tuple[int, str] | None:
 
 
 def _as_float32(numbers: Sequence[float], what: str = "a log-probability") -> tuple[float, ...]:
-    """Raises ValueError for what no rank takes: a group with such a number would be fed, and refused, for ever."""
+    """Round to float32.
+
+    Raises ValueError for a number that train ranks refuse: such a group would be sent and refused forever.
+    """
     form = f"<{len(numbers)}f"
     try:
         rounded = struct.unpack(form, struct.pack(form, *numbers))
-    except (struct.error, OverflowError) as error:  # null is what SGLang's JSON makes of NaN
-        raise ValueError(f"{what} is no number ({error})") from error
+    except (struct.error, OverflowError) as error:  # SGLang encodes NaN as null
+        raise ValueError(f"{what} is not a number ({error})") from error
     if not all(map(math.isfinite, rounded)):
         raise ValueError(f"{what} is not finite")
     return rounded
 
 
 def _spans(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:
-    """Which version made which tokens; an engine that tells no spans made all with the one it names."""
+    """Version spans of the tokens; an engine without spans used its one version for all."""
     told = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
     return tuple(VersionSpan(Version.parse(str(s["version"])), int(s["start"]), int(s["end"])) for s in told)
 
 
 def error_text(answer: Any) -> str:
-    """The engine's own sentence, in whichever of its shapes."""
+    """The engine's error message, in any of its formats."""
     if isinstance(answer, dict):
         error = answer.get("error", answer.get("message", answer.get("detail", answer)))
         return str(error.get("message", error)) if isinstance(error, dict) else str(error)
@@ -131,39 +135,40 @@ def error_text(answer: Any) -> str:
 
 
 BIG_ANSWER_BYTES = 256 * 1024
-"""An answer from this size on is parsed off the event loop."""
+"""A response of at least this size is parsed in a thread."""
 
 CONNECT_S = 5.0
 CONTINUE = "/continue_generation"
 
 ASLEEP = "asleep"
-"""What the weights of an engine that sleeps are called, by which everybody who asks it can tell, whoever put it to sleep."""
+"""Name of the weights of a sleeping engine, which tells every client that the engine is asleep."""
 
 FALLING_ASLEEP, WAKING, WOKEN = "falling-asleep", "waking", "woken"
-"""The same of an engine that does not report its memory, as SGLang: while its memory is released, while it is taken again, and between that
-and the next weights. Released or taken twice, SGLang's server ends."""
+"""Names of the weights of an engine that does not report its memory state, such as SGLang: while memory is released,
+while it is allocated, and from then until the next weights. SGLang's server ends if memory is released or allocated
+twice."""
 
 MEMORY = {"tags": ["kv_cache", "weights"]}
-"""All that an engine gives back."""
+"""Everything that an engine can release."""
 
 EVENT, DONE = b"data: ", b"[DONE]"
 
 QUICK_S = 15.0
-"""For what an engine answers off hand, whatever it is at: which weights it serves."""
+"""Timeout of requests that an engine answers immediately in any state, such as its version."""
 
 MOST_WORDS = 300
-"""Characters of what an engine says of a failure."""
+"""Maximum length of an engine's error message, in characters."""
 
 MOST_GENERATING = 512
-"""Requests for samples that one client has open at a time; further ones wait for their turn."""
+"""Maximum number of concurrent sampling requests per client; further requests wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """Version that an engine serves, and its load.
 
-    `version` None: it serves weights that no commit made. `running` and `waiting` are sequences; None where the engine
-    keeps no metrics.
+    `version` None: weights that no commit produced. `running` and `waiting`: numbers of sequences; None if the engine
+    exports no metrics.
     """
 
     version: Version | None
@@ -172,7 +177,7 @@ class EngineInfo:
 
 
 class EngineClient:
-    """One engine. `base_url` is "http://host:port"; `timeout_s` is the longest wait for any answer."""
+    """Client of one engine. `base_url` is "http://host:port"; `timeout_s` is the timeout of any response."""
 
     def __init__(
         self,
@@ -182,23 +187,23 @@ class EngineClient:
         transport: httpx.AsyncBaseTransport | None = None,
         key: str | None = None,
     ) -> None:
-        """`key`: what the engine asks of whoever asks it, if it does."""
+        """`key`: the engine's API key, if it has one."""
         self.base_url = base_url
-        # Not httpx.AsyncClient: redirects, cookies, proxies and joining URLs are half of what a request costs, and an engine
-        # has none of them. A controller of 64 engines sends hundreds of requests a step.
+        # Not httpx.AsyncClient: redirects, cookies, proxies and URL joining are half of the cost of a request, and an
+        # engine needs none of them. A controller of 64 engines sends hundreds of requests per step.
         self._transport = transport or EngineTransport()
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._urls: dict[str, httpx.URL] = {}
         self._limit = _limits(timeout_s)
         self._quick = _limits(min(QUICK_S, timeout_s))
         self._closed = False
-        # Aborts and pauses do not queue behind what they are meant to end: only samples take turns.
+        # Only sampling requests are limited: aborts and pauses must not queue behind the requests that they end.
         self._turns = asyncio.Semaphore(MOST_GENERATING)
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, seeds: Sequence[int], rid: str
     ) -> tuple[Sample, ...]:
-        """Several samples of one prompt, one a seed, in order. See `generate_each`."""
+        """Several samples of one prompt, one per seed, in order. See `generate_each`."""
         return await self.generate_each([prompt_ids] * len(seeds), params, seeds=seeds, rid=rid)
 
     async def generate_each(
@@ -210,11 +215,11 @@ class EngineClient:
         rid: str,
         growing: ProgressCallback | None = None,
     ) -> tuple[Sample, ...]:
-        """One sample a prompt, as one request, each with its seed; as many seeds as prompts, answers in their order.
+        """Generate one sample per prompt in one request, each with its seed; results in the order of the prompts.
 
-        `params`: of all, or of each. `growing`: who is told of samples as they grow, by their places.
-        Sample `i` is called f"{rid}-{i}" there. Raises EngineError, EngineUnreachable. An aborted sample comes back with the tokens it has and finish reason "abort". Log-probabilities are float32
-        values, as floats.
+        `params`: for all prompts, or one per prompt. `growing`: called with unfinished samples and their indexes.
+        Sample `i` has the request id f"{rid}-{i}". Raises EngineError, EngineUnreachable. An aborted sample returns its
+        tokens so far with finish reason "abort". Log-probabilities are float32 values, as floats.
         """
         if not seeds:
             return ()
@@ -233,14 +238,14 @@ class EngineClient:
             else:
                 answers = await self._streamed(body, len(seeds), growing)
         if not isinstance(answers, list) or len(answers) != len(seeds):
-            raise EngineError(f"the engine did not answer with {len(seeds)} samples", where=self.base_url)
+            raise EngineError(f"the engine's response does not have {len(seeds)} samples", where=self.base_url)
         try:
             return tuple(parse_sample(answer) for answer in answers)
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise EngineError(f"the engine's answer cannot be read ({error!r})", where=self.base_url) from error
+            raise EngineError(f"the engine's response is invalid ({error!r})", where=self.base_url) from error
 
     async def _streamed(self, body: dict[str, Any], count: int, growing: ProgressCallback) -> Any:
-        """The last word on each of `count` samples, in order; before that `growing` is told of them."""
+        """The final state of each of `count` samples, in order; reports unfinished ones to `growing` before."""
         body["stream"] = True
         for one in body["sampling_params"]:
             one["stream_interval"] = growing.every
@@ -248,7 +253,7 @@ class EngineClient:
         response = await self._call("POST", "/generate", body, streamed=True)
         try:
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
-                await response.aread()  # a server that does not stream answers at the end
+                await response.aread()  # a server without streaming responds at the end
                 return await self._parsed(response)
             async for line in split_lines(response.aiter_bytes()):
                 if not line.startswith(EVENT) or line == EVENT + DONE:
@@ -256,9 +261,9 @@ class EngineClient:
                 answer = await self._read(line.removeprefix(EVENT))
                 place = answer.get("index") if isinstance(answer, dict) else None
                 if not isinstance(place, int) or place not in range(count):
-                    raise EngineError(f"the engine broke off ({error_text(answer)})", where=self.base_url)
+                    raise EngineError(f"the engine ended the stream ({error_text(answer)})", where=self.base_url)
                 if place in last and not is_partial(last[place]):
-                    continue  # nothing comes after the end
+                    continue  # the sample is already complete
                 if (failure := parse_failure(answer)) is not None:
                     raise self._failed("/generate", *failure)
                 last[place] = answer
@@ -274,7 +279,7 @@ class EngineClient:
         return [last[place] for place in range(count)]
 
     async def classify(self, questions: Sequence[Sequence[int]], *, rid: str) -> tuple[float, ...]:
-        """What a classifier gives for each of `questions`, in their order, by one request. Finite float32, as floats.
+        """Scores of a classifier for each of `questions`, in order, in one request. Finite float32 values, as floats.
 
         Raises EngineError, EngineUnreachable; EngineGaveUp if one of them was aborted.
         """
@@ -284,63 +289,72 @@ class EngineClient:
         async with self._turns:
             answers = await self._parsed(await self._call("POST", "/classify", body))
         if not isinstance(answers, list) or len(answers) != len(questions):
-            raise EngineError(f"the engine did not answer with {len(questions)} scores", where=self.base_url)
+            raise EngineError(f"the engine's response does not have {len(questions)} scores", where=self.base_url)
         try:
             found = [parse_score(answer) for answer in answers]
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise EngineError(f"the engine's answer cannot be read ({error})", where=self.base_url) from error
+            raise EngineError(f"the engine's response is invalid ({error})", where=self.base_url) from error
         scores = tuple(score for score in found if score is not None)
         if len(scores) < len(found):
-            raise EngineGaveUp("the engine gave up on a question", where=self.base_url, fix="It is asked again")
+            raise EngineGaveUp("the engine aborted a request", where=self.base_url, fix="The request is retried")
         return scores
 
     async def abort(self, rid: str, count: int) -> None:
-        """End the `count` samples of the request called `rid`; they come back with the tokens they have."""
+        """Abort the `count` samples of the request `rid`; they return their tokens so far."""
         calls = (self._call("POST", "/abort_request", {"rid": name}) for name in _rids(rid, count))
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
 
     async def abort_all(self) -> None:
-        """End everything that the engine runs or has waiting."""
+        """Abort everything that the engine runs or has queued."""
         await self._call("POST", "/abort_request", {"rid": "", "abort_all": True})
 
     async def update_weights(self, path: str, version: Version) -> None:
-        """Serve the weights in folder `path`, called `version`, from the next token on. Raises EngineError if refused.
+        """Load the weights in folder `path` as `version` and use them from the next token on.
 
-        What runs is taken back into the queue meanwhile, and goes on under the new weights with its tokens so far: an
-        engine that is not paused lets everything run to its end first, and a cache of the old weights would be wrong. That
-        nothing of one's own runs there says nothing about others, so it is paused always.
-        After a refusal the engine may hold a mixture of weights; it is not to be used before another update succeeds.
+        Raises EngineError if refused.
+
+        The engine is always paused first. Running requests go back into the queue and continue under the new weights
+        with their tokens so far. An engine that is not paused would finish them first, and a cache of the old weights
+        would be wrong. Other clients may have requests there, so the engine is paused even if this client has none.
+        After a refusal the engine may hold a mixture of weights; do not use it before another update succeeds.
         """
         body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
         try:
             await self.pause("retract")
             answer = await self._parsed(await self._call("POST", "/update_weights_from_disk", body))
         except BaseException:
-            # Whatever went wrong, it must not stay paused; and what went wrong is what is told.
+            # Never leave the engine paused, and report the first error.
             with contextlib.suppress(EngineError):
                 await self.resume()
             raise
         await self.resume()
         if not (isinstance(answer, dict) and answer.get("success") is True):
-            raise EngineError(f"the engine did not take version {version} ({answer})", where=self.base_url)
+            raise EngineError(f"the engine did not load version {version} ({answer})", where=self.base_url)
 
     async def call_weights(self, version: Version) -> None:
-        """Call the weights that are served `version`; they stay as they are. Raises EngineError."""
+        """Rename the served weights to `version` without changing them. Raises EngineError."""
         await self._name(str(version))
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
-        """Make no more tokens: end what runs, take it back into the queue, or leave it as it stands."""
+        """Stop generating: abort running requests, put them back into the queue, or keep them in place."""
         await self._call("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """Go on after a pause. Also after `close`: whoever has paused an engine lets it go on, even if it is another's by now."""
+        """Continue after a pause.
+
+        Works also after `close`: the client that paused an engine must resume it, even if another client uses it by
+        then.
+        """
         await self._call("POST", CONTINUE, {})
 
     async def sleep(self) -> None:
-        """Give the memory of cache and weights back. What is under way comes back with the tokens it has ("abort"), and nothing
-        more is made until `wake`. Doing it twice does no harm. Raises EngineError."""
+        """Release the memory of KV cache and weights.
+
+        Running requests return their tokens so far ("abort"), and nothing is generated until `wake`. Idempotent. Raises
+        EngineError.
+        """
         await self.pause("abort")
         reported = await self._reported_release()
         if not (await self._named_release() if reported is None else reported):
@@ -350,8 +364,11 @@ class EngineClient:
         await self._name(ASLEEP)
 
     async def take_memory(self) -> None:
-        """Allocate the memory that `sleep` released. A second call does nothing. The weights are undefined: `sleeps` is still true, and no tokens
-        are generated before `wake` or `update_weights`. Raises EngineError."""
+        """Allocate the memory that `sleep` released.
+
+        Idempotent. The weights are undefined: `sleeps` is still true, and no tokens are generated before `wake` or
+        `update_weights`. Raises EngineError.
+        """
         reported = await self._reported_release()
         if not (await self._named_release() if reported is None else reported):
             return
@@ -362,28 +379,31 @@ class EngineClient:
             await self._name(WOKEN)
 
     async def wake(self, version: Version) -> None:
-        """The same of an engine whose weights never change, and go on being called `version`. Raises EngineError."""
+        """Allocate the memory of an engine whose weights never change and keep the name `version`, and generate again.
+
+        Raises EngineError.
+        """
         await self.take_memory()
         await self.call_weights(version)
         await self.resume()
 
     async def sleeps(self) -> bool:
-        """Whether it was put to sleep, and has no weights since. One request. Raises EngineError."""
+        """Whether the engine was put to sleep and has no weights since. One request. Raises EngineError."""
         return await self._called() in (ASLEEP, FALLING_ASLEEP, WAKING, WOKEN)
 
     async def released(self) -> bool:
-        """Whether any of its memory is given back. Raises EngineError; EngineMemoryUnknown where that cannot be known."""
+        """Whether any of the engine's memory is released. Raises EngineError; EngineMemoryUnknown if that is unknown."""
         reported = await self._reported_release()
         return await self._named_release() if reported is None else reported
 
     async def _named_release(self) -> bool:
-        """The same of an engine that does not report it, by what its weights are called."""
+        """The same for an engine that does not report its memory state, from the name of its weights."""
         called = await self._called()
         if called in (FALLING_ASLEEP, WAKING):
             raise EngineMemoryUnknown(
-                f"the engine was left {called}, and whether it has its memory is not known",
+                f"the engine is {called!r}, so its memory state is unknown",
                 where=self.base_url,
-                fix="Wait until the other controller is done, or end the engine",
+                fix="Wait until the other controller has finished, or restart the engine",
             )
         return called == ASLEEP
 
@@ -391,14 +411,17 @@ class EngineClient:
         await self._call("POST", "/update_weight_version", {"new_version": weights, "abort_all_requests": False})
 
     async def _reported_release(self) -> bool | None:
-        """Whether its memory is given back, as its scheduler says; None where that says nothing about it."""
+        """Whether memory is released according to the engine's scheduler; None if the scheduler does not report it."""
         states = (await self.scheduler_state()).get("internal_states")
         first = states[0] if isinstance(states, list) and states else None
         released = first.get("released") if isinstance(first, dict) else None
         return bool(released) if isinstance(released, list) else None
 
     async def load(self) -> tuple[int | None, int | None]:
-        """Sequences that run, and that wait; None where the engine keeps no metrics. One request. Raises EngineError."""
+        """Number of running and of waiting sequences; None if the engine exports no metrics.
+
+        One request. Raises EngineError.
+        """
         load = await self._metrics()
         return load.get("num_running_reqs"), load.get("num_queue_reqs")
 
@@ -408,19 +431,23 @@ class EngineClient:
         return EngineInfo(version, load.get("num_running_reqs"), load.get("num_queue_reqs"))
 
     async def served(self) -> Version | None:
-        """The served version; None for weights that no commit made. One request. Raises EngineError, EngineUnreachable."""
+        """The served version; None for weights that no commit produced.
+
+        One request. Raises EngineError, EngineUnreachable.
+        """
         try:
             return Version.parse(await self._called())
         except ValueError:
             return None
 
     async def _called(self) -> str:
-        """What the engine calls its weights."""
+        """The engine's name of its weights."""
         answer = await self._parsed(await self._call("GET", "/model_info", quick=True))
         return str(answer.get("weight_version") if isinstance(answer, dict) else None)
 
     async def scheduler_state(self) -> Mapping[str, Any]:
-        """What the engine's scheduler says of itself, between two steps of the model: an answer shows that it gets on.
+        """State of the engine's scheduler between two steps of the model: a response shows that the scheduler makes
+        progress.
 
         Raises EngineError, EngineUnreachable.
         """
@@ -428,7 +455,7 @@ class EngineClient:
         return answer if isinstance(answer, dict) else {}
 
     async def health(self) -> bool:
-        """Whether it answers, and calls itself well."""
+        """Whether the engine responds and reports that it is healthy."""
         try:
             await self._call("GET", "/health")
         except EngineError:
@@ -436,12 +463,12 @@ class EngineClient:
         return True
 
     async def close(self) -> None:
-        """Close all connections, that of a request under way once it has its answer; nothing more is asked."""
+        """Close all connections; a pending request's connection closes after its response. Later requests fail."""
         self._closed = True
         await self._transport.aclose()
 
     async def metrics(self) -> str:
-        """What it tells Prometheus; nothing where it exports no metrics. Raises EngineUnreachable."""
+        """Metrics in Prometheus text format; empty if the engine exports none. Raises EngineUnreachable."""
         try:
             return (await self._call("GET", "/metrics", quick=True)).text
         except EngineUnreachable:
@@ -450,7 +477,7 @@ class EngineClient:
             return ""
 
     async def _metrics(self) -> Mapping[str, int]:
-        """SGLang's gauges by name, summed over its schedulers; empty when it exports none."""
+        """SGLang's gauges by name, summed over its schedulers; empty if it exports none."""
         found: dict[str, int] = {}
         for line in (await self.metrics()).splitlines():
             if line.startswith("sglang:num_"):
@@ -468,9 +495,9 @@ class EngineClient:
         quick: bool = False,
         streamed: bool = False,
     ) -> httpx.Response:
-        """The answer; of one that is `streamed` and no refusal, what comes is for the caller to read, and to close."""
+        """Send a request. For a successful `streamed` one the caller reads and closes the response."""
         if self._closed and path != CONTINUE:
-            raise EngineUnreachable(f"the line to the engine is closed ({path})", where=self.base_url)
+            raise EngineUnreachable(f"the client of the engine is closed ({path})", where=self.base_url)
         url = self._urls.get(path) or self._urls.setdefault(path, httpx.URL(self.base_url + path))
         limit = self._quick if quick else self._limit
         request = httpx.Request(
@@ -497,7 +524,7 @@ class EngineClient:
         return EngineError(f"the engine refused {path} (status {status}){said}", where=self.base_url)
 
     def _unreachable(self, path: str, error: httpx.HTTPError) -> EngineUnreachable:
-        # An engine to which there is no connection is away, however long that took to see.
+        # A connect timeout means that the engine is unreachable, not late.
         late = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
         return (EngineLate if late else EngineUnreachable)(
             f"the engine did not answer {path} ({str(error) or type(error).__name__})", where=self.base_url
@@ -510,11 +537,11 @@ class EngineClient:
         try:
             return json.loads(raw) if len(raw) < BIG_ANSWER_BYTES else await asyncio.to_thread(json.loads, raw)
         except ValueError as error:
-            raise EngineError(f"the engine's answer is not JSON ({error})", where=self.base_url) from error
+            raise EngineError(f"the engine's response is not JSON ({error})", where=self.base_url) from error
 
 
 def _limits(seconds: float) -> dict[str, float | None]:
-    """For any answer; a connection is there sooner."""
+    """Timeouts of a request; connecting has a shorter one."""
     return httpx.Timeout(seconds, connect=min(CONNECT_S, seconds)).as_dict()
 
 
@@ -523,7 +550,7 @@ def _rids(rid: str, count: int) -> list[str]:
 
 
 def _reason(response: httpx.Response) -> str:
-    """The engine's own sentence, in whichever of its shapes."""
+    """The engine's error message, in any of its formats."""
     try:
         answer = response.json()
     except ValueError:
@@ -532,15 +559,15 @@ def _reason(response: httpx.Response) -> str:
 
 
 class EngineReach(Protocol):
-    """Makes a client of the engine that registered as `instance`, and answers at `url` (http://host:port): with TLS and its key
-    where the cluster has them.
+    """Creates a client of the engine that registered as `instance` and listens at `url` (http://host:port), with TLS
+    and its key if the cluster uses them.
     """
 
     def __call__(self, url: str, *, timeout_s: float, instance: str) -> Engine: ...
 
 
 def engine_reach(connector: Connector) -> EngineReach:
-    """Over the connections of `connector`."""
+    """Create clients with the TLS settings and keys of `connector`."""
 
     def reach(url: str, *, timeout_s: float, instance: str) -> Engine:
         key = connector.engine_key(instance)

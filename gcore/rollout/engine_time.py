@@ -1,9 +1,9 @@
-"""Engine time: how an engine's seconds divide into busy, idle, paused and asleep, as sums that metrics report.
+"""Engine time: how an engine's seconds divide into busy, idle, paused and asleep, as sums for metrics.
 
-gcore's engines keep the sums themselves (`EngineTimeMeter`). An SGLang server keeps none, so they are estimated: the sum of
-its inter-token latencies is the integral of the requests that were being decoded, without their prefill; where even
-that is missing, the requests that run at two readings are taken to have run between them. SGLang does not report pauses or
-sleep: the client that updates its weights, or puts it to sleep, adds them.
+gcore's engines measure the sums themselves (`EngineTimeMeter`). An SGLang server does not, so they are estimated: the
+sum of its inter-token latencies is the integral over decoding requests, without prefill. If that is missing too, the
+requests running at two readings are assumed to run in between. SGLang does not report pauses or sleep; the client that
+updates its weights or puts it to sleep adds them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ PREFIX = "gcore_engine_"
 
 @dataclass(frozen=True, slots=True)
 class EngineTimeSums:
-    """How an engine's time was spent until `at`, monotonic seconds of its clock, since it began. The caller says what time it is.
+    """Division of an engine's time since its start until `at`, in monotonic seconds of its clock.
 
-    `active_s`: seconds in which there was anything to work on; `running_s`: the same, times the requests that had a row.
+    The caller passes the time.
 
-    An engine is at one thing at a time: it works on what it was given, has nothing to do, is paused (its weights are
-    being changed), or sleeps. While it works it is busy by the share of its rows that are wanted, those that run and
-    those that wait for one, `min(1, wanted / rows)`, and idle by the rest; so busy, idle, paused and asleep seconds
-    add up to the time that passed. Sums only grow: two readings tell all that was between. They are served as Prometheus
-    text (`prometheus_text`) beside the engine's other metrics. Why an engine is idle it does not know.
+    `active_s`: seconds with at least one request. `running_s`: the same, weighted by the number of requests with a row.
+
+    At any time an engine either works, has nothing to do, is paused (during a weight update), or sleeps. While it works
+    it is busy by the share of its rows that are requested, `min(1, wanted / rows)`, counting running and waiting
+    requests, and idle by the rest. Busy, idle, paused and asleep seconds therefore add up to the elapsed time. Sums
+    only grow, so two readings give the values in between. `prometheus_text` exports them with the engine's other
+    metrics. They do not say why an engine is idle.
     """
 
     at: float
@@ -41,7 +43,7 @@ class EngineTimeSums:
     running_s: float = 0.0
 
     def until(self, now: float, doing: Doing, wanted: int, rows: int) -> EngineTimeSums:
-        """With the time until `now`, in which it was `doing` that."""
+        """The sums at `now`, after doing `doing` since `at`."""
         passed = now - self.at
         if passed <= 0:
             return self
@@ -62,32 +64,32 @@ class EngineTimeSums:
 
 
 class EngineTimeMeter:
-    """Meter of one engine's time. One thread notes, any may read: what they share is replaced, never changed."""
+    """Measures one engine's time. One thread writes, any may read: the shared state is replaced, never changed."""
 
     def __init__(self, rows: int, now: float) -> None:
-        """`rows`: requests that saturate it."""
+        """`rows`: number of requests that saturate the engine."""
         self.rows = rows
         self._state: tuple[EngineTimeSums, Doing, int] = EngineTimeSums(now), "working", 0
 
     def note(self, doing: Doing, wanted: int, now: float) -> None:
-        """It is at this from now on."""
+        """Record the engine's activity from `now` on."""
         sums, before, had = self._state
         if (before, had) != (doing, wanted):
             self._state = sums.until(now, before, had, self.rows), doing, wanted
 
     def read(self, now: float) -> EngineTimeSums:
-        """Everything until now."""
+        """The sums until now."""
         sums, doing, wanted = self._state
         return sums.until(now, doing, wanted, self.rows)
 
 
 def current_activity(*, paused: bool, asleep: bool) -> Doing:
-    """What an engine is at that is so."""
+    """Activity of an engine with these states."""
     return "asleep" if asleep else "paused" if paused else "working"
 
 
 def prometheus_text(sums: EngineTimeSums, *, scale: float = 1.0) -> str:
-    """As Prometheus reads it. `scale`: seconds that one of the sums' is."""
+    """Prometheus text format. `scale`: length in seconds of one second in the sums."""
     lines = []
     for name, words in NAMES.items():
         metric, value = f"{PREFIX}{name}", getattr(sums, _FIELDS[name]) * scale
@@ -99,13 +101,13 @@ def prometheus_text(sums: EngineTimeSums, *, scale: float = 1.0) -> str:
 CLOCK = "clock_seconds"
 
 NAMES = {
-    CLOCK: "The engine's monotonic clock, at which the sums were read.",
-    "busy_seconds_total": "Seconds, times the share of the engine's rows that was wanted.",
-    "idle_seconds_total": "Seconds, times the share of the engine's rows that nobody wanted.",
-    "paused_seconds_total": "Seconds in which it was paused: its weights were being changed.",
-    "asleep_seconds_total": "Seconds in which it had given its memory back.",
-    "active_seconds_total": "Seconds in which there was anything to work on.",
-    "running_seconds_total": "The same, times the requests that were worked on.",
+    CLOCK: "The engine's monotonic clock when the sums were read.",
+    "busy_seconds_total": "Seconds, weighted by the share of the engine's rows in use.",
+    "idle_seconds_total": "Seconds, weighted by the share of the engine's rows not in use.",
+    "paused_seconds_total": "Seconds in which the engine was paused for a weight update.",
+    "asleep_seconds_total": "Seconds in which the engine's memory was released.",
+    "active_seconds_total": "Seconds with at least one request.",
+    "running_seconds_total": "Seconds with at least one request, weighted by the number of running requests.",
 }
 
 _FIELDS = {CLOCK: "at"} | {name: name.removesuffix("econds_total") for name in NAMES if name != CLOCK}
@@ -113,12 +115,15 @@ SGLANG = "sglang:"
 DECODING = "inter_token_latency_seconds_sum"
 
 ALMOST_S = 1e-3
-"""By so much may an engine's sums differ from its time: they are told as they are added up."""
+"""Tolerance in seconds between the sums and the elapsed time."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
-    """At one moment. `sums` None: the engine keeps none; then `decoding_s` may say more than `running` does."""
+    """Metrics at one moment.
+
+    `sums` None: the engine does not measure them; `decoding_s` is then more precise than `running`.
+    """
 
     at: float
     sums: EngineTimeSums | None
@@ -131,7 +136,9 @@ class EngineReading:
 
 @dataclass(frozen=True, slots=True)
 class EngineTime:
-    """What an engine's time between two readings was, in seconds: busy, idle, paused and asleep add up to the time from `begin` to `end`."""
+    """Division of an engine's time between two readings in seconds: busy, idle, paused and asleep add up to the time
+    from `begin` to `end`.
+    """
 
     begin: float
     end: float
@@ -146,9 +153,10 @@ class EngineTime:
 
 
 def parse_reading(text: str, asked: float, answered: float) -> EngineReading:
-    """Metrics in Prometheus' words, read between two moments of the reader's clock. What is not there is 0.
+    """Parse Prometheus text that was read between two moments of the reader's clock. Missing metrics are 0.
 
-    An engine of the same machine has the same clock; one whose clock shows a time that cannot be is taken to have answered half-way.
+    An engine on the same machine has the same clock. If its clock is outside of the interval, the middle of the
+    interval is used.
     """
     found = _numbers(text)
     clock = found.get(PREFIX + CLOCK)
@@ -167,16 +175,16 @@ def parse_reading(text: str, asked: float, answered: float) -> EngineReading:
 
 
 def time_between(one: EngineReading, other: EngineReading, rows: int) -> EngineTime | None:
-    """What was between two readings of one engine; None if the other is not later, or not of the same process.
+    """Engine time between two readings; None if the second is not later, or of another process.
 
-    `rows`: requests that saturate it, where it does not say how busy it was.
+    `rows`: number of requests that saturate the engine, used if it does not measure its busy time.
     """
     passed = other.at - one.at
     if passed <= 0:
         return None
     tokens, requests = max(other.tokens - one.tokens, 0), max(other.requests - one.requests, 0)
     if one.sums is not None and other.sums is not None:
-        # Its sums say whether it is the same process; of tokens some may be taken back that were told while they were made.
+        # The sums show whether it is the same process. Token counts may decrease, because unfinished ones may be corrected.
         return _summed(one, other, one.sums, other.sums, tokens, requests)
     if other.tokens < one.tokens or other.requests < one.requests:
         return None
@@ -200,11 +208,11 @@ def _summed(
     ]
     passed = after.at - before.at
     if passed <= 0 or abs(sum(parts) - passed) > ALMOST_S:
-        return None  # it began anew at the same address
-    # It may have been asked between the end of a request and its own word of that, and has then told a little too much of one thing.
+        return None  # another process at the same address
+    # A reading between the end of a request and its record may count slightly too much for one state.
     active_s = max(after.active_s - before.active_s, 0.0)
     running_s = max(after.running_s - before.running_s, 0.0)
-    least = [max(part, 0.0) for part in parts]  # not all of them 0: they add up to what passed, and more
+    least = [max(part, 0.0) for part in parts]  # not all are 0, because they sum to at least the elapsed time
     busy, idle, paused, asleep = (part * (other.at - one.at) / sum(least) for part in least)
     return EngineTime(
         one.at,
@@ -221,7 +229,7 @@ def _summed(
 
 
 def _numbers(text: str) -> Mapping[str, float]:
-    """By name, summed over labels."""
+    """Metrics by name, summed over labels."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         if line.startswith((PREFIX, SGLANG)):
@@ -230,7 +238,7 @@ def _numbers(text: str) -> Mapping[str, float]:
             try:
                 number = float(value)
             except ValueError:
-                continue  # somebody else's metric of a shape of its own
+                continue  # a metric in an unknown format
             if math.isfinite(number):
                 found[name] = found.get(name, 0.0) + number
     return found

@@ -1,18 +1,18 @@
-"""How long a response is expected to become: from the other responses to its prompt, the tokens that it has, and how long
-its source's responses have been lately. Pure.
+"""Predicts the length of a response from the other responses to its prompt, its tokens so far, and recent lengths of
+its source. Pure.
 
-Lengths are looked at as logarithms, for their spread grows with their size. What a response has in common with the others of its
-prompt is the source's `likeness`, the correlation within a prompt, estimated from the source's recent groups (and held to a
-usual one while those are few). So the lengths to be expected are the source's own recent ones, moved towards those of the
-prompt's responses, the further the more of these there are and the more alike they are, and drawn together, for less is unknown
-then. Nothing is assumed of their form. A response that has n tokens will have more: of these lengths those below n are left
-out. The expectation is the mean of what remains.
+Lengths are modeled as logarithms, because their spread grows with their size. `likeness` is the correlation within a
+prompt, estimated from the source's recent groups (and shrunk to a usual value while these are few). The predicted
+distribution is the source's recent lengths, shifted towards the lengths of the prompt's responses (the more, the more
+responses there are and the higher the correlation), and narrowed, because the uncertainty is lower then. No
+distribution is assumed. A response that has n tokens will be longer, so lengths below n are dropped. The expectation is
+the mean of the rest.
 
-A prompt's responses are remembered as their distance from the source's mean at that time, not as tokens, so that they stay of
-use while lengths grow over a run.
+A prompt's responses are stored as their distance from the source's mean at that time instead of as tokens, so that they
+stay useful while lengths grow during a run.
 
-What responses under way have still to come is `gcore.rollout.length_prediction`'s. Knows no prompts, and remembers nothing
-(`controllers.flow.peer` does).
+`tokens_left` predicts the remaining tokens of unfinished responses. The module is stateless (`controllers.flow.peer`
+keeps the state).
 """
 
 from __future__ import annotations
@@ -25,59 +25,59 @@ from dataclasses import dataclass
 from functools import cached_property
 
 USUAL_LIKENESS, USUAL_COUNTS = 0.4, 8.0
-"""The correlation within a prompt of a source of which nothing is known, and as how many groups that counts."""
+"""Prior of the correlation within a prompt, and its weight as a number of groups."""
 
 MOST_LIKENESS = 0.95
-"""However alike a few groups were."""
+"""Maximum of the estimated correlation."""
 
 MOST_LOGS = 64
-"""Lengths that stand for a source's recent ones: an expectation looks at each, and there are many expectations."""
+"""Number of lengths that represent a source's recent ones: each prediction reads all of them."""
 
 BEYOND = 1.3
-"""By how much longer than it is a response is expected to become that is longer than all that were known."""
+"""Predicted ratio of final to current length for a response longer than all known ones."""
 
 
 @dataclass(frozen=True)
 class SourceLengths:
-    """A source's recent lengths. `logs`: their logarithms, in order; of many, evenly chosen ones."""
+    """A source's recent lengths. `logs`: their logarithms, sorted; of many, an evenly spaced selection."""
 
     logs: tuple[float, ...]
     likeness: float = USUAL_LIKENESS
 
     @classmethod
     def of(cls, groups: Iterable[Sequence[int]]) -> SourceLengths:
-        """Of groups of responses, each to one prompt, in tokens."""
+        """From groups of responses, each to one prompt, in tokens."""
         grouped = [[_log(length) for length in group] for group in groups if group]
         return cls(_thinned(sorted(log for group in grouped for log in group)), _likeness(grouped))
 
     @cached_property
     def mean(self) -> float:
-        """Of the logarithms."""
+        """Mean of the logarithms."""
         return math.fsum(self.logs) / len(self.logs) if self.logs else 0.0
 
     @cached_property
     def spread(self) -> float:
-        """Their standard deviation."""
+        """Standard deviation of the logarithms."""
         off = math.fsum((log - self.mean) ** 2 for log in self.logs)
         return math.sqrt(off / len(self.logs)) if self.logs else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class SiblingLengths:
-    """Responses to one prompt: how many, and by how much the mean of their logarithms was above their source's."""
+    """Responses to one prompt: their number, and the difference of their mean logarithm from the source's."""
 
     count: int = 0
     above: float = 0.0
 
     @classmethod
     def of(cls, source: SourceLengths, lengths: Sequence[int]) -> SiblingLengths:
-        """These, beside what is known of their source now."""
+        """From lengths in tokens, relative to the source's current mean."""
         if not lengths or not source.logs:
             return NONE
         return cls(len(lengths), math.fsum(map(_log, lengths)) / len(lengths) - source.mean)
 
     def joined(self, others: SiblingLengths) -> SiblingLengths:
-        """Both."""
+        """Both combined."""
         count = self.count + others.count
         if not count:
             return NONE
@@ -88,13 +88,13 @@ NONE = SiblingLengths()
 
 
 def expected_length(source: SourceLengths, siblings: SiblingLengths, so_far: int, longest: int) -> float:
-    """Tokens that a response which has `so_far` is expected to end with: never fewer than those, nor more than `longest`."""
+    """Expected final length in tokens of a response with `so_far` tokens, between `so_far` and `longest`."""
     if not source.logs:
         return float(longest)
     weight = prompt_weight(siblings.count, source.likeness)
     middle = source.mean + weight * siblings.above
     narrow = math.sqrt(1.0 - source.likeness * weight)
-    # Where the lengths that are above `so_far` begin among the source's, before these are moved and drawn together.
+    # Index of the first of the source's lengths that exceeds `so_far` after shifting and narrowing.
     first = 0
     if so_far > 0:
         first = bisect_right(source.logs, source.mean + (math.log(so_far) - middle) / narrow)
@@ -109,19 +109,19 @@ def _log(length: int) -> float:
 
 
 def _thinned(logs: Sequence[float]) -> tuple[float, ...]:
-    """As many as are looked at, from the middle of as many equal parts."""
+    """A selection of `MOST_LOGS` values: the middles of equal parts."""
     if len(logs) <= MOST_LOGS:
         return tuple(logs)
     return tuple(logs[(2 * part + 1) * len(logs) // (2 * MOST_LOGS)] for part in range(MOST_LOGS))
 
 
 def prompt_weight(count: int, likeness: float) -> float:
-    """How far the mean of `count` responses tells where their prompt's lengths lie, 0 to 1."""
+    """Weight of the mean of `count` responses in the estimate of their prompt's lengths, 0 to 1."""
     return count * likeness / (1.0 + (count - 1) * likeness) if count else 0.0
 
 
 def _likeness(groups: Sequence[Sequence[float]]) -> float:
-    """The correlation within groups, by the analysis of variance; drawn to the usual one while there are few groups."""
+    """Intraclass correlation from the analysis of variance, shrunk to the usual value for few groups."""
     total = sum(map(len, groups))
     degrees = total - len(groups)
     if len(groups) < 2 or not degrees:
@@ -142,31 +142,32 @@ def _likeness(groups: Sequence[Sequence[float]]) -> float:
 
 
 MIDDLES = tuple(0.6 * at for at in range(-4, 5))
-"""Where a prompt's middle may lie, in standard deviations of what is known of it before its responses tell."""
+"""Grid for a prompt's mean, in standard deviations of its prior."""
 
 LEAST_SPREAD = 0.05
-"""Of logarithms: of lengths that were all the same the next may differ a little."""
+"""Minimum standard deviation of logarithms, because lengths that were all equal may differ next time."""
 
 LEAST_BETWEEN = 0.02
-"""Share of the variance that lies between prompts, at least."""
+"""Minimum share of the variance between prompts."""
 
 HARDLY = 1e-12
-"""A chance below which nothing is said by numbers any more."""
+"""Lower bound of probabilities, for numerical stability."""
 
 
 def tokens_left(
     source: SourceLengths, siblings: SiblingLengths, finished: Sequence[int], growing: Sequence[int], longest: int
 ) -> float:
-    """Tokens still to come of a prompt's responses: of `growing`, which have so many, beside those that are `finished`.
+    """Expected remaining tokens of a prompt's unfinished responses (`growing`: their tokens so far), given the
+    `finished` ones.
 
-    `siblings`: what was known of the prompt before; `longest`: tokens that a response has at most.
+    `siblings`: earlier knowledge about the prompt; `longest`: maximum tokens per response.
 
-    Responses to a prompt are begun together, so those that are finished are the short ones: by them alone the others
-    would be taken for short too. Each that goes on at n tokens tells that it is longer than n, and both are weighed:
-    lengths are log-normal about their prompt's middle, the middles about the source's (a random effect; the source's
-    `likeness` is the share that lies between prompts), and where the prompt's own lies is inferred from the finished
-    and from the growing ones at once (survival analysis: right-censored lengths). What is to be expected beyond n is
-    the mean of what such a length has above it, cut off at `longest`.
+    Responses to a prompt start together, so the finished ones are the short ones, and using them alone would
+    underestimate the others. An unfinished response at n tokens shows that its length exceeds n. Both are used: lengths
+    are log-normal around their prompt's mean, and means around the source's (a random effect; `likeness` is the share
+    of variance between prompts). The prompt's mean is inferred from finished and unfinished responses together
+    (survival analysis with right-censored lengths). The expected rest beyond n is the mean excess over n, truncated at
+    `longest`.
     """
     if not growing:
         return 0.0
@@ -189,7 +190,7 @@ def tokens_left(
 
 
 def _weights(middles: Sequence[float], ended: Sequence[float], outlived: Counter[int], own: float) -> list[float]:
-    """How likely each middle is: before anything is told as of the normal distribution, then by what is."""
+    """Posterior probability of each grid point: normal prior times likelihood."""
     logs = []
     for at, middle in zip(MIDDLES, middles, strict=True):
         told = -at * at / 2.0 - math.fsum(((log - middle) / own) ** 2 for log in ended) / 2.0
@@ -204,7 +205,7 @@ def _weights(middles: Sequence[float], ended: Sequence[float], outlived: Counter
 
 
 def _beyond(middle: float, own: float, so_far: int, longest: int) -> float:
-    """The mean of what a length above `so_far` has beyond it, with nothing above `longest`."""
+    """Mean excess over `so_far` of a length above `so_far`, truncated at `longest`."""
     if so_far >= longest:
         return 0.0
     low = (math.log(so_far) - middle) / own if so_far > 0 else -math.inf
@@ -218,5 +219,5 @@ def _beyond(middle: float, own: float, so_far: int, longest: int) -> float:
 
 
 def _above(deviations: float) -> float:
-    """The chance that a normal deviate is above."""
+    """Probability that a standard normal variable exceeds `deviations`."""
     return 0.5 * math.erfc(deviations / math.sqrt(2.0))

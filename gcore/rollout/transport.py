@@ -1,11 +1,12 @@
-"""HTTP/1.1 for many requests to one host at once, as a transport of httpx.
+"""HTTP/1.1 transport for httpx with many concurrent requests to one host.
 
-httpx's own pool looks at every connection for every request, several times: with 256 requests under way a request costs
-5 ms of the controller's thread, most of what a short response takes to make. This one keeps idle connections in a list,
-takes the youngest, and gives each request a connection of its own. It does no redirects, proxies or HTTP/2: an engine's client
-needs none of them. An answer is read whole, or, with the extension `STREAMED`, as it comes.
+httpx's own connection pool scans all connections several times per request. With 256 pending requests that costs 5 ms
+of the controller's thread per request, most of the duration of a short response. This transport keeps idle connections
+in a list, uses the most recent one, and gives each request its own connection. It supports no redirects, proxies or
+HTTP/2, which an engine client does not need. A response is read completely or, with the extension `STREAMED`, as it
+arrives.
 
-A request that is cancelled, or whose time is up, closes its connection: that is how an engine learns of it.
+A request that is cancelled or times out closes its connection, which tells the engine to stop.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from gcore.system.concurrency import limit_time
 READ_BYTES = 1 << 16
 
 STREAMED = "gcore_streamed"
-"""The request's extension that asks for the answer as it comes; whoever asked closes it."""
+"""Request extension for a streamed response; the caller must close the response."""
 
 MOST_IDLE = 64
-"""Idle connections that are kept."""
+"""Maximum number of idle connections."""
 
 IDLE_S = 30.0
-"""An idle connection is not used any more after so long: less than servers keep them."""
+"""Maximum age of an idle connection that is reused, shorter than the servers' keep-alive timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A connection, and since when it has been idle, in the loop's time."""
+    """A connection, and the loop time since which it has been idle."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -50,21 +51,21 @@ class _Line:
 
 @functools.cache
 def _system() -> ssl.SSLContext:
-    """Trusts whom the machine trusts."""
+    """TLS context with the system's trusted certificates."""
     return ssl.create_default_context()
 
 
 class EngineTransport(httpx.AsyncBaseTransport):
-    """Belongs to the loop in which it is first used. Raises httpx.TransportError, as transports do."""
+    """Belongs to the loop in which it is first used. Raises httpx.TransportError."""
 
     def __init__(self, tls: Callable[[], ssl.SSLContext | None] = _system) -> None:
-        """`tls`: how to speak TLS with whoever wants it; asked for each new connection."""
+        """`tls`: returns the TLS context for https; called for each new connection."""
         self._idle: list[_Line] = []
         self._closed = False
         self._tls = tls
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send it, and read the whole answer, or its head if it is to be streamed."""
+        """Send the request, and read the whole response, or only its head if it is streamed."""
         limits = request.extensions.get("timeout", {})
         line = self._take() or await self._connect(request.url, limits.get("connect"))
         answer = _Answer(self, line, request, limits.get("read"))
@@ -82,11 +83,11 @@ class EngineTransport(httpx.AsyncBaseTransport):
         return response
 
     def give_back(self, line: _Line) -> None:
-        """Its answer was read to the end, so another request may follow, if the server keeps the connection."""
+        """Return a connection after its response was read to the end; it is reused if the server keeps it open."""
         try:
             line.protocol.start_next_cycle()
         except h11.LocalProtocolError:
-            line.writer.close()  # it does not
+            line.writer.close()  # the server closes it
             return
         if self._closed or len(self._idle) >= MOST_IDLE:
             line.writer.close()
@@ -95,7 +96,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
             self._idle.append(_Line(line.reader, line.writer, line.protocol, now))
 
     def _take(self) -> _Line | None:
-        """The youngest idle connection that still holds."""
+        """The most recent idle connection that is still open."""
         now = asyncio.get_running_loop().time()
         while self._idle:
             line = self._idle.pop()
@@ -118,16 +119,17 @@ class EngineTransport(httpx.AsyncBaseTransport):
         return _Line(reader, writer, h11.Connection(h11.CLIENT), 0.0)
 
     async def aclose(self) -> None:
-        """Close what is idle, and what is under way once it has its answer."""
+        """Close idle connections, and pending ones after their response."""
         self._closed = True
         while self._idle:
             self._idle.pop().writer.close()
 
 
 async def split_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The lines in `chunks`, without their ends, which are LF or CRLF. What no end follows has broken off, and is no line.
+    """Yield the lines in `chunks` without their ends (LF or CRLF). An unterminated last line is dropped.
 
-    Not httpx's lines, which end at U+2028 too, and wherever else Python's `splitlines` ends one: JSON may hold that as it is.
+    httpx's line splitting also splits at U+2028 and other characters of Python's `splitlines`, which JSON may contain
+    unescaped.
     """
     begun: list[bytes] = []
     async for chunk in chunks:
@@ -140,18 +142,18 @@ async def split_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 class _Answer(httpx.AsyncByteStream):
-    """What comes after one request on one connection. Closes the connection unless it was read to its end."""
+    """The response to one request. Closes the connection unless it was read to the end."""
 
     def __init__(self, transport: EngineTransport, line: _Line, request: httpx.Request, limit_s: float | None) -> None:
         self._transport = transport
         self._line = line
         self._request = request
         self._end = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
-        """When the whole answer must be there, in the loop's time."""
+        """Deadline of the whole response, in loop time."""
         self._is_over = False
 
     async def begin(self) -> tuple[int, list[tuple[bytes, bytes]]]:
-        """Send the request; the status and the headers."""
+        """Send the request; return status and headers."""
         line, request = self._line, self._request
         body = await request.aread()
         head = h11.Request(method=request.method, target=request.url.raw_path, headers=request.headers.raw)
@@ -175,7 +177,7 @@ class _Answer(httpx.AsyncByteStream):
                 return
 
     async def aclose(self) -> None:
-        """Nobody wants the rest: that is how an engine learns of it."""
+        """Close the connection if the response was not read to the end, which tells the engine to stop."""
         if not self._is_over:
             self._is_over = True
             self._line.writer.close()

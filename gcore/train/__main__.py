@@ -1,4 +1,4 @@
-"""`python -m gcore.train`: a train rank under its supervisor."""
+"""`python -m gcore.train`: a train rank, started by its supervisor."""
 
 from gcore.system.clock import SystemClock
 from gcore.train.rank.main import main

@@ -1,8 +1,8 @@
-"""The advantage of every token that this rank trains, from the outcomes of the whole step.
+"""Computes the advantage of every token that this rank trains from the rewards of the whole step.
 
-A group's estimate needs all of its samples, and whitening all of the step's tokens; both are spread over ranks. So outcomes
-are gathered first, and every rank computes the same from them. A critic's advantages need their own sample only, and
-what the critic is fitted to is taken from them before they are whitened. In float64; what the losses get is float32.
+Group estimators need all samples of a group, and whitening needs all tokens of the step; both are spread over ranks.
+Rewards are therefore gathered first, and every rank computes the same advantages. A critic's advantages need only their
+own sample, and the critic's targets are taken before whitening. Computation is in float64; losses get float32.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from gcore.train.batching import BatchIndex, MicroBatch, StepTensors
 from gcore.train.objectives import PluginAdvantage
 
 Estimate = Callable[[Tensor, Tensor], Tensor]
-"""Outcomes [n] float64 and the numbers of their groups [n] int64, to advantages [n]."""
+"""Maps outcomes [n] float64 and group numbers [n] int64 to advantages [n]."""
 
 
 class RankReductions(Protocol):
-    """Sums and maxima of numbers over the ranks. Both are collectives."""
+    """Sums and maxima over ranks. Both are collectives."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sum of each number over the ranks."""
+        """Sum of each number over the ranks."""
         ...
 
     def max(self, values: Sequence[float]) -> list[float]:
-        """The largest of each number over the ranks."""
+        """Maximum of each number over the ranks."""
         ...
 
 
@@ -53,10 +53,10 @@ def advantages(
     targets: ValueTargets | None = None,
     own: PluginAdvantage | None = None,
 ) -> dict[BatchIndex, Tensor]:
-    """[b, 1] or [b, w] float32 by micro-batch; a row that is no sample's has 0, and so has all that is only imitated.
+    """Advantages [b, 1] or [b, w] float32 by micro-batch; 0 for rows without a sample, and for supervised training.
 
-    `penalties` [b, w] float64: what each token's reward is worth less, for the KL inside it; may be empty. `targets`: of a
-    job with a critic; `own`: of one with an estimator of the user's. A collective.
+    `penalties` [b, w] float64: amounts subtracted from each token's reward, for KL in the reward; may be empty.
+    `targets`: only with a critic; `own`: only with a user's estimator. A collective.
     """
     if train.loss == "sft":
         return {place: torch.zeros_like(step.at(place).rollout_logp[:, :1]) for place in step.places()}
@@ -81,7 +81,7 @@ def advantages(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ValueTargets:
-    """By micro-batch: advantages against the critic's values, and the returns that it is fitted to; [b, w] float64."""
+    """By micro-batch: advantages relative to the critic's values, and returns, the critic's targets; [b, w] float64."""
 
     advantages: dict[BatchIndex, Tensor]
     returns: dict[BatchIndex, Tensor]
@@ -90,7 +90,10 @@ class ValueTargets:
 def value_targets(
     step: StepTensors, train: TrainSpec, values: Mapping[BatchIndex, Tensor], penalties: Mapping[BatchIndex, Tensor]
 ) -> ValueTargets:
-    """By GAE from the values before each token [b, w]; 0 where nothing is computed. `penalties` as in `advantages`."""
+    """Advantages and returns by GAE from the values before each token [b, w]; 0 for unscored tokens.
+
+    `penalties` as in `advantages`.
+    """
     found, returns = {}, {}
     for place in step.places():
         rewards, scored = _token_rewards(step, place, penalties), step.at(place).scored
@@ -101,7 +104,7 @@ def value_targets(
 def _by_group(
     step: StepTensors, estimate: Estimate, penalties: Mapping[BatchIndex, Tensor], over_ranks: RankReductions
 ) -> dict[SampleSlot, float]:
-    """Of every sample of the step; a sample's outcome is its reward less the penalties of all its tokens."""
+    """Advantage of every sample of the step; a sample's outcome is its reward minus the penalties of all its tokens."""
     every = sorted(slot for by_rank in step.work.layout.shares for share in by_rank for slot in share)
     outcomes = dict.fromkeys(every, 0.0)
     for slot in step.work.layout.of_rank(step.work.rank):
@@ -109,7 +112,7 @@ def _by_group(
     for place, penalty in penalties.items():
         for slot, sum_ in zip(step.at(place).slots, penalty.sum(dim=1).tolist(), strict=False):  # a dummy has no slot
             outcomes[slot] -= sum_
-    gathered = over_ranks.sum(list(outcomes.values()))  # one rank knows each, the others bring 0
+    gathered = over_ranks.sum(list(outcomes.values()))  # one rank has each outcome, the others contribute 0
     values = estimate(
         torch.tensor(gathered, dtype=torch.float64),
         torch.tensor([slot.group for slot in every], dtype=torch.int64),
@@ -118,7 +121,7 @@ def _by_group(
 
 
 def _spread(step: StepTensors, values: Mapping[SampleSlot, float]) -> dict[BatchIndex, Tensor]:
-    """Each sample's number as a row of its micro-batch, [b, 1]."""
+    """Each sample's value as a row of its micro-batch, [b, 1]."""
     return {place: _rows(step.at(place), values) for place in step.places()}
 
 
@@ -128,13 +131,13 @@ def _rows(batch: MicroBatch, values: Mapping[SampleSlot, float]) -> Tensor:
 
 
 def _returns(step: StepTensors, gamma: float, penalties: Mapping[BatchIndex, Tensor]) -> dict[BatchIndex, Tensor]:
-    """Return to go of every token that is computed, [b, w] float64. A response of no tokens has none."""
+    """Return to go of every scored token, [b, w] float64. An empty response has none."""
     places = step.places()
     return {place: discounted(_token_rewards(step, place, penalties), step.at(place).scored, gamma) for place in places}
 
 
 def _token_rewards(step: StepTensors, place: BatchIndex, penalties: Mapping[BatchIndex, Tensor]) -> Tensor:
-    """What each token of a micro-batch is rewarded with, [b, w] float64."""
+    """Reward of each token of a micro-batch, [b, w] float64."""
     batch = step.at(place)
     mine = torch.zeros(batch.scored.shape, dtype=torch.float64, device=batch.scored.device)
     some = batch.scored.any(dim=1)
@@ -143,15 +146,15 @@ def _token_rewards(step: StepTensors, place: BatchIndex, penalties: Mapping[Batc
         mine[some] = at_last_token(rewards[some], batch.scored[some])
     return (
         less_kl(mine, penalties[place], batch.scored, 1.0) if place in penalties else mine
-    )  # the coefficient is in it
+    )  # the penalty includes the coefficient
 
 
 def moments(step: StepTensors, values: Mapping[BatchIndex, Tensor], over_ranks: RankReductions) -> Moments:
-    """Of values [b, w] over the step's trained tokens, wherever they are. A collective."""
+    """Moments of values [b, w] over the step's trained tokens on all ranks. A collective."""
     own = sum((Moments.of(value, step.at(place).mask) for place, value in values.items()), Moments())
     count, total = over_ranks.sum([own.count, own.mean * own.count])
     mean = total / count if count else 0.0
-    # Around the common mean: what each rank's own squares lack.
+    # Shift each rank's sum of squares from its own mean to the common mean.
     (squares,) = over_ranks.sum([own.squares + own.count * (own.mean - mean) ** 2])
     return Moments(int(count), mean, squares)
 
@@ -165,7 +168,7 @@ def _whitened(
 
 
 def _less_baseline(step: StepTensors, returns: Mapping[BatchIndex, Tensor]) -> dict[BatchIndex, Tensor]:
-    """Every scored token's return to go less what its group's flow found to compare with, [b, w] float32."""
+    """Return to go of every scored token minus the baseline of its group, [b, w] float32."""
     found = {}
     for place, value in returns.items():
         batch = step.at(place)

@@ -1,13 +1,13 @@
 """Samples as tensors, and their log-probabilities.
 
-What goes through the model (`ModelInputs`) is either one row of sequences end to end, or rows padded on the right. With causal
-attention no real token ever sees the padding, so no mask goes to the model. Logits are made only for what is scored: in
-one row for exactly those tokens, in rows for the columns that hold any.
+A model's input (`ModelInputs`) is either one row of sequences end to end, or rows padded on the right. With causal
+attention no real token sees the padding, so the model needs no mask. Logits are computed only where needed: for one row
+exactly at the scored tokens, for several rows at the columns that contain any.
 
-What comes out is laid out anew, response by response: one row a sample, its tokens from column 0 on. Losses and counts
-know that layout only, and not how the model was fed.
+Outputs are rearranged by response: one row per sample, its tokens from column 0. Losses and counts use only this
+layout, independent of how the model was fed.
 
-Log-probabilities are those of the temperature-scaled, untruncated softmax, in float32, like the engines'; the
+Log-probabilities are those of the temperature-scaled, untruncated softmax, in float32, as in the engines. The
 temperature is that of the sample's group.
 """
 
@@ -29,22 +29,22 @@ from gcore.train.packing import CutSettings, MicroPlan, MiniBatchPlan, Packing, 
 from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
 
 PIECE = 1 << 22
-"""Logits that are looked at together."""
+"""Number of logits that are processed together."""
 
 
 def token_logprobs(
     logits: Tensor, targets: Tensor, temperature: Tensor | None, *, entropic: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Of softmax(logits / temperature): the log-probability of each row's target, and its entropy in nats.
+    """Log-probability of each row's target under softmax(logits / temperature), and its entropy in nats, with little
+    memory.
 
     `logits` [n, vocabulary], `targets` [n] int64, `temperature` [n] float32 or None for 1. Returns two [n], float32 (or
-    float64, if the logits are). The gradient goes through the log-probabilities, and through the entropies if `entropic`.
+    float64, if the logits are). The gradient flows through the log-probabilities, and through the entropies if
+    `entropic`.
 
-    Log-probabilities and entropies of tokens from logits, in little memory.
-
-    With a vocabulary of 150k, logits are by far the largest tensor of a step. So they are kept once, in the type the
-    model made them in, and everything float32 is made a few rows at a time: forward keeps the logarithm of each row's
-    sum, and backward makes the softmax again from that.
+    With a vocabulary of 150k, logits are by far the largest tensor of a step. They are stored once, in the model's
+    dtype, and float32 values are computed a few rows at a time: forward stores the logarithm of each row's sum, and
+    backward recomputes the softmax from it.
     """
     if temperature is not None:
         temperature = temperature.to(_precise(logits.dtype))
@@ -78,7 +78,7 @@ class _TokenLogprobs(torch.autograd.Function):
             total[piece] = torch.logsumexp(part, dim=-1)
             logp[piece] = part.gather(1, targets[piece, None])[:, 0] - total[piece]
             weights = (part - total[piece, None]).exp_()
-            # Where a model forbids a token with -inf, 0 · -inf would be nan; that token adds nothing.
+            # For a token that the model forbids with -inf, 0 · -inf would be NaN; its contribution is 0.
             entropy[piece] = total[piece] - weights.mul_(part).nan_to_num_(nan=0.0).sum(dim=-1)
         ctx.save_for_backward(logits, targets, temperature, total, entropy if entropic else None)
         if not entropic:
@@ -110,9 +110,9 @@ DUMMY = Rectangle(1, 2)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelInputs:
-    """What a model is given. `tokens` [1, t] with `positions` [1, t], or [b, t] with None: each row counts from 0.
+    """Input of a model. `tokens` [1, t] with `positions` [1, t], or [b, t] with None: each row counts from 0.
 
-    Logits are wanted for `columns` [c] int64, and of those [b·c] for `rows` [n] int64; None: for all.
+    Logits are computed for `columns` [c] int64, and of those [b·c] for `rows` [n] int64; None: for all.
     """
 
     tokens: Tensor
@@ -123,18 +123,18 @@ class ModelInputs:
 
 
 LogitsOf = Callable[[ModelInputs], Tensor]
-"""Inputs to the logits [n, vocabulary] of what is scored."""
+"""Maps inputs to the logits [n, vocabulary] of the scored tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Rows are `slots`, columns the tokens of their responses, padded to w; for a dummy, one row that is no sample's.
+    """Rows are `slots`, columns the tokens of their responses, padded to w; a dummy has one row without a sample.
 
-    `mask` [b, w] bool: tokens that are trained; `scored` [b, w] bool: those, and the masked samples' if they are computed. Neither
-    holds what the policy did not make: the model sees it, and nothing is asked about it.
-    `rollout_logp` [b, w] float32: the engine's, 0 where nothing is scored. `targets` [n] int64 are the scored tokens,
-    `temperature` [n] float32 theirs (None: 1 for all), `places` [n] int64 where they stand in [b·w]; where nothing is
-    scored they name one place all the same. `real` of `computed` tokens are some sample's.
+    `mask` [b, w] bool: trained tokens. `scored` [b, w] bool: these, and the masked samples' tokens if they are
+    computed. Neither includes observed tokens, which are only input of the model. `rollout_logp` [b, w] float32: the
+    engine's log-probabilities, 0 for unscored tokens. `targets` [n] int64: the scored tokens; `temperature` [n] float32
+    of each (None: 1 for all); `places` [n] int64: their positions in [b·w]. If no token is scored, these still have one
+    element. `real` of the `computed` tokens belong to a sample.
     """
 
     slots: tuple[SampleSlot, ...]
@@ -150,19 +150,19 @@ class MicroBatch:
 
     @property
     def size(self) -> str:
-        """For people."""
+        """Size, for messages."""
         longest = max(one.length for one in self.inputs.rectangles)
         return f"a micro-batch of {len(self.slots)} samples, {self.computed} tokens, the longest {longest}"
 
     def spread(self, values: Tensor) -> Tensor:
-        """Values [n] of the scored tokens, as [b, w] with 0 elsewhere."""
+        """Values [n] of the scored tokens as [b, w], 0 elsewhere."""
         flat = torch.zeros(self.mask.numel(), dtype=values.dtype, device=values.device)
         return flat.scatter(0, self.places, values).view(self.mask.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Of a micro-batch's tokens: log-probabilities [b, w] float32, entropies [b, w] in nats."""
+    """Log-probabilities [b, w] float32 and entropies [b, w] in nats of a micro-batch's tokens."""
 
     logp: Tensor
     entropy: Tensor
@@ -170,7 +170,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """How models are fed: `packing`, and `vocabulary`, the number of tokens that they know."""
+    """How models are fed: `packing`, and `vocabulary`, the number of tokens that all of them support."""
 
     packing: Packing
     vocabulary: int
@@ -178,21 +178,21 @@ class Feeding:
 
 
 def make_batch(work: StepInput, plan: MicroPlan, feeding: Feeding) -> MicroBatch:
-    """The tensors of some samples; a dummy, with nothing in its mask, for none. Raises DataError."""
+    """Tensors of the plan's samples; a dummy with an empty mask for none. Raises DataError."""
     if not plan.slots:
         return make_dummy(feeding)
     return _tensors(plan.slots, _rows(work, plan), plan.rectangles, feeding)
 
 
 def make_dummy(feeding: Feeding) -> MicroBatch:
-    """A micro-batch of no sample, for ranks that must run as many as others."""
+    """A micro-batch without samples, for ranks that must run as many as others."""
     return _tensors((), (), (DUMMY,), feeding)
 
 
 def score_batch(logits_of: LogitsOf, batch: MicroBatch, *, entropic: bool = False) -> Scores:
-    """Log-probabilities and entropies of a micro-batch under a model. Gradients as the caller has them enabled.
+    """Log-probabilities and entropies of a micro-batch under a model. The caller enables or disables gradients.
 
-    `entropic`: whether a gradient goes through the entropies too.
+    `entropic`: whether the gradient also flows through the entropies.
     """
     logp, entropy = token_logprobs(logits_of(batch.inputs), batch.targets, batch.temperature, entropic=entropic)
     return Scores(batch.spread(logp), batch.spread(entropy))
@@ -224,14 +224,14 @@ def _tensors(
         tokens[start:end] = row.group.prompt_ids
         tokens[end : end + len(row.sample.token_ids)] = row.sample.token_ids
         logprobs[number, : len(row.sample.logprobs)] = row.sample.logprobs
-    logprobs[~scored] = 0.0  # whatever stands where nothing was drawn
+    logprobs[~scored] = 0.0  # for observed tokens, which were not sampled
     _check(tokens, rows, slots, feeding.vocabulary)
     where, counts = np.flatnonzero(scored), scored[: len(rows)].sum(axis=1)
     scale = np.array([row.group.temperature for row in rows], dtype=np.float32).repeat(counts)
     # A token is predicted by the one before it; `where % width` counts a response's tokens.
     columns = (starts + prompts - 1).repeat(counts) + where % width
     if not len(where):
-        # Something must be scored, or the dummy's gradients would not reach every parameter.
+        # Score one token, so that the dummy's gradients reach every parameter.
         columns, where, scale = np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.float32)
 
     def put(values: NDArray[np.generic]) -> Tensor:
@@ -261,7 +261,7 @@ def _rows(work: StepInput, plan: MicroPlan) -> list[_Row]:
 
 
 def _check(tokens: NDArray[np.int64], rows: Sequence[_Row], slots: Sequence[SampleSlot], vocabulary: int) -> None:
-    """Raise DataError if one of them is none of the model's: torch would say no more than that an index is wrong."""
+    """Raise DataError for a token outside of the model's vocabulary; torch's own message would not name it."""
     if not len(tokens) or (int(tokens.min()) >= 0 and int(tokens.max()) < vocabulary):
         return
     for row, slot in zip(rows, slots, strict=True):
@@ -269,14 +269,14 @@ def _check(tokens: NDArray[np.int64], rows: Sequence[_Row], slots: Sequence[Samp
             wrong = ids[(ids < 0) | (ids >= vocabulary)]
             if len(wrong):
                 raise DataError(
-                    f"token {wrong[0]} in the {what} of sample {slot.sample} is none of the model's {vocabulary}",
+                    f"token {wrong[0]} in the {what} of sample {slot.sample} is not in the model's vocabulary of {vocabulary}",
                     where=f"prompt {row.group.ref}",
-                    fix="The tokenizer and the engine must be of the model that is trained",
+                    fix="Use the tokenizer and engine of the trained model",
                 )
 
 
 def _starts(rectangles: Sequence[Rectangle]) -> list[int]:
-    """Where each row begins when all lie end to end."""
+    """Start of each row when all are laid end to end."""
     starts, end = [], 0
     for one in rectangles:
         starts += [end + row * one.length for row in range(one.rows)]
@@ -287,7 +287,7 @@ def _starts(rectangles: Sequence[Rectangle]) -> list[int]:
 def _inputs(
     tokens: NDArray[np.int64], scored: NDArray[np.int64], rectangles: tuple[Rectangle, ...], feeding: Feeding
 ) -> ModelInputs:
-    """`tokens` [t]: rows end to end; `scored` [n]: those whose logits are wanted."""
+    """`tokens` [t]: rows end to end; `scored` [n]: those whose logits are needed."""
     device = feeding.device
     flat = torch.from_numpy(tokens).to(device)
     if feeding.packing == "packed":
@@ -312,7 +312,7 @@ def _inputs(
 
 
 class BatchIndex(NamedTuple):
-    """A micro-batch of the step."""
+    """Index of a micro-batch in the step."""
 
     mini_batch: int
     micro_batch: int
@@ -320,44 +320,41 @@ class BatchIndex(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTensors:
-    """A step cut into tensors. `batches[m][k]`: micro-batch k of mini-batch m.
-
-    A sealed step as one rank's tensors: micro-batches by mini-batch, and what is known of them before the updates.
-    """
+    """A sealed step as tensors of one rank. `batches[m][k]`: micro-batch k of mini-batch m."""
 
     work: StepInput
     plans: tuple[MiniBatchPlan, ...]
     batches: tuple[tuple[MicroBatch, ...], ...]
 
     def places(self) -> Iterator[BatchIndex]:
-        """All micro-batches, in order."""
+        """All micro-batch indexes, in order."""
         for number, batches in enumerate(self.batches):
             for k in range(len(batches)):
                 yield BatchIndex(number, k)
 
     def at(self, place: BatchIndex) -> MicroBatch:
-        """The micro-batch there."""
+        """The micro-batch at this index."""
         return self.batches[place.mini_batch][place.micro_batch]
 
     def reward(self, slot: SampleSlot) -> float:
-        """Of a sample that this rank holds."""
+        """Reward of a sample that this rank holds."""
         return self.work.groups[self.work.seal.groups[slot.group].digest].samples[slot.sample].reward
 
     def baseline(self, slot: SampleSlot) -> float:
-        """Of the group of a sample that this rank holds. Raises DataError if its flow found none."""
+        """Baseline of the group of a sample that this rank holds. Raises DataError if it has none."""
         group = self.work.groups[self.work.seal.groups[slot.group].digest]
         if group.baseline is None:
             raise DataError(
-                "a group without a baseline cannot be trained with train.advantage: remax",
+                "the group has no baseline, which train.advantage: remax needs",
                 where=f"prompt {group.ref}",
-                fix="Use a flow that finds one, such as remax, or another estimator",
+                fix="Use a flow that computes one, such as remax, or another estimator",
             )
         return group.baseline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrecomputedPasses:
-    """What is known before the updates. `old` may lack the first mini-batch; it is filled in on the way."""
+    """Results computed before the updates. `old` may lack the first mini-batch, which is filled in during the updates."""
 
     advantages: dict[BatchIndex, Tensor]
     old: dict[BatchIndex, Tensor]
@@ -365,8 +362,8 @@ class PrecomputedPasses:
 
 
 def cut_step(work: StepInput, train: TrainSpec, feeding: Feeding) -> StepTensors:
-    """Raises DataError for tokens that the model does not know."""
-    # The rewards of masked samples need their KL.
+    """Split a step into tensors. Raises DataError for tokens outside of the model's vocabulary."""
+    # With KL in the reward, rewards of masked samples need their KL.
     cutting = CutSettings(train.micro_batch_tokens, feeding.packing, masked=train.rewards_kl)
     plans = plan_step(work.seal, work.layout, work.rank, cutting)
     batches = tuple(tuple(make_batch(work, one, feeding) for one in plan.micro_batches) for plan in plans)

@@ -1,16 +1,16 @@
-"""The critic: a model of its own that says, before each token of a response, what is still to come.
+"""The critic: a model that estimates the return to go before each token of a response.
 
-It is a language model's backbone, of which only the last hidden states are wanted, and a head of one number. It is fed
-the policy's micro-batches, and asked at the same places: where the policy predicts a token, the critic has seen the
-prompt and the tokens before that one, and nothing else.
+It consists of a language model's backbone, of which only the last hidden states are used, and a head with one output.
+It gets the policy's micro-batches and is evaluated at the same positions: where the policy predicts a token, the critic
+has seen the prompt and the earlier tokens only.
 
-A new head is all zeros. So values begin at 0, and the first advantages are the returns themselves; random values would
-be noise in them, of the size of the hidden states. The first update moves the head alone, since nothing flows through
-zeros, and the backbone follows from the second on. The head computes in float32 whatever the backbone's arithmetic is:
-a value rounded to bfloat16 is up to 0.4 % off, and its loss is made of small differences.
+A new head is all zeros, so values start at 0 and the first advantages are the returns. Random values would add noise of
+the size of the hidden states. The first update changes only the head, because no gradient flows through zeros; the
+backbone follows from the second update on. The head computes in float32 regardless of the backbone's dtype, because a
+value rounded to bfloat16 has an error of up to 0.4 %, and its loss consists of small differences.
 
-Under Hugging Face's names for a model that classifies tokens (`score`), so that such a model, or one of rewards with a
-single number, can be started from, and what is saved is one. Does not know losses, nor when it is trained (`critique`).
+Parameter names are those of Hugging Face token classification models (`score`). A job can start from such a model or
+from a reward model with one output, and a saved critic is such a model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HEAD = "score"
 
 
 class ValueHead(nn.Linear):
-    """Hidden states [..., width] to values [..., 1], float32."""
+    """Maps hidden states [..., width] to values [..., 1], float32."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 1, dtype=torch.float32)
@@ -51,14 +51,14 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """In float32, from weights of any type."""
+        """Compute in float32, from weights of any dtype."""
         return functional.linear(hidden.float(), self.weight.float(), self.bias.float())
 
 
 class ValueModel(nn.Module):
-    """A causal language model's backbone under its own name, and `score`. Takes what language models take.
+    """A causal language model's backbone under its own name, and `score`. Has the inputs of language models.
 
-    `vocabulary`: the number of tokens that it knows.
+    `vocabulary`: number of tokens that it supports.
     """
 
     def __init__(self, language_model: nn.Module, head: ValueHead) -> None:
@@ -70,30 +70,30 @@ class ValueModel(nn.Module):
         self.add_module(HEAD, head)
 
     def forward(self, input_ids: Tensor, logits_to_keep: Tensor, **more: Any) -> TokenClassifierOutput:
-        """`logits`: the values [b, c, 1] at the columns `logits_to_keep` [c]."""
+        """`logits` of the result: the values [b, c, 1] at the columns `logits_to_keep` [c]."""
         hidden = self.get_submodule(self._prefix)(input_ids=input_ids, **more).last_hidden_state
-        # A container that DeepSpeed looks into: it hangs its hooks on the tensors that a module gives.
+        # DeepSpeed attaches hooks to output tensors, and finds them in this type.
         return TokenClassifierOutput(logits=self.get_submodule(HEAD)(hidden[:, logits_to_keep]))
 
 
 class Critic(DeepSpeedBackend):
-    """A model of values being trained."""
+    """A critic in training."""
 
     @classmethod
     def of(cls, module: ValueModel, train: TrainSpec, feeding: Feeding) -> Critic:
-        """A module in float32, ready to train, Adam's state zero; fed as the policy is."""
+        """From a module in float32, with Adam's state zero; fed like the policy."""
         assert train.critic is not None
         return cls(module, OptimizerSettings.of(train, train.critic), feeding)
 
     def values(self, batch: MicroBatch) -> Tensor:
-        """The value before each scored token of a micro-batch, [b, w] float32, 0 elsewhere."""
+        """Value before each scored token of a micro-batch, [b, w] float32, 0 elsewhere."""
         return batch.spread(self.outputs_of(batch.inputs)[:, 0])
 
 
 def load_backbone(folder: Path, *, trust_remote_code: bool) -> nn.Module:
-    """The language model in `folder` whose backbone is wanted; its output layer may be new. Raises DataError."""
+    """Load the language model in `folder` for its backbone; its output layer may be missing. Raises DataError."""
     before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # a missing output layer and an unknown head are as they should be
+    transformers_logging.set_verbosity_error()  # a missing output layer and an unknown head are expected
     try:
         module: Any = load_module(folder, torch.float32, trust_remote_code=trust_remote_code)
     finally:
@@ -103,13 +103,13 @@ def load_backbone(folder: Path, *, trust_remote_code: bool) -> nn.Module:
 
 
 def make_value_model(language_model: nn.Module, folder: Path | None) -> ValueModel:
-    """Its backbone with the head that lies with the weights in `folder`, or with one of zeros. Raises DataError."""
+    """Combine the backbone with the head in `folder`, or with a zero head. Raises DataError."""
     model: Any = language_model
     if model.base_model is model:
         raise DataError(
-            f"{type(model).__name__} has no backbone to put a critic's head on",
+            f"{type(model).__name__} has no separate backbone, which a critic needs",
             where="" if folder is None else str(folder),
-            fix="Name a model of a class that has one in train.critic.path; nearly all have",
+            fix="Set train.critic.path to a model whose class has one; nearly all classes do",
         )
     return ValueModel(model, _head(folder, int(model.get_output_embeddings().weight.shape[1])))
 
@@ -122,9 +122,9 @@ def _head(folder: Path | None, width: int) -> ValueHead:
     shape = tuple(stored[f"{HEAD}.weight"].shape)
     if shape != (1, width):
         raise DataError(
-            f"its head {HEAD!r} is {shape[0]} x {shape[-1]}, and a critic's is 1 x {width}",
+            f"the model's head {HEAD!r} is {shape[0]} x {shape[-1]}, but a critic's is 1 x {width}",
             where=str(folder),
-            fix="Name a model of one number, or a language model, which gets a new head",
+            fix="Use a model with one output, or a language model, which gets a new head",
         )
     with torch.no_grad():
         head.weight.copy_(stored[f"{HEAD}.weight"])
@@ -143,7 +143,7 @@ def _stored_head(folder: Path) -> Iterator[tuple[str, Tensor]]:
     for name in names:
         if name in places:
             with safe_open(folder / places[name], framework="pt") as file:
-                if name in file.keys():  # noqa: SIM118  (safetensors' file is no mapping)
+                if name in file.keys():  # noqa: SIM118  (a safetensors file is not a mapping)
                     yield name, file.get_tensor(name)
 
 
@@ -151,7 +151,7 @@ Tell = Callable[[str], None]
 
 
 class ValueTally:
-    """One rank's counts of the critic in one step."""
+    """One rank's critic statistics of one step."""
 
     def __init__(self) -> None:
         self._found: dict[str, float] = {}
@@ -163,7 +163,7 @@ class ValueTally:
     def before(
         self, step: StepTensors, targets: ValueTargets, values: Mapping[BatchIndex, Tensor], over_ranks: RankReductions
     ) -> None:
-        """The step's values and what they lead to, before the updates. A collective."""
+        """Count the step's values and targets before the updates. A collective."""
         exact = {place: value.double() for place, value in values.items()}
         left = {place: targets.returns[place] - value for place, value in exact.items()}
         value, goal = moments(step, exact, over_ranks), moments(step, targets.returns, over_ranks)
@@ -171,27 +171,27 @@ class ValueTally:
         self._found = {
             "value_mean": value.mean,
             "return_mean": goal.mean,
-            # Returns that are all the same leave nothing to explain.
+            # Undefined for constant returns.
             "value_explained_variance": 1 - error.variance / goal.variance if goal.variance > 0 else math.nan,
             "advantage_mean": gain.mean,
             "advantage_std": math.sqrt(gain.variance),
         }
 
     def trained(self, loss: float, sums: Mapping[str, Tensor]) -> None:
-        """A micro-batch went through an update; `loss` is its part of the update's, `sums` are its objective's metrics."""
+        """Count a micro-batch of an update. `loss`: its part of the update's loss; `sums`: its objective's metrics."""
         self._loss += loss
         self._clipped += float(sums["clipped"])
         self._tokens += float(sums["tokens"])
 
     def updated(self, result: UpdateResult, rate: float) -> None:
-        """An update is over; the same on every rank."""
+        """Count an update; the same on every rank."""
         self._updates += 1
         self._rate = rate
         if result.applied:
             self._norms.append(result.grad_norm)
 
     def metrics(self, over_ranks: RankReductions) -> dict[str, float]:
-        """The step's. A collective."""
+        """The step's metrics. A collective."""
         loss, clipped, tokens = over_ranks.sum([self._loss, self._clipped, self._tokens])
         found = self._found | {
             "value_loss": loss / self._updates if self._updates else math.nan,
@@ -204,27 +204,22 @@ class ValueTally:
 
 
 class CriticTrainer:
-    """A critic in a job.
+    """Trains the critic of a job: values before the updates of a step, and one critic update per mini-batch.
 
-    The critic's part of a step: its values before the updates, and an update of its own for each mini-batch.
+    Values are computed once, before any update, in the policy's micro-batches. The targets computed from them stay
+    fixed for all updates of the step, and so do the old values for the clip. An update has the same global denominator
+    and aggregation as the policy's. Masked samples do not train the critic.
 
-    Values are taken once, before anything is updated, in the micro-batches that the policy is trained in; what the
-    critic is fitted to is computed from them and stays for all the step's updates, as do the values that its clip
-    holds it near. An update has the same global denominator as the policy's, and the same aggregation. Masked samples
-    train neither.
-
-    Metrics, over the tokens that are trained:
+    Metrics, over the trained tokens:
 
         value_loss                  mean over the updates
-        value_mean, return_mean     before the updates; of what the critic says, and of what it is fitted to
-        value_explained_variance    1 - Var(return - value) / Var(return): 1 is a perfect critic, 0 one that says the same of
-                                    every token, below 0 one that is worse than that
-        value_clip_fraction         share of the tokens that the clip holds back
+        value_mean, return_mean     before the updates; of the values, and of their targets
+        value_explained_variance    1 - Var(return - value) / Var(return): 1 for a perfect critic, 0 for constant values,
+                                    below 0 for worse ones
+        value_clip_fraction         share of tokens whose gradient the clip removes
         advantage_mean, advantage_std    before whitening
-        critic_grad_norm            global, before clipping, mean over the updates that were made
-        critic_learning_rate        of the last update;  critic_skipped_updates: gradient not finite
-
-    Does not know the policy, nor when a step's updates are its turn (`step`).
+        critic_grad_norm            global, before clipping, mean over the applied updates
+        critic_learning_rate        of the last update;  critic_skipped_updates: updates with a non-finite gradient
     """
 
     def __init__(self, critic: Critic, launch: RankLaunch) -> None:
@@ -236,14 +231,14 @@ class CriticTrainer:
         self.objective = ValueFunction(spec.train, horizon, spec.train.critic)
 
     def warms_up(self, step: int) -> bool:
-        """Whether the critic alone is trained in step number `step`."""
+        """Whether step number `step` trains only the critic."""
         own = self.launch.spec.train.critic
         return own is not None and step <= own.warmup_steps
 
     def begin(
         self, step: StepTensors, penalties: Mapping[BatchIndex, Tensor], over_ranks: RankReductions, tell: Tell
     ) -> CriticStep:
-        """Values of the whole step, and what follows from them. A collective."""
+        """Compute the values of the whole step and their targets. A collective."""
         train, values = self.launch.spec.train, {}
         with torch.no_grad():
             for place in step.places():
@@ -258,7 +253,7 @@ class CriticTrainer:
 
 
 class CriticStep:
-    """The critic's part of one step, after its values are known."""
+    """The critic's part of one step, after its values are computed."""
 
     def __init__(
         self,
@@ -279,10 +274,13 @@ class CriticStep:
         self.targets = targets
 
     def update(self, number: int, made: int, tell: Tell) -> UpdateResult | None:
-        """Train on mini-batch `number`; None: it holds nothing. `made`: the critic's updates so far. A collective."""
+        """Train mini-batch `number`; None if it has no trained token.
+
+        `made`: the critic's updates so far. A collective.
+        """
         plan, batches = self._step.plans[number], self._step.batches[number]
         if not plan.tokens:
-            return None  # every rank sees that in the seal
+            return None  # the same on every rank, because it depends on the seal only
         divisor = self._critique.objective.denominator(Count(plan.tokens, plan.sequences))
         divisor *= self._step.work.seal.padding_scale
         for k, batch in enumerate(batches):
@@ -303,7 +301,7 @@ class CriticStep:
         return result
 
     def metrics(self, over_ranks: RankReductions) -> dict[str, float]:
-        """The step's. A collective."""
+        """The step's metrics. A collective."""
         return self._tally.metrics(over_ranks)
 
     def _backward(self, batch: MicroBatch, place: BatchIndex, divisor: float, *, last: bool) -> None:

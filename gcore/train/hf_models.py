@@ -1,8 +1,8 @@
-"""Hugging Face models as plain torch modules: loading, feeding, activation checkpointing, and memory errors.
+"""Hugging Face models as torch modules: loading, feeding, activation checkpointing, and memory errors.
 
-Modules are in evaluation mode throughout: with dropout the ratio of a policy to itself would not be 1. Activation
-checkpointing is a matter of training mode in transformers, so the layers it concerns, and nothing inside them, are put
-into it, after every dropout of theirs was set to 0.
+Modules are always in evaluation mode, because with dropout the policy's ratio to itself would not be 1. transformers
+enables activation checkpointing only in training mode. Therefore the checkpointed layers, and nothing inside them, are
+set to training mode, after all their dropouts were set to 0.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from gcore.train.backends.packed_attention import PACKED
 from gcore.train.batching import LogitsOf, ModelInputs
 
 REMEDIES = ("micro_batch_tokens", "activation_checkpointing", "zero_stage", "offload_reference")
-"""Fields that help against too little memory in a micro-batch, in this order."""
+"""Spec fields that reduce the memory of a micro-batch, in the order in which to try them."""
 
 
 class OutOfMemory(GcoreError):
-    """A rank's memory does not hold what the spec makes it compute."""
+    """A rank has too little memory for the spec."""
 
 
 @contextlib.contextmanager
 def explain_memory_error(doing: str, train: TrainSpec, fields: tuple[str, ...]) -> Iterator[None]:
-    """Turn running out of memory in the block into OutOfMemory. `fields`: of `list_remedies`, those that would help."""
+    """Convert an out-of-memory error in the block to OutOfMemory. `fields`: those of `list_remedies` that would help."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -53,7 +53,7 @@ def explain_memory_error(doing: str, train: TrainSpec, fields: tuple[str, ...]) 
 
 
 def list_remedies(train: TrainSpec) -> dict[str, str]:
-    """What can still be changed in the spec, by field, in the order in which to try."""
+    """Changes to the spec that are still possible, by field, in the order in which to try them."""
     found = {"micro_batch_tokens": f"lower train.micro_batch_tokens (now {train.micro_batch_tokens})"}
     if not train.activation_checkpointing:
         found["activation_checkpointing"] = "set train.activation_checkpointing: true"
@@ -73,7 +73,7 @@ CHECKPOINT_FIX = "Set train.activation_checkpointing: false"
 
 
 def load_module(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
-    """The causal language model in `folder`, in host memory. Raises DataError."""
+    """Load the causal language model in `folder` into host memory. Raises DataError."""
     try:
         transformers_logging.disable_progress_bar()
         module: nn.Module = AutoModelForCausalLM.from_pretrained(
@@ -81,18 +81,18 @@ def load_module(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = F
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError, StrictDataclassError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(f"this model cannot be loaded ({first})", where=str(folder)) from error
+        raise DataError(f"the model cannot be loaded ({first})", where=str(folder)) from error
     if "logits_to_keep" not in inspect.signature(module.forward).parameters:
         raise DataError(
-            f"{type(module).__name__} computes logits for all columns only (its forward has no logits_to_keep)",
+            f"{type(module).__name__} always computes the logits of all columns (its forward has no logits_to_keep)",
             where=str(folder),
-            fix="Use a model class that has it; nearly all current ones do",
+            fix="Use a model class with logits_to_keep; nearly all current ones have it",
         )
     return module.eval()
 
 
 def logits_of(call: Callable[..., Any]) -> LogitsOf:
-    """The logits of a module, or of an engine around one, that takes what Hugging Face models take."""
+    """Logits function of a module, or of an engine around one, with the inputs of Hugging Face models."""
 
     def logits(inputs: ModelInputs) -> Tensor:
         more = {}
@@ -107,14 +107,14 @@ def logits_of(call: Callable[..., Any]) -> LogitsOf:
 
 
 def vocabulary_of(module: nn.Module) -> int:
-    """The tokens that a whole module knows, as input and as output."""
+    """Number of tokens that a whole module supports as input and output."""
     model: Any = module
     sizes = [part.weight.shape[0] for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part]
     return int(min(sizes))
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Round the parameters; buffers stay as they are: rotary frequencies are no good in half precision."""
+    """Round the parameters; buffers keep their dtype, because rotary frequencies need full precision."""
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -122,29 +122,31 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def checkpoint_activations(module: nn.Module, folder: Path) -> None:
-    """Compute the layers' activations again in the backward pass. Call `evaluate` after whatever sets modes. DataError."""
+    """Recompute the layers' activations in the backward pass.
+
+    Call `evaluate` after anything that sets modes. Raises DataError.
+    """
     model: Any = module
     layers = [one for one in module.modules() if isinstance(one, GradientCheckpointingLayer)]
     try:
-        # Under ZeRO-3 a weight that was saved for the backward pass is empty by then, and is fetched again: its shape
-        # is no sign of another computation.
-        # Its name from transformers 5 on, else the one before.
+        # Under ZeRO-3 a weight saved for the backward pass is empty until it is gathered again, so its shape must not
+        # be compared. The method has this name from transformers 5 on, and the other before.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False, "determinism_check": "none"})
     except ValueError as error:
         raise DataError(
-            f"{type(module).__name__} has no activation checkpointing", where=str(folder), fix=CHECKPOINT_FIX
+            f"{type(module).__name__} does not support activation checkpointing", where=str(folder), fix=CHECKPOINT_FIX
         ) from error
     if not layers:
         raise DataError(
-            f"{type(module).__name__} checkpoints its layers in training mode only",
+            f"{type(module).__name__} checkpoints activations only in training mode",
             where=str(folder),
             fix=CHECKPOINT_FIX,
         )
 
 
 def set_evaluation_mode(module: nn.Module) -> None:
-    """Evaluation mode, in which layers are checkpointed if that was asked for."""
+    """Set evaluation mode, except for layers with activation checkpointing."""
     module.eval()
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
@@ -155,7 +157,7 @@ def set_evaluation_mode(module: nn.Module) -> None:
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """What the optimizer gets: matrices decay, norms and biases do not."""
+    """Parameter groups for the optimizer: matrices have weight decay; norms and biases do not."""
     every = list(module.parameters())
     if not weight_decay:
         return [{"params": every, "weight_decay": 0.0}]
@@ -167,9 +169,9 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
 
 
 def check_names(folder: Path, module: nn.Module, *, part: str = "") -> None:
-    """Weights are written under the parameters' names, so those must be the names that loaders expect. DataError.
+    """Check that parameters have the names that loaders expect, because weights are saved under them. Raises DataError.
 
-    `part`: the prefix of those that matter, "" for all.
+    `part`: prefix of the parameters to check, "" for all.
     """
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
@@ -184,7 +186,7 @@ def check_names(folder: Path, module: nn.Module, *, part: str = "") -> None:
     unknown = sorted(name for name in names if name not in stored)
     if unknown:
         raise DataError(
-            f"{len(unknown)} parameters of {type(module).__name__} are not stored under their own names, e.g. {unknown[0]}",
+            f"{len(unknown)} parameters of {type(module).__name__} have other names in the files, for example {unknown[0]}",
             where=str(folder),
-            fix="Models whose weights are rearranged on loading (fused experts) cannot be trained yet",
+            fix="Use another model; models whose weights are rearranged on loading (fused experts) are not supported yet",
         )

@@ -1,8 +1,8 @@
-"""Models of a rank: the policy, its critic and the reference, from folders to what is trained.
+"""Models of a rank: load policy, critic and reference, and prepare them for training.
 
-In this order, because each changes the module for what comes after: read it, prove how sequences may be laid out, copy it
-for the critic and the reference while they are still the same, ask for activation checkpointing, hand it to the backend.
-Policy and critic are fed the same micro-batches; where the critic is another model, both must be able to take them.
+The order matters, because each step changes the module for the next: load it, test how sequences can be laid out, copy
+it for critic and reference while they are identical, enable activation checkpointing, pass it to the backend. Policy
+and critic get the same micro-batches; if the critic is another model, both must support them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from gcore.train.rank.launch import RankLaunch
 
 
 class Reference:
-    """The job's model as it was, for the KL to it: in memory only while it is used, and whole only where it fits.
+    """The job's initial model, for the KL to it: on the GPU only while it is used, and unpartitioned only if it fits.
 
-    Under ZeRO stages 1 and 2 every rank has all of it: in host memory, and on its GPU during the step's reference
-    phase alone (`train.offload_reference`). Under stage 3, where not even the policy fits on one, it is partitioned
-    over the ranks like the policy, and gathered layer by layer; offloaded, its part lies in host memory all the time.
-    Where there is no GPU, host memory is where it is used. It is scored without gradients and never changes.
+    Under ZeRO stages 1 and 2 every rank has a full copy: in host memory, and on its GPU during the step's reference
+    phase only (`train.offload_reference`). Under stage 3, where not even the policy fits on one GPU, it is partitioned
+    over the ranks like the policy, and gathered layer by layer; with offloading, each rank's part stays in host memory.
+    Without a GPU it is used in host memory. It is evaluated without gradients and never changes.
 
-    `awake` is a collective under stage 3, as is every use of what it gives.
+    `awake` is a collective under stage 3, and so is every call of its result.
     """
 
     def __init__(self, module: nn.Module, train: TrainSpec, device: torch.device) -> None:
@@ -64,12 +64,12 @@ class Reference:
         self._logits_of = logits_of(module)
 
     def forward_tensors(self) -> Iterator[Tensor]:
-        """Every tensor on this rank that it computes with. Not a collective."""
+        """Every tensor on this rank that its forward pass uses. Not a collective."""
         return forward_tensors(self._module)
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[LogitsOf]:
-        """Its logits, in the block."""
+        """Its logits function, valid in the block."""
         if not self._moves:
             yield self._logits_of
             return
@@ -84,15 +84,15 @@ class Reference:
 log = logging.getLogger("gcore.train")
 
 TOLERANCE = 1e-5
-"""Of a log-probability's size, or of 1 if it is smaller."""
+"""Tolerance relative to a log-probability's size, or absolute if it is below 1."""
 
 ROWS = ((Rectangle(2, 9), (9, 8)), (Rectangle(2, 5), (5, 5)), (Rectangle(1, 3), (3,)))
-"""The rectangles of the proof, and how many of each row's tokens are looked at; the rest is padding."""
+"""Rectangles of the test, and the number of real tokens in each row; the rest is padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeedingChoice:
-    """How the model is fed, and, if bucketed though packed was allowed, why."""
+    """How the model is fed, and why it is bucketed if packing was allowed."""
 
     packing: Packing
     reason: str = ""
@@ -106,19 +106,19 @@ def choose_feeding(
     *,
     beside: nn.Module | None = None,
 ) -> FeedingChoice:
-    """Try at load whether sequences may lie end to end in one row of this model, and leave the module with the attention for it.
+    """Test whether sequences can be packed end to end in one row for this model, and set the module's attention
+    accordingly.
 
-    `context`: the longest sequence, in tokens, if the job has a limit. `most`: each number's largest over the ranks.
-    `beside`: another model that is fed the same micro-batches; it is decided for both. Raises DataError.
+    `context`: maximum sequence length in tokens, if the job has a limit. `most`: maximum of each number over the ranks.
+    `beside`: another model that gets the same micro-batches; the choice holds for both. Raises DataError.
 
-    A few short sequences go through the model each alone, with the attention it came with, and then together in one
-    row, in rectangles, with gcore's. Their log-probabilities must be equal. A model whose positions, attention or
-    states look beyond a sequence gives other numbers; so no table of supported models has to be kept. What shows only
-    in long contexts is refused by the attention (sliding windows shorter than the context) or found in the
+    A few short sequences go through the model one by one, with its own attention, and then together in one row of
+    rectangles, with gcore's attention. Their log-probabilities must be equal. A model whose positions, attention or
+    states reach beyond a sequence gives other numbers, so no table of supported models is needed. Differences that show
+    only in long contexts are refused by the attention (sliding windows shorter than the context) or detected from the
     configuration (chunked attention).
 
-    Done in float32 and in host memory, before the backend has the module. All ranks decide alike: one that cannot pack
-    is enough.
+    Runs in float32 in host memory, before the backend gets the module. If one rank cannot pack, no rank does.
     """
     if train.packing == "bucketed":
         return FeedingChoice("bucketed")
@@ -140,14 +140,14 @@ def choose_feeding(
 
 
 def packing_obstacle(module: nn.Module, context: int | None) -> str:
-    """Why the model cannot be packed, and it has its own attention as before; or nothing, and it has gcore's."""
+    """Why the model cannot be packed (it keeps its own attention), or empty (it has gcore's attention then)."""
     model: Any = module
     config = model.config
     if not getattr(model, "_supports_attention_backend", False):
-        return f"a {_kind(module)} has no attention that can be replaced"
+        return f"the attention of a {_kind(module)} cannot be replaced"
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
-        return f"it has layers of kind {', '.join(sorted(kinds))}"
+        return f"it has layers of type {', '.join(sorted(kinds))}"
     before = config._attn_implementation
     limit = int(getattr(config, "max_position_embeddings", None) or 0)
     PACKED.register()
@@ -168,12 +168,12 @@ def packing_obstacle(module: nn.Module, context: int | None) -> str:
     if error <= TOLERANCE:
         return ""
     model.set_attn_implementation(before)
-    return f"its log-probabilities come out {error:.3g} off"
+    return f"its log-probabilities differ by {error:.3g}"
 
 
 @torch.no_grad()
 def _error(model: Any, before: str) -> float:
-    """The largest difference; leaves the model with gcore's attention."""
+    """Largest difference of log-probabilities; leaves the model with gcore's attention."""
     vocabulary = vocabulary_of(model)
     generator = torch.Generator().manual_seed(0)
     shapes = [shape for shape, _ in ROWS]
@@ -206,27 +206,30 @@ def _kind(module: nn.Module) -> str:
 
 
 Most = Callable[[Sequence[float]], list[float]]
-"""Each number's largest over the ranks; a collective."""
+"""Maximum of each number over the ranks; a collective."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankModels:
-    """What a rank trains, and what it is held against. `critic`: of jobs that have one."""
+    """The trained models and the reference. `critic`: only for jobs that have one."""
 
     policy: TrainBackend
-    """Whose log-probabilities are trained, and whose weights engines serve. Its outputs are logits."""
+    """Its log-probabilities are trained, and engines serve its weights. Its outputs are logits."""
     reference: Reference | None
     critic: Critic | None = None
 
 
 Fill = Callable[[str, nn.Module], None]
-"""Puts the weights of a state into a whole module, the policy's or the critic's, in place of its own; a collective."""
+"""Replaces the weights of a whole module (policy or critic) by those of a state; a collective."""
 
 
 def load_models(
     launch: RankLaunch, device: torch.device, most: Most, tell: Callable[[], None], fill: Fill | None = None
 ) -> RankModels:
-    """All of them, ready for the first step. `fill`: of a world that starts from copies. Raises DataError. A collective."""
+    """Load all models, ready for the first step.
+
+    `fill`: for a world that starts from in-memory replicas. Raises DataError. A collective.
+    """
     train, model = launch.spec.train, launch.spec.model
     folder = launch.checkpoint_path or launch.model_path
     module = load_module(folder, torch.float32, trust_remote_code=model.trust_remote_code)
@@ -258,7 +261,7 @@ def load_models(
     value_model = make_value_model(backbone, _head_folder(launch))
     if fill is not None:
         fill("critic", value_model)
-    # What one of them does not know, neither can be fed.
+    # Both models get the same tokens, so both must support them.
     vocabulary = min(policy.feeding.vocabulary, value_model.vocabulary)
     policy.feeding = dataclasses.replace(policy.feeding, vocabulary=vocabulary)
     critic = Critic.of(value_model, train, policy.feeding)
@@ -267,7 +270,7 @@ def load_models(
 
 
 def _other_backbone(launch: RankLaunch, policy: nn.Module) -> nn.Module | None:
-    """The critic's, if it is not the policy's as it was just read. Raises DataError."""
+    """The critic's own language model, or None if it is the policy's initial one. Raises DataError."""
     critic = launch.spec.train.critic
     if critic is None or (launch.checkpoint_path is None and critic.path is None):
         return None
@@ -277,22 +280,22 @@ def _other_backbone(launch: RankLaunch, policy: nn.Module) -> nn.Module | None:
     needed = min(filter(None, (needed, launch.spec.model.max_length)), default=0)
     if own and own < needed:
         raise DataError(
-            f"the critic's model takes {own} tokens at most, and the policy may be given {needed}",
+            f"the critic's model supports at most {own} tokens, but the policy's sequences have up to {needed}",
             where=str(folder),
-            fix=f"Set model.max_length: {own}, or name another model in train.critic.path",
+            fix=f"Set model.max_length: {own}, or another model in train.critic.path",
         )
     return module
 
 
 def _head_folder(launch: RankLaunch) -> Path | None:
-    """Where the critic's head may lie; None: it is new."""
+    """Folder that may contain the critic's head; None: a new head."""
     if launch.checkpoint_path is not None:
         return critic_folder(launch.checkpoint_path)
     return None if launch.critic_path == launch.model_path else launch.critic_path
 
 
 def _original(launch: RankLaunch, module: nn.Module, packing: Packing) -> nn.Module:
-    """The job's model as it was: the policy's own, if that has not been trained yet."""
+    """The job's initial model: a copy of the policy if that is not trained yet."""
     if launch.checkpoint_path is None:
         return copy.deepcopy(module)
     dtype = torch.bfloat16 if launch.spec.train.dtype == "bf16" else torch.float32

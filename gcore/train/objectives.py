@@ -1,21 +1,23 @@
-"""Objectives: from what a model says of a micro-batch to a loss, put together from the job's settings and the pure algorithms.
+"""Training objectives: compute a loss from a model's outputs for a micro-batch, from the job's settings and the pure
+algorithms.
 
-The trainer knows an `Objective` and not which: it makes the passes that one needs, divides its sums by one global count, and adds
-its metrics up. `PolicyGradient` and `Supervised` train the policy, `ValueFunction` the critic.
+The trainer uses only the interface `Objective`: it computes the passes that the objective needs, divides its sums by
+one global count, and sums up its metrics. `PolicyGradient` and `Supervised` train the policy, `ValueFunction` the
+critic.
 
-Advantage estimators and losses of the user's own are entry points in `gcore.advantages` and `gcore.losses`:
+Users' advantage estimators and losses are entry points in `gcore.advantages` and `gcore.losses`:
 
     def against_median(outcomes: Tensor, groups: Tensor) -> Tensor: ...
 
     def my_loss(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float) -> Tensor: ...
 
-An estimator sees the outcomes of the whole step [n] float64 (a sample's reward, less the KL where that is in the reward) and
-whose group each is [n] int64; it returns an advantage for each [n]. It runs on every rank, which must all come to the same. A
-loss gives a number for each token [b, w] of a micro-batch, to be made small; gcore leaves out what the mask leaves out,
-corrects, adds the KL and the entropy, and divides by the step's global counts, so a token's loss must not depend on what else
-is in the micro-batch. `train.advantage_options` and `train.loss_options` come as keywords. Both are tried on made-up tensors
-when a rank starts, and every result is checked: a wrong shape or an advantage that is no number ends the rank with a sentence,
-rather than teach something else.
+An estimator gets the outcomes of the whole step [n] float64 (a sample's reward, minus the KL if it is in the reward)
+and the group of each [n] int64; it returns an advantage for each [n]. It runs on every rank and must be deterministic.
+A loss returns a value to minimize for each token [b, w] of a micro-batch. gcore applies the mask and the correction,
+adds KL and entropy, and divides by the step's global counts, so a token's loss must not depend on the rest of the
+micro-batch. `train.advantage_options` and `train.loss_options` are passed as keyword arguments. Both functions are
+tried on artificial tensors when a rank starts, and every result is checked: a wrong shape or a non-finite advantage
+ends the rank with an error.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class _Own:
         """Call the function. Raises PluginFault if it raises or does not return a tensor of that shape."""
         try:
             found = self.function(*tensors, **more, **self.options)
-        except RAISED as error:  # the edge to foreign code
+        except RAISED as error:  # foreign code
             raise self.fault(f"raised {error_sentence(error)}", plugin_trace(error)) from error
         if not isinstance(found, Tensor) or found.shape != shape:
             what = (
@@ -85,28 +87,28 @@ class _Own:
 
 @dataclass(frozen=True, slots=True)
 class PluginAdvantage:
-    """An estimator whose every result is checked."""
+    """A user's estimator with checked results."""
 
     own: _Own
 
     def __call__(self, outcomes: Tensor, groups: Tensor) -> Tensor:
-        """`outcomes` [n] float64, `groups` [n] int64; advantages [n] float64. Raises PluginFault."""
+        """Advantages [n] float64 from `outcomes` [n] float64 and `groups` [n] int64. Raises PluginFault."""
         found = self.own.called(outcomes.shape, outcomes, groups).double()
         if not bool(found.isfinite().all()):
-            raise self.own.fault("returned an advantage that is no finite number")
+            raise self.own.fault("returned an advantage that is not finite")
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class PluginLoss:
-    """A loss whose every result is checked."""
+    """A user's loss with checked results."""
 
     own: _Own
 
     def __call__(
         self, logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
     ) -> Tensor:
-        """All [b, w], `advantages` also [b, 1]; the loss of each token [b, w]. Raises PluginFault."""
+        """Loss of each token [b, w]. All inputs [b, w], `advantages` also [b, 1]. Raises PluginFault."""
         gain = advantages.expand(logp.shape)
         return self.own.called(logp.shape, logp, old, gain, mask, clip_low=clip_low, clip_high=clip_high)
 
@@ -131,18 +133,18 @@ def find_plugin_loss(train: TrainSpec) -> PluginLoss | None:
     gain = torch.tensor([[1.0], [-1.0]])
     token_loss = found(logp, logp.detach() - 0.1, gain, mask, clip_low=train.clip_low, clip_high=train.clip_high)
     if not token_loss.requires_grad:
-        raise found.own.fault("has no gradient: it does not depend on the log-probabilities that are trained")
+        raise found.own.fault("has no gradient: it does not depend on the trained log-probabilities")
     return found
 
 
 Need = Literal["old_logprobs", "all_old_logprobs", "reference", "entropy_gradient"]
-"""`old_logprobs`: of the policy before the step's updates; `all_old_logprobs`: of all its mini-batches, before the first update;
-`reference`: log-probabilities of the job's model as it was; `entropy_gradient`: entropies that a gradient goes through."""
+"""`old_logprobs`: the policy's log-probabilities before the step's updates; `all_old_logprobs`: those of all mini-batches, before the
+first update; `reference`: log-probabilities of the job's initial model; `entropy_gradient`: entropies with a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Of an update, over all ranks: trained tokens, and sequences with at least one."""
+    """Counts of an update over all ranks: trained tokens, and sequences with at least one."""
 
     tokens: int
     sequences: int
@@ -196,8 +198,10 @@ class Targets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ValueFit:
-    """Targets of the critic's values and their mask: `returns`, and `old` values for the clip, [b, w]
-    float32; `mask` [b, w] bool."""
+    """Targets of the critic's values and their mask.
+
+    `returns`, and `old` values for the clip, [b, w] float32; `mask` [b, w] bool.
+    """
 
     returns: Tensor
     old: Tensor
@@ -377,7 +381,7 @@ class ValueFunction(_TokenObjective):
 
 
 def _needs(train: TrainSpec) -> set[Need]:
-    """Metrics of the regularizers."""
+    """Passes that the job's coefficients need."""
     found: set[Need] = set()
     if train.kl_coef > 0:
         found.add("reference")

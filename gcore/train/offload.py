@@ -1,18 +1,19 @@
-"""What a rank does with its memory between two steps: gives it back, and takes it again, bit for bit.
+"""Offloads a rank's memory between two steps, and restores it bit for bit.
 
-On a slot that an engine and a train rank share, one of the two needs the memory at a time (`controllers.rules.memory`). Of a rank
-there are two parts, each released by itself: `optimizer` (Adam's state, the float32 weights and the buffers of gradients, all that
-only an update needs) and `weights` (what the forward pass of the policy, the critic and the reference computes with).
+If an engine and a train rank share a slot, they use its memory in turns (`controllers.rules.memory`). A rank has two
+parts that are released separately: `optimizer` (Adam's state, float32 weights and gradient buffers, which only an
+update needs) and `weights` (which the forward pass of policy, critic and reference uses).
 
-Not tensors are moved but the memory under them: the storage of each is put aside and filled again later. Every tensor, and every
-view that the optimizer has of it, stays what it was, at any ZeRO stage, so nothing has to be put together again. (The optimizer's own
-`offload_states` makes all its views anew, keeps the reference and other engines' buffers, and works on GPUs alone.)
+Not tensors but their storages are moved: each storage is saved, freed and filled again later. All tensors, and all of
+the optimizer's views, stay valid at any ZeRO stage, so nothing has to be rebuilt. (The optimizer's own `offload_states`
+rebuilds all its views, keeps the reference and other engines' buffers, and works on GPUs only.)
 
-On a GPU a storage is cut to nothing, and its bytes are in pinned host memory, which is kept from one time to the next. Where the
-slot is the host's, they go to a file under the system's temporary folder (`TMPDIR`), with their digest, and the system gets the
-pages: storages that were ever shown to numpy cannot be cut. The file has no name, so none is left behind however the process ends.
+On a GPU a storage is resized to zero and its bytes are kept in pinned host memory, which is reused. On a CPU slot,
+bytes go to a file in the system's temporary folder (`TMPDIR`) with their digest, and the pages are returned to the
+system, because storages that were shared with numpy cannot be resized. The file has no name, so nothing is left however
+the process ends.
 
-Runs in the thread that trains, and meets no other rank. Does not decide when (`service`, `serving`).
+Runs in the training thread without communication with other ranks. The service and the controllers decide when.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ from gcore.train.rank.launch import OPTIMIZER, WEIGHTS, CannotOffload
 Tell = Callable[[str], None]
 
 SMALLEST = 16 * 1024
-"""Bytes of a storage that is worth it: counters and the like stay."""
+"""Minimum size in bytes of an offloaded storage; counters and the like stay."""
 
 CHUNK_BYTES = 64 << 20
-"""Written, read and hashed at once."""
+"""Bytes that are written, read and hashed at once."""
 
 
 class OffloadedLost(GcoreError):
-    """What was put aside is not what comes back."""
+    """Offloaded memory came back damaged."""
 
 
 @dataclass
 class _Aside:
-    """One storage whose memory is given back: its size, and where its bytes are."""
+    """One offloaded storage: its size, and the location of its bytes."""
 
     storage: torch.UntypedStorage
     size: int
@@ -62,14 +63,14 @@ class _Aside:
 
 @dataclass
 class _Part:
-    """A part that is released. `file`: of a rank on the host."""
+    """A released part. `file`: only on a CPU slot."""
 
     aside: list[_Aside] = field(default_factory=list)
     file: IO[bytes] | None = None
 
 
 class MemoryOffloader:
-    """Of one rank."""
+    """Offloads the memory of one rank."""
 
     def __init__(self, models: RankModels, train: TrainSpec, device: torch.device, clock: Clock) -> None:
         self._models = models
@@ -78,26 +79,29 @@ class MemoryOffloader:
         self._clock = clock
         self._parts: dict[str, _Part] = {}
         self._pinned: dict[str, list[Tensor]] = {}
-        """By part: places in host memory. As large as what was released of it the last time, for as long as the rank lives."""
+        """Pinned host memory by part, as large as the last release of it, kept while the rank lives."""
         self._seconds = {"release_s": 0.0, "restore_s": 0.0}
         self._bytes = 0
 
     @property
     def released(self) -> frozenset[str]:
-        """What is given back now. May be asked from any thread."""
+        """Parts that are released now. Thread-safe."""
         return frozenset(self._parts)
 
     def rest(self, what: Collection[str], tell: Tell) -> None:
-        """Have exactly these parts released. Raises CannotOffload, and each part is released or as it was; OffloadedLost, OutOfMemory."""
+        """Release exactly these parts.
+
+        Raises CannotOffload, after which each part is either released or unchanged; OffloadedLost, OutOfMemory.
+        """
         if self._device.type != "cpu":
-            torch.cuda.synchronize()  # of what is released nothing may be in use on any stream
+            torch.cuda.synchronize()  # no stream may still use the memory
         began = self._clock.monotonic()
         fewer, more = self.released - set(what), set(what) - self.released
         if fewer:
             tell("restoring")
             fault_point(MoveFaultPoint.RESTORE, "before")
             for name in sorted(fewer, reverse=True):
-                with explain_memory_error(f"taking memory for the {name} again", self._train, ()):
+                with explain_memory_error(f"restoring the {name}", self._train, ()):
                     self._restore(name, tell)
             fault_point(MoveFaultPoint.RESTORE, "after")
             self._seconds["restore_s"] += self._clock.monotonic() - began
@@ -112,8 +116,11 @@ class MemoryOffloader:
             self._seconds["release_s"] += self._clock.monotonic() - began
 
     def costs(self, collective: Collective) -> Mapping[str, float]:
-        """What resting took since it was asked last, and how much it freed, as metrics of a step: the slowest rank's, and the sum
-        over ranks. Nothing if no rank has rested. A collective."""
+        """Duration of offloading since the last call, and the bytes freed, as metrics of a step: the maximum and the
+        sum over ranks.
+
+        Empty if no rank has offloaded. A collective.
+        """
         slowest = collective.max(list(self._seconds.values()))
         freed = collective.sum([float(self._bytes)])[0]
         found = dict(zip(self._seconds, slowest, strict=True))
@@ -151,16 +158,16 @@ class MemoryOffloader:
                 tell("restoring")
             elif _read(part.file, one, tell) != one.sha256:
                 raise OffloadedLost(
-                    f"the {name} that were put aside came back damaged",
+                    f"the offloaded {name} came back damaged",
                     where=tempfile.gettempdir(),
-                    fix="See whether the disk there is sound, or let TMPDIR name another folder",
+                    fix="Check the disk, or set TMPDIR to another folder",
                 )
         if part.file is not None:
             part.file.close()
         self._parts = {key: value for key, value in self._parts.items() if key != name}
 
     def _storages(self, name: str) -> list[torch.UntypedStorage]:
-        """The memory of a part that is still there, each once."""
+        """Storages of a part that are not released, each once."""
         forward = _unique(self._forward())
         if name == WEIGHTS:
             found = forward
@@ -192,7 +199,7 @@ class MemoryOffloader:
 
 
 def _unique(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Their storages, by identity; views share one."""
+    """Storages of the tensors, by identity; views share one."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -201,7 +208,7 @@ def _unique(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
 
 
 def _places(sizes: Iterable[int], before: list[Tensor]) -> list[Tensor]:
-    """Pinned memory of these sizes: what there was before, as far as it fits; the rest of that is let go."""
+    """Pinned memory of these sizes; reuses buffers that fit and frees the others."""
     free = {size: [one for one in before if one.numel() == size] for size in {one.numel() for one in before}}
     return [free[n].pop() if free.get(n) else torch.empty(n, dtype=torch.uint8, pin_memory=True) for n in sizes]
 
@@ -217,8 +224,8 @@ def _chunks(storage: torch.UntypedStorage) -> Iterator[memoryview]:
 
 
 def _written(aside: Iterable[_Aside], name: str, tell: Tell) -> IO[bytes]:
-    """A file with the bytes of all of them, one behind the other. Raises CannotOffload."""
-    file = tempfile.TemporaryFile(prefix="gcore-rests-")  # noqa: SIM115  # open until they are back
+    """A file with the bytes of all storages in sequence. Raises CannotOffload."""
+    file = tempfile.TemporaryFile(prefix="gcore-rests-")  # noqa: SIM115  # open until the part is restored
     try:
         for one in aside:
             digest = hashlib.sha256()
@@ -231,15 +238,15 @@ def _written(aside: Iterable[_Aside], name: str, tell: Tell) -> IO[bytes]:
     except OSError as error:
         file.close()
         raise CannotOffload(
-            f"the {name} cannot be put aside ({error.strerror or error})",
+            f"the {name} cannot be offloaded ({error.strerror or error})",
             where=tempfile.gettempdir(),
-            fix="Make room there, or let TMPDIR name another folder",
+            fix="Free disk space there, or set TMPDIR to another folder",
         ) from error
     return file
 
 
 def _read(file: IO[bytes], one: _Aside, tell: Tell) -> bytes:
-    """Fill a storage; the digest of what came."""
+    """Fill a storage from the file; returns the digest of the data."""
     digest = hashlib.sha256()
     for chunk in _chunks(one.storage):
         if file.readinto(chunk) != len(chunk):  # type: ignore[attr-defined]

@@ -1,21 +1,21 @@
-"""One sealed step on one rank: from rewards and tokens to new weights and a report.
+"""Trains one sealed step on one rank: from rewards and tokens to new weights and a report.
 
-In this order (each phase on all ranks before the next, because advantages need all of a group):
+The phases, in order (all ranks finish a phase before the next, because advantages need whole groups):
 
-1. all ranks show what they are about to apply, and go on only if it is the same;
-2. log-probabilities of the reference (the job's model as it was), where the KL to it has a weight;
-3. old log-probabilities, where π_old is recomputed: before the first update, in the same micro-batches. The first
-   mini-batch is left out where nothing else needs it: its first update computes the very same numbers;
-4. the critic's values, in a job that has one;
-5. the KL inside the reward, then advantages, from the outcomes of the whole step, in float64, the same on every rank;
-6. epochs × mini-batches of updates, each divided by its own global count; the critic's, and the policy's. In the critic's
-   warm-up steps the policy is left as it is. Of a streamed step 2 to 5 and the gradients come part by part (`streamed`), and
-   one update follows the last;
-7. weights for engines, this rank's receipt, the copy of a checkpoint if one is due, which is written beside the steps
-   that follow, and copies of its state in the memory of its node and of a neighbour's; then the report, the same on every
+1. all ranks compare what they are about to apply, and continue only if it is the same;
+2. log-probabilities of the reference (the job's initial model), if the KL to it has a weight;
+3. old log-probabilities, if π_old is recomputed: before the first update, in the same micro-batches. The first
+   mini-batch is skipped if only its own first update needs them, because that update computes the same numbers;
+4. the critic's values, if the job has a critic;
+5. KL in the reward, then advantages, from the rewards of the whole step, in float64, the same on every rank;
+6. epochs × mini-batches of updates, each divided by its own global count, for the critic and the policy. In the
+   critic's warm-up steps the policy is not updated. In a streamed step phases 2 to 5 and the gradients run part by part
+   (`streamed`), and one update follows the last part;
+7. weights for engines; this rank's receipt; the snapshot for a checkpoint if one is due, which is written during the
+   following steps; in-memory replicas of its state on its node and a neighbor's; then the report, the same on every
    rank.
 
-An exception anywhere leaves the step half applied and the process unusable; the caller ends it. Does not know gRPC.
+An exception leaves the step half applied and the process unusable; the caller ends it. This module does not use gRPC.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ from gcore.types import Version
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedMask:
-    """The tokens that a step's updates train. `masks` [b, w] bool by micro-batch of this rank, `counts` by mini-batch, over all ranks."""
+    """The tokens that a step's updates train.
+
+    `masks` [b, w] bool by micro-batch of this rank; `counts` by mini-batch, over all ranks.
+    """
 
     masks: Mapping[BatchIndex, Tensor]
     counts: tuple[Count, ...]
@@ -76,12 +79,12 @@ class TrainedMask:
 def trained_mask(
     step: StepTensors, objective: PolicyObjective, old: Mapping[BatchIndex, Tensor], over_ranks: RankReductions
 ) -> TrainedMask:
-    """Find which tokens each update of a step trains, and how many they are over all ranks. `old` [b, w] by micro-batch; looked at
-    only if the objective drops tokens, and then a collective.
+    """Determine the tokens that each update trains, and their counts over all ranks.
 
-    They are those of the responses that are not masked, which every rank knows from the seal; less those that the
-    correction leaves out, which is known once old log-probabilities are, and adds up over ranks. Advantages and their
-    whitening are of the responses as they are: what is left out is not trained, but it was answered.
+    `old` [b, w] by micro-batch; used only if the objective masks tokens, and then this is a collective. The trained
+    tokens are those of unmasked responses, known from the seal, minus those that the correction masks, known from the
+    old log-probabilities and summed over ranks. Advantages and whitening use all tokens of the responses, also those
+    that the correction masks.
     """
     counts = [Count(plan.tokens, plan.sequences) for plan in step.plans]
     if "all_old_logprobs" not in objective.needs:
@@ -99,15 +102,15 @@ def trained_mask(
 
 @dataclass
 class PartialStep:
-    """What a rank has of a streamed step while its parts come: everything but the update, which waits for the last of them.
+    """A rank's state of a streamed step while its parts arrive: everything except the update, which follows the last
+    part.
 
-    Gradients add up under a divisor that is only a guess, the same on every rank: the first part's own. The true one
-    is known when the batch is closed, and gradients and loss are multiplied by the one over the other once, before
-    they are clipped. Guessed or not makes no difference to float32 or bfloat16, which keep their precision at any
-    size; it only must not overflow.
+    Gradients accumulate with a provisional divisor, the same on every rank: the first part's own. The true divisor is
+    known when the batch is closed; then gradients and loss are multiplied once by the quotient, before clipping. The
+    divisor does not affect precision in float32 or bfloat16, as long as nothing overflows.
 
-    It is dropped with its process: a part that a rank has begun is READY, and then there is only the step's end or
-    another world.
+    It is lost with its process: a part that a rank has begun is READY, so either the step is finished or a new world
+    starts.
     """
 
     timer: PhaseStopwatch
@@ -115,35 +118,35 @@ class PartialStep:
     tokens: int = 0
     sequences: int = 0
     provisional: float = 0.0
-    """What losses are divided by; 0: nothing was trained yet."""
+    """Divisor of the losses; 0: nothing was trained yet."""
     flushed: bool = False
-    """Whether the gradients of the last part are with the optimizer."""
+    """Whether the optimizer has the gradients of the last part."""
     steps: list[StepTensors] = field(default_factory=list)
-    """Kept only where the step's samples are shown to people, like `advantages`."""
+    """Kept only if the step's samples are displayed, like `advantages`."""
     advantages: dict[BatchIndex, Tensor] = field(default_factory=dict)
 
     def add(self, count: Count, objective: PolicyObjective) -> None:
-        """What one more part trains, over all ranks."""
+        """Add the counts of one more part over all ranks."""
         self.tokens += count.tokens
         self.sequences += count.sequences
         if not self.provisional and count.tokens:
             self.provisional = objective.denominator(count)
 
     def keep(self, step: StepTensors, advantages: dict[BatchIndex, Tensor]) -> None:
-        """A part, for people."""
+        """Keep a part for display."""
         number = len(self.steps)
         self.steps.append(step)
         self.advantages |= {BatchIndex(number, place.micro_batch): value for place, value in advantages.items()}
 
     def whole(self, work: StepInput) -> StepTensors:
-        """All parts that were kept, as one step."""
+        """All kept parts as one step."""
         plans = tuple(plan for step in self.steps for plan in step.plans)
         batches = tuple(batch for step in self.steps for batch in step.batches)
         groups = {digest: group for step in self.steps for digest, group in step.work.groups.items()}
         return StepTensors(replace(work, groups=groups, begun=0), plans, batches)
 
     def factor(self, objective: PolicyObjective, padding_scale: float) -> float:
-        """What gradients and loss are to be multiplied by."""
+        """Factor by which gradients and loss must be multiplied."""
         return self.provisional / (objective.denominator(Count(self.tokens, self.sequences)) * padding_scale)
 
 
@@ -153,10 +156,12 @@ log = logging.getLogger(__name__)
 def show_advantages(
     run_dir: Path, spec: SamplesSpec, step: StepTensors, advantages: Mapping[BatchIndex, Tensor]
 ) -> None:
-    """Write the advantages of this rank's samples that are kept for `gcore samples`. `advantages`: [b, 1] or [b, w] by micro-batch.
+    """Write the advantages of this rank's samples that are kept for `gcore samples`.
 
-    A disk that takes nothing is logged; the step goes on. What is written is what the updates used, before any is
-    made.
+    `advantages`: [b, 1] or [b, w] by micro-batch.
+
+    A write error is logged and the step continues. The values are those that the updates use, written before the
+    updates.
     """
     token = step.work.seal.token
     if not spec.due(token.step):
@@ -166,7 +171,7 @@ def show_advantages(
     try:
         write_samples(run_dir, Version(token.lineage, token.step), advantages_name(step.work.rank), found)
     except OSError as error:
-        log.warning("the advantages of step %d are not kept: %s", token.step, error)
+        log.warning("cannot write the advantages of step %d: %s", token.step, error)
 
 
 def _advantages(
@@ -189,12 +194,15 @@ def _advantages(
 
 
 Tell = Callable[[str], None]
-"""Told the phase whenever there is progress."""
+"""Called with the phase at every progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A micro-batch's part of its update: what of it is trained, [b, w]. `untouched`: no update of the step was made yet."""
+    """A micro-batch's part of its update: the mask [b, w] of its trained tokens.
+
+    `untouched`: the step has made no update yet.
+    """
 
     mask: Tensor
     divisor: float
@@ -203,7 +211,7 @@ class _Part:
 
 
 class StepTrainer:
-    """Applies steps, one after the other. Everything runs in the thread that calls `run`."""
+    """Applies steps in sequence. Everything runs in the thread that calls `run`."""
 
     def __init__(
         self,
@@ -217,7 +225,7 @@ class StepTrainer:
         copier: StateReplicator | None = None,
         start_s: float = 0.0,
     ) -> None:
-        """`start_s`: what this rank's start took, which is what a world that is formed anew costs."""
+        """`start_s`: duration of this rank's start in seconds, which is the cost of replacing a world."""
         self._launch = launch
         self._train = launch.spec.train
         self._collective = collective
@@ -239,26 +247,26 @@ class StepTrainer:
 
     @property
     def released(self) -> frozenset[str]:
-        """The parts of the rank's memory that are given back. May be asked from any thread."""
+        """Released parts of the rank's memory. Thread-safe."""
         return self._offloader.released
 
     def rest(self, what: Collection[str], tell: Tell) -> None:
-        """Have exactly these parts given back. Raises as `MemoryOffloader.rest`."""
+        """Release exactly these parts. Raises as `MemoryOffloader.rest`."""
         self._offloader.rest(what, tell)
 
     def leave(self) -> None:
-        """Say farewell to the other ranks."""
+        """Leave the process group."""
         self._collective.leave()
 
     def accumulate(self, part: StepPartInput, tell: Tell) -> None:
-        """Take the rank's memory, and add a READY part of the step to come to its gradients. Raises as `run`."""
+        """Restore the rank's memory, and add the gradients of a READY part of the next step. Raises as `run`."""
         self.rest((), tell)
         if self._streamed is None:
             self._streamed = PartialStep(PhaseStopwatch(self._clock), TrainStepMetrics())
         self._learn_part(part, self._streamed, tell, last=False)
 
     def run(self, work: StepInput, tell: Tell) -> StepResult:
-        """Take the rank's memory and train on a step. Raises WorldDiverged, WriteRefused, and whatever torch raises."""
+        """Restore the rank's memory and train a step. Raises WorldDiverged, WriteRefused, and any torch exception."""
         self.rest((), tell)
         fault_point(FaultPoint.STEP, "before")
         if not work.seal.parts:
@@ -270,7 +278,7 @@ class StepTrainer:
         critic = None
         if work.seal.parts:
             self._learn_rest(work, streamed, tell)
-        elif work.seal.groups:  # the last step of a job may have none: it is there for its checkpoint
+        elif work.seal.groups:  # the last step of a job may be empty and only write a checkpoint
             critic = self._learn(work, timer, tally, tell)
         fault_point(FaultPoint.STEP, "after")
         metrics = tally.metrics(self._collective) | (critic.metrics(self._collective) if critic is not None else {})
@@ -289,7 +297,7 @@ class StepTrainer:
                 size = self._copier.keep(work.seal.step, work.seal.attempt, self.progress, partial(tell, "copying"))
             metrics |= {"copied_bytes": self._collective.sum([float(size)])[0]}
         timer.seconds["start"] = self._start_s
-        seconds = self._collective.max(list(timer.seconds.values()))  # also waits for rank 0 to have saved
+        seconds = self._collective.max(list(timer.seconds.values()))  # also waits until rank 0 has saved
         metrics |= {f"{name}_seconds": value for name, value in zip(timer.seconds, seconds, strict=True)}
         return StepResult({**metrics, **self._offloader.costs(self._collective)}, weights)
 
@@ -321,9 +329,9 @@ class StepTrainer:
             streamed.flushed = last
 
     def _learn_rest(self, work: StepInput, streamed: PartialStep, tell: Tell) -> None:
-        """The parts that were not begun before, then the one update of them all.
+        """Train the remaining parts, then apply one update for all parts.
 
-        Ranks may have begun different numbers of them: each part is agreed on in its turn, and the whole behind the last.
+        Ranks may have begun different numbers of parts: they agree on each part, and on the whole after the last.
         """
         parts = len(work.seal.parts)
         for part in remaining_parts(work):
@@ -346,7 +354,7 @@ class StepTrainer:
     def _know(
         self, step: StepTensors, timer: PhaseStopwatch, tally: TrainStepMetrics, tell: Tell
     ) -> tuple[PrecomputedPasses, CriticStep | None]:
-        """What must be known before the updates."""
+        """Compute everything that the updates need."""
         with timer.phase("reference"):
             reference = self._reference_pass(step, tell)
         with timer.phase("old_logprobs"):
@@ -362,7 +370,7 @@ class StepTrainer:
     def _agree(self, work: StepInput) -> None:
         seal = int.from_bytes(hashlib.sha256(work.seal.encode()).digest()[:7], "big")
         self._collective.agree(
-            "what they apply (lineage, step, attempt, seal, updates and skipped ones of policy and critic)",
+            "the step to apply (lineage, step, attempt, seal, updates and skipped updates of policy and critic)",
             (*work.seal.token, seal, *dataclasses.astuple(self.progress)),
         )
 
@@ -376,10 +384,10 @@ class StepTrainer:
 
     @torch.no_grad()
     def _old_pass(self, step: StepTensors, tally: TrainStepMetrics, tell: Tell) -> dict[BatchIndex, Tensor]:
-        """The policy's log-probabilities before the first update, where they must be known by then."""
+        """The policy's log-probabilities before the first update, where they are needed by then."""
         train = self._train
         needs = self._objective.needs
-        warming = self._warms_up(step)  # no update will score the first mini-batch
+        warming = self._warms_up(step)  # no update computes the first mini-batch
         everywhere = warming or "all_old_logprobs" in needs or (train.rewards_kl and train.old_logprobs != "engine")
         if "old_logprobs" not in needs or (not everywhere and train.old_logprobs != "recompute"):
             return {}
@@ -409,7 +417,7 @@ class StepTrainer:
         reference: dict[BatchIndex, Tensor],
         tally: TrainStepMetrics,
     ) -> dict[BatchIndex, Tensor]:
-        """What the KL takes off each token's reward, where it stands there."""
+        """Amounts by which the KL reduces each token's reward, if the KL is in the reward."""
         for slot in step.work.layout.of_rank(step.work.rank):
             tally.sample(step.reward(slot), step.work.seal.groups[slot.group], slot.sample)
         penalties = {}
@@ -442,11 +450,11 @@ class StepTrainer:
                     self._update_critic(critic, number, tell)
                 count = kept.counts[number]
                 if warming or not count.tokens:
-                    continue  # only empty, masked or dropped responses: nothing to learn, and every rank counts the same
+                    continue  # only empty or masked responses: nothing to train, and every rank sees the same counts
                 divisor = self._objective.denominator(count)
-                # What lacks of the step's quota counts as if it were there, masked, if the job wants that.
+                # Groups missing from the quota count as masked groups, if the job pads its steps.
                 divisor *= step.work.seal.padding_scale
-                untouched = epoch == 0 and number == 0  # the policy is still the one the step began with
+                untouched = epoch == 0 and number == 0  # the policy has its weights from the start of the step
                 self._gradients(step, number, known, kept, tally, tell, divisor=divisor, untouched=untouched)
                 self._update(step.work.seal, tally)
 
@@ -463,7 +471,7 @@ class StepTrainer:
         last: bool = True,
         untouched: bool = True,
     ) -> None:
-        """Of mini-batch `number`. `last`: an update follows."""
+        """Compute the gradients of mini-batch `number`. `last`: an update follows."""
         count = len(step.plans[number].micro_batches)
         for k in range(count):
             tell("update")
@@ -517,7 +525,7 @@ class StepTrainer:
         tally.updated(result, rate)
 
     def _write_receipt(self, work: StepInput, loss: float | None, tell: Callable[[], None]) -> None:
-        """Once, on each rank: who has written its own only waits for the others. A collective."""
+        """Write this rank's receipt once; ranks that have written theirs wait for the others. A collective."""
         left = [work]
 
         def write() -> None:
@@ -525,11 +533,11 @@ class StepTrainer:
                 self._receipts.write(left[0], loss)
                 left.clear()
 
-        what, where = f"a receipt of step {work.seal.step}", self._receipts.file.parent
+        what, where = f"the receipt of step {work.seal.step}", self._receipts.file.parent
         self._saver.insisting.until_taken(what, where, write, self._collective.max, tell)
 
     def _checkpoint(self, seal: Seal, version: Version, timer: PhaseStopwatch, tell: Tell) -> None:
-        """Copy a checkpoint that is due and begin to write it, once the one before it is written."""
+        """Take the snapshot of a due checkpoint and start writing it, once the previous one is written."""
         spec = self._launch.spec
         last = seal.last or seal.step == spec.flow.steps
         if not spec.checkpoints_after(seal.step, last=last, asked=seal.checkpoint):

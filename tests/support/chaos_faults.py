@@ -41,7 +41,7 @@ AWAY_S = 60.0
 LISTED_AGAIN = "is listed again"
 """What a log says of a watch whose history is gone (`gcore.store.client`)."""
 NO_ROOM = os.strerror(errno.ENOSPC)
-SLOWER, QUICK_AGAIN = "times as long as before", "is as quick as before again"
+SLOWER, QUICK_AGAIN = "times the usual", "is back to its usual speed"
 """What is told of a reward's pace (`gcore.reward.pool`)."""
 USUAL_AFTER = 3
 """Steps after which every pool of rewards knows what is usual."""

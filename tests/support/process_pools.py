@@ -106,10 +106,10 @@ class Rewards:
     """`RewardPool`, asked for one response at a time."""
 
     group, function = "gcore.rewards", "score"
-    when_closed = "the rewards of this job are closed"
+    when_closed = "the reward pool of this job is closed"
     too_long = "reward 'odd' took longer than 1 s (reward.timeout_s)"
-    killed = "reward 'odd' took the process that scores with it, which was killed by SIGSEGV"
-    exited = "reward 'odd' took the process that scores with it, which was ended by itself with exit code 3"
+    killed = "reward 'odd' ended its process, which was killed by SIGSEGV"
+    exited = "reward 'odd' ended its process, which was ended by itself with exit code 3"
 
     def __init__(self, limits: Limits) -> None:
         self._spec = RewardSpec(name=limits.name, timeout_s=limits.timeout_s)

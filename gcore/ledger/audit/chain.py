@@ -1,7 +1,7 @@
-"""The audit of the chain: findings, the log's shape, and the outcomes along the final lineage.
+"""Audit of the chain: findings, structure of the log, and outcomes along the final lineage.
 
-The shape is checked of cut-off entries too: numbers, parents, lineages, worlds and digests. The walk along the final lineage
-recomputes cursors, counts and steps from the entries. A finding has a kind, a sentence, and the prompt refs it is about.
+Numbers, parents, lineages, worlds and digests are checked for discarded branches too. The walk along the final lineage
+recomputes cursors, counts and steps. A finding has a kind, a sentence, and the prompt refs that it concerns.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from gcore.ledger.selection import StreamRules, is_acceptable, is_ancestor
 from gcore.types import PromptRef, Token, Version
 
 Kind = Literal[
-    "record",  # a line or a record that cannot be read, or is there in two forms
-    "chain",  # entries, their numbers, parents, lineages and digests
-    "step",  # steps without a gap
-    "outcome",  # exactly one outcome for each prompt
-    "version",  # the versions that made a group
-    "receipt",  # what the ranks trained on
-    "cursors",  # what head, or an entry, says has ended
-    "tally",  # what head, or an entry, has counted
-    "checkpoint",  # what a job could go back to
-    "open",  # seals and offers as they stand
+    "record",  # a line or record that cannot be read, or that exists in two versions
+    "chain",  # entries: numbers, parents, lineages and digests
+    "step",  # steps have no gap
+    "outcome",  # each prompt has exactly one outcome
+    "version",  # the versions that generated a group
+    "receipt",  # what the ranks trained
+    "cursors",  # the cursors of head or of an entry
+    "tally",  # the counts of head or of an entry
+    "checkpoint",  # what a rollback would restore
+    "open",  # open seals and live offers
     "balance",  # issued = trained + filtered + failed + in flight
-    "end",  # a job that has succeeded has done all it was to do
+    "end",  # a job in phase SUCCEEDED has finished
 ]
 
 MOST_FOUND = 500
-"""Violations that are told one by one."""
+"""Maximum number of findings that are listed; further ones are counted."""
 
 MOST_REFS = 100
-"""Refs that one violation names."""
+"""Maximum number of refs per finding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One violation. `refs`: the prompts it is about, as far as it is about prompts."""
+    """One violation. `refs`: the prompts that it concerns, if any."""
 
     kind: Kind
     sentence: str
@@ -51,43 +51,44 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """Findings and counts of an audit along the final lineage. `findings` is empty if all adds up."""
+    """Findings and counts of an audit along the final lineage. `findings` is empty if everything is consistent."""
 
     findings: tuple[Finding, ...] = ()
     more: int = 0
-    """Violations beyond `MOST_FOUND`."""
+    """Number of violations beyond `MOST_FOUND`."""
     steps: int = 0
     trained: int = 0
     filtered: int = 0
     failed: int = 0
     in_flight: int = 0
-    """Prompts that an open seal or a live offer names, and that have no outcome."""
+    """Prompts without an outcome that an open seal or a live offer names."""
     issued: int = 0
-    """Prompts that no controller would issue again: ended by head's cursors, or named by an open seal or a live offer."""
+    """Prompts that no controller would sample again: ended by head's cursors, or named by an open seal or a live offer.
+    """
     epochs: int = 0
-    """Data epochs of which every prompt has its outcome."""
+    """Data epochs in which every prompt has an outcome."""
     lineages: int = 0
     groups_by_holder: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def violations(self) -> tuple[str, ...]:
-        """The sentences."""
-        more = (f"and {self.more} violation{'s' * (self.more != 1)} more",) if self.more else ()
+        """The sentences of all findings."""
+        more = (f"and {self.more} more violation{'s' * (self.more != 1)}",) if self.more else ()
         return tuple(finding.sentence for finding in self.findings) + more
 
     def with_problems(self, problems: Sequence[str]) -> Audit:
-        """With lines that could not be read, or do not agree, as violations too."""
+        """This audit with `problems` (unreadable or contradictory lines) added as violations."""
         unread = tuple(Finding("record", problem) for problem in problems[:MOST_FOUND])
         return replace(self, findings=unread + self.findings, more=self.more + len(problems) - len(unread))
 
     @property
     def clean(self) -> bool:
-        """Whether nothing was found."""
+        """Whether there are no findings."""
         return not self.findings
 
 
 class FindingCollector:
-    """Violations as they are found; the first of them are kept, the others counted."""
+    """Collects findings: keeps the first `MOST_FOUND` and counts the rest."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
@@ -95,11 +96,11 @@ class FindingCollector:
 
     @property
     def count(self) -> int:
-        """How many there are so far."""
+        """Number of findings so far."""
         return len(self.findings) + self.more
 
     def add(self, kind: Kind, sentence: str, refs: Iterable[PromptRef] = ()) -> None:
-        """One violation."""
+        """Add one violation."""
         if len(self.findings) >= MOST_FOUND:
             self.more += 1
         else:
@@ -107,7 +108,7 @@ class FindingCollector:
 
 
 def list_some_refs(refs: Sequence[PromptRef], count: int | None = None) -> str:
-    """The first of `refs`, for a sentence; `count`: how many there are in all."""
+    """The first five of `refs`, for a sentence. `count`: their total number."""
     total = len(refs) if count is None else count
     named = ", ".join(map(str, refs[:5]))
     return named if total <= 5 else f"{named} and {total - min(len(refs), 5)} more"
@@ -121,16 +122,17 @@ class WorldSteps:
     last: int
     """The newest committed step, or the step that the world started from."""
     lost: bool = False
-    """Whether entries may be lost: etcd was restored from an older backup while this world trained."""
+    """Whether entries may be lost because etcd was restored from an older backup while this world trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChainFacts:
-    """`chain`: the numbers of the final lineage's entries that are there, ascending. `lineages`: as the rollbacks in the log
-    began them, or head's where entries are missing. `since_step`: the account entries after the newest step.
+    """What the log says about the chain and the discarded branches.
 
-    `cut_off`: the step entries that are not on the chain. The rest covers all entries. `committed`: world and token of each step. `worlds`: by
-    lineage. `lost`: the lineages that a restored store does not know.
+    `chain`: numbers of the existing entries of the final lineage, ascending. `lineages`: as begun by the rollbacks in
+    the log, or head's if entries are missing. `since_step`: the account entries after the newest step. `cut_off`: the
+    step entries that are not on the chain. `committed`: world and token of each step, on all branches. `worlds`: by
+    lineage, on all branches. `lost`: the lineages that a restored store does not know.
     """
 
     chain: tuple[int, ...]
@@ -143,7 +145,10 @@ class ChainFacts:
 
 
 def check_chain(head: Head, log: Mapping[int, LogEntry], job: JobRecord | None, found: FindingCollector) -> ChainFacts:
-    """Every entry up to head's, whatever lineage it is of, then the walk from head. `job`: the job's record; None: not looked at."""
+    """Check every entry up to head's on all branches, then walk back from head.
+
+    `job`: the job's record; None: not checked.
+    """
     before: LogEntry | None = None
     whole = True
     cut_off = _cut_off(head, log)
@@ -156,8 +161,8 @@ def check_chain(head: Head, log: Mapping[int, LogEntry], job: JobRecord | None, 
     committed: set[tuple[str, Token]] = set()
     worlds: dict[int, WorldSteps] = {}
     lost: list[range] = []
-    for seq in range(min(head.seq, last) + 1):  # whatever a damaged head says
-        if any(seq in numbers for numbers in cut_off):  # whatever lies there is of a future that was cut off
+    for seq in range(min(head.seq, last) + 1):  # bounded by `last`, because head may be damaged
+        if any(seq in numbers for numbers in cut_off):  # lost when the store was restored from a backup
             if gap is not None:
                 _tell_missing(gap, seq - 1, found)
                 gap = None
@@ -171,7 +176,7 @@ def check_chain(head: Head, log: Mapping[int, LogEntry], job: JobRecord | None, 
             _tell_missing(gap, seq - 1, found)
             gap = None
         if entry.kind == "rollback":
-            # Greater by more than one where a store was put back: no number of what was lost with it is given out again.
+            # After a restore from backup the lineage increases by more than one, so that lost numbers are not reused.
             if entry.follows is not None:
                 lost.append(range(lineage + 1, entry.lineage))
                 if lineage in worlds:
@@ -195,13 +200,13 @@ def check_chain(head: Head, log: Mapping[int, LogEntry], job: JobRecord | None, 
         _tell_missing(gap, head.seq, found)
     for seq in sorted(seq for seq in log if seq > head.seq):
         refs = [one.ref for one in log[seq].delta]
-        found.add("chain", f"log entry {seq} is beyond head, which is entry {head.seq}", refs)
+        found.add("chain", f"log entry {seq} is beyond head, which is at entry {head.seq}", refs)
     lineages = tuple(begun)
     if not whole:
         lineages = head.lineages
     elif lineages != head.lineages:
         told = " ".join(f"{one.number} from step {one.base_step}" for one in lineages)
-        found.add("chain", f"head's lineages are not those that its rollbacks began ({told})")
+        found.add("chain", f"head's lineages differ from those that the rollbacks in the log began ({told})")
     _check_head(head, log.get(head.seq), found)
     if job is not None:
         binding.compare(job, found)
@@ -211,8 +216,11 @@ def check_chain(head: Head, log: Mapping[int, LogEntry], job: JobRecord | None, 
 
 
 def _cut_off(head: Head, log: Mapping[int, LogEntry]) -> tuple[range, ...]:
-    """The numbers that were left out where the store had been put back. Head says which entries tell of that, and only what these
-    tell counts: their digests are kept, and a head that was damaged cannot excuse what is missing."""
+    """Ranges of log numbers that were skipped after the store was restored from a backup.
+
+    Head names the rollback entries that skipped numbers. Only the content of those entries counts, because digests
+    protect it: a damaged head cannot hide missing entries.
+    """
     telling = (log.get(one.entry) for one in head.lineages if one.entry is not None)
     rollbacks = (entry for entry in telling if entry is not None and entry.kind == "rollback")
     return tuple(range(one.follows + 1, one.seq) for one in rollbacks if one.follows is not None)
@@ -224,27 +232,27 @@ def _tell_missing(first: int, last: int, found: FindingCollector) -> None:
 
 
 def _check_place(seq: int, entry: LogEntry, lineage: int, world: str | None, found: FindingCollector) -> None:
-    """What an entry says of itself, given the entries before it."""
+    """Check an entry's own fields against the entries before it."""
     if entry.seq != seq or (entry.parent is not None and entry.parent >= seq):
-        found.add("chain", f"log entry {seq} says it is entry {entry.seq} after {entry.parent}")
+        found.add("chain", f"log entry {seq} has number {entry.seq} and parent {entry.parent}, which is impossible")
     elif (entry.kind == "base") != (seq == 0) or (entry.parent is None) != (seq == 0):
-        found.add("chain", f"log entry {seq} says it is a {entry.kind} entry after {entry.parent}")
+        found.add("chain", f"log entry {seq} has kind {entry.kind} and parent {entry.parent}, which is impossible")
     elif entry.kind in ("train", "account") and entry.parent != seq - 1:
-        found.add("chain", f"log entry {seq} ({entry.kind}) says it follows {entry.parent}, expected {seq - 1}")
+        found.add("chain", f"log entry {seq} ({entry.kind}) has parent {entry.parent}, expected {seq - 1}")
     if entry.lineage != lineage:
-        found.add("chain", f"log entry {seq} ({entry.kind}) is of lineage {entry.lineage}, expected {lineage}")
+        found.add("chain", f"log entry {seq} ({entry.kind}) has lineage {entry.lineage}, expected {lineage}")
     if world is not None and entry.world != world:
-        found.add("chain", f"log entry {seq} ({entry.kind}) is of world {entry.world}, expected {world}")
+        found.add("chain", f"log entry {seq} ({entry.kind}) has world {entry.world}, expected {world}")
 
 
 def _check_parent(
     entry: LogEntry, before: LogEntry | None, log: Mapping[int, LogEntry], found: FindingCollector
 ) -> None:
-    """The parent is the entry that was there when this one was written; and so is what a rollback undoes."""
+    """Check that the parent, and the entry that a rollback undoes, are unchanged since this entry was written."""
     if entry.undoes:
         undone = log.get(entry.seq - 1 if entry.follows is None else entry.follows)
         if undone is not None and entry_digest(undone) != entry.undoes:
-            found.add("chain", f"log entry {undone.seq} is not what it was when entry {entry.seq} undid it")
+            found.add("chain", f"log entry {undone.seq} was changed after entry {entry.seq} undid it")
     if entry.parent is None:
         return
     if not entry.parent_digest:
@@ -252,23 +260,24 @@ def _check_parent(
         return
     parent = before if before is not None and before.seq == entry.parent else log.get(entry.parent)
     if parent is not None and entry_digest(parent) != entry.parent_digest:
-        found.add("chain", f"log entry {entry.parent} is not what it was when entry {entry.seq} was written after it")
+        found.add("chain", f"log entry {entry.parent} was changed after entry {entry.seq} was written")
 
 
 class JobBinding:
-    """Compares the job's record with the digest in each entry. Entries of schema version 2 have none; after one that has it, all have.
+    """Compares the job's record with the digest in each entry.
 
-    Where an entry raises the job's goal, the entries before it bind the record with the goal that there was.
+    Entries of schema version 2 have no digest. After the first entry with a digest, all entries must have one. If an
+    entry raises the job's goal, the entries before it contain the digest of the record with the earlier goal.
     """
 
     def __init__(self) -> None:
         self._first: int | None = None
         self._raising: list[LogEntry] = []
         self._bound: list[dict[str, int]] = [{}]
-        """The digests before the first of those entries, after it, and so on: with the first entry that has each."""
+        """For each period between goal changes: job digests, each with the first entry that has it."""
 
     def check(self, entry: LogEntry, found: FindingCollector) -> None:
-        """The next entry, whatever lineage it is of."""
+        """Check the next entry, of any lineage."""
         if entry.raised is not None:
             self._raising.append(entry)
             self._bound.append({})
@@ -276,21 +285,21 @@ class JobBinding:
             self._first = entry.seq if self._first is None else self._first
             self._bound[-1].setdefault(entry.job, entry.seq)
         elif self._first is not None:
-            what = f"log entry {entry.seq} has no digest of the job's record, and entry {self._first} has one"
+            what = f"log entry {entry.seq} has no digest of the job's record, but entry {self._first} has one"
             found.add("chain", what)
 
     def compare(self, job: JobRecord, found: FindingCollector) -> None:
-        """All entries were checked; `job` is the record as it is."""
+        """Compare `job`, the current record, with the digests of all entries. Call it after every entry was checked."""
         _check_raised(self._raising, job, found)
         for record, bound in zip(_with_earlier_goals(job, self._raising), self._bound, strict=True):
             for digest, seq in bound.items():
                 if digest != job_digest(record):
-                    found.add("record", f"the job's record is not what it was when log entry {seq} was written")
+                    found.add("record", f"the job's record was changed after log entry {seq} was written")
                     return
 
 
 def _with_earlier_goals(job: JobRecord, raising: Sequence[LogEntry]) -> list[JobRecord]:
-    """The job's record before the first of these entries, after it, and so on; the last is the record as it is."""
+    """The job's record before the first of these entries, after it, and so on. The last is the current record."""
     found = [job]
     for entry in reversed(raising):
         assert entry.raised is not None
@@ -299,26 +308,28 @@ def _with_earlier_goals(job: JobRecord, raising: Sequence[LogEntry]) -> list[Job
 
 
 def _check_raised(raising: Sequence[LogEntry], job: JobRecord, found: FindingCollector) -> None:
-    """A goal is raised by a rollback of a bound job, grows, and goes on from the one before; the job's record has the last one."""
+    """Check that only rollbacks raise the goal, that each raise starts from the last goal, and that the job's record
+    has the newest.
+    """
     for entry in raising:
         raised = entry.raised
         assert raised is not None
         if entry.kind != "rollback" or raised.after <= raised.before:
-            found.add("chain", f"log entry {entry.seq} ({entry.kind}) says that the job goes on to {raised}")
+            found.add("chain", f"log entry {entry.seq} ({entry.kind}) cannot raise the job's goal to {raised}")
     for earlier, later in itertools.pairwise(raising):
         assert earlier.raised is not None
         assert later.raised is not None
         if (later.raised.what, later.raised.before) != (earlier.raised.what, earlier.raised.after):
-            what = f"log entry {later.seq} says that the job goes on to {later.raised}"
-            found.add("chain", f"{what}, and entry {earlier.seq} to {earlier.raised}")
+            what = f"log entry {later.seq} raises the job's goal to {later.raised}"
+            found.add("chain", f"{what}, but the earlier entry {earlier.seq} to {earlier.raised}")
     last = raising[-1].raised if raising else None
     if last is not None and job.spec["flow"].get(last.what) != last.after:
         what = f"the job's record has flow.{last.what} {job.spec['flow'].get(last.what)}"
-        found.add("record", f"{what}, and log entry {raising[-1].seq} says that the job goes on to {last}")
+        found.add("record", f"{what}, but log entry {raising[-1].seq} raised it to {last}")
 
 
 def _check_head(head: Head, entry: LogEntry | None, found: FindingCollector) -> None:
-    """Head says of itself what its entry does."""
+    """Check that head agrees with its log entry."""
     if entry is None:
         return
     if entry.nonce != head.nonce:
@@ -326,17 +337,17 @@ def _check_head(head: Head, entry: LogEntry | None, found: FindingCollector) -> 
     elif not head.digest:
         found.add("chain", f"head has no digest of its log entry {head.seq}")
     elif entry_digest(entry) != head.digest:
-        found.add("chain", f"log entry {head.seq} is not what it was when head was written with it")
+        found.add("chain", f"log entry {head.seq} was changed after head was written with it")
     if entry.head and head_digest(head) != entry.head:
-        found.add("chain", f"head is not what it was when log entry {head.seq} was written with it")
+        found.add("chain", f"head was changed after log entry {head.seq} was written with it")
     for name in ("parent", "lineage", "step", "world"):
         of_head, of_entry = getattr(head, name), getattr(entry, name)
         if of_head != of_entry:
-            found.add("chain", f"head is at {name} {of_head}, its log entry {head.seq} at {of_entry}")
+            found.add("chain", f"head is at {name} {of_head}, but its log entry {head.seq} is at {of_entry}")
 
 
 def _walk(head: Head, log: Mapping[int, LogEntry], found: FindingCollector) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The numbers of the entries from the base to head, and of those behind the newest step."""
+    """Walk from head to the base. Return the entry numbers on the chain, and those after the newest step."""
     chain: list[int] = []
     since: list[int] = []
     stepless = True
@@ -355,14 +366,16 @@ def _walk(head: Head, log: Mapping[int, LogEntry], found: FindingCollector) -> t
 
 
 SPAN = 1 << 20
-"""Positions in which differences are looked for: more than any window, and no more than a damaged number may make of it."""
+"""Number of positions in which differences are searched. It is larger than any window, and it bounds the work if a
+stored number is damaged.
+"""
 
 MOST_NAMED = 100
-"""Refs of one difference that are looked for."""
+"""Maximum number of differing refs that are searched."""
 
 
 class ChainTotals:
-    """What the entries so far add up to."""
+    """Sums over the entries added so far."""
 
     def __init__(self, rules: StreamRules, head: Head, facts: ChainFacts, found: FindingCollector) -> None:
         self._rules = rules
@@ -377,21 +390,21 @@ class ChainTotals:
 
     @property
     def cursors(self) -> Cursors:
-        """What has ended, as the entries say."""
+        """Cursors recomputed from the entries."""
         return Cursors(tuple(self._shards))
 
     @property
     def finished_epochs(self) -> int:
-        """Data epochs of which every prompt has its outcome."""
+        """Number of data epochs in which every prompt has an outcome."""
         lengths = self._rules.shape.lengths
         return min(cursor.low_water // length for cursor, length in zip(self._shards, lengths, strict=True))
 
     def has_ended(self, ref: PromptRef) -> bool:
-        """Whether an entry so far ended `ref`, which must be a prompt of the job."""
+        """Whether an entry so far gave `ref`, a prompt of the job, its outcome."""
         return self._shards[ref.shard].is_terminal(self._rules.shape.position(ref))
 
     def add(self, entry: LogEntry) -> None:
-        """The next entry of the final lineage."""
+        """Add the next entry of the final lineage."""
         expected = self.step + 1 if entry.kind == "train" else self.step
         if entry.step != expected:
             what = f"log entry {entry.seq} ({entry.kind}) is at step {entry.step}, expected {expected}"
@@ -406,7 +419,9 @@ class ChainTotals:
     def _end(self, entry: LogEntry, one: EndedRef, before: Sequence[ShardCursor]) -> None:
         ref, rules = one.ref, self._rules
         if not is_prompt(rules, ref):
-            self._found.add("outcome", f"prompt {ref} ended in entry {entry.seq}, and the job has none", [ref])
+            self._found.add(
+                "outcome", f"prompt {ref} ended in entry {entry.seq}, but the job has no such prompt", [ref]
+            )
             return
         position, cursor = rules.shape.position(ref), self._shards[ref.shard]
         if cursor.is_terminal(position):
@@ -419,31 +434,31 @@ class ChainTotals:
         low = before[ref.shard].low_water
         if position >= low + rules.window:
             oldest = rules.shape.ref(ref.shard, low)
-            what = f"prompt {ref} ended in entry {entry.seq}, a window beyond prompt {oldest}, which has no outcome"
+            what = f"prompt {ref} ended in entry {entry.seq}, but prompt {oldest}, a window before it, has no outcome"
             self._found.add("outcome", what, [oldest, ref])
             if position >= low + rules.window + SPAN:
-                return  # a bitmap that reaches there would not fit anywhere
+                return  # a bitmap up to this position would be too large
         self._shards[ref.shard] = cursor.mark(position)
         self.counts[one.kind] += 1
         if one.kind == "trained":
             self.holders[one.holder] = self.holders.get(one.holder, 0) + 1
 
     def _check_versions(self, entry: LogEntry) -> None:
-        """What made the entry's groups was acceptable when it was written; what it ended without a group, no stranger's."""
+        """Check that groups had acceptable versions when the entry was written, and outcomes versions on the chain."""
         if not entry.delta:
             return
         at = self._at(entry)
         for one in entry.delta:
             if one.kind == "trained":
                 if not is_acceptable(at, entry.step, one.versions, self._rules.staleness):
-                    what = f"prompt {one.ref}, trained at step {entry.step}, was made by {_made_by(one.versions)}"
-                    self._found.add("version", what, [one.ref])
+                    what = f"prompt {one.ref}, trained at step {entry.step}, was generated by {_made_by(one.versions)}"
+                    self._found.add("version", f"{what}: too old or discarded", [one.ref])
             elif not all(is_ancestor(at, version) for version in one.versions):
-                what = f"prompt {one.ref}, {one.kind} in entry {entry.seq}, was made by {_made_by(one.versions)}"
-                self._found.add("version", what, [one.ref])
+                what = f"prompt {one.ref}, {one.kind} in entry {entry.seq}, was generated by {_made_by(one.versions)}"
+                self._found.add("version", f"{what}, which is not on the chain", [one.ref])
 
     def _at(self, entry: LogEntry) -> Head:
-        """Head as it was before `entry`, as far as ancestry goes."""
+        """Head before `entry`, with the fields that `is_ancestor` needs."""
         return self._head.model_copy(
             update={
                 "lineage": entry.lineage,
@@ -453,12 +468,12 @@ class ChainTotals:
         )
 
     def _check_kept(self, entry: LogEntry) -> None:
-        """What a rollback would go back to."""
+        """Check the cursors and tally in an entry, which a rollback would restore."""
         if entry.kind in ("base", "rollback") and (entry.cursors is None or entry.tally is None):
             lacks = "cursors" if entry.cursors is None else "tally"
-            self._found.add("chain", f"log entry {entry.seq} ({entry.kind}) keeps no {lacks}")
+            self._found.add("chain", f"log entry {entry.seq} ({entry.kind}) has no {lacks}")
         if entry.cursors is not None and entry.cursors != self.cursors:
-            what = f"log entry {entry.seq} keeps cursors that are not the sum of the entries up to it"
+            what = f"the cursors in log entry {entry.seq} are not the sum of the entries up to it"
             self._found.add("cursors", what, self.differing(entry.cursors))
         if entry.tally is not None:
             for sentence in self._miscounted(entry.tally, f"log entry {entry.seq}"):
@@ -473,10 +488,10 @@ class ChainTotals:
         }
         for kind, count in self.counts.items():
             if told[kind] != count:
-                yield f"{whose}'s tally says {told[kind]} prompts {kind}, its chain {count}"
+                yield f"{whose}'s tally counts {told[kind]} prompts {kind}, but the entries {count}"
 
     def tell_doubles(self, log: Mapping[int, LogEntry]) -> None:
-        """Where what ended twice ended first: only looked for if there is such a thing."""
+        """Report refs with two outcomes, with both entries. Scans the chain only if there are such refs."""
         if not self._doubles:
             return
         first: dict[PromptRef, int] = {}
@@ -489,10 +504,10 @@ class ChainTotals:
             self._found.add("outcome", what, [ref])
 
     def compare(self, since_step: Iterable[LogEntry]) -> None:
-        """Head says what its entries add up to. `since_step`: the account entries after its step."""
+        """Compare head with the sum of its entries. `since_step`: the account entries after head's step."""
         head = self._head
         if self.step != head.step:
-            self._found.add("step", f"head is at step {head.step}, its chain at step {self.step}")
+            self._found.add("step", f"head is at step {head.step}, but its chain is at step {self.step}")
         if head.cursors != self.cursors:
             refs = self.differing(head.cursors)
             told = f": {list_some_refs(refs)}" if refs else ""
@@ -503,11 +518,14 @@ class ChainTotals:
         ended = sum(len(entry.delta) for entry in since_step)
         if ended != head.tally.since_step.ended:
             said = head.tally.since_step.ended
-            self._found.add("tally", f"head says {said} prompts ended since step {head.step}, its chain {ended}")
+            what = f"head counts {said} prompts that ended since step {head.step}"
+            self._found.add("tally", f"{what}, but the entries {ended}")
 
     def differing(self, told: Cursors) -> list[PromptRef]:
-        """The first prompts that have ended by `told` or by the entries, and not by both. In a shard that `told` lacks nothing
-        has ended; one that the job has not is passed over."""
+        """The first refs that ended according to either `told` or the entries, but not both.
+
+        For a shard that `told` lacks, no ref has ended. Extra shards in `told` are ignored.
+        """
         refs: list[PromptRef] = []
         lacking = [ShardCursor()] * (len(self._shards) - len(told.shards))
         for shard, (mine, other) in enumerate(zip(self._shards, (*told.shards, *lacking), strict=False)):
@@ -521,7 +539,7 @@ class ChainTotals:
 
 
 def _bits(cursor: ShardCursor, base: int) -> int:
-    """Bit i: position `base + i` has ended; of the first `SPAN` only."""
+    """Bitmap in which bit i says that position `base + i` has ended, for the first `SPAN` positions."""
     shift, mask = cursor.low_water - base, (1 << SPAN) - 1
     if not 0 <= shift < SPAN:
         return mask if shift > 0 else 0
@@ -535,5 +553,5 @@ def is_prompt(rules: StreamRules, ref: PromptRef) -> bool:
 
 
 def _made_by(versions: Iterable[Version]) -> str:
-    """For a sentence."""
-    return ", ".join(map(str, versions)) or "nothing"
+    """Versions of a prompt, for a sentence."""
+    return ", ".join(map(str, versions)) or "no version"

@@ -1,8 +1,8 @@
-"""The ranks' receipts as the audit reads them: each rank trained on exactly what was committed, each sample once, and nothing else.
+"""Train receipts, and their checks: each rank trained exactly the committed groups, and each sample once.
 
-Ranks write them (`gcore.train.checkpoint.run_files`), one file a rank and a world, one line a token. There may be very many, so
-a folder is gone through once, and each line is read again when it is asked for. A damaged line is reported, and the others
-count.
+Train ranks write receipts (`gcore.train.checkpoint.run_files`): one file per rank and world, one line per token.
+Because there may be many, the folder is indexed once and a line is parsed when it is needed. A damaged line is
+reported; the other lines still count.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from gcore.types import PromptRef, Token
 FOLDER = "receipts"
 
 _NAMED = re.compile(rb'"token":"(\d+\.\d+\.\d+)","world":"([^"\\]*)","rank":(\d+)')
-"""How a line begins, but for its schema version."""
+"""Start of a line, after its schema version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """One rank's word on one token: the samples it trained on, by group, and what the groups were."""
+    """What one rank trained under one token: sample indexes and digest per group."""
 
     token: Token
     world: str
@@ -38,13 +38,13 @@ class Receipt:
 
     @classmethod
     def parse(cls, line: Mapping[str, Any]) -> Receipt:
-        """From a receipt's JSON object. Raises KeyError, TypeError or ValueError on anything else."""
+        """Parse a receipt's JSON object. Raises KeyError, TypeError or ValueError if it is not one."""
         samples: dict[PromptRef, frozenset[int]] = {}
         digests: dict[PromptRef, str] = {}
         for name, digest, indexes in line["groups"]:
             ref = PromptRef.parse(str(name))
             if ref in samples or list(indexes) != sorted(set(indexes)):
-                raise ValueError(f"prompt {ref} or a sample of it occurs twice, or out of order")
+                raise ValueError(f"prompt {ref} or one of its samples is repeated or out of order")
             samples[ref] = frozenset(int(i) for i in indexes)
             digests[ref] = str(digest)
         return cls(Token.parse(line["token"]), str(line["world"]), int(line["rank"]), samples, digests)
@@ -54,16 +54,16 @@ class Receipts(Protocol):
     """All receipts of a run."""
 
     def tokens(self) -> Iterable[tuple[str, Token]]:
-        """The worlds and tokens of which there are any."""
+        """Pairs of world and token that have receipts."""
         ...
 
     def of(self, world: str, token: Token) -> Sequence[Receipt]:
-        """Those of a token, in no order."""
+        """The receipts of a token, in no particular order."""
         ...
 
 
 class ReceiptsInMemory:
-    """Receipts at hand."""
+    """Receipts held in memory."""
 
     def __init__(self, receipts: Iterable[Receipt]) -> None:
         self._found: dict[tuple[str, Token], list[Receipt]] = {}
@@ -80,16 +80,16 @@ class ReceiptsInMemory:
 
 
 class ReceiptFolder:
-    """Receipts in a run's folder. `problems`: lines that are none, a sentence each."""
+    """Receipts in a run folder. `problems` describes lines that are not receipts, one sentence each."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Goes through all lines, without taking them apart. Raises OSError."""
+        """Index all lines without parsing them. Raises OSError."""
         self.problems: list[str] = []
         self._found: dict[tuple[str, Token], list[LinePosition]] = {}
         for place, line in index_lines(run_dir / FOLDER):
             named = _NAMED.search(line, 0, 256)
             if named is None or not line.endswith(b"}"):
-                self.problems.append(f"{place} is no receipt")
+                self.problems.append(f"{place} is not a receipt")
                 continue
             where = (named[2].decode(errors="replace"), Token.parse(named[1].decode()))
             self._found.setdefault(where, []).append(place)
@@ -99,7 +99,7 @@ class ReceiptFolder:
         return self._found
 
     def of(self, world: str, token: Token) -> Sequence[Receipt]:
-        """See `Receipts`; a line that cannot be read is a problem. Raises OSError."""
+        """See `Receipts`. A line that cannot be read is added to `problems`. Raises OSError."""
         return tuple(self._read(world, token))
 
     def _read(self, world: str, token: Token) -> Iterator[Receipt]:
@@ -107,13 +107,13 @@ class ReceiptFolder:
             try:
                 receipt = Receipt.parse(json.loads(place.read()))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                self.problems.append(f"{place} is no receipt: {error}")
+                self.problems.append(f"{place} is not a receipt: {error}")
                 continue
             yield receipt
 
 
 def check_receipts(entry: LogEntry, receipts: Receipts, found: FindingCollector) -> None:
-    """The ranks of the entry's world trained on its prompts and on nothing else, each sample once."""
+    """Check that the ranks of the entry's world trained exactly its prompts, and each sample once."""
     token = entry.token
     if token is None:
         found.add("receipt", f"log entry {entry.seq} trained step {entry.step} without a token")
@@ -141,15 +141,15 @@ def check_receipts(entry: LogEntry, receipts: Receipts, found: FindingCollector)
         for ref, digest in paper.digests.items():
             group = committed.get(ref)
             if group is not None and group.digest and group.digest != digest:
-                what = f"prompt {ref} was committed at step {entry.step} as group {group.digest}, and rank {paper.rank}"
+                what = f"prompt {ref} was committed at step {entry.step} as group {group.digest}, but rank {paper.rank}"
                 found.add("receipt", f"{what} trained on group {digest}", [ref])
     order = {ref: number for number, ref in enumerate(committed)}
     for paper in papers:
         numbers = [order[ref] for ref in paper.samples if ref in order]
         if numbers != sorted(numbers):
-            what = f"rank {paper.rank} names the groups of step {entry.step} in another order than the commit"
+            what = f"the receipt of rank {paper.rank} lists the groups of step {entry.step} in a different order"
             found.add("receipt", what, _named([paper]))
-    # Where a rank's whole receipt is missing, what stood in it is told with that, and not sample by sample.
+    # If a rank's whole receipt is missing, one finding covers all of its samples.
     excused = set(incomplete) if lost else set()
     for who, refs in (
         ("was committed but no rank trained on it", sorted(committed.keys() - trained.keys() - excused)),
@@ -162,11 +162,11 @@ def check_receipts(entry: LogEntry, receipts: Receipts, found: FindingCollector)
             _check_samples(entry, ref, committed.get(ref), sorted(samples), found)
     trained_shares = shares_digest({paper.rank: paper.samples for paper in papers})
     if entry.shares not in ("", trained_shares) and found.count == told:
-        found.add("receipt", f"the ranks trained other shares of step {entry.step} than its seal gave them")
+        found.add("receipt", f"the ranks trained other shares of step {entry.step} than its seal assigned")
 
 
 def check_cut_off(entry: LogEntry, receipts: Receipts, found: FindingCollector) -> None:
-    """Check a step that a rollback undid, if all of its receipts are there: some may be lost with a node."""
+    """Check a step that a rollback discarded, if all of its receipts exist: some may be lost with their node."""
     if entry.token is None or entry.ranks is None:
         return
     if len(receipts.of(entry.world, entry.token)) >= entry.ranks:
@@ -174,9 +174,9 @@ def check_cut_off(entry: LogEntry, receipts: Receipts, found: FindingCollector) 
 
 
 def check_ready(seal: Seal, receipts: Receipts, found: FindingCollector) -> None:
-    """Compare the receipts of a READY step, which is not committed yet, with the shares that its seal gives to the ranks."""
+    """Compare the receipts of a READY, uncommitted step with the shares that its seal assigns to the ranks."""
     papers = receipts.of(seal.world, seal.token) if seal.state is SealState.READY else ()
-    fits = sum(seal.parts) in (0, len(seal.groups))  # else check_open reports the seal
+    fits = sum(seal.parts) in (0, len(seal.groups))  # check_open reports other seals
     if not papers or not fits:
         return
     shares, digests = seal_shares(seal), {group.ref: group.digest for group in seal.groups}
@@ -189,7 +189,7 @@ def check_ready(seal: Seal, receipts: Receipts, found: FindingCollector) -> None
 
 
 def _lacks(one: EndedRef, samples: Collection[int]) -> bool:
-    """Whether samples of a committed group are missing, and nothing else is wrong with them."""
+    """Return whether samples of a committed group are missing and nothing else is wrong."""
     expected = range(one.samples or 1)
     return len(samples) == len(set(samples)) and set(samples) < set(expected)
 
@@ -197,8 +197,10 @@ def _lacks(one: EndedRef, samples: Collection[int]) -> bool:
 def _check_ranks(
     entry: LogEntry, papers: Sequence[Receipt], incomplete: Sequence[PromptRef], found: FindingCollector
 ) -> frozenset[int]:
-    """Every rank of the world left one receipt. `incomplete`: the prompts of which samples stand in none. Returns the ranks that
-    left none."""
+    """Check that every rank of the world left one receipt. Return the ranks without a receipt.
+
+    `incomplete`: the prompts with samples that are in no receipt.
+    """
     ranks = sorted(paper.rank for paper in papers)
     twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
     for rank in twice:
@@ -208,18 +210,18 @@ def _check_ranks(
         found.add("receipt", f"log entry {entry.seq} has no number of ranks for step {entry.step}")
         return frozenset()
     lost = frozenset(range(entry.ranks)) - set(ranks)
-    lacking = f"; samples of {list_some_refs(incomplete)} stand in no other" if incomplete else ""
+    lacking = f"; samples of {list_some_refs(incomplete)} are in no other receipt" if incomplete else ""
     for rank in sorted(lost):
         what = f"rank {rank} left no receipt for step {entry.step} (token {entry.token})"
         found.add("receipt", what + lacking, incomplete)
     for rank in sorted(set(ranks) - set(range(entry.ranks))):
-        what = f"rank {rank} left a receipt for step {entry.step}, which {entry.ranks} ranks trained"
+        what = f"rank {rank} left a receipt for step {entry.step}, but the world has {entry.ranks} ranks"
         found.add("receipt", what, _named(paper for paper in papers if paper.rank == rank))
     return lost
 
 
 def _named(papers: Iterable[Receipt]) -> list[PromptRef]:
-    """The prompts of which they name samples."""
+    """Prompts that the receipts name."""
     return sorted({ref for paper in papers for ref in paper.samples})
 
 
@@ -234,7 +236,7 @@ def _check_samples(
 
 
 def check_tokens(receipts: Receipts, found: FindingCollector) -> None:
-    """No world trained one step under two tokens: after the first it can only be committed, or the world ends."""
+    """Check that no world trained one step under two tokens: once trained, a step is committed or its world ends."""
     seen: dict[tuple[str, int], Token] = {}
     for world, token in sorted(receipts.tokens()):
         first = seen.setdefault((world, token.step), token)
@@ -252,11 +254,11 @@ def check_uncommitted(
     known: Collection[tuple[str, Token]] | None,
     found: FindingCollector,
 ) -> None:
-    """Every receipt belongs to a committed step, except for one token of each world.
+    """Check that every receipt belongs to a committed step, with one exception per world.
 
-    In head's world the exception is the token of the open READY seal. In an ended world it is the step after the last commit, which ranks
-    may have trained before the rollback. `known`: the tokens that had receipts before head was read, because ranks continue
-    meanwhile; None: all.
+    In head's world the exception is the token of the open READY seal. In an ended world it is the step after the last
+    commit, which ranks may have trained before the rollback. `known`: the tokens that had receipts before head was
+    read, because ranks continue during the audit; None: all.
     """
     ready = {(seal.world, seal.token) for seal in seals if seal.state is SealState.READY}
     for world, token in sorted(receipts.tokens()):

@@ -1,15 +1,16 @@
-"""The records of a job's chain in the store (the step protocol's documents, as JSON): head, log, offers, seals, checkpoints.
+"""Records of a job's chain in the store, as JSON: head, log, offers, seals, checkpoints.
 
-Each is a `gcore.schema.Record`. None depends on the number of controllers. The policy of each field is with the rule that uses
-it, in `gcore.ledger.selection` (what a seal takes) and `gcore.ledger.chain` (what each transaction writes).
+Each is a `gcore.schema.Record`. None depends on the number of controllers. The rules for each field are in the module
+that uses it: `gcore.ledger.selection` (what a seal takes) and `gcore.ledger.chain` (what each transaction writes).
 
-A world state is named by the world and the token after which it had it. A world applies a token once, and only from its READY
-seal, whose content cannot change; so world and token name one state for ever, on every rank and node. Copies of it carry the
-name (`gcore.models.replicas`), and so does the rollback whose new world starts from them.
+A world state is named by the world and the token after which the world had it. A world applies a token once, and only
+from its READY seal, whose content cannot change. World and token therefore name one state permanently, on every rank
+and node. In-memory replicas carry this name (`gcore.models.replicas`), and so does the rollback whose new world starts
+from them.
 
-A node whose job shares no folder (`storage.copies`) registers what its own folder holds, under its controller's lease, after it
-has looked or after a fetched file was verified. So only copies on present nodes count; after a full restart each node looks
-again, and no record has to outlive it.
+If the nodes of a job share no folder (`storage.copies`), each node registers the content of its own folder under its
+controller's lease, after a scan or after it verified a fetched file. Only copies on present nodes count. After a full
+restart each node scans again, so no such record has to persist.
 """
 
 from __future__ import annotations
@@ -27,40 +28,44 @@ from gcore.types import OutcomeKind, PromptRef, Token, Version
 
 
 class WorldState(RecordPart):
-    """The state of `world` after it applied the token (lineage, step, attempt). `attempt` 0: the one it began with."""
+    """State of `world` after it applied the token (lineage, step, attempt). `attempt` 0: the initial state."""
 
     world: str
     lineage: NonNegativeInt
     step: NonNegativeInt
     attempt: NonNegativeInt
     shards: PositiveInt
-    """Of how many ranks the world is: so many shards are the whole state."""
+    """Number of ranks of the world, and of shards of the whole state."""
 
     def __str__(self) -> str:
         return f"step {self.step} of world {self.world}"
 
 
 class HeldState(RecordPart):
-    """The shards of a state that lie in one node's memory."""
+    """Shards of a state that are in the memory of one node."""
 
     state: WorldState
     shards: tuple[NonNegativeInt, ...]
 
 
 class NodeCopies(Record):
-    """`copies/{node}`, under its controller's lease: what lies in the node's memory, as it looked. A hint for who chooses
-    where a new world starts from; the world itself proves what it reads."""
+    """`copies/{node}`, under the controller's lease: in-memory replicas on the node at the last scan.
+
+    A hint for choosing where a new world starts from. The world itself verifies what it reads.
+    """
 
     node: str
     by: str
-    """The incarnation that looked."""
+    """Incarnation that scanned."""
     seq: NonNegativeInt
-    """Head's, before it looked: copies of head's state were there by then, or never will be."""
+    """Head's sequence number before the scan. Replicas of that head's state either existed at the scan or will never
+    exist.
+    """
     held: tuple[HeldState, ...] = ()
 
 
 class StateName(NamedTuple):
-    """A `WorldState` but for its number of shards, which the log does not say."""
+    """A `WorldState` without its number of shards, which the log does not contain."""
 
     world: str
     lineage: int
@@ -69,10 +74,10 @@ class StateName(NamedTuple):
 
 
 def head_state_names(head: Head, log: Mapping[int, LogEntry]) -> tuple[StateName, ...]:
-    """What head's state is called, best known first; nothing if the log does not reach far enough back, or for the base.
+    """Names of head's state, the most reliable first. Empty for the base, or if the log does not reach back far enough.
 
-    A commit names the world and the token it was trained by. After a rollback that no step has followed, head's state is
-    what the new world began with, and that is what the rollback says it started from.
+    A commit names the world and the token of the state. If no step has followed a rollback, head's state is the initial
+    state of the new world, which the rollback names.
     """
     entry = log.get(head.seq)
     while entry is not None and entry.kind == "account":
@@ -93,7 +98,7 @@ def head_state_names(head: Head, log: Mapping[int, LogEntry]) -> tuple[StateName
 
 
 def whole_state(names: Iterable[StateName], held: Mapping[str, NodeCopies], nodes: Container[str]) -> WorldState | None:
-    """The first of these states of which every shard lies in the memory of one of `nodes` at least."""
+    """The first of these states of which each shard is in the memory of at least one of `nodes`."""
     for name in names:
         shards: dict[WorldState, set[int]] = {}
         for node, copies in held.items():
@@ -114,7 +119,7 @@ StoredCursors = Annotated[Cursors, BeforeValidator(_cursors), PlainSerializer(la
 
 
 class EndedRef(RecordPart):
-    """A ref and its outcome. `holder` and `versions` are kept for the audit; `step` is the entry's."""
+    """A ref and its outcome. The step is that of the log entry. The audit uses `holder` and `versions`."""
 
     ref: PromptRef
     kind: OutcomeKind
@@ -122,21 +127,21 @@ class EndedRef(RecordPart):
     holder: str = ""
     versions: tuple[Version, ...] = ()
     source: str = ""
-    """Of what was filtered or failed: the source its prompt comes from. A trained one's stands in its group."""
+    """Source of a filtered or failed prompt. For a trained prompt the group has it."""
     reward: float | None = None
-    """Of what was scored and filtered: the mean reward of its responses."""
+    """For a filtered prompt with scores: mean reward of its responses."""
     length: float | None = None
-    """Of the same: the mean length of its responses, in tokens."""
+    """For the same prompts: mean response length in tokens."""
     digest: str = ""
-    """Of a trained group: names its content, as the ranks' receipts do."""
+    """For a trained group: digest of its content, as in the receipts."""
     samples: int = 0
-    """Of a trained group: how many there are."""
+    """For a trained group: number of samples."""
 
 
 class OfferedGroup(RecordPart):
-    """A finished, kept group of one holder. No tokens: counts only.
+    """A finished group that passed the filters, with token counts instead of tokens.
 
-    `prompt_tokens` and `response_tokens` (one number a sample) are what `balance()` weighs.
+    `prompt_tokens` and `response_tokens` (one number per sample) are the weights that `balance_samples` uses.
     """
 
     ref: PromptRef
@@ -145,55 +150,57 @@ class OfferedGroup(RecordPart):
     response_tokens: tuple[int, ...]
     versions: tuple[Version, ...]
     reward: float = 0.0
-    """Mean reward of the group, for people."""
+    """Mean reward of the group, for display."""
     source: str = ""
-    """The source its prompt comes from, for metrics."""
+    """Source of the prompt, for metrics."""
     masked: tuple[int, ...] = ()
-    """The samples, ascending, whose tokens are left out of the loss: they do not count in its denominators."""
+    """Samples, ascending, that are masked in the loss. They do not count in its denominators."""
     truncated: int = 0
-    """Samples that were cut off at their longest length."""
+    """Number of samples that reached their maximum length."""
     parts: dict[str, float] = Field(default_factory=dict)
-    """What its reward is made of: means over its samples, by part, for people."""
+    """Mean over the samples of each part of the reward, for display."""
     observed: tuple[int, ...] = ()
-    """Of `response_tokens`, one number a sample: those that the policy did not make. They cost what others cost, and count
-    nowhere else. Empty: none of any sample. No job with an environment is taken before every node reads this."""
+    """Per sample, the number of `response_tokens` that the policy did not generate. They cost as much compute as others
+    and count nowhere else. Empty: none in any sample. Jobs with an environment are refused until every node supports
+    this field.
+    """
 
     @property
     def own_tokens(self) -> tuple[int, ...]:
-        """Of each sample: the tokens that the policy made."""
+        """Per sample, the number of tokens that the policy generated."""
         if not self.observed:
             return self.response_tokens
         return tuple(total - told for total, told in zip(self.response_tokens, self.observed, strict=True))
 
 
 class InFlightRef(RecordPart):
-    """A ref that its holder has begun and not finished. `version`: the weights that made, or may make, its first token."""
+    """An unfinished ref. `version`: the weights that generate its first token."""
 
     ref: PromptRef
     version: Version
 
 
 class Offer(Record):
-    """`offer/{incarnation}`, under that incarnation's lease."""
+    """`offer/{incarnation}`, under the lease of that incarnation."""
 
     incarnation: str
     groups: tuple[OfferedGroup, ...] = ()
     outcomes: tuple[EndedRef, ...] = ()
     in_flight: tuple[InFlightRef, ...] = ()
-    """What goes on from step to step; none at staleness 0, where nothing does."""
+    """Refs that continue across steps; empty at staleness 0."""
 
 
 class SealedGroup(OfferedGroup):
-    """A group of a sealed step and the incarnation that holds it."""
+    """A group of a sealed step, with the incarnation that holds it."""
 
     holder: str
 
 
 class SealState(StrEnum):
-    """OPEN: nothing is being exchanged, the attempt survives. SEALED: being exchanged. READY: every rank holds its share.
+    """OPEN: no transfer; the attempt number is kept. SEALED: transfer in progress. READY: every rank holds its share.
 
-    PARTIAL: a part of a streamed step is being exchanged; once every rank holds its share of that, the slot is OPEN again, and
-    holds it for good.
+    PARTIAL: transfer of one part of a streamed step. Once every rank holds its share of the part, the slot is OPEN
+    again and the part is final.
     """
 
     OPEN = "OPEN"
@@ -205,10 +212,10 @@ class SealState(StrEnum):
 class Seal(Record):
     """`seal/{step}`: the slot of an open step.
 
-    `world_size`, `mini_batches` and `attention_equals_at` (`gcore.ledger.records.cluster`) are what `balance()` cuts and weighs the
-    samples by, so that who reads the seal knows which rank takes which sample in which update.
+    `world_size`, `mini_batches` and `attention_equals_at` (`gcore.ledger.records.cluster`) are inputs of
+    `balance_samples`. The seal therefore determines which rank trains which sample in which update.
 
-    Of a streamed step `groups` grow part by part. What is in a READY part is never given up; an OPEN slot holds that and no more.
+    In a streamed step `groups` grows part by part. READY parts are never given up; an OPEN slot holds READY parts only.
     """
 
     lineage: int
@@ -223,96 +230,100 @@ class Seal(Record):
     sealer: str = ""
     attention_equals_at: PositiveInt = ATTENTION_EQUALS_AT
     padding: NonNegativeInt = 0
-    """Groups that the step lacks, which the loss's denominators count as if they were there, masked."""
+    """Number of missing groups, which the loss denominators count as masked groups."""
     last: bool = False
-    """Whether no step follows; such a one may hold outcomes only."""
+    """Whether this is the last step. It may contain outcomes without groups."""
     planned_steps: int | None = None
-    """How many steps the job will have had, as far as that is known; the learning rate's schedule runs over them."""
+    """Total number of steps of the job, if known. The learning-rate schedule uses it."""
     parts: tuple[NonNegativeInt, ...] = ()
-    """How many groups are in each part, in their order; none of a step that is sealed as a whole. The last part of a whole
-    step may have none."""
+    """Number of groups per part, in order; empty for a step that is sealed as a whole. The last part may have 0 groups.
+    """
     ready_parts: NonNegativeInt = 0
-    """Parts, from the first, that every rank holds."""
+    """Number of parts, from the first, that every rank holds."""
     checkpoint: bool = False
-    """Whether its step has a checkpoint, whatever the spec says: the job is to give its slots back."""
+    """Whether this step writes a checkpoint even if the spec does not ask for one, because the job must give back its
+    slots.
+    """
 
     @property
     def collects(self) -> bool:
-        """Whether its batch is not closed yet."""
+        """Whether its batch is still open."""
         return self.state in (SealState.OPEN, SealState.PARTIAL)
 
     @property
     def kept(self) -> tuple[SealedGroup, ...]:
-        """The groups of its READY parts."""
+        """Groups of its READY parts."""
         return self.groups[: sum(self.parts[: self.ready_parts])]
 
     @property
     def padding_scale(self) -> float:
-        """What the denominators are to be multiplied by, from 1 on."""
+        """Factor of the loss denominators, at least 1."""
         return 1.0 + self.padding / len(self.groups) if self.groups else 1.0
 
     @property
     def token(self) -> Token:
-        """Names this attempt."""
+        """The fencing token of this attempt."""
         return Token(self.lineage, self.step, self.attempt)
 
 
 class SourceTally(RecordPart):
-    """What came of one source's prompts, along the chain. Sums, so that tallies can be subtracted."""
+    """Sums over the prompts of one source along the chain. Tallies can be subtracted."""
 
     kept: int = 0
     """Prompts whose group was trained."""
     filtered: int = 0
     failed: int = 0
     samples: int = 0
-    """Of the kept groups, like all that follow."""
+    """Samples of the trained groups. The fields below also count trained groups only."""
     truncated: int = 0
     tokens: int = 0
-    """Of responses, as far as the policy made them."""
+    """Response tokens that the policy generated."""
     reward: float = 0.0
     """Sum of the groups' mean rewards."""
 
 
 class SinceStep(RecordPart):
-    """What ended without a step since the newest one, along the chain: it counts for the step to come."""
+    """Outcomes since the newest step, along the chain. They count for the next step."""
 
     filtered: int = 0
     failed: int = 0
     scored: int = 0
-    """Of the filtered ones, those of which reward and length are known."""
+    """Filtered prompts with known reward and length."""
     reward: float = 0.0
     """Sum of their mean rewards."""
     length: float = 0.0
-    """Sum of their mean lengths, in tokens."""
+    """Sum of their mean lengths in tokens."""
 
     @property
     def ended(self) -> int:
-        """Prompts that the step to come has used up already."""
+        """Number of prompts that the next step has used up so far."""
         return self.filtered + self.failed
 
 
 class Tally(RecordPart):
-    """What came of all prompts along the chain, source by source: a pure function of its entries' seals and outcomes."""
+    """Counts of all outcomes along the chain by source: a pure function of the seals and outcomes in its entries."""
 
     sources: dict[str, SourceTally] = Field(default_factory=dict)
     since_step: SinceStep = SinceStep()
     issue_ratio: float = 1.0
-    """Prompts that a trained group has taken lately: a mean in which older steps count less and less."""
+    """Prompts needed per trained group: an exponentially weighted mean over recent steps."""
     trained_epoch: int | None = None
-    """The newest data epoch of which a prompt was trained."""
+    """Newest data epoch with a trained prompt."""
 
 
 class Lineage(RecordPart):
-    """Lineage `number` went on from `base_step` of the one before."""
+    """Lineage `number` started from `base_step` of an earlier lineage."""
 
     number: int
     base_step: int
     entry: int | None = None
-    """Where the store had been put back: the number of the rollback that began it, before which numbers were left out."""
+    """If the store was restored from a backup: number of the rollback entry that began this lineage and skipped lost
+    numbers.
+    """
 
 
 class Head(Record):
-    """`head`: the newest entry of the chain, and the state it leads to."""
+    """`head`: the newest log entry and the state after it."""
 
     seq: int
     parent: int | None
@@ -325,16 +336,16 @@ class Head(Record):
     deleted: bool = False
     tally: Tally = Tally()
     digest: str = ""
-    """Of entry `seq`; empty if that is of a version of gcore without digests."""
+    """Digest of entry `seq`. Empty if a gcore version without digests wrote it."""
 
     @property
     def version(self) -> Version:
-        """The policy version that engines should serve now."""
+        """Policy version that engines should serve."""
         return Version(self.lineage, self.step)
 
 
 class RaisedGoal(RecordPart):
-    """A job that had succeeded goes on: its `flow.steps` or `flow.epochs` was `before` and is `after`."""
+    """A job in phase SUCCEEDED continues: its `flow.steps` or `flow.epochs` was `before` and is now `after`."""
 
     what: Literal["steps", "epochs"]
     before: PositiveInt
@@ -345,11 +356,11 @@ class RaisedGoal(RecordPart):
 
 
 class LogEntry(Record):
-    """`log/{seq}`: how head came to be. `stats` are numbers for people (reward, loss, seconds a phase).
+    """`log/{seq}`: one entry of the log. `stats` are numbers for display (reward, loss, seconds per phase).
 
-    Each entry names its parent by digest too, and head names its own entry so: what is changed anywhere along the chain later,
-    in the store or in the run's folder, is found from head (`gcore.ledger.chain`). From schema version 3 on an entry also binds what
-    the job is, and what head said when it was written.
+    Each entry contains the digest of its parent, and head the digest of its entry. A later change anywhere on the
+    chain, in the store or in the run folder, is detected from head (`gcore.ledger.chain`). From schema version 3 an
+    entry also contains digests of the job's record and of head.
     """
 
     came_with: ClassVar[Mapping[str, int]] = {"job": 3, "head": 3, "shares": 3, "undoes": 3, "raised": 3}
@@ -365,99 +376,106 @@ class LogEntry(Record):
     delta: tuple[EndedRef, ...] = ()
     cursors: StoredCursors | None = None
     tally: Tally | None = None
-    """Head's, where `cursors` are kept: a rollback takes both from here."""
+    """Head's tally, stored together with `cursors`. A rollback restores both."""
     writer: str = ""
     stats: dict[str, float] = Field(default_factory=dict)
     reason: str = ""
     state: WorldState | None = None
-    """Of a rollback to head's own step: whose copies the new world starts from. None: from its parent's checkpoint."""
+    """For a rollback to head's own step: the in-memory replicas from which the new world starts. None: the checkpoint
+    of the parent.
+    """
     ranks: int | None = None
-    """Of a step: in how many ranks' receipts it stands."""
+    """For a step: number of ranks that write receipts."""
     parent_digest: str = ""
-    """Empty if the parent is of a version of gcore without digests."""
+    """Empty if a gcore version without digests wrote the parent."""
     follows: int | None = None
-    """Of a rollback in a store that had been put back to an older state: the number that head had before it. Those between are of
-    what was cut off, as far as anything is left of it in the run's folder, and are given to nothing else."""
+    """For a rollback after the store was restored from a backup: head's number before it. The numbers between belong to
+    lost history, of which the run folder may have traces, and are never reused.
+    """
     job: str = ""
     """Digest of the job's record (`gcore.ledger.chain.job_digest`)."""
     head: str = ""
-    """Digest of head as this entry left it (`gcore.ledger.chain.head_digest`)."""
+    """Digest of head after this entry (`gcore.ledger.chain.head_digest`)."""
     shares: str = ""
-    """Of a step: digest of which rank trained which samples (`gcore.ledger.chain.shares_digest`)."""
+    """For a step: digest of the samples that each rank trained (`gcore.ledger.chain.shares_digest`)."""
     undoes: str = ""
-    """Of a rollback: digest of the entry that head was at, the newest of what it cuts off, or the one that it goes on from."""
+    """For a rollback: digest of the entry that head was at, the newest that it discards or continues from."""
     raised: RaisedGoal | None = None
-    """Of the rollback with which a job that had succeeded goes on: how much further. Entries before it bind the job's record as it was."""
+    """For the rollback with which a job in phase SUCCEEDED continues: the new goal. Entries before it contain the
+    digest of the earlier job record.
+    """
 
 
 class EpochRecord(Record):
-    """`epoch/{epoch}`: the statistics with which a data epoch begins, the same for every peer and for ever.
+    """`epoch/{epoch}`: the statistics at the start of a data epoch, the same for every controller.
 
-    It counts only while `version`, head's when it was written, is an ancestor of head: what was cut off by a rollback is
-    as if it were not there, and is written again. Only of a job with a curriculum, and not of epoch 0.
+    It is valid while `version`, head's version when it was written, is an ancestor of head. After a rollback that
+    discards that version it is ignored and written again. Exists only for jobs with a curriculum, and not for epoch 0.
     """
 
     epoch: int
     version: Version
     so_far: dict[str, SourceTally] = Field(default_factory=dict)
-    """Everything committed until then, by source."""
+    """Everything committed before the epoch, by source."""
     latest: dict[str, SourceTally] = Field(default_factory=dict)
-    """The part of it that was committed since the epoch before began."""
+    """The part of `so_far` that was committed since the previous epoch began."""
 
 
 class Checkpoint(RecordPart):
-    """A whole checkpoint: made at (lineage, step), of log entry `seq`, in folder `file` under the run's folder."""
+    """A complete checkpoint of (lineage, step) and log entry `seq`, in folder `file` of the run folder."""
 
     lineage: int
     step: int
     seq: int
     file: str
     digest: str = ""
-    """SHA-256 of its manifest; empty for the base (the job's model as it was)."""
+    """SHA-256 of its manifest; empty for the base (the job's initial model)."""
 
     @property
     def version(self) -> Version:
-        """The policy version whose weights it holds."""
+        """Policy version of its weights."""
         return Version(self.lineage, self.step)
 
 
 class Checkpoints(Record):
-    """`ckpts`: all of a job's registered checkpoints in one key, oldest first; the base (0, 0) always."""
+    """`ckpts`: all registered checkpoints of a job, oldest first, always including the base (0, 0)."""
 
     entries: tuple[Checkpoint, ...]
 
 
 class Assignment(Record):
-    """`assign`: which incarnation works on which shard. A hint; safety is the seal's.
+    """`assign`: which incarnation generates for which shard. A hint; safety does not depend on it.
 
-    `owners[shard]` is an index into `members`; None: nobody's.
+    `owners[shard]` is an index into `members`; None: no owner.
     """
 
     members: tuple[str, ...]
     owners: tuple[int | None, ...]
 
     def owner(self, shard: int) -> str | None:
-        """The incarnation that works on `shard`."""
+        """The incarnation that owns `shard`, or None."""
         index = self.owners[shard]
         return None if index is None else self.members[index]
 
     def shards_of(self, incarnation: str) -> tuple[int, ...]:
-        """The shards of `incarnation`, ascending."""
+        """Shards of `incarnation`, ascending."""
         return tuple(shard for shard in range(len(self.owners)) if self.owner(shard) == incarnation)
 
 
 class Member(Record):
-    """`member/{incarnation}` of a job, under the incarnation's lease."""
+    """`member/{incarnation}` of a job, under the lease of the incarnation."""
 
     incarnation: str
     node: str
     address: str
     leaving: bool = False
-    """Whether it is about to end: it takes no shards, and delivers what it holds. Who does not read this finds it gone."""
+    """Whether the controller is about to end: it takes no shards, but still delivers the groups that it holds. A gcore
+    version without this field treats such a member as absent.
+    """
 
 
 class HeldCheckpoint(RecordPart):
-    """A checkpoint, and the digest of its manifest, which names its every file."""
+    """A checkpoint in a node's folder. `digest` is that of its manifest, which names every file."""
 
     lineage: NonNegativeInt
     step: NonNegativeInt
@@ -465,29 +483,33 @@ class HeldCheckpoint(RecordPart):
 
     @property
     def version(self) -> Version:
-        """The policy version that it was made at."""
+        """Policy version of the checkpoint."""
         return Version(self.lineage, self.step)
 
 
 class NodeFolder(Record):
-    """`folder/{node}`. What it says of the log and of evaluations is of those alone that are next to leave the store."""
+    """`folder/{node}`: content of a node's own run folder.
+
+    `log` and `evaluations` cover only records that are next to leave the store.
+    """
 
     node: str
     by: str
-    """The incarnation that looked."""
+    """Incarnation that scanned."""
     lineage: NonNegativeInt = 0
-    """Head's, before it looked."""
+    """Head's lineage before the scan."""
     checkpoints: tuple[HeldCheckpoint, ...] = ()
     receipts: str = ""
-    """The newest token of which every rank's receipt lies here."""
+    """Newest token for which the receipts of all ranks are in the folder."""
     log: tuple[NonNegativeInt, ...] = ()
-    """Entries that were written down here."""
+    """Numbers of log entries in the folder."""
     evaluations: tuple[str, ...] = ()
-    """Versions whose evaluations were."""
+    """Versions whose evaluations are in the folder."""
     entry: NonNegativeInt = 0
-    """The highest number of the log of which anything lay here when that incarnation first looked: higher than head's, if the store
-    was put back (`gcore.ledger.archive`)."""
+    """Highest log number found in the folder when that incarnation first scanned. It exceeds head's if the store was
+    restored from a backup (`gcore.ledger.archive`).
+    """
 
     def has(self, version: Version, digest: str) -> bool:
-        """Whether that checkpoint lies here."""
+        """Whether that checkpoint is in the folder."""
         return any(one.version == version and one.digest == digest for one in self.checkpoints)

@@ -1,18 +1,20 @@
-"""Records of a cluster that several jobs share: what each job claims and has, and facts of nodes and models.
+"""Records of a cluster that several jobs share: each job's claim and share, and facts about nodes and models.
 
-`active/{uid}` holds the job's `Claim` while it has not ended. `shares` holds for all jobs which slots each has (`Share`), so that
-one transaction moves a slot, and no slot is two jobs'. A slot that a job is to give back leaves its `granted` first, and its
-`held` only when its plan uses it no more and nothing of it runs there; until then no other job is granted it. Every transaction
-that writes a plan compares `shares`, so that no plan uses slots that were given back meanwhile. `placement.shares` decides how
-slots are shared out, `controllers.rules.placement` when a job gives them back.
+`active/{uid}` holds a job's `Claim` until the job ends. `shares` holds the slots of all jobs (`Share`), so that one
+transaction moves a slot and no slot belongs to two jobs. A slot that a job must give back leaves its `granted` first.
+It leaves `held` only when the job's plan no longer uses it and nothing of the job runs there. Until then it is not
+granted to another job. Every transaction that writes a plan compares `shares`, so that no plan uses slots that were
+given back. `placement.shares` decides how slots are shared, `controllers.rules.placement` when a job gives them back.
 
-Facts of nodes and of a job's models are registered once; `placement.mapping` decides what follows from them. The cost of
-attention says at what length it costs a model as much as its matrices. Per token and layer the matrices take two operations a
-parameter, and attention four a column of its heads for every token before it. A causal kernel skips half of those and is about
-half as fast as a matrix product at the other half, so they are counted in full: the two are equal at half the layer's
-parameters divided by the width of its heads, six times the width for the classic layer of 12·width² parameters. The embedding
-and the output layer are left out: prompts do not go through the one, and the other multiplies nothing. The names are those of
-Hugging Face configurations; what is not known stays at the default, because the result only weighs samples against one another.
+Facts about nodes and models are registered once; `placement.mapping` uses them.
+
+`attention_equals_at` is the sequence length at which attention costs a model as much as its matrices. Per token and
+layer the matrices take two operations per parameter. Attention takes four operations per head column and preceding
+token. A causal kernel skips half of these, but runs the other half at about half the speed of a matrix product, so they
+count in full. The costs are equal at (parameters of a layer) / (2 · width of its heads): six times the width for the
+classic layer with 12·width² parameters. Embedding and output layer are excluded: prompts do not pass through the output
+layer, and the embedding multiplies nothing. Names are those of Hugging Face configurations. Unknown values use the
+default, because the result only weighs samples relative to each other.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from gcore.store.keys import DEFAULT_NAMESPACE
 
 
 class Slot(NamedTuple):
-    """One accelerator: a node's name, and a slot of it."""
+    """One accelerator: a node name and a slot name."""
 
     node: str
     slot: str
@@ -38,64 +40,70 @@ class Slot(NamedTuple):
 
 
 PAUSES = "it pauses at its next commit"
-"""How the reason of a job's state begins that is paused and still has slots."""
+"""Start of the state reason of a paused job that still has slots."""
 
 
 class Claim(Record):
-    """`active/{uid}`: what a job wants of the cluster."""
+    """`active/{uid}`: the slots that a job requests from the cluster."""
 
     namespace: str = DEFAULT_NAMESPACE
     name: str = ""
     owner: str = ""
     priority: int = 0
     least: int = 1
-    """Slots; with fewer it does not run."""
+    """Minimum number of slots; with fewer the job does not run."""
     most: int | None = None
-    """Slots; None: all there are."""
+    """Maximum number of slots; None: no maximum."""
     unit: int = 1
-    """Slots that go together, on one node: those of its widest engine."""
+    """Slots that must be on one node: those of the widest engine."""
     created: float = 0.0
-    """Seconds since the epoch: of two equals the older goes first."""
+    """Seconds since the epoch. Of two jobs with equal priority the older is served first."""
     paused: bool = False
-    """Whether it is to have none until it is resumed."""
+    """Whether the job is paused and gets no slots until it is resumed."""
     ends: str = ""
-    """Why it is to end as soon as it has given all its slots back; empty: it is not."""
+    """Why the job ends once it has given back all slots; empty: it does not end."""
 
     @property
     def wants(self) -> bool:
-        """Whether it is to have slots at all."""
+        """Whether the job requests slots."""
         return not self.paused and not self.ends
 
 
 class Share(RecordPart):
-    """A job's slots, by node. `granted`: what it may plan with; `held`: what it may still be using. The first is within the second."""
+    """A job's slots, by node.
+
+    `granted`: slots that it may plan with. `held`: slots that it may still use, a superset of `granted`.
+    """
 
     granted: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     held: dict[str, tuple[str, ...]] = Field(default_factory=dict)
 
     @property
     def surplus(self) -> frozenset[Slot]:
-        """What it has to give back."""
+        """Slots that it must give back."""
         return slots_of_share(self.held) - slots_of_share(self.granted)
 
 
 class Shares(Record):
-    """`shares`: of every job that has slots. Of those that wait nothing is written, or each that comes would be a write of all."""
+    """`shares`: the slots of each job that has any.
+
+    Waiting jobs have no entry, so that a new job does not rewrite the record.
+    """
 
     jobs: dict[str, Share] = Field(default_factory=dict)
     """By uid."""
 
     @property
     def held(self) -> frozenset[Slot]:
-        """The slots that some job has."""
+        """Slots that belong to any job."""
         return frozenset(slot for share in self.jobs.values() for slot in slots_of_share(share.held))
 
     def released(self, uid: str, slots: frozenset[Slot]) -> Shares:
-        """After a job has given these back. Raises ValueError if it may still use one."""
+        """The record after a job gave back `slots`. Raises ValueError for a slot that the job may still use."""
         share = self.jobs[uid]
         if not slots <= share.surplus:
             raise ValueError(
-                f"job {uid} is granted {sorted(slots - share.surplus)}, and gives back only what it is not"
+                f"job {uid} cannot give back {sorted(slots - share.surplus)}: they are granted to it or not its own"
             )
         left = share.model_copy(update={"held": group_by_node(slots_of_share(share.held) - slots)})
         others = {other: one for other, one in self.jobs.items() if other != uid}
@@ -107,7 +115,7 @@ NOTHING = Share()
 
 @dataclass(frozen=True, slots=True)
 class QueuePosition:
-    """A job that waits for slots. `position`: from 1 on. `reason`: why it has none, for people."""
+    """A job that waits for slots. `position` counts from 1. `reason`: why it has no slots, for display."""
 
     position: int
     reason: str
@@ -115,7 +123,7 @@ class QueuePosition:
 
 @dataclass(frozen=True, slots=True)
 class KnownShare:
-    """What a job has, and the revision of `shares` that says so; 0: there is none."""
+    """The shares as read, and the revision of `shares`; 0: the key does not exist."""
 
     uid: str
     shares: Shares
@@ -123,29 +131,29 @@ class KnownShare:
 
     @property
     def share(self) -> Share:
-        """The job's."""
+        """The share of this job."""
         return self.shares.jobs.get(self.uid, NOTHING)
 
     @property
     def granted(self) -> frozenset[Slot]:
-        """What may be planned with."""
+        """Slots that the job may plan with."""
         return slots_of_share(self.share.granted)
 
 
 class Quotas(Record):
-    """`pool/quotas`: the most slots that all jobs of a namespace may have together."""
+    """`pool/quotas`: maximum number of slots for all jobs of a namespace together."""
 
     slots: dict[str, int] = Field(default_factory=dict)
 
 
 class SickSlots(Record):
-    """`pool/sick/{node}`: slots that cannot be used, and why, as the node's daemon found, under its lease."""
+    """`pool/sick/{node}`: unusable slots and why, as found by the node's daemon, under its lease."""
 
     slots: dict[str, str] = Field(default_factory=dict)
 
 
 class Drained(Record):
-    """`pool/drained/{node}`: nothing is to be placed on the node."""
+    """`pool/drained/{node}`: marks a drained node; nothing is placed on it."""
 
     by: str = ""
     since: float = 0.0
@@ -153,12 +161,12 @@ class Drained(Record):
 
 
 def slots_of_share(share: Mapping[str, Iterable[str]]) -> frozenset[Slot]:
-    """One by one."""
+    """Set of all slots in a mapping from node to slots."""
     return frozenset(Slot(node, slot) for node, slots in share.items() for slot in slots)
 
 
 def group_by_node(slots: Iterable[Slot]) -> dict[str, tuple[str, ...]]:
-    """Sorted, so that the same slots are the same record."""
+    """Group slots by node, sorted, so that equal sets give equal records."""
     found: dict[str, list[str]] = {}
     for node, slot in sorted(slots):
         found.setdefault(node, []).append(slot)
@@ -169,8 +177,11 @@ ConfigValue = bool | int | float | str
 
 
 class SlotFacts(RecordPart):
-    """A slot. `memory_gib`: of its own, as the driver says it; None: it has a part of its host's. `device`: what the driver calls it;
-    empty of a CPU, and where that is not known."""
+    """A slot.
+
+    `memory_gib`: device memory as reported by the driver; None: the slot uses host memory. `device`: the driver's name
+    of the device; empty for a CPU or if unknown.
+    """
 
     slot: str
     memory_gib: float | None = None
@@ -178,15 +189,17 @@ class SlotFacts(RecordPart):
 
 
 class NodeFacts(RecordPart):
-    """A node. `host_memory_gib`: what of its host's memory is the node's."""
+    """A node. `host_memory_gib`: host memory that belongs to the node."""
 
     host_memory_gib: float
     slots: tuple[SlotFacts, ...]
 
 
 class ModelConfigs(RecordPart):
-    """What of the models' configurations says how large they are, as they were when the job was created. `critic` None: it has none, or
-    starts from the policy's; `judges`: by name, those that the cluster serves."""
+    """The size-related part of the models' configurations when the job was created.
+
+    `critic` None: no critic, or a critic initialized from the policy. `judges`: by name, those that the cluster serves.
+    """
 
     policy: dict[str, ConfigValue]
     critic: dict[str, ConfigValue] | None = None
@@ -194,14 +207,18 @@ class ModelConfigs(RecordPart):
 
 
 ATTENTION_EQUALS_AT = 24_576
-"""For a model that tells nothing: six times a width of 4096. Never to be changed: it is the value of records that were
-written without one, and ranks that read another would deal a sealed batch differently."""
+"""Default for a model without known sizes: six times a width of 4096. Never change it: records without the field mean
+this value, and ranks with another value would split a sealed batch differently.
+"""
 
 LARGEST = 1 << 24
 
 
 def attention_equals_at(config: Mapping[str, Any]) -> int:
-    """The length in tokens, at least 1. `config`: a model's config.json."""
+    """Sequence length in tokens, at least 1, at which attention costs as much as the matrices.
+
+    `config`: a model's config.json.
+    """
     nested = config.get("text_config")
     if isinstance(nested, Mapping):
         config = nested
@@ -222,7 +239,7 @@ def attention_equals_at(config: Mapping[str, Any]) -> int:
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:
-    """The first of these that is a number above 0; 0 if none is."""
+    """The first of these keys with an integer above 0; 0 if there is none."""
     for name in names:
         value = config.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:

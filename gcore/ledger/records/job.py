@@ -1,7 +1,8 @@
-"""The records of a job beside its chain: what it is, how it stands, its plan and placement, how it was evaluated.
+"""Records of a job outside its chain: job, state, plan, placement, evaluations.
 
-Of its placement it keeps who plans, what a person has fixed, each move with its reason and result, and why nothing moved. People
-and the next planner read that; no step rests on it. A move names the generation of the `Plan` that it made.
+The placement records contain the controller that plans, what a person fixed, each move with its reason and result, and
+why nothing moved. People and the next planner read them; no step depends on them. A move names the generation of the
+`Plan` that it created.
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ from gcore.store.keys import DEFAULT_NAMESPACE, full_name
 from gcore.types import ServingPool, Version
 
 NEWEST_MOVES = 64
-"""Moves that the store keeps; all of them stand in the run's folder."""
+"""Number of moves kept in the store. The run folder has all of them."""
 
 MOST_SLOTS_TOLD = 16
-"""Slots of one move that are named; of more it is told how many."""
+"""Maximum number of slots that a move names. Further slots are counted."""
 
 METRICS_FILE = "metrics.jsonl"
-"""In a run's folder; written by `gcore.observability.metrics_file`."""
+"""File in the run folder, written by `gcore.observability.metrics_file`."""
 
 MOST_REASON = 600
-"""Characters of a reason, which policies of anybody's write."""
+"""Maximum length of a reason in characters. Policy plug-ins write reasons."""
 
 MOST_MOVE_BYTES = 4096
-"""Of a move in the record."""
+"""Maximum size of a move in the record."""
 
 NEWEST_STAYS, MOST_STAY_BYTES = 16, 3072
-"""Stretches without a move that the store keeps, and what one of them takes at most."""
+"""Number of periods without a move that the store keeps, and the maximum size of one."""
 
 Reason = Annotated[str, cut_text(MOST_REASON)]
 
 
 class Leader(Record):
-    """`placement/leader`: the controller that plans, under its lease."""
+    """`placement/leader`: the controller that plans the placement, under its lease."""
 
     called: ClassVar[str] = "placement leader"
     node: str
@@ -47,7 +48,7 @@ class Leader(Record):
 
 
 class SlotsOfPools(Protocol):
-    """A split, stored (`SplitPart`) or planned with (`placement.slots.Split`)."""
+    """Slots per pool, as stored (`SplitPart`) or as used by the planner (`placement.slots.Split`)."""
 
     @property
     def rollout(self) -> int: ...
@@ -58,8 +59,7 @@ class SlotsOfPools(Protocol):
 
 
 class Pin(Record):
-    """`placement/pin`: what a person has fixed. `frozen`: nothing moves. A number: so many slots for that pool, whatever the policy
-    says."""
+    """`placement/pin`: what a person fixed. `frozen`: no moves. A number: slots of that pool, regardless of the policy."""
 
     called: ClassVar[str] = "placement pin"
     frozen: bool = False
@@ -67,13 +67,13 @@ class Pin(Record):
     reward: PositiveInt | None = None
     train: PositiveInt | None = None
     by: str = ""
-    """The node that was asked."""
+    """Node that received the request."""
     time: float = 0.0
-    """Seconds since the epoch, for people."""
+    """Seconds since the epoch, for display."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The slots of each pool whose number is fixed."""
+        """Pools with a fixed number of slots."""
         found = {"rollout": self.rollout, "reward": self.reward, "train": self.train}
         return {pool: size for pool, size in found.items() if size is not None}
 
@@ -83,7 +83,7 @@ class Pin(Record):
         return self.frozen or bool(self.sizes)
 
     def off(self, split: SlotsOfPools) -> int:
-        """Slots by which a split is off what is fixed; 0: it is as was asked."""
+        """Number of slots by which a split differs from the fixed sizes; 0 if it matches."""
         return sum(abs(getattr(split, pool) - size) for pool, size in self.sizes.items())
 
     def __str__(self) -> str:
@@ -92,9 +92,12 @@ class Pin(Record):
 
 
 class MoveKind(StrEnum):
-    """SPLIT: engines change over between two steps. WORLD: the train world gets another size too, by a rollback to head's own state.
-    LEND: within a step, from rollout to the judges; RETURN: back. MEND: no policy asked for it, nodes or workers came or went. BEGIN: what the job began
-    with, before which there was nothing."""
+    """Kinds of placement changes.
+
+    SPLIT: engines change pools between two steps. WORLD: the train world also gets another size, by a rollback to
+    head's own state. LEND: elastic reassignment within a step, from rollout to the judges; RETURN: its end. MEND: not
+    requested by a policy; nodes or workers joined or left. BEGIN: the first placement of the job.
+    """
 
     BEGIN = "begin"
     SPLIT = "split"
@@ -105,7 +108,7 @@ class MoveKind(StrEnum):
 
 
 class SplitPart(RecordPart):
-    """Slots of each pool (`placement.slots.Split`)."""
+    """Slots per pool (`placement.slots.Split`)."""
 
     mode: Literal["coexisting", "colocated"]
     rollout: NonNegativeInt
@@ -114,9 +117,12 @@ class SplitPart(RecordPart):
 
 
 class MoveOutcome(RecordPart):
-    """What came of a move. `took_s`: until the engines that woke were asked again, or the new world served; `steps`: over which
-    `step_s`, the mean seconds of a step after it, was measured; `before_s`: of the steps before it. What the work of these steps was:
-    `tokens` of a response, `question_s` that a question took of a judge's engine, on average. None: not known."""
+    """Measured effect of a move; None: not known.
+
+    `took_s`: seconds until the woken engines served requests again, or the new world trained. `step_s`: mean seconds
+    per step over the `steps` steps after the move; `before_s`: over the steps before. The work in these steps: `tokens`
+    is the mean response length in tokens, `question_s` the mean seconds of judge-engine time per question.
+    """
 
     took_s: float | None = None
     steps: NonNegativeInt = 0
@@ -129,57 +135,66 @@ class MoveOutcome(RecordPart):
 
 
 class Move(RecordPart):
-    """One change of the plan, or one that was held to be worth it. Numbers are what was known when it was decided; None: not known."""
+    """One placement change, or one that the policy considered worthwhile.
+
+    Numbers are as known at the decision; None: not known.
+    """
 
     generation: NonNegativeInt
-    """Of the plan that it makes."""
+    """Generation of the plan that it creates."""
     step: NonNegativeInt
-    """Head's, when it was decided."""
+    """Head's step at the decision."""
     within: bool = False
-    """Whether it was within the step after that one."""
+    """Whether the move happened within the step after `step`."""
     seq: NonNegativeInt = 0
-    """Head's sequence number then: a move of the train world is for that head only."""
+    """Head's sequence number at the decision. A move of the train world applies to that head only."""
     kind: MoveKind
     before: SplitPart
     after: SplitPart
     slots: tuple[str, ...] = ()
     """`NODE/SLOT was -> is`."""
     more_slots: NonNegativeInt = 0
-    """Beyond those."""
+    """Number of further slots that are not named."""
     reason: Reason = ""
     idle: dict[str, float] = Field(default_factory=dict)
-    """What was not used of each pool's slot-seconds, 0 to 1; within a step, requests and slots as they were."""
+    """Idle share of each pool's slot-seconds, 0 to 1. Within a step: computed from current requests and slots."""
     gain_s: float | None = None
     cost_s: float | None = None
     expected_s: float | None = None
-    """A step on the new split."""
+    """Expected seconds per step on the new split."""
     before_s: float | None = None
-    """And on the one there was."""
+    """Expected seconds per step on the old split."""
     by: str = ""
-    """The node that decided."""
+    """Node that decided."""
     time: float = 0.0
-    """Seconds since the epoch, for people."""
+    """Seconds since the epoch, for display."""
     state: Literal["done", "wanted", "lapsed", "would"] = "done"
-    """WANTED: a world that is still to be formed; LAPSED: it never was, for the next step or another plan came first; WOULD: with `dry_run`."""
+    """WANTED: the world is not formed yet. LAPSED: it was never formed, because the next step or another plan came
+    first. WOULD: decided with `dry_run`, not applied.
+    """
     outcome: MoveOutcome | None = None
 
 
 class ForecastAccuracy(RecordPart):
-    """How well steps were foretold, of which the decision before each told what it expected. Seconds, of all of them: `off_s`, by how much
-    each was off, whichever way."""
+    """Accuracy of the forecast step times.
+
+    `expected_s`, `took_s` and `off_s` (absolute error) are sums in seconds over `steps` steps.
+    """
 
     steps: NonNegativeInt = 0
     newest: NonNegativeInt = 0
-    """The newest of them."""
+    """The newest of these steps."""
     expected_s: float = 0.0
     took_s: float = 0.0
     off_s: float = 0.0
 
 
 class HoldPeriod(RecordPart):
-    """A stretch of steps after each of which the policy was asked, and nothing moved. `since`, `step`: the first and the newest of them;
-    `began`: when the policy was asked after the first, by which the stretch is known; `reason`: that of the newest decision;
-    `expected_s`: what that expected of the next step, None where the policy says nothing of it."""
+    """A period of steps after which the policy was asked and nothing moved.
+
+    `since` and `step`: the first and the newest step. `began`: time of the first decision, which identifies the period.
+    `reason`: of the newest decision. `expected_s`: the step time that it expected; None if the policy gives none.
+    """
 
     since: NonNegativeInt
     step: NonNegativeInt
@@ -187,16 +202,16 @@ class HoldPeriod(RecordPart):
     """Head's sequence number at the newest decision."""
     reason: Reason = ""
     by: str = ""
-    """The node that decided last."""
+    """Node of the newest decision."""
     began: float = 0.0
     time: float = 0.0
-    """Of the newest decision, in seconds since the epoch, for people."""
+    """Time of the newest decision in seconds since the epoch, for display."""
     expected_s: float | None = None
     foretold: ForecastAccuracy = ForecastAccuracy()
 
 
 class Moves(Record):
-    """`placement/moves`: the newest moves, oldest first; how many there were in all; and the newest stretches of steps without any."""
+    """`placement/moves`: the newest moves, oldest first; their total number; and the newest periods without a move."""
 
     called: ClassVar[str] = "moves of a job"
     moves: tuple[Move, ...] = ()
@@ -205,23 +220,26 @@ class Moves(Record):
 
     @property
     def newest(self) -> Move | None:
-        """The last one."""
+        """The newest move, or None."""
         return self.moves[-1] if self.moves else None
 
     def plus(self, move: Move) -> Moves:
-        """With one more, and without the oldest where there are too many."""
+        """With `move` added; drops the oldest beyond `NEWEST_MOVES`."""
         return self.model_copy(update={"moves": (*self.moves, move)[-NEWEST_MOVES:], "total": self.total + 1})
 
 
 MOST_SAID = 8192
-"""Characters of what was wrong, in a record."""
+"""Maximum length of an error text in a record, in characters."""
 
 ErrorText = Annotated[str, cut_text(MOST_SAID)]
 
 
 class JobPhase(StrEnum):
-    """PENDING: created, nothing of it has started. Ended: SUCCEEDED, FAILED or CANCELLED. Only a job that has SUCCEEDED
-    can go on, with a higher goal (`gcore.ledger.transactions.extend`)."""
+    """PENDING: created, not started.
+
+    Final: SUCCEEDED, FAILED or CANCELLED. Only a job in phase SUCCEEDED can continue, with a higher goal
+    (`gcore.ledger.transactions.extend`).
+    """
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -231,13 +249,16 @@ class JobPhase(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing will happen to the job any more."""
+        """Whether the phase is final."""
         return self in (JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.CANCELLED)
 
 
 class JobRecord(Record):
-    """`job`: written once, but for a goal that is raised later. `spec` is the resolved spec; `run_dir` is seen by every node; where nodes share no folder,
-    each has one of that name (`controllers.storage.run_folder`)."""
+    """`job`: written once, except for a goal that is raised later.
+
+    `spec` is the resolved spec. `run_dir` is visible to every node; if nodes share no folder, each node has one of that
+    name (`controllers.storage.run_folder`).
+    """
 
     uid: str
     name: str
@@ -246,28 +267,28 @@ class JobRecord(Record):
     created: float
     request_id: str = ""
     prompts: int
-    """Entries of the dataset when the job was created; the shards are cut by it for ever."""
+    """Number of dataset entries when the job was created. Shards are cut by this number permanently."""
     data_digest: str = ""
-    """Names the dataset's content then: a prompt ref must mean the same prompt for ever."""
+    """Digest of the dataset's content at creation: a prompt ref must always mean the same prompt."""
     held_out_digest: str = ""
-    """Names the content of what is evaluated, so that accuracies of one job can be compared; empty if nothing is."""
+    """Digest of the evaluation data, so that accuracies of one job are comparable; empty without evaluation."""
     model_revision: str = ""
-    """The commit of a hub's model, as it was then: all nodes load the same weights. Empty for a folder."""
+    """Commit of a hub model at creation, so that all nodes load the same weights. Empty for a folder."""
     remote_code: tuple[str, ...] = ()
-    """Python files that come with the model and run in engines and ranks, because the spec trusts them."""
+    """Python files of the model that run in engines and ranks because the spec trusts them."""
     judge_revisions: dict[str, str] = Field(default_factory=dict)
-    """The same of each judge's model, by the judge's name; none for a folder."""
+    """Commit of each judge's hub model, by judge name; a judge from a folder has no entry."""
     attention_equals_at: PositiveInt = ATTENTION_EQUALS_AT
-    """The length, in tokens, at which attention costs the model as much as its matrices; goes into every seal."""
+    """Sequence length in tokens at which attention costs as much as the model's matrices. Copied into every seal."""
     models: ModelConfigs | None = None
-    """What the models' sizes follow from; None: nobody looked."""
+    """Configurations that determine the size of the models; None: not determined."""
     namespace: str = DEFAULT_NAMESPACE
     owner: str = ""
-    """Who created it; empty where nobody is told apart."""
+    """Creator of the job; empty if users are not distinguished."""
 
     @property
     def full_name(self) -> str:
-        """As people write it."""
+        """Name with namespace, as displayed."""
         return full_name(self.name, self.namespace)
 
     def with_goal(self, what: str, goal: int) -> JobRecord:
@@ -276,44 +297,46 @@ class JobRecord(Record):
 
 
 class JobStatus(Record):
-    """`state`."""
+    """`state`: phase of the job, and why."""
 
     phase: JobPhase
     reason: str = ""
     changed: float = 0.0
-    """Seconds since the epoch, for people."""
+    """Seconds since the epoch, for display."""
 
 
 class EnginePlace(RecordPart):
-    """A replica that generates: of the rollout pool, or of the reward pool. It lies on one node; several may be resident on one slot."""
+    """An engine replica of the rollout pool or the reward pool. It is on one node; several may be resident on one slot."""
 
     node: str
     slot: str
     judge: str = ""
-    """The judge whose engine it is; empty: it serves the policy."""
+    """Judge that the engine serves; empty: it serves the policy."""
     asleep: bool = False
-    """Whether it is resident there without its memory: nobody asks it, and nothing is published to it (`controllers.rules.memory`)."""
+    """Whether the engine is resident without its memory: it gets no requests and no weight sync
+    (`controllers.rules.memory`).
+    """
     further: tuple[str, ...] = ()
-    """The slots that it spans behind `slot`, in their order."""
+    """Further slots that it spans after `slot`, in order."""
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What it is told apart by from the others of a plan, whatever it spans."""
+        """Identifies the engine within a plan, independent of the slots that it spans."""
         return self.node, self.slot, self.judge
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """All that it spans."""
+        """All slots that it spans."""
         return (self.slot, *self.further)
 
     @property
     def on(self) -> tuple[Slot, ...]:
-        """The same with the node."""
+        """All slots that it spans, with the node."""
         return tuple(Slot(self.node, slot) for slot in self.slots)
 
     @property
     def pool(self) -> ServingPool:
-        """Whose it is."""
+        """Pool of the engine."""
         return "reward" if self.judge else "rollout"
 
 
@@ -339,24 +362,26 @@ class Plan(Record):
     engines: tuple[EnginePlace, ...]
     reason: str = ""
     lent_from: SplitPart | None = None
-    """While slots are lent within a step: what pools had when it began. Whatever else changes a plan makes what there is its own."""
+    """During elastic reassignment within a step: the split at its start. Any other change of the plan makes the current
+    split permanent.
+    """
     stands_still: bool = False
-    """Whether nothing is placed, because the job has too few slots; another world follows when it has enough."""
+    """Whether nothing is placed because the job has too few slots. Another world follows when it has enough."""
 
     @property
     def rollout_nodes(self) -> frozenset[str]:
-        """The nodes that have engines of the rollout pool, awake ones if any is awake."""
+        """Nodes with rollout engines: those with awake engines, or all if every engine is asleep."""
         rollout = [place for place in self.engines if not place.judge]
         return frozenset(place.node for place in rollout if not place.asleep) or frozenset(p.node for p in rollout)
 
     @property
     def nodes(self) -> frozenset[str]:
-        """Every node it uses."""
+        """All nodes in the plan."""
         return frozenset({place.node for place in self.ranks} | {place.node for place in self.engines})
 
 
 class EvalSample(RecordPart):
-    """One held-out answer, shown to people."""
+    """One held-out response, for display."""
 
     prompt: str
     response: str
@@ -364,90 +389,99 @@ class EvalSample(RecordPart):
     reward: float
     source: str = ""
     unscored: str = ""
-    """Why its reward could not score it; it is not correct then. Empty if it could."""
+    """Why the reward could not score it; it then counts as incorrect. Empty if it was scored."""
     correct: bool | None = None
-    """Whether the reward reaches the set's threshold; None in records of a time without thresholds."""
+    """Whether the reward reaches the set's threshold; None in records from versions without thresholds."""
 
 
 class SourceScore(RecordPart):
-    """How the prompts of one held-out set were answered."""
+    """Scores of one held-out set."""
 
     accuracy: float
-    """The share of all responses that are correct: whose reward reaches the set's threshold. 0 to 1."""
+    """Share of responses whose reward reaches the set's threshold, 0 to 1."""
     count: int
-    """Prompts."""
+    """Number of prompts."""
     samples: PositiveInt = 1
-    """Responses to each."""
+    """Responses per prompt."""
     metrics: dict[str, float] = Field(default_factory=dict)
-    """`mean@N` (the mean reward of the scored responses; absent if none was scored), `pass@1`, `pass@K` as asked for, and
-    `part:LABEL`, the mean of each part that the set's reward has."""
+    """`mean@N` (mean reward of the scored responses; absent if none was scored), `pass@1`, `pass@K` as configured, and
+    `part:LABEL`, the mean of each part of the set's reward.
+    """
     unscored: int = 0
-    """Responses that the reward could not score. They count as not correct, and in no mean of rewards."""
+    """Number of responses that the reward could not score. They count as incorrect and are not part of any mean reward.
+    """
     why_unscored: str = ""
-    """What the reward said of the first of those."""
+    """The reward's error for the first of them."""
 
     @property
     def mean_reward(self) -> float | None:
-        """Of the scored responses; None if none was scored."""
+        """Mean reward of the scored responses; None if none was scored."""
         return self.metrics.get(f"mean@{self.samples}")
 
     @property
     def is_graded(self) -> bool:
-        """Whether the mean reward says more than the accuracy: not every scored response has reward 1 if correct, and 0 if not."""
+        """Whether the mean reward differs from the accuracy: rewards of scored responses are not just 1 if correct and
+        0 if not.
+        """
         responses = self.count * self.samples
         rewards = (self.mean_reward or 0.0) * (responses - self.unscored)
         return self.mean_reward is not None and not math.isclose(rewards, self.accuracy * responses, abs_tol=1e-6)
 
 
 class Evaluation(Record):
-    """`eval/{version}`: written once for a policy version, from its parts, whoever made them.
+    """`eval/{version}`: written once per policy version from its parts.
 
-    `accuracy` is the mean over all prompts of all sets of the share of correct responses; `count` is of prompts.
+    `accuracy` is the share of correct responses, averaged over the prompts of all sets. `count` is the number of
+    prompts.
     """
 
     version: Version
     accuracy: float
     count: int
     by: str = ""
-    """Who made all of it: in records of a time when one peer did."""
+    """The controller, in records from versions in which one controller made the whole evaluation."""
     samples: tuple[EvalSample, ...] = ()
     by_source: dict[str, SourceScore] = Field(default_factory=dict)
     unscored: int = 0
     responses_by: dict[str, int] = Field(default_factory=dict)
-    """Responses, by the incarnation of the controller that had them made."""
+    """Number of responses by controller incarnation."""
     asked: bool = False
-    """Whether it was made out of turn, because a person asked for it. It is never the best: its step may have no checkpoint."""
+    """Whether a person requested it out of schedule. It never counts as the best, because its step may have no
+    checkpoint.
+    """
 
     @property
     def mean_reward(self) -> float | None:
-        """The mean over all prompts of all sets of the mean reward of the scored responses; None without any."""
+        """Mean reward of the scored responses, averaged over the prompts of all sets; None if there are none."""
         scored = [(one.count, one.mean_reward) for one in self.by_source.values() if one.mean_reward is not None]
         count = sum(prompts for prompts, _ in scored)
         return math.fsum(prompts * mean for prompts, mean in scored) / count if count else None
 
     @property
     def is_graded(self) -> bool:
-        """Whether the mean reward says more than the accuracy."""
+        """Whether the mean reward of any set differs from its accuracy."""
         return any(score.is_graded for score in self.by_source.values())
 
 
 class EvalAsked(Record):
-    """`evalask`: the step whose weights a person wants to have evaluated out of turn, the newest that was asked for. Written
-    before that step is committed, so whoever hears of the commit has heard of this."""
+    """`evalask`: the newest step for which a person requested an evaluation out of schedule.
+
+    It is written before that step is committed, so every controller that sees the commit also sees the request.
+    """
 
     called: ClassVar[str] = "request for an evaluation"
 
     step: PositiveInt
     by: str = ""
-    """Who asked, as far as that is known."""
+    """Who requested it, if known."""
     time: float = 0.0
 
 
 class EvalPart(Record):
-    """`evalpart/{version}/{number}`: some prompts of one set, answered and scored by one controller; written once.
+    """`evalpart/{version}/{number}`: prompts of one set, answered and scored by one controller; written once.
 
-    Part `number` of `parts`; deleted with the transaction that writes the evaluation. Prompts `first` and following of the
-    set, as many as `correct` has numbers: how many of the `samples` responses to each are correct.
+    Part `number` of `parts`. The transaction that writes the evaluation deletes it. It covers the set's prompts from
+    `first`; `correct` has one number per prompt: how many of its `samples` responses are correct.
     """
 
     version: Version
@@ -458,35 +492,35 @@ class EvalPart(Record):
     samples: PositiveInt
     correct: tuple[int, ...]
     reward: float
-    """The sum over the responses that were scored."""
+    """Sum of the rewards of the scored responses."""
     rewards: dict[str, float] = Field(default_factory=dict)
-    """The same of each part of the set's reward, by its label."""
+    """The same sum for each part of the set's reward, by its label."""
     unscored: int = 0
     why_unscored: str = ""
-    """What the reward said of the first of those, for people."""
+    """The reward's error for the first unscored response, for display."""
     shown: tuple[EvalSample, ...] = ()
-    """First responses, to the set's first prompts."""
+    """First responses to the first prompts of the set."""
     by: str = ""
 
 
 class FaultRecord(Record):
-    """`fault/{name}`: something that was wrong with a plug-in (a reward, a flow), for people; written once."""
+    """`fault/{name}`: an error of a plug-in (a reward, a flow), for display; written once."""
 
     node: str
-    """Where it was seen first."""
+    """Node that saw it first."""
     what: ErrorText
     trace: ErrorText = ""
-    """The traceback of the plug-in's own code."""
+    """Traceback of the plug-in's own code."""
 
 
 class RankClaim(Record):
-    """`world/{world}/rank/{rank}`: the one worker instance that is this rank, written once."""
+    """`world/{world}/rank/{rank}`: the worker instance that runs this rank, written once."""
 
     instance: str
 
 
 class ModelFetch(Record):
-    """`fetch/{node}`: how far a node is with fetching the job's model, under its controller's lease. In bytes."""
+    """`fetch/{node}`: download progress of the job's model on a node, in bytes, under its controller's lease."""
 
     node: str
     path: str
@@ -501,46 +535,48 @@ class ModelFetch(Record):
 
 
 class StorageMark(Record):
-    """`storage/{node}`: what a node wrote into the run's folder, for the others to see there (`controllers.storage`)."""
+    """`storage/{node}`: what a node wrote into the run folder, for the other nodes to find there
+    (`controllers.storage`).
+    """
 
     node: str
     nonce: str
 
 
 class Trouble(Record):
-    """`trouble/{topic}`: what last went wrong beside the run, such as with a tracker; the run itself is none the worse."""
+    """`trouble/{topic}`: the newest warning of a topic, for example about a tracker. It does not affect the run."""
 
     topic: str
     node: str
     sentence: ErrorText
     time: float = 0.0
-    """Seconds since the epoch, for people; 0 if whoever wrote it was of a version that did not say."""
+    """Seconds since the epoch, for display; 0 in records from versions without it."""
 
     @property
     def is_of_a_node(self) -> bool:
-        """Whether it is one of the node's own, which its name in the topic shows, and not one that it tells for all."""
+        """Whether the warning concerns its own node, as the topic shows, and not the whole job."""
         return f"-{self.node}" in self.topic
 
 
 class NodeRecord(Record):
-    """`nodes/{name}`: a daemon that is there, under its lease."""
+    """`nodes/{name}`: a running daemon, under its lease."""
 
     name: str
     incarnation: str
     address: str
-    """Where it answers people."""
+    """Address for users."""
     peer_address: str = ""
-    """Where it answers other nodes, which show their certificates there; empty: in the same place."""
+    """Address for other nodes, which authenticate with certificates; empty: the same as `address`."""
     metrics_address: str = ""
     slots: tuple[str, ...]
     pid: int
     started: float = 0.0
     sglang: bool = False
-    """Whether SGLang can be started there."""
+    """Whether SGLang is installed there."""
     facts: NodeFacts | None = None
-    """What its slots are; None: not known, or they are emulated."""
+    """Devices of its slots; None: not known, or emulated."""
 
     @property
     def for_peers(self) -> str:
-        """Where it answers other nodes."""
+        """Address for other nodes."""
         return self.peer_address or self.address

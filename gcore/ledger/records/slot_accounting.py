@@ -1,9 +1,10 @@
-"""Slot accounting as it is stored: the newest steps of each node in the store, every step in the run's folder.
+"""Stored slot accounting: the newest steps of each node in the store, every step in the run folder.
 
-`placement/books/{node}` has the newest steps of a node, one small record written once a step under the lease of its controller. It is a
-report: no transaction compares it, and a step that was not accounted for is a step all the same. `books/NODE.jsonl` in the run's folder
-has a line a step, with what each slot was when; `gcore trace` reads it. A step that was rolled back and made again has a line in each
-lineage. Lines that cannot be read are skipped: the last line of a run that was killed may be cut off.
+`placement/books/{node}` has the newest steps of a node: one small record, written once per step under its controller's
+lease. It is a report. No transaction compares it, and a step without a report is still valid. `books/NODE.jsonl` in the
+run folder has one line per step with the states of each slot over time; `gcore trace` reads it. A step that was rolled
+back and repeated has a line in each lineage. Unreadable lines are skipped: the last line of a killed run may be
+incomplete.
 
 `controllers.accounting` measures these times.
 """
@@ -23,20 +24,20 @@ from gcore.system.files import append_lines, last_lines, parse_number, parse_obj
 from gcore.types import Version
 
 NEWEST_STEPS = 4
-"""Steps in a node's record. The planner reads them as they come, and keeps what it needs."""
+"""Number of steps in a node's record. The planner reads each as it arrives."""
 
 MOST_SWITCHES = 16
-"""Of one kind, in a step: the newest. More would be no news."""
+"""Maximum number of switches of one kind per step; the newest are kept."""
 
 MAX_ACCOUNT_BYTES = 8192
-"""Of a step in the record: there are some forty states, and switches of a dozen kinds."""
+"""Maximum size of a step in the record: about forty states, and switches of about twelve kinds."""
 
 
 class EngineSums(RecordPart):
-    """What the engines of a pool did, in sums, so that those of several nodes can be added.
+    """Sums over the engines of a pool. Sums of several nodes can be added.
 
-    `active_s`: seconds in which an engine had anything to run; `running_s`: the same, counted as often as it had requests;
-    `tokens`: made in them; `requests`: that it was given.
+    `active_s`: seconds in which an engine had at least one request. `running_s`: the same, weighted by the number of
+    requests. `tokens`: generated in these seconds. `requests`: received.
     """
 
     active_s: NonNegativeFloat = 0.0
@@ -45,12 +46,12 @@ class EngineSums(RecordPart):
     requests: NonNegativeInt = 0
 
     def plus(self, other: EngineSums) -> EngineSums:
-        """Both together."""
+        """Sum of both."""
         return EngineSums.together((self, other))
 
     @classmethod
     def together(cls, parts: Sequence[EngineSums]) -> EngineSums:
-        """The sum of all of them, with one object made."""
+        """Sum of `parts`, created as one object."""
         return cls(
             active_s=sum(one.active_s for one in parts),
             running_s=sum(one.running_s for one in parts),
@@ -60,15 +61,16 @@ class EngineSums(RecordPart):
 
 
 class StepAccount(RecordPart):
-    """One step on one node: from when head moved to the step before until it moved to `version`, as this node received it.
+    """One step on one node: from the commit of the previous step to the commit of `version`, as seen by this node.
 
-    `booked`: seconds by state (`controllers.accounting.states.State`, as text), over all slots; with `unbooked`, the slot-seconds in no
-    known state, they sum to `seconds` times `slots`. `overbooked`: what workers reported beyond their own time, which was cut off.
+    `booked`: seconds by state (`controllers.accounting.states.State`, as text), over all slots. With `unbooked`, the
+    slot-seconds in no known state, they sum to `seconds` times `slots`. `overbooked`: seconds that workers reported
+    beyond their own time, which were cut off.
     """
 
     version: Version
     began: float
-    """Seconds since the epoch, for people."""
+    """Seconds since the epoch, for display."""
     seconds: NonNegativeFloat
     slots: NonNegativeInt
     booked: dict[str, NonNegativeFloat] = Field(default_factory=dict)
@@ -77,13 +79,13 @@ class StepAccount(RecordPart):
     engines: dict[str, EngineSums] = Field(default_factory=dict)
     """By pool."""
     loads: dict[str, tuple[EngineSums, ...]] = Field(default_factory=dict)
-    """The same of their time, by how many requests ran in one: of 1, of 2 and 3, of 4 to 7 and so on, where there was any."""
+    """Engine time by pool and number of concurrent requests: 1, 2 to 3, 4 to 7 and so on."""
     switches: dict[str, tuple[NonNegativeFloat, ...]] = Field(default_factory=dict)
-    """By "from>to": how many seconds each change of a slot's role took that ended in this step."""
+    """By "from>to": seconds of each change of a slot's role that ended in this step."""
 
     @property
     def error(self) -> float:
-        """Share of the slots' time that is not accounted for, or accounted for twice."""
+        """Share of the slot time that is unaccounted or counted twice."""
         total = self.seconds * self.slots
         return (self.unbooked + self.overbooked) / total if total else 0.0
 
@@ -97,17 +99,17 @@ class NodeAccounts(Record):
     steps: tuple[StepAccount, ...] = ()
 
     def at(self, version: Version) -> StepAccount | None:
-        """The step that made `version`, if it is still there."""
+        """The step that produced `version`, or None."""
         return next((step for step in reversed(self.steps) if step.version == version), None)
 
     def plus(self, step: StepAccount) -> NodeAccounts:
-        """With one step more, and without the oldest where there are too many."""
+        """With `step` added; drops the oldest beyond `NEWEST_STEPS`."""
         kept = [one for one in self.steps if one.version != step.version]
         return self.model_copy(update={"steps": (*kept, step)[-NEWEST_STEPS:]})
 
 
 def group_by_version(books: Mapping[str, NodeAccounts]) -> dict[Version, dict[str, StepAccount]]:
-    """The accounts by step, and of each step by node."""
+    """Accounts by step, and for each step by node."""
     found: dict[Version, dict[str, StepAccount]] = {}
     for node, book in sorted(books.items()):
         for step in book.steps:
@@ -116,7 +118,7 @@ def group_by_version(books: Mapping[str, NodeAccounts]) -> dict[Version, dict[st
 
 
 def sum_engines(books: Iterable[StepAccount]) -> dict[str, EngineSums]:
-    """By pool, all nodes together."""
+    """Sums per pool over all nodes."""
     parts: dict[str, list[EngineSums]] = {}
     for book in books:
         for pool, more in book.engines.items():
@@ -127,15 +129,18 @@ def sum_engines(books: Iterable[StepAccount]) -> dict[str, EngineSums]:
 FOLDER = "books"
 
 MOST_LINE_BYTES = 1 << 20
-"""Bytes at the end of the file that are searched for the last line."""
+"""Number of bytes at the end of the file that are searched for the last line."""
 
 MOST_SLOTS = 65_536
-"""Of a node."""
+"""Maximum number of slots of a node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Time from `begin` to `end`: its seconds by state, or by phase of the job. In a line of the file both count from the step's begin."""
+    """A time interval with seconds by state, or by phase of the job.
+
+    In the file, `begin` and `end` count from the start of the step.
+    """
 
     begin: float
     end: float
@@ -143,23 +148,23 @@ class Span:
 
     @property
     def unbooked(self) -> float:
-        """Seconds of it in no known state."""
+        """Seconds in no known state."""
         return self.end - self.begin - sum(self.seconds.values())
 
     @property
     def most(self) -> str:
-        """The state that it had longest; empty: it was in no known state for longer."""
+        """The state with the most seconds; empty if `unbooked` is larger."""
         return self.longest(lambda state: 0)
 
     def longest(self, order: Callable[[str], int]) -> str:
-        """Like `most`; of states that it had equally long, the one that `order` puts first."""
+        """Like `most`; among equal states the one with the lowest `order`."""
         most = max(self.seconds, key=lambda state: (self.seconds[state], -order(state)), default="")
         return most if most and self.seconds[most] >= self.unbooked else ""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerTotals:
-    """Totals of a worker at `at` (the machine's monotonic clock): seconds, and counts, by name."""
+    """Totals of a worker at time `at` (monotonic clock of the machine): seconds and counts by name."""
 
     slot: str
     at: float
@@ -168,23 +173,25 @@ class WorkerTotals:
 
 @dataclass(frozen=True)
 class AccountLine:
-    """A step on a node. `phases`: of the job, as the node saw it; `spans`: by slot."""
+    """A step on a node. `phases`: of the job, as seen by the node. `spans`: by slot."""
 
     node: str
     book: StepAccount
     phases: Sequence[Span] = ()
     spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
     kept: Mapping[str, WorkerTotals] = field(default_factory=dict)
-    """By instance: totals of engines and ranks at its end, from which the next incarnation of the node's controller continues."""
+    """Totals of engines and ranks at the end of the step, by instance. The next incarnation of the node's controller
+    continues from them.
+    """
 
     @property
     def until(self) -> float:
-        """Its end, in seconds since the epoch."""
+        """End of the step, in seconds since the epoch."""
         return self.book.began + self.book.seconds
 
 
 def encode_line(line: AccountLine) -> str:
-    """The line of the file, with its line end."""
+    """One line of the file, with newline."""
     tree = {
         "node": line.node,
         "step": line.book.version.step,
@@ -203,7 +210,7 @@ def _tree(one: Span) -> list[Any]:
 
 
 def parse_line(line: str | bytes) -> AccountLine | None:
-    """Inverse of `encode_line`; None for what cannot be read, or has more slots than a node can have."""
+    """Inverse of `encode_line`. None for an unreadable line or one with more than `MOST_SLOTS` slots."""
     try:
         tree = parse_object(line if isinstance(line, str) else line.decode(errors="replace")) or {}
         book = StepAccount.model_validate_json(json.dumps(tree["book"]))
@@ -228,7 +235,7 @@ def _parse_span(tree: Any) -> Span:
 def _parse_totals(tree: Any) -> WorkerTotals:
     slot, at, sums = tree
     if not isinstance(slot, str):
-        raise TypeError(f"{slot!r} is no slot")
+        raise TypeError(f"{slot!r} is not a slot name")
     return WorkerTotals(slot, parse_number(at), {name: parse_number(told) for name, told in sums.items()})
 
 
@@ -240,18 +247,18 @@ def append_line(run_dir: Path, line: AccountLine) -> None:
 
 
 def newest_line(run_dir: Path, node: str) -> AccountLine | None:
-    """The last step in a node's file; None: there is none. Raises OSError. Blocks."""
+    """The last step in a node's file, or None. Raises OSError. Blocks."""
     texts = [*last_lines(run_dir / FOLDER / f"{node}.jsonl", MOST_LINE_BYTES)]
     return next((line for text in reversed(texts) if (line := parse_line(text)) is not None), None)
 
 
 def read_lines(run_dir: Path, step: int | None = None) -> Iterator[AccountLine]:
-    """The lines of all nodes (of one step), node by node, oldest first. Raises OSError. Blocks."""
+    """Lines of all nodes (of one step, if given), node by node, oldest first. Raises OSError. Blocks."""
     return (line for _, _, line in _lines(run_dir, step))
 
 
 def read_step_lines(run_dir: Path, step: int) -> Iterator[AccountLine]:
-    """The lines of a step in the newest lineage that has it, node by node; each is read when it is asked for. Raises OSError. Blocks."""
+    """Lines of a step in its newest lineage, node by node; each is read on demand. Raises OSError. Blocks."""
     newest, places = Version(0, step), dict[Path, int]()
     for path, offset, line in _lines(run_dir, step):
         if line.book.version > newest:
@@ -267,7 +274,7 @@ def read_step_lines(run_dir: Path, step: int) -> Iterator[AccountLine]:
 
 
 def _lines(run_dir: Path, step: int | None) -> Iterator[tuple[Path, int, AccountLine]]:
-    """With the file and the offset of each."""
+    """Yield each line with its file and offset."""
     mark = None if step is None else f'"step":{step},'.encode()
     for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
         with path.open("rb") as file:

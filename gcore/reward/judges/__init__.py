@@ -1,4 +1,5 @@
 """Judges: generative reward models that answer with a verdict.
 
-Read `judge` first. `template` writes questions, `parsers` reads answers, `external` asks a chat API, `rate_limit` bounds rate and cost.
+Read `judge` first. `template` renders questions, `parsers` parses answers, `external` calls a chat API, `rate_limit`
+limits rate and cost.
 """

@@ -1,23 +1,24 @@
-"""A judge: from a prompt and its responses to what each is worth; votes, pairs, and remembered verdicts.
+"""A judge: scores a prompt's responses; averages votes, compares pairs, and caches verdicts.
 
-A pointwise judge is asked about each response for itself, a pairwise one about the pairs of a group. A question that could not be
-asked is asked again, later and later, up to `tries` times (whoever puts it bounds one try: waiting for an engine that is still
-loading is no failure). One that cannot be judged is a `JudgeError` in the place of its response, and is not asked again about the
-same prompt before `forget` is called: its answer would be the same. `on_error`, how many questions are open, and which engine
-answers are decided elsewhere.
+A pointwise judge scores each response alone, a pairwise one compares pairs within a group. A request that fails because
+the judge is unavailable is retried with backoff, up to `tries` times. The caller that sends it bounds each try; waiting
+for an engine that is still loading is not a failure. A response that cannot be judged gets a `JudgeError` as its
+result. The same question is not sent again before `forget` is called, because the result would be the same. Other
+modules handle `on_error`, the number of open requests, and which engine answers.
 
-*Votes.* The verdict is the mean of the answers that can be read; one that cannot be read does not count, and is not 0. An answer that
-was cut off is read like any other, because a judge may be asked for a single word.
+*Votes.* The verdict is the mean of the readable answers. An unreadable answer does not count, not even as 0. A
+truncated answer is read like any other, because a judge may need only a single word.
 
-*Pairs.* Every pair is asked in both orders, because judges prefer a place. The verdict of (first, second) says how much better the
-first is: 1 the first, 0 the second, 0.5 equal. A pair's result is the mean of its orders that have a verdict; a response is worth the
-mean of its pairs that have one, so a group in which everything was judged, with as many opponents each, has the mean 0.5. An order
-that cannot be judged leaves its pair to the other order. But one that could not be *asked* makes both its responses unjudged: values
-must not follow from which engines were there.
+*Pairs.* Every pair is compared in both orders, because judges have a position bias. The verdict of (first, second) is 1
+if the first is better, 0 if the second is, 0.5 if they are equal. A pair's result is the mean over its orders with a
+verdict. A response's value is the mean over its pairs with a result. If all pairs were judged and all responses have
+the same number of opponents, the group's mean is 0.5. If one order cannot be judged, the other determines the pair. If
+a request failed because the judge is unavailable, both responses are unjudged: values must not depend on which engines
+were available.
 
-*Verdicts remembered.* The same question is not asked twice, neither later nor at the same moment: a second asker waits for the first
-one's verdict. If the first is cancelled, one of those who wait asks in its place; if it fails, each asks for itself. Failures are not
-remembered. The least recently asked question goes first.
+*Cache.* The same question is not sent twice. Concurrent callers wait for the first one's verdict. If the first is
+cancelled, one of those who wait sends the question. If it fails, each sends it itself. Failures that may be temporary
+are not cached. The least recently used question is evicted first.
 """
 
 from __future__ import annotations
@@ -51,27 +52,27 @@ from gcore.system.concurrency import gather_or_cancel
 from gcore.types import LARGEST_REWARD, Prompt, PromptRef
 
 LONGEST_EXAMPLE = 200
-"""Characters of an answer that are shown: its beginning."""
+"""Maximum length of an answer's beginning in messages."""
 
 Read = Callable[[str], float]
-"""Reads an answer. Raises Unreadable."""
+"""Parses an answer. Raises Unreadable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Score of a response. `example`: how the first answer begins that could not be read, or empty."""
+    """Score of a response. `example`: beginning of the first unreadable answer, or empty."""
 
     value: float
     votes: int
-    """Answers that counted."""
+    """Number of answers that counted."""
     unreadable: int
-    """Answers that could not be read."""
+    """Number of unreadable answers."""
     example: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadAnswer:
-    """An answer without a verdict. `example`: how it begins."""
+    """An answer without a verdict. `example`: its beginning."""
 
     example: str
     why: str
@@ -79,34 +80,34 @@ class UnreadAnswer:
 
     @property
     def reason(self) -> str:
-        """Why it holds none, without a word of the answer itself: reasons that are alike are counted together."""
-        return f"{self.why}{', and it was cut off at max_new_tokens' * self.truncated}"
+        """Why it has no verdict, without text of the answer, so that equal reasons are counted together."""
+        return f"{self.why}{', and it was truncated at max_new_tokens' * self.truncated}"
 
 
 def read_answers(answers: Sequence[Answer], read: Read) -> tuple[float | UnreadAnswer, ...]:
-    """What each answer says. Raises JudgeError if the parser itself is broken."""
+    """Parse each answer. Raises JudgeError if the parser itself fails."""
     return tuple(_read(answer, read) for answer in answers)
 
 
 def average_votes(votes: Sequence[float | UnreadAnswer]) -> Judgement:
-    """The verdict. Raises JudgeError if no answer can be read."""
+    """Mean of the readable votes. Raises JudgeError if there is none."""
     values = [vote for vote in votes if not isinstance(vote, UnreadAnswer)]
     lost = [vote for vote in votes if isinstance(vote, UnreadAnswer)]
     if values:
         example = lost[0].example if lost else ""
         return Judgement(bounded_mean(values), len(values), len(lost), example)
     if not lost:
-        raise JudgeError("the judge gave no answer")
+        raise JudgeError("the judge returned no answer")
     first = lost[0]
     many = f"none of {len(lost)} answers" if len(lost) > 1 else "the answer"
     raise JudgeError(
         f"{many} can{'not' if len(lost) == 1 else ''} be read: {first.reason}",
-        fix="Change the template or the verdict's parser",
+        fix="Change the template or verdict.parser",
     )
 
 
 def bounded_mean(values: Sequence[float]) -> float:
-    """Of at least one; never beyond the smallest and the largest of them, whatever rounding does."""
+    """Mean of at least one value, clamped to their range despite rounding."""
     return min(max(math.fsum(values) / len(values), min(values)), max(values))
 
 
@@ -120,19 +121,19 @@ def _read(answer: Answer, read: Read) -> float | UnreadAnswer:
 Pair = tuple[int, int]
 
 Verdicts = Mapping[Pair, float]
-"""(first, second) → how much better the first is, from 0 to 1. What could not be judged is not there."""
+"""(first, second) → how much better the first is, from 0 to 1. Orders without a verdict are absent."""
 
 
 def choose_pairs(n: int, opponents: int | None = None) -> tuple[Pair, ...]:
-    """The pairs (i < j) of n responses that are held against each other, the same ones always.
+    """The pairs (i < j) of n responses to compare; deterministic.
 
-    All of them; or each response against `opponents` others: those next to it in a ring. Where n and `opponents` are both
-    odd, that cannot be for all, and one response has one opponent more.
+    All pairs, or each response against `opponents` others: its neighbors in a ring. If n and `opponents` are both odd,
+    one response has one opponent more.
     """
     if opponents is None or opponents >= n - 1:
         return tuple((i, j) for i in range(n) for j in range(i + 1, n))
     near = {_ordered(i, (i + distance) % n) for i in range(n) for distance in range(1, opponents // 2 + 1)}
-    if opponents % 2 == 1:  # and the one on the other side of the ring
+    if opponents % 2 == 1:  # and the one on the opposite side of the ring
         near |= {_ordered(i, i + n // 2) for i in range(n // 2)}
         if n % 2 == 1:
             near.add(_ordered(n - 1, (n - 1 + n // 2) % n))
@@ -145,7 +146,7 @@ def both_orders(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
 
 
 def pair_values(n: int, pairs: Sequence[Pair], verdicts: Verdicts) -> tuple[float | None, ...]:
-    """What each response is worth; None where none of its pairs has a verdict."""
+    """Value of each response; None if none of its pairs has a verdict."""
     won: list[list[float]] = [[] for _ in range(n)]
     for i, j in pairs:
         result = pair_result((i, j), verdicts)
@@ -156,7 +157,7 @@ def pair_values(n: int, pairs: Sequence[Pair], verdicts: Verdicts) -> tuple[floa
 
 
 def pair_result(pair: Pair, verdicts: Verdicts) -> float | None:
-    """How much better the pair's first is, over both orders; None if neither has a verdict."""
+    """How much better the pair's first is, averaged over both orders; None if neither has a verdict."""
     i, j = pair
     told = [verdicts[i, j]] if (i, j) in verdicts else []
     told += [1.0 - verdicts[j, i]] if (j, i) in verdicts else []
@@ -164,9 +165,9 @@ def pair_result(pair: Pair, verdicts: Verdicts) -> float | None:
 
 
 def disagreement(pairs: Sequence[Pair], verdicts: Verdicts) -> float | None:
-    """The share of pairs whose orders contradict each other, of those with both; None if there are none.
+    """Share of pairs whose two orders contradict each other, among pairs with both verdicts; None without such pairs.
 
-    They do if both prefer the first place, or both the second.
+    They contradict each other if both prefer the first position, or both the second.
     """
     both = [(verdicts[i, j], verdicts[j, i]) for i, j in pairs if (i, j) in verdicts and (j, i) in verdicts]
     if not both:
@@ -182,12 +183,12 @@ T = TypeVar("T")
 
 
 def spec_digest(spec: JudgeSpec) -> bytes:
-    """All that a judge is told, as a hash."""
+    """Hash of all settings of a judge."""
     return hashlib.blake2b(spec.model_dump_json().encode(), digest_size=16).digest()
 
 
 def question_key(digest: bytes, question: str) -> bytes:
-    """The name of a question to the judge of that digest."""
+    """Cache key of a question to the judge with that digest."""
     return hashlib.blake2b(digest + question.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
@@ -198,14 +199,14 @@ class _End(Enum):
 
 @dataclass(eq=False, slots=True)
 class _Asking(Generic[T]):
-    """A question under way. `end`: how it ended, once `over` is set; a list holds the verdict."""
+    """A pending question. `end`: how it ended, valid once `over` is set; a list contains the verdict."""
 
     over: asyncio.Event = field(default_factory=asyncio.Event)
     end: list[T] | _End = _End.FAILED
 
 
 class VerdictCache(Generic[T]):
-    """`most` verdicts. Belongs to one event loop."""
+    """Cache of at most `most` verdicts. Belongs to one event loop."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -216,11 +217,11 @@ class VerdictCache(Generic[T]):
         return len(self._kept)
 
     def forget(self, key: bytes) -> None:
-        """Whoever asks `key` next asks anew."""
+        """Remove `key`, so that the question is sent again."""
         self._kept.pop(key, None)
 
     async def get(self, key: bytes, ask: Callable[[], Awaitable[T]], known: Callable[[], None]) -> T:
-        """The verdict of the question `key`; `known` is called if it did not have to be asked. Raises what `ask` raises."""
+        """Verdict of the question `key`; calls `known` if no request was needed. Raises what `ask` raises."""
         while True:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -238,7 +239,7 @@ class VerdictCache(Generic[T]):
 
     async def _asked(self, key: bytes, ask: Callable[[], Awaitable[T]]) -> T:
         mine: _Asking[T] = _Asking()
-        self._under_way.setdefault(key, mine)  # after a failure others may ask beside; later ones wait for the first
+        self._under_way.setdefault(key, mine)  # after a failure several may send it; later callers wait for the first
         try:
             value = await ask()
             mine.end = [value]
@@ -260,20 +261,20 @@ class VerdictCache(Generic[T]):
 
 
 MOST_IN_VAIN = 4096
-"""Prompts of which it is remembered what cannot be judged."""
+"""Number of prompts for which failures are cached."""
 
 _EQUAL = Judgement(0.5, 0, 0)
-"""Two responses with the same text, which nobody is asked about."""
+"""Result for two responses with equal text, which are not sent to the judge."""
 
 
 def vote_seed(judge: str, question: str, vote: int) -> int:
-    """The seed of a vote (63 bits): the same question has the same verdict wherever and however often it is asked."""
+    """Seed of a vote (63 bits), so that the same question always gets the same verdict."""
     named = json.dumps([judge, question, vote]).encode()
     return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "little") >> 1
 
 
 class Judge:
-    """One judge of a job, as one controller asks it. `Judge.of` makes it."""
+    """One judge of a job on one controller. Create it with `Judge.of`."""
 
     def __init__(
         self,
@@ -284,7 +285,7 @@ class Judge:
         seen: JudgeObserver,
         clock: Clock,
     ) -> None:
-        """`ask`: a `ScoreCall` if the judge is a classifier, else a `ChatCall`."""
+        """`ask`: a `ScoreCall` for a classifier, otherwise a `ChatCall`."""
         self.spec = spec
         self._question = question
         self._ask = ask
@@ -294,7 +295,7 @@ class Judge:
         self._digest = spec_digest(spec)
         self._remembered: VerdictCache[Judgement | JudgeError] = VerdictCache(spec.remembered)
         self._in_vain: OrderedDict[PromptRef, set[bytes]] = OrderedDict()
-        """By prompt: the questions that were asked and cannot be judged."""
+        """Questions that could not be judged, by prompt."""
         self._once = self._classified if spec.kind == "classifier" else self._written
         self._open = 0
 
@@ -302,23 +303,23 @@ class Judge:
     def of(
         cls, spec: JudgeSpec, ask: ChatCall | ScoreCall, seen: JudgeObserver, clock: Clock, *, where: str = "judges"
     ) -> Judge:
-        """The judge of a section, which messages call `where`. Raises SpecError."""
+        """The judge of a spec section, which messages call `where`. Raises SpecError."""
         parser = find_parser(spec.verdict.parser, f"{where}.verdict.parser")
         return cls(spec, Question.compile(spec, where), parser, ask, seen, clock)
 
     @property
     def is_full(self) -> bool:
-        """Whether as many questions are open as the spec lets one controller have (`queue`)."""
+        """Whether the number of open questions has reached the limit per controller (`queue`)."""
         return self._open >= self.spec.queue
 
     async def value(self, prompt: Prompt, response: str) -> Judgement:
-        """What a response is worth, of a pointwise judge. Raises JudgeError; JudgeAway if another time may help."""
+        """Score a response with a pointwise judge. Raises JudgeError; JudgeAway if a retry may help."""
         if self.spec.mode != "pointwise":
-            raise RuntimeError(f"judge {self.spec.name!r} is pairwise: it says nothing of one response alone")
+            raise RuntimeError(f"judge {self.spec.name!r} is pairwise; it cannot score a single response")
         return await self._judged(prompt, self._question.about(prompt, response))
 
     async def values(self, prompt: Prompt, responses: Sequence[str]) -> tuple[Judgement | JudgeError, ...]:
-        """What each response of a group is worth, or why it could not be judged."""
+        """Score each response of a group, or return the error."""
         if self.spec.mode == "pairwise":
             return await self._held_together(prompt, responses)
         return tuple(await gather_or_cancel([return_error(self.value(prompt, response)) for response in responses]))
@@ -342,7 +343,7 @@ class Judge:
     def _of_response(
         self, number: int, value: float | None, told: dict[Pair, Judgement | JudgeError]
     ) -> Judgement | JudgeError:
-        """What the outcomes of its pairs come to."""
+        """Combine the results of a response's pairs."""
         outcomes = [outcome for order, outcome in told.items() if number in order]
         errors = [outcome for outcome in outcomes if isinstance(outcome, JudgeError)]
         away = next((error for error in errors if isinstance(error, JudgeAway)), None)
@@ -351,8 +352,8 @@ class Judge:
         if value is None:
             if not errors:
                 return Unjudgeable(
-                    f"judge {self.spec.name!r} compares, and the group has one response",
-                    fix="Let flow.samples_per_prompt be at least 2, or the judge pointwise",
+                    f"judge {self.spec.name!r} compares responses, but the group has one response",
+                    fix="Set flow.samples_per_prompt to at least 2, or mode: pointwise for the judge",
                 )
             return errors[0]
         judged = [outcome for outcome in outcomes if isinstance(outcome, Judgement)]
@@ -377,7 +378,7 @@ class Judge:
         raise type(judged)(judged.what, where=judged.where, fix=judged.fix, trace=judged.trace) from judged.__cause__
 
     async def _settled(self, question: str) -> Judgement | JudgeError:
-        """The verdict, or why there can be none. Raises JudgeAway."""
+        """The verdict, or the error why there can be none. Raises JudgeAway."""
         try:
             return await self._once(question)
         except JudgeAway:
@@ -386,7 +387,7 @@ class Judge:
             return error
 
     def forget(self, ref: PromptRef) -> None:
-        """What cannot be judged of this prompt is asked again from now on: by whoever issues it again."""
+        """Clear cached failures for this prompt, before it is sampled again."""
         for key in self._in_vain.pop(ref, ()):
             self._remembered.forget(key)
 
@@ -405,7 +406,7 @@ class Judge:
     async def _answers(self, ask: ChatCall, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
         answers = await ask(question, seeds)
         if len(answers) != len(seeds):
-            raise JudgeError(f"judge {self.spec.name!r} gave {len(answers)} answers where {len(seeds)} were asked for")
+            raise JudgeError(f"judge {self.spec.name!r} returned {len(answers)} answers; {len(seeds)} were requested")
         return answers
 
     async def _classified(self, question: str) -> Judgement:
@@ -414,7 +415,7 @@ class Judge:
         self._seen.asked(self.spec.name, self._clock.monotonic() - began, said.tokens_in, 0)
         number = said.number
         if not math.isfinite(number) or abs(number) > LARGEST_REWARD:
-            raise JudgeError(f"judge {self.spec.name!r} gave {number}, which is not finite in float32")
+            raise JudgeError(f"judge {self.spec.name!r} returned {number}, which is not finite in float32")
         return self._told(Judgement(number, 1, 0))
 
     def _told(self, judged: Judgement) -> Judgement:
@@ -422,9 +423,12 @@ class Judge:
         return judged
 
     async def _tried(self, once: Callable[[], Coroutine[Any, Any, T]]) -> tuple[float, T]:
-        """What a question gives, and when the try began that gave it. Raises JudgeError."""
+        """Send a question with retries.
+
+        Returns the start time of the successful try, and its result. Raises JudgeError.
+        """
         tries = 0
-        self._open += 1  # also between two tries: it waits for the judge
+        self._open += 1  # also between two tries, while it waits for the judge
         try:
             while True:
                 tries += 1
@@ -444,7 +448,7 @@ class Judge:
 
 
 async def return_error(judged: Awaitable[Judgement]) -> Judgement | JudgeError:
-    """The verdict, or why there is none."""
+    """The verdict, or the error instead of raising it."""
     try:
         return await judged
     except JudgeError as error:

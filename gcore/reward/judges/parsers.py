@@ -1,4 +1,4 @@
-"""How a judge's answer becomes a number: parsers, found by name under the entry-point group `gcore.verdicts`.
+"""Verdict parsers: convert a judge's answer to a number; found by name under the entry-point group `gcore.verdicts`.
 
     def stars(answer: str, spec: VerdictSpec) -> float:
         count = answer.count("*")
@@ -6,9 +6,9 @@
             raise Unreadable("it has no stars")
         return float(count)
 
-A parser sees what of an answer follows `verdict.after`, and the section `verdict`. An answer without a verdict is no verdict
-of 0: the parser raises `Unreadable`, and the answer does not count. Bounds and scale are applied here, to every parser's
-numbers alike. One of somebody else's is foreign code: what it raises besides, and what is no number, is `Unjudgeable`.
+A parser gets the part of an answer after `verdict.after`, and the section `verdict`. For an answer without a verdict it
+raises `Unreadable` instead of returning 0; the answer then does not count. Bounds and scale are applied here, for every
+parser. A custom parser is foreign code: other exceptions, and results that are not numbers, become `Unjudgeable`.
 """
 
 from __future__ import annotations
@@ -29,56 +29,59 @@ from gcore.reward.rules import LONGEST_NUMBER, last_number
 VERDICTS = PluginKind("verdict parser", "gcore.verdicts", "verdict.parser")
 
 LONGEST_READ = 100_000
-"""Characters of an answer's end that `json` looks at."""
+"""Number of characters at the end of an answer that `json` searches."""
 
 LONGEST_WORDS = 10_000
-"""Those that `words` looks at: each word may be within another at each of them, and everybody waits meanwhile."""
+"""Number of characters that `words` searches. Overlapping words make the search slow, and it blocks the controller."""
 
 _OUT_OF = re.compile(r"(?<=[0-9])\W{0,4}(?:/|(?<!\w)out of(?!\w))\W{0,4}[0-9][0-9,]*(?:\.[0-9]+)?\Z")
-"""What stands behind the 8 in `8/10` and `**8** out of 10`."""
+"""Text after the 8 in `8/10` and `**8** out of 10`."""
 
 _decode = json.JSONDecoder().raw_decode
 
 
 class Parser(Protocol):
-    """Reads the verdict of an answer."""
+    """Parses the verdict of an answer."""
 
     def __call__(self, answer: str, spec: VerdictSpec) -> float:
-        """Raises Unreadable."""
+        """The verdict. Raises Unreadable."""
         ...
 
 
 def find_parser(name: str, where: str = VERDICTS.where) -> CheckedParser:
-    """The parser of that entry-point name, its results checked. Raises PluginFault, with the nearest name if there is none."""
+    """Find a parser by entry-point name and wrap it with result checks.
+
+    Raises PluginFault, with the nearest name if there is none.
+    """
     parser: Parser = find_plugin(replace(VERDICTS, where=where), name)
     return CheckedParser(name, parser)
 
 
 class CheckedParser:
-    """A parser that sees only what it should, and whose every result is checked."""
+    """A parser with checked input and results."""
 
     def __init__(self, name: str, parser: Parser) -> None:
         self._name = name
         self._parser = parser
 
     def __call__(self, answer: str, spec: VerdictSpec) -> float:
-        """The verdict, within its bounds, scaled. Raises Unreadable, or Unjudgeable if the parser is broken."""
+        """The verdict, within its bounds, scaled. Raises Unreadable, or Unjudgeable if the parser fails."""
         if spec.after is not None:
             _, found, answer = answer.rpartition(spec.after)
             if not found:
-                raise Unreadable(f"it does not hold {spec.after!r}")
+                raise Unreadable(f"it does not contain {spec.after!r}")
         try:
             number = self._number(self._parser(answer, spec))
         except (Unreadable, JudgeError):
             raise
-        except RAISED as error:  # the edge to foreign code: one odd answer must not end the process
+        except RAISED as error:  # foreign code: one bad answer must not end the process
             raise Unjudgeable(
                 f"verdict parser {self._name!r} raised {error_sentence(error)}",
                 fix="Correct the parser",
                 trace=plugin_trace(error),
             ) from error
-        if not spec.least <= number <= spec.most:  # NaN is not either
-            raise Unreadable(f"{number:g} is not from {spec.least:g} to {spec.most:g}")
+        if not spec.least <= number <= spec.most:  # also true for NaN
+            raise Unreadable(f"{number:g} is not between {spec.least:g} and {spec.most:g}")
         return scale_number(number, spec) if spec.scale else number
 
     def _number(self, value: Any) -> float:
@@ -89,47 +92,47 @@ class CheckedParser:
         except (TypeError, ValueError) as error:
             shown = shorten_text(repr(value))
             raise Unjudgeable(
-                f"verdict parser {self._name!r} gave {shown}, no number", fix="Correct the parser"
+                f"verdict parser {self._name!r} returned {shown}, which is not a number", fix="Correct the parser"
             ) from error
 
 
 def scale_number(number: float, spec: VerdictSpec) -> float:
-    """`number` moved from least..most to 0..1."""
+    """Map `number` linearly from least..most to 0..1."""
     return min(max((number - spec.least) / (spec.most - spec.least), 0.0), 1.0)
 
 
 def number(answer: str, spec: VerdictSpec) -> float:
-    """The last number. Of `8/10` and `8 out of 10` it is the 8, if 10 is `most`; otherwise it cannot be read."""
-    end = max(map(answer.rfind, "0123456789")) + 1  # behind the last digit; 0 if there is none
+    """The last number. In `8/10` and `8 out of 10` it is the 8 if `most` is 10; otherwise the answer is unreadable."""
+    end = max(map(answer.rfind, "0123456789")) + 1  # after the last digit; 0 if there is none
     begin = max(0, end - LONGEST_NUMBER)
     behind = _OUT_OF.search(answer[begin:end])
     if behind is not None:
         most = last_number(answer[:end])
         if most is None or float(most) != spec.most:
-            raise Unreadable(f"its number is out of {most}, and verdict.most is {spec.most:g}")
+            raise Unreadable(f"its number is out of {most}, but verdict.most is {spec.most:g}")
         answer = answer[: begin + behind.start()]
     found = last_number(answer)
     if found is None:
-        raise Unreadable("it holds no number")
+        raise Unreadable("it contains no number")
     return float(found)
 
 
 def words(answer: str, spec: VerdictSpec) -> float:
-    """What the last of `words` in it is worth; where two end at the same place, the longer.
+    """Value of the last of `words` in the answer; if two end at the same position, the longer one counts.
 
-    A word stands for itself: `correct` is not found in `incorrect`. Small and capital letters differ.
+    Only whole words match: `correct` is not found in `incorrect`. Case matters.
     """
     ends = [(end, len(word), worth) for word, worth in spec.words.items() if (end := _last_end(answer, word)) > 0]
     if not ends:
-        raise Unreadable(f"it holds none of {', '.join(spec.words)}")
+        raise Unreadable(f"it contains none of {', '.join(spec.words)}")
     return max(ends, key=lambda one: one[:2])[2]
 
 
 def json_field(answer: str, spec: VerdictSpec) -> float:
-    """The field `field` of the last JSON object in it: a number, or one of `words`."""
+    """Value of `field` in the last JSON object in the answer: a number, or one of `words`."""
     *_, last = (None, *_objects(answer[-LONGEST_READ:]))
     if last is None:
-        raise Unreadable("it holds no JSON object")
+        raise Unreadable("it contains no JSON object")
     if spec.field not in last:
         raise Unreadable(f"its JSON object has no field {spec.field!r}")
     value = last[spec.field]
@@ -137,12 +140,12 @@ def json_field(answer: str, spec: VerdictSpec) -> float:
         return spec.words[value.strip()]
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _float(value)
-    known = f"no number and none of {', '.join(spec.words)}" if spec.words else "no number"
+    known = f"neither a number nor one of {', '.join(spec.words)}" if spec.words else "not a number"
     raise Unreadable(f"{spec.field!r} is {shorten_text(json.dumps(value, ensure_ascii=False))}, {known}")
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects in it, one after the other; what stands within one belongs to it."""
+    """Yield the outermost JSON objects in the text, in order."""
     at = text.find("{")
     while at >= 0:
         try:
@@ -154,7 +157,7 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _last_end(text: str, word: str) -> int:
-    """Where the last `word` that stands for itself ends; 0 if there is none at the end of the text."""
+    """End of the last whole word `word` in the searched text; 0 if there is none."""
     begin, end = max(0, len(text) - LONGEST_WORDS), len(text)
     while (at := text.rfind(word, begin, end)) >= 0:
         after = at + len(word)
@@ -166,7 +169,7 @@ def _last_end(text: str, word: str) -> int:
 
 
 def _belong(one: str, other: str) -> bool:
-    """Whether two neighbouring characters are of the same word. Scripts without capitals often write without spaces."""
+    """Whether two adjacent characters belong to one word. Scripts without case are often written without spaces."""
     return all(c.isdigit() or c == "_" or c.lower() != c.upper() for c in (one, other))
 
 

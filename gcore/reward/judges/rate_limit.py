@@ -1,15 +1,14 @@
-"""When the next request to an external judge may be sent from one controller: rate, budget, and streaks of failures.
+"""Rate limiter for requests of one controller to an external judge: rate, budget, outages and refused keys.
 
-At most `in_flight` requests are under way, and they start no more often than this controller's share of `requests_per_s` allows (a
-token bucket: it fills at the rate, up to `burst_size`; when the rate changes, the time since the last look counts at the smaller of
-the two, so no more is done than the rates and one burst allow). No request is sent while the server has asked for time
-(`Retry-After`), while it answers no question, while it does not take the key, and while the judge's budget is spent. Requests wait in
-turn and fail at nothing: `timeout_s` counts from the moment that one is sent. A wait longer than the rate needs is reported in a
-sentence.
+At most `in_flight` requests are pending. They start no faster than this controller's share of `requests_per_s` (a token
+bucket: it fills at that rate up to `burst_size`; when the rate changes, the time since the last update counts at the
+smaller rate). No request is sent while the server asks for a delay (`Retry-After`), during an outage, while the server
+refuses the key, or after the judge's budget is spent. Requests wait in order and do not fail because of the wait:
+`timeout_s` starts when a request is sent. A wait that the rate alone does not explain is reported.
 
-Once the key was refused, one request alone is sent every `KEY_AGAIN_S`: a wrong key does not fail one prompt after the other. A
-server that answers nothing is asked by one request alone, later and later. Failures in a row of *different* questions are the
-server's; one question that always fails says nothing of the others.
+After the key was refused, a single request is sent every `KEY_AGAIN_S`, so that a wrong key does not fail prompts.
+During an outage a single request is sent with exponential backoff. Failures of several *different* questions in a row
+count as an outage of the server; one question that always fails does not affect others.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from gcore.config.reward import ExternalJudge
 from gcore.system.clock import Clock
 
 BURST_S = 0.1
-"""What may be done at once is what the rate allows in so long: timers are late, and what they are late is not to be lost."""
+"""A burst is what the rate allows in this many seconds, so that late timers do not lose throughput."""
 
 _WHOLE = 1.0 - 1e-9
-"""What a deed takes, but for rounding."""
+"""One token, with tolerance for rounding."""
 
 
 def burst_size(rate: float) -> float:
-    """The most that a bucket of this rate, in deeds a second, holds."""
+    """Capacity of a bucket with this rate in requests per second."""
     return max(1.0, rate * BURST_S)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBucket:
-    """`level` deeds might be done at moment `at`; it has filled at `rate`, in deeds a second, until then."""
+    """`level` tokens at time `at`; filled until then at `rate` in requests per second."""
 
     rate: float
     level: float
@@ -45,69 +44,69 @@ class TokenBucket:
 
     @classmethod
     def full(cls, rate: float, now: float) -> TokenBucket:
-        """One that begins now."""
+        """A full bucket."""
         return cls(rate, burst_size(rate), now)
 
     def filled(self, rate: float, now: float) -> TokenBucket:
-        """As it is now, and of this rate from now on."""
+        """The bucket at time `now`, with the given rate from then on."""
         gained = max(0.0, now - self.at) * min(rate, self.rate)
         return TokenBucket(rate, min(burst_size(rate), self.level + gained), max(now, self.at))
 
     @property
     def wait_s(self) -> float:
-        """Seconds until the next deed may be done, if the rate stays."""
+        """Seconds until the next request may start, at the current rate."""
         return 0.0 if self.level >= _WHOLE else (1.0 - self.level) / self.rate
 
     def taken(self) -> TokenBucket:
-        """After a deed. Raises ValueError if it must wait."""
+        """The bucket after one request. Raises ValueError if the request must wait."""
         if self.wait_s > 0:
-            raise ValueError(f"nothing may be done for {self.wait_s:g} s")
+            raise ValueError(f"the next request must wait for {self.wait_s:g} s")
         return TokenBucket(self.rate, max(0.0, self.level - 1.0), self.at)
 
 
 LOOK_AGAIN_S = 1.0
-"""The longest wait until it is looked again whether the gate is open: shares and costs change."""
+"""Maximum wait before the conditions are checked again, because shares and costs change."""
 
 KEY_AGAIN_S = 60.0
 
 LONGEST_HOLD_S = 60.0
-"""A server is not waited for longer, whatever it asks for."""
+"""Maximum delay that a server can request."""
 
 FIRST_AWAY_S = 1.0
-"""Until a server that answers nobody is asked again: twice as long each time, up to `LONGEST_HOLD_S`."""
+"""First retry delay during an outage; it doubles up to `LONGEST_HOLD_S`."""
 
 TOLD_AWAY_S = 10.0
-"""That a server answers nobody is told after so long: many a one is back before."""
+"""Duration of an outage before it is reported; many are shorter."""
 
 Cause = Literal["pace", "server", "away", "key", "cost"]
-"""Why the next request is held back."""
+"""Why the next request waits."""
 
 
 class JudgeRequestObserver(Protocol):
-    """Is told what becomes of the requests to a judge, by its name. It neither waits nor raises."""
+    """Observes the requests to judges by name. Its methods neither block nor raise."""
 
     def held(self, judge: str, cause: Cause, seconds: float) -> None:
-        """The next request was held back for so long."""
+        """The next request waited for `seconds`."""
         ...
 
     def waits(self, judge: str, why: str) -> None:
-        """The next request waits, and why; nothing: it does not, or only for its turn."""
+        """The next request waits, and why; empty if it does not wait, or only for the rate."""
         ...
 
     def trouble(self, judge: str, topic: str, sentence: str) -> None:
-        """To be told to people, once."""
+        """Report a warning to users, once."""
         ...
 
 
 class Budget(Protocol):
-    """The spending of the whole job on a judge."""
+    """Spending of the whole job on judges."""
 
     def overdrawn(self, judge: str) -> str:
-        """Why nothing more may be spent on a judge; nothing if it may."""
+        """Why no more may be spent on a judge; empty if it may."""
         ...
 
     def note(self, judge: str, tokens_in: int, tokens_out: int) -> None:
-        """A request was answered, and is paid for."""
+        """A request was answered and costs these tokens."""
         ...
 
 
@@ -120,7 +119,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Away:
-    """A server that answers nobody: since when, and until when it is left alone."""
+    """An outage: since when, and until when no request is sent."""
 
     why: str
     since: float
@@ -130,16 +129,16 @@ class _Away:
 
     @property
     def sentence(self) -> str:
-        return f"{self.why}; no question is answered, and one is tried every {self.delay_s:g} s"
+        return f"{self.why}; no request succeeds, and one is retried every {self.delay_s:g} s"
 
     def again(self, why: str, now: float) -> _Away:
-        """It did not answer again."""
+        """The outage after one more failed request."""
         delay_s = min(2 * self.delay_s, LONGEST_HOLD_S)
         return replace(self, why=why, until=now + delay_s, delay_s=delay_s)
 
 
 class RateLimiter:
-    """Rate limit of one judge, on one controller. Mutable; one event loop."""
+    """Rate limiter of one judge on one controller. Mutable; belongs to one event loop."""
 
     def __init__(
         self,
@@ -150,7 +149,7 @@ class RateLimiter:
         clock: Clock,
         peers: Callable[[], int] = lambda: 1,
     ) -> None:
-        """`peers`: how many controllers ask now, this one included."""
+        """`peers`: number of controllers that send requests, including this one."""
         self._judge = judge
         self._spec = spec
         self._purse = purse
@@ -162,40 +161,43 @@ class RateLimiter:
         self._line = asyncio.Lock()
         self._held_until = clock.monotonic()
         self._refused = ""
-        """Why the key is not taken, as the server says."""
+        """The server's reason for refusing the key, or empty."""
         self._away: _Away | None = None
-        """That the server answers nobody."""
+        """The current outage, or None."""
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Waits until a request may be sent, which is under way as long as this is held."""
+        """Wait until a request may be sent. The request is pending while the context is open."""
         async with self._places, AsyncExitStack() as line:
             await line.enter_async_context(self._line)
             await self._opened()
             if not self._refused and self._away is None:
-                await line.aclose()  # otherwise the next waits for what becomes of this one
+                await line.aclose()  # otherwise the next request waits for the result of this one
             yield
 
     def hold(self, seconds: float) -> None:
-        """The server wants to be left alone for so long."""
+        """The server asks for a delay of this many seconds."""
         seconds = min(max(seconds, 0.0), LONGEST_HOLD_S)
         self._held_until = max(self._held_until, self._clock.monotonic() + seconds)
 
     def refuse(self, why: str) -> None:
-        """The server does not take the key. `why`: a sentence."""
+        """The server refuses the key. `why`: a sentence."""
         if not self._refused:
             self._told.trouble(self._judge, "key", why)
         self._refused = why
         self._held_until = self._clock.monotonic() + KEY_AGAIN_S
 
     def accepted(self) -> None:
-        """The server has answered, so it takes the key."""
+        """The server answered, so it accepts the key."""
         if self._refused:
             self._refused, self._held_until = "", self._clock.monotonic()
-            self._told.trouble(self._judge, "key", f"judge {self._judge!r} takes the key again")
+            self._told.trouble(self._judge, "key", f"judge {self._judge!r} accepts the key again")
 
     def away(self, why: str) -> None:
-        """The server answers nobody. `why`: a clause of the last who asked. Those who had asked before it was seen change nothing."""
+        """Record a failed request during an outage.
+
+        `why`: the error. Failures of requests sent before the outage was detected are ignored.
+        """
         now = self._clock.monotonic()
         if self._away is None:
             self._away = _Away(why, since=now, until=now + FIRST_AWAY_S, delay_s=FIRST_AWAY_S)
@@ -203,17 +205,17 @@ class RateLimiter:
             self._away = self._away.again(why, now)
             if not self._away.told and now - self._away.since >= TOLD_AWAY_S:
                 self._away = replace(self._away, told=True)
-                self._told.trouble(self._judge, "away", f"{why}; no question is answered, and all wait until one is")
+                self._told.trouble(self._judge, "away", f"{why}; no request succeeds, and all wait until one does")
 
     def answered(self) -> None:
-        """The server is there, whatever it said."""
+        """The server responded, with any result."""
         if self._away is not None and self._away.told:
             self._told.trouble(self._judge, "away", f"judge {self._judge!r} answers again")
         self._away = None
 
     @property
     def is_away(self) -> bool:
-        """Whether the server answers nobody."""
+        """Whether there is an outage."""
         return self._away is not None
 
     @property
@@ -234,7 +236,7 @@ class RateLimiter:
         self._bucket = self._bucket.taken()
 
     def _held(self) -> _Held | None:
-        """Why the next request may not be sent now, and for how long at least."""
+        """Why the next request may not be sent now, and the minimum wait; None if it may."""
         now = self._clock.monotonic()
         self._bucket = self._bucket.filled(self._share, now)
         if why := self._purse.overdrawn(self._judge):
@@ -242,8 +244,8 @@ class RateLimiter:
         if now < self._held_until:
             rest = self._held_until - now
             if self._refused:
-                return _Held("key", rest, f"{self._refused}; it is asked again every {KEY_AGAIN_S:g} s")
-            return _Held("server", rest, f"the server of judge {self._judge!r} has asked for time")
+                return _Held("key", rest, f"{self._refused}; a request is retried every {KEY_AGAIN_S:g} s")
+            return _Held("server", rest, f"the server of judge {self._judge!r} asked for a delay")
         if self._away is not None and now < self._away.until:
             return _Held("away", self._away.until - now, self._away.sentence)
         if wait := self._bucket.wait_s:
@@ -252,18 +254,18 @@ class RateLimiter:
 
 
 class FailureStreak:
-    """Counts different questions that failed with no answer between them. Mutable."""
+    """Counts different questions that failed since the last success. Mutable."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._failed: set[str] = set()
 
     def failed(self, question: str) -> bool:
-        """Whether so many have failed by now that it is not theirs."""
+        """Record a failed question. Return whether enough questions failed to blame the server."""
         if len(self._failed) < self._most:
             self._failed.add(question)
         return len(self._failed) >= self._most
 
     def ended(self) -> None:
-        """One did not fail."""
+        """Record a success."""
         self._failed.clear()

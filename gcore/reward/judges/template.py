@@ -1,17 +1,19 @@
-"""What a judge is shown: its template, in a sandbox that bounds its time and size, and the questions that come of it.
+"""Judge templates: render the question for a judge in a sandbox that bounds time and size.
 
-A template is checked when it is compiled, before any response is there: its syntax, that it asks only for what it will be given, and
-that it shows the response. What can be wrong later is the entry's: a missing field. The text of the prompt is what the policy was
-shown, with its chat template's marks if it has one; the entry's own words are in `fields`. Whether a question fits the judge's context
-is the judge's to check.
+A template is checked when it is compiled, before any response exists: its syntax, that it uses only known names, and
+that it shows the response. Later errors concern the entry, such as a missing field. `prompt` is the text that the
+policy got, including chat-template tokens; the entry's own text is in `fields`. The judge checks whether a question
+fits its context length.
 
-A template runs in the controller, so it may neither take long nor grow. Before it is compiled, every loop in it is made to count its
-turns, and every text or list that could double is checked before it does. What cannot be counted is refused with its line: macros,
-recursive loops, blocks that collect what they write. Filters and methods are those of a list: none that samples (`random`), none that
-pads or formats to a width. What is shown is text; anything else is written as JSON. An unknown name is an error, never nothing. A list
-is counted with all that is within it: one that holds itself twice, and that again, is small in memory and takes for ever to compare
-or to hash. Arguments of filters and methods are added up, because those run in C and hold up the whole controller. This bounds
-mistakes and endless growth. It is no jail: a hostile template can still make a controller spend some seconds on one question.
+A template runs in the controller, so it must neither take long nor grow without bound. Before compilation every loop is
+changed to count its iterations, and every operation that can grow text or lists is changed to check the size first.
+Constructs that cannot be counted (macros, recursive loops, capturing blocks) are refused with their line. Only listed
+filters and methods are allowed: none that samples (`random`), pads or formats to a width. Values other than text are
+rendered as JSON. An unknown name is an error. A list is counted with everything inside it, because a nested list that
+contains itself repeatedly is small in memory but takes exponential time to compare or hash. The sizes of arguments of
+filters and methods are summed up, because these run in C and block the controller. The sandbox protects against
+mistakes and unbounded growth. It is not a security boundary: a hostile template can still take a few seconds per
+question.
 """
 
 from __future__ import annotations
@@ -36,31 +38,32 @@ from gcore.reward.judges.types import JudgeError, Unjudgeable
 from gcore.types import Prompt
 
 LONGEST_TEXT = 1_000_000
-"""Characters of a question, and of any text on the way to it."""
+"""Maximum length of a question, and of any intermediate text, in characters."""
 
 MOST_TURNS = 10_000
-"""Of all loops of one template together; also the longest list, with all that is in its items."""
+"""Maximum number of iterations of all loops of one rendering; also the maximum size of a list including nested items.
+"""
 
 MOST_WORK = 20_000_000
-"""Characters and items that the filters and methods of one rendering are handed."""
+"""Maximum number of characters and items passed to the filters and methods of one rendering."""
 
 ITEM_WORK = 4
-"""What an item counts for: looking at one takes as long as some characters."""
+"""Cost of an item in characters."""
 
 LARGEST_BITS = 1024
-"""Of a whole number that a template works out."""
+"""Maximum size of an integer that a template computes."""
 
 SHOWN_NAMES = 8
-_TURNS, _COUNTED, _TOGETHER = "turns left", "counted", "put together"  # the first is no name that a template can write
+_TURNS, _COUNTED, _TOGETHER = "turns left", "counted", "put together"  # a template cannot contain the first as a name
 _MADE, _LONG, _WHOLE = "made", "as long", "with all in it"
 
 _QUICK_FILTERS = "abs count d default first float int items last length list reverse round"
-"""Those that do not look into the items of what they are handed."""
+"""Filters that do not read the items of their input."""
 
 _QUICK = frozenset(_QUICK_FILTERS.split())
 
 _HOLDERS: tuple[type[Any], ...] = (list, tuple, dict, type({}.keys()), type({}.values()), type({}.items()))
-"""What has items: it counts with all of them."""
+"""Containers, which count with all of their items."""
 
 _LONG_ONES: tuple[type[Any], ...] = (str, *_HOLDERS)
 
@@ -91,33 +94,33 @@ _REFUSED: dict[type[nodes.Node], str] = {
 
 
 class TemplateTooLarge(jinja2.TemplateRuntimeError):
-    """A template writes too much, or takes too many turns."""
+    """A template produces too much text or takes too many iterations."""
 
 
 class RenderBudget:
-    """How many turns the loops of one rendering may still take, and how much its filters may still be handed."""
+    """Remaining loop iterations and filter input of one rendering."""
 
     def __init__(self) -> None:
         self._left = MOST_TURNS
         self._work = MOST_WORK
 
     def works(self, work: int) -> None:
-        """Somebody is handed so much. Raises TemplateTooLarge."""
+        """Count input of this size. Raises TemplateTooLarge."""
         self._work -= work
         if self._work < 0:
-            raise TemplateTooLarge(f"its filters and methods are handed more than {MOST_WORK} characters")
+            raise TemplateTooLarge(f"its filters and methods process more than {MOST_WORK} characters")
 
     def each(self, items: Iterable[Any]) -> Iterator[Any]:
-        """`items`, each of them a turn. Raises TemplateTooLarge."""
+        """Yield `items` and count an iteration for each. Raises TemplateTooLarge."""
         for item in items:
             if self._left == 0:
-                raise TemplateTooLarge(f"its loops take more than {MOST_TURNS} turns")
+                raise TemplateTooLarge(f"its loops take more than {MOST_TURNS} iterations")
             self._left -= 1
             yield item
 
 
 class BoundedSandbox(Sandbox):
-    """Compiles what a judge is shown. `turns()` is given to each rendering."""
+    """Compiles judge templates with bounds. Each rendering needs its own `turns()`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -132,32 +135,32 @@ class BoundedSandbox(Sandbox):
         self.globals |= {"dict": _dict, "range": _range}
 
     def bounded(self, tree: nodes.Template) -> jinja2.Template:
-        """The template of a parsed source. Raises TemplateSyntaxError for what is refused."""
+        """Compile a parsed template. Raises TemplateSyntaxError for refused constructs."""
         bounded = _Bounds().visit(tree)
         bounded.set_environment(self)
         return self.from_string(bounded)
 
     @staticmethod
     def turns() -> dict[str, Any]:
-        """What a rendering is given beside its own variables."""
+        """Variables that a rendering needs in addition to its own."""
         return {_TURNS: RenderBudget()}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """`fields.items` is the entry's field of that name, if it has one."""
+        """`fields.items` is the entry's field of that name, if it exists."""
         return obj[attribute] if isinstance(obj, dict) and attribute in obj else super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Of plain values, only the methods that neither grow nor draw."""
+        """Allow only listed methods of plain values."""
         plain = isinstance(obj, str | int | float | list | tuple | dict)
         return super().is_safe_attribute(obj, attr, value) and (not plain or attr in _METHODS)
 
     def wrap_str_format(self, value: Any) -> None:
-        """`format` is a method like any other, and none of those above."""
+        """Treat `format` as an ordinary method, which is not in the list."""
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """What can grow, looked at before it does."""
+        """Check the result size of operations that can grow before running them."""
         if operator == "%" and isinstance(left, str):
-            raise TemplateTooLarge("it formats with %; write text with ~")
+            raise TemplateTooLarge("it formats with %; join text with ~ instead")
         if operator == "+":
             (items, letters), (more, others) = _size(context, left), _size(context, right)
             _check_size(items + more, letters + others)
@@ -173,7 +176,10 @@ class BoundedSandbox(Sandbox):
 
 
 def render_value(value: Any) -> str:
-    """How a value is shown: text as it is, anything else as JSON. Raises TemplateTooLarge, TypeError, or for what is not there."""
+    """Text of a value: text unchanged, anything else as JSON.
+
+    Raises TemplateTooLarge, TypeError, or an error for a missing value.
+    """
     if isinstance(value, str | Undefined):
         return str(value)
     return _as_json(value)
@@ -184,7 +190,7 @@ class MissingField(jinja2.UndefinedError):
 
 
 class _Missing(jinja2.StrictUndefined):
-    """What is not there. It names the field that an entry lacks."""
+    """A missing value. Its message names the field."""
 
     __slots__ = ()
 
@@ -204,21 +210,21 @@ class _Missing(jinja2.StrictUndefined):
             return str(super()._undefined_message)
         names = ", ".join(repr(name) for name in list(there)[:SHOWN_NAMES]) or "none"
         more = len(there) - SHOWN_NAMES
-        return f"there is no field {self._undefined_name!r}, only {names}{f' and {more} more' if more > 0 else ''}"
+        return f"there is no field {self._undefined_name!r}; the fields are {names}{f' and {more} more' if more > 0 else ''}"
 
 
 class _Bounds(NodeTransformer):
-    """Makes loops count, and looks at what is made, put together, and handed to filters and methods."""
+    """Rewrites a template so that loops count iterations, and created values and filter or method inputs are checked."""
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
         refused = _REFUSED.get(type(node))
         if refused is not None:
-            raise jinja2.TemplateSyntaxError(f"what a judge is shown cannot have {refused}", node.lineno)
+            raise jinja2.TemplateSyntaxError(f"a judge template cannot contain {refused}", node.lineno)
         return super().visit(node, *args, **kwargs)
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         if node.recursive:
-            raise jinja2.TemplateSyntaxError("what a judge is shown cannot have a recursive loop", node.lineno)
+            raise jinja2.TemplateSyntaxError("a judge template cannot contain a recursive loop", node.lineno)
         self.generic_visit(node)
         node.iter = _through(_COUNTED, node.iter)
         return node
@@ -249,7 +255,7 @@ class _Bounds(NodeTransformer):
 
     def visit_Getattr(self, node: nodes.Getattr) -> nodes.Node:
         if node.attr.startswith("_"):
-            raise jinja2.TemplateSyntaxError(f"{node.attr!r} is out of bounds", node.lineno)
+            raise jinja2.TemplateSyntaxError(f"attribute {node.attr!r} is not allowed", node.lineno)
         return self.generic_visit(node)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
@@ -333,7 +339,7 @@ def _replaced(value: Any, old: str, new: str) -> str:
 
 def _as_json(value: Any, indent: int | None = None) -> str:
     if indent is not None and not 0 <= indent <= 8:
-        raise TemplateTooLarge(f"it indents by {indent}; at most 8")
+        raise TemplateTooLarge(f"it indents by {indent}; the maximum is 8")
     pieces, length = [], 0
     for piece in json.JSONEncoder(ensure_ascii=False, indent=indent).iterencode(value):
         pieces.append(piece)
@@ -344,19 +350,19 @@ def _as_json(value: Any, indent: int | None = None) -> str:
 
 def _rounded(value: float, precision: int = 0) -> float:
     if abs(precision) > 15:
-        raise TemplateTooLarge(f"it rounds to {precision} places; at most 15")
+        raise TemplateTooLarge(f"it rounds to {precision} places; the maximum is 15")
     return round(value, precision)
 
 
 def _range(*bounds: int) -> range:
     made = range(*bounds)
     if made[MOST_TURNS:]:
-        raise TemplateTooLarge(f"it takes a range of more than {MOST_TURNS} numbers")
+        raise TemplateTooLarge(f"it uses a range of more than {MOST_TURNS} numbers")
     return made
 
 
 def _size(context: Context, value: Any) -> tuple[int, int]:
-    """Items and characters of a value, with all that is in it. Raises TemplateTooLarge."""
+    """Number of items and characters of a value, including nested ones. Raises TemplateTooLarge."""
     if isinstance(value, str):
         return 0, len(value)
     items, letters, left = 0, 0, [value]
@@ -366,7 +372,7 @@ def _size(context: Context, value: Any) -> tuple[int, int]:
             letters += len(one)
         elif isinstance(one, _HOLDERS):
             items += len(one)
-            _check_size(items, letters)  # before they are looked at
+            _check_size(items, letters)  # before the items are read
             left.extend(_within(one))
     _check_size(items, letters)
     _turns(context).works(ITEM_WORK * items)
@@ -387,26 +393,26 @@ def _bits(value: Any) -> int:
 
 def _check_size(items: int, letters: int) -> None:
     if items > MOST_TURNS:
-        raise TemplateTooLarge(f"it makes a list of more than {MOST_TURNS} items, with those in its items")
+        raise TemplateTooLarge(f"it creates a list of more than {MOST_TURNS} items, including nested ones")
     _check_length(letters)
 
 
 def _check_length(letters: int) -> None:
     if letters > LONGEST_TEXT:
-        raise TemplateTooLarge(f"it makes more than {LONGEST_TEXT} characters")
+        raise TemplateTooLarge(f"it produces more than {LONGEST_TEXT} characters")
 
 
 def _check_bits(bits: int) -> None:
     if bits > LARGEST_BITS:
-        raise TemplateTooLarge(f"it works out a whole number of more than {LARGEST_BITS} bits")
+        raise TemplateTooLarge(f"it computes an integer of more than {LARGEST_BITS} bits")
 
 
 RESPONSES = {"pointwise": ("response",), "pairwise": ("first", "second")}
-"""What the responses are called, by the judge's mode."""
+"""Variable names of the responses, by the judge's mode."""
 
 
 class Question:
-    """The questions that one judge is asked. `Question.compile` makes it. Stateless."""
+    """Renders the questions of one judge. Create it with `Question.compile`. Stateless."""
 
     def __init__(self, template: jinja2.Template, judge: str) -> None:
         self._template = template
@@ -414,7 +420,7 @@ class Question:
 
     @classmethod
     def compile(cls, spec: JudgeSpec, where: str) -> Question:
-        """The judge's template, ready to render; `where`: how messages name the judge's section. Raises SpecError."""
+        """Compile the judge's template. `where`: name of the judge's section in messages. Raises SpecError."""
         source, where = _source(spec, where)
         sandbox = BoundedSandbox()
         try:
@@ -428,11 +434,11 @@ class Question:
             ) from error
 
     def about(self, prompt: Prompt, response: str) -> str:
-        """What a pointwise judge is asked about a response. Raises JudgeError."""
+        """Question for a pointwise judge about a response. Raises JudgeError."""
         return self._rendered(prompt, {"response": str(response)})
 
     def between(self, prompt: Prompt, first: str, second: str) -> str:
-        """What a pairwise judge is asked about two responses, in this order. Raises JudgeError."""
+        """Question for a pairwise judge about two responses, in this order. Raises JudgeError."""
         return self._rendered(prompt, {"first": str(first), "second": str(second)})
 
     def _rendered(self, prompt: Prompt, responses: dict[str, str]) -> str:
@@ -443,19 +449,19 @@ class Question:
                 pieces.append(piece)
                 length += len(piece)
                 if length > LONGEST_TEXT:
-                    raise TemplateTooLarge(f"it makes more than {LONGEST_TEXT} characters")
+                    raise TemplateTooLarge(f"it produces more than {LONGEST_TEXT} characters")
         except FOREIGN_FAILURES as error:
             said = f"{error}" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
             failure = Unjudgeable if isinstance(error, MissingField) else JudgeError
             raise failure(
-                f"the template of judge {self._judge!r} does not take the entry ({said})",
+                f"the template of judge {self._judge!r} cannot be rendered for the entry ({said})",
                 fix="Change the template, or the data",
             ) from error
         return "".join(pieces)
 
 
 def _source(spec: JudgeSpec, where: str) -> tuple[str, str]:
-    """The template's text, and where it stands."""
+    """The template's text, and its location."""
     if spec.template is not None:
         return spec.template, f"{where}.template"
     path = Path(spec.template_file or "")
@@ -473,23 +479,23 @@ def _source(spec: JudgeSpec, where: str) -> tuple[str, str]:
 
 
 def _check_names(tree: nodes.Template, asked: set[str], responses: tuple[str, ...], where: str) -> None:
-    """Raises SpecError unless the template asks for what it will be given, and shows what it should."""
+    """Raise SpecError unless the template uses only known names and shows the responses."""
     known = ("prompt", *responses, "fields")
     for name in sorted(asked - set(known)):
         line = next((node.lineno for node in tree.find_all(nodes.Name) if node.name == name), 1)
         raise SpecError(
-            f"line {line} of the template asks for {name!r}, which it is not given{did_you_mean(name, known)}",
+            f"line {line} of the template uses the unknown name {name!r}{did_you_mean(name, known)}",
             where=where,
-            fix=f"Known: {', '.join(known)}; fields of the entry are fields.NAME",
+            fix=f"Known names: {', '.join(known)}; fields of the entry are fields.NAME",
         )
     shown = {node.name for node in _shown(tree) if isinstance(node, nodes.Name)} & asked
     for name in responses:
         if name not in shown:
-            raise SpecError(f"the template never shows {name!r}", where=where, fix=f"Write {{{{ {name} }}}} into it")
+            raise SpecError(f"the template does not show {name!r}", where=where, fix=f"Add {{{{ {name} }}}} to it")
 
 
 def _shown(node: nodes.Node) -> Iterator[nodes.Node]:
-    """The node and what is in it, but for what is only a condition."""
+    """Yield the node and its descendants, except conditions."""
     yield node
     conditions: tuple[Any, ...] = (node.test,) if isinstance(node, nodes.If | nodes.CondExpr | nodes.For) else ()
     for child in node.iter_child_nodes():

@@ -1,7 +1,7 @@
-"""The errors between a response and its verdict, and the two edges of a judge: what it asks through, and who counts.
+"""Judge errors, and the interfaces of a judge: the calls that send questions, and the observer.
 
-An engine of the cluster or an address outside of it answers; the controller's metrics count. `on_error` of the judge says what
-becomes of a response that has an error.
+An engine of the cluster or an external server answers; the controller's metrics observe. The judge's `on_error` decides
+what happens to a response with an error.
 """
 
 from __future__ import annotations
@@ -14,98 +14,101 @@ from gcore.errors import EngineError, EngineLate, GcoreError, TracedError
 
 
 class JudgeError(TracedError):
-    """A response could not be judged, and asking again will not help.
+    """A response could not be judged, and a retry will not help.
 
-    `trace`: the traceback of a parser of somebody's own, or empty. It is for the event, not for the reason.
+    `trace`: the traceback of a custom parser, or empty. It is shown in the event, not in the reason.
     """
 
 
 class Unjudgeable(JudgeError):
-    """Nor could another response to the prompt be judged: its entry is wrong, the verdict's parser, or the spec."""
+    """No response to the prompt can be judged: its entry, the verdict parser or the spec is wrong."""
 
 
 class JudgeAway(JudgeError):
-    """The judge could not be asked; another try may help."""
+    """The judge is unavailable; a retry may help."""
 
 
 class JudgeLate(JudgeAway):
-    """A judge gave no answer in time."""
+    """A judge did not answer before the timeout."""
 
 
 def judge_away(error: EngineError) -> JudgeAway:
-    """What an engine's error is that did not answer a question."""
+    """Convert the error of an engine that did not answer a question."""
     failure = JudgeLate if isinstance(error, EngineLate) else JudgeAway
     return failure(error.what, where=error.where, fix=error.fix)
 
 
 class Unreadable(GcoreError):
-    """An answer holds no verdict. `what` says why. A parser raises it; the answer then does not count."""
+    """An answer has no verdict; `what` says why. Parsers raise it, and the answer does not count."""
 
 
 Why = Literal["away", "timeout", "refused"]
-"""Why a question was in vain: it could not be asked; nothing came in time; asking again will not help."""
+"""Why a request failed: the judge was unavailable; it timed out; a retry will not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The text that a judge wrote."""
+    """Text that a judge generated."""
 
     text: str
     tokens_in: int
-    """Of the question."""
+    """Tokens of the question."""
     tokens_out: int
     truncated: bool
-    """Whether it was cut off at its longest length."""
+    """Whether it reached its maximum length."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassifierAnswer:
-    """The number that a classifier gave."""
+    """Number that a classifier returned."""
 
     number: float
     tokens_in: int
-    """Of the question."""
+    """Tokens of the question."""
 
 
 class ChatCall(Protocol):
-    """Asks a judge that writes. One that others serve is not timed by who asks: it waits for its turn, and times its requests itself."""
+    """Sends a question to a generative judge.
+
+    A client of an external judge measures its own timeouts, because it waits for the rate limit.
+    """
 
     async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
-        """One answer a seed. Raises JudgeAway if it could not be asked, JudgeError if asking again will not help."""
+        """One answer per seed. Raises JudgeAway if the judge is unavailable, JudgeError if a retry will not help."""
         ...
 
 
 class ScoreCall(Protocol):
-    """Asks a judge of `kind: classifier`."""
+    """Sends a question to a judge of `kind: classifier`."""
 
     async def __call__(self, question: str) -> ClassifierAnswer:
-        """The number it gives, and for what. Raises JudgeAway or JudgeError, as `ChatCall` does."""
+        """The number and the token count. Raises JudgeAway or JudgeError, as `ChatCall` does."""
         ...
 
 
 class JudgeObserver(Protocol):
-    """Is told what happens between a judge and its questions, by the judge's name. It neither waits nor raises."""
+    """Observes requests by judge name. Its methods neither block nor raise."""
 
     def asked(self, judge: str, seconds: float, tokens_in: int, tokens_out: int) -> None:
-        """A question was answered, after so long; `tokens_out` are those of all its answers, 0 for a classifier."""
+        """A question was answered after `seconds`. `tokens_out`: of all its answers, 0 for a classifier."""
         ...
 
     def failed(self, judge: str, why: Why) -> None:
-        """A try was in vain."""
+        """A try failed."""
         ...
 
     def verdict(self, judge: str, value: float) -> None:
-        """A question was judged. Those that are remembered are not told again."""
+        """A question was judged. Cached verdicts are not reported again."""
         ...
 
     def unreadable(self, judge: str, example: str, why: str) -> None:
-        """An answer could not be read, and why; `example`: how it begins."""
+        """An answer could not be read, and why. `example`: its beginning."""
         ...
 
     def remembered(self, judge: str) -> None:
-        """A question was not asked, for its verdict was known, or somebody was asking it already."""
+        """No request was sent, because the verdict was cached or the same question was already pending."""
         ...
 
     def disagreed(self, judge: str, share: float) -> None:
-        """In this share of a group's pairs, the two orders contradicted each other."""
+        """In this share of a group's pairs the two orders contradicted each other."""
         ...

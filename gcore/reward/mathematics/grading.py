@@ -1,12 +1,12 @@
-r"""Grade a response: find the text of its final answer, read it, compare it with the expected one.
+r"""Grade a response: find its final answer, parse it, and compare it with the expected one.
 
-The last \boxed{} counts. Without a box: what follows the last marker (`####`, "answer is", "answer:"), else the last formula,
-else a short response as a whole, else its last number.
+The last \boxed{} counts. Without a box: the text after the last marker (`####`, "answer is", "answer:"), else the last
+formula, else a short response as a whole, else its last number.
 
-Values are compared exactly where both are exact, relatively where one is a decimal, and only with values of their type. An exact
-number has many decimals: two are equal if 200 significant digits agree. A decimal is exact too, but may stand for a number that it
-cannot write: 0.333333 for 1/3. Expressions with variables are equal if they agree at several points, as in the test of polynomial
-identities (Schwartz 1980, Zippel 1979).
+Values are compared exactly if both are exact, with a tolerance if one is a decimal, and only with values of the same
+type. Two exact numbers are equal if 200 significant digits agree. A decimal is exact too, but may stand for a number
+without a finite decimal expansion, such as 0.333333 for 1/3. Expressions with variables are equal if they agree at
+several points, as in polynomial identity testing (Schwartz 1980, Zippel 1979).
 """
 
 from __future__ import annotations
@@ -57,22 +57,25 @@ _NUMBER = re.compile(
 _LONG_WORD = re.compile(r"[a-zA-Z]{2,}")
 
 WHOLE = 80
-"""A response of so many characters may be an answer as a whole."""
+"""Maximum length in characters of a response that may be an answer as a whole."""
 
 LONGEST_NUMBER_TEXT = 2000
-"""Characters of a response's end in which its last number is looked for."""
+"""Number of characters at the end of a response that are searched for its last number."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedAnswer:
-    """An expected answer, read once for all responses."""
+    """An expected answer, parsed once for all responses."""
 
     value: Value
     plain: str
 
     @classmethod
     def of(cls, text: str) -> ExpectedAnswer:
-        """`text`: LaTeX or plain; what stands in its last box, or behind its last `####`, if there is one. Raises UnreadableAnswer."""
+        """Parse LaTeX or plain text: the content of its last box, or the text after its last `####`, if there is one.
+
+        Raises UnreadableAnswer.
+        """
         box = last_box(text)
         answer = text.rpartition("####")[2] if box is None else box
         return cls(read(answer), _plain(answer))
@@ -80,8 +83,10 @@ class ExpectedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """`found`: whether the response has an answer that can be read; `correct`: whether it is the expected one; `too_large`: whether a
-    number in it is too large to be computed."""
+    """`found`: the response has a readable answer.
+
+    `correct`: it equals the expected one. `too_large`: a number in it is too large to compute.
+    """
 
     found: bool
     correct: bool
@@ -89,7 +94,7 @@ class Grade:
 
 
 def grade(expected: ExpectedAnswer, response: str, digits: int | None = None) -> Grade:
-    """Grade a response; `digits` as in `equal`. What SymPy cannot compare is not equal."""
+    """Grade a response; `digits` as in `equal`. Values that SymPy cannot compare are not equal."""
     for text in final_answers(response):
         if _plain(text) == expected.plain:
             return Grade(True, True)
@@ -103,19 +108,19 @@ def grade(expected: ExpectedAnswer, response: str, digits: int | None = None) ->
             return Grade(True, equal(expected.value, value, digits))
         except TooLarge:
             return Grade(True, False, too_large=True)
-        except RAISED as error:  # the edge to SymPy, which raises whatever its algorithms meet
+        except RAISED as error:  # SymPy may raise any exception
             log.debug("not comparable: %s", error)
             return Grade(True, False)
     return Grade(False, False)
 
 
 def _plain(text: str) -> str:
-    """The normalized text without marks of words and spaces that part nothing."""
+    """The normalized text without word marks and insignificant spaces."""
     return re.sub(r"(?<!\w) | (?!\w)|[.]$", "", re.sub(r"\s*[“”]\s*", "", normalize(text)))
 
 
 def last_box(text: str) -> str | None:
-    """What stands in the last box of `text`; empty if the box is empty or not closed, None if there is no box."""
+    """Content of the last box in `text`; empty if it is empty or not closed, None if there is no box."""
     matches = list(_BOX.finditer(text))
     if not matches:
         return None
@@ -128,7 +133,7 @@ def last_box(text: str) -> str | None:
 
 
 def final_answers(text: str) -> tuple[str, ...]:
-    """The texts that may be the final answer, the likeliest first. Only the first that can be read counts."""
+    """Candidate texts for the final answer, the most likely first. Only the first readable one counts."""
     box = last_box(text)
     if box is not None:
         return (box,) if box.strip() else ()
@@ -150,7 +155,7 @@ def final_answers(text: str) -> tuple[str, ...]:
 
 
 def _argument(text: str, place: int) -> str | None:
-    """The argument of a LaTeX command at `place`: between braces, or the next word. None if the braces are not closed."""
+    """Argument of a LaTeX command at `place`: between braces, or the next word. None if the braces are not closed."""
     if not text.startswith("{", place):
         word = re.match(r"[^\s$.,;\\{}]+", text[place:])
         return word.group() if word else None
@@ -180,13 +185,13 @@ def _last_number(text: str) -> tuple[str, ...]:
 
 
 DIGITS = 6
-"""Significant digits that a decimal must have to stand for a number that it cannot write."""
+"""Minimum number of significant digits of a decimal that may stand for a number without a finite expansion."""
 
 EXACT, PRECISE = 60, 200
-"""Digits to which numbers are computed: first, and where those agree."""
+"""Digits of precision: for the first comparison, and if the first one finds the numbers equal."""
 
 LARGEST_POWER = 200_000
-"""Decimal digits of the largest number that is computed."""
+"""Maximum number of decimal digits of a computed number."""
 
 MOST_UNORDERED = 64
 
@@ -203,13 +208,14 @@ _POINTS = tuple(
 
 
 class TooLarge(ArithmeticError):
-    """A number is too large to be computed."""
+    """A number is too large to compute."""
 
 
 def equal(gold: Value, given: Value, digits: int | None = None) -> bool:
-    """Whether a reader takes `given` for the expected `gold`.
+    """Whether `given` equals the expected value `gold`.
 
-    `digits`: significant digits to which numbers that are not whole must agree; None: as the module says. Raises TooLarge.
+    `digits`: number of significant digits to which non-integers must agree; None: as described in the module. Raises
+    TooLarge.
     """
     return _Comparison(digits).equal(gold, given)
 
@@ -253,7 +259,7 @@ class _Comparison:
         return self._sets(gold, given)
 
     def _equated(self, value: Value) -> Value | None:
-        """The number that all of equated numbers are, None if they differ; any other value as it is."""
+        """The value of equated numbers, None if they differ; other values unchanged."""
         if not isinstance(value, Equated):
             return value
         return value.values[-1] if all(self.equal(value.values[0], one) for one in value.values) else None
@@ -266,7 +272,7 @@ class _Comparison:
         return self.equal(Words(option.letter), other) or self.equal(option.value, other)
 
     def _nearly(self, given: Choices) -> bool:
-        """What the response calls nearly equal is: within a twentieth."""
+        """Whether values that the response calls approximately equal are so, within a twentieth."""
         return _Comparison(1).equal(given.values[0], given.values[-1]) or self.equal(given.values[0], given.values[-1])
 
     def _named(self, gold: Value, given: Value) -> bool:
@@ -293,7 +299,7 @@ class _Comparison:
         places = gold.places, given.places
         if gold.degrees != given.degrees and (gold.unit or given.unit) is not None:
             return self._numbers(_in_radians(gold), _in_radians(given), *places)
-        # `12.5%` answers "what percentage" as 12.5 does; `0.5%` is not 0.5.
+        # `12.5%` equals 12.5 for a question about a percentage; `0.5%` is not 0.5.
         unmarked = not (given.percent and not gold.percent and _is_below_one(given.expression))
         if unmarked and self._numbers(gold.expression, given.expression, *places):
             return True
@@ -309,7 +315,7 @@ class _Comparison:
     def _numbers(
         self, gold: sympy.Expr, given: sympy.Expr, gold_places: int | None = None, given_places: int | None = None
     ) -> bool:
-        """Numbers or expressions. `places`: decimal places of one that is written as a decimal."""
+        """Compare numbers or expressions. `places`: decimal places of a number written as a decimal."""
         if gold == given:
             return True
         if gold.free_symbols or given.free_symbols:
@@ -344,7 +350,7 @@ class _Comparison:
         return all(self.equal(one, other) for one, other in zip(gold, given, strict=True))
 
     def _matched(self, gold: tuple[Value, ...], given: tuple[Value, ...]) -> bool:
-        """Each value of one has its own equal among the other's, in any order."""
+        """Whether the values can be paired with equal ones, in any order."""
         if len(gold) > MOST_UNORDERED:
             return self._ordered(gold, given)
         left = list(given)
@@ -414,7 +420,7 @@ def _is_money(unit: Unit | None) -> bool:
 
 
 def _measured_alike(one: Scalar, other: Scalar) -> Scalar:
-    """`5m` beside `5 meters` is measured too, and no product of a variable."""
+    """Read `5m` as a measure instead of a product if the other value is `5 meters`."""
     symbols = one.expression.free_symbols
     if one.unit is not None or other.unit is None or other.expression.free_symbols or len(symbols) != 1:
         return one
@@ -434,7 +440,7 @@ def _is_below_one(number: sympy.Expr) -> bool:
 
 
 def _places(number: sympy.Expr) -> int | None:
-    """Decimal places of a number that a decimal can write; None for any other."""
+    """Decimal places of a number with a finite decimal expansion, else None."""
     if not isinstance(number, sympy.Rational):
         return None
     rest, twos, fives = number.q, 0, 0
@@ -446,7 +452,9 @@ def _places(number: sympy.Expr) -> int | None:
 
 
 def _stands_for(decimal: sympy.Expr, places: int | None, number: sympy.Expr) -> bool:
-    """Whether `decimal`, with so many `places`, is `number` rounded, or cut off if it has no end, and has enough digits."""
+    """Whether `decimal`, with `places` decimal places and enough digits, is `number` rounded, or truncated if it has no
+    finite expansion.
+    """
     number_places = _places(number)
     if (
         places is None
@@ -480,7 +488,7 @@ def _exactly_equal(one: sympy.Expr, other: sympy.Expr) -> bool:
         with mpmath.workdps(precision):
             size = max(abs(a), abs(b))
             if size and abs(a - b) > size * mpmath.mpf(10) ** -(precision - 10):
-                # One of them may be nothing at all, which is computed as a very small number.
+                # A number that is exactly 0 may be computed as a very small one.
                 small = mpmath.mpf(10) ** -(EXACT - 5)
                 if min(abs(a), abs(b)) < small and max(abs(a), abs(b)) < small:
                     return bool((_closed(one) - _closed(other)).equals(0))
@@ -496,7 +504,7 @@ def _agree(one: sympy.Expr, other: sympy.Expr, digits: int) -> bool:
 
 
 def _value(expression: sympy.Expr, precision: int) -> mpmath.mpf | mpmath.mpc | None:
-    """Its numerical value to so many digits; None if it has none. Raises TooLarge."""
+    """Numerical value to `precision` digits; None if there is none. Raises TooLarge."""
     _check_size(expression)
     closed = _closed(expression)
     found = closed.evalf(precision)
@@ -514,7 +522,7 @@ def _value(expression: sympy.Expr, precision: int) -> mpmath.mpf | mpmath.mpc | 
 
 
 def _closed(expression: sympy.Expr) -> sympy.Expr:
-    """With sums, integrals and limits done."""
+    """The expression with sums, integrals and limits evaluated."""
     _check_size(expression)
     return (
         expression.doit()
@@ -526,7 +534,7 @@ def _closed(expression: sympy.Expr) -> sympy.Expr:
 
 
 def _check_size(expression: sympy.Expr) -> None:
-    """Raises TooLarge for a tree with a number in it that has more than `LARGEST_POWER` digits."""
+    """Raise TooLarge if a number in the expression has more than `LARGEST_POWER` digits."""
     for node in sympy.postorder_traversal(expression):
         if isinstance(node, sympy.Pow) and node.is_number:
             if _digits(node) > LARGEST_POWER:
@@ -536,7 +544,7 @@ def _check_size(expression: sympy.Expr) -> None:
 
 
 def _digits(expression: sympy.Expr) -> float:
-    """About how many decimal digits a number has before its point; bounds and does not compute it."""
+    """Approximate number of decimal digits before the point: an estimate without computing the number."""
     if isinstance(expression, sympy.Pow):
         exponent = expression.exp
         if _digits(exponent) > 12:
@@ -583,7 +591,9 @@ def _proportional_functions(one: sympy.Expr, other: sympy.Expr, *, positive: boo
 def _at_points(
     one: sympy.Expr, other: sympy.Expr, agrees: Callable[[mpmath.mpf, mpmath.mpf, mpmath.mpf], bool]
 ) -> bool | None:
-    """Whether `agrees(value, value, the larger size)` at each point where both are defined; None if there is no such point."""
+    """Whether `agrees(value, value, larger size)` holds at each point where both are defined; None if there is no such
+    point.
+    """
     names = sorted(one.free_symbols | other.free_symbols, key=lambda symbol: symbol.name)
     if len(names) > len(_POINTS[0]):
         return None

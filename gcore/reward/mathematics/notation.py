@@ -1,9 +1,10 @@
-r"""Write a mathematical text in one notation, whichever way its author wrote it, and take units and money from it.
+r"""Normalize the notation of a mathematical text, and extract units and money from it.
 
 Expected answers and responses are treated alike.
 
-The result is LaTeX of a small dialect: `\frac{a}{b}`, `\sqrt{a}`, `^{...}`, ASCII digits without separators of thousands, no
-spacing commands, no `\left` and `\right`, `$` only for dollars, words only in `\text{...}` or plain, `°`, `%`, `⟨`, `⟩`.
+The result is a small dialect of LaTeX: `\frac{a}{b}`, `\sqrt{a}`, `^{...}`, ASCII digits without thousands separators,
+no spacing commands, no `\left` and `\right`, `$` only for dollars, words only in `\text{...}` or plain, `°`, `%`, `⟨`,
+`⟩`.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ def _unicode(text: str) -> str:
     text = re.sub(r"∛\s*(\d+|[a-zA-Z])", r"\\sqrt[3]{\1}", text)
     text = re.sub(r"∜\s*(\d+|[a-zA-Z])", r"\\sqrt[4]{\1}", text)
     text = "".join(_SYMBOLS.get(one, one) for one in text)
-    text = _THIN.sub("\x02", text)  # a separator that is hardly to be seen
+    text = _THIN.sub("\x02", text)  # a thin space as thousands separator
     return unicodedata.normalize("NFKC", text)
 
 
@@ -276,7 +277,7 @@ def _function(match: re.Match[str]) -> str:
 
 
 def _as_text(match: re.Match[str]) -> str:
-    """Words stay text; one letter, a number or a formula in upright type is read as if it were plain."""
+    """Keep words as text; unwrap a single letter, a number or a formula in upright type."""
     inner = match[1].replace("\x02", " ").replace("\\", " ")
     command = match.group().lstrip("\\")
     upright = command.startswith(("math", "bold", "bm", "rm", "operatorname"))
@@ -288,7 +289,7 @@ def _as_text(match: re.Match[str]) -> str:
 
 
 def _dollars(text: str) -> str:
-    """Without the marks of formulas; `$` is left where it means money."""
+    """Remove math delimiters, but keep `$` as a currency sign."""
     text = text.replace(r"\$", "\x01")
     marks = text.count("$")
     if marks % 2 == 0 or text.startswith("$$"):
@@ -297,7 +298,7 @@ def _dollars(text: str) -> str:
 
 
 def _parenthesised(text: str, begin: str, brace: str) -> str:
-    """With braces in place of the parentheses behind `begin`."""
+    """Replace the parentheses after `begin` by braces."""
     place = 0
     pattern = re.compile(begin)
     while (match := pattern.search(text, place)) is not None:
@@ -310,7 +311,7 @@ def _parenthesised(text: str, begin: str, brace: str) -> str:
 
 
 def closing(text: str, place: int) -> int | None:
-    """Where the bracket at `place` is closed; None if it is not. Brackets of intervals may close one another: `(1,2]`."""
+    """Position of the bracket that closes the one at `place`, or None. Interval brackets may be mixed: `(1,2]`."""
     depth = 0
     for index in range(place, len(text)):
         if text[index] in "([{⟨":
@@ -323,7 +324,7 @@ def closing(text: str, place: int) -> int | None:
 
 
 def _numbers(text: str) -> str:
-    """Numbers without separators of thousands, exponents and repeating decimals written out."""
+    """Remove thousands separators; write out exponents and repeating decimals."""
     text = re.sub(r"(?<=\d),\x02(?=\d{3}(?!\d))", "\x02", text)
     text = re.sub(r"(?<=\d)\x02(?=\d{3}(?!\d))", "", text).replace("\x02", " ")
     text = re.sub(
@@ -357,7 +358,7 @@ def _evident(match: re.Match[str]) -> str:
 
 
 def _fraction(whole: str, decimals: str, period: str) -> str:
-    """The fraction of `whole.decimals` followed by `period` again and again; `whole`: the digits that it replaces."""
+    """The fraction for `whole.decimals` followed by the repeating `period`. `whole`: the digits before the point."""
     below = (10 ** len(period) - 1) * 10 ** len(decimals)
     above = int(whole + decimals + period) - int(whole + decimals or "0")
     return rf"\frac{{{above}}}{{{below}}}"
@@ -384,7 +385,7 @@ _TABLE: dict[str, tuple[str, Fraction]] = {
         ("g gram gm", _MASS, _F(1, 1000)),
         ("kg kilogram", _MASS, _F(1)),
         ("oz ounce", _MASS, _F(45359237, 16 * 10**8)),
-        ("lb lbs pound £ gbp", _MASS, _F(45359237, 10**8)),  # money and mass have one word
+        ("lb lbs pound £ gbp", _MASS, _F(45359237, 10**8)),  # "pound" is both money and mass
         ("ton tonne", _MASS, _F(1000)),
         ("ms millisecond", _TIME, _F(1, 1000)),
         ("s sec second", _TIME, _F(1)),
@@ -441,7 +442,7 @@ NUMBER_WORDS = dict(
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """`powers`: the power of each dimension; `factor`: how many basic units it is."""
+    """`powers`: the exponent of each dimension; `factor`: size in base units."""
 
     powers: tuple[tuple[str, int], ...]
     factor: Fraction
@@ -449,7 +450,10 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A text taken apart. `scale`: of a word such as "million"; `unit`: None if there is none, or only what is counted."""
+    """A text split into number and unit.
+
+    `scale`: factor of a word such as "million"; `unit`: None if there is none, or only a counted noun.
+    """
 
     number: str
     scale: int
@@ -466,7 +470,7 @@ _COMPOUND = re.compile(r"(\d+(?:\.\d+)?)\s*“?\s*([a-zA-Z]+)\s*”?\s*(?:,|“?
 
 
 def take_unit(text: str) -> Measured:
-    """The number and the unit of a normalized text. A text without a unit is returned as it is."""
+    """Split a normalized text into number and unit. A text without a unit is returned unchanged."""
     money = re.match(
         rf"^([-+]?)\s*(?:US|USD|Rs\.?|“\s*(?:US|USD|Rs\.?)\s*”)?\s*([{_SYMBOLS_OF_MONEY}]|USD|EUR|Rs\.?)\s*([-+]?.*\d.*)$",
         text,
@@ -490,12 +494,12 @@ def take_unit(text: str) -> Measured:
 
 
 def unit_of(name: str) -> Unit | None:
-    """The unit that a letter or a word stands for."""
+    """The unit that a letter or word names, or None."""
     return _unit([(_singular(name.lower()), 1)])
 
 
 def compound(text: str) -> tuple[Fraction, Unit] | None:
-    """The sum of `2 hours 30 minutes` or `5 ft 6 in`, in basic units; None for any other text."""
+    """Sum of a text such as `2 hours 30 minutes` or `5 ft 6 in`, in base units; None for other texts."""
     parts = _COMPOUND.findall(text)
     if len(parts) < 2 or _COMPOUND.sub("", text).strip(" ”“."):
         return None
@@ -509,7 +513,7 @@ def compound(text: str) -> tuple[Fraction, Unit] | None:
 
 
 def _is_plain_unit(words: str) -> bool:
-    """Whether words that are not marked as text are a unit, not variables: `5 cm`, but not `5m` or `2xy`."""
+    """Whether words not marked as text are a unit instead of variables: `5 cm`, but not `5m` or `2xy`."""
     names = re.findall(r"[a-zA-Z$€£¥¢₹]+", words)
     if not names or names[0].lower() in ("and", "or", "base", "mod", "if", "when", "where", "for", "with"):
         return False
@@ -541,7 +545,7 @@ def _parse(words: str) -> tuple[int, Unit | None]:
 
 
 def _unit(parts: list[tuple[str, int]]) -> Unit | None:
-    """Of the units that are known; what is counted, such as apples, is no unit."""
+    """Product of the known units; counted nouns such as apples are not units."""
     powers: dict[str, int] = {}
     factor = _F(1)
     for name, power in parts:

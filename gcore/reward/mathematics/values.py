@@ -1,7 +1,7 @@
-r"""Read a text as a typed value: a number, an expression, a tuple, a set, an equation, words.
+r"""Parse a text into a typed value: a number, an expression, a tuple, a set, an equation, words.
 
-The structure of a text (lists, brackets, relations, units) is read here, and what is left, an expression without structure,
-by the LaTeX parser of math-verify, which builds SymPy's trees without computing them.
+This module parses the structure (lists, brackets, relations, units). The LaTeX parser of math-verify parses the
+remaining expressions into SymPy trees without evaluating them.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from gcore.reward.mathematics.notation import (
 )
 
 LARGEST_DIGITS = 20_000
-"""Digits of a number that is written out."""
+"""Maximum number of digits of a written number."""
 
 
 class UnreadableAnswer(ValueError):
-    """The text is no answer that this package reads."""
+    """The text is not an answer that this package can parse."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
     """A number or an expression.
 
-    `places`: decimal places of a number that is written as a decimal; None for anything else. `degrees`, `percent`: how it is marked.
+    `places`: decimal places of a number written as a decimal, else None. `degrees`, `percent`: its marks.
     """
 
     expression: sympy.Expr
@@ -59,7 +59,7 @@ class Collection:
 
 @dataclass(frozen=True, slots=True)
 class RealSet:
-    """A set of real numbers: intervals, and what is made of them."""
+    """A set of real numbers: intervals, and sets composed of them."""
 
     numbers: sympy.Set
 
@@ -74,7 +74,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """Two sides, of which `difference` is left minus right. `sign`: one of `=`, `<`, `<=`, `!=`."""
+    """A relation of two sides; `difference` is left minus right. `sign`: one of `=`, `<`, `<=`, `!=`."""
 
     sign: Literal["=", "<", "<=", "!="]
     difference: sympy.Expr
@@ -82,28 +82,28 @@ class Relation:
 
 @dataclass(frozen=True, slots=True)
 class Equated:
-    """Numbers between equals signs: `2+3=5`, which is 5, or `3=5`, which is nothing."""
+    """Numbers between equals signs: `2+3=5` has the value 5, `3=5` has none."""
 
     values: tuple[Value, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Inequalities that hold together: `1<x<2`."""
+    """Inequalities that all hold: `1<x<2`."""
 
     relations: tuple[Relation, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Words, without case, articles and punctuation."""
+    """Words without case, articles and punctuation."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A choice with its letter: `(B) 12`."""
+    """A multiple-choice option with its letter: `(B) 12`."""
 
     letter: str
     value: Value
@@ -111,7 +111,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class TimeOfDay:
-    """A time of day, or of minutes and seconds. `half`: am, pm or empty."""
+    """A time of day, or minutes and seconds. `half`: am, pm or empty."""
 
     hours: int
     minutes: int
@@ -120,7 +120,7 @@ class TimeOfDay:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Several readings. `nearly`: an author calls them nearly equal, as in `\\sqrt{2} \\approx 1.41`."""
+    """Several readings. `nearly`: the author calls them approximately equal, as in `\\sqrt{2} \\approx 1.41`."""
 
     values: tuple[Value, ...]
     nearly: bool = True
@@ -174,10 +174,10 @@ _LETTERS = frozenset(["sin", "cos", "tan", "log", "exp", "max", "min", "mod", "g
 
 
 def read(text: str) -> Value:
-    """The value of a text in LaTeX or plain. Raises UnreadableAnswer."""
+    """Parse LaTeX or plain text. Raises UnreadableAnswer."""
     normal = normalize(text)
     if not normal.strip(" .,;:$?"):
-        raise UnreadableAnswer("there is nothing to read")
+        raise UnreadableAnswer("the answer is empty")
     counted = re.match(rf"(?i)({'|'.join(NUMBER_WORDS)}) (?={'|'.join(SCALES)})", normal)
     if counted is not None:
         normal = f"{NUMBER_WORDS[counted[1].lower()]} {normal[counted.end() :]}"
@@ -185,7 +185,7 @@ def read(text: str) -> Value:
         value = _read(_stripped(normal), 0)
     except RecursionError as error:
         raise UnreadableAnswer("it is nested too deeply") from error
-    if re.fullmatch(r"[1-9]\d{2},\d{3}", text.strip()):  # 100,200 is a number or two
+    if re.fullmatch(r"[1-9]\d{2},\d{3}", text.strip()):  # 100,200 is one number or two
         return Choices((value, Collection("list", tuple(map(_scalar, text.split(","))))), nearly=False)
     return value
 
@@ -215,7 +215,7 @@ def _read(text: str, depth: int) -> Value:
 
 
 def _choice(text: str, depth: int) -> Value | None:
-    """A letter in parentheses, as in a choice of answers."""
+    """A letter in parentheses, as in multiple choice."""
     match = re.fullmatch(r"“?\s*[(\[]?\s*“?\s*([A-Ha-h])\s*”?\s*[)\]]\s*”?", text)
     if match:
         return Words(match[1].lower())
@@ -239,7 +239,7 @@ def _time(text: str, depth: int) -> Value | None:
 
 
 def _listed(text: str, depth: int) -> Value | None:
-    """Values between commas, semicolons, `and`, `or`."""
+    """Values separated by commas, semicolons, `and`, `or`."""
     if (total := compound(text)) is not None:
         return Scalar(_rational(total[0]), None, total[1])
     if _MIXED.fullmatch(text):
@@ -270,7 +270,7 @@ def _relations(value: Relation | Chain) -> tuple[Relation, ...]:
 
 
 def _items(parts: list[str], depth: int) -> list[Value]:
-    """The values of `parts`; `\\pm 1` is two."""
+    """The values of `parts`; `\\pm 1` gives two."""
     found: list[Value] = []
     for part in parts:
         value = _read(part, depth)
@@ -279,14 +279,14 @@ def _items(parts: list[str], depth: int) -> list[Value]:
 
 
 def _is_sentence(text: str) -> bool:
-    """Whether it is prose: words around the commas that are no names of values."""
+    """Whether the text is prose: the words around the commas are not names of values."""
     return not re.search(r"\d|\\[a-zA-Z]|[=<>]", text) and any(
         len(word) > 2 and word not in ("and", "or") for word in _WORD.findall(text)
     )
 
 
 def _related(text: str, depth: int) -> Value | None:
-    """An equation, inequalities, a membership."""
+    """An equation, inequalities, or a membership."""
     signs = _top(text, _RELATION)
     if not signs:
         return None
@@ -341,7 +341,7 @@ def _inequalities(sides: list[str], kinds: list[str]) -> Value:
         if kind in (">", ">="):
             one, other, kind = other, one, kind.replace(">", "<")
         if not (one - other).is_number and {one, other} & {sympy.oo, -sympy.oo}:
-            continue  # x < oo says nothing
+            continue  # x < oo is always true
         relations.append(Relation(kind, one - other))  # type: ignore[arg-type]
     if not relations:
         return RealSet(sympy.S.Reals)
@@ -349,7 +349,7 @@ def _inequalities(sides: list[str], kinds: list[str]) -> Value:
 
 
 def _united(text: str, depth: int) -> Value | None:
-    """Sets that are joined, cut or taken from one another."""
+    """Unions, intersections and differences of sets."""
     pattern = re.compile(r"\\(?:cup|cap|setminus)(?![a-zA-Z])|(?<=[)\]}])\s*-\s*(?=\\\{)|(?<=[)\]])\s*U\s*(?=[(\[])")
     signs = list(_top(text, pattern))
     if not signs:
@@ -359,14 +359,14 @@ def _united(text: str, depth: int) -> Value | None:
     found = sets[0]
     for match, other in zip(signs, sets[1:], strict=True):
         if found is None or other is None:
-            raise UnreadableAnswer("what is joined is no set of numbers")
+            raise UnreadableAnswer("an operand of the set operation is not a set of numbers")
         sign = match.group().strip()
         found = found | other if sign in (r"\cup", "U") else found & other if sign == r"\cap" else found - other
     return RealSet(found)
 
 
 def as_real_set(value: Value) -> sympy.Set | None:
-    """The set of real numbers that a value is, or may be read as: `(1,2)` is an interval too. None if it is none."""
+    """The set of real numbers that a value denotes or may denote: `(1,2)` is also an interval. None if it denotes none."""
     match value:
         case RealSet(numbers):
             return numbers
@@ -381,7 +381,7 @@ def as_real_set(value: Value) -> sympy.Set | None:
 
 
 def _solution(relations: tuple[Relation, ...]) -> sympy.Set | None:
-    """The real numbers for which inequalities of one unknown hold together; None if there are other unknowns."""
+    """Real solutions of inequalities in one unknown; None if there are other unknowns."""
     unknowns = set().union(*(one.difference.free_symbols for one in relations))
     if len(unknowns) != 1:
         return None
@@ -472,7 +472,7 @@ def _ratio(text: str, depth: int) -> Value | None:
 
 
 def _words(text: str, depth: int) -> Value | None:
-    """Words, in quotation marks or with so many letters in a row that they are no product of variables."""
+    """Words, in quotation marks or with so many letters in a row that they are not a product of variables."""
     if text.lower().strip("“” .") in NUMBER_WORDS:
         return Scalar(sympy.Integer(NUMBER_WORDS[text.lower().strip("“” .")]))
     if take_unit(text).number != text or _BASE_WORDS.fullmatch(text) or _BASED.fullmatch(text):
@@ -526,7 +526,7 @@ def _rational(number: Fraction) -> sympy.Rational:
 
 
 def _number(text: str) -> sympy.Expr | None:
-    """A number that is written out, exactly; None for anything else."""
+    """The exact value of a written number, else None."""
     if len(text) > LARGEST_DIGITS:
         raise UnreadableAnswer("the number has too many digits")
     text = text.strip()
@@ -571,19 +571,19 @@ def _based(digits: str, base: int) -> sympy.Expr | None:
 
 
 def _expression(text: str) -> sympy.Expr:
-    """Raises UnreadableAnswer for what is no expression."""
+    """Parse an expression. Raises UnreadableAnswer."""
     text = _stripped(text)
     if (number := _number(text)) is not None:
         return number
     if not text or "“" in text or "$" in text or "?" in text:
-        raise UnreadableAnswer("it is no expression")
+        raise UnreadableAnswer("it is not an expression")
     text = re.sub(r"(\d)\s*\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}", _mixed, text)
-    # Decimals as fractions: the parser would read them as binary numbers of 53 bits.
+    # Convert decimals to fractions: the parser would read them as floating-point numbers with 53 bits.
     text = re.sub(r"(?<![\d.])(\d*)\.(\d+)", lambda m: rf"(\frac{{{int(m[1] + m[2])}}}{{{10 ** len(m[2])}}})", text)
     text = re.sub(r"(\d+(?:\.\d+)?)\s*°", r"(\1\\cdot \\frac{\\pi}{180})", text)
     parsed = _parse(text)
     if isinstance(parsed, sympy.MatrixBase) or not isinstance(parsed, sympy.Expr):
-        raise UnreadableAnswer("it is no expression")
+        raise UnreadableAnswer("it is not an expression")
     imaginary = {sympy.Symbol("i"): sympy.I, sympy.Symbol("j"): sympy.Symbol("j")}
     return parsed.xreplace(imaginary)
 
@@ -597,9 +597,9 @@ def _parse(text: str) -> Any:
     config = parser.ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
     try:
         return parser.latex2sympy(text, normalization_config=None, conversion_config=config)
-    except RAISED as error:  # the edge to the parser, which raises whatever its grammar's code meets
+    except RAISED as error:  # the parser may raise any exception
         raise UnreadableAnswer(
-            f"the parser says: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            f"parser error: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         ) from error
 
 
@@ -608,7 +608,7 @@ def _symbol(name: str) -> sympy.Symbol:
 
 
 def _top(text: str, pattern: re.Pattern[str]) -> list[re.Match[str]]:
-    """The matches that stand in no brackets."""
+    """Matches outside of brackets."""
     depth, inside, quoted = 0, [], False
     for letter in text:
         if letter in "([{⟨":

@@ -4,8 +4,8 @@
     controller -> process   [CALL, {"base_url": ..., "api_key": ..., "fields": {...}, "options": {...}, "seed": ...}]    one response
     process -> controller   [CALL, {"reward": NUMBER or null, ...}] or [CALL, {"what": ..., "trace": ..., ...}]
 
-An answer has `threads` too: how many the agent left running. One agent at a time; while it runs, OPENAI_BASE_URL and
-OPENAI_API_KEY are its own.
+A result also has `threads`: the number of threads that the agent left running. One agent runs at a time; meanwhile
+OPENAI_BASE_URL and OPENAI_API_KEY have its values.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ENDING_S = 0.2
 
 
 def main() -> None:
-    """The process."""
+    """Run the process."""
     serve_calls(load_agent)
 
 
 def load_agent(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """The function that runs the agent of `setup` for one response. Raises PluginFault."""
+    """Load the agent of `setup`; returns the function that runs it for one response. Raises PluginFault."""
     os.environ.update(bypass_proxies(os.environ, "127.0.0.1"))
     agent = find_agent(setup["agent"])
     ours = frozenset(threading.enumerate())
@@ -43,7 +43,7 @@ def load_agent(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, An
 
 
 def threads_left(ours: frozenset[threading.Thread]) -> int:
-    """How many threads there are besides `ours`. Those that are about to end have a moment for it."""
+    """Number of threads other than `ours`, after a short wait for those that are ending."""
     others = [one for one in threading.enumerate() if one not in ours and not isinstance(one, threading._DummyThread)]
     for one in others:
         one.join(ENDING_S / len(others))

@@ -1,8 +1,8 @@
-"""What an agent asks for: the body of a request for a chat completion, read and checked. Pure.
+"""Requests of agents: parse and validate the body of a chat completion request, and encode responses. Pure.
 
-Sampling is the job's: a request for other sampling is refused with 400, in a sentence that says what to change, unless the spec
-says that it is ignored (`agent.ignore`). What changes no token of the answer is ignored always (`HARMLESS`). A field that nobody knows
-is refused: what it was meant to change would be left as it is in silence. null is as if it were not there.
+The job defines the sampling. A request for other sampling parameters is refused with 400 and a message that says what
+to change, unless the spec ignores them (`agent.ignore`). Parameters that do not change the tokens are always ignored
+(`HARMLESS`). Unknown fields are refused, because they would silently have no effect. null counts as absent.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 def parse_message(given: Any, number: int) -> Message:
-    """A message as an agent sent it, in the form in which two are the same if they say the same. Raises AgentRequestRefused.
+    """Normalize a message, so that equal content compares equal. Raises AgentRequestRefused.
 
-    Its content is a text, what is null is left out, and the arguments of a call are the values that they are. Of a message
-    of the assistant its content and its calls count, nothing else. `number`: its index, for error messages.
+    Content becomes text, null values are dropped, and arguments of calls are parsed. For an assistant message only
+    content and calls count. `number`: its index, for error messages.
     """
     if not isinstance(given, dict) or given.get("role") not in ROLES:
-        raise _bad(number, f"is no object with a role of {', '.join(ROLES)}")
+        raise _bad(number, f"is not an object with a role of {', '.join(ROLES)}")
     message: dict[str, Any] = {"role": given["role"], "content": _content(given.get("content"), number)}
     for name in _KEPT:
         if given["role"] != "assistant" and given.get(name) is not None:
             if not isinstance(given[name], str):
-                raise _bad(number, f"has a {name} that is no text")
+                raise _bad(number, f"has a {name} that is not text")
             message[name] = given[name]
     if given["role"] == "assistant" and given.get("tool_calls"):
         message["tool_calls"] = _calls(given["tool_calls"], number)
@@ -43,9 +43,9 @@ def parse_message(given: Any, number: int) -> Message:
 
 
 def format_answer(text: str, prefix: str, *, tools: bool) -> dict[str, Any]:
-    """The assistant's message that says `text`. With `tools`, the calls in it are told apart; those that are no JSON stay text.
+    """The assistant's message for `text`. With `tools`, calls are extracted; invalid ones remain text.
 
-    `prefix`: of what the calls are named.
+    `prefix`: of the call ids.
     """
     calls: list[dict[str, Any]] = []
     for found in _CALL.finditer(text) if tools else ():
@@ -82,12 +82,12 @@ def _content(given: Any, number: int) -> str:
 
 def _calls(given: Any, number: int) -> list[dict[str, Any]]:
     if not isinstance(given, list):
-        raise _bad(number, "has tool_calls that are no list")
+        raise _bad(number, "has tool_calls that are not a list")
     calls = []
     for call in given:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _bad(number, "has a tool call without a function's name")
+            raise _bad(number, "has a tool call without a function name")
         arguments = function.get("arguments", "")
         try:
             value = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -109,7 +109,7 @@ HARMLESS = frozenset(
         *("stream_options", "parallel_tool_calls"),
     )
 )
-"""Ignored: they name somebody, or change nothing of what is drawn (the seed is the rollout's)."""
+"""Ignored fields, which do not change the generated tokens (the rollout has its own seed)."""
 
 _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -122,21 +122,23 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "tool_choice": ("auto",),
 }
-"""What fields may say that ask for nothing out of the ordinary."""
+"""Allowed default values of unsupported fields."""
 
 MOST_STOPS, LONGEST_STOP = 16, 256
 
 _BEYOND = 1e6
-"""No sampling has numbers so large, and JSON has whole numbers that no float holds."""
+"""Bound of sampling parameters, because JSON allows integers that no float can represent."""
 
 _HALF = re.compile("[\ud800-\udfff]")
-"""Of a surrogate pair, which is no character: no text that is generated holds it."""
+"""A lone surrogate, which generated text never contains."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRules:
-    """What the job draws with, first of what an agent may say that it wants. `most`: tokens of one answer at most; `ignored`: fields of
-    `agent.ignore`."""
+    """The job's sampling parameters; the first value of each is the default that messages name.
+
+    `most`: maximum tokens per answer; `ignored`: fields of `agent.ignore`.
+    """
 
     temperature: tuple[float, ...]
     top_p: tuple[float, ...]
@@ -146,27 +148,27 @@ class SamplingRules:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A request that can be answered."""
+    """A valid request."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
     most: int | None = None
-    """Tokens that the agent wants at most."""
+    """Maximum number of tokens that the agent requests."""
     stop: tuple[str, ...] = ()
     stream: bool = False
     usage: bool = False
-    """Whether the stream shall end in what was used."""
+    """Whether the stream ends with token usage."""
     model: str = ""
 
 
 def parse_request(raw: bytes, rules: SamplingRules) -> ChatRequest:
-    """What the body asks. Raises AgentRequestRefused."""
+    """Parse a request body. Raises AgentRequestRefused."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise AgentRequestRefused(400, "not_json", f"the body is no JSON ({str(error)[:100]})") from None
+        raise AgentRequestRefused(400, "not_json", f"the body is not JSON ({str(error)[:100]})") from None
     if not isinstance(body, dict):
-        raise AgentRequestRefused(400, "not_json", f"the body is a JSON {type(body).__name__}, no object")
+        raise AgentRequestRefused(400, "not_json", f"the body is a JSON {type(body).__name__}, not an object")
     body = {name: value for name, value in body.items() if value is not None}
     most = _most(body, rules)
     for name in ("temperature", "top_p"):
@@ -174,7 +176,7 @@ def parse_request(raw: bytes, rules: SamplingRules) -> ChatRequest:
     for name, plain in _NOTHING.items():
         value = body.pop(name, plain[0])
         if name.removeprefix("top_") not in rules.ignored and value not in plain:
-            raise _unsupported(name, f"{name} {value!r:.100} is not to be had here; leave it out")
+            raise _unsupported(name, f"{name} {value!r:.100} is not supported; remove it")
     stream_options = body.get("stream_options")
     question = ChatRequest(
         messages=_messages(body.pop("messages", None)),
@@ -186,9 +188,7 @@ def parse_request(raw: bytes, rules: SamplingRules) -> ChatRequest:
         model=str(body.get("model", ""))[:200],
     )
     if unknown := sorted(body.keys() - HARMLESS):
-        raise _unsupported(
-            unknown[0][:100], f"there is nothing called {unknown[0]!r:.100} to be asked for here; leave it out"
-        )
+        raise _unsupported(unknown[0][:100], f"unknown field {unknown[0]!r:.100}; remove it")
     return question
 
 
@@ -196,15 +196,15 @@ def _most(body: dict[str, Any], rules: SamplingRules) -> int | None:
     wanted: list[Any] = [body.pop(name) for name in ("max_completion_tokens", "max_tokens") if name in body]
     for value in wanted:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise _unsupported("max_tokens", f"max_tokens is {value!r:.100}, no number of tokens")
+            raise _unsupported("max_tokens", f"max_tokens is {value!r:.100}, which is not a positive integer")
     least: int | None = min(wanted, default=None)
     if least is None or ("max_tokens" in rules.ignored and least > rules.most):
         return None
     if least > rules.most:
         raise _unsupported(
             "max_tokens",
-            f"max_tokens is {least}, and the job's rollout.max_new_tokens {rules.most}; ask for less or leave it out, raise "
-            "that one, or name max_tokens in agent.ignore",
+            f"max_tokens is {least}, but the job's rollout.max_new_tokens is {rules.most}; lower or remove max_tokens, raise "
+            "rollout.max_new_tokens, or add max_tokens to agent.ignore",
         )
     return least
 
@@ -216,19 +216,19 @@ def _check_sampling(name: str, asked: Any, ours: tuple[float, ...], ignored: fro
     if not is_number or not any(math.isclose(asked, one, abs_tol=1e-6) for one in ours):
         raise _unsupported(
             name,
-            f"{name} is {asked!r:.100}, and the job draws with {ours[0]:g}; leave it out, or name it in agent.ignore",
+            f"{name} is {asked!r:.100}, but the job samples with {ours[0]:g}; remove it, or add it to agent.ignore",
         )
 
 
 def _messages(given: Any) -> tuple[Message, ...]:
     if not isinstance(given, list) or not given:
-        raise AgentRequestRefused(400, "bad_messages", "messages is no list of messages", param="messages")
+        raise AgentRequestRefused(400, "bad_messages", "messages is not a list of messages", param="messages")
     messages = tuple(parse_message(message, number) for number, message in enumerate(given))
     if messages[-1]["role"] == "assistant":
         raise AgentRequestRefused(
             400,
             "bad_messages",
-            "the last message is the assistant's: words are not put into its mouth here",
+            "the last message is the assistant's; continuing an assistant message is not supported",
             param="messages",
         )
     return messages
@@ -236,22 +236,22 @@ def _messages(given: Any) -> tuple[Message, ...]:
 
 def _tools(given: Any) -> tuple[dict[str, Any], ...]:
     if not isinstance(given, list):
-        raise _unsupported("tools", "tools is no list")
+        raise _unsupported("tools", "tools is not a list")
     for tool in given:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _unsupported("tools", "tools holds something other than functions with a name")
+            raise _unsupported("tools", "tools contains an item that is not a function with a name")
     return tuple(given)
 
 
 def _stops(given: Any) -> tuple[str, ...]:
     stops: Sequence[Any] = [given] if isinstance(given, str) else given
     if not isinstance(stops, list) or len(stops) > MOST_STOPS:
-        raise _unsupported("stop", f"stop is no text and no list of at most {MOST_STOPS}")
+        raise _unsupported("stop", f"stop is neither a text nor a list of at most {MOST_STOPS} texts")
     if not all(isinstance(one, str) and 0 < len(one) <= LONGEST_STOP for one in stops):
-        raise _unsupported("stop", f"stop holds something other than texts of 1 to {LONGEST_STOP} characters")
+        raise _unsupported("stop", f"stop contains an item that is not a text of 1 to {LONGEST_STOP} characters")
     if any(_HALF.search(one) for one in stops):
-        raise _unsupported("stop", "stop holds half a surrogate pair (\\ud800 to \\udfff alone), which is no character")
+        raise _unsupported("stop", "stop contains a lone surrogate (\\ud800 to \\udfff), which is not a character")
     return tuple(stops)
 
 
@@ -265,7 +265,10 @@ JSON, EVENTS = "application/json", "text/event-stream"
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletion:
-    """An answer of the policy. `name`: of the completion; `model`: as it was asked for; `made_at`: seconds since the epoch."""
+    """A response of the policy.
+
+    `name`: id of the completion; `model`: as requested; `made_at`: seconds since the epoch.
+    """
 
     name: str
     model: str
@@ -277,20 +280,20 @@ class ChatCompletion:
 
     @property
     def usage(self) -> dict[str, int]:
-        """In tokens."""
+        """Token counts."""
         total = self.tokens_in + self.tokens_out
         return {"prompt_tokens": self.tokens_in, "completion_tokens": self.tokens_out, "total_tokens": total}
 
 
 def encode_answer(answer: ChatCompletion) -> bytes:
-    """As one object."""
+    """Encode as one object."""
     choice = {"index": 0, "message": answer.message, "logprobs": None, "finish_reason": answer.finish}
     head = _head(answer, "chat.completion")
     return json.dumps({**head, "choices": [choice], "usage": answer.usage}).encode("ascii")
 
 
 def encode_stream(answer: ChatCompletion, *, usage: bool) -> bytes:
-    """As a stream: the whole answer at once, for it is complete when it is recorded."""
+    """Encode as a stream with one chunk of content, because the answer is complete when it is recorded."""
     head = _head(answer, "chat.completion.chunk")
     delta = {name: value for name, value in answer.message.items() if name != "tool_calls"}
     if calls := answer.message.get("tool_calls"):
@@ -306,14 +309,14 @@ def encode_stream(answer: ChatCompletion, *, usage: bool) -> bytes:
 
 
 def encode_refusal(refused: AgentRequestRefused) -> bytes:
-    """Why there is no answer."""
+    """Encode an error."""
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
     error = {"message": refused.what, "type": kind, "param": refused.param, "code": refused.code}
     return json.dumps({"error": error}).encode("ascii")
 
 
 def encode_models() -> bytes:
-    """The one model there is."""
+    """Encode the list with the only model."""
     one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "gcore"}
     return json.dumps({"object": "list", "data": [one]}).encode("ascii")
 

@@ -1,10 +1,12 @@
-"""The HTTP server that agents ask: OpenAI's routes below an address of each response's own. Loopback only.
+"""HTTP server for agents, with OpenAI's routes under one address per response; and the process pool of agents. Loopback
+only.
 
     POST /r/TOKEN/v1/chat/completions      GET /r/TOKEN/v1/models
 
-A token names one response, cannot be guessed, and ends with it: from then on it is answered with 404, and what was under way is cut off.
-A client that goes away takes its question with it; one that has only said its last, and still listens, is answered. Refusals carry `x-should-retry: false`, or OpenAI's own client would
-repeat some of them. What an answer is `gcore.rollout.agents.session` says; this module reads and writes HTTP/1.1, through h11.
+A token identifies one response and cannot be guessed. It ends with the response: from then on requests get 404, and
+pending ones are cancelled. If a client disconnects, its request is cancelled; a client that only closes its sending
+side still gets its answer. Errors have the header `x-should-retry: false`, because OpenAI's client would retry some of
+them. `gcore.rollout.agents.session` computes the answers; this module reads and writes HTTP/1.1 with h11.
 """
 
 from __future__ import annotations
@@ -35,25 +37,25 @@ log = logging.getLogger(__name__)
 READ_BYTES = 1 << 16
 
 MOST_BODY = 8 << 20
-"""Bytes of a question."""
+"""Maximum size of a request body in bytes."""
 
 MOST_LINES = 4096
-"""Connections at a time; a further one is closed at once."""
+"""Maximum number of connections; further ones are closed at once."""
 
 GONE_S = 0.1
-"""What a closed connection takes to say so, once something is sent to it."""
+"""Seconds until a closed connection reports an error after data was sent to it."""
 
 _PATH = re.compile(r"/r/([0-9a-f]{32})/v1/(chat/completions|models)")
 
 _RETRY = b"x-stainless-retry-count"
-"""What OpenAI's clients say how often they have asked already."""
+"""Header with the retry count of OpenAI's clients."""
 
 Reply = tuple[int, str, bytes]
 """Status, content type, body."""
 
 
 class AgentHttpServer:
-    """HTTP server for the agents of one job, on one controller. Opened by the first response; close it."""
+    """HTTP server for the agents of one job on one controller. The first response opens it; close it after use."""
 
     def __init__(self) -> None:
         self._server: asyncio.Server | None = None
@@ -61,10 +63,10 @@ class AgentHttpServer:
         self._port = 0
         self._served: dict[str, AgentSession] = {}
         self._lines: dict[asyncio.Task[None], str] = {}
-        """The token that each connection asked for last."""
+        """Connections, with the token of their last request."""
 
     async def begin(self, served: AgentSession) -> str:
-        """The token of a response that may be asked for from now on."""
+        """Register a response; returns its token."""
         async with self._opening:
             if self._server is None:
                 self._server = await asyncio.start_server(self._accepted, "127.0.0.1", 0)
@@ -74,23 +76,23 @@ class AgentHttpServer:
         return token
 
     def base_url(self, token: str) -> str:
-        """Where that response is asked for."""
+        """Address of a response."""
         return f"http://127.0.0.1:{self._port}/r/{token}/v1"
 
     async def end(self, token: str) -> None:
-        """The response is over: nobody asks for it any more."""
+        """Unregister a response and cancel its connections."""
         self._served.pop(token, None)
         await cancel_all([line for line, asked in self._lines.items() if asked == token])
 
     async def close(self) -> None:
-        """No address is answered any more."""
+        """Stop serving all addresses."""
         self._served.clear()
         if self._server is not None:
             self._server.close()
         await cancel_all(list(self._lines))
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A task of its own: of one that asyncio makes itself, its cancellation is logged as an error.
+        # An explicit task: asyncio logs the cancellation of its own connection tasks as errors.
         if len(self._lines) >= MOST_LINES:
             writer.close()
             return
@@ -108,7 +110,7 @@ class AgentHttpServer:
     async def _serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, protocol: h11.Connection
     ) -> None:
-        """One request after the other, until the client goes away."""
+        """Serve requests of one connection until the client disconnects."""
         head, body = None, bytearray()
         while True:
             event = protocol.next_event()
@@ -121,7 +123,9 @@ class AgentHttpServer:
             elif isinstance(event, h11.Data):
                 body += event.data
                 if len(body) > MOST_BODY:
-                    too_large = AgentRequestRefused(413, "too_large", f"a question has more than {MOST_BODY >> 20} MiB")
+                    too_large = AgentRequestRefused(
+                        413, "too_large", f"the request has more than {MOST_BODY >> 20} MiB"
+                    )
                     await _send(writer, protocol, _refusal(too_large), close=True)
                     return
             elif isinstance(event, h11.EndOfMessage) and head is not None:
@@ -143,7 +147,7 @@ class AgentHttpServer:
         writer: asyncio.StreamWriter,
         protocol: h11.Connection,
     ) -> Reply | None:
-        """The answer; None if the client went away while it was made."""
+        """The response; None if the client disconnected meanwhile."""
         line, found = asyncio.current_task(), _path(head)
         if found is not None and line in self._lines:
             self._lines[line] = found.group(1)
@@ -164,23 +168,23 @@ class AgentHttpServer:
             return await self._answered(head, body)
         except AgentRequestRefused as refused:
             return _refusal(refused)
-        except Exception:  # the edge to a client: it is told, and the connection serves on
-            log.exception("a question of an agent could not be answered")
-            return _refusal(AgentRequestRefused(500, "defect", "gcore made a mistake; its log says which"))
+        except Exception:  # return an error to the client and keep the connection open
+            log.exception("a request of an agent failed")
+            return _refusal(AgentRequestRefused(500, "defect", "internal error of gcore; see the controller's log"))
 
     async def _answered(self, head: h11.Request, body: bytes) -> Reply:
         found = _path(head)
         if found is None:
             raise AgentRequestRefused(
-                404, "no_such_route", "there are chat/completions and models below a rollout's base_url, nothing else"
+                404, "no_such_route", "unknown route; a rollout's base_url has only chat/completions and models"
             )
         token, route = found.groups()
         served = self._served.get(token)
         if served is None:
-            raise AgentRequestRefused(404, "no_such_rollout", "this rollout is over, or never was")
+            raise AgentRequestRefused(404, "no_such_rollout", "this rollout has ended or does not exist")
         wanted = "GET" if route == "models" else "POST"
         if head.method.decode("ascii", errors="replace") != wanted:
-            raise AgentRequestRefused(405, "wrong_method", f"ask with {wanted}")
+            raise AgentRequestRefused(405, "wrong_method", f"use {wanted}")
         if route == "models":
             return 200, JSON, encode_models()
         again = any(name == _RETRY and value.strip() not in (b"", b"0") for name, value in head.headers)
@@ -193,10 +197,11 @@ class AgentHttpServer:
 async def _is_gone(
     answer: asyncio.Future[Reply], head: h11.Request, writer: asyncio.StreamWriter, protocol: h11.Connection
 ) -> bool:
-    """Whether a client that sends no more also listens no more, which only shows when something is sent to it.
+    """Whether a client that closed its sending side has also closed its receiving side, which shows only when data is
+    sent.
 
-    `100 Continue` is what any client passes over, and none older than HTTP/1.1 may be sent. To the first, a connection that is closed says
-    so; the second cannot be sent then. False if `answer` is there before that.
+    Sends `100 Continue`, which clients ignore; HTTP/1.0 does not allow it. A closed connection reports an error after
+    the first one, and the second cannot be sent. False if `answer` is complete before that.
     """
     if head.http_version < b"1.1":
         return True
@@ -229,20 +234,19 @@ async def _send(writer: asyncio.StreamWriter, protocol: h11.Connection, reply: R
 
 
 NEVER_S = 1e8
-"""How long a process is waited for: `watch` says when that is over."""
+"""Timeout of the process; `watch` ends it instead."""
 
 
 class AgentPool:
-    """The processes that agents run in on one controller. One event loop; close it.
+    """Process pool that runs agents on one controller. Belongs to one event loop; close it after use.
 
-    An agent is foreign code that works on what a model wrote, so none of it runs in the controller. A few processes
-    (`agent.workers`) run one agent each at a time; who finds none free waits, and its time does not run yet. An agent
-    that takes longer than it may, or whose response is given up, costs its process, which is killed with all it
-    started, and replaced; so with one that dies. One that raises does not: its process has said so, and runs the
-    next. But one that leaves something running, a thread or a process, costs its process too: it would ask in the
-    next response's name.
+    An agent is foreign code that processes model output, so it does not run in the controller. A few processes
+    (`agent.workers`) run one agent each at a time; the agent's time starts when it gets a process. If an agent exceeds
+    its time, or its response is aborted, its process is killed with all of its child processes and replaced; so is a
+    process that dies. A process whose agent raised runs the next one. A process with leftover threads or child
+    processes is replaced, because they could send requests for the next response.
 
-    The processes are those that score, with another program in them (`gcore.worker.sandbox.pool`).
+    The processes are the same as for rewards, with another program (`gcore.worker.sandbox.pool`).
     """
 
     def __init__(self, spec: AgentSpec, clock: Clock, group: str = "") -> None:
@@ -252,15 +256,15 @@ class AgentPool:
         self._crew = WorkerPool(program, spec.workers, clock)
 
     async def warm(self) -> None:
-        """Have one process loaded. Raises PluginFault for an agent that cannot be had, CannotStart."""
+        """Start one process. Raises PluginFault for an agent that cannot be loaded, CannotStart."""
         await self._crew.warm()
 
     async def run(
         self, call: Mapping[str, Any], began: Callable[[], None], watch: Callable[[], Coroutine[Any, Any, NoReturn]]
     ) -> float | None:
-        """What the agent returns. `began` is called when it has a process; `watch` raises when it is to be ended.
+        """Run the agent; returns its reward. `began` is called when it gets a process; `watch` raises when it must end.
 
-        Raises AgentFault, what `watch` raises, and PluginFault if this node does not have the agent: no other would do better.
+        Raises AgentFault, what `watch` raises, and PluginFault if this node lacks the agent.
         """
         async with self._crew.lent() as loan:
             loan.process.ask(call)
@@ -272,7 +276,7 @@ class AgentPool:
                 raise _unagreed() from None
             except ProcessEnded:
                 raise AgentFault(
-                    f"took the process that ran it with it, which was {await self._crew.how_ended(loan.process)}",
+                    f"ended its process, which was {await self._crew.how_ended(loan.process)}",
                     where="agent",
                     fix="See the controller's log; raise agent.memory_mb if memory ran out",
                 ) from None
@@ -283,7 +287,7 @@ class AgentPool:
 
     @property
     def waits(self) -> PoolStatus:
-        """Who waits for a process of an agent, and how many have been served."""
+        """Agents that wait for a process, and number of agents served."""
         return self._crew.waits
 
     async def close(self) -> None:
@@ -291,7 +295,7 @@ class AgentPool:
         await self._crew.close()
 
     async def _said(self, process: SandboxProcess, watch: Coroutine[Any, Any, NoReturn]) -> Any:
-        """What the process answers, unless `watch` raises first."""
+        """The process's result, unless `watch` raises first."""
         answer, watching = asyncio.ensure_future(process.told(NEVER_S)), asyncio.ensure_future(watch)
         try:
             await asyncio.wait((answer, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -303,7 +307,7 @@ class AgentPool:
 
 
 def _told(said: Any) -> float | AgentFault | None:
-    """What the agent returned, or raised. Raises AgentFault for what no such process says: more may come behind it."""
+    """The agent's reward, or its error. Raises AgentFault for an invalid message."""
     match said:
         case {"reward": None}:
             return None
@@ -316,14 +320,14 @@ def _told(said: Any) -> float | AgentFault | None:
 
 def _unagreed() -> AgentFault:
     return AgentFault(
-        "let its process say what no such process says", where="agent", fix="Let it leave its socket alone"
+        "wrote an invalid message to the controller", where="agent", fix="Do not use the process's socket in the agent"
     )
 
 
 def try_agent(spec: AgentSpec) -> None:
-    """Load an agent in a process, as it will be, before there is a job. It is not called: there is no policy to ask yet.
+    """Load an agent in a process, before the job exists. The agent is not called, because there is no policy yet.
 
-    Blocks; not within an event loop. Raises PluginFault.
+    Blocks; do not use it in an event loop. Raises PluginFault.
     """
     asyncio.run(_tried(spec))
 

@@ -1,18 +1,17 @@
-"""One response as the policy's side of it sees it: the agent's questions, one after the other, and what becomes of them.
+"""One response of an agent from the policy's side: handles the agent's requests in sequence.
 
-    limits       `agent.max_turns`, the policy's own tokens (`max_new_tokens`), all tokens behind the first question
-                 (`agent.max_tokens`). Who asks beyond one is told so with 429, and the response is one that was cut off, whatever the
-                 agent does then. What the agent returns counts all the same
-    history      a question that does not go on with what was said is refused with 409; with `agent.history: last` it begins
-                 a new conversation, and the response is the last one. Turns and the policy's own tokens count over all of them,
-                 all tokens in each
+    limits       `agent.max_turns`, the policy's own tokens (`max_new_tokens`), all tokens after the first request
+                 (`agent.max_tokens`). A request beyond a limit gets 429, and the response counts as truncated, whatever the
+                 agent does then. The agent's reward still counts
+    history      a request that does not continue the conversation is refused with 409. With `agent.history: last` it starts
+                 a new conversation, and the response is the last one. Turns and the policy's own tokens count over all
+                 conversations, all tokens in each
     long texts   are rendered and tokenized in a thread (`gcore.data.tokenizer`)
-    time         runs while no question is being answered: how long engines take is not the agent's doing
-    engines      one that fails is the production's business: the agent is told 503, and the response is made anew from the
-                 beginning
+    time         the agent's time does not run while a request is being answered
+    engines      if an engine fails, the agent gets 503, and the response is repeated from the beginning
 
-One question at a time: a second one meanwhile is refused with 409. A client that asks again because it did not hear the answer
-is told the same answer. Asks its engine through its caller.
+One request at a time: a concurrent one is refused with 409. A client that retries because it did not receive the answer
+gets the same answer. The caller passes the engine.
 """
 
 from __future__ import annotations
@@ -47,45 +46,49 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class DialogueDelta:
-    """What is new in a question, as tokens and as words."""
+    """The new part of a request, as tokens and as text."""
 
     ids: tuple[int, ...]
     text: str
 
 
 class Dialogue:
-    """One conversation of an agent with the policy, as one growing sequence of tokens. Grows by `answered`; `shown` looks only.
+    """One conversation of an agent with the policy, as one growing sequence of tokens.
 
-    The first question is rendered and tokenized whole. Each later one must hold what was said so far, word for word,
-    and only what is new is tokenized: the whole is rendered with a mark in the place of the last answer, and what the
-    template writes behind the mark stands behind the tokens that were generated. Those stay as the engine gave them.
-    So the policy has always before it exactly what it is trained on. A template that would write an earlier turn
-    otherwise now (one that leaves out the thinking of turns that are past) is not followed: what was said was said.
+    `answered` extends it; `shown` does not change it.
+
+    The first request is rendered and tokenized as a whole. Each later one must contain the conversation so far
+    unchanged, and only the new part is tokenized: the whole is rendered with a mark in place of the last answer, and
+    the text after the mark follows the generated tokens. These stay as the engine returned them. The policy therefore
+    always sees exactly the tokens on which it is trained. If the template would now render an earlier turn differently
+    (for example without the reasoning of past turns), the change is ignored.
     """
 
     def __init__(self, renderer: PromptRenderer, question: ChatRequest, room: int | None = None) -> None:
-        """Of the first question, for which there is room for so many tokens. Raises AgentRequestRefused if the template or the tokenizer does not
-        take it, TextTooLong if it is far too long."""
+        """Start with the first request. `room`: maximum number of its tokens.
+
+        Raises AgentRequestRefused if template or tokenizer refuse it, TextTooLong if it is far too long.
+        """
         self._renderer = renderer
         self._tools = question.tools
         self._messages: tuple[Message, ...] = ()
         self._said: tuple[int, ...] = ()
         self._whole = Transcript()
         self.before = self._taken(lambda: self._first(question, room))
-        """The tokens of the first question."""
+        """Tokens of the first request."""
         if not self.before:
             raise AgentRequestRefused(
-                400, "bad_messages", "the template makes nothing of the messages", param="messages"
+                400, "bad_messages", "the chat template renders the messages to an empty text", param="messages"
             )
 
     @property
     def turns(self) -> int:
-        """Answers so far."""
+        """Number of answers so far."""
         return self._whole.turns
 
     @property
     def length(self) -> int:
-        """Tokens behind the first question."""
+        """Number of tokens after the first request."""
         return len(self._whole.token_ids)
 
     @property
@@ -94,7 +97,7 @@ class Dialogue:
         return self.before + self._whole.token_ids
 
     def goes_on(self, question: ChatRequest) -> bool:
-        """Whether it holds all that was said so far, and more."""
+        """Whether the request contains the conversation so far, and more."""
         said = len(self._messages)
         return (
             question.tools == self._tools
@@ -103,16 +106,19 @@ class Dialogue:
         )
 
     def changed(self, question: ChatRequest) -> str:
-        """Where it departs from what was said so far, for people."""
+        """How the request differs from the conversation so far, for messages."""
         if question.tools != self._tools:
-            return "its tools are others than before"
+            return "its tools differ"
         for number, (one, other) in enumerate(zip(question.messages, self._messages, strict=False)):
             if one != other:
-                return f"message {number} was another before"
-        return f"it has {len(question.messages)} messages, and {len(self._messages)} were there before"
+                return f"message {number} differs"
+        return f"it has {len(question.messages)} messages, but the conversation has {len(self._messages)}"
 
     def shown(self, question: ChatRequest, room: int | None = None) -> DialogueDelta:
-        """What a question that goes on adds, for which there is room for so many tokens. Raises AgentRequestRefused, TextTooLong."""
+        """The new part of a request that continues the conversation.
+
+        `room`: maximum number of its tokens. Raises AgentRequestRefused, TextTooLong.
+        """
         if not self._messages:
             return DialogueDelta((), "")
         last = len(self._messages) - 1
@@ -126,18 +132,18 @@ class Dialogue:
         return self._taken(added)
 
     def answered(self, question: ChatRequest, shown: DialogueDelta, sample: Sample, text: str, answer: Message) -> None:
-        """The policy was shown that, said `sample`, which reads `text`, and the agent was sent `answer`."""
+        """Record a request: the new part, the policy's `sample` with its `text`, and the `answer` sent to the agent."""
         self._whole.observe(shown.ids, shown.text)
         self._whole.turn(sample, text)
         self._said = sample.token_ids
         self._messages = (*question.messages, parse_message(answer, len(question.messages)))
 
     def text_of(self, sample: Sample, shown: DialogueDelta) -> str:
-        """What `sample` says behind what is shown."""
+        """Text of `sample` after the new part."""
         return decode_suffix(sample.token_ids, self.token_ids + shown.ids, self._renderer)
 
     def sample(self, finish_reason: FinishReason) -> Sample:
-        """The whole, as it is trained. At least one turn."""
+        """The whole conversation as a training sample. Needs at least one turn."""
         return replace(self._whole.sample(finish_reason), prompt_ids=self.before)
 
     def _first(self, question: ChatRequest, room: int | None) -> tuple[int, ...]:
@@ -157,18 +163,23 @@ class Dialogue:
 
 
 OVER = 429
-"""The status of a question beyond a limit."""
+"""Status of a request beyond a limit."""
 
-_TOO_LONG = "with this question the response has more than {} tokens (agent.max_tokens)"
+_TOO_LONG = "with this request the response exceeds {} tokens (agent.max_tokens)"
 
 Say = Callable[[tuple[int, ...], int, tuple[str, ...], int], Awaitable[Sample]]
-"""One answer of the policy: to these tokens, of so many at most, to one of these texts, behind so many that it made before."""
+"""Generates an answer: to these tokens, at most this many new tokens, with these stop texts, after this many generated
+tokens.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class DialogueLimits:
-    """What one response may take. `own`: tokens that the policy makes; `room`: all behind the first question; `context`: of the
-    model; `own_s`: seconds of the agent's own."""
+    """Limits of one response.
+
+    `own`: generated tokens; `room`: all tokens after the first request; `context`: context length of the model;
+    `own_s`: seconds of the agent's own time.
+    """
 
     turns: int
     own: int
@@ -178,7 +189,7 @@ class DialogueLimits:
 
 
 class AgentSession:
-    """One response. One event loop."""
+    """One response of an agent. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -193,7 +204,9 @@ class AgentSession:
         name: str = "",
         refused: Callable[[AgentRequestRefused], None] = lambda why: None,
     ) -> None:
-        """`restarts`: with `history: last`; `stop`: of the job; `name`: what completions are called; `refused` is told of refusals."""
+        """`restarts`: `history: last`; `stop`: stop texts of the job; `name`: prefix of completion ids; `refused` is
+        called for refused requests.
+        """
         self._renderer, self._say, self._rules, self._limits, self._clock = renderer, say, rules, limits, clock
         self._restarts, self._stop, self._name, self._refused = restarts, stop, name, refused
         self._dialogue: Dialogue | None = None
@@ -203,16 +216,16 @@ class AgentSession:
         self._changed = asyncio.Event()
         self._own_s, self._since = 0.0, clock.monotonic()
         self.cut = False
-        """Whether a limit was met."""
+        """Whether a limit was reached."""
         self.failed: GcoreError | None = None
-        """Why it cannot go on, through no fault of the agent's."""
+        """An error that is not the agent's fault and ends the response."""
 
     async def complete(self, raw: bytes, *, again: bool = False) -> tuple[ChatRequest, ChatCompletion]:
-        """The answer to a request's body. `again`: the client says that it asks for the second time. Raises AgentRequestRefused."""
+        """Answer a request body. `again`: the client marks it as a retry. Raises AgentRequestRefused."""
         if self._asking:
             raise self._told(
                 AgentRequestRefused(
-                    409, "busy", "a question is being answered; one at a time, for they are one sequence"
+                    409, "busy", "another request of this rollout is being answered; send one at a time"
                 )
             )
         self._turn_clock(asking=True)
@@ -222,16 +235,16 @@ class AgentSession:
             raise self._told(error) from error.__cause__
         except GcoreError as error:
             self.failed = self.failed or error
-            raise AgentRequestRefused(503, "engine_failed", f"the policy cannot be asked now: {error.what}") from error
+            raise AgentRequestRefused(503, "engine_failed", f"the policy is unavailable: {error.what}") from error
         finally:
             self._turn_clock(asking=False)
 
     def start(self) -> None:
-        """The agent's time begins."""
+        """Start the agent's time."""
         self._own_s, self._since = 0.0, self._clock.monotonic()
 
     async def watch(self) -> NoReturn:
-        """Until it cannot go on: raises AgentFault when the agent's time is over, and why it has failed if it has."""
+        """Wait until the response must end: raises AgentFault when the agent's time is over, or the error in `failed`."""
         while True:
             if self.failed is not None:
                 raise self.failed
@@ -244,18 +257,18 @@ class AgentSession:
                     await wait_within(self._changed.wait(), left, self._clock)
             else:
                 raise AgentFault(
-                    f"took longer than {self._limits.own_s:g} s by itself",
+                    f"took longer than {self._limits.own_s:g} s without the policy's time",
                     where="agent.time_limit_s",
-                    fix="Raise it, or make the agent quicker",
+                    fix="Raise it, or make the agent faster",
                 )
 
     @property
     def asked(self) -> bool:
-        """Whether the policy has said anything."""
+        """Whether the policy has answered at least once."""
         return self._dialogue is not None
 
     def sample(self) -> Sample:
-        """The response. At least one answer."""
+        """The response. Needs at least one answer."""
         assert self._dialogue is not None
         reason: FinishReason = "length" if self.cut else "stop"
         return self._dialogue.sample(reason)
@@ -285,7 +298,10 @@ class AgentSession:
         return self._last
 
     def _placed(self, question: ChatRequest) -> tuple[Dialogue, DialogueDelta]:
-        """The conversation that it belongs to, and what it adds. Raises AgentRequestRefused. Changes nothing: it may run in a thread."""
+        """The conversation that the request belongs to, and its new part.
+
+        Raises AgentRequestRefused. Changes no state, because it may run in a thread.
+        """
         now, room = self._dialogue, self._limits.room
         if now is not None and now.goes_on(question):
             try:
@@ -296,8 +312,8 @@ class AgentSession:
             raise AgentRequestRefused(
                 409,
                 "history_changed",
-                f"the question does not go on with what was said before: {now.changed(question)}; send all messages as they were "
-                "sent and answered, with new ones behind them, or set agent.history: last",
+                f"the request does not continue the conversation: {now.changed(question)}; send all earlier messages "
+                "unchanged, followed by new ones, or set agent.history: last",
                 param="messages",
             )
         context = self._limits.context
@@ -313,19 +329,19 @@ class AgentSession:
         return AgentRequestRefused(
             400,
             "context_length_exceeded",
-            f"the first question has {has}, and with {self._limits.room} for the response (agent.max_tokens) the model's context of "
-            f"{self._limits.context} does not hold it",
+            f"the first request has {has}; with {self._limits.room} tokens for the response (agent.max_tokens) it exceeds "
+            f"the model's context of {self._limits.context} tokens",
             param="messages",
         )
 
     def _left(self, dialogue: Dialogue, shown: DialogueDelta) -> int:
-        """Tokens that the policy may still make. Raises AgentRequestRefused if there are none."""
+        """Number of tokens that the policy may still generate. Raises AgentRequestRefused if there are none."""
         limits = self._limits
         why = ""
         if self._turns >= limits.turns:
-            why = f"the policy has answered {self._turns} times, as often as it may (agent.max_turns)"
+            why = f"the policy has answered {self._turns} times, the maximum (agent.max_turns)"
         elif self._made >= limits.own:
-            why = f"the policy has made {self._made} tokens, as many as it may (rollout.max_new_tokens)"
+            why = f"the policy has generated {self._made} tokens, the maximum (rollout.max_new_tokens)"
         elif dialogue.length + len(shown.ids) >= limits.room:
             why = _TOO_LONG.format(limits.room)
         if why:
@@ -348,10 +364,10 @@ class AgentSession:
 
 
 def _over(why: str) -> AgentRequestRefused:
-    return AgentRequestRefused(OVER, "rollout_limit", f"the response is over: {why}")
+    return AgentRequestRefused(OVER, "rollout_limit", f"the response has reached a limit: {why}")
 
 
 def _until(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
-    """What an agent is sent of `text`: what stands before the first text that ends an answer, and whether there is one."""
+    """`text` before the first stop text, and whether there is one."""
     ends = [at for one in stop if (at := text.find(one)) >= 0]
     return (text[: min(ends)], True) if ends else (text, False)

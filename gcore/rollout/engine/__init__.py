@@ -1,1 +1,1 @@
-"""Alias until 0.3: daemons of before start `python -m gcore.rollout.engine`, which is `gcore.engines.torch` now."""
+"""Alias until 0.3: older daemons start `python -m gcore.rollout.engine`, which is now `gcore.engines.torch`."""

@@ -1,4 +1,4 @@
-"""`python -m gcore.rollout.engine`: the older name of `python -m gcore.engines.torch`."""
+"""`python -m gcore.rollout.engine`: the old name of `python -m gcore.engines.torch`."""
 
 from gcore.engines.torch.__main__ import run
 

@@ -1,4 +1,5 @@
 """Multi-turn responses in an environment: tools, observations, rewards.
 
-`api` is what a plug-in implements, `episode` drives one response, `tools` calls tools, `pool` and `worker` run them in processes of their own.
+`api` is the plug-in interface, `episode` runs one response, `tools` parses tool calls, `pool` runs tools in their own
+processes (`__main__`).
 """

@@ -2,7 +2,7 @@
 
 controller -> process   {"tools": [NAME...], "memory_mb": 1024}                     once
 controller -> process   [CALL, [NAME, ARGUMENT]]                                    one call
-process -> controller   [CALL, {"said": TEXT}], or {"refused": TEXT} or {"what": ..., "trace": ...} in its place
+process -> controller   [CALL, {"said": TEXT}], or instead {"refused": TEXT} or {"what": ..., "trace": ...}
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from gcore.worker.sandbox.child import serve_calls
 
 
 def main() -> None:
-    """The process."""
+    """Run the process."""
     serve_calls(load_tools)
 
 
 def load_tools(setup: dict[str, Any]) -> Callable[[list[str]], dict[str, Any]]:
-    """The function that calls one of the tools of `setup`. Raises PluginFault."""
+    """Load the tools of `setup`; returns the function that calls one. Raises PluginFault."""
     tools = {name: find_tool(name) for name in setup["tools"]}
     return lambda call: call_tool(tools[call[0]], *call)
 
 
 def call_tool(tool: Tool, name: str, argument: str) -> dict[str, Any]:
-    """What the tool says, or why it says nothing."""
+    """Call a tool; returns its result or its error."""
     try:
         said: object = tool(argument)
     except BadArgument as error:
         return {"refused": str(error)[:LONGEST_RESULT]}
-    except RAISED as error:  # the edge to foreign code
+    except RAISED as error:  # foreign code
         return {"what": f"tool {name!r} raised {error_sentence(error)}", "trace": plugin_trace(error)}
     if not isinstance(said, str):
         return {"what": f"tool {name!r} gave a {type(said).__name__}, no text", "trace": ""}

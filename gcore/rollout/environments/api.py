@@ -1,12 +1,13 @@
-"""What an environment is written against.
+"""Interface of environment plug-ins.
 
-An environment is made anew for each response, from a `Setting`. It is asked in turns: `reset` before the first turn of the
-model, `step` after each. What it shows is appended to the response behind the tokens that the model made, and the model goes on
-behind that; it is never trained (`Sample.observed`). It runs in the controller, on its event loop, so it must not block: what
-takes long, or runs code of the model's, is a tool (`Setting.tools`), in a process of its own with limits.
+An environment is created for each response from a `Setting`. gcore calls `reset` before the model's first turn and
+`step` after each turn. The observation is appended to the response after the model's tokens, and the model continues
+after it. Observed tokens are never trained (`Sample.observed`). An environment runs in the controller's event loop, so
+it must not block. Slow operations, and code written by the model, belong into tools (`Setting.tools`), which run in
+their own processes with limits.
 
-An environment that raises has failed, and with it the response (`environment.on_error`). It must be a function of its setting and of
-what the model says: a response that is made anew meets the same world.
+If an environment raises, the response fails (`environment.on_error`). Its behavior must depend only on its setting and
+the model's turns, so that a repeated response gets the same environment.
 """
 
 from __future__ import annotations
@@ -27,33 +28,33 @@ from gcore.types import LARGEST_REWARD, FinishReason
 Message = Mapping[str, Any]
 
 ENVIRONMENT = "environment"
-"""The part of a response's reward that its environment gave, and the reward that hands it on."""
+"""Name of the reward part from the environment, and of the reward that returns it."""
 
 
 class EnvironmentFault(TracedError):
-    """An environment, or what it wants, is not as it should be. `trace`: the traceback of its own code, or empty."""
+    """An environment, or a result of it, is invalid. `trace`: the traceback of its own code, or empty."""
 
 
 class BadArgument(ValueError):
-    """A tool cannot work with what the model gave it: the model is told so, in these words, and nobody else is."""
+    """A tool cannot process the model's argument. Only the model gets this message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the model said in one turn: its text without special tokens, a stop text included, and how it ended."""
+    """One turn of the model: its text without special tokens, including a stop text, and its finish reason."""
 
     text: str
     tokens: int
     finish_reason: FinishReason
     number: int
-    """From 1 on."""
+    """Counts from 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the model is shown next: a text that is appended as it is, or messages, which the chat template writes.
+    """What the model sees next: either text, appended unchanged, or messages, rendered by the chat template.
 
-    Not both. Nothing at all is fine before the first turn only: behind one the model would be asked to go on with its own words.
+    May be empty only before the first turn.
     """
 
     text: str = ""
@@ -62,14 +63,14 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The response is over. `reward`: what the environment says it is worth, for the reward called `environment`."""
+    """The response has ended. `reward`: the environment's reward, for the reward called `environment`."""
 
     reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a tool said; `failed`: that it could say nothing, and why."""
+    """Result of a tool. `failed`: the tool failed, and the text says why."""
 
     text: str
     failed: bool = False
@@ -84,51 +85,51 @@ class Tools(Protocol):
         ...
 
     async def call(self, name: str, argument: str) -> Said:
-        """What the tool says to `argument`; of one that fails, that it did. Raises KeyError for a name that is not there."""
+        """Call a tool; a failure is returned as a failed result. Raises KeyError for an unknown name."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What an environment is made from."""
+    """Input of an environment."""
 
     options: Mapping[str, Any]
     """`environment.options`."""
     fields: Mapping[str, Any]
     """The prompt's entry."""
     seed: int
-    """Of this response; 63 bits."""
+    """Seed of this response; 63 bits."""
     tools: Tools
     chat: bool = False
-    """Whether messages can be shown: the prompt went through a chat template."""
+    """Whether messages can be shown, because the prompt uses a chat template."""
 
 
 class Environment(Protocol):
-    """One response's world. It may have `stop`: texts that end a turn of the model, and stay in it."""
+    """The environment of one response. It may have `stop`: texts that end a turn of the model, and remain in it."""
 
     async def reset(self) -> Observation:
-        """What is shown before the first turn; mostly nothing: the prompt was shown."""
+        """Observation before the first turn, usually empty, because the model has seen the prompt."""
         ...
 
     async def step(self, turn: Turn) -> Observation | Done:
-        """What comes of a turn of the model."""
+        """Observation after a turn of the model, or the end."""
         ...
 
     async def close(self) -> None:
-        """It is over, however it ended."""
+        """Clean up after the response, however it ended."""
         ...
 
 
 EnvironmentMaker = Callable[[Setting], Environment]
-"""What an entry point in `gcore.rollout.environments` gives: the class itself, mostly. Raises EnvironmentFault for options that are none."""
+"""An entry point in `gcore.environments`, usually the class itself. Raises EnvironmentFault for invalid options."""
 
 
 def stop_of(environment: Environment) -> tuple[str, ...]:
-    """The texts that end a turn."""
+    """Texts that end a turn. Raises EnvironmentFault for other values."""
     found = getattr(environment, "stop", ())
     if isinstance(found, str) or not all(isinstance(one, str) and one for one in found):
         raise EnvironmentFault(
-            f"its `stop` is {found!r:.200}, no texts", fix="Give a tuple of texts that are not empty"
+            f"its `stop` is {found!r:.200}, not a tuple of texts", fix="Set it to a tuple of non-empty texts"
         )
     return tuple(found)
 
@@ -137,30 +138,33 @@ ENVIRONMENTS = PluginKind("environment", "gcore.environments", "environment.name
 TOOLS = PluginKind("tool", "gcore.tools", "environment.tools.names")
 
 METHODS = ("reset", "step", "close")
-"""Of every environment."""
+"""Methods that every environment must have."""
 
 Tool = Callable[[str], str]
-"""A text, or JSON, to a text."""
+"""Maps a text (or JSON) to a text."""
 
 
 def find_environment(name: str) -> EnvironmentMaker:
-    """The environment of that name among the entry points `gcore.environments`. Raises PluginFault, with the nearest name if there is
-    none.
+    """Find an environment among the entry points `gcore.environments`.
+
+    Raises PluginFault, with the nearest name if there is none.
     """
     found: EnvironmentMaker = find_plugin(ENVIRONMENTS, name)
     return found
 
 
 def find_tool(name: str) -> Tool:
-    """The tool of that entry-point name. Raises PluginFault."""
+    """Find a tool by entry-point name. Raises PluginFault."""
     found: Tool = find_plugin(TOOLS, name)
     return found
 
 
 class CheckedEnvironment:
-    """One environment, which is foreign code: an exception, a result of another type or a reward that is no number becomes an
-    EnvironmentFault. But for what ends a task and the PluginFault of a tool that cannot be had, nothing else is raised. That
-    it must not take for ever is its caller's business (`episode`)."""
+    """An environment with checked results, because it is foreign code.
+
+    An exception, a result of another type or a reward that is not a number becomes an EnvironmentFault. Otherwise only
+    cancellation and the PluginFault of a missing tool are raised. The caller (`episode`) enforces timeouts.
+    """
 
     def __init__(self, name: str, maker: EnvironmentMaker, setting: Setting) -> None:
         self._name = name
@@ -170,62 +174,70 @@ class CheckedEnvironment:
             methods = {method: getattr(self._environment, method, None) for method in METHODS}
         except EnvironmentFault:
             raise
-        except (*RAISED, asyncio.CancelledError) as error:  # the edge to foreign code
-            raise self._raised(error, "while it was made") from error
+        except (*RAISED, asyncio.CancelledError) as error:  # foreign code
+            raise self._raised(error, "when it was created") from error
         for method, found in methods.items():
             if found is None:
                 raise self._wrong(f"has no method {method!r}", f"Write `async def {method}`")
             if not _is_asynchronous(found):
-                raise self._wrong(f"has a {method!r} that cannot be awaited", f"Write `async def {method}`")
+                raise self._wrong(f"has a {method!r} that is not async", f"Write `async def {method}`")
 
     async def reset(self) -> Observation:
-        """What is shown before the first turn."""
+        """Observation before the first turn."""
         shown = self._observation(await self._asked(lambda: self._environment.reset(), "in reset"), "reset")
         if shown.messages:
-            raise self._wrong("showed messages before the first turn", "Show a text there, or put them into the prompt")
+            raise self._wrong(
+                "returned messages before the first turn", "Return a text, or put the messages into the prompt instead"
+            )
         return shown
 
     async def step(self, turn: Turn, *, chat: bool) -> Observation | Done:
-        """What comes of a turn."""
+        """Observation after a turn, or the end."""
         found = await self._asked(lambda: self._environment.step(turn), f"in step, after turn {turn.number}")
         if isinstance(found, Done):
             return self._done(found)
         shown = self._observation(found, "step")
         if shown.messages and not chat:
-            raise self._wrong("showed messages, and prompts are plain text", "Show a text, or set model.chat: true")
+            raise self._wrong("returned messages, but prompts are plain text", "Return a text, or set model.chat: true")
         if not shown.text and not shown.messages:
-            raise self._wrong("showed nothing behind a turn", "Show something, or give Done()")
+            raise self._wrong("returned an empty observation from step", "Return a text or messages, or Done()")
         return shown
 
     async def close(self) -> None:
-        """It is over."""
+        """Clean up after the response."""
         await self._asked(lambda: self._environment.close(), "in close")
 
     async def _asked(self, ask: Callable[[], Awaitable[Any]], when: str) -> Any:
         try:
             return await ask()
-        except (EnvironmentFault, PluginFault):  # of a tool that is not there: no fault of the environment's
+        except (EnvironmentFault, PluginFault):  # PluginFault: a missing tool is not the environment's fault
             raise
-        except (*RAISED, asyncio.CancelledError) as error:  # the edge to foreign code
+        except (*RAISED, asyncio.CancelledError) as error:  # foreign code
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
             raise self._raised(error, when) from error
 
     def _observation(self, found: Any, where: str) -> Observation:
         if not isinstance(found, Observation):
-            raise self._wrong(f"gave a {type(found).__name__} from {where}", "Give an Observation, or Done from step")
+            raise self._wrong(
+                f"returned a {type(found).__name__} from {where}", "Return an Observation, or Done from step"
+            )
         text: Any = found.text
         messages: Any = found.messages
         if not isinstance(text, str) or not isinstance(messages, list | tuple):
-            raise self._wrong(f"gave an observation from {where} that is no text and no list of messages", "Correct it")
+            raise self._wrong(
+                f"returned an observation from {where} without a valid text or list of messages", "Correct it"
+            )
         if not all(isinstance(message, Mapping) for message in messages):
-            raise self._wrong(f"gave messages from {where} that are no mappings", "Give each a role and a content")
+            raise self._wrong(
+                f"returned messages from {where} that are not mappings", "Give each message a role and a content"
+            )
         if text and messages:
-            raise self._wrong("showed a text and messages at once", "Show one of them")
+            raise self._wrong("returned both text and messages", "Return one of them")
         try:
             return Observation(_spelt(text), tuple(_spelt(message) for message in messages))
         except RecursionError:
-            raise self._wrong(f"gave messages from {where} that hold themselves", "Correct it") from None
+            raise self._wrong(f"returned messages from {where} that contain themselves", "Correct it") from None
 
     def _done(self, found: Done) -> Done:
         reward = found.reward
@@ -234,9 +246,9 @@ class CheckedEnvironment:
         try:
             number = float(reward)
         except (TypeError, ValueError, OverflowError) as error:
-            raise self._wrong(f"gave {reward!r:.100} as its reward", "Give a number") from error
+            raise self._wrong(f"returned the reward {reward!r:.100}", "Return a number") from error
         if not math.isfinite(number) or abs(number) > LARGEST_REWARD:
-            raise self._wrong(f"gave {number} as its reward, which is not finite in float32", "Correct it")
+            raise self._wrong(f"returned the reward {number}, which is not finite in float32", "Correct it")
         return Done(number)
 
     def _wrong(self, what: str, fix: str) -> EnvironmentFault:
@@ -248,17 +260,19 @@ class CheckedEnvironment:
 
 
 def _its_own(setting: Setting) -> Setting:
-    """What the environment does to its options and its fields reaches nobody else: the reward reads the entry too."""
+    """Copy options and fields, so that the environment cannot change them for the reward or other responses."""
     return replace(setting, options=dict(setting.options), fields=copy.deepcopy(setting.fields))
 
 
 def _is_asynchronous(method: Any) -> bool:
-    """Whether calling it makes a coroutine, as far as can be seen: a decorator may say what it wraps."""
+    """Whether the method is a coroutine function, also behind decorators with `functools.wraps`."""
     return inspect.iscoroutinefunction(inspect.unwrap(method))
 
 
 def _spelt(value: Any) -> Any:
-    """Texts, and those within, with half a surrogate pair, which no tokenizer takes, spelt out: a tool may echo what a model wrote."""
+    """Escape lone surrogates in texts and nested texts, because tokenizers refuse them and a tool may echo a model's
+    output.
+    """
     match value:
         case str():
             return value.encode("utf-8", errors="backslashreplace").decode("utf-8")

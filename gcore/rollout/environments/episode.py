@@ -1,10 +1,10 @@
-"""One response with an environment: turn after turn, until it is done or a limit is met. Asks its engine through its caller.
+"""One response with an environment: turn after turn, until it is done or reaches a limit. The caller passes the engine.
 
-    limits       `environment.max_turns`; the policy's own tokens (`max_new_tokens`); all tokens (`environment.max_tokens`). Who meets one
-                 is cut off: the response ends with the turn that it has, as one that was cut off at its longest length
-    an error     an environment that raises, takes too long or shows what cannot be shown raises EnvironmentFault
+    limits       `environment.max_turns`; the policy's own tokens (`max_new_tokens`); all tokens (`environment.max_tokens`).
+                 A response that reaches a limit ends after its current turn, as truncated
+    an error     an environment that raises, times out or returns an invalid observation raises EnvironmentFault
 
-What the model is shown is cut nowhere: where it does not fit, the response ends in front of it.
+Observations are never truncated: if one does not fit, the response ends before it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from gcore.data.renderer import PromptRenderer  # who only shows a response needs no templates
 
 TOLD = ("⟦", "⟧")
-"""Around what of a response was observed, where people read it."""
+"""Marks around observed text in displayed responses."""
 
 
 def mark_observed(text: str, observed: Iterable[Range]) -> str:
-    """`text` with marks around what a tool or an environment said."""
+    """`text` with marks around the ranges that a tool or an environment produced."""
     parts, at = [], 0
     for start, end in observed:
         parts += [text[at:start], TOLD[0], text[start:end], TOLD[1]]
@@ -46,11 +46,11 @@ def mark_observed(text: str, observed: Iterable[Range]) -> str:
 
 @dataclass
 class Transcript:
-    """A response of several turns, token by token: what the model made, and between that what it was shown. Grows turn by turn.
+    """A multi-turn response, token by token: generated tokens, and the observations between them. Grows turn by turn.
 
-    Nothing is tokenized anew: a turn's tokens stand as the engine gave them, an observation's as the tokenizer made
-    them of its words alone. What was shown has log-probability 0 and is named in `observed`; the version of its
-    tokens is that of the turn before, or of the one that follows where there is none before.
+    Nothing is tokenized again: generated tokens stay as the engine returned them, and each observation is tokenized
+    once. Observed tokens have log-probability 0 and are listed in `observed`. Their version is that of the previous
+    turn, or of the next one if there is none before.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -63,13 +63,13 @@ class Transcript:
 
     @property
     def own_tokens(self) -> int:
-        """How many the model made."""
+        """Number of tokens that the model generated."""
         return len(self.token_ids) - sum(end - start for start, end in self._observed)
 
     def turn(self, sample: Sample, text: str) -> None:
-        """The model said `sample`, which reads `text`. Of at least one token."""
+        """Append a turn: `sample`, which decodes to `text`, with at least one token."""
         before = len(self.token_ids)
-        if before and not self._spans:  # what was shown before the first turn is of its version
+        if before and not self._spans:  # observations before the first turn get its version
             self._made(sample.spans[0].version, 0, before)
         for span in sample.spans:
             self._made(span.version, span.start + before, span.end + before)
@@ -79,7 +79,7 @@ class Transcript:
         self.turns += 1
 
     def observe(self, token_ids: tuple[int, ...], text: str) -> None:
-        """The model was shown `text`."""
+        """Append an observation."""
         if not token_ids:
             return
         before, letters = len(self.token_ids), len(self.text)
@@ -93,7 +93,7 @@ class Transcript:
             self._made(self._spans[-1].version, before, len(self.token_ids))
 
     def sample(self, finish_reason: FinishReason) -> Sample:
-        """The whole, as it is trained. At least one turn."""
+        """The whole response as a training sample. Needs at least one turn."""
         return Sample(
             self.token_ids,
             self.logprobs,
@@ -114,7 +114,7 @@ class Transcript:
 
 
 def _extend(ranges: list[Range], start: int, end: int) -> None:
-    """One more range, joined with the one that it touches."""
+    """Append a range, merged with an adjacent one."""
     if ranges and ranges[-1][1] == start:
         start, _ = ranges.pop()
     ranges.append((start, end))
@@ -125,12 +125,16 @@ T = TypeVar("T")
 
 
 Say = Callable[[tuple[int, ...], int, int], Awaitable[Sample]]
-"""One turn of the model behind the response so far: its tokens, the most that may come, the number of the turn."""
+"""Generates one turn after the response so far: its tokens, the maximum number of new tokens, the number of the turn.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """What one response may take. `own`: tokens that the policy makes, `room`: all of them."""
+    """Limits of one response.
+
+    `own`: generated tokens; `room`: all tokens; `step_s`: timeout of the environment in seconds.
+    """
 
     turns: int
     own: int
@@ -140,8 +144,11 @@ class EpisodeLimits:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSetting:
-    """Where a response takes place. `prompt_ids`: what stands in front of it; `fields`: the prompt's entry; `hold`: time that does not
-    count as the environment's, while it waits for a tool's process."""
+    """Context of a response.
+
+    `prompt_ids`: the prompt; `fields`: its entry; `hold`: stops the environment's timeout while it waits for a tool
+    process.
+    """
 
     prompt_ids: tuple[int, ...]
     fields: Mapping[str, Any]
@@ -152,9 +159,9 @@ class EpisodeSetting:
 
 
 async def play_episode(environment: CheckedEnvironment, say: Say, scene: EpisodeSetting) -> Sample:
-    """The whole response; what the environment says it is worth is its part `environment`.
+    """Run the whole response; the environment's reward becomes its reward part `environment`.
 
-    One with finish reason "abort" was given up by its engine. Raises EnvironmentFault, and what `say` raises.
+    Finish reason "abort": the engine aborted it. Raises EnvironmentFault, and what `say` raises.
     """
     try:
         return await _played(environment, say, scene)
@@ -168,9 +175,9 @@ async def _played(environment: CheckedEnvironment, say: Say, scene: EpisodeSetti
     if shown is None or len(shown[0]) >= limits.room:
         has = f"more than {limits.room}" if shown is None else len(shown[0])
         raise EnvironmentFault(
-            f"what is shown before the first turn has {has} tokens, and a response {limits.room} at most",
+            f"the observation before the first turn has {has} tokens, but a response has at most {limits.room}",
             where="environment.max_tokens",
-            fix="Raise it, or show less",
+            fix="Raise it, or shorten the observation",
         )
     while True:
         whole.observe(*shown)
@@ -191,7 +198,7 @@ async def _played(environment: CheckedEnvironment, say: Say, scene: EpisodeSetti
 
 
 def _is_cut_off(whole: Transcript, shown: int, limits: EpisodeLimits) -> bool:
-    """Whether no turn follows, behind an observation of so many tokens."""
+    """Whether no turn may follow an observation of `shown` tokens."""
     return whole.turns >= limits.turns or whole.own_tokens >= limits.own or len(whole.token_ids) + shown >= limits.room
 
 
@@ -200,26 +207,26 @@ def _worth(sample: Sample, reward: float | None) -> Sample:
 
 
 Shown = tuple[tuple[int, ...], str]
-"""The tokens and the text of an observation behind what there is."""
+"""Tokens and text of an observation."""
 
 
 async def _encoded(
     found: Observation, whole: Transcript, scene: EpisodeSetting, *, said: tuple[int, ...]
 ) -> Shown | None:
-    """None if there is no room for it by far. A long one is tokenized in a thread."""
+    """Tokenize an observation, a long one in a thread. None if it is far too long."""
     before, room = whole.token_ids, scene.limits.room - len(whole.token_ids)
     try:
         return await run_by_size(_characters(found), lambda: _shown(found, before, room, scene, said=said))
     except TextTooLong:
         return None
     except DataError as error:
-        raise EnvironmentFault(f"what is to be shown cannot be ({error.what})", fix=error.fix) from error
+        raise EnvironmentFault(f"the observation cannot be rendered ({error.what})", fix=error.fix) from error
 
 
 def _shown(
     found: Observation, made: tuple[int, ...], room: int, scene: EpisodeSetting, *, said: tuple[int, ...]
 ) -> Shown:
-    """Raises DataError, TextTooLong."""
+    """Render and tokenize an observation. Raises DataError, TextTooLong."""
     renderer, before = scene.renderer, scene.prompt_ids + made
     text = renderer.behind(found.messages, scene.fields, said=said) if found.messages else found.text
     if not text:
@@ -234,7 +241,7 @@ def _characters(found: Observation) -> int:
 
 
 def decode_suffix(ids: Sequence[int], before: Sequence[int], renderer: PromptRenderer) -> str:
-    """What `ids` say behind `before`: some tokenizers leave out a space at the beginning of what they decode."""
+    """Text of `ids` after `before`, because some tokenizers drop a space at the start of decoded text."""
     near = tuple(before[-16:])
     begin, both = renderer.decode(near), renderer.decode((*near, *ids))
     return both.removeprefix(begin) if both.startswith(begin) else renderer.decode(ids)
@@ -248,23 +255,23 @@ async def _in_time(answer: Coroutine[Any, Any, T], scene: EpisodeSetting) -> T:
         raise hung_environment(seconds) from None
     except TimeoutError:
         raise EnvironmentFault(
-            f"the environment took longer than {seconds:g} s to answer",
+            f"the environment took longer than {seconds:g} s",
             where="environment.step_timeout_s",
-            fix="Raise it, or make the environment quicker",
+            fix="Raise it, or make the environment faster",
         ) from None
 
 
 def hung_environment(seconds: float) -> EnvironmentFault:
-    """Of one that keeps its cancellation to itself. It is left to itself, and may do harm yet."""
+    """Error for an environment that timed out and suppresses its cancellation. It keeps running."""
     return EnvironmentFault(
-        f"the environment took longer than {seconds:g} s to answer, and does not end when it is told to",
+        f"the environment took longer than {seconds:g} s, and does not end when it is cancelled",
         where="environment.step_timeout_s",
-        fix="Let asyncio.CancelledError through: an `except` that names no exception, or BaseException, catches it",
+        fix="Do not catch asyncio.CancelledError: a bare `except` or `except BaseException` catches it",
     )
 
 
 async def _closed(environment: CheckedEnvironment, scene: EpisodeSetting) -> None:
-    """What goes wrong while it ends harms no response: it is over."""
+    """Close the environment. Errors are only logged, because the response is complete."""
     try:
         await _in_time(environment.close(), scene)
     except EnvironmentFault as error:

@@ -1,12 +1,12 @@
-"""The processes that tools run in on one controller, and what becomes of a tool that hangs, dies or raises.
+"""Process pool for tools on one controller, with handling of tools that hang, die or raise.
 
-Tools are foreign code that works on what a model wrote, so none of it runs in the controller. A few processes
-(`environment.tools.workers`) take one call each; who finds none free waits, which is not counted as time that its environment takes. A call that takes longer than
-`environment.tools.timeout_s` costs its process, which is killed and replaced; so with one that dies. The model is told what
-happened, in a few words, and goes on from there: a tool that fails is a part of its world. People are told once for each reason, by
-an event. An argument that a tool cannot work with (`BadArgument`) is the model's own mistake, and no event.
+Tools are foreign code that processes model output, so they do not run in the controller. A few processes
+(`environment.tools.workers`) run one call each. Waiting for a free process does not count as the environment's time. If
+a call takes longer than `environment.tools.timeout_s`, its process is killed and replaced; so is a process that dies.
+The model gets a short error text and continues, because a failing tool is part of its environment. An event reports
+each reason once. An argument that a tool cannot process (`BadArgument`) is the model's mistake and not reported.
 
-The processes are those that score, with another program in them (`gcore.worker.sandbox.pool`).
+The processes are the same as for rewards, with another program (`gcore.worker.sandbox.pool`).
 """
 
 from __future__ import annotations
@@ -37,19 +37,22 @@ from gcore.worker.sandbox.pool import Holding, PoolStatus, SandboxProgram, Worke
 from gcore.worker.sandbox.process import ProcessEnded, ProtocolBroken
 
 LONGEST_ARGUMENT = 1 << 16
-"""Characters: no tool is handed more."""
+"""Maximum length of a tool's argument in characters."""
 
 Told = Callable[[str, str], None]
-"""Of a tool that failed: what happened, and the traceback of its own code, or nothing."""
+"""Called for a failed tool: the error, and the traceback of its own code or an empty text."""
 
 
 class ToolPool:
-    """Implements `gcore.rollout.environments.api.Tools`. One event loop; close it."""
+    """Implements `gcore.rollout.environments.api.Tools`. Belongs to one event loop; close it after use."""
 
     def __init__(
         self, spec: ToolsSpec, clock: Clock, on_fault: Told = lambda what, trace: None, group: str = ""
     ) -> None:
-        """`on_fault` is told every time; whoever listens knows what was told before. `group`: the control group of the processes."""
+        """`on_fault` is called for every failure; the callee removes duplicates.
+
+        `group`: the control group of the processes.
+        """
         self._spec = spec
         self._on_fault = on_fault
         setup = encode_line({"tools": list(spec.names), "memory_mb": spec.memory_mb})
@@ -65,19 +68,22 @@ class ToolPool:
         return self._spec.names
 
     async def warm(self) -> None:
-        """Have one process loaded. Raises PluginFault for a tool that cannot be had, CannotStart."""
+        """Start one process. Raises PluginFault for a tool that cannot be loaded, CannotStart."""
         if self._spec.names:
             await self._crew.warm()
 
     def within(self, holding: Holding) -> Tools:
-        """The same tools, for one response, which waits for a process within `holding()`."""
+        """The same tools for one response, which waits for a process within `holding()`."""
         same = copy.copy(self)
         same._holding = holding
         return same
 
     async def call(self, name: str, argument: str) -> Said:
-        """What the tool says, or that it said nothing. Raises KeyError for one that the spec does not name, PluginFault if this
-        node does not have what the spec names: nothing that a model does is worth anything then."""
+        """Call a tool; a failure is returned as a failed result.
+
+        Raises KeyError for a name that is not in the spec, and PluginFault if this node lacks a tool of the spec,
+        because every response would be invalid then.
+        """
         if name not in self._spec.names:
             raise KeyError(name)
         if len(argument) > LONGEST_ARGUMENT:
@@ -92,12 +98,12 @@ class ToolPool:
                 return self._failed(f"tool {name!r} let its process say what no such process says")
             except ProcessEnded:
                 return self._failed(f"tool {name!r} took the process that ran it with it")
-            loan.fit = True  # not of one whose caller has gone: its answer would be taken for another's
+            loan.fit = True  # stays False if the caller was cancelled: the next call would get this result
             return told
 
     @property
     def waits(self) -> PoolStatus:
-        """Who waits for a process of the tools, and how many have been served."""
+        """Calls that wait for a process, and number of calls served."""
         return self._crew.waits
 
     async def close(self) -> None:
@@ -112,7 +118,7 @@ class ToolPool:
                 return _error(text)
             case {"what": str(what), "trace": str(trace)}:
                 return self._failed(what, trace)
-        raise ProtocolBroken("it said what no such process says")
+        raise ProtocolBroken("the tool process sent an invalid message")
 
     def _failed(self, what: str, trace: str = "") -> Said:
         self._on_fault(what, trace)
@@ -124,10 +130,10 @@ def _error(why: str) -> Said:
 
 
 def try_environment(spec: EnvironmentSpec, fields: Mapping[str, Any], *, chat: bool) -> None:
-    """Make an environment and its tools for a prompt's entry, and ask what it shows first, before there is a job.
+    """Create an environment and its tools for a prompt's entry and call `reset`, before the job exists.
 
-    What cannot be loaded, an option that is misspelt, a tool that nobody provides: all of that fails here. Blocks; not within
-    an event loop. Raises PluginFault.
+    It detects plug-ins that cannot be loaded, misspelt options and missing tools. Blocks; do not use it in an event
+    loop. Raises PluginFault.
     """
     maker = find_environment(spec.name)
     asyncio.run(_tried(spec, maker, fields, chat=chat))
@@ -149,9 +155,9 @@ async def _tried(spec: EnvironmentSpec, maker: EnvironmentMaker, fields: Mapping
         raise _refused(hung_environment(spec.step_timeout_s)) from error
     except TimeoutError as error:
         raise PluginFault(
-            f"environment {spec.name!r} took longer than {spec.step_timeout_s:g} s to begin",
+            f"environment {spec.name!r} took longer than {spec.step_timeout_s:g} s to start",
             where="environment.step_timeout_s",
-            fix="Raise it, or make the environment quicker",
+            fix="Raise it, or make the environment faster",
         ) from error
     finally:
         await tools.close()

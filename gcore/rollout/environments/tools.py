@@ -1,11 +1,11 @@
-"""How a model writes that it wants a tool, and how it is told what came of it. Pure.
+"""Formats in which a model calls tools and gets their results. Pure.
 
-    tags    `<<12*34>>`: what stands between two texts is the argument of the one tool; the result is put behind, between two more
-    json    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as models of the Qwen and Hermes families write it; the result
-            comes as a message of the role `tool`, or where prompts are plain text, within `<tool_response>`
+    tags    `<<12*34>>`: the text between two tags is the argument of the only tool; the result follows, between two other tags
+    json    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the format of the Qwen and Hermes families; the result is
+            a message with the role `tool` or, if prompts are plain text, is enclosed in `<tool_response>`
 
-A turn ends at the closing text, which stays in it. So a call is what stands between the last opening text and the closing one at a
-turn's end; a closing text without an opening one calls nothing.
+A turn ends at the closing text, which remains in it. A call is the text between the last opening text and the closing
+one at the end of a turn. A closing text without an opening one is not a call.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, Protocol
 from gcore.rollout.environments.api import BadArgument, Done, EnvironmentFault, Observation, Said, Setting, Turn
 
 LONGEST_RESULT = 2000
-"""Characters of what a tool says that a model is shown."""
+"""Maximum length of a tool's result in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool that a model wants. `problem`: why it cannot be had as it is written; else empty."""
+    """A tool call of a model. `problem`: why it is invalid, or empty."""
 
     name: str
     argument: str
@@ -34,7 +34,7 @@ class ToolCall:
 
 
 class CallFormat(Protocol):
-    """One way of writing calls."""
+    """A format of tool calls."""
 
     @property
     def stop(self) -> str:
@@ -42,17 +42,17 @@ class CallFormat(Protocol):
         ...
 
     def call(self, text: str) -> ToolCall | None:
-        """The call that a turn ends in."""
+        """The call at the end of a turn, or None."""
         ...
 
     def result(self, call: ToolCall, said: Said) -> Observation:
-        """What the model is shown of it."""
+        """Observation with the tool's result."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TagCallFormat:
-    """Calls of one tool between two texts."""
+    """Calls of one tool between two tags."""
 
     tool: str
     open: str
@@ -60,7 +60,7 @@ class TagCallFormat:
     before: str = ""
     after: str = ""
     failed: str | None = None
-    """What is shown of a tool that failed, for a model whose tokenizer has no letters; None: the reason."""
+    """Text for a failed tool, for a model whose tokenizer has no letters; None: the reason."""
 
     @property
     def stop(self) -> str:
@@ -68,12 +68,12 @@ class TagCallFormat:
         return self.close
 
     def call(self, text: str) -> ToolCall | None:
-        """What stands between the last opening text and the closing one."""
+        """The text between the last opening tag and the closing one."""
         inner = _between(text, self.open, self.close)
         return None if inner is None else ToolCall(self.tool, inner)
 
     def result(self, call: ToolCall, said: Said) -> Observation:
-        """Behind the call."""
+        """The result between two tags, after the call."""
         text = self.failed if said.failed and self.failed is not None else said.text[:LONGEST_RESULT]
         return Observation(f"{self.before}{text}{self.after}")
 
@@ -93,7 +93,7 @@ class JsonCallFormat:
         return self.close
 
     def call(self, text: str) -> ToolCall | None:
-        """The name, and the arguments: of one argument that is a text, that text; else all of them as JSON."""
+        """Name and arguments. A single text argument is passed as text, other arguments as JSON."""
         inner = _between(text, self.open, self.close)
         if inner is None:
             return None
@@ -109,7 +109,7 @@ class JsonCallFormat:
         return ToolCall(name, _argument(tree.get("arguments", {})))
 
     def result(self, call: ToolCall, said: Said) -> Observation:
-        """As a message of the tool."""
+        """The result as a message of the tool."""
         text = said.text[:LONGEST_RESULT]
         if self.chat:
             return Observation(messages=({"role": "tool", "name": call.name or "tool", "content": text},))
@@ -117,18 +117,18 @@ class JsonCallFormat:
 
 
 def call_format(options: Mapping[str, Any], tools: tuple[str, ...], *, chat: bool) -> CallFormat:
-    """What the options of the environment `tools` say. Raises EnvironmentFault."""
+    """The format in the options of the environment `tools`. Raises EnvironmentFault."""
     form = options.get("form", "json")
     known = {"tags": ("open", "close", "before", "after", "failed"), "json": ()}
     if form not in known:
-        raise EnvironmentFault(f"form {form!r} is not known", where="environment.options", fix="Use tags or json")
+        raise EnvironmentFault(f"unknown form {form!r}", where="environment.options", fix="Use tags or json")
     for name in options:
         if name not in ("form", *known[form]):
             listed = ", ".join(("form", *known[form]))
             raise EnvironmentFault(
                 f"environment 'tools' has no option {name!r} with form {form}",
                 where="environment.options",
-                fix=f"Known: {listed}",
+                fix=f"Known options: {listed}",
             )
     if not tools:
         raise EnvironmentFault(
@@ -140,14 +140,14 @@ def call_format(options: Mapping[str, Any], tools: tuple[str, ...], *, chat: boo
     texts |= {name: value for name, value in options.items() if name != "form"}
     for name, value in texts.items():
         if not isinstance(value, str) or (name in ("open", "close") and not value):
-            raise EnvironmentFault(f"option {name!r} is {value!r}, no text", where="environment.options")
+            raise EnvironmentFault(f"option {name!r} is {value!r}, not a text", where="environment.options")
     if texts["open"] == texts["close"]:
         raise EnvironmentFault(
-            f"open and close are both {texts['open']!r}", where="environment.options", fix="Give texts that differ"
+            f"open and close are both {texts['open']!r}", where="environment.options", fix="Set them to different texts"
         )
     if len(tools) > 1:
         raise EnvironmentFault(
-            f"between tags stands the argument of one tool, and {len(tools)} are named",
+            f"form: tags supports one tool, but {len(tools)} are named",
             where="environment.tools",
             fix="Name one, or use form: json",
         )
@@ -155,7 +155,7 @@ def call_format(options: Mapping[str, Any], tools: tuple[str, ...], *, chat: boo
 
 
 def _between(text: str, opening: str, closing: str) -> str | None:
-    """What stands between the first closing text and the last opening one before it."""
+    """The text between the first closing text and the last opening one before it, or None."""
     end = text.find(closing, text.find(opening) + len(opening)) if opening in text else -1
     start = text.rfind(opening, 0, end) if end >= 0 else -1
     return None if start < 0 else text[start + len(opening) : end]
@@ -170,11 +170,12 @@ def _argument(arguments: Any) -> str:
 
 
 class ToolEnvironment:
-    """The environment `tools`: a model that may call tools, turn after turn, until it ends a turn without a call.
+    """The environment `tools`: a model that may call tools in each turn, until a turn ends without a call.
 
         environment: {name: tools, tools: {names: [calculator]}, options: {form: tags, open: "<<", close: ">>"}}
 
-    How tools are run is `gcore.rollout.environments.pool`. It gives no reward: what an answer is worth the spec's reward says.
+    `gcore.rollout.environments.pool` runs the tools. The environment gives no reward; the spec's reward scores the
+    answer.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -183,11 +184,11 @@ class ToolEnvironment:
         self.stop = (self._form.stop,)
 
     async def reset(self) -> Observation:
-        """Nothing: the prompt was shown."""
+        """Empty: the model has seen the prompt."""
         return Observation()
 
     async def step(self, turn: Turn) -> Observation | Done:
-        """What the tool says, if the turn ends in a call."""
+        """Result of the tool if the turn ends with a call, else the end."""
         call = self._form.call(turn.text) if turn.finish_reason == "stop" else None
         if call is None:
             return Done()
@@ -196,7 +197,7 @@ class ToolEnvironment:
         return self._form.result(call, await self._tools.call(call.name, call.argument))
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 MOST_CHARACTERS, MOST_DIGITS, MOST_DEPTH = 256, 64, 32
@@ -206,15 +207,15 @@ _LARGEST = 10**MOST_DIGITS
 
 
 class NoSum(BadArgument):
-    """The text is no sum that can be worked out; the words say why."""
+    """The text is not a sum that can be computed; the message, which the model gets, says why."""
 
 
 def calculator(argument: str) -> str:
-    """The tool `calculator`: sums with + - * / and parentheses, of whole and decimal numbers. Raises NoSum.
+    """The tool `calculator`: sums with + - * / and parentheses of integers and decimals. Raises NoSum.
 
-    It has a parser of its own: nothing is evaluated that a model writes. Exact: numbers are fractions all the way, and what
-    comes out is written as a decimal number, rounded to twelve places where it has no end. Bounded: so many characters, so
-    many digits, so many parentheses within each other.
+    It has its own parser, so text written by a model is never evaluated as code. Computation is exact with fractions;
+    the result is written as a decimal, rounded to twelve places if it has no finite expansion. The number of
+    characters, digits and nested parentheses is limited.
     """
     if len(argument) > MOST_CHARACTERS:
         raise NoSum(f"the sum has {len(argument)} characters; at most {MOST_CHARACTERS}")
@@ -238,7 +239,7 @@ def _tokens(text: str) -> list[str]:
 
 
 class _Parser:
-    """Descends from sums to products to numbers."""
+    """Recursive descent parser: sums, products, numbers."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.rest = tokens

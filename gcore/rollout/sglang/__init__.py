@@ -1,1 +1,1 @@
-"""Alias until 0.3: daemons of before start `python -m gcore.rollout.sglang`, which is `gcore.engines.sglang` now."""
+"""Alias until 0.3: older daemons start `python -m gcore.rollout.sglang`, which is now `gcore.engines.sglang`."""

@@ -1,4 +1,4 @@
-"""`python -m gcore.rollout.sglang`: the older name of `python -m gcore.engines.sglang`."""
+"""`python -m gcore.rollout.sglang`: the old name of `python -m gcore.engines.sglang`."""
 
 from gcore.engines.sglang.adapter import run
 

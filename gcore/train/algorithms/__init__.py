@@ -1,10 +1,10 @@
 """The mathematics of training: advantages, losses and what belongs to them.
 
-    advantages    against a group, against a greedy answer; returns and GAE; whitening; penalties of length and of KL
-    losses        PPO, GSPO, CISPO, likelihood, values; KL estimators; corrections; from token losses to one number
+    advantages    group-relative, ReMax, returns and GAE; whitening; penalties for length and KL
+    losses        PPO, GSPO, CISPO, likelihood, value; KL estimators; importance corrections; aggregation
 
-Pure functions; nothing here knows a rank, a seal or the rest of gcore, and nothing is imported here. Tensors are [batch, tokens], one
-sequence a row, or [n], one sample each. A mask is 1 where a token of the response is trained and 0 elsewhere; every number at a masked place must still be
-finite, because a gradient of zero times infinity is not zero. Log-probabilities and divergences are in nats, lengths in
-tokens; rewards and advantages have no unit. docs/use/algorithms.md has the table of names, formulas and papers.
+Pure functions: these modules import nothing else from gcore. Tensors are [batch, tokens] with one sequence per row, or
+[n] with one sample per element. A mask is nonzero where a response token is trained and 0 elsewhere. Values at masked
+positions must be finite too, because a zero gradient times infinity is NaN. Log-probabilities and KL are in nats,
+lengths in tokens; rewards and advantages have no unit. docs/use/algorithms.md lists names, formulas and papers.
 """

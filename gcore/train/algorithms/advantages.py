@@ -1,17 +1,17 @@
-"""Advantages, in this order: of a group, from returns, from a critic's values (GAE); whitening; penalties inside the reward.
+"""Advantages: group-relative, ReMax, returns, GAE; whitening; penalties added to the reward.
 
-A group's statistics need all of its samples, and samples of one group are spread over ranks: the caller gathers the
-rewards of the whole step first, and every rank computes the same advantages from them. Always in float64: rewards that
-differ by little would otherwise lose their difference to rounding. Groups that are all the same are found with a
-tolerance, not by `== 0`; they get advantages of zero. Dropping such groups is the flow's business, not this module's.
+Group statistics need all samples of a group, and the samples of one group are spread over ranks. The caller gathers the
+rewards of the whole step, and every rank computes the same advantages from them. All computation is in float64, so that
+small differences between rewards are not lost to rounding. A group with equal rewards is detected with a tolerance, not
+with `== 0`, and gets zero advantages. Dropping such groups is the task of the flow.
 
-Returns and GAE go from rewards at tokens to what was still to come. Rows are sequences, columns tokens, [batch, tokens]. A
-token whose mask is 0 (padding, or an observation in the middle of a sequence with several turns) is skipped: what comes
-behind it is handed through unchanged, without discount, to what is before it.
+Returns and GAE work on [batch, tokens]: rows are sequences, columns are tokens. A masked token (padding, or an
+observation within a multi-turn sequence) is skipped: the values after it reach the token before it unchanged and
+without discount.
 
-Whitening gives mean zero and variance one over all trained tokens of a step, however they are spread over ranks and
-micro-batches: each part's `Moments` are added up first; every part is then whitened by those of the whole. Whitening comes
-after returns are taken from advantages, never before.
+Whitening normalizes to mean zero and variance one over all trained tokens of a step, independent of how they are split
+over ranks and micro-batches. Add up the `Moments` of all parts first, then whiten each part with the total. Whiten
+after returns were computed from advantages, never before.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ STD_EPSILON = 1e-6
 
 
 def group_advantages(rewards: Tensor, group_index: Tensor, kind: GroupKind) -> Tensor:
-    """Advantages of samples against their groups.
+    """Group-relative advantages of samples.
 
-    `rewards` [n], any float type; `group_index` [n] int64, equal for samples of one group, otherwise without meaning.
-    Returns [n] float64:
+    `rewards` [n], any float type. `group_index` [n] int64: equal for samples of one group; the value itself has no
+    meaning. Returns [n] float64:
 
-    - "grpo" (arXiv 2402.03300): (R - mean) / (std + 1e-6) with the unbiased std;
-    - "dr_grpo" (arXiv 2503.20783): R - mean. REINFORCE++'s form with a baseline (arXiv 2501.03262) begins with it too, and
-      whitens over the batch afterwards (`whitened`);
-    - "rloo" (arXiv 2402.14740): R less the mean of the others, (k R - sum) / (k - 1) for a group of k.
+    - "grpo" (arXiv 2402.03300): (R - mean) / (std + 1e-6) with the unbiased std.
+    - "dr_grpo" (arXiv 2503.20783): R - mean. REINFORCE++ with baseline (arXiv 2501.03262) uses the same term and then
+      whitens over the batch (`whitened`).
+    - "rloo" (arXiv 2402.14740): R minus the mean of the other rewards, = (k R - sum) / (k - 1) for a group of k.
 
-    A group whose rewards have a std of at most 1e-6 gets zeros. Raises ValueError for a group of one (there is nothing to
-    compare with), for rewards that are not finite, for shapes that do not fit and for another kind.
+    A group whose rewards have a std of at most 1e-6 gets zeros. Raises ValueError for a group of one sample, for
+    non-finite rewards, for mismatched shapes and for an unknown kind.
     """
     if kind not in get_args(GroupKind):
-        raise ValueError(f"{kind!r} is no group-relative advantage; there are {', '.join(get_args(GroupKind))}")
+        raise ValueError(f"unknown group-relative advantage {kind!r}; choose one of {', '.join(get_args(GroupKind))}")
     values = _rewards(rewards, group_index)
     _, inverse, counts = torch.unique(group_index, return_inverse=True, return_counts=True)
     if bool((counts < 2).any()):
-        raise ValueError("a group of one sample has no group-relative advantage; use at least 2 samples a prompt")
+        raise ValueError("a group of one sample has no group-relative advantage; use at least 2 samples per prompt")
     sums = torch.zeros(len(counts), dtype=torch.float64, device=values.device).index_add_(0, inverse, values)
     centred = values - (sums / counts)[inverse]
     squares = torch.zeros_like(sums).index_add_(0, inverse, centred * centred)
@@ -62,11 +62,11 @@ def group_advantages(rewards: Tensor, group_index: Tensor, kind: GroupKind) -> T
 
 
 def against_greedy(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
-    """ReMax (arXiv 2310.10505): R less the reward of the greedy answer to the same prompt.
+    """ReMax (arXiv 2310.10505): R minus the reward of the greedy response to the same prompt.
 
-    `rewards` and `greedy_rewards` [n], the latter repeated for each sample of its prompt; returns [n] float64. Where
-    rewards stand at single tokens, it is their return to go that is compared (`discounted`). Raises ValueError for
-    rewards that are not finite and for shapes that do not fit.
+    `rewards` and `greedy_rewards` [n]; `greedy_rewards` repeats its value for each sample of a prompt. Returns [n]
+    float64. For rewards at single tokens, pass the returns to go (`discounted`). Raises ValueError for non-finite
+    rewards and for mismatched shapes.
     """
     return _rewards(rewards, greedy_rewards) - _rewards(greedy_rewards, rewards)
 
@@ -80,23 +80,24 @@ def _rewards(rewards: Tensor, beside: Tensor) -> Tensor:
 
 
 def at_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
-    """[batch, tokens]: each sequence's reward (`rewards` [batch]) at its last token that counts, 0 elsewhere.
+    """Place each sequence's reward at its last unmasked token: [batch, tokens] float64, 0 elsewhere.
 
-    Raises ValueError for a sequence of which no token counts: its reward would be lost in silence.
+    `rewards` [batch]; `mask` [batch, tokens]. Raises ValueError for a sequence without an unmasked token, because its
+    reward would be lost.
     """
     counted = mask != 0
     if not bool(counted.any(dim=1).all()):
-        raise ValueError("a sequence has no token that counts, so its reward has no place")
+        raise ValueError("a sequence has no unmasked token, so its reward cannot be placed")
     columns = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(counted, columns, -1).amax(dim=1, keepdim=True)
     return torch.where(columns == last, rewards.to(torch.float64)[:, None], 0.0)
 
 
 def discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Return to go: G = R + gamma · G', token by token (REINFORCE: Williams, 1992).
+    """Return to go per token: G = R + gamma · G' (REINFORCE: Williams, 1992).
 
-    `rewards` and `mask` [batch, tokens]; returns [batch, tokens] float64, 0 where `mask` is 0. With `gamma` 1 and the reward
-    at the last token, every token has the reward.
+    `rewards` and `mask` [batch, tokens]. Returns [batch, tokens] float64, 0 where `mask` is 0. With `gamma` 1 and the
+    reward at the last token, every token gets the whole reward.
     """
     values, counted = rewards.to(torch.float64), mask != 0
     running = torch.zeros(values.shape[0], dtype=torch.float64, device=values.device)
@@ -109,11 +110,11 @@ def discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438): δ = R + γ V' - V, A = δ + γ λ A'.
+    """Generalized advantage estimation (arXiv 1506.02438): δ = R + γ V' - V, A = δ + γ λ A'.
 
-    `rewards`, `values` and `mask` [batch, tokens]; behind the last token that counts V' and A' are 0. Returns (advantages,
-    returns), each [batch, tokens] float64 and 0 where `mask` is 0; returns = A + V, taken before anything is whitened, are
-    what the critic is fitted to. No gradient goes through.
+    `rewards`, `values` and `mask` [batch, tokens]. After the last unmasked token V' and A' are 0. Returns (advantages,
+    returns), each [batch, tokens] float64 and 0 where `mask` is 0. Returns are A + V before whitening: the target of
+    the critic. No gradient flows through.
     """
     reward, value = rewards.detach().to(torch.float64), values.detach().to(torch.float64)
     counted = mask != 0
@@ -130,19 +131,19 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
 
 
 EPSILON = 1e-8
-"""Added to the variance, as public implementations of REINFORCE++ and GAE do."""
+"""Added to the variance, as in public implementations of REINFORCE++ and GAE."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Moments of some trained tokens: how many, their mean, and the sum of their squared distances from it; float64."""
+    """Count, mean and sum of squared deviations of trained tokens, in float64."""
 
     count: int = 0
     mean: float = 0.0
     squares: float = 0.0
 
     def __add__(self, other: Moments) -> Moments:
-        """Of both together, without the cancellation of a sum of squares (Chan, Golub and LeVeque, 1979)."""
+        """Combine two sets of moments without catastrophic cancellation (Chan, Golub and LeVeque, 1979)."""
         count = self.count + other.count
         if count == 0:
             return self
@@ -153,12 +154,12 @@ class Moments:
 
     @property
     def variance(self) -> float:
-        """Unbiased; 0 of fewer than two tokens."""
+        """Unbiased variance; 0 for fewer than two tokens."""
         return self.squares / (self.count - 1) if self.count > 1 else 0.0
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> Moments:
-        """Of `values` [batch, tokens] where `mask`, of the same shape, is not 0."""
+        """Moments of `values` [batch, tokens] where `mask`, of the same shape, is nonzero."""
         kept = values.detach()[mask != 0].to(torch.float64)
         if kept.numel() == 0:
             return cls()
@@ -167,32 +168,35 @@ class Moments:
 
 
 def whitened(values: Tensor, mask: Tensor, whole: Moments) -> Tensor:
-    """(value - mean) / sqrt(variance + 1e-8) by the moments of the whole step; 0 where `mask` is 0 (arXiv 2501.03262).
+    """Whiten with the moments of the whole step: (value - mean) / sqrt(variance + 1e-8); 0 where `mask` is 0
+    (arXiv 2501.03262).
 
-    `values` and `mask` [batch, tokens]; returns [batch, tokens] float64. Values that are all the same become 0.
+    `values` and `mask` [batch, tokens]; returns [batch, tokens] float64. Equal values become 0.
     """
     scale = (whole.variance + EPSILON) ** -0.5
     return torch.where(mask != 0, (values.to(torch.float64) - whole.mean) * scale, 0.0)
 
 
 def overlong_penalty(lengths: Tensor, *, longest: int, cache: int, factor: float) -> Tensor:
-    """DAPO's soft punishment of length (arXiv 2503.14476): min(-(len - (longest - cache)) / cache · factor, 0).
+    """DAPO's soft overlong punishment (arXiv 2503.14476): min(-(len - (longest - cache)) / cache · factor, 0).
 
-    `lengths` [n] in tokens; `longest` and `cache` in tokens: it begins at `longest - cache` and is `-factor` at `longest`.
-    Returns [n] float64, to be added to the rewards. Raises ValueError unless 0 < cache <= longest and factor >= 0.
+    `lengths` [n], `longest` and `cache` in tokens. The penalty starts at length `longest - cache` and reaches `-factor`
+    at `longest`. Returns [n] float64, to be added to the rewards. Raises ValueError unless 0 < cache <= longest and
+    factor >= 0.
     """
     if not 0 < cache <= longest:
-        raise ValueError(f"a cache of {cache} tokens does not fit into {longest}")
+        raise ValueError(f"cache is {cache} tokens; it must be above 0 and at most {longest}")
     if factor < 0:
-        raise ValueError(f"the factor is {factor}; a penalty is not negative")
+        raise ValueError(f"factor is {factor}; it must be at least 0")
     over = lengths.to(torch.float64) - (longest - cache)
     return (-over / cache * factor).clamp(max=0.0)
 
 
 def less_kl(token_rewards: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tensor:
-    """KL inside the reward (arXiv 1909.08593): R - coef·kl at every token that counts; [batch, tokens] each, returns float64.
+    """KL penalty in the reward (arXiv 1909.08593): R - coef·kl at every unmasked token; [batch, tokens] each, returns
+    float64.
 
-    `kl` is k1 (`losses.kl_estimate`), the unbiased one, for no gradient is taken of a reward. KL as a loss is another thing:
-    it is added to the token losses, as k3 or k2.
+    `kl` is the k1 estimate (`losses.kl_estimate`): it is unbiased, and no gradient of a reward is taken. A KL loss is
+    separate: add k2 or k3 to the token losses.
     """
     return torch.where(mask != 0, token_rewards.to(torch.float64) - coef * kl.detach().to(torch.float64), 0.0)

@@ -1,33 +1,33 @@
-"""Losses, in this order: policy and value losses by token; clip fractions; aggregation; corrections; estimates of the KL.
+"""Losses: policy and value losses per token; clip fractions; aggregation; importance corrections; KL estimates.
 
-**Losses by token**, before masking and aggregation. The clip is PPO's, with two bounds, so that DAPO's wider upper one (0.2 /
-0.28) is the same function. The log-ratio is held within ±20: beyond it the exponential overflows float32, and what is so far
-off is clipped or lost anyway. Whether π_old is this update's own policy, recomputed, or the engine's is the caller's choice
-and not known here.
+**Losses per token**, before masking and aggregation. The clip is PPO's with separate lower and upper bounds, which
+covers DAPO's clip-higher (0.2 / 0.28). The log-ratio is clamped to ±20, because beyond that exp overflows float32. The
+caller chooses π_old: the log-probabilities that the trainer recomputed at the start of the update, or those of the
+engine.
 
-**Aggregation.** Token losses become one number, the same for every split over ranks and micro-batches. The loss of an update
-is a sum over all its sequences divided by a count of all its sequences or tokens. The sum is taken where the sequences are,
-micro-batch by micro-batch (`loss_sum`); the count is the whole update's and known beforehand (`denominator`). So
+**Aggregation** reduces token losses to one number that does not depend on the split over ranks and micro-batches. The
+loss of an update is a sum over all its sequences divided by a global count of sequences or tokens. Each micro-batch
+computes its part of the sum (`loss_sum`); the count covers the whole update and is known beforehand (`denominator`):
 
     loss = Σ over ranks and micro-batches of loss_sum(...) / denominator(global counts)
 
-and no mean is ever taken over a part. A sequence is whole in one row; rows of zeros (padding, dummies) add nothing.
+No mean is taken over a part. Each sequence is in one row. Rows of zeros (padding, dummies) contribute nothing.
 
-**Corrections** weigh the difference between what the engine sampled from and what the trainer computes. Both give slightly
-different log-probabilities for the same tokens and weights (kernels, precision, truncated sampling), and samples that were
-made ahead of training come from older weights. What is done about it is the spec's choice:
+**Corrections** compensate for the difference between the engine's and the trainer's log-probabilities. The two differ
+for the same tokens and weights (kernels, precision, truncated sampling), and off-policy samples come from older
+weights. The spec selects one:
 
-- TIS, truncated importance sampling, multiplies each token's loss by the capped ratio of the two;
-- IcePop does so within a band, and drops the loss of a token outside;
-- MIS leaves such tokens out altogether, of the count too;
-- decoupled PPO clips around a proximal policy and weighs by its ratio to the behaviour policy.
+- TIS (truncated importance sampling) multiplies each token's loss by the capped ratio.
+- IcePop does the same within a band, and sets the loss of tokens outside to zero.
+- MIS masks tokens outside the band, so that the denominator does not count them either.
+- Decoupled PPO clips around a proximal policy and weights by its ratio to the behavior policy.
 
-None of them touches the PPO ratio, which stays within the trainer. All weights are detached.
+None of them changes the PPO ratio, which uses the trainer's log-probabilities only. All weights are detached.
 
-**KL** from the reference, token by token, from samples of the policy. With d = logp - ref_logp, k1 is unbiased and may be
-negative; k2 and k3 never are. As a loss their gradients differ, which matters more than their values (arXiv 2506.09477): that
-of k1 has mean zero and teaches nothing, that of k2 is the KL's own, that of k3 is not. "k3+" therefore shows k3's value and
-has k2's gradient. As a term of the reward no gradient is taken, and k1 is the unbiased choice.
+**KL** against the reference, per token, estimated from samples of the policy. With d = logp - ref_logp, k1 is unbiased
+and may be negative; k2 and k3 are never negative. As losses, their gradients differ (arXiv 2506.09477): the gradient of
+k1 has mean zero and trains nothing, that of k2 is the gradient of the KL, that of k3 is not. "k3+" therefore has the
+value of k3 and the gradient of k2. In the reward no gradient is taken, and k1 is the unbiased choice.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ def ppo_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """max(-A·r, -A·clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logp - old_logp) (arXiv 1707.06347).
+    """PPO's clipped loss: max(-A·r, -A·clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logp - old_logp) (arXiv
+    1707.06347).
 
-    `dual_clip` c (arXiv 1912.09729): where A is negative, at most -A·c, so that a token which became much likelier does not
-    outweigh all others. `logp` and `old_logp` [batch, tokens], `advantages` [batch, tokens] or [batch, 1]; returns [batch,
-    tokens] in the type of `logp`. The gradient goes through `logp` only. Raises ValueError for a `dual_clip` that is not
-    above 1.
+    `dual_clip` c (arXiv 1912.09729) limits the loss to -A·c where A is negative, so that a token whose probability grew
+    a lot does not dominate. `logp` and `old_logp` [batch, tokens], `advantages` [batch, tokens] or [batch, 1]. Returns
+    [batch, tokens] in the dtype of `logp`. The gradient flows through `logp` only. Raises ValueError unless `dual_clip`
+    is above 1.
     """
     ratio = token_ratio(logp, old_logp)
     gain = advantages.detach().to(logp.dtype)
@@ -62,18 +63,19 @@ def ppo_loss(
     if dual_clip is None:
         return loss
     if dual_clip <= 1:
-        raise ValueError(f"the dual clip is {dual_clip}; it must be above 1")
+        raise ValueError(f"dual_clip is {dual_clip}; it must be above 1")
     return torch.where(gain < 0, torch.minimum(loss, -gain * dual_clip), loss)
 
 
 def gspo_loss(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
-    """GSPO (arXiv 2507.18071): the clip is on the sequence's ratio, the geometric mean of its tokens' ratios.
+    """GSPO (arXiv 2507.18071): PPO's loss with the sequence ratio, the geometric mean of the token ratios.
 
-    s = exp(mean over the row's trained tokens of log r), in the token form sg(s)·π/sg(π): every token has the value of s and
-    its own gradient. To be aggregated as "seq-mean-token-mean". `logp`, `old_logp` and `mask` [batch, tokens], `advantages`
-    [batch, 1] or [batch, tokens]; a sequence stands whole in one row. Returns [batch, tokens] in the type of `logp`.
+    s = exp(mean of log r over the row's trained tokens), in the token form sg(s)·π/sg(π): every token has the value s
+    and its own gradient. Aggregate with "seq-mean-token-mean". `logp`, `old_logp` and `mask` [batch, tokens],
+    `advantages` [batch, 1] or [batch, tokens]; each sequence is in one row. Returns [batch, tokens] in the dtype of
+    `logp`.
     """
     ratio = sequence_ratio(logp, old_logp, mask) * (logp - logp.detach()).exp()
     gain = advantages.detach().to(logp.dtype)
@@ -90,11 +92,10 @@ def cispo_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, *, clip_low: 
 
 
 def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, clip: float | None) -> Tensor:
-    """0.5·max((V - R)², (clip(V, V_old ± clip) - R)²): no gain from moving a value further than `clip` (PPO's own code,
-    described in arXiv 2005.12729).
+    """Clipped value loss: 0.5·max((V - R)², (clip(V, V_old ± clip) - R)²) (PPO's code, described in arXiv 2005.12729).
 
-    `values`, `returns` and `old_values` [batch, tokens]; None: 0.5·(V - R)². Returns [batch, tokens] in the type of
-    `values`. The gradient goes through `values` only.
+    `values`, `returns` and `old_values` [batch, tokens]. With `clip` None: 0.5·(V - R)². Returns [batch, tokens] in the
+    dtype of `values`. The gradient flows through `values` only.
     """
     target, old = returns.detach().to(values.dtype), old_values.detach().to(values.dtype)
     plain = (values - target).square()
@@ -105,17 +106,18 @@ def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, clip: float 
 
 
 def nll_loss(logp: Tensor) -> Tensor:
-    """-logp: maximum likelihood of given responses (supervised fine-tuning), without rewards or an old policy.
+    """-logp: negative log-likelihood of given responses (supervised fine-tuning), without rewards or an old policy.
 
-    `logp` [batch, tokens] in nats; returns that shape. Aggregated by "token-mean" it is the cross entropy a token.
+    `logp` [batch, tokens] in nats; returns the same shape. Aggregated with "token-mean" it is the cross entropy per
+    token.
     """
     return -logp
 
 
 def value_clip_tokens(values: Tensor, returns: Tensor, old_values: Tensor, clip: float | None) -> Tensor:
-    """1.0 where the clip holds a value back: its loss is the clipped one, which has no gradient there; else 0.0.
+    """1.0 where the clip of `value_loss` removes the gradient of a value, else 0.0.
 
-    Shapes as in `value_loss`; returns [batch, tokens] in the type of `values`, detached.
+    Shapes as in `value_loss`; returns [batch, tokens] in the dtype of `values`, detached.
     """
     if clip is None:
         return torch.zeros_like(values).detach()
@@ -134,10 +136,10 @@ def clip_fraction_tokens(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Where the clip holds a token back: 1.0 where `ppo_loss` has no gradient because of it, else 0.0.
+    """1.0 where the clip of `ppo_loss` removes the gradient of a token, else 0.0.
 
-    Shapes as in `ppo_loss`; returns [batch, tokens] in the type of `logp`, detached. Its mean over the mask is the clip
-    fraction.
+    Shapes as in `ppo_loss`; returns [batch, tokens] in the dtype of `logp`, detached. The mean over the mask is the
+    clip fraction.
     """
     ratio = token_ratio(logp, old_logp).detach()
     held = _held(ratio, advantages, clip_low, clip_high)
@@ -149,27 +151,32 @@ def clip_fraction_tokens(
 def gspo_clip_fraction_tokens(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
-    """As `clip_fraction_tokens`, by the ratio of the sequence; shapes as in `gspo_loss`."""
+    """Like `clip_fraction_tokens`, with the sequence ratio; shapes as in `gspo_loss`."""
     ratio = sequence_ratio(logp, old_logp, mask).expand(logp.shape)
     return _held(ratio, advantages, clip_low, clip_high).to(logp.dtype)
 
 
 def cispo_clip_fraction_tokens(logp: Tensor, old_logp: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
-    """1.0 where the weight of `cispo_loss` is not the ratio itself, whatever the advantage, else 0.0.
+    """1.0 where the weight of `cispo_loss` is clipped, for any advantage, else 0.0. These tokens keep their gradients.
 
-    Shapes as in `ppo_loss`; returns [batch, tokens] in the type of `logp`, detached. These tokens keep their gradients.
+    Shapes as in `ppo_loss`; returns [batch, tokens] in the dtype of `logp`, detached.
     """
     ratio = token_ratio(logp, old_logp).detach()
     return ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).to(logp.dtype)
 
 
 def token_ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
-    """r = exp(logp - old_logp), the log-ratio held within ±20; of one shape. The gradient goes through `logp` only."""
+    """r = exp(logp - old_logp) with the log-ratio clamped to ±20; both of one shape.
+
+    The gradient flows through `logp` only.
+    """
     return (logp - old_logp.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def sequence_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
-    """s = exp(mean over the row's trained tokens of log r), [batch, tokens] to [batch, 1], detached; 1 without any."""
+    """s = exp(mean of log r over the row's trained tokens), [batch, tokens] to [batch, 1], detached; 1 for a row
+    without any.
+    """
     trained = mask != 0
     apart = torch.where(trained, logp.detach() - old_logp.detach(), 0.0)
     mean = apart.sum(dim=1, keepdim=True) / trained.sum(dim=1, keepdim=True).clamp(min=1)
@@ -181,20 +188,24 @@ def _held(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) 
 
 
 Mode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-"""Every token weighs the same (DAPO, arXiv 2503.14476); every sequence (GRPO, GSPO); every sequence by its tokens' sum;
-that sum over a constant (Dr.GRPO, arXiv 2503.20783)."""
+"""How token losses are aggregated. "token-mean": every token has the same weight (DAPO, arXiv 2503.14476).
+"seq-mean-token-mean": every sequence has the same weight (GRPO, GSPO). "seq-mean-token-sum": every sequence counts with
+the sum of its tokens. "seq-mean-token-sum-norm": that sum divided by a constant (Dr.GRPO, arXiv 2503.20783).
+"""
 
 
 def loss_sum(token_loss: Tensor, mask: Tensor, mode: Mode, horizon: float | None = None) -> Tensor:
-    """What this part contributes to the loss, still to be divided by `denominator`.
+    """Sum of the losses of one part of the update, to be divided by `denominator`.
 
-    `token_loss` and `mask` [batch, tokens]; mask of any type, trained where it is not 0. Returns a scalar: the sum over
-    sequences of the sum over tokens (all modes but two), of the mean over tokens ("seq-mean-token-mean"), or of the sum
-    over tokens divided by the constant `horizon` in tokens ("seq-mean-token-sum-norm", Dr.GRPO's). Raises ValueError for
-    shapes that do not fit and for a missing horizon.
+    `token_loss` and `mask` [batch, tokens]; tokens with a nonzero mask are trained. Returns a scalar, the sum over
+    sequences of: the mean over tokens ("seq-mean-token-mean"), the sum over tokens divided by the constant `horizon` in
+    tokens ("seq-mean-token-sum-norm", Dr.GRPO), or the sum over tokens (other modes). Raises ValueError for mismatched
+    shapes and for a missing horizon.
     """
     if token_loss.shape != mask.shape or token_loss.ndim != 2:
-        raise ValueError(f"token losses {tuple(token_loss.shape)} and mask {tuple(mask.shape)} must both be [b, t]")
+        raise ValueError(
+            f"token_loss {tuple(token_loss.shape)} and mask {tuple(mask.shape)} must have one shape [batch, tokens]"
+        )
     trained = mask != 0
     kept = torch.where(trained, token_loss, torch.zeros_like(token_loss))
     if mode == "seq-mean-token-mean":
@@ -205,39 +216,39 @@ def loss_sum(token_loss: Tensor, mask: Tensor, mode: Mode, horizon: float | None
 
 
 def denominator(mode: Mode, *, tokens: int, sequences: int, horizon: float | None = None) -> float:
-    """What the sum over all parts is divided by: the update's trained tokens, or its sequences.
+    """Divisor of the sum over all parts: the number of trained tokens of the update, or of its sequences.
 
-    `tokens` and `sequences` count the whole update, over all ranks and micro-batches; a sequence counts if at least one
-    of its tokens is trained. `horizon` is only checked: it divides in `loss_sum` already. Raises ValueError if there is
-    nothing to divide by.
+    `tokens` and `sequences` count the whole update over all ranks and micro-batches. A sequence counts if at least one
+    of its tokens is trained. `horizon` is only validated, because `loss_sum` divides by it. Raises ValueError if the
+    count is 0.
     """
     if mode == "seq-mean-token-sum-norm":
         _horizon(horizon)
     count = tokens if mode == "token-mean" else sequences
     if count < 1:
-        raise ValueError(f"an update over {tokens} tokens in {sequences} sequences has no {mode} loss")
+        raise ValueError(f"the update has {tokens} trained tokens in {sequences} sequences; {mode} needs at least 1")
     return float(count)
 
 
 def _horizon(horizon: float | None) -> float:
     if horizon is None or horizon <= 0:
-        raise ValueError(f"seq-mean-token-sum-norm needs a horizon above 0, not {horizon}")
+        raise ValueError(f"horizon is {horizon}; seq-mean-token-sum-norm needs a number above 0")
     return float(horizon)
 
 
 def ratio_weight(logp: Tensor, behave_logp: Tensor) -> Tensor:
-    """exp(logp - behave_logp), detached, of one shape such as [batch, tokens], the log-ratio held within ±20.
+    """exp(logp - behave_logp), detached, with the log-ratio clamped to ±20; both of one shape, such as [batch, tokens].
 
-    As the weight of decoupled PPO (arXiv 2505.24298): π_prox / π_behave, times the PPO loss whose ratio is π / π_prox.
+    The weight of decoupled PPO (arXiv 2505.24298): π_prox / π_behave, times the PPO loss with ratio π / π_prox.
     """
     return (logp - behave_logp).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def tis_weight(old_logp: Tensor, rollout_logp: Tensor, cap: float) -> Tensor:
-    """min(exp(old_logp - rollout_logp), cap), detached: truncated importance sampling (Yao et al., 2025).
+    """Truncated importance sampling (Yao et al., 2025): min(exp(old_logp - rollout_logp), cap), detached.
 
-    `old_logp` is the trainer's π_old, `rollout_logp` the engine's, of one shape, such as [batch, tokens]; returns that shape. To be multiplied
-    into the token losses. Raises ValueError for a cap that is not above 0.
+    `old_logp` is the trainer's π_old, `rollout_logp` the engine's, both of one shape, such as [batch, tokens]; returns
+    that shape. Multiply the token losses by it. Raises ValueError unless `cap` is above 0.
     """
     if cap <= 0:
         raise ValueError(f"the cap of the importance weight is {cap}; it must be above 0")
@@ -245,18 +256,21 @@ def tis_weight(old_logp: Tensor, rollout_logp: Tensor, cap: float) -> Tensor:
 
 
 def icepop_weight(old_logp: Tensor, rollout_logp: Tensor, *, low: float, high: float) -> Tensor:
-    """exp(old_logp - rollout_logp) where it is within [low, high], else 0, detached: IcePop (arXiv 2510.18855).
+    """IcePop (arXiv 2510.18855): exp(old_logp - rollout_logp) where it is within [low, high], else 0, detached.
 
-    Shapes as in `tis_weight`; the tokens outside still count in the denominator. Raises ValueError unless 0 <= low < high.
+    Shapes as in `tis_weight`. Tokens outside the band still count in the denominator. Raises ValueError unless 0 <= low
+    < high.
     """
     weight = ratio_weight(old_logp, rollout_logp)
     return torch.where(_inside(weight, low, high), weight, 0.0)
 
 
 def mis_mask(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
-    """`mask` without the tokens whose ratio exp(old_logp - rollout_logp) is outside [low, high]; all [batch, tokens].
+    """Masked importance sampling: `mask` without tokens whose ratio exp(old_logp - rollout_logp) is outside [low,
+    high].
 
-    Masked importance sampling as public implementations of 2025 have it. The tokens outside are not counted: denominators are those of what it returns. Raises ValueError unless 0 <= low < high.
+    All [batch, tokens]. Follows public implementations of 2025. Compute denominators from the returned mask, so that
+    tokens outside do not count. Raises ValueError unless 0 <= low < high.
     """
     return torch.where(_inside(ratio_weight(old_logp, rollout_logp), low, high), mask, torch.zeros_like(mask))
 
@@ -273,11 +287,13 @@ MAX_EXPONENT = 20.0
 def kl_estimate(
     logp: Tensor, ref_logp: Tensor, kind: Literal["k1", "k2", "k3", "k3+"], *, most: float | None = None
 ) -> Tensor:
-    """With d = logp - ref_logp: k1 = d; k2 = d²/2; k3 = e^(-d) - 1 + d (Schulman, 2020); "k3+" with the value of k3 and the gradient of k2.
+    """KL per token, with d = logp - ref_logp: k1 = d; k2 = d²/2; k3 = e^(-d) - 1 + d (Schulman, 2020); "k3+" has the
+    value of k3 and the gradient of k2 (arXiv 2506.09477).
 
-    Both inputs of one shape, such as [batch, tokens]; returns that shape, nats, in the type of `logp`. The gradient goes through `logp` only. The
-    exponent is held below 20, so that a token the policy all but excludes does not overflow. `most`: k3 of a token is held at so many nats, and
-    has no gradient beyond (public implementations hold it at 10, which is d below -2.6); None: no bound.
+    Both inputs of one shape, such as [batch, tokens]; returns that shape in nats, in the dtype of `logp`. The gradient
+    flows through `logp` only. The exponent is clamped to 20, so that a token of very low probability does not overflow.
+    `most` limits k3 per token to this many nats, without a gradient beyond (public implementations use 10, which is d
+    below -2.6). None: no limit. "k3+" ignores `most`.
     """
     d = logp - ref_logp.detach()
     match kind:
@@ -289,7 +305,7 @@ def kl_estimate(
             return _k3(d) if most is None else _k3(d).clamp(max=most)
         case "k3+":
             k2 = d * d / 2
-            return _k3(d).detach() + (k2 - k2.detach())  # the bracket is exactly 0 and has k2's gradient
+            return _k3(d).detach() + (k2 - k2.detach())  # the bracket is exactly 0 and has the gradient of k2
 
 
 def _k3(d: Tensor) -> Tensor:

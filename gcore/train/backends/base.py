@@ -1,7 +1,7 @@
-"""Train backend: a model under an optimizer, however it is spread over ranks.
+"""Train backend: a model with its optimizer, distributed over ranks.
 
-`DeepSpeedBackend` implements it. What a model's outputs mean, and in which order models are updated (`gcore.train.step`), is no
-matter of a backend. All methods are collectives but those that say that they are not.
+`DeepSpeedBackend` implements it. A backend does not know what the outputs mean or in which order models are updated
+(`gcore.train.step`). All methods are collectives unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from gcore.models.replicas import Extent
 from gcore.train.batching import Feeding, LogitsOf
 
 TensorKind = Literal["served", "master", "exp_avg", "exp_avg_sq"]
-"""`served`: as forward computes with it; `master`: float32; the rest is Adam's, float32."""
+"""`served`: in the dtype of the forward pass; `master`: float32; the others are Adam's state, float32."""
 AdamKind = Literal["exp_avg", "exp_avg_sq"]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """Whether an update was made, and the global gradient norm before clipping; not made: the norm was not finite."""
+    """Whether an update was applied, and the global gradient norm before clipping.
+
+    Not applied: the norm was not finite.
+    """
 
     applied: bool
     grad_norm: float
@@ -35,22 +38,22 @@ class TrainBackend(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """The module that computes forward. Not a collective."""
+        """The module of the forward pass. Not a collective."""
         ...
 
     @property
     def feeding(self) -> Feeding:
-        """Device, vocabulary, and how rows are laid out. Not a collective."""
+        """Device, vocabulary, and layout of rows. Not a collective."""
         ...
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every parameter's shape, in the order in which `tensors` gives them. Not a collective."""
+        """Shape of every parameter, in the order of `tensors`. Not a collective."""
         ...
 
     @property
     def outputs_of(self) -> LogitsOf:
-        """Compute the model's outputs at the scored places, [n, width]."""
+        """Compute the model's outputs for the scored tokens, [n, width]."""
         ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -62,11 +65,11 @@ class TrainBackend(Protocol):
         ...
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply what the next update applies, after the last `backward`. Not a collective."""
+        """Multiply the gradients of the next update, after the last `backward`. Not a collective."""
         ...
 
     def update(self, learning_rate: float) -> UpdateResult:
-        """Clip and apply the gradients; leave them out if their norm is not finite."""
+        """Clip and apply the gradients; skip the update if their norm is not finite."""
         ...
 
     def tensors(self, kind: TensorKind) -> Iterator[NamedTensor]:
@@ -74,7 +77,7 @@ class TrainBackend(Protocol):
         ...
 
     def buffers(self) -> Iterator[NamedTensor]:
-        """Tensors that a model saves besides its parameters. Not a collective."""
+        """Tensors that a model saves in addition to its parameters. Not a collective."""
         ...
 
     def extents(self) -> Iterator[Extent]:
@@ -82,7 +85,7 @@ class TrainBackend(Protocol):
         ...
 
     def pieces(self, kind: str, extents: Iterable[Extent]) -> Iterator[Tensor]:
-        """This rank's own values of `master` or Adam's, flat, one for each of its extents. Not a collective."""
+        """This rank's own values of `master` or of Adam's state, flat, one per extent. Not a collective."""
         ...
 
     def restore(self, kind: AdamKind, values: Iterable[NamedTensor]) -> None:
@@ -90,17 +93,17 @@ class TrainBackend(Protocol):
         ...
 
     def restore_optimizer(self, states: Mapping[AdamKind, Path], adam_steps: int) -> None:
-        """Set Adam's state from safetensors files under the parameters' names, and its count of updates."""
+        """Set Adam's state from safetensors files with the parameters' names, and its update count."""
         ...
 
     def count_updates(self, adam_steps: int) -> None:
-        """Set Adam's count of updates."""
+        """Set Adam's update count."""
         ...
 
     def forward_tensors(self) -> Iterator[Tensor]:
-        """Every tensor on this rank that a forward pass computes with. Not a collective."""
+        """Every tensor on this rank that a forward pass uses. Not a collective."""
         ...
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
-        """Every tensor on this rank that only an update needs, some of them more than once. Not a collective."""
+        """Every tensor on this rank that only an update needs; some appear more than once. Not a collective."""
         ...

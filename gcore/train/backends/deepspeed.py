@@ -1,18 +1,18 @@
-"""A model under DeepSpeed ZeRO, the policy or its critic: exact global gradients, updates, its full tensors in and out.
+"""A model under DeepSpeed ZeRO, policy or critic: exact global gradients, updates, and access to full tensors.
 
-The recipe, the same for stages 1, 2 and 3:
+The recipe is the same for stages 1, 2 and 3:
 
-- The caller scales each micro-batch's loss to its part of the global one; ranks are averaged by DeepSpeed, so it is
-  multiplied by their number here. The boundary is set by hand before each backward, so that a mini-batch may have any
-  number of micro-batches. All ranks must run equally many, forward or backward.
-- No compiler is needed: torch's own Adam, fused, and no shared-memory collectives.
-- Adam's state is made at load by one update with learning rate 0, which changes nothing, and then set to what the
-  checkpoint says; weights are in the module before DeepSpeed takes it over. So a checkpoint loads at any stage and
+- The caller scales each micro-batch's loss to its part of the global loss. DeepSpeed averages over ranks, so the loss
+  is multiplied by their number here. The accumulation boundary is set before each backward, so a mini-batch may have
+  any number of micro-batches. All ranks must run the same number of forwards and backwards.
+- No compiler is needed: it uses torch's fused Adam and no shared-memory collectives.
+- At load one update with learning rate 0 creates Adam's state without changing weights; then the state is set from the
+  checkpoint. Weights are in the module before DeepSpeed takes it over. A checkpoint therefore loads at any stage and
   number of ranks.
 
-Weights are loaded whole by every rank before ZeRO partitions them: host memory must hold the model once a rank.
+Every rank loads the whole weights before ZeRO partitions them: host memory must hold the model once per rank.
 
-Does not know what the model's outputs mean (`policy`, `critic`), nor in which order models are updated (`step`).
+The module does not know what the outputs mean (policy or critic), or in which order models are updated (`step`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ ADAM_EPS = 1e-8
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """What DeepSpeed is told of a model: its arithmetic, its ZeRO stage, and Adam's settings."""
+    """DeepSpeed settings of a model: dtype, ZeRO stage, and Adam's settings."""
 
     zero_stage: int
     half: bool
@@ -68,19 +68,19 @@ class OptimizerSettings:
 
     @classmethod
     def of(cls, train: TrainSpec, own: TrainSpec | CriticSpec) -> OptimizerSettings:
-        """`own`: the section that the model's own settings stand in."""
+        """`own`: the spec section with the model's own settings."""
         return cls(train.zero_stage, train.dtype == "bf16", train.betas, own.weight_decay, own.max_grad_norm)
 
 
 class DeepSpeedBackend:
-    """A model being trained. All methods but `shapes` and `buffers` are collectives."""
+    """A model in training. All methods except `shapes` and `buffers` are collectives unless stated otherwise."""
 
     def __init__(self, module: nn.Module, how: OptimizerSettings, feeding: Feeding) -> None:
-        """A module in float32, ready to train, Adam's state zero. The module is this one's from now on."""
+        """Take over a module in float32, with Adam's state zero."""
         silence_deepspeed()
         shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        # DeepSpeed rounds all of the module, and makes its float32 copy from that. What is lost is put back below: of
-        # parameters the lost bits, of buffers all of them, since rotary frequencies are no good in half precision.
+        # DeepSpeed rounds the whole module, and creates its float32 copy from that. Below, the lost bits of parameters
+        # are restored, and all bits of buffers, because rotary frequencies need full precision.
         masters = {name: one.detach().clone() for name, one in module.named_parameters()} if how.half else {}
         buffers = {name: one.detach().clone() for name, one in module.named_buffers()}
         parameters = sum(parameter.numel() for parameter in module.parameters())
@@ -94,7 +94,7 @@ class DeepSpeedBackend:
             buffer.data = buffers[name].to(buffer.device)
         self._engine = engine
         self.module = module
-        """What computes forward."""
+        """The module of the forward pass."""
         self.updater: Any = engine.optimizer
         """DeepSpeed's optimizer, around torch's own."""
         self._stage = how.zero_stage
@@ -102,32 +102,33 @@ class DeepSpeedBackend:
         self._names: dict[str, nn.Parameter] = dict(module.named_parameters())
         self.feeding = feeding
         self.outputs_of: LogitsOf = logits_of(engine)
-        """What the model says at each scored place, [n, width]."""
+        """Computes the model's outputs for the scored tokens, [n, width]."""
         self.shapes: Mapping[str, tuple[int, ...]] = shapes
-        """Every parameter's shape, in the order in which `tensors` gives them."""
+        """Shape of every parameter, in the order of `tensors`."""
         self._make_optimizer_state()
         for name, value in masters.items():
             self._set(self._names[name], value.to(feeding.device), "master")
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add this rank's part of the global loss. `last`: of the update."""
+        """Back-propagate this rank's part of the global loss. `last`: the last of the update."""
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self._ranks, scale_wrt_gas=False)
 
     def flush(self) -> None:
-        """End the gradients of an update whose last micro-batches train nothing: DeepSpeed hands them to its optimizer in the
-        last backward."""
+        """Finish the gradients of an update whose last micro-batches have no trained token, because DeepSpeed passes
+        them to its optimizer in the last backward.
+        """
         self.backward(self.outputs_of(make_dummy(self.feeding).inputs).float().sum() * 0.0, last=True)
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
-        """Multiply what the next update applies, after the last `backward`. Not a collective."""
+        """Multiply the gradients of the next update, after the last `backward`. Not a collective."""
         for gradients in self.updater.averaged_gradients.values():
             for gradient in gradients or ():
                 gradient.mul_(factor)
 
     def update(self, learning_rate: float) -> UpdateResult:
-        """Clip and apply the gradients; leave them out if their norm is not finite."""
+        """Clip and apply the gradients; skip the update if their norm is not finite."""
         for group in self.updater.param_groups:
             group["lr"] = learning_rate
         self._engine.step()
@@ -136,7 +137,7 @@ class DeepSpeedBackend:
         return UpdateResult(applied, float(norm) if applied and norm is not None else float("inf"))
 
     def tensors(self, kind: TensorKind) -> Iterator[NamedTensor]:
-        """Every parameter whole, one after the other, on every rank. To be read to the end by all."""
+        """Gather every parameter, one by one, on every rank. Every rank must read to the end."""
         for name, parameter in self._names.items():
             if kind != "served":
                 value = (
@@ -152,14 +153,14 @@ class DeepSpeedBackend:
                 yield NamedTensor(name, parameter.detach())
 
     def buffers(self) -> Iterator[NamedTensor]:
-        """What a model saves besides its parameters; mostly nothing. Not a collective."""
+        """Tensors that a model saves in addition to its parameters, usually none. Not a collective."""
         saved = self.module.state_dict().keys()
         for name, buffer in self.module.named_buffers():
             if name in saved:
                 yield NamedTensor(name, buffer)
 
     def extents(self) -> Iterator[Extent]:
-        """What of each parameter is this rank's to update; none of some. Not a collective."""
+        """The extent of each parameter that this rank updates, which may be empty. Not a collective."""
         for name, parameter in self._names.items():
             if self._stage == 3:
                 whole = math.prod(self.shapes[name])
@@ -173,7 +174,7 @@ class DeepSpeedBackend:
                 yield Extent(name=name, start=start, numel=numel)
 
     def pieces(self, kind: str, extents: Iterable[Extent]) -> Iterator[Tensor]:
-        """This rank's own values of `master`, `exp_avg` or `exp_avg_sq`, flat, one for each of its extents. Not a collective."""
+        """This rank's own values of `master`, `exp_avg` or `exp_avg_sq`, flat, one per extent. Not a collective."""
         for extent in extents:
             parameter = self._names[extent.name]
             if self._stage == 3:
@@ -193,11 +194,11 @@ class DeepSpeedBackend:
             self._set(parameter, one.tensor.to(parameter.device), kind)
 
     def count_updates(self, adam_steps: int) -> None:
-        """Set Adam's own count."""
+        """Set Adam's update count."""
         self._set_adam_steps(adam_steps)
 
     def restore_optimizer(self, states: Mapping[AdamKind, Path], adam_steps: int) -> None:
-        """Set Adam's state from safetensors files under the parameters' names, and its count of updates."""
+        """Set Adam's state from safetensors files with the parameters' names, and its update count."""
         for kind, path in states.items():
             with safe_open(path, framework="pt") as file:
                 for name, parameter in self._names.items():
@@ -205,7 +206,7 @@ class DeepSpeedBackend:
         self._set_adam_steps(adam_steps)
 
     def forward_tensors(self) -> Iterator[Tensor]:
-        """Every tensor on this rank that a forward pass computes with. Not a collective."""
+        """Every tensor on this rank that a forward pass uses. Not a collective."""
         return forward_tensors(self.module)
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
@@ -214,7 +215,7 @@ class DeepSpeedBackend:
 
     def _set(self, parameter: nn.Parameter, value: Tensor, kind: Literal["master", "exp_avg", "exp_avg_sq"]) -> None:
         if self._stage == 3:
-            # DeepSpeed's own cut of a whole value fails where its size is no multiple of the ranks' number.
+            # DeepSpeed's own partitioning of a whole value fails if its size is not a multiple of the number of ranks.
             size = -(-value.numel() // self._ranks)
             padded = functional.pad(value.flatten(), (0, size * self._ranks - value.numel()))
             own = padded.narrow(0, size * self._engine.global_rank, size)
@@ -232,8 +233,8 @@ class DeepSpeedBackend:
         self.update(0.0)
         optimizer = self.updater
         if self._stage < 3:
-            # DeepSpeed links Adam's state to the parameters in the midst of its first step, when only the first group of
-            # parameters has any.
+            # DeepSpeed links Adam's state to the parameters during its first step, when only the first parameter group
+            # has a state.
             optimizer._hp_optimizer_states_linked = False
             optimizer._lazy_init_hp_params_optimizer_state()
         self._set_adam_steps(0)
@@ -245,7 +246,7 @@ class DeepSpeedBackend:
 
 
 def partition_module(module: nn.Module, train: TrainSpec) -> Any:
-    """A frozen module partitioned over the ranks (ZeRO stage 3): each layer is gathered when it computes."""
+    """Partition a frozen module over the ranks (ZeRO stage 3): each layer is gathered when it computes."""
     silence_deepspeed()
     buffers = {name: one.detach().clone() for name, one in module.named_buffers()}
     zero: dict[str, Any] = {"stage": 3}
@@ -267,18 +268,21 @@ def partition_module(module: nn.Module, train: TrainSpec) -> Any:
 
 
 def forward_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Every tensor on this rank that the module computes with."""
+    """Every tensor on this rank that the module's forward pass uses."""
     for parameter in module.parameters():
         yield parameter.data
-        # Under ZeRO stage 3 a parameter is empty between steps, and this is the rank's part of it.
+        # Under ZeRO stage 3 a parameter is empty between steps, and this attribute has the rank's part.
         if isinstance(own := getattr(parameter, "ds_tensor", None), Tensor):
             yield own
     yield from module.buffers()
 
 
 def optimizer_tensors(root: object) -> Iterator[Tensor]:
-    """All tensors that an optimizer of DeepSpeed's holds: in its attributes, in what they contain, in what torch's own keeps, and in
-    what hangs on tensors. Not those of modules, which are the forward pass's."""
+    """All tensors of a DeepSpeed optimizer: in its attributes and their contents, in torch's own optimizer, and
+    attached to tensors.
+
+    Excludes those of modules, which belong to the forward pass.
+    """
     seen: set[int] = set()
     left: list[Any] = [root]
     while left:
@@ -301,16 +305,16 @@ def optimizer_tensors(root: object) -> Iterator[Tensor]:
 
 
 def silence_deepspeed() -> None:
-    """DeepSpeed without its chatter, its compiler, and the optimizer that nobody asked for. Before `initialize`."""
+    """Disable DeepSpeed's log output, its compiler, and its unused optimizer import. Call before `initialize`."""
     deepspeed_logger.setLevel(logging.WARNING)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _leave_muon_out()
 
 
 def _leave_muon_out() -> None:
-    """DeepSpeed asks whether the optimizer is Muon, and that module pulls all of torch's compiler in: most of a second.
+    """Prevent the import of Muon, which loads torch's compiler and takes most of a second.
 
-    A module whose Muon is a class of which there are no instances answers the question too.
+    DeepSpeed only checks whether the optimizer is an instance of Muon, so a stub class is enough.
     """
     name = "deepspeed.runtime.zero.muon.muon_optimizer"
     stand_in = types.ModuleType(name)
@@ -319,7 +323,7 @@ def _leave_muon_out() -> None:
 
 
 def _config(how: OptimizerSettings, parameters: int) -> dict[str, Any]:
-    # The default would set two gigabytes aside for any model. DeepSpeed wants an even number.
+    # The default would reserve two gigabytes for any model. DeepSpeed requires an even number.
     bucket = 2 * max(1, min(LARGEST_BUCKET, parameters + 1) // 2)
     return {
         "train_micro_batch_size_per_gpu": 1,

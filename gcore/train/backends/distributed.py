@@ -1,9 +1,9 @@
-"""How ranks meet, and the few small things they tell one another: sums, maxima, and whether all mean the same.
+"""Process group of the ranks: rendezvous, and collectives for small values: sums, maxima, and agreement checks.
 
-Rank 0 listens on its own address only; gloo and NCCL are bound to the interface that carries it. Everything goes through
-tensors; no objects are sent. Gradients and parameters are DeepSpeed's business.
+Rank 0 listens on its own address only; gloo and NCCL are bound to the interface with that address. All communication
+uses tensors; no objects are sent. DeepSpeed handles gradients and parameters.
 
-Nothing here times out by itself: who waits for a rank that is gone is ended by the supervisor's watchdog.
+Nothing here times out by itself: the supervisor's watchdog ends a rank that waits for a lost one.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ MEETING_TIMEOUT = timedelta(minutes=10)
 
 
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
-"""Long, because a rank waits in one for a peer that has not been told to apply yet; hangs are the watchdog's."""
+"""Long, because a rank may wait for a peer that has not received Apply yet; the watchdog handles hangs."""
 
 
 class WorldDiverged(GcoreError):
-    """The ranks of a world are not about to do the same thing."""
+    """The ranks of a world would not do the same thing."""
 
 
 class RendezvousFailed(GcoreError):
-    """The ranks did not come together."""
+    """The ranks could not meet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where and as whom a rank joins. `host`: its own address."""
+    """Where and as which rank to join. `host`: the rank's own address."""
 
     rank: int
     size: int
@@ -54,14 +54,14 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenStore:
-    """Where ranks meet, and where that is: host:port."""
+    """The store in which ranks meet, and its address host:port."""
 
     store: TCPStore
     address: str
 
 
 class Collective:
-    """The world of ranks, from one of them. All methods are collectives: every rank calls them in the same order."""
+    """The world of ranks, seen from one rank. All methods are collectives: every rank calls them in the same order."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
@@ -70,7 +70,7 @@ class Collective:
 
     @classmethod
     def join(cls, meeting: Rendezvous, store: TCPStore) -> Collective:
-        """Join the world that meets in `store`; returns when all have. Raises RendezvousFailed."""
+        """Join the world that meets in `store`; returns when all ranks have joined. Raises RendezvousFailed."""
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", 0) if cuda else torch.device("cpu")
         if cuda:
@@ -79,7 +79,7 @@ class Collective:
         if name is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-        # DeepSpeed asks the environment who it is. Each rank sees one device only, so it is always local rank 0.
+        # DeepSpeed reads its rank from the environment. Each rank sees only one device, so its local rank is always 0.
         os.environ.update(RANK=str(meeting.rank), WORLD_SIZE=str(meeting.size), LOCAL_RANK="0")
         with _meeting_errors(meeting):
             dist.init_process_group(
@@ -92,15 +92,18 @@ class Collective:
         return cls(meeting.rank, meeting.size, device)
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Each value summed over all ranks, in float64; zeros add nothing, so this also gathers what one rank knows."""
+        """Sum of each value over all ranks, in float64.
+
+        Also gathers values that one rank has, if the others pass zeros.
+        """
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Sequence[float]) -> list[float]:
-        """Each value's largest over all ranks."""
+        """Maximum of each value over all ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def agree(self, what: str, numbers: Sequence[int]) -> None:
-        """Raise WorldDiverged on every rank unless all bring the same int64 numbers."""
+        """Raise WorldDiverged on every rank unless all pass the same int64 numbers."""
         mine = torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
         brought = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(brought, mine)
@@ -122,7 +125,7 @@ class Collective:
 
 
 def find_interface(host: str) -> str | None:
-    """The network interface that has the address of `host`; None if none has (then the libraries choose)."""
+    """The network interface with the address of `host`; None if there is none (the libraries then choose)."""
     if is_loopback(host):
         return "lo"
     try:
@@ -143,7 +146,7 @@ def find_interface(host: str) -> str | None:
 
 
 def _interface_v6(host: str) -> str | None:
-    """The same for an address of IPv6, as the kernel lists them."""
+    """The same for an IPv6 address, from the kernel's list."""
     try:
         found = socket.getaddrinfo(host, None, socket.AF_INET6, socket.SOCK_STREAM)[0][4][0]
         packed = socket.inet_pton(socket.AF_INET6, str(found).partition("%")[0]).hex()
@@ -154,9 +157,9 @@ def _interface_v6(host: str) -> str | None:
 
 
 def open_store(meeting: Rendezvous) -> OpenStore:
-    """Rank 0's store, listening at its own address. Raises RendezvousFailed."""
+    """Open rank 0's store on its own address. Raises RendezvousFailed."""
     with _meeting_errors(meeting):
-        # The store would listen on every interface; handed a socket, it listens where we say.
+        # By default the store listens on every interface; with a socket it listens only on that.
         listener = listen(meeting.host)
         port = listener.getsockname()[1]
         store = TCPStore(
@@ -172,7 +175,7 @@ def open_store(meeting: Rendezvous) -> OpenStore:
 
 
 def find_store(address: str, meeting: Rendezvous) -> TCPStore:
-    """Rank 0's store, from another rank. Raises RendezvousFailed."""
+    """Connect to rank 0's store from another rank. Raises RendezvousFailed."""
     host, port = split_host_port(address)
     with _meeting_errors(meeting):
         return TCPStore(host, port, meeting.size, is_master=False, timeout=MEETING_TIMEOUT, wait_for_workers=False)
@@ -184,7 +187,7 @@ def _meeting_errors(meeting: Rendezvous) -> Iterator[None]:
         yield
     except (RuntimeError, OSError) as error:  # torch's own errors are RuntimeErrors
         raise RendezvousFailed(
-            f"rank {meeting.rank} of {meeting.size} could not meet the others ({_first_line(error)})",
+            f"rank {meeting.rank} of {meeting.size} could not join the process group ({_first_line(error)})",
             where=meeting.host,
         ) from error
 

@@ -1,11 +1,11 @@
-"""Causal attention over sequences that lie end to end in one row, for models that let their attention be replaced.
+"""Causal attention over sequences packed end to end in one row, for models whose attention can be replaced.
 
-The row is cut into the micro-batch's rectangles, which are views: sequences of like lengths side by side. Each is plain
-causal attention, so that nothing outside it (projections, norms, the output layer) sees how sequences are arranged. On
-CUDA, in half precision, torch's variable-length kernel does all rectangles in one go, if it proves itself.
+The row is split into the micro-batch's rectangles, which are views: sequences of similar length side by side. Each uses
+plain causal attention, and the rest of the model (projections, norms, output layer) does not depend on the arrangement.
+On CUDA, in half precision, torch's variable-length kernel computes all rectangles at once, if its results are correct.
 
-What a model wants beyond that (sliding windows, soft caps, sinks, position biases) is refused, never left out silently;
-so is attention across what the rectangles do not cover. Which model can be packed is found out by `choose_feeding` of `gcore.train.models`.
+Unsupported features (sliding windows, soft caps, sinks, position biases) are refused, never ignored, and so is
+attention across rectangles. `choose_feeding` in `gcore.train.models` tests which models can be packed.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ log = logging.getLogger("gcore.train")
 
 
 NAME = "gcore_packed"
-"""What the model's configuration calls it (`attn_implementation`)."""
+"""Name in the model's configuration (`attn_implementation`)."""
 
 
 Varlen = Callable[..., Any]
 
 
 class UnsupportedPackedAttention(Exception):
-    """The model wants something of its attention that this one does not do; the text says what."""
+    """The model needs an attention feature that is not supported; the text names it."""
 
 
 class PackedAttention:
-    """Registered once a process, for policy and reference.
+    """Registered once per process, for policy and reference.
 
-    `lay` says how the next forward's row is cut. A layer that is computed again for its backward pass (activation
-    checkpointing) reads the same, because every backward comes right after its forward.
+    `lay` defines how the next forward's row is split. A layer that is recomputed in its backward pass (activation
+    checkpointing) uses the same split, because every backward directly follows its forward.
     """
 
     def __init__(self) -> None:
@@ -49,16 +49,16 @@ class PackedAttention:
         self._bounds: Tensor | None = None
         self._longest = 0
         self.context = 0
-        """The longest sequence there can be; a sliding window at least as long is none."""
+        """Maximum sequence length; a sliding window of at least this size has no effect."""
         self._varlen: Varlen | None = None
         self._takes_gqa = True
 
     def register(self) -> None:
-        """Models set to `NAME` use it from now on."""
+        """Register as the attention of models that are set to `NAME`."""
         AttentionInterface.register(NAME, self)
 
     def lay(self, rectangles: Sequence[Rectangle], device: torch.device) -> None:
-        """The next forward pass is over these, in order, in one row."""
+        """Set the rectangles of the next forward pass, in order, in one row."""
         self._rectangles = tuple(rectangles)
         self._sizes = [one.tokens for one in rectangles]
         self._longest = max((one.length for one in rectangles), default=0)
@@ -68,9 +68,9 @@ class PackedAttention:
             self._bounds = bounds.to(device, non_blocking=True)
 
     def use_fastest(self, config: Any, dtype: torch.dtype, device: torch.device, *, beside: Any = None) -> None:
-        """Take the variable-length kernel where there is one and it computes what the plain way does.
+        """Use the variable-length kernel if it exists and computes the same result as the plain attention.
 
-        `beside`: the configuration of another model that attends by it too; it must hold for both.
+        `beside`: configuration of another model with this attention, for which it must also hold.
         """
         self._use(config, dtype, device)
         if beside is not None and self._varlen is not None:
@@ -87,7 +87,7 @@ class PackedAttention:
             kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
             dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
             self._varlen = varlen_attn
-            # Without the word torch 2.11 takes fewer heads of keys; what comes out is compared below.
+            # Without this parameter torch 2.11 supports grouped heads implicitly; the result is compared below.
             self._takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
             off = self._varlen_error((heads, kv_heads, dim), dtype, device)
         except (ImportError, RuntimeError, ValueError, TypeError, AttributeError) as error:
@@ -96,7 +96,7 @@ class PackedAttention:
             return
         if not off < 0.05:
             self._varlen = None
-            log.warning("variable-length attention is not used: it comes out %.3g off", off)
+            log.warning("variable-length attention is not used: its result differs by %.3g", off)
 
     def _varlen_error(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> float:
         heads, kv_heads, dim = shape
@@ -129,7 +129,10 @@ class PackedAttention:
         position_bias: Tensor | None = None,
         **_: object,
     ) -> tuple[Tensor, None]:
-        """`query` [1, head, token, dim] → [1, token, head, dim], as transformers wants it."""
+        """Attention with the interface of transformers: `query` [1, head, token, dim] → [1, token, head, dim].
+
+        Raises UnsupportedPackedAttention.
+        """
         if softcap is not None or s_aux is not None or position_bias is not None:
             raise UnsupportedPackedAttention("a soft cap, attention sinks or a position bias")
         if sliding_window is not None and sliding_window < max(self.context, self._longest):
@@ -137,7 +140,7 @@ class PackedAttention:
         if query.shape[0] != 1 or query.shape[2] != sum(self._sizes) or key.shape[2] != query.shape[2]:
             raise UnsupportedPackedAttention(f"queries {tuple(query.shape)} over keys {tuple(key.shape)}")
         if attention_mask is not None or getattr(module, "is_causal", True) is False:
-            raise UnsupportedPackedAttention("a mask of its own")
+            raise UnsupportedPackedAttention("its own attention mask")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         attend = self._by_rectangle if self._varlen is None else self._at_once
         return attend(query, key, value, scale), None
@@ -170,4 +173,4 @@ class PackedAttention:
 
 
 PACKED = PackedAttention()
-"""There is one registry of attention functions a process, and so one of these."""
+"""The only instance per process, because there is one registry of attention functions."""

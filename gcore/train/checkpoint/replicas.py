@@ -1,16 +1,17 @@
-"""Leaves copies of a rank's state in the memory of nodes: its shard on its own node, and on a neighbour's.
+"""In-memory replicas: each rank copies its state shard to the memory of its node and of a neighbor node, and a new
+world restores from them.
 
-After a step, before the rank says that it is applied, so that no step is committed whose state is not copied; and once
-after loading, so that a world that dies before its first step costs nothing either. Each rank writes its shard into its
-node's memory (`gcore.models.replicas`) and sends it to the rank that keeps its second copy, over gloo, from host memory.
+Replicas are made after a step, before the rank reports it as applied, so that no step is committed without a replica;
+and once after loading, for a world that is lost before its first step. Each rank writes its shard into its node's
+memory (`gcore.models.replicas`) and sends it over gloo, from host memory, to the rank that keeps the second copy.
 
-Two states are there at most: the one of head, which is the last whose successor was READY, and the one after it, whose
-commit may still fail. What is older goes when a step is begun, for its seal proves that the one before it is head; what is
-of older worlds too, never what is of a newer one: a world that was given up may still live, and not know it. What a world
-starts from counts as one of the two: what was room enough for the world before is room enough for the next.
+At most two states exist: that of head, which is the last one whose successor became READY, and the next one, whose
+commit may still fail. Older states are deleted when a step begins, because its seal proves that the previous state is
+head's. States of older worlds are deleted too, but never those of newer worlds: a discarded world may still run without
+knowing it. The starting state of a world counts as one of the two, so that the memory of the previous world is enough.
 
-A copy that does not fit into memory is left out with a warning, and the step goes on: a later loss then costs more steps.
-Does not read copies (`gcore.train.checkpoint.replicas`), and never decides that a world starts from them (controllers).
+A replica that does not fit into memory is skipped with a warning, and the step continues: a later loss then costs more
+steps. Controllers decide whether a world starts from replicas.
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ from gcore.train.rank.launch import RankLaunch
 log = logging.getLogger("gcore.train")
 
 CHUNK_BYTES = 64 << 20
-"""Sent, received and written at once."""
+"""Bytes that are sent, received and written at once."""
 
 STATES = 2
-"""Of which the copies of a shard lie in memory at a time, at most."""
+"""Maximum number of states of which a shard is replicated in memory."""
 
 SHARE = 4
-"""Of what is free in a node's memory, copies take one part in so many, if the spec does not say how much."""
+"""Replicas use at most 1 / SHARE of a node's free memory, unless the spec sets a size."""
 
 
 class StateReplicator:
-    """One rank's part in copying. All methods are collectives."""
+    """One rank's part of replication. All methods are collectives."""
 
     def __init__(self, launch: RankLaunch, collective: Collective, models: RankModels) -> None:
         self._launch = launch
@@ -76,18 +77,18 @@ class StateReplicator:
 
     @property
     def _chosen(self) -> bool:
-        """Whether this job copies, which all its ranks know alike."""
+        """Whether this job makes replicas, the same on all its ranks."""
         return self._launch.spec.train.copies_gb != 0 and len(self._launch.nodes) == self._launch.world_size
 
     def _settle(self) -> None:
-        """The world is there, in a lineage of its own: of older ones nobody needs anything but what it starts from."""
+        """Delete states of older worlds, except for the starting state of this one."""
         launch = self._launch
         self._drop(lambda of: of.lineage < launch.lineage and of != launch.start.state)
 
     def begin(self, step: int) -> None:
-        """A step is about to be trained, from its READY seal: whose state came before the one before it is not needed.
+        """Delete states before the previous one, when a step starts to train from its READY seal.
 
-        A world that makes no copies has none of what it started from but that itself: it stays until a step is behind it.
+        A world without replicas of its own has only its starting state, which stays until its first step is finished.
         """
         launch = self._launch
         start = launch.start.state if not self.wanted and step == launch.start.step + 1 else None
@@ -102,7 +103,7 @@ class StateReplicator:
             drop_copies(self._folder, self._launch.job_uid, unwanted)
 
     def keep(self, step: int, attempt: int, progress: UpdateCounts, tell: Callable[[], None]) -> int:
-        """Copy the state after (step, attempt). The bytes that lie on this node then, of this state."""
+        """Replicate the state after (step, attempt). Returns the bytes of this state on this node."""
         if not self.wanted:
             return 0
         launch = self._launch
@@ -116,16 +117,16 @@ class StateReplicator:
         return size
 
     def _fits(self) -> bool:
-        """Whether all ranks have room for what they are to hold, at its most. A collective."""
+        """Whether all ranks have room for their maximum amount of replicas. A collective."""
         rank, nodes = self._launch.rank, self._launch.nodes
         sizes = [0.0] * len(nodes)
         sizes[rank] = float(sum(shard_bytes(extents) for extents in self._extents.values()))
         sizes = self._collective.sum(sizes)
         here = [r for r, node in enumerate(nodes) if node == nodes[rank]]
         kept = sum(sizes[r] for r, keeper in enumerate(self._keepers) if r in here or keeper in here)
-        # What the world starts from lies there, in place of the older of two states: its room is this world's by and by.
+        # The starting state takes the place of the older of two states; its memory becomes available later.
         start = self._lying()
-        # Without a folder of its node's memory a rank has room for nothing, however little that is.
+        # Without a memory folder on its node a rank has no room at all.
         needed = max(STATES * kept, start + kept) / len(here) if self._launch.memory_dir else 1.0
         limit = self._launch.spec.train.copies_gb
         try:
@@ -136,14 +137,14 @@ class StateReplicator:
         lacking = self._collective.max([max(0.0, needed - budget)])[0]
         if lacking:
             log.warning(
-                "no copies of the state are made: a rank lacks %.3f GB of memory for them (this one needs %.3f and may take "
-                "%.3f in %r); a world that is lost starts from a checkpoint",
+                "no in-memory replicas: a rank lacks %.3f GB of memory for them (this one needs %.3f and may use %.3f in "
+                "%r); a lost world restarts from a checkpoint",
                 *(lacking / 1e9, needed / 1e9, budget / 1e9, self._launch.memory_dir),
             )
         return not lacking
 
     def _lying(self) -> float:
-        """Bytes of this job's copies on this node, when each of its ranks has settled."""
+        """Bytes of this job's replicas on this node, after each of its ranks has settled."""
         return (
             float(sum(one.size for one in list_copies(self._folder, self._launch.job_uid)))
             if self._launch.memory_dir
@@ -151,7 +152,7 @@ class StateReplicator:
         )
 
     def _write(self, of: WorldState, progress: UpdateCounts, tell: Callable[[], None]) -> CopyHeader | None:
-        """This rank's own shard; None if there was no room."""
+        """Write this rank's own shard; None if there was no room."""
         path, digest, size = data_file(self._folder, of, self._launch.rank), hashlib.sha256(), 0
         try:
             with path.open("wb") as file:
@@ -182,10 +183,10 @@ class StateReplicator:
                     yield values.detach().to("cpu", torch.float32).contiguous().view(torch.uint8).numpy().data
 
     def _exchange(self, of: WorldState, mine: CopyHeader | None, tell: Callable[[], None]) -> int:
-        """Send this rank's shard to its keeper, and keep what others send; the bytes kept."""
+        """Send this rank's shard to its keeper, and store the shards of others; returns the bytes stored."""
         rank, keeper = self._launch.rank, self._keepers[self._launch.rank]
         sending: list[dist.Work] = []
-        held: list[Tensor] = []  # what is being sent must stay
+        held: list[Tensor] = []  # keeps buffers alive while they are sent
         if keeper is not None:
             data = self._mapped(of, mine)
             mine = None if data is None else mine
@@ -205,18 +206,18 @@ class StateReplicator:
         return kept
 
     def _mapped(self, of: WorldState, mine: CopyHeader | None) -> Tensor | None:
-        """What this rank has written, to be sent; None if there is nothing, or if somebody took it away."""
+        """This rank's written shard, to be sent; None if there is none, or if the file was removed."""
         if mine is None or not mine.size:
             return None if mine is None else torch.empty(0, dtype=torch.uint8)
         path = data_file(self._folder, of, self._launch.rank)
         try:
             return torch.from_file(str(path), shared=False, size=mine.size, dtype=torch.uint8)
-        except RuntimeError:  # torch says so of a file that is gone, or shorter
-            log.warning("a copy is not sent on, for it is gone: %s", path)
+        except RuntimeError:  # torch raises it for a missing or truncated file
+            log.warning("cannot send an in-memory replica, because its file was removed: %s", path)
             return None
 
     def _receive(self, of: WorldState, sender: int, tell: Callable[[], None]) -> int:
-        """One shard from another node; the bytes kept of it. What there is no room for is received all the same."""
+        """Receive one shard from another node; returns the bytes stored. Received data without room are dropped."""
         lengths = torch.empty(2, dtype=torch.int64)
         dist.recv(lengths, sender, group=self._group)
         encoded, size = (int(value) for value in lengths)
@@ -247,20 +248,20 @@ class StateReplicator:
         return size if room else 0
 
     def _give_up(self, path: Path, error: OSError) -> bool:
-        log.warning("a copy is left out (%s): %s", error.strerror or error, path)
+        log.warning("skipped an in-memory replica (%s): %s", error.strerror or error, path)
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
         return False
 
 
 def trained_models(models: RankModels) -> dict[str, TrainBackend]:
-    """What a rank trains, under the names that copies call it by."""
+    """The models that a rank trains, by their names in replicas."""
     named: dict[str, TrainBackend] = {"policy": models.policy}
     return named if models.critic is None else {**named, "critic": models.critic}
 
 
 def host_group(collective: Collective) -> dist.ProcessGroup | None:
-    """A group of all ranks that moves host memory; None: the world itself does. A collective."""
+    """A group of all ranks for host memory; None if the world itself supports it. A collective."""
     if collective.size == 1 or collective.device.type == "cpu":
         return None
     group: dist.ProcessGroup = dist.new_group(backend="gloo")
@@ -268,30 +269,28 @@ def host_group(collective: Collective) -> dist.ProcessGroup | None:
 
 
 def _show(path: Path, data: bytes) -> None:
-    """A header's name comes last, so that a copy is there whole or not at all."""
+    """Write the header last, so that a replica is either complete or absent."""
     part = path.with_name(f".{path.name}.part")
     part.write_bytes(data)
     part.replace(path)
 
 
 class CopiesLost(GcoreError):
-    """A state is not there whole, in the memory of the nodes of this world."""
+    """A state is not complete in the memory of this world's nodes."""
 
 
 class ReplicaRestore:
-    """Brings a state back from copies in the memory of nodes, into a world of any number of ranks and any ZeRO stage.
+    """Restores a state from in-memory replicas, into a world with any number of ranks and any ZeRO stage.
 
-    All methods are collectives. Every rank looks into its own node's memory; each shard is read, once, by the first rank
-    that has it there, which checks its digest before anybody uses it, and goes from there to all others, parameter by
-    parameter. The launch document, which has it from the rollback in the log, says what the copies are to be of: whatever
-    else lies in memory, of another world, another step, or not whole, is passed over. If a shard is missing, or is
-    damaged, the world does not start, and a sentence says which; the next one starts from a checkpoint.
-
-    Does not decide that copies are used, and makes none.
+    All methods are collectives. Every rank scans its own node's memory. Each shard is read once, by the first rank that
+    has it; that rank verifies its digest first, and then broadcasts it parameter by parameter. The launch document,
+    which has it from the rollback in the log, names the state. Replicas of other worlds or steps, and incomplete ones,
+    are ignored. If a shard is missing or damaged, the world does not start and the error names the shard; the next
+    world starts from a checkpoint.
     """
 
     def __init__(self, launch: RankLaunch, of: WorldState, collective: Collective, tell: Callable[[], None]) -> None:
-        """Find it, and prove it. Raises CopiesLost, on every rank or on the one that found damage."""
+        """Find and verify the state. Raises CopiesLost, on every rank or on the one that found damage."""
         self._folder = Path(launch.memory_dir)
         self._job_uid = launch.job_uid
         self._of = of
@@ -304,23 +303,23 @@ class ReplicaRestore:
             for s, source in enumerate(self._sources)
             if source == collective.rank
         }
-        # What is damaged on one rank is known to all before any of them waits for it.
+        # All ranks learn of damage before any of them waits for the shard.
         damaged = collective.max([0.0 if self._mine.get(s, "") is not None else 1.0 for s in range(of.shards)])
         if any(damaged):
             shards = ", ".join(str(s) for s, bad in enumerate(damaged) if bad)
-            raise CopiesLost(f"the copies of shard {shards} of {of} are not what was copied", where=str(self._folder))
+            raise CopiesLost(f"the replicas of shard {shards} of {of} are damaged", where=str(self._folder))
         self._headers = [self._shared(shard) for shard in range(of.shards)]
         self.progress = self._agreed()
 
     def fill(self, model: str, module: nn.Module) -> None:
-        """Put the weights of `model` into a whole module, in float32, in place of its own. Raises CopiesLost."""
+        """Replace the weights of a whole module by those of `model`, in float32. Raises CopiesLost."""
         parameters = dict(module.named_parameters())
         with torch.no_grad():
             for one in self._values(model, "master", {name: p.shape for name, p in parameters.items()}):
                 parameters[one.name].copy_(one.tensor)
 
     def restore(self, models: RankModels) -> None:
-        """Put Adam's state back, of all models."""
+        """Restore Adam's state of all models."""
         done = {
             "policy": self.progress.updates - self.progress.skipped,
             "critic": self.progress.critic_updates - self.progress.critic_skipped,
@@ -332,7 +331,7 @@ class ReplicaRestore:
             model.count_updates(done[name])
 
     def _find(self) -> list[int]:
-        """By shard, the rank that reads it."""
+        """For each shard, the rank that reads it."""
         rank, size, shards = self._collective.rank, self._collective.size, self._of.shards
         held = {header.shard for header in list_copies(self._folder, self._job_uid) if header.of == self._of}
         mine = [float(rank == r and s in held) for s in range(shards) for r in range(size)]
@@ -361,18 +360,18 @@ class ReplicaRestore:
     def _agreed(self) -> UpdateCounts:
         counts = {(h.updates, h.skipped, h.critic_updates, h.critic_skipped) for h in self._headers}
         if len(counts) != 1:
-            raise CopiesLost(f"the shards of {self._of} do not count the same updates: {sorted(counts)}")
+            raise CopiesLost(f"the shards of {self._of} have different update counts: {sorted(counts)}")
         return UpdateCounts(*counts.pop())
 
     def _values(self, model: str, kind: str, shapes: Mapping[str, torch.Size]) -> Iterator[NamedTensor]:
-        """Every parameter of a model whole, in the order of `shapes`, in host memory, on every rank."""
+        """Every whole parameter of a model, in the order of `shapes`, in host memory, on every rank."""
         places: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name in shapes}
         for shard, header in enumerate(self._headers):
             for of_model, of_kind, extent, offset in header.places():
                 if (of_model, of_kind) == (model, kind):
                     if extent.name not in places:
                         raise CopiesLost(
-                            f"{self._of} has a parameter {extent.name} of the {model} that this job has not"
+                            f"{self._of} has a parameter {extent.name} of the {model}, but the job's model does not"
                         )
                     places[extent.name].append((extent.start, extent.numel, shard, offset))
         for name, shape in shapes.items():
@@ -386,7 +385,7 @@ class ReplicaRestore:
                     part.copy_(own.data[offset : offset + numel * BYTES].view(torch.float32))
                 self._spread(part, self._sources[shard])
             if end != shape.numel():
-                raise CopiesLost(f"{self._of} has {end} of the {shape.numel()} elements of {name} of the {model}")
+                raise CopiesLost(f"{self._of} has only {end} of the {shape.numel()} elements of {name} of the {model}")
             self._tell()
             yield NamedTensor(name, whole.view(shape))
 
@@ -396,7 +395,7 @@ class ReplicaRestore:
 
 
 class _Shard:
-    """A shard that this rank reads: its header and its data, mapped, never read into memory twice."""
+    """A shard that this rank reads: its header and its memory-mapped data."""
 
     def __init__(self, header: CopyHeader, data: Tensor) -> None:
         self.header = header
@@ -404,7 +403,7 @@ class _Shard:
 
     @classmethod
     def open(cls, folder: Path, job_uid: str, of: WorldState, shard: int, tell: Callable[[], None]) -> _Shard | None:
-        """None if it is gone by now, or its digest is another."""
+        """None if it was removed, or its digest differs."""
         header = next((h for h in list_copies(folder, job_uid) if h.of == of and h.shard == shard), None)
         if header is None:
             return None
@@ -413,7 +412,7 @@ class _Shard:
         try:
             path = str(data_file(folder, of, shard))
             data = torch.from_file(path, shared=False, size=header.size, dtype=torch.uint8)
-        except RuntimeError:  # torch says so of a file that is gone, or shorter
+        except RuntimeError:  # torch raises it for a missing or truncated file
             return None
         digest = hashlib.sha256()
         for chunk in data.split(CHUNK_BYTES):

@@ -1,9 +1,9 @@
-"""Files of a run as the train ranks write them: checkpoints in the background, retries, snapshots and tensor files.
+"""Files that train ranks write into the run folder: background checkpoint writes, retries, and receipts.
 
-A checkpoint is a copy that no step changes, written in a thread of its own, one at a time. It is `saved` when it is whole and
-on the disk under its name; until then there is a hidden folder, which a killed process leaves and the next world removes.
-A disk that takes nothing costs no step: the write ends with its reason, and the next checkpoint that is due is the next
-try. The last one of a job has no next: it is retried until it is written or given up.
+A checkpoint is written from a snapshot that no step changes, in its own thread, one at a time. It is `saved` when it is
+complete and on disk under its name. Until then it is a hidden folder, which the next world removes if the process is
+killed. A disk error costs no step: the write ends with its reason, and the next due checkpoint is the next try. The
+last checkpoint of a job is retried until it is written or given up.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from gcore.types import Version
 
 
 class RunFolder:
-    """The run's folder as one rank knows it, so that it does not go on in another one at the same path. Any thread.
+    """The run folder of one rank, with a check that it is still the same folder. Thread-safe.
 
-    Where a mount is gone, or somebody moved the folder away, a writer that creates what is missing goes on in an
-    empty folder: checkpoints that nobody else sees, receipts that the audit misses. So before each write it is checked
-    whether the folder is the one that was found first.
+    If a mount is lost or the folder is moved away, a writer that creates missing folders would continue in an empty
+    folder, with checkpoints that no other node sees and receipts that the audit misses. Therefore each write first
+    checks that it is the folder that was found first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +44,7 @@ class RunFolder:
         self.check()
 
     def check(self) -> None:
-        """Raises OSError if it is not the folder any more that was there the first time; before that there may be none."""
+        """Raise OSError if it is not the folder that was found the first time. Before that the folder may be missing."""
         try:
             found = self.path.stat()
         except FileNotFoundError:
@@ -54,32 +54,34 @@ class RunFolder:
         if self._known is None:
             self._known = (found.st_dev, found.st_ino)
         elif self._known != (found.st_dev, found.st_ino):
-            raise OSError(errno.ESTALE, "another folder stands where the run's was", str(self.path))
+            raise OSError(errno.ESTALE, "the run folder was replaced by another folder", str(self.path))
 
 
 log = logging.getLogger("gcore.train")
 
 WRITE_AGAIN_S = 5.0
-"""After a try that failed, until the next."""
+"""Seconds between a failed try and the next."""
 
 TELL_S = 0.5
-"""Between two signs of life meanwhile."""
+"""Seconds between progress reports meanwhile."""
 
 Highest = Callable[[Sequence[float]], list[float]]
-"""Each number's largest over the ranks; a collective."""
+"""Maximum of each number over the ranks; a collective."""
 
 
 class WriteRefused(GcoreError):
-    """The run's folder did not take what training cannot go on without."""
+    """The run folder did not accept files that training needs."""
 
 
 class RetryingWriter:
-    """Writes what a step cannot go on without (staged weights, receipts) again until the run's folder takes it. Of one rank.
+    """Writes files that a step needs (staged weights, receipts), with retries until the run folder accepts them.
 
-    A full disk must not cost a world, whose next one would meet the same disk. All ranks try together, since
-    gathering weights is a collective, and all know why a try failed. `show` is told what is tried again, and nothing when it
-    is over. A folder that takes nothing for `limit_s`, as long as the watchdog gives a rank, ends the world in a sentence
-    that names it. Anything but a failing disk is raised at once.
+    Of one rank.
+
+    A full disk must not cost a world, because the next world would find the same disk. All ranks try together, because
+    gathering weights is a collective, and all learn why a try failed. `show` gets the error that is being retried, and
+    an empty text when it is over. If the folder accepts nothing for `limit_s`, the watchdog's limit, the world ends
+    with an error that names the folder. Errors other than disk errors are raised at once.
     """
 
     def __init__(self, show: Callable[[str], None], limit_s: float, again_s: float = WRITE_AGAIN_S) -> None:
@@ -90,9 +92,9 @@ class RetryingWriter:
     def until_taken(
         self, what: str, where: Path, attempt: Callable[[], None], highest: Highest, tell: Callable[[], None]
     ) -> None:
-        """Have `attempt` made by all ranks until none of them fails. A collective. Raises WriteRefused, on every rank.
+        """Run `attempt` on all ranks until it fails on none. A collective. Raises WriteRefused on every rank.
 
-        `attempt` raises OSError or DiskFull when it has taken part in all that is collective about it.
+        `attempt` may raise OSError or DiskFull only after its own collectives.
         """
         waited = 0.0
         while True:
@@ -104,24 +106,24 @@ class RetryingWriter:
             why = f"{what} cannot be written ({os.strerror(int(number))})"
             if waited >= self._limit_s:
                 raise WriteRefused(
-                    f"{why}, and could not be for {waited:.0f} s",
+                    f"{why}, after retries for {waited:.0f} s",
                     where=str(where),
-                    fix="Free some space on this disk, or mend it; train.watchdog_s says how long is waited",
+                    fix="Free space on this disk, or repair it; train.watchdog_s sets the time limit",
                 )
-            self._show(f"{why}: {where}; it is tried again for {self._limit_s:.0f} s")
+            self._show(f"{why}: {where}; retrying for {self._limit_s:.0f} s")
             self._pause(tell)
             waited += self._again_s
 
     def _pause(self, tell: Callable[[], None]) -> None:
         left = self._again_s
         while left > 0:
-            threading.Event().wait(min(left, TELL_S))  # the thread's own sleep: nobody sets it
+            threading.Event().wait(min(left, TELL_S))  # sleeps; the event is never set
             left -= TELL_S
             tell()
 
 
 def _tried(attempt: Callable[[], None], where: Path) -> int:
-    """The number of the error that the disk gave, or 0."""
+    """Error number of the disk error, or 0."""
     try:
         attempt()
     except (OSError, DiskFull) as error:
@@ -133,17 +135,17 @@ def _tried(attempt: Callable[[], None], where: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReceiptWriter:
-    """What a rank trained on: one JSON line a token, on the disk before the rank reports that the token is applied.
+    """Writes what a rank trained: one JSON line per token, on disk before the rank reports the token as applied.
 
-    The audit compares receipts with the log. A line that has no end was being written when its rank died; nothing was
-    reported then. Receipts of a world that was rolled back stay; they name their world.
+    The audit compares receipts with the log. A line without newline was being written when its rank died, before
+    anything was reported. Receipts of a discarded world stay; they name their world.
     """
 
     run_dir: Path
     world: str
     rank: int
     folder: RunFolder | None = None
-    """Looked at before each write, if it is known."""
+    """Checked before each write, if set."""
 
     @property
     def file(self) -> Path:
@@ -151,8 +153,10 @@ class ReceiptWriter:
         return receipts_file(self.run_dir, self.world, self.rank)
 
     def write(self, work: StepInput, loss: float | None) -> None:
-        """Append the receipt of a step that was trained on, and wait until it is on the disk. Raises OSError; then nothing of
-        it is there, and it may be written again."""
+        """Append the receipt of a trained step with fsync.
+
+        Raises OSError; then nothing of it is in the file, and it may be written again.
+        """
         if self.folder is not None:
             self.folder.check()
         path = self.file
@@ -164,7 +168,7 @@ class ReceiptWriter:
             try:
                 _write_all(file, line.encode())
                 os.fsync(file.fileno())
-                if is_new:  # its name, too
+                if is_new:  # also the directory entry
                     sync_path(path.parent)
             except OSError:
                 with contextlib.suppress(OSError):
@@ -189,26 +193,26 @@ class ReceiptWriter:
 
 def _write_all(file: FileIO, data: bytes) -> None:
     left = memoryview(data)
-    while left:  # a disk that fills up takes a part, and says so at the next
+    while left:  # a full disk accepts a part first, and fails at the next write
         left = left[file.write(left) :]
 
 
 CHECKPOINT_AGAIN_S = 10.0
-"""After a try that failed, until one that insists begins the next."""
+"""Seconds between a failed try and the next, for the last checkpoint."""
 
 CHECKPOINT = "checkpoint"
-"""The phase of a rank that copies a checkpoint, waits until the one before is written, or writes with nothing else to do."""
+"""Phase of a rank that takes a snapshot, waits for the previous write, or writes while idle."""
 
 WriteCallback = Callable[[int], None]
-"""Told how many more bytes are on their way to the disk."""
+"""Called with the number of further bytes passed to the disk."""
 
 Fill = Callable[[Path, WriteCallback], None]
-"""Writes all of a checkpoint into the folder it is given. Raises OSError."""
+"""Writes a whole checkpoint into the given folder. Raises OSError."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenCheckpoint:
-    """A checkpoint that is whole and on the disk: its folder, relative to the run's, and the digest of its manifest."""
+    """A complete checkpoint on disk: its folder, relative to the run folder, and the digest of its manifest."""
 
     version: Version
     file: str
@@ -217,9 +221,9 @@ class WrittenCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class WriteProgress:
-    """How the newest write stands. Bytes of `total`; `error`: why the last try failed, empty if none did yet.
+    """Progress of the newest write in bytes of `total`. `error`: why the last try failed, or empty.
 
-    `over`: nothing more comes of it; without an error it is saved, or was given up.
+    `over`: no further try follows; without an error it is saved, or was given up.
     """
 
     version: Version
@@ -234,7 +238,11 @@ class _GivenUp(Exception):
 
 
 class BackgroundWriter:
-    """One rank's. `saved`, `writing` and `trouble` may be read from any thread; `show` is called from the writing one at each change."""
+    """The background writer of one rank.
+
+    `saved`, `writing` and `trouble` may be read from any thread. `show` is called from the writing thread at each
+    change.
+    """
 
     def __init__(self, run_dir: Path, owner: str, show: Callable[[], None] | None = None) -> None:
         self.folder = RunFolder(run_dir)
@@ -248,28 +256,34 @@ class BackgroundWriter:
         self.saved: WrittenCheckpoint | None = None
         self.writing: WriteProgress | None = None
         self.trouble = ""
-        """What else the run's folder does not take, and is tried again."""
+        """Another write that the run folder does not accept and that is being retried."""
 
     def hindered(self, trouble: str) -> None:
-        """Show what else it does not take; nothing: it does."""
+        """Report another write that is being retried; empty: none."""
         self.trouble = trouble
         self._show()
 
     @property
     def busy(self) -> bool:
-        """Whether a write is under way, or is to be tried again."""
+        """Whether a write is running or will be retried."""
         return self._write is not None and not self._write.done()
 
     def begin(self, version: Version, total: int, fill: Fill, *, insist: bool) -> None:
-        """Write the checkpoint of `version`, of about `total` bytes, in the background. Only when not busy."""
+        """Write the checkpoint of `version`, of about `total` bytes, in the background. Only when not busy.
+
+        `insist`: retry until it is written. Raises ValueError when busy.
+        """
         if self.busy:
-            raise ValueError(f"{version} is to be written while another checkpoint is")
+            raise ValueError(f"checkpoint {version} cannot be written while another one is being written")
         self.writing = WriteProgress(version, total)
         self._write = self._thread.submit(self._run, version, fill, insist)
         self._write.add_done_callback(lambda _: self._show())
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long for the write under way; whether none is any more. Raises what was a defect in it."""
+        """Wait up to `seconds` for the current write; returns whether none is running.
+
+        Raises an unexpected error of the write.
+        """
         if self._write is None or self._given_up.is_set():
             return True
         if not wait({self._write}, timeout=seconds).done:
@@ -278,11 +292,11 @@ class BackgroundWriter:
         return True
 
     def defect(self) -> BaseException | None:
-        """What the last write ended with, if that was no failing disk."""
+        """The error of the last write, if it was not a disk error."""
         return self._write.exception() if self._write is not None and self._write.done() else None
 
     def give_up(self, seconds: float) -> None:
-        """End what is under way, for the process is about to; wait so long until nothing half-written is left."""
+        """Cancel the current write before the process ends, and wait up to `seconds` until its files are removed."""
         self._given_up.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._write is not None:
@@ -295,7 +309,8 @@ class BackgroundWriter:
             except _GivenUp:
                 self._note(replace(self._now, over=True))
                 return
-            except (OSError, GcoreError) as error:  # what was just written and cannot be read is a failing disk, too
+            except (OSError, GcoreError) as error:
+                # GcoreError: a file that was just written and cannot be read is also a disk error.
                 self._note(replace(self._now, error=_reason(error), over=not insist))
                 if not insist or self._given_up.wait(self.again_s):
                     return
@@ -317,7 +332,7 @@ class BackgroundWriter:
         if self._given_up.is_set():
             raise _GivenUp
         if not self._now.written:
-            fault_point(FaultPoint.CHECKPOINT, "before")  # something of it is on the disk, and no name
+            fault_point(FaultPoint.CHECKPOINT, "before")  # part of it is on disk, without its name
         self._note(replace(self._now, written=self._now.written + count))
 
     @property
@@ -331,11 +346,11 @@ class BackgroundWriter:
 
 
 def _reason(error: OSError | GcoreError) -> str:
-    """A failing disk in one line, without the hidden folder's name."""
+    """A disk error in one line, without the hidden folder's name."""
     if isinstance(error, GcoreError):
         return error.what
     return f"{error.strerror or type(error).__name__}"
 
 
 def _nobody() -> None:
-    """Nobody is told."""
+    """Do nothing."""

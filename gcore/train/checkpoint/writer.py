@@ -1,12 +1,12 @@
-"""Brings weights and checkpoints to the run's folder, and checkpoints back. Every rank takes part; rank 0 writes.
+"""Writes weights and checkpoints to the run folder, and restores checkpoints. Every rank takes part; rank 0 writes.
 
-Tensors are gathered one by one. Staged weights are written as they come, inside the step: engines wait for them. A disk that
-does not take them is tried again (`gcore.train.checkpoint.run_files`). They are not forced to the disk, because a machine that loses
-power takes its world with it, and the next world stages its own.
+Tensors are gathered one by one. Staged weights are written within the step, because engines wait for them, with retries
+on disk errors (`gcore.train.checkpoint.run_files`). They are not fsynced: a power loss ends the world too, and the next
+world stages its own weights.
 
-A checkpoint costs its step only a copy to rank 0's host memory (`gcore.train.checkpoint.writer`, which says how much). It goes to the
-disk beside the steps that follow (`gcore.train.checkpoint.run_files`), forced there before its folder gets its name. The copy is one: a
-checkpoint that is due while the one before it is still being written waits for that, with all ranks (`drain`).
+A checkpoint costs its step only a snapshot in rank 0's host memory (`HostSnapshot`). It is written during the following
+steps (`gcore.train.checkpoint.run_files`), with fsync before its folder gets its name. There is one snapshot: a
+checkpoint that is due while the previous one is still being written waits for it, on all ranks (`drain`).
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ CODES: Mapping[torch.dtype, Dtype] = {
 }
 
 ALIGNED = 8
-"""Each tensor's copy begins at a multiple of so many bytes."""
+"""Alignment of each tensor's copy in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTensor:
-    """A tensor's shape and type in the file, and its bytes."""
+    """A tensor's shape and dtype in the file, and its bytes."""
 
     shape: TensorShape
     data: memoryview
@@ -80,24 +80,23 @@ class SnapshotTensor:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFile:
-    """What becomes a safetensors file: tensors by name, in the file's order."""
+    """Content of a safetensors file: tensors by name, in the file's order."""
 
     name: str
     tensors: Mapping[str, SnapshotTensor]
 
     @property
     def nbytes(self) -> int:
-        """Of all its tensors."""
+        """Total size of its tensors in bytes."""
         return sum(one.shape.nbytes for one in self.tensors.values())
 
 
 class HostSnapshot:
-    """One model's tensors in host memory: a copy that the next steps do not change while it goes to the disk.
+    """Snapshot of one model in host memory, which later steps do not change while it is written.
 
-    Taken inside the step, tensor by tensor, so that a rank holds one gathered tensor at a time beside it. Only the
-    rank that writes keeps it: 12 bytes a parameter (float32 weight and Adam's two), for the policy and for the critic
-    alike. There is one copy at most; its memory is kept from one checkpoint to the next, which spares the machine
-    finding it again.
+    It is taken within the step, tensor by tensor, so that a rank holds only one gathered tensor at a time in addition.
+    Only the writing rank keeps it: 12 bytes per parameter (float32 weight and Adam's two states), for policy and critic
+    alike. There is at most one snapshot; its memory is reused for the next checkpoint.
     """
 
     def __init__(self, model: TrainBackend) -> None:
@@ -106,11 +105,11 @@ class HostSnapshot:
 
     @torch.no_grad()
     def take(self, tell: Callable[[], None]) -> tuple[SnapshotFile, ...]:
-        """The model's weights and its optimizer's state as they are now. A collective. What was taken before is overwritten."""
+        """Copy the model's weights and its optimizer's state. A collective. Overwrites the previous snapshot."""
         return tuple(self._file(name, kind, tell) for name, kind in CHECKPOINT_KINDS.items())
 
     def take_part(self, tell: Callable[[], None]) -> None:
-        """What the ranks that do not write do meanwhile."""
+        """The part of the other ranks in `take`."""
         for kind in CHECKPOINT_KINDS.values():
             for _ in self._model.tensors(kind):
                 tell()
@@ -148,10 +147,10 @@ def _aligned(size: int) -> int:
 
 
 DRAIN_S = 0.5
-"""Between two looks at whether the checkpoint before is written."""
+"""Interval in seconds of checks whether the previous checkpoint is written."""
 
 BLOCK_BYTES = 16 << 20
-"""Brought to the disk at once: so often is it told that the disk takes something."""
+"""Bytes per fsync, after each of which progress is reported."""
 
 NAMES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -163,8 +162,7 @@ NAMES: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class UpdateCounts:
-    """Optimizer updates so far in the job, and those of them that were left out because of their gradient; the policy's,
-    and the critic's."""
+    """Numbers of optimizer updates so far, and of those skipped because of their gradient; of policy and critic."""
 
     updates: int
     skipped: int
@@ -173,14 +171,14 @@ class UpdateCounts:
 
     @classmethod
     def of(cls, manifest: Manifest) -> UpdateCounts:
-        """As a checkpoint has it."""
+        """Counts in a checkpoint's manifest."""
         return cls(manifest.updates, manifest.skipped, manifest.critic_updates, manifest.critic_skipped)
 
 
 class FolderPublisher:
-    """Implements `gcore.models.publisher.Publisher`: writes one folder a version, from which engines load.
+    """Implements `gcore.models.publisher.Publisher`: writes one folder per version, from which engines load.
 
-    The newest few are kept.
+    Keeps the newest few.
     """
 
     def __init__(
@@ -207,7 +205,7 @@ class FolderPublisher:
         return FolderUpdate(version, str(target.relative_to(self._launch.run_path)))
 
     def _stage(self, target: Path, tell: Callable[[], None]) -> None:
-        """One try, which takes part to its end, whatever the disk says on the way."""
+        """One try, which takes part in all collectives even after a disk error."""
         tensors = self._model.tensors("served")
         try:
             if self._writes:
@@ -221,7 +219,7 @@ class FolderPublisher:
                 tell()
 
     def send(self, update: WeightUpdate) -> None:
-        """Nothing: engines read the folder."""
+        """Do nothing: engines read the folder."""
 
     def release(self, update: WeightUpdate) -> None:
         """Delete the folder."""
@@ -241,9 +239,9 @@ class FolderPublisher:
 
 
 class CheckpointWriter:
-    """Writes for one rank of a world.
+    """Writes checkpoints for one rank of a world.
 
-    `tell` hears of each tensor, because a large model takes longer than a hang is given.
+    `tell` is called for each tensor, because a large model takes longer than the watchdog's limit.
     """
 
     def __init__(
@@ -264,9 +262,9 @@ class CheckpointWriter:
             sweep_unfinished(launch.run_path, launch.lineage)
 
     def drain(self, highest: Highest, tell: Callable[[], None]) -> None:
-        """Wait until no checkpoint is being written any more; `tell` hears of its progress, on every rank. A collective.
+        """Wait until no checkpoint is being written; `tell` is called at its progress, on every rank. A collective.
 
-        Nobody waits longer than the disk takes something: a rank that tells nothing is ended by its watchdog.
+        If the disk makes no progress, `tell` is not called and the watchdog ends the rank.
         """
         known = -1.0
         while True:
@@ -282,7 +280,7 @@ class CheckpointWriter:
     def checkpoint(
         self, version: Version, count: UpdateCounts, tell: Callable[[], None], *, insist: bool = False
     ) -> None:
-        """Copy the state as `version`'s and begin to write it; `insist`: until the disk takes it. A collective.
+        """Take the snapshot of `version` and start writing it; `insist`: until the disk accepts it. A collective.
 
         Only when none is being written.
         """
@@ -318,7 +316,7 @@ class CheckpointWriter:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A model in a checkpoint: before its files' names, its copy, and the folder its config and tokenizer come from."""
+    """A model in a checkpoint: prefix of its file names, its snapshot, and the folder with its config and tokenizer."""
 
     prefix: str
     copy: HostSnapshot
@@ -326,8 +324,10 @@ class _Model:
 
 
 def _write_copy(path: Path, copied: SnapshotFile, tick: WriteCallback) -> FileEntry:
-    """A safetensors file of what was copied. What lies in the machine's memory goes to the disk on the way, not at the end:
-    so progress is what the disk took, and the end is short."""
+    """Write a safetensors file from a snapshot.
+
+    Data are fsynced in blocks instead of once at the end, so that progress reflects the disk and the end is fast.
+    """
     with TensorsFile(path, {name: one.shape for name, one in copied.tensors.items()}) as file:
         for name, one in copied.tensors.items():
             file.write_through(name, one.data, BLOCK_BYTES, tick)
@@ -336,12 +336,12 @@ def _write_copy(path: Path, copied: SnapshotFile, tick: WriteCallback) -> FileEn
 
 
 def restore_optimizer(policy: TrainBackend, folder: Path, manifest: Manifest) -> None:
-    """Put Adam's state back from a checkpoint that was verified. A collective."""
+    """Restore Adam's state from a verified checkpoint. A collective."""
     _restore(policy, folder, manifest.updates - manifest.skipped)
 
 
 def restore_critic(critic: TrainBackend, folder: Path, manifest: Manifest) -> None:
-    """Put the critic's optimizer back, likewise."""
+    """Restore the critic's optimizer from a verified checkpoint. A collective."""
     _restore(critic, critic_folder(folder), manifest.critic_updates - manifest.critic_skipped)
 
 
@@ -350,7 +350,7 @@ def _restore(model: TrainBackend, folder: Path, adam_steps: int) -> None:
 
 
 def model_dtype(model: Path) -> torch.dtype:
-    """The type that a model's weights are kept in, by its config; float32 if that does not say."""
+    """The dtype of a model's weights according to its config; float32 if the config has none."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     return NAMES.get(str(name), torch.float32)
@@ -362,7 +362,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _copied(model: Path, to: Path) -> Iterator[tuple[str, FileEntry]]:
-    """What belongs to a model besides its weights, copied."""
+    """Copy a model's files other than its weights."""
     for name in copy_companions(model, to):
         yield name, file_entry(to / name)
 
@@ -371,4 +371,4 @@ def _link_or_copy(source: Path, to: Path) -> None:
     try:
         os.link(source.resolve(), to)
     except OSError:
-        shutil.copyfile(source, to)  # another file system, or one without links
+        shutil.copyfile(source, to)  # another file system, or no support for links

@@ -1,20 +1,20 @@
-"""What a rank holds, and what it may train on. Pure: events in, a new state and an answer out.
+"""State machine of a rank: what it holds, and what it may train. Pure: an event and a state give a new state and an
+answer.
 
-- Who names another job, world or lineage is refused, whatever they want: a world that was given up must neither be fed
-  nor train, and neither must this one for those who gave it up.
-- Steps come one after the other: only the step after the last applied one can be fed. Of that step the highest attempt
-  is kept; feeds of lower ones are dropped without complaint, because the sender only is late. Feeds of the same attempt
-  add up; the same samples twice are the same samples.
-- Apply needs the READY seal of this world for exactly the token that is held, and every sample of this rank's share
-  under the digest and the lengths that stand in the seal. More than the share is ignored: what is trained is the share.
-- From Apply on nothing but its end changes what is held. A token is applied once; asking again does nothing. If it
-  fails the process ends, so there is no way back from here.
-- Of a streamed step the READY parts are begun one after the other as they are told of, each once, and Apply begins what is
-  left of them. A READY part never changes, so which attempt tells of it is of no matter; a slot that says otherwise is
-  refused. What is held of such a step goes on from attempt to attempt: most of it is sealed again, and its digest says
-  what it is.
+- A caller that names another job, world or lineage is refused: a discarded world must neither receive samples nor
+  train, and controllers of another world must not use this one.
+- Steps are applied in sequence: only the step after the last applied one can receive samples. The highest attempt of
+  that step is kept. Feeds of lower attempts are dropped without an error, because their sender is only late. Feeds of
+  the same attempt accumulate; repeated samples are ignored.
+- Apply needs the READY seal of this world for exactly the held token, and every sample of this rank's share with the
+  digest and lengths in the seal. Samples beyond the share are ignored.
+- From Apply until its end nothing else changes the state. A token is applied once; a repeated request does nothing. If
+  it fails, the process ends.
+- READY parts of a streamed step are begun in order, each once, and Apply begins the remaining ones. A READY part never
+  changes, so the attempt that reports it does not matter; a contradicting slot is refused. Held samples of such a step
+  are kept from attempt to attempt, because most are sealed again and their digests identify them.
 
-What came over the wire is checked before it gets here (`gcore.train.rank.messages`).
+Messages were validated before (`gcore.train.rank.messages`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorldName:
-    """Whose rank is meant."""
+    """Job, lineage and world of a rank."""
 
     job_uid: str
     world: str
@@ -47,9 +47,9 @@ class WorldName:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainSample:
-    """A sample as training needs it: token ids [n] int32, the engine's log-probabilities [n] float32, the reward.
+    """A sample for training: token ids [n] int32, the engine's log-probabilities [n] float32, the reward.
 
-    `masked`: its tokens are left out of the loss; its reward counts for the group all the same.
+    `masked`: its tokens are masked in the loss; its reward still counts for the group.
     """
 
     token_ids: NDArray[np.int32]
@@ -57,20 +57,19 @@ class TrainSample:
     reward: float
     masked: bool = False
     observed: tuple[Range, ...] = ()
-    """Of its tokens: what the policy did not make. It trains nothing, and nothing is counted of it."""
+    """Ranges of tokens that the policy did not generate. They are not trained and not counted."""
 
     @property
     def told(self) -> int:
-        """How many tokens were observed."""
+        """Number of observed tokens."""
         return sum(end - start for start, end in self.observed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainGroup:
-    """The samples of a group that were fed, by index.
+    """The received samples of a group, by index.
 
-    `prompt_ids` [n] int32; `temperature` is what it was sampled at, `baseline` what its rewards are held against, if the
-    flow found one.
+    `prompt_ids` [n] int32; `temperature`: of sampling; `baseline`: of its rewards, if the flow computed one.
     """
 
     ref: PromptRef
@@ -81,12 +80,12 @@ class TrainGroup:
     baseline: float | None = None
 
     def joined(self, other: TrainGroup) -> TrainGroup:
-        """With the samples of both; they are parts of the same group, since the digests are equal."""
+        """With the samples of both, which are parts of the same group because their digests are equal."""
         return replace(self, samples={**self.samples, **other.samples})
 
 
 SampleListing = Mapping[str, frozenset[int]]
-"""Group digest to sample indexes."""
+"""Sample indexes by group digest."""
 
 
 def _nothing() -> Mapping[str, Any]:
@@ -95,9 +94,9 @@ def _nothing() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """A step to train on: its seal and layout, and this rank's groups by digest.
+    """A step to train: its seal and layout, and this rank's groups by digest.
 
-    `begun`: so many of its parts were begun before, and their groups are not among these.
+    `begun`: number of parts that were begun before; their groups are not included.
     """
 
     seal: Seal
@@ -109,7 +108,7 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class StepPartInput:
-    """Part `number` of a streamed step, from 0: a step of that part alone, with the slot cut down to it."""
+    """Part `number` of a streamed step, from 0: a step of only that part, with the slot reduced to it."""
 
     number: int
     work: StepInput
@@ -122,7 +121,7 @@ def remaining_parts(work: StepInput) -> Iterator[StepPartInput]:
 
 
 def finish_step(state: FeedState) -> FeedState:
-    """The token that was being applied is applied, with everything that belongs to it. ValueError if there was none."""
+    """The state after the token was applied, without its samples. Raises ValueError if no token is being applied."""
     if state.applying is None:
         raise ValueError("no token is being applied")
     return replace(state, applying=None, applied=state.applying, done=state.applying.step, begun=())
@@ -130,7 +129,7 @@ def finish_step(state: FeedState) -> FeedState:
 
 @dataclass(frozen=True, slots=True)
 class FeedState:
-    """`done`: the last step this rank has weights of. `groups` are dropped once applied; `held`, their list, stays."""
+    """State of a rank. `done`: the last applied step. `groups` are dropped once applied; `held`, their listing, stays."""
 
     name: WorldName
     rank: int
@@ -142,21 +141,21 @@ class FeedState:
     applying: Token | None = None
     applied: Token | None = None
     streams: bool = False
-    """Whether its job's steps may come in parts."""
+    """Whether the job's steps may come in parts."""
     begun: tuple[tuple[str, ...], ...] = ()
-    """The parts of the step after `done` that were begun: the digests of all their groups."""
+    """The begun parts of the step after `done`: the digests of all their groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeedTaken:
-    """A feed was taken, or dropped because its attempt or step is past. Either way this is what is held."""
+    """A feed was accepted, or dropped because its attempt or step is past. `held`: what the rank holds now."""
 
     state: FeedState
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Train on this now."""
+    """Train this step now."""
 
     state: FeedState
     work: StepInput
@@ -164,7 +163,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class BeginParts:
-    """Add these parts to the step's gradients, in this order."""
+    """Add the gradients of these parts, in this order."""
 
     state: FeedState
     parts: tuple[StepPartInput, ...]
@@ -172,18 +171,18 @@ class BeginParts:
 
 @dataclass(frozen=True, slots=True)
 class AlreadyApplied:
-    """Being applied, or applied already: nothing to do."""
+    """The token is being applied or was applied; nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankRefusal:
-    """Not with this rank, and why."""
+    """The request is refused, and why."""
 
     reason: str
 
 
 def check_caller(state: FeedState, name: WorldName, token: Token | None = None) -> RankRefusal | None:
-    """Whether the caller means this world; and, with `token`, whether that can be a token of it."""
+    """Check that the caller names this world and, with `token`, a token of its lineage. None if so."""
     if name != state.name:
         return RankRefusal(f"this is rank {state.rank} of {state.name}, not of {name}")
     if token is not None and token.lineage != state.name.lineage:
@@ -194,12 +193,12 @@ def check_caller(state: FeedState, name: WorldName, token: Token | None = None) 
 def feed_samples(
     state: FeedState, name: WorldName, token: Token, groups: Mapping[str, TrainGroup]
 ) -> FeedTaken | RankRefusal:
-    """Samples came for `token`."""
+    """Accept samples for `token`."""
     refused = check_caller(state, name, token)
     if refused is not None:
         return refused
     if token.step > state.done + 1:
-        return RankRefusal(f"step {token.step} cannot come before step {state.done + 1} was applied")
+        return RankRefusal(f"step {token.step} cannot be fed before step {state.done + 1} is applied")
     if token.step <= state.done or state.applying is not None:
         return FeedTaken(state)
     if state.holding is not None and state.holding.step == token.step:
@@ -222,7 +221,7 @@ def feed_samples(
 def accumulate_parts(
     state: FeedState, name: WorldName, token: Token, seal: Seal
 ) -> BeginParts | AlreadyApplied | RankRefusal:
-    """The READY parts of `seal`, which is what the store says of `token`, shall be added to their step's gradients."""
+    """Begin the READY parts of `seal`, the stored seal of `token`."""
     refused = check_caller(state, name, token)
     if refused is not None:
         return refused
@@ -246,14 +245,14 @@ def accumulate_parts(
 
 
 def apply_step(state: FeedState, name: WorldName, token: Token, seal: Seal) -> Begin | AlreadyApplied | RankRefusal:
-    """`token` shall be trained on; `seal` is what the store says of it."""
+    """Begin training `token`. `seal`: the stored seal of the token."""
     refused = check_caller(state, name, token)
     if refused is not None:
         return refused
     if token in (state.applying, state.applied):
         return AlreadyApplied()
     if token.step <= state.done:
-        return RankRefusal(f"step {token.step} was applied already, with another token than {token}")
+        return RankRefusal(f"step {token.step} was already applied with another token than {token}")
     if state.applying is not None:
         return RankRefusal(f"token {state.applying} is being applied, not {token}")
     if seal.state is not SealState.READY:
@@ -278,48 +277,46 @@ def _emptied(state: FeedState) -> FeedState:
 
 
 def _seal_fault(state: FeedState, token: Token, seal: Seal) -> str:
-    """Why nothing of this seal can be trained here, or nothing."""
+    """Why this rank cannot train this seal, or empty."""
     if seal.token != token:
         return f"the seal is of token {seal.token}, not {token}"
     if seal.world != state.name.world or seal.world_size != state.world_size:
         return (
             f"the seal is for {seal.world_size} ranks of world {seal.world}, "
-            f"this is one of {state.world_size} of {state.name.world}"
+            f"but this rank is one of {state.world_size} of world {state.name.world}"
         )
     if token.step != state.done + 1:
-        return f"step {token.step} cannot come before step {state.done + 1} was applied"
+        return f"step {token.step} cannot be applied before step {state.done + 1}"
     return ""
 
 
 def _parts_fault(state: FeedState, seal: Seal, parts: int) -> str:
-    """Whether the first `parts` parts of `seal`, which are READY, are not those that were begun here, as far as they go."""
+    """Why the first `parts` READY parts of `seal` contradict the begun parts, or empty."""
     if _ready_parts(seal) < parts:
         return f"{seal.ready_parts} parts of the seal of {seal.token} are READY, not {parts}"
     stated = part_digests(seal, parts)
     common = min(len(stated), len(state.begun))
     if stated[:common] != state.begun[:common]:
-        return f"other parts of step {seal.step} were begun here than the seal of {seal.token} holds"
+        return f"the parts of step {seal.step} that this rank has begun differ from the seal of {seal.token}"
     if seal.state is SealState.READY and len(state.begun) > len(stated):
-        return (
-            f"{len(state.begun)} parts of step {seal.step} were begun here, the seal of {seal.token} has {len(stated)}"
-        )
+        return f"this rank has begun {len(state.begun)} parts of step {seal.step}, but the seal of {seal.token} has {len(stated)}"
     return ""
 
 
 def _ready_parts(seal: Seal) -> int:
-    """So many parts of a seal, from the first, may be computed on."""
+    """Number of parts of a seal, from the first, that may be computed."""
     return seal.ready_parts
 
 
 def _held_of(state: FeedState, token: Token) -> Mapping[str, TrainGroup]:
-    """What is held that may be trained under `token`."""
+    """Held groups that may be trained under `token`."""
     if state.streams and state.holding is not None and state.holding.step == token.step:
         return state.groups
     return state.groups if state.holding == token else _nothing()
 
 
 def _share_lacking(state: FeedState, held: Mapping[str, TrainGroup], seal: Seal, chunks: range) -> str:
-    """What of this rank's share of some mini-batches, or parts, is not there as the seal says, or nothing."""
+    """Which sample of this rank's share of these mini-batches (or parts) is missing or contradicts the seal, or empty."""
     layout = balance_samples(seal)
     for chunk in chunks:
         slot: SampleSlot
@@ -327,9 +324,7 @@ def _share_lacking(state: FeedState, held: Mapping[str, TrainGroup], seal: Seal,
             group = seal.groups[slot.group]
             lacking = _lacking(held.get(group.digest), seal, slot.group, slot.sample)
             if lacking:
-                return (
-                    f"{lacking} of prompt {group.ref}, group {group.digest}, which is this rank's share of {seal.token}"
-                )
+                return f"{lacking}: prompt {group.ref}, group {group.digest}, in this rank's share of {seal.token}"
     return ""
 
 
@@ -342,21 +337,19 @@ def _part(seal: Seal, number: int, rank: int, held: Mapping[str, TrainGroup]) ->
 
 
 def _lacking(group: TrainGroup | None, seal: Seal, number: int, sample: int) -> str:
-    """What of a sample is not as the seal says, or nothing."""
+    """Why a sample is missing or contradicts the seal, or empty."""
     sealed = seal.groups[number]
     if group is None or sample not in group.samples:
         return f"sample {sample} is missing"
     if group.ref != sealed.ref:
-        return f"sample {sample} came for prompt {group.ref} and not"
+        return f"sample {sample} was sent for prompt {group.ref}"
     if group.samples[sample].masked != (sample in sealed.masked):
-        return (
-            f"sample {sample} came {'masked' if group.samples[sample].masked else 'unmasked'}, which the seal denies,"
-        )
+        return f"sample {sample} is {'masked' if group.samples[sample].masked else 'unmasked'}, unlike in the seal"
     found = (len(group.prompt_ids), len(group.samples[sample].token_ids))
     stated = (sealed.prompt_tokens, sealed.response_tokens[sample])
     if found != stated:
-        return f"sample {sample} has {found[0]} + {found[1]} tokens and not {stated[0]} + {stated[1]}"
+        return f"sample {sample} has {found[0]} + {found[1]} tokens instead of {stated[0]} + {stated[1]}"
     told, said = group.samples[sample].told, sealed.response_tokens[sample] - sealed.own_tokens[sample]
     if told != said:
-        return f"sample {sample} has {told} observed tokens and not {said}"
+        return f"sample {sample} has {told} observed tokens instead of {said}"
     return ""

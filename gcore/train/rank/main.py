@@ -1,14 +1,14 @@
-"""The train rank's process: the control line, the server, the training thread, and how it ends.
+"""Process of a train rank: control line, server, training thread, and shutdown.
 
-One thread does all of torch's work, one step after the other; another writes checkpoints beside it; the main thread serves.
-What fails while loading or training ends the process: it tells its supervisor and whoever watches in one sentence, and
-leaves with 1. Stopped without work at hand it says farewell to its group first; amid work there is nobody to say it to. A
-checkpoint that is being written then is given up: whoever stops a rank has its job's last one, or wants none.
+One thread does all work with torch, in sequence; another writes checkpoints; the main thread serves. A failure while
+loading or training ends the process: it reports the error to its supervisor and to watchers, and exits with 1. If it is
+stopped while idle, it leaves its process group first; during a step it exits at once. A checkpoint that is being
+written at that time is given up, because a stopped job already has its last one or does not need it.
 
-A rank without work that still writes is in phase `checkpoint`, not `waiting`: so a disk that takes nothing any more is found
-by the watchdog, as any other hang.
+An idle rank that still writes is in phase `checkpoint` instead of `waiting`, so that the watchdog detects a hanging
+disk like any other hang.
 
-The end is `os._exit` either way: gloo's threads can abort the interpreter on its way out, after all is done.
+The process always ends with `os._exit`, because gloo's threads can abort the interpreter during a normal exit.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousCalls:
-    """How a rank finds the others: `publish` where rank 0's store listens, or `find` it (blocks).
+    """How a rank finds the others: `publish` the address of rank 0's store, or `find` it (blocks).
 
-    Rank 0 opens its store before the slow imports and the others look for it after them, so that nobody waits for
-    somebody else's import.
+    Rank 0 opens its store before the slow imports and the others look for it after them, so that no rank waits for
+    another's imports.
     """
 
     publish: Callable[[str], None]
@@ -62,11 +62,14 @@ class RendezvousCalls:
 
 
 class RankTrainer(Protocol):
-    """A rank that can train: `gcore.train.step.StepTrainer`, and the emulated one. All but `released` in the loading thread."""
+    """A rank that can train: `gcore.train.step.StepTrainer`, or the emulated one.
+
+    All except `released` run in the loading thread.
+    """
 
     @property
     def released(self) -> frozenset[str]:
-        """The parts of its memory that are given back. May be asked from any thread."""
+        """Released parts of its memory. Thread-safe."""
         ...
 
     def run(self, work: StepInput, tell: Callable[[str], None]) -> StepResult:
@@ -74,25 +77,26 @@ class RankTrainer(Protocol):
         ...
 
     def accumulate(self, part: StepPartInput, tell: Callable[[str], None]) -> None:
-        """Add a part of the next step to its gradients."""
+        """Add the gradients of a part of the next step."""
         ...
 
     def rest(self, what: Collection[str], tell: Callable[[str], None]) -> None:
-        """Have exactly these parts of its memory given back. Raises CannotOffload."""
+        """Release exactly these parts of its memory. Raises CannotOffload."""
         ...
 
     def leave(self) -> None:
-        """Say farewell to the other ranks."""
+        """Leave the process group."""
         ...
 
 
 def load_rank(
     launch: RankLaunch, meet: RendezvousCalls, clock: Clock, tell: Callable[[str], None], writer: BackgroundWriter
 ) -> RankTrainer:
-    """Everything up to serving: meet the others, load the model, the checkpoint or the copies, stage the first weights.
+    """Prepare everything before serving: meet the others, load the model and the checkpoint or replicas, stage the
+    first weights.
 
-    `tell` hears of progress, `writer` writes the checkpoints. Runs in the thread that will do all of torch's work: CUDA's
-    current device belongs to a thread. Raises GcoreError.
+    `tell` is called at progress; `writer` writes the checkpoints. Runs in the thread that does all work with torch,
+    because CUDA's current device belongs to a thread. Raises GcoreError.
     """
     began = clock.monotonic()
     manifest = _manifest(launch)
@@ -104,7 +108,7 @@ def load_rank(
 
     tell("loading")
     torch.set_num_threads(launch.threads)
-    torch.set_num_interop_threads(1)  # nothing here runs operators side by side
+    torch.set_num_interop_threads(1)  # operators never run concurrently here
     meeting = meeting_place.Rendezvous(launch.rank, launch.world_size, launch.host)
     if launch.rank == 0:
         opened = meeting_place.open_store(meeting)
@@ -154,7 +158,7 @@ def load_rank(
 
 
 def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], None], fill: Fill | None) -> RankModels:
-    """All that the spec asks for. One reading of the files serves them all at the first start."""
+    """Load all models that the spec needs. At the first start the files are read once for all of them."""
     import torch
 
     from gcore.train.hf_models import explain_memory_error
@@ -168,22 +172,22 @@ def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], No
 
 
 def _manifest(launch: RankLaunch) -> Manifest | None:
-    """The start checkpoint's. Rank 0 reads every byte of it once more; when it ends, so does the world."""
+    """Manifest of the start checkpoint. Rank 0 verifies every byte of it again; if that fails, the whole world ends."""
     folder = launch.checkpoint_path
     if folder is None:
         return None
     manifest = verify_checkpoint(folder) if launch.rank == 0 else read_manifest(folder)
     if manifest.step != launch.start.step or manifest.job_uid != launch.job_uid:
         raise GcoreError(
-            f"the checkpoint is of step {manifest.step} of job {manifest.job_uid}, "
-            f"not of step {launch.start.step} of job {launch.job_uid}",
+            f"the checkpoint belongs to step {manifest.step} of job {manifest.job_uid}, "
+            f"not to step {launch.start.step} of job {launch.job_uid}",
             where=str(folder),
         )
     if launch.spec.train.critic is not None and not has_critic(manifest):
         raise GcoreError(
-            "the checkpoint holds no critic, and this job trains one (train.advantage: gae)",
+            "the checkpoint has no critic, but this job trains one (train.advantage: gae)",
             where=str(folder),
-            fix="Go on from a checkpoint of a job with a critic, or start from the model with a new one",
+            fix="Use a checkpoint of a job with a critic, or start from the model with a new critic",
         )
     return manifest
 
@@ -201,23 +205,23 @@ def _import_the_rest(tell: Callable[[str], None]) -> None:
 log = logging.getLogger("gcore.train")
 
 SHOW_S = 0.5
-"""Progress within a phase is shown so often at most: it is worth nothing beyond "it lives"."""
+"""Minimum interval in seconds of progress messages within a phase."""
 
 FAREWELL_S = 2.0
-"""So long may the farewell take, to watchers or to the group."""
+"""Maximum seconds to inform watchers, or to leave the group."""
 
 MESSAGE_BYTES = 8 << 20
-"""An Apply carries a whole seal, which the store bounds at 1.5 MiB; a chunk is at most 1 MiB."""
+"""Maximum message size. An Apply contains a whole seal, at most 1.5 MiB; a chunk is at most 1 MiB."""
 
 Loader = Callable[[RankLaunch, RendezvousCalls, Clock, Callable[[str], None], BackgroundWriter], RankTrainer]
-"""Everything up to serving, in the thread that trains."""
+"""Prepares everything before serving, in the training thread."""
 
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError", "Broken pipe")
-"""What gloo and NCCL say, amid much else, when a rank they wait for has ended. The log has all of it."""
+"""Parts of the messages of gloo and NCCL when another rank has ended. The log has the whole message."""
 
 
 class ControlListener:
-    """What the supervisor says, sorted: where rank 0 is, and that it is time to stop."""
+    """Reads messages of the supervisor: the address of rank 0, and the request to stop."""
 
     def __init__(self, control: ControlLine, stop: Callable[[], None]) -> None:
         self._control = control
@@ -226,7 +230,7 @@ class ControlListener:
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
 
     def rendezvous(self) -> str:
-        """Block until it is known where rank 0 listens."""
+        """Block until the address of rank 0 is known."""
         return self._rendezvous.get()
 
     def _listen(self) -> None:
@@ -239,7 +243,7 @@ class ControlListener:
 
 
 class ProgressReporter:
-    """Progress, told to the supervisor and shown to watchers: every phase, and now and then within one. Any thread."""
+    """Reports progress to the supervisor and to watchers: every phase, and at intervals within one. Thread-safe."""
 
     def __init__(self, control: ControlLine, clock: Clock, show: Callable[[str, int], None]) -> None:
         self._control = control
@@ -251,7 +255,7 @@ class ProgressReporter:
         self._phases = PhaseMeter("loading", clock.monotonic())
 
     def tell(self, phase: str) -> None:
-        """There is progress, in `phase`. From one thread at a time."""
+        """Report progress in `phase`. From one thread at a time."""
         self._progress += 1
         now = self._clock.monotonic()
         self._phases.tell(phase, now)
@@ -262,12 +266,12 @@ class ProgressReporter:
         self._show(phase, self._progress)
 
     def told(self) -> PhaseTotals:
-        """What the time until now was."""
+        """Seconds by phase until now."""
         return self._phases.read(self._clock.monotonic())
 
 
 class RankProcess:
-    """One rank's life, in the event loop."""
+    """Runs one rank in the event loop."""
 
     def __init__(self, launch: RankLaunch, control: ControlLine, clock: Clock, loader: Loader = load_rank) -> None:
         self._launch = launch
@@ -292,14 +296,14 @@ class RankProcess:
         self._busy.add_done_callback(self._finished)
 
     async def run(self) -> int:
-        """Until it is stopped or fails. Returns the exit code."""
+        """Run until stopped or failed. Returns the exit code."""
         code = await self._end
         await asyncio.to_thread(self._writer.give_up, FAREWELL_S)
         if code == 0 and self._loaded is not None and self._busy.done():
             leaving = self._loop.run_in_executor(self._thread, self._loaded.leave)
             await asyncio.wait({leaving}, timeout=FAREWELL_S)
         await self._server.stop(None)
-        # Calls that were cut off end in the loop's next turn; were they ended with the loop, the log would tell of them as of errors.
+        # Let cancelled calls end in the next loop iteration; otherwise the log would show them as errors.
         await self._clock.sleep(0.0)
         return code
 
@@ -328,15 +332,15 @@ class RankProcess:
         self._busy.add_done_callback(self._finished)
 
     def _begin_part(self, part: StepPartInput) -> None:
-        # One thread does all of it, so what is begun later comes later.
+        # One thread does all work, so tasks run in the order in which they are created.
         self._busy = asyncio.create_task(self._accumulate(part))
         self._busy.add_done_callback(self._finished)
 
     async def _rest(self, what: Collection[str]) -> None:
-        """Have exactly these parts released. Raises CannotOffload, and what fails otherwise is the process's failure."""
+        """Release exactly these parts. Raises CannotOffload; any other error ends the process."""
         task = self._busy = asyncio.create_task(self._go_to_rest(what))
         task.add_done_callback(self._rested)
-        await asyncio.shield(task)  # it goes on, whoever does not wait for it any more
+        await asyncio.shield(task)  # it continues even if the caller is cancelled
 
     async def _go_to_rest(self, what: Collection[str]) -> None:
         assert self._loaded is not None
@@ -348,14 +352,14 @@ class RankProcess:
                 self._pulse.tell(self._resting)
 
     def _rested(self, task: asyncio.Task[None]) -> None:
-        """What finds no room is told to whoever asked for it, and the rank goes on as it was."""
+        """Report a lack of room to the caller only; the rank continues unchanged."""
         if task.cancelled() or not isinstance(task.exception(), CannotOffload):
             self._finished(task)
 
     async def _accumulate(self, part: StepPartInput) -> None:
         assert self._loaded is not None
         await self._loop.run_in_executor(self._thread, self._loaded.accumulate, part, self._pulse.tell)
-        if self._busy is asyncio.current_task():  # or the thread tells already of what was begun since
+        if self._busy is asyncio.current_task():  # otherwise the thread already reports later work
             self._pulse.tell(self._resting)
 
     async def _apply(self, work: StepInput) -> None:
@@ -366,7 +370,9 @@ class RankProcess:
 
     @property
     def _resting(self) -> str:
-        """The phase without a step to apply. Until a write that failed is tried again, there is nothing to be stuck in."""
+        """The phase without a step to apply: `checkpoint` while the writer is active, `waiting` while it is idle or
+        waits for a retry.
+        """
         writing = self._writer.writing
         return CHECKPOINT if self._writer.busy and writing is not None and not writing.error else "waiting"
 
@@ -374,7 +380,7 @@ class RankProcess:
         self._loop.call_soon_threadsafe(self._wrote)
 
     def _wrote(self) -> None:
-        """The writer got on, or ended."""
+        """The writer made progress or finished."""
         defect = self._writer.defect()
         if defect is not None:
             self._failed(defect)
@@ -383,11 +389,11 @@ class RankProcess:
         board.saved, board.writing, board.trouble = self._writer.saved, self._writer.writing, self._writer.trouble
         if self._busy.done() and not self._end.done():
             self._pulse.tell(self._resting)
-        if board.checkpointing != told:  # bytes alone are shown with the next progress
+        if board.checkpointing != told:  # a change of bytes only is shown with the next progress
             board.show()
 
     def _finished(self, task: asyncio.Task[None]) -> None:
-        """Of loading or a step. A failure is the process's."""
+        """Handle the end of loading or of a step. A failure ends the process."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._failed(error)
@@ -400,7 +406,7 @@ class RankProcess:
 
     async def _fail(self) -> None:
         self._control.send("failed", reason=self._board.error)
-        await self._server.stop(FAREWELL_S)  # returns when the watchers have heard it
+        await self._server.stop(FAREWELL_S)  # returns when watchers have received the error
         if not self._end.done():
             self._end.set_result(1)
 
@@ -422,7 +428,7 @@ class RankProcess:
 
 
 def failure_reason(error: BaseException, phase: str) -> str:
-    """A failure as one sentence."""
+    """Description of a failure in one sentence."""
     if isinstance(error, GcoreError):
         return str(error)
     if isinstance(error, RuntimeError) and any(word in str(error) for word in LOST_RANK):
@@ -432,7 +438,7 @@ def failure_reason(error: BaseException, phase: str) -> str:
 
 
 def main(clock: Clock, loader: Loader = load_rank) -> None:
-    """Run the rank whose launch document comes over the control line; does not return."""
+    """Run the rank whose launch document arrives on the control line; does not return."""
     set_up_logging()
     control = ControlLine.inherit()
     if control is None:

@@ -1,9 +1,9 @@
-"""The messages of `TrainRank`, checked and turned into what `gcore.train.rank.feed` knows, and back: the only place that
-knows how tokens, worlds and groups go over the wire, for the rank and for whoever feeds it.
+"""Messages of `TrainRank`: validation and conversion from and to the types of `gcore.train.rank.feed`.
 
-A payload must have the size and the SHA-256 its header announced; every sample must have the digest that came with it,
-and the digests of a group's samples must give the group's own. Whether that is the digest in the seal is decided later,
-when there is a seal. Numbers that are not finite are refused here, before they can reach a gradient.
+Only this module defines how tokens, worlds and groups are encoded, for the rank and for senders. A payload must have
+the size and SHA-256 in its header, every sample must have its stated digest, and the digests of a group's samples must
+give the group's own. Later the group's digest is compared with the seal. Numbers that are not finite are refused here,
+before they can reach a gradient.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from gcore.types import Group, PromptRef, Range, Token, Version, group_digest, r
 CHUNK_BYTES = 1 << 20
 
 LARGEST_PAYLOAD = (1 << 31) - 1
-"""What protobuf can hold in one message."""
+"""Maximum size of a protobuf message."""
 
 
 class FeedDamaged(GcoreError):
-    """What a sender brought is not what it said it was; it must send again."""
+    """A payload does not match its header or digests; the sender must send it again."""
 
 
 def read_world(world: pb.WorldId) -> WorldName:
-    """The world a caller means."""
+    """The world that a caller names."""
     return WorldName(world.job_uid, world.world, world.lineage)
 
 
 def read_token(token: pb.StepToken) -> Token:
-    """A token."""
+    """The token in a message."""
     return Token(token.lineage, token.step, token.attempt)
 
 
@@ -55,7 +55,7 @@ def write_token(token: Token) -> pb.StepToken:
 
 
 def write_sample_listing(held: SampleListing) -> list[pb.HeldGroup]:
-    """What is held, by digest."""
+    """Held samples, by digest."""
     return [pb.HeldGroup(digest=digest, samples=sorted(samples)) for digest, samples in sorted(held.items())]
 
 
@@ -84,7 +84,7 @@ def write_state(state: FeedState) -> pb.RankState:
 
 
 def write_saved_checkpoint(saved: WrittenCheckpoint) -> pb.SavedCheckpoint:
-    """A checkpoint that is on the disk."""
+    """A checkpoint on disk."""
     return pb.SavedCheckpoint(
         lineage=saved.version.lineage, step=saved.version.step, file=saved.file, sha256=saved.sha256
     )
@@ -96,7 +96,7 @@ def read_saved_checkpoint(message: pb.SavedCheckpoint) -> WrittenCheckpoint:
 
 
 def write_checkpoint_progress(writing: WriteProgress) -> pb.CheckpointWrite:
-    """How the newest write of a checkpoint stands."""
+    """Progress of the newest checkpoint write."""
     return pb.CheckpointWrite(
         lineage=writing.version.lineage,
         step=writing.version.step,
@@ -119,20 +119,21 @@ def read_checkpoint_progress(message: pb.CheckpointWrite) -> WriteProgress:
 
 
 def write_payload(groups: Iterable[tuple[Group, frozenset[int]]]) -> bytes:
-    """A feed of some samples (by index) of groups. What `read_payload` reads."""
+    """Encode some samples (by index) of groups; inverse of `read_payload`."""
     return pb.FeedPayload(groups=[_part(group, samples) for group, samples in groups]).SerializeToString()
 
 
 def read_payload(header: pb.FeedHeader, data: bytes) -> Mapping[str, TrainGroup]:
-    """The groups of a feed, by digest. `data` is all chunks, joined. Raises FeedDamaged."""
+    """The groups of a feed, by digest. `data`: all chunks, joined. Raises FeedDamaged."""
     if len(data) != header.total_bytes or hashlib.sha256(data).digest() != header.sha256:
         raise FeedDamaged(
-            f"{len(data)} bytes came that are not the {header.total_bytes} announced", where=header.sender
+            f"the payload of {len(data)} bytes does not match its header ({header.total_bytes} bytes, or its SHA-256)",
+            where=header.sender,
         )
     try:
         payload = pb.FeedPayload.FromString(data)
     except DecodeError as error:
-        raise FeedDamaged(f"not a FeedPayload ({error})", where=header.sender) from error
+        raise FeedDamaged(f"the payload is not a FeedPayload ({error})", where=header.sender) from error
     groups: dict[str, TrainGroup] = {}
     for part in payload.groups:
         group = _group(part, header.sender)
@@ -141,7 +142,7 @@ def read_payload(header: pb.FeedHeader, data: bytes) -> Mapping[str, TrainGroup]
 
 
 def sample_digest(token_ids: bytes, logprobs: bytes, reward: float, *, masked: bool, observed: bytes = b"") -> bytes:
-    """`gcore.types.Sample.digest` from the bytes as they come over the wire."""
+    """`gcore.types.Sample.digest`, computed from the encoded bytes."""
     h = hashlib.sha256(struct.pack("<I", len(token_ids) // 4))
     h.update(token_ids)
     h.update(logprobs)
@@ -177,20 +178,22 @@ def _group(part: pb.GroupPart, sender: str) -> TrainGroup:
     ref = PromptRef(part.ref.data_epoch, part.ref.shard, part.ref.seq)
     where = f"group {part.digest} of prompt {ref} from {sender}"
     if not part.prompt_ids or len(part.prompt_ids) % 4:
-        raise FeedDamaged(f"a prompt of {len(part.prompt_ids)} bytes; at least one int32 is needed", where=where)
+        raise FeedDamaged(f"the prompt has {len(part.prompt_ids)} bytes; it needs at least one int32", where=where)
     prompt_ids = np.frombuffer(part.prompt_ids, dtype="<i4").astype(np.int32)
     if not (math.isfinite(part.temperature) and part.temperature > 0):
-        raise FeedDamaged(f"temperature {part.temperature}; it must be above 0", where=where)
+        raise FeedDamaged(f"the temperature is {part.temperature}; it must be above 0", where=where)
     baseline = part.baseline if part.HasField("baseline") else None
     if baseline is not None and not math.isfinite(baseline):
-        raise FeedDamaged(f"baseline {baseline}; it must be finite", where=where)
+        raise FeedDamaged(f"the baseline is {baseline}; it must be finite", where=where)
     digests = list(part.sample_digests)
     if group_digest(ref, tuple(prompt_ids.tolist()), digests, part.temperature, baseline) != part.digest:
-        raise FeedDamaged("the digest is not that of the prompt and the samples' digests", where=where)
+        raise FeedDamaged("the digest does not match the prompt and the samples' digests", where=where)
     samples = {}
     for sample in part.samples:
         if sample.index >= len(part.sample_digests):
-            raise FeedDamaged(f"sample {sample.index} of {len(part.sample_digests)}", where=where)
+            raise FeedDamaged(
+                f"sample {sample.index} does not exist; there are {len(part.sample_digests)}", where=where
+            )
         samples[sample.index] = _sample(sample, part.sample_digests[sample.index], where)
     return TrainGroup(ref, part.digest, prompt_ids, samples, part.temperature, baseline)
 
@@ -206,7 +209,7 @@ def _sample(sample: pb.SamplePart, digest: bytes, where: str) -> TrainSample:
         sample.token_ids, sample.logprobs, sample.reward, masked=sample.masked, observed=sample.observed
     )
     if own != digest:
-        raise FeedDamaged(f"sample {sample.index} does not have the digest that came with it", where=where)
+        raise FeedDamaged(f"sample {sample.index} does not match its digest", where=where)
     logprobs = np.frombuffer(sample.logprobs, dtype="<f4").astype(np.float32)
     if not (np.isfinite(logprobs).all() and math.isfinite(sample.reward)):
         raise FeedDamaged(f"sample {sample.index} has a log-probability or reward that is not finite", where=where)
@@ -215,7 +218,7 @@ def _sample(sample: pb.SamplePart, digest: bytes, where: str) -> TrainSample:
 
 
 def _observed(sample: pb.SamplePart, count: int, where: str) -> tuple[Range, ...]:
-    """What of a sample of `count` tokens was observed. Raises FeedDamaged."""
+    """Observed ranges of a sample with `count` tokens. Raises FeedDamaged."""
     if len(sample.observed) % 8:
         raise FeedDamaged(f"sample {sample.index} has {len(sample.observed)} bytes of observed ranges", where=where)
     edges = np.frombuffer(sample.observed, dtype="<i4").tolist()

@@ -1,7 +1,9 @@
-"""`python -m gcore.train.rank.selftest`: whether torch and DeepSpeed work here, told as JSON, one object a line.
+"""`python -m gcore.train.rank.selftest`: checks whether torch and DeepSpeed work here; prints JSON, one object per
+line.
 
-First what torch is and sees; then, if DeepSpeed can be imported and a world of one rank makes an update on gloo, that.
-What goes wrong ends the process with the exception on standard error. For `gcore doctor`, which must not import any of it.
+First it prints torch's version and devices. If DeepSpeed can be imported and a world of one rank makes an update on
+gloo, it prints that too. An error ends the process with the exception on standard error. Used by `gcore doctor`, which
+must not import these libraries.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 
 
 def main() -> None:
-    """The process."""
+    """Run the self-test."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
 
@@ -22,11 +24,11 @@ def main() -> None:
     _say({"torch": torch.__version__, "cuda": torch.version.cuda, "devices": devices})
     _say({"deepspeed": _update()})
     sys.stdout.flush()
-    os._exit(0)  # collective libraries can abort at an orderly exit
+    os._exit(0)  # collective libraries can abort during a normal exit
 
 
 def _update() -> str:
-    """One update of a tiny model; DeepSpeed's version."""
+    """Make one update of a tiny model; returns DeepSpeed's version."""
     import torch
     import torch.distributed as dist
     from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -54,7 +56,7 @@ def _update() -> str:
     engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
     if torch.equal(before, module.weight):
-        raise RuntimeError("an update changed nothing")
+        raise RuntimeError("the update did not change the weights")
     return str(deepspeed.__version__)
 
 

@@ -1,10 +1,11 @@
-"""`TrainRank` over gRPC: turns calls into events of `gcore.train.rank.feed`, and its answers into replies.
+"""gRPC service `TrainRank`: converts calls to events of `gcore.train.rank.feed`, and its answers to replies.
 
-Runs in the event loop and never blocks it: payloads are checked in a thread, training and resting happen in another. State only
-changes in the loop, between two awaits, so calls cannot interleave within a decision.
+Runs in the event loop and never blocks it: payloads are checked in a thread; training and offloading run in another.
+The state changes only in the loop, between two awaits, so calls cannot interleave within a decision.
 
-What it refuses it refuses with FAILED_PRECONDITION; a payload that is damaged with DATA_LOSS; a chunk or seal that is
-not what the protocol says with INVALID_ARGUMENT; memory that cannot be put aside with RESOURCE_EXHAUSTED. Does not decide when the process ends (`gcore.train.rank.main`).
+Refused requests get FAILED_PRECONDITION; damaged payloads DATA_LOSS; chunks or seals that violate the protocol
+INVALID_ARGUMENT; memory that cannot be offloaded RESOURCE_EXHAUSTED. `gcore.train.rank.main` decides when the process
+ends.
 """
 
 from __future__ import annotations
@@ -57,22 +58,22 @@ from gcore.train.rank.messages import (
 )
 
 COALESCE_S = 0.05
-"""Watchers are told at most so often,"""
+"""Minimum interval in seconds between messages to watchers."""
 
 PARTS_S = 0.5
-"""and so often of parts of a batch that is not whole yet."""
+"""The same for changes that nothing waits for, such as parts of an incomplete batch."""
 
 CONTEXT = grpc.aio.ServicerContext[object, object]
 
 
 class RankStatus:
-    """What the rank shows: its state, phase, last report. Used in the event loop only.
+    """Status of the rank: state, phase, last report. Used in the event loop only.
 
-    `progress` alone is not worth a message each; whoever runs the clock decides when to `show` it.
+    A change of `progress` alone is not worth a message; the caller decides when to `show` it.
     """
 
     def __init__(self, state: FeedState, clock: Clock, told: Callable[[], PhaseTotals] | None = None) -> None:
-        """`told`: what the rank's time was."""
+        """`told`: returns the rank's seconds by phase."""
         self.state = state
         self._clock = clock
         self._told = told
@@ -83,20 +84,20 @@ class RankStatus:
         self.writing: WriteProgress | None = None
         self.trouble = ""
         self.released: frozenset[str] = frozenset()
-        """The parts of its memory that it has given back."""
+        """Released parts of the rank's memory."""
         self._report: pb.StepReport | None = None
         self._changed, self._wanted = asyncio.Event(), asyncio.Event()
         self._said: pb.RankState | None = None
-        """The newest message: it is made once, for all who watch."""
+        """The newest message, created once for all watchers."""
 
     @property
     def checkpointing(self) -> object:
-        """What of the checkpoints, and of the folder they go to, is worth a message of its own."""
+        """State of checkpoints and their folder whose change is worth a message."""
         writing = self.writing
         return self.trouble, self.saved, writing and (writing.version, writing.error, writing.over)
 
     def show(self, *, wanted: bool = True) -> None:
-        """Let everybody who watches see it; what nobody waits for, a little later."""
+        """Send the status to all watchers; with `wanted` False, a little later."""
         self._said = None
         self._changed.set()
         self._changed = asyncio.Event()
@@ -105,7 +106,7 @@ class RankStatus:
             self._wanted = asyncio.Event()
 
     def reported(self, result: StepResult, content: bytes) -> None:
-        """The token that was being applied is applied."""
+        """The token was applied."""
         self.state = feed.finish_step(self.state)
         self.phase = "waiting"
         self._report = pb.StepReport(
@@ -116,14 +117,14 @@ class RankStatus:
         self.show()
 
     def failed(self, reason: str) -> None:
-        """It is over; watchers are told and their streams end."""
+        """The rank has failed; watchers get the reason and their streams end."""
         self.phase, self.error = "failed", reason
         self.show()
 
     def message(self) -> pb.RankState:
-        """As the protocol says it."""
+        """The status as a protocol message."""
         message = write_state(self.state)
-        # The training thread may still tell of its phase; a failure stands.
+        # The training thread may still report a phase; a failure takes precedence.
         message.phase = "failed" if self.error else self.phase
         message.progress, message.error = self.progress, self.error
         message.trouble = self.trouble
@@ -141,12 +142,12 @@ class RankStatus:
         return message
 
     async def messages(self) -> AsyncIterator[pb.RankState]:
-        """The state now, and after each change; the newest only, if somebody is slow. Ends with a failure.
+        """Yield the status now and after each change; a slow reader gets only the newest. Ends after a failure.
 
-        Changes that come within `COALESCE_S` are one message, and those that nobody waits for within `PARTS_S`: a batch comes
-        from all controllers at once, and each of them would be told of each of its parts.
+        Changes within `COALESCE_S` are combined into one message, and those that nothing waits for within `PARTS_S`: a
+        batch comes from all controllers at once, and each of them would get a message about every part.
         """
-        self._said = None  # who comes is told what is, also what was not worth a message
+        self._said = None  # a new watcher gets the current status, including changes not worth a message
         while True:
             if self._said is None:
                 self._said = self.message()
@@ -162,7 +163,7 @@ class RankStatus:
                 await self._clock.sleep(rest)
 
     async def _until(self, wanted: asyncio.Event, at: float) -> None:
-        """`wanted`, but not after the time `at`."""
+        """Wait for `wanted`, at most until time `at`."""
         resting = asyncio.create_task(self._clock.sleep(max(0.0, at - self._clock.monotonic())))
         hearing = asyncio.create_task(wanted.wait())
         try:
@@ -173,7 +174,7 @@ class RankStatus:
 
 
 class TrainRankService(train_pb2_grpc.TrainRankServicer):
-    """The servicer. `begin` and `begin_part` take work to the training thread and return at once."""
+    """The servicer. `begin` and `begin_part` pass work to the training thread and return at once."""
 
     def __init__(
         self,
@@ -182,24 +183,27 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         begin_part: Callable[[StepPartInput], None],
         rest: Callable[[Collection[str]], Awaitable[None]],
     ) -> None:
-        """`rest` returns when exactly the parts that it names are released."""
+        """`rest` returns when exactly the given parts are released."""
         self._board = board
         self._begin = begin
         self._begin_part = begin_part
         self._rest = rest
 
     async def Feed(self, request_iterator: AsyncIterator[pb.FeedChunk], context: CONTEXT) -> pb.FeedReply:
-        """Samples of one token."""
+        """Receive samples of one token."""
         header: pb.FeedHeader | None = None
         data = bytearray()
         async for chunk in request_iterator:
             if header is None:
                 header = await self._header(chunk, context)
             if len(chunk.data) > CHUNK_BYTES or len(data) + len(chunk.data) > header.total_bytes:
-                await _invalid(context, f"a chunk of {len(chunk.data)} bytes, at most {CHUNK_BYTES} and as announced")
+                await _invalid(
+                    context,
+                    f"a chunk has {len(chunk.data)} bytes; the maximum is {CHUNK_BYTES}, and the size in the header in total",
+                )
             data += chunk.data
         if header is None:
-            await _invalid(context, "a feed without a chunk")
+            await _invalid(context, "the feed has no chunk")
         try:
             groups = await asyncio.to_thread(read_payload, header, bytes(data))
         except FeedDamaged as error:
@@ -216,7 +220,7 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         return pb.FeedReply(held=write_sample_listing(state.held) if state.holding == token else [])
 
     async def Apply(self, request: pb.ApplyRequest, context: CONTEXT) -> pb.ApplyReply:
-        """Train on a sealed step."""
+        """Train a sealed step."""
         name, token = read_world(request.world), read_token(request.token)
         seal = await self._seal(request, context)
         answer = feed.apply_step(self._board.state, name, token, seal)
@@ -232,7 +236,7 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         return pb.ApplyReply()
 
     async def Accumulate(self, request: pb.ApplyRequest, context: CONTEXT) -> pb.ApplyReply:
-        """Train on the READY parts of a step, up to their gradients."""
+        """Compute the gradients of the READY parts of a step."""
         name, token = read_world(request.world), read_token(request.token)
         seal = await self._seal(request, context)
         answer = feed.accumulate_parts(self._board.state, name, token, seal)
@@ -249,7 +253,7 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         return pb.ApplyReply()
 
     async def Release(self, request: pb.ReleaseRequest, context: CONTEXT) -> pb.RestReply:
-        """Give memory back."""
+        """Release memory."""
         await self._admit(read_world(request.world), context)
         if wrong := unknown_parts(request.what):
             await _invalid(context, wrong)
@@ -259,7 +263,7 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         return await self._put_to_rest(self._board.released | frozenset(request.what or PARTS), context)
 
     async def Restore(self, request: pb.RestoreRequest, context: CONTEXT) -> pb.RestReply:
-        """Take it again."""
+        """Restore memory."""
         await self._admit(read_world(request.world), context)
         refused = refuse_restore(self._board.state)
         if refused is not None:
@@ -274,7 +278,7 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         return pb.RestReply(released=sorted(self._board.released))
 
     async def _seal(self, request: pb.ApplyRequest, context: CONTEXT) -> Seal:
-        """The seal that a caller of this world brings."""
+        """The seal in the request, after checking the caller's world."""
         refused = feed.check_caller(self._board.state, read_world(request.world), read_token(request.token))
         if refused is not None:
             await _refused(context, refused)
@@ -285,20 +289,21 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
             await _invalid(context, str(error))
 
     async def Watch(self, request: pb.WatchRequest, context: CONTEXT) -> AsyncIterator[pb.RankState]:
-        """The rank's state, as it changes."""
+        """Stream the rank's status as it changes."""
         await self._admit(read_world(request.world), context)
         async for message in self._board.messages():
             yield message
 
     async def _header(self, chunk: pb.FeedChunk, context: CONTEXT) -> pb.FeedHeader:
-        """Of the first chunk. Strangers are refused before they have sent everything."""
+        """The header in the first chunk. Callers of another world are refused before they send everything."""
         if not chunk.HasField("header"):
             await _invalid(context, "the first chunk has no header")
         await self._admit(read_world(chunk.header.world), context)
         await _served(chunk.header.schema_version, context)
         if chunk.header.total_bytes > LARGEST_PAYLOAD:
             await _invalid(
-                context, f"{chunk.header.total_bytes} bytes at once; at most {LARGEST_PAYLOAD}, feed in parts"
+                context,
+                f"the payload has {chunk.header.total_bytes} bytes; the maximum is {LARGEST_PAYLOAD}, send it in parts",
             )
         return chunk.header
 
@@ -314,7 +319,7 @@ async def _refused(context: CONTEXT, refused: RankRefusal) -> NoReturn:
 
 
 async def _served(version: int, context: CONTEXT) -> None:
-    """Refuse a message of a schema version that is not served."""
+    """Refuse a message with an unsupported schema version."""
     why = version_refusal(str(version))
     if why is not None:
         await _refused(context, RankRefusal(why))

@@ -181,7 +181,7 @@ async def test_what_is_aborted_while_it_waits_is_given_up(client: EngineClient) 
     other = asyncio.create_task(client.classify([prompt(5, 6)], rid="other"))
     await until_waiting(client, 3)
     await client.abort("mine", 2)
-    with pytest.raises(EngineGaveUp, match="gave up"):
+    with pytest.raises(EngineGaveUp, match="aborted"):
         await asked
     await client.resume()
     assert len(await other) == 1

@@ -161,7 +161,7 @@ async def test_cut_off_answers_become_what_the_spec_says(make: Make, rollout: di
 async def test_what_cannot_be_scored_is_an_error_for_the_flow(make: Make) -> None:
     bench = make(entries=NO_NUMBERS, reward={"name": "numeric"})
     _, (prompt, *_) = await some_prompts(bench, 1)
-    with pytest.raises(RewardError, match="is no number"):
+    with pytest.raises(RewardError, match="is not a number"):
         await bench.peer.score(prompt, await bench.peer.rollout(prompt))
 
 
@@ -212,7 +212,7 @@ async def test_a_reward_that_fails_ends_its_prompt_with_the_reason(make: Make) -
     await produced(bench, score_group, 1)
     (outcome,) = bench.ended().values()
     assert outcome.kind == "failed"
-    assert "is no number" in outcome.reason
+    assert "is not a number" in outcome.reason
 
 
 async def test_a_prompt_whose_engine_failed_is_issued_again(make: Make) -> None:
@@ -245,11 +245,11 @@ async def test_a_name_serves_once_in_a_step_and_what_is_no_small_json_is_refused
     await step.gather("x", 1)
     with pytest.raises(ValueError, match="was used in this step"):
         await step.gather("x", 2)
-    with pytest.raises(ValueError, match="no JSON of finite numbers"):
+    with pytest.raises(ValueError, match="not JSON with finite numbers"):
         await step.gather("y", float("nan"))
-    with pytest.raises(ValueError, match="is no name"):
+    with pytest.raises(ValueError, match="invalid name"):
         await step.gather("No name", 1)
-    with pytest.raises(ValueError, match="no number"):
+    with pytest.raises(ValueError, match="not a number"):
         await step.sum("z", "1")
 
 
@@ -259,12 +259,12 @@ OTHER = PromptRef(0, 0, 50)
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda group: None, "gave None for prompt 0/0/0"),
-        (lambda group: [group], "gave a list for prompt 0/0/0"),
-        (lambda group: Outcome("trained"), r"gave Outcome\(kind='trained', reason=''\)"),
+        (lambda group: None, "returned None for prompt 0/0/0"),
+        (lambda group: [group], "returned a list for prompt 0/0/0"),
+        (lambda group: Outcome("trained"), r"returned Outcome\(kind='trained', reason=''\)"),
         (lambda group: Outcome("skipped"), "kind='skipped'"),  # type: ignore[arg-type]
         (lambda group: Outcome("failed", 3), "reason=3"),  # type: ignore[arg-type]
-        (lambda group: replace(group, ref=OTHER), "gave a group of prompt 0/0/50 for prompt 0/0/0"),
+        (lambda group: replace(group, ref=OTHER), "returned a group of prompt 0/0/50 for prompt 0/0/0"),
     ],
     ids=["nothing", "a list", "trained", "no kind", "no reason", "another prompt's"],
 )

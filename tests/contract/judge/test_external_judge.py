@@ -149,7 +149,7 @@ async def test_with_a_wrong_key_questions_wait_and_none_fails() -> None:
         assert 1 <= fake.refused <= 20
         assert "key" in book.causes
         (trouble,) = book.troubles
-        assert "name the environment variable that holds it in external.key_env" in trouble
+        assert "set external.key_env to its environment variable" in trouble
         assert "sk-of-another" not in trouble
 
 
@@ -159,4 +159,4 @@ async def test_a_server_without_usage_is_told_once() -> None:
         fake.script = [FakeFailure(usage=False), FakeFailure(usage=False)]
         await ask("1+2=", (1, 2))
     assert book.paid == [(0, 0), (0, 0)]
-    assert book.troubles == ["judge 'x' does not say how many tokens its answers have"]
+    assert book.troubles == ["judge 'x' does not report token counts"]

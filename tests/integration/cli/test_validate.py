@@ -174,7 +174,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], Callable[[Path], object], str]] = [
         "an expected answer that is no number, far behind the first",
         (),
         lambda f: (f / "sums.jsonl").open("a").write('{"prompt": "1 + 1 + 1 =", "answer": "two"}\n'),
-        "sums.jsonl, entry 40: the expected answer 'two' in field 'answer' is no number",
+        "sums.jsonl, entry 40: the expected answer 'two' in field 'answer' is not a number",
     ),
     (
         "more shards than prompts",

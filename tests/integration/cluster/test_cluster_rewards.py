@@ -105,7 +105,7 @@ def check(entries: list[LogEntry], faults: list[FaultRecord]) -> None:
     assert failed == {
         "reward 'moody' raised ValueError: not today",
         "reward 'moody' took longer than 1 s (reward",
-        "reward 'moody' took the process that scores with it, which was ended by itself with exit code 9",
+        "reward 'moody' ended its process, which was ended by itself with exit code 9",
     }
     assert all(ended.source == "letters" for entry in entries for ended in entry.delta if ended.kind == "failed")
     assert {fault.what.split(".")[0] for fault in faults} == failed  # an event for each reason, once

@@ -177,7 +177,7 @@ def test_a_job_whose_groups_are_all_filtered_fails_after_an_epoch_and_says_so(
     assert outcome.summary["state"] == "FAILED"
     assert outcome.summary["audit"] == "clean"
     assert (
-        "(17 were filtered, 0 failed); the commonest reason, 15 times: "
-        "a response was cut off at 3 tokens (rollout.max_new_tokens)" in (outcome.summary["reason"])
+        "(17 were filtered, 0 failed); most common reason (15 times): "
+        "a response was truncated at 3 tokens (rollout.max_new_tokens)" in (outcome.summary["reason"])
     )
     assert outcome.summary["sources"]["digits"]["filtered"] >= 12

@@ -182,7 +182,7 @@ def test_a_program_that_never_stops_talking_is_ended(box: ProgramSandbox) -> Non
         pytest.param("import sys; sys.exit('no')", id="gives up"),
         pytest.param("import ctypes; ctypes.string_at(0)", id="crashes"),
         pytest.param("import os; os.closerange(3, 64)", id="closes what its tests are told by"),
-        pytest.param("this is no Python", id="is no Python"),
+        pytest.param("this is no Python", id="is not valid Python"),
     ],
 )
 def test_a_program_that_does_not_come_to_its_tests_passes_none(box: ProgramSandbox, program: str) -> None:

@@ -162,7 +162,7 @@ async def test_the_first_call_of_a_process_may_take_longer_than_a_response(opene
 async def test_a_first_call_that_takes_too_long_is_told_where_to_load(opened: Opened) -> None:
     async with opened(timeout_s=0.2, start_timeout_s=3) as pool:
         (result,) = await score(pool, "hang")
-        assert re.search(r"took longer than 3 s in the first call of its process.*load it in `start`", str(result))
+        assert re.search(r"took longer than 3 s in its first call in a process; load libraries in `start`", str(result))
 
 
 async def test_an_entry_is_checked_without_a_response() -> None:
@@ -173,7 +173,7 @@ async def test_an_entry_is_checked_without_a_response() -> None:
     finally:
         await pool.close()
     assert good == RewardResult(0.0)
-    assert "'two' in field 'answer' is no number" in str(bad)
+    assert "'two' in field 'answer' is not a number" in str(bad)
 
 
 async def test_a_response_is_not_blamed_for_what_another_left_behind(opened: Opened, tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ async def test_processes_that_are_killed_from_outside_are_replaced(opened: Opene
         pytest.param("import json\njson.loads('{')\n", "JSONDecodeError", id="raises at import"),
         pytest.param(
             "def score(r, f, s): ...\ndef start(s): raise OSError('no compiler')\nscore.start = start\n",
-            "raised OSError: no compiler while it was started",
+            "raised OSError: no compiler in start",
             id="cannot start",
         ),
     ],
@@ -308,5 +308,5 @@ async def test_a_reward_that_slows_down_is_told_by_what_it_takes_and_what_waits_
         assert pool.scoring.what == "3 responses wait to be scored by reward 'odd'"
         await slow
     assert len(said) == 1
-    assert re.fullmatch(r"reward 'odd' takes \S+ s a response, \d+ times as long as before \(.* s\)", said[0])
+    assert re.fullmatch(r"reward 'odd' takes \S+ s per response, \d+ times the usual .* s", said[0])
     assert pool.scoring == PoolStatus(0, 11, "0 responses wait to be scored by reward ")

@@ -82,4 +82,4 @@ def test_a_state_that_is_not_there_whole_or_is_damaged_is_refused_by_every_rank_
     assert "no node of this world has shard 1 of 3 of step 6 of world w2 in memory" in lacking
     for rank in range(2):
         damaged = (folder / "zero1-parts" / f"refused-w4-{rank}").read_text()
-        assert "the copies of shard 0 of step 6 of world w2 are not what was copied" in damaged
+        assert "the replicas of shard 0 of step 6 of world w2 are damaged" in damaged

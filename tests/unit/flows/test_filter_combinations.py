@@ -208,4 +208,4 @@ def test_a_flows_numbers_that_no_rank_takes_fail_the_prompt(value: float) -> Non
 def test_a_flows_response_that_lacks_what_a_token_needs_fails_its_prompt(lacking: dict[str, Any]) -> None:
     whole = group(1.0, 0.0)
     torn = replace(whole, samples=(whole.samples[0], replace(whole.samples[1], **lacking)))
-    assert "the flow gave a response (sample 1) of" in (untrainable_reason(torn, spec().train) or "")
+    assert "the flow returned a response (sample 1) of" in (untrainable_reason(torn, spec().train) or "")

@@ -101,11 +101,11 @@ def test_length_looks_at_every_response() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("signal", {"low": 1}, "has no option 'low'. Known: none"),
-        ("reward_band", {"lo": 1}, "has no option 'lo'. Known: low, high"),
+        ("signal", {"low": 1}, "has no option 'low'. Known options: none"),
+        ("reward_band", {"lo": 1}, "has no option 'lo'. Known options: low, high"),
         ("reward_band", {}, "has no bound"),
-        ("reward_band", {"low": "x"}, "is 'x', no number"),
-        ("reward_band", {"low": True}, "is True, no number"),
+        ("reward_band", {"low": "x"}, "is 'x', which is not a number"),
+        ("reward_band", {"low": True}, "is True, which is not a number"),
         ("reward_band", {"low": 2, "high": 1}, "keeps nothing"),
         ("length", {"max": 3}, "has no option 'max'"),
     ],

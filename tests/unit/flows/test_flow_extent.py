@@ -118,7 +118,7 @@ def test_the_learning_rates_schedule_runs_over_the_steps_that_the_seal_says(tmp_
     by_prompts = spec(flow={"epochs": 2}, train={"epochs": 2, "mini_batches": 3}).model_dump(mode="json")
     launch = rank_launch(by_prompts, tmp_path)
     assert launch.total_updates(12) == 12 * 2 * 3
-    with pytest.raises(ValueError, match="this one has none"):
+    with pytest.raises(ValueError, match="has no planned_steps"):
         launch.total_updates(None)
     by_steps = spec(flow={"steps": 5}, train={"epochs": 2, "mini_batches": 3}).model_dump(mode="json")
     assert rank_launch(by_steps, tmp_path).total_updates(99) == 5 * 2 * 3

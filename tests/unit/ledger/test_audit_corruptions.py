@@ -172,7 +172,7 @@ def test_a_job_of_schema_version_2_goes_on_and_binds_from_its_next_entry_on(tmp_
     assert audited(job).clean
     job.binds = False
     job.step()
-    assert "has no digest of the job's record, and entry 3 has one" in audited(job).violations[0]
+    assert "has no digest of the job's record, but entry 3 has one" in audited(job).violations[0]
 
 
 def test_very_many_violations_are_counted_not_told() -> None:
@@ -181,8 +181,8 @@ def test_very_many_violations_are_counted_not_told() -> None:
         found.add("outcome", f"number {number}", [PromptRef(0, 0, number)])
     told = Audit(tuple(found.findings), more=found.more).violations
     assert len(told) == MOST_FOUND + 1
-    assert told[-1] == "and 7 violations more"
-    assert Audit(tuple(found.findings), more=1).violations[-1] == "and 1 violation more"
+    assert told[-1] == "and 7 more violations"
+    assert Audit(tuple(found.findings), more=1).violations[-1] == "and 1 more violation"
 
 
 def test_of_a_job_that_was_deleted_meanwhile_no_copy_makes_its_folder_again(tmp_path: Path) -> None:

@@ -243,11 +243,11 @@ def test_a_whole_seal_begins_with_its_ready_parts_and_is_refused_without_them() 
     assert (ready.state, ready.ready_parts) == (SealState.READY, 3)
     without = SealStep(chosen.groups[1:], ())
     why = refuse_seal(cluster.rules, cluster.head, cluster.seals, without)
-    assert why == "it is without groups that every rank holds for good"
-    with pytest.raises(ValueError, match="READY parts that would be lost"):
+    assert why == "groups of its READY parts are missing"
+    with pytest.raises(ValueError, match="would lose its READY parts"):
         chain.seal_slot(cluster.slot, cluster.head, without, world_size=2, mini_batches=1, sealer="a")
     twice = SealStep((*cluster.slot.groups, cluster.slot.groups[0]), ())
-    assert "is sealed already" in str(refuse_seal(cluster.rules, cluster.head, cluster.seals, twice))
+    assert "is already sealed" in str(refuse_seal(cluster.rules, cluster.head, cluster.seals, twice))
 
 
 def test_what_parts_hold_counts_for_the_quota_and_is_not_due_again() -> None:
@@ -332,9 +332,9 @@ def test_an_audit_lets_ready_parts_stand_in_an_open_slot_and_nothing_else() -> N
     assert findings(chain.reseal_slot(cluster.slot, "b")) == []
     assert findings(chain.ready_slot(cluster.slot)) == []
     (loose,) = findings(cluster.slot.model_copy(update={"state": SealState.OPEN}))
-    assert loose == f"the open seal of step 1 is OPEN and holds {cluster.slot.groups[1].ref}"
+    assert loose == f"the open seal of step 1 is OPEN but holds {cluster.slot.groups[1].ref}"
     (wrong,) = findings(cluster.slot.model_copy(update={"parts": (1, 2)}))
-    assert wrong == "the open seal of step 1 has parts of (1, 2) groups, and 2 in all"
+    assert wrong == "the open seal of step 1 has parts of (1, 2) groups, 1 of them READY, but 2 groups in total"
 
 
 CHOICES: tuple[OnLimit, ...] = ("train_smaller", "pad_masked", "fail")

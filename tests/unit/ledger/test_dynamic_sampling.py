@@ -297,7 +297,7 @@ class TestLimits:
         kept = job.short.groups
         assert said.startswith(
             f"step {job.head.step + 1} has used up its 20 prompts (flow.max_prompts_per_step) with {kept} of 8 groups kept "
-            f"({20 - kept} were filtered, 0 failed); the commonest reason, {20 - kept} times: all its rewards are the same; "
+            f"({20 - kept} were filtered, 0 failed); most common reason ({20 - kept} times): all its rewards are the same; "
         )
         assert "flow.on_limit: train_smaller" in said
 

@@ -529,11 +529,11 @@ async def test_a_seal_refuses_what_is_terminal_what_is_sealed_and_what_comes_twi
         )
 
     assert refusal(fresh) is None
-    assert "terminal already" in str(refusal(fresh, terminal))
-    assert "sealed already" in str(refusal(fresh, sealed))
-    assert "sealed already" in str(refusal(fresh, fresh))
-    assert "sealed already" in str(refusal(fresh, outcomes=(fresh,)))
-    assert "terminal already" in str(refusal(fresh, outcomes=(terminal,)))
+    assert "already has an outcome" in str(refusal(fresh, terminal))
+    assert "already sealed" in str(refusal(fresh, sealed))
+    assert "already sealed" in str(refusal(fresh, fresh))
+    assert "already sealed" in str(refusal(fresh, outcomes=(fresh,)))
+    assert "already has an outcome" in str(refusal(fresh, outcomes=(terminal,)))
     assert "no group" in str(refusal(outcomes=(fresh,)))
 
 
@@ -548,7 +548,7 @@ def test_an_outcome_that_an_open_seal_holds_is_neither_issued_nor_sealed_again()
     assert sealed_refs([seal]) == {ended}
     assert next(refs_in_order(RULES, head, [seal])) == due
     again = SealStep((), (EndedRef(ref=ended, kind="failed"),))
-    assert f"{ended} is sealed already" in str(refuse_seal(RULES, head, [seal], again))
+    assert f"{ended} is already sealed" in str(refuse_seal(RULES, head, [seal], again))
 
 
 # Rules 2, 3, 7

@@ -98,5 +98,5 @@ def test_records_that_are_added_up_go_into_the_one_that_is_written_and_are_compa
 
 
 def test_a_node_is_not_added_to_itself() -> None:
-    with pytest.raises(ValueError, match="n0 cannot be added to itself"):
+    with pytest.raises(ValueError, match="n0 cannot be merged into itself"):
         spend(KEYS, None, NodeSpent(node="n0", by="n0.1"), stored(1))

@@ -166,10 +166,9 @@ def test_the_sentence_has_the_counts_and_the_commonest_reason() -> None:
         ),
     ]
     assert str(explain_barren_epoch(3, log)) == (
-        "no prompt of data epoch 3 could be trained (3 were filtered, 1 failed); "
-        "the commonest reason, 2 times: too long"
+        "no prompt of data epoch 3 could be trained (3 were filtered, 1 failed); most common reason (2 times): too long"
     )
-    assert "none is known any more" in str(explain_barren_epoch(3, []))
+    assert "no longer known" in str(explain_barren_epoch(3, []))
 
 
 def test_reasons_that_differ_in_their_numbers_only_are_one_reason() -> None:

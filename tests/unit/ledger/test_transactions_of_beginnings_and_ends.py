@@ -60,7 +60,7 @@ def test_the_rest_of_a_job_that_never_had_a_head_goes_only_with_the_state_that_w
     assert not cluster.transact(txn.compares, txn.writes).won
     cluster.transact((), (Put(KEYS.head, b"{}"),))
     assert not cluster.transact(txn.compares, txn.writes).won
-    with pytest.raises(ValueError, match="has not ended"):
+    with pytest.raises(ValueError, match="only an ended job"):
         transactions.delete_rest(KEYS, None, Versioned(PENDING, 1), {})
 
 

@@ -63,7 +63,7 @@ def test_only_so_many_tests_are_run() -> None:
     ids=repr,
 )
 def test_an_answer_without_tests_is_an_error(answer: Any) -> None:
-    with pytest.raises(RewardError, match="in field 'tests' holds no tests"):
+    with pytest.raises(RewardError, match="in field 'tests' has no tests"):
         parse_checks(answer, "tests", 100)
 
 
@@ -72,7 +72,7 @@ def test_an_answer_without_tests_is_an_error(answer: Any) -> None:
     [
         ("71", "asserts and calls nothing"),
         ("def check(f):\n    assert f(1) == 2", "asserts and calls nothing"),
-        ("assert f(1) ==", "is no Python"),
+        ("assert f(1) ==", "is not valid Python"),
     ],
     ids=["an answer to a sum", "a check that nobody calls", "half a line"],
 )
@@ -102,7 +102,7 @@ def test_any_answer_has_tests_or_is_an_error(answer: Any) -> None:
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
-        ({"options": {"timeout_s": 9.5}}, "leaves no room in reward.timeout_s"),
+        ({"options": {"timeout_s": 9.5}}, "too close to reward.timeout_s"),
         ({"options": {"timeout_s": 0}}, "reward.options.timeout_s is 0"),
         ({"options": {"memory_mb": 8}}, "reward.options.memory_mb is 8"),
         ({"options": {"value": "some"}}, "reward.options.value is 'some'"),
@@ -128,4 +128,4 @@ def test_programs_are_not_run_beside_an_event_loop() -> None:
     thread = threading.Thread(target=start)
     thread.start()
     thread.join()
-    assert raised == ["programs are run from a main thread only. Score them as a job does"]
+    assert raised == ["reward 'code' works only in the main thread. Use RewardPool or RewardTrial"]

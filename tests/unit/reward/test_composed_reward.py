@@ -106,7 +106,7 @@ def test_a_part_that_cannot_score_is_named_and_nothing_is_filled_in(install: Ins
 def test_parts_that_come_to_no_number_are_an_error(install: Install) -> None:
     code = "from gcore.reward import RewardResult\ndef score(response, fields, spec):\n    return RewardResult(3e38)\n"
     install("pack_big", "big = pack_big:score", code)
-    with pytest.raises(RewardError, match=r"come to 6e\+38, which is not finite in float32"):
+    with pytest.raises(RewardError, match=r"sum up to 6e\+38, which is not finite in float32"):
         reward([{"name": "big", "weight": 2.0}])("46")
 
 

@@ -147,7 +147,7 @@ async def test_what_an_answer_says(answer: httpx.Response, text: str, truncated:
 @pytest.mark.parametrize("status", [400, 404, 413, 422, 302])
 async def test_what_a_server_refuses_is_not_asked_again_and_its_words_are_told(status: int) -> None:
     shop = Shop(judge(), httpx.Response(status, json={"error": {"message": "context too long " * 100}}))
-    with pytest.raises(JudgeError, match=rf"refuses what it is asked \(status {status}: context too long") as raised:
+    with pytest.raises(JudgeError, match=rf"refuses the request \(status {status}: context too long") as raised:
         await shop.asked()
     assert not isinstance(raised.value, JudgeAway)
     assert len(str(raised.value)) < 600
@@ -181,7 +181,7 @@ async def test_a_server_that_gives_no_answer_is_away(answer: httpx.Response | Ex
 async def test_an_answer_that_does_not_come_in_time_is_late_by_the_clock_that_is_given() -> None:
     shop = Shop(judge(timeout_s=30), 31.0)
     began = shop.clock.monotonic()
-    with pytest.raises(JudgeLate, match="gave no answer within 30 s"):
+    with pytest.raises(JudgeLate, match="did not answer within 30 s"):
         await shop.asked()
     assert shop.clock.monotonic() - began == pytest.approx(30)
 
@@ -235,7 +235,7 @@ async def test_a_server_that_is_away_for_long_fails_no_question_and_is_told_once
     assert [one.value for one in judged if isinstance(one, Judgement)] == [7.0] * 5
     assert shop.clock.monotonic() - began > 20 * LONGEST_HOLD_S, "it is asked less and less often"
     gone, back = shop.troubles
-    assert gone.endswith("; no question is answered, and all wait until one is")
+    assert gone.endswith("; no request succeeds, and all wait until one does")
     assert back == "judge 'x' answers again"
     assert len(shop.requests) == 45
 
@@ -283,10 +283,8 @@ async def test_a_wrong_key_fails_no_question_and_is_told_once_without_the_key() 
     assert (await shop.asked())[0].text == "7"
     assert shop.clock.monotonic() - began >= 3 * KEY_AGAIN_S
     first, second = shop.troubles
-    assert (
-        "does not take the key (status 401: Incorrect API key provided: ***); set THE_KEY for the controllers" in first
-    )
-    assert second == "judge 'x' takes the key again"
+    assert "rejects the key (status 401: Incorrect API key provided: ***); set THE_KEY for the controllers" in first
+    assert second == "judge 'x' accepts the key again"
     assert KEY not in str(shop.troubles)
 
 
@@ -317,7 +315,7 @@ async def test_a_server_that_does_not_say_how_many_tokens_there_are_is_told_once
     await shop.asked((1, 2))
     assert shop.paid == [(0, 0), (0, 0)]
     assert shop.troubles == [
-        "judge 'x' does not say how many tokens its answers have; what it costs is not counted, and most_cost ends nothing"
+        "judge 'x' does not report token counts; its cost is not counted, and most_cost has no effect"
     ]
 
 
@@ -326,7 +324,7 @@ async def test_more_tokens_than_a_request_can_have_are_not_counted(count: object
     shop = Shop(judge(), said(usage={"prompt_tokens": count, "completion_tokens": 1}))
     await shop.asked()
     assert shop.paid == [(0, 1)]
-    assert shop.troubles == ["judge 'x' does not say how many tokens its answers have"]
+    assert shop.troubles == ["judge 'x' does not report token counts"]
 
 
 @pytest.mark.parametrize(
@@ -351,7 +349,7 @@ async def test_half_a_surrogate_pair_in_a_question_is_spelt_out() -> None:
 
 async def test_an_answer_that_is_too_large_is_refused_before_it_is_all_there() -> None:
     shop = Shop(judge(), httpx.Response(200, content=b" " * (LARGEST_ANSWER_BYTES + 1)))
-    with pytest.raises(JudgeError, match="gave an answer of more than 1048576 bytes"):
+    with pytest.raises(JudgeError, match="returned a response of more than 1048576 bytes"):
         await shop.asked()
 
 
@@ -389,8 +387,8 @@ async def test_a_question_that_is_given_up_ends_its_requests() -> None:
     [
         pytest.param({}, "the environment variable THE_KEY is not set here", id="missing"),
         pytest.param({"THE_KEY": "  "}, "the environment variable THE_KEY is not set here", id="blank"),
-        pytest.param({"THE_KEY": "sk-\nx"}, "has characters that no header takes", id="two lines"),
-        pytest.param({"THE_KEY": "sk-ü"}, "has characters that no header takes", id="not ascii"),
+        pytest.param({"THE_KEY": "sk-\nx"}, "characters not allowed in a header", id="two lines"),
+        pytest.param({"THE_KEY": "sk-ü"}, "characters not allowed in a header", id="not ascii"),
     ],
 )
 def test_a_key_that_is_not_there_is_told_with_its_variable_and_never_with_what_it_holds(

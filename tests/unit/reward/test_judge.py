@@ -78,9 +78,9 @@ async def test_responses_are_judged_at_the_same_time_each_with_its_own_reason() 
     judged = await court.values("0.5", "hm", "1", "7")
     assert numbers(judged) == [
         0.5,
-        "the answer cannot be read: it holds no number",
+        "the answer cannot be read: it contains no number",
         1.0,
-        "the answer cannot be read: 7 is not from 0 to 1",
+        "the answer cannot be read: 7 is not between 0 and 1",
     ]
     assert court.clock.monotonic() == 1002.0
     assert court.heard.examples == ["hm", "7"]
@@ -185,7 +185,7 @@ async def test_who_is_cancelled_leaves_no_question_behind() -> None:
 
 async def test_an_entry_that_the_template_does_not_take_is_told_and_nothing_is_asked() -> None:
     court = Court(spec(template="{{ response }} {{ fields.solution }}"))
-    with pytest.raises(JudgeError, match="there is no field 'solution', only 'answer'"):
+    with pytest.raises(JudgeError, match="there is no field 'solution'; the fields are 'answer'"):
         await court.value("1")
     assert court.fake.asked == []
 
@@ -194,7 +194,7 @@ async def test_too_few_answers_are_an_error() -> None:
     async def mute(question: str, seeds: Sequence[int]) -> tuple[Any, ...]:
         return ()
 
-    with pytest.raises(JudgeError, match="gave 0 answers where 1 were asked for"):
+    with pytest.raises(JudgeError, match="returned 0 answers; 1 were requested"):
         await Court(spec(), ask=mute).value("1")
 
 
@@ -285,7 +285,7 @@ async def test_one_response_alone_cannot_be_compared() -> None:
     assert isinstance(alone, JudgeError)
     assert "the group has one response" in str(alone)
     assert await court.values() == ()
-    with pytest.raises(RuntimeError, match="says nothing of one response alone"):
+    with pytest.raises(RuntimeError, match="cannot score a single response"):
         await court.value("a")
 
 

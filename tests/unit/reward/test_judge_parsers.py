@@ -76,11 +76,11 @@ def test_a_verdict_is_read(answer: str, told: dict[str, Any], value: float) -> N
     [
         pytest.param("", {}, "no number", id="nothing"),
         pytest.param("good", {}, "no number", id="no number"),
-        pytest.param("2", {}, "2 is not from 0 to 1", id="too large"),
-        pytest.param("-0.1", {}, "-0.1 is not from 0 to 1", id="too small"),
-        pytest.param("4/5", {"most": 10}, "out of 5, and verdict.most is 10", id="of another scale"),
+        pytest.param("2", {}, "2 is not between 0 and 1", id="too large"),
+        pytest.param("-0.1", {}, "-0.1 is not between 0 and 1", id="too small"),
+        pytest.param("4/5", {"most": 10}, "out of 5, but verdict.most is 10", id="of another scale"),
         pytest.param("1e999", {}, "inf is not", id="endless"),
-        pytest.param("0.5", {"after": "Verdict:"}, "does not hold 'Verdict:'", id="no marker"),
+        pytest.param("0.5", {"after": "Verdict:"}, "does not contain 'Verdict:'", id="no marker"),
         pytest.param("0.5 Verdict:", {"after": "Verdict:"}, "no number", id="nothing behind the marker"),
         pytest.param(
             "Verdict: 0.5. Verdict: ?", {"after": "Verdict:"}, "no number", id="nothing behind the last marker"
@@ -90,9 +90,9 @@ def test_a_verdict_is_read(answer: str, told: dict[str, Any], value: float) -> N
         pytest.param("0.5", {"parser": "json"}, "no JSON object", id="no object"),
         pytest.param('[{"score"]', {"parser": "json"}, "no JSON object", id="broken"),
         pytest.param('{"mark": 1}', {"parser": "json"}, "no field 'score'", id="no field"),
-        pytest.param('{"score": true}', {"parser": "json"}, "'score' is true, no number", id="a truth"),
-        pytest.param('{"score": "good"}', {"parser": "json", "words": {"Y": 1}}, "none of Y", id="another word"),
-        pytest.param('{"score": NaN}', {"parser": "json"}, "nan is not from 0 to 1", id="nan"),
+        pytest.param('{"score": true}', {"parser": "json"}, "'score' is true, not a number", id="a truth"),
+        pytest.param('{"score": "good"}', {"parser": "json", "words": {"Y": 1}}, "nor one of Y", id="another word"),
+        pytest.param('{"score": NaN}', {"parser": "json"}, "nan is not between 0 and 1", id="nan"),
         pytest.param('{"score": 1e999}', {"parser": "json"}, "inf is not", id="endless in json"),
         pytest.param('{"score": 1' + "0" * 400 + "}", {"parser": "json"}, "inf is not", id="too many digits"),
         pytest.param('{"a":' * 20_000, {"parser": "json"}, "no JSON object", id="nested without end"),
@@ -128,7 +128,7 @@ def test_a_parser_of_another_package_is_found_and_held_to_the_bounds(install: In
     spec = VerdictSpec(parser="stars", most=5, scale=True, options={"each": 1})
     parser = find_parser("stars")
     assert parser("****", spec) == pytest.approx(0.8)
-    for answer, why in (("good", "no stars"), ("******", "6 is not from 0 to 5")):
+    for answer, why in (("good", "no stars"), ("******", "6 is not between 0 and 5")):
         with pytest.raises(Unreadable, match=why):
             parser(answer, spec)
 
@@ -139,7 +139,7 @@ def gives(result: Any) -> CheckedParser:
 
 @pytest.mark.parametrize("bad", ["x", None, [1], object()], ids=["text", "none", "list", "object"])
 def test_what_is_no_number_is_the_parsers_fault(bad: Any) -> None:
-    with pytest.raises(JudgeError, match="verdict parser 'mine' gave"):
+    with pytest.raises(JudgeError, match="verdict parser 'mine' returned"):
         gives(bad)("", VerdictSpec())
 
 
@@ -180,7 +180,7 @@ def test_words_are_looked_for_at_the_end_of_a_long_answer_only() -> None:
     spec: dict[str, Any] = {"parser": "words", "words": {"Y": 1, "correct": 0}}
     assert read("Y" + " " * (LONGEST_WORDS - 1), **spec) == 1.0
     for gone in ("Y" + " " * LONGEST_WORDS, "Y" * (1 << 20), "in" + "correct" + " " * (LONGEST_WORDS - 7)):
-        with pytest.raises(Unreadable, match="holds none of"):
+        with pytest.raises(Unreadable, match="contains none of"):
             read(gone, **spec)
 
 

@@ -79,7 +79,7 @@ def test_what_timers_are_late_is_not_lost_up_to_a_burst() -> None:
 
 
 def test_nothing_is_taken_that_must_wait() -> None:
-    with pytest.raises(ValueError, match=r"nothing may be done for 2 s"):
+    with pytest.raises(ValueError, match=r"must wait for 2 s"):
         TokenBucket.full(0.5, 0.0).taken().taken()
 
 
@@ -171,7 +171,7 @@ async def test_while_the_server_wants_time_nothing_is_sent_and_never_for_longer_
     road.send(2)
     await road.clock.advance(LONGEST_HOLD_S - 0.1)
     assert road.starts == []
-    assert road.ear.why == "the server of judge 'j' has asked for time"
+    assert road.ear.why == "the server of judge 'j' asked for a delay"
     await road.clock.advance(1)
     assert len(road.starts) == 2
     assert road.ear.why == ""
@@ -197,7 +197,7 @@ async def test_a_key_that_is_not_taken_is_told_once_and_tried_with_one_request_a
     road.send(10, seconds=5.0)
     await road.clock.advance(KEY_AGAIN_S - 1)
     assert road.starts == []
-    assert road.ear.why == "the key is wrong; it is asked again every 60 s"
+    assert road.ear.why == "the key is wrong; a request is retried every 60 s"
     await road.clock.advance(2)
     assert len(road.starts) == 1, "the others wait for what becomes of the first"
     road.gate.refuse("the key is wrong")
@@ -207,7 +207,7 @@ async def test_a_key_that_is_not_taken_is_told_once_and_tried_with_one_request_a
     road.gate.accepted()
     await road.clock.advance(20)
     assert len(road.starts) == 10
-    assert road.ear.troubles[1:] == ["key: judge 'j' takes the key again"]
+    assert road.ear.troubles[1:] == ["key: judge 'j' accepts the key again"]
 
 
 async def test_who_gives_up_waiting_leaves_the_line_to_the_next() -> None:
@@ -229,7 +229,7 @@ async def test_while_the_server_answers_nobody_one_request_at_a_time_is_sent_lat
     road.send(10, seconds=0.1)
     await road.clock.advance(FIRST_AWAY_S - 0.1)
     assert road.starts == []
-    assert road.ear.why == "nothing came; no question is answered, and one is tried every 1 s"
+    assert road.ear.why == "nothing came; no request succeeds, and one is retried every 1 s"
     await road.clock.advance(0.15)
     assert len(road.starts) == 1, "the others wait for what becomes of the first"
     road.gate.away("nothing came again")

@@ -39,8 +39,8 @@ def test_the_verdict_is_the_mean_of_those_that_can_be_read() -> None:
     [
         pytest.param(["hm"], False, r"^the answer cannot be read: it is no number\.", id="one"),
         pytest.param(["hm", "no"], False, r"^none of 2 answers can be read: it is no number\.", id="two"),
-        pytest.param(["hm"], True, r"no number, and it was cut off at max_new_tokens\.", id="cut off"),
-        pytest.param([], False, "^the judge gave no answer", id="none"),
+        pytest.param(["hm"], True, r"no number, and it was truncated at max_new_tokens\.", id="cut off"),
+        pytest.param([], False, "^the judge returned no answer", id="none"),
     ],
 )
 def test_without_one_that_can_be_read_there_is_no_verdict(texts: list[str], truncated: bool, message: str) -> None:

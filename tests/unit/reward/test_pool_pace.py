@@ -21,9 +21,11 @@ def test_a_hundredfold_slowdown_is_told_once_within_three_responses_and_its_end_
     usual = [0.02] * SETTLED
     assert after(*usual, *[2.0] * (SLOW_IN_A_ROW - 1))[1] == []
     slow = after(*usual, *[2.0] * 20)
-    assert slow[1] == ["reward 'r' takes 2 s a response, 100 times as long as before (0.02 s)"]
+    assert slow[1] == ["reward 'r' takes 2 s per response, 100 times the usual 0.02 s"]
     assert slow[0].usual < 0.021
-    assert after(*usual, *[2.0] * 20, 0.1, 0.02)[1][1:] == ["reward 'r' is as quick as before again, 0.02 s a response"]
+    assert after(*usual, *[2.0] * 20, 0.1, 0.02)[1][1:] == [
+        "reward 'r' is back to its usual speed, 0.02 s per response"
+    ]
 
 
 def test_one_slow_response_and_what_nobody_would_notice_are_no_slowdown() -> None:

@@ -94,7 +94,7 @@ def gives(result: Any) -> CheckedReward:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e39, -1e300, 10**400, "x", None, [1]], ids=repr)
 def test_a_reward_that_is_no_finite_number_is_an_error(bad: Any) -> None:
-    with pytest.raises(RewardError, match="reward 'mine' gave"):
+    with pytest.raises(RewardError, match="reward 'mine' returned"):
         gives(RewardResult(bad))("", {}, SPEC)
     with pytest.raises(RewardError, match="as form"):
         gives(RewardResult(1.0, (("form", bad),)))("", {}, SPEC)

@@ -213,7 +213,10 @@ def test_an_edited_history_is_told_apart_from_one_that_goes_on() -> None:
             asked({"role": "system", "content": "s"}, {"role": "user", "content": "a"}, answer | {"content": "?"}, new),
             "message 2",
         ),
-        (asked({"role": "system", "content": "s"}, {"role": "user", "content": "a"}), "has 2 messages, and 3"),
+        (
+            asked({"role": "system", "content": "s"}, {"role": "user", "content": "a"}),
+            "has 2 messages, but the conversation has 3",
+        ),
     ]
     for one, words in edited:
         assert not dialogue.goes_on(one)
@@ -248,33 +251,33 @@ def test_a_template_that_does_not_show_where_an_answer_ends_is_refused(template:
 @pytest.mark.parametrize(
     ("body", "code", "words"),
     [
-        (b"{", "not_json", "no JSON"),
-        (b"[" * 100_000, "not_json", "no JSON"),
+        (b"{", "not_json", "not JSON"),
+        (b"[" * 100_000, "not_json", "not JSON"),
         (b"[]", "not_json", "list"),
-        ({}, "bad_messages", "no list"),
-        ({"messages": []}, "bad_messages", "no list"),
+        ({}, "bad_messages", "not a list"),
+        ({"messages": []}, "bad_messages", "not a list"),
         ({"messages": [3]}, "bad_messages", "message 0"),
         ({"messages": [{"role": "function", "content": "x"}]}, "bad_messages", "role"),
         ({"messages": [{"role": "user", "content": 3}]}, "bad_messages", "neither text nor a list of text parts"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "bad_messages", "part"),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": 3}]}, "bad_messages", "tool_call_id"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "bad_messages", "mouth"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "bad_messages", "assistant"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{}]}, {"role": "user"}]},
             "bad_messages",
-            "function's name",
+            "function name",
         ),
-        ({"temperature": 0.2}, "unsupported_parameter", "the job draws with 1"),
+        ({"temperature": 0.2}, "unsupported_parameter", "the job samples with 1"),
         ({"temperature": "hot"}, "unsupported_parameter", "temperature"),
         ({"top_p": 0.5}, "unsupported_parameter", "top_p"),
-        ({"max_tokens": 65}, "unsupported_parameter", "rollout.max_new_tokens 64"),
-        ({"max_completion_tokens": 0}, "unsupported_parameter", "number of tokens"),
+        ({"max_tokens": 65}, "unsupported_parameter", "rollout.max_new_tokens is 64"),
+        ({"max_completion_tokens": 0}, "unsupported_parameter", "positive integer"),
         ({"n": 2}, "unsupported_parameter", "n 2"),
         ({"logit_bias": {"5": 1}}, "unsupported_parameter", "logit_bias"),
         ({"logprobs": True}, "unsupported_parameter", "logprobs"),
         ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
         ({"tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
-        ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "functions"),
+        ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "function"),
         ({"stop": [""]}, "unsupported_parameter", "stop"),
         ({"stop": 3}, "unsupported_parameter", "stop"),
         ({"temprature": 1.0}, "unsupported_parameter", "temprature"),
@@ -374,7 +377,7 @@ def test_the_prompt_of_a_group_is_what_all_its_questions_begin_with() -> None:
 def test_a_group_without_agents_is_left_as_it_is_and_questions_with_nothing_in_common_have_no_prompt() -> None:
     plain = made((1, 2))
     assert align_prompts((5,), [plain, plain]) == ((5,), (plain, plain))
-    with pytest.raises(RewardError, match="no prompt in common"):
+    with pytest.raises(RewardError, match="no common prompt"):
         align_prompts((5,), [told_first(1), told_first(2)])
 
 

@@ -237,7 +237,7 @@ async def test_an_edited_history_is_refused_and_the_response_goes_on_as_it_was(t
     talk.messages[0] = {"role": "user", "content": "another"}
     talk.messages.append({"role": "user", "content": "two"})
     assert code_of(await talk.post()) == (409, "history_changed")
-    assert "message 0 was another before" in talk.refusals[0].what
+    assert "message 0 differs" in talk.refusals[0].what
     talk.messages = kept
     await talk.say("two")
     assert talk.served.sample().text == "n1\nu:two\na:n2"
@@ -369,7 +369,7 @@ async def test_an_agents_time_runs_only_while_it_is_not_waiting_for_the_policy(t
     await talk.clock.advance(3.0)
     assert not watching.done()
     await talk.clock.advance(1.5)
-    with pytest.raises(AgentFault, match="longer than 10 s by itself"):
+    with pytest.raises(AgentFault, match="longer than 10 s without the policy's time"):
         await watching
 
 
@@ -420,11 +420,11 @@ async def test_a_message_of_megabytes_is_refused_while_the_event_loop_goes_on(
     long = {"role": "user", "content": "1" * 1_000_000}
     first = await talk.post(json.dumps({"messages": [long]}))
     assert (first.status_code, first.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert "the first question has more than" in first.json()["error"]["message"]
+    assert "the first request has more than" in first.json()["error"]["message"]
     await talk.say("hi")
     later = await talk.post(json.dumps({"messages": [*talk.messages, long]}))
     assert (later.status_code, later.json()["error"]["code"]) == (429, "rollout_limit")
-    assert "more than 60 tokens (agent.max_tokens)" in later.json()["error"]["message"]
+    assert "exceeds 60 tokens (agent.max_tokens)" in later.json()["error"]["message"]
     assert talk.served.sample().finish_reason == "length"
     assert [length for length, main in seen if not main] == [4096, 4096], "of each the beginning, in a thread"
     assert sum(length for length, main in seen if main) < 100

@@ -71,7 +71,7 @@ def test_the_reward_agent_hands_on_what_the_agent_returned() -> None:
     sample = replace(group_of([0.0]).samples[0], reward_parts=(("environment", 0.25),))
     assert reward(make_response(sample), {}, settings) == RewardResult(0.25)
     assert reward(Response("cut", 3, True), {}, settings) == RewardResult(0.0)
-    with pytest.raises(RewardError, match="the agent gave no reward"):
+    with pytest.raises(RewardError, match="the agent returned no reward"):
         reward(Response("whole", 3), {}, settings)
 
 
@@ -84,7 +84,7 @@ def test_the_reward_agent_hands_on_what_the_agent_returned() -> None:
         ("0.5", 0.5),
         (float("nan"), "not finite"),
         (1e39, "not finite"),
-        ([], "no number"),
+        ([], "not a number"),
     ],
 )
 def test_what_an_agent_returns_is_a_number_or_nothing(made: Any, found: Any) -> None:
@@ -107,4 +107,4 @@ def test_a_group_is_made_of_what_its_agents_asked_and_by_nobody_else() -> None:
     assert untrainable_reason(of_agents, spec(AGENT).train) is None
     why = untrainable_reason(replace(group, samples=tuple(told)), spec(AGENT).train)
     assert why is not None
-    assert "let peer.score make the group" in why
+    assert "use peer.score to make the group" in why

@@ -93,7 +93,7 @@ async def test_a_client_that_is_lost_between_two_calls_leaves_an_engine_that_the
             await ask(server.client(), call)
     server.restore()
     if server.called in ("falling-asleep", "waking"):
-        with pytest.raises(EngineMemoryUnknown, match="not known"):
+        with pytest.raises(EngineMemoryUnknown, match="memory state is unknown"):
             await ask(server.client(), then)
     else:
         await ask(server.client(), then)

@@ -72,7 +72,7 @@ def test_the_reward_environment_hands_on_what_the_environment_said() -> None:
     assert reward(response, {}, settings) == RewardResult(0.25)
     assert response.tokens == len(sample.token_ids) - 2
     assert reward(Response("cut", 3, True), {}, settings) == RewardResult(0.0)
-    with pytest.raises(RewardError, match="gave no reward"):
+    with pytest.raises(RewardError, match="returned no reward"):
         reward(Response("whole", 3), {}, settings)
 
 

@@ -178,13 +178,13 @@ def test_results_of_json_calls_are_messages_where_there_are_any() -> None:
 @pytest.mark.parametrize(
     ("options", "tools", "words"),
     [
-        ({"form": "xml"}, ("a",), "form 'xml' is not known"),
+        ({"form": "xml"}, ("a",), "unknown form 'xml'"),
         ({"form": "json", "open": "<"}, ("a",), "no option 'open'"),
         ({"form": "tags", "opne": "<"}, ("a",), "no option 'opne'"),
-        ({"form": "tags", "open": ""}, ("a",), "no text"),
+        ({"form": "tags", "open": ""}, ("a",), "not a text"),
         ({"form": "tags", "open": "|", "close": "|"}, ("a",), "both"),
-        ({"form": "tags", "after": 3}, ("a",), "no text"),
-        ({"form": "tags"}, ("a", "b"), "one tool, and 2"),
+        ({"form": "tags", "after": 3}, ("a",), "not a text"),
+        ({"form": "tags"}, ("a", "b"), "one tool, but 2"),
         ({}, (), "has no tool"),
     ],
 )
@@ -365,7 +365,9 @@ async def test_what_is_long_is_tokenized_in_a_thread_and_what_has_no_room_not_to
     sample = await play_episode(checked(Game, shown=shown), Model("one", "two"), scene(room=6000))
     assert (sample.finish_reason, len(sample.token_ids)) == ("length", 5008)
     assert seen == [(5000, False), (16 * (6000 - 5008), False)]
-    with pytest.raises(EnvironmentFault, match="before the first turn has more than 200 tokens, and a response 200"):
+    with pytest.raises(
+        EnvironmentFault, match="before the first turn has more than 200 tokens, but a response has at most 200"
+    ):
         await play_episode(checked(Game, shown=[Observation("c" * 1_000_000)]), Model(), scene())
 
 
@@ -397,13 +399,13 @@ async def test_messages_are_written_by_the_template_which_closes_an_answer_that_
     [
         ([ValueError("no")], "raised ValueError: no in reset"),
         ([Observation(), KeyError("k")], "raised KeyError: 'k' in step, after turn 1"),
-        ([Observation(), "text"], "gave a str from step"),
-        ([Observation(), Observation()], "showed nothing behind a turn"),
-        ([Observation("a", ({"role": "user", "content": "b"},))], "at once"),
+        ([Observation(), "text"], "returned a str from step"),
+        ([Observation(), Observation()], "returned an empty observation"),
+        ([Observation("a", ({"role": "user", "content": "b"},))], "both text and messages"),
         ([Observation(messages=({"role": "user", "content": "b"},))], "before the first turn"),
         ([Observation(), Observation(messages=({"role": "user", "content": "b"},))], "prompts are plain text"),
         ([Observation(), Done(float("nan"))], "not finite"),
-        ([Observation(), Done("much")], "as its reward"),
+        ([Observation(), Done("much")], "returned the reward 'much'"),
         ([Observation("\x00")], "cannot be said"),
         ([Observation("x" * 300)], "before the first turn has 300 tokens"),
         ([Observation(), SystemExit(1)], "raised SystemExit"),
@@ -471,7 +473,7 @@ async def test_an_environment_that_does_not_end_when_it_is_told_to_is_left_to_it
     await clock.advance(0.2)  # now it is closed, which goes the same way
     await clock.advance(3.0)
     await clock.advance(END_S)
-    with pytest.raises(EnvironmentFault, match="longer than 3 s to answer, and does not end when it is told to"):
+    with pytest.raises(EnvironmentFault, match="longer than 3 s, and does not end when it is cancelled"):
         await playing
 
 
@@ -482,7 +484,7 @@ def test_one_that_does_not_end_when_it_is_told_to_is_refused_and_holds_up_nobody
     monkeypatch.setattr("gcore.rollout.environments.pool.find_environment", lambda name: Deaf)
     for method in ("reset", "close"):
         spec = EnvironmentSpec(name="deaf", step_timeout_s=0.1, options={"where": method})
-        with pytest.raises(PluginFault, match="does not end when it is told to"):
+        with pytest.raises(PluginFault, match="does not end when it is cancelled"):
             try_environment(spec, {}, chat=False)
 
 
@@ -502,19 +504,19 @@ async def test_a_response_that_is_cancelled_within_its_environment_is_cancelled_
 
 
 def test_an_environment_that_cannot_be_made_has_failed() -> None:
-    with pytest.raises(EnvironmentFault, match=r"raised KeyError.*while it was made"):
+    with pytest.raises(EnvironmentFault, match=r"raised KeyError.*when it was created"):
         checked(Game, other=1)
 
     def cancels(setting: Setting) -> Any:
         raise asyncio.CancelledError
 
-    with pytest.raises(EnvironmentFault, match="raised CancelledError while it was made"):
+    with pytest.raises(EnvironmentFault, match="raised CancelledError when it was created"):
         checked(cancels)
 
     class Stops(Game):
         stop = ("",)
 
-    with pytest.raises(EnvironmentFault, match="no texts"):
+    with pytest.raises(EnvironmentFault, match="not a tuple of texts"):
         checked(Stops, shown=[])
 
 
@@ -536,7 +538,7 @@ def test_what_an_environment_does_to_its_entry_and_its_options_reaches_nobody_el
 def test_an_environment_lacks_no_method_and_all_are_asynchronous(method: str) -> None:
     with pytest.raises(EnvironmentFault, match=f"'mine' has no method {method!r}. Write `async def {method}`"):
         checked(type("Lacks", (Game,), {method: None}), shown=[])
-    with pytest.raises(EnvironmentFault, match=f"'mine' has a {method!r} that cannot be awaited"):
+    with pytest.raises(EnvironmentFault, match=f"'mine' has a {method!r} that is not async"):
         checked(type("Plain", (Game,), {method: lambda *given: None}), shown=[])
     inner = getattr(Game, method)
     wrapped = functools.wraps(inner)(lambda *given: inner(*given))
@@ -600,5 +602,5 @@ async def test_messages_are_spelt_out_however_deep_and_may_not_hold_themselves()
     assert shown == Observation(
         messages=({"role": "user", "content": [{"type": "text", "text": "\\ud83d"}], "number": 3},)
     )
-    with pytest.raises(EnvironmentFault, match="that hold themselves"):
+    with pytest.raises(EnvironmentFault, match="that contain themselves"):
         await environment.step(Turn("a", 1, "stop", 2), chat=True)

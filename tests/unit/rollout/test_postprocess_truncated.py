@@ -60,7 +60,7 @@ def test_a_masked_group_is_filtered_exactly_if_nothing_is_left_for_the_loss(grou
     outcome = drop_truncated(group, "mask")
     assert (outcome is not None) == nothing_left
     assert outcome is None or outcome == Outcome(
-        "filtered", "every response was cut off (rollout.max_new_tokens), and none is left for the loss"
+        "filtered", "every response was truncated (rollout.max_new_tokens) and masked in the loss"
     )
 
 
@@ -82,7 +82,7 @@ def test_drop_group_filters_exactly_the_groups_with_a_response_that_was_cut_off(
 def test_the_reason_names_the_length() -> None:
     group = [sample(3, "stop"), sample(7, "length")]
     assert drop_truncated(group, "drop_group") == Outcome(
-        "filtered", "a response was cut off at 7 tokens (rollout.max_new_tokens)"
+        "filtered", "a response was truncated at 7 tokens (rollout.max_new_tokens)"
     )
 
 

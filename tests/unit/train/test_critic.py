@@ -255,7 +255,7 @@ def test_a_model_of_rewards_lends_its_head(tmp_path: Path) -> None:
 
 def test_a_head_of_several_numbers_is_refused(tmp_path: Path) -> None:
     folder = save_scorer(tmp_path / "scorer", labels=3)
-    with pytest.raises(DataError, match=r"its head 'score' is 3 x 16, and a critic's is 1 x 16"):
+    with pytest.raises(DataError, match=r"head 'score' is 3 x 16, but a critic's is 1 x 16"):
         make_value_model(load_backbone(folder, trust_remote_code=False), folder)
 
 
@@ -275,7 +275,9 @@ def test_a_critic_that_cannot_take_the_policys_texts_is_refused(tmp_path: Path) 
     language_model(max_position_embeddings=16).save_pretrained(tmp_path / "short")
     policy = language_model()
     launch = launch_of(tmp_path / "model", tmp_path / "short")
-    with pytest.raises(DataError, match=r"takes 16 tokens at most, and the policy may be given 64.*model\.max_length"):
+    with pytest.raises(
+        DataError, match=r"supports at most 16 tokens, but the policy's sequences have up to 64.*model\.max_length"
+    ):
         _other_backbone(launch, policy)
     spec = launch.spec
     allowed = spec.model_copy(update={"model": spec.model.model_copy(update={"max_length": 16})})
@@ -309,5 +311,5 @@ def test_a_checkpoint_without_a_critic_is_refused_in_a_sentence_by_a_job_with_on
     manifest = Manifest(job_uid="j", world="w", lineage=0, step=1, updates=4, files=files)
     (folder / MANIFEST_FILE).write_bytes(manifest.encode())
     launch = launch_of(tmp_path / "model", start={"step": 1, "checkpoint": "checkpoints/0-1"})
-    with pytest.raises(GcoreError, match="the checkpoint holds no critic, and this job trains one"):
+    with pytest.raises(GcoreError, match="the checkpoint has no critic, but this job trains one"):
         _manifest(launch)

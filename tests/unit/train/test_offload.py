@@ -173,7 +173,7 @@ def resident() -> int:
 def test_what_finds_no_room_stays_as_it_was_and_says_what_to_do() -> None:
     model = Small()
     rank = resting(model)
-    with files_of_at_most(100_000), pytest.raises(CannotOffload, match=r"cannot be put aside.*TMPDIR"):
+    with files_of_at_most(100_000), pytest.raises(CannotOffload, match=r"cannot be offloaded.*TMPDIR"):
         rank.rest(PARTS, nothing)
     assert rank.released == frozenset()
     model.learn()
@@ -257,8 +257,8 @@ STATE = FeedState(WorldName("j", "w", 0), 0, 1, done=4)
     ("state", "step", "why"),
     [
         pytest.param(STATE, 4, "", id="between two steps"),
-        pytest.param(STATE, 3, "step 4 is the last that is done here, not 3", id="a word that comes late"),
-        pytest.param(STATE, 5, "step 4 is the last that is done here, not 5", id="a word that comes early"),
+        pytest.param(STATE, 3, "the last applied step is 4, not 3", id="a word that comes late"),
+        pytest.param(STATE, 5, "the last applied step is 4, not 5", id="a word that comes early"),
         pytest.param(
             FeedState(STATE.name, 0, 1, done=4, applying=Token(0, 5, 1)), 4, "is being applied", id="while it trains"
         ),
@@ -278,7 +278,7 @@ def test_a_rank_that_trains_needs_nobody_to_restore_it() -> None:
     assert refuse_restore(STATE) is None
     refused = refuse_restore(FeedState(STATE.name, 0, 1, done=4, applying=Token(0, 5, 1)))
     assert refused is not None
-    assert "by itself" in refused.reason
+    assert "restores the rank's memory itself" in refused.reason
 
 
 def test_a_part_that_no_rank_has_is_named() -> None:

@@ -144,7 +144,7 @@ def test_a_loss_is_summed_as_gcores_own_are() -> None:
     ("kind", "name", "sentence"),
     [
         ("advantage", "too_few", r"'too_few' returned a tensor of shape \[2\], not a tensor of shape \[4\]"),
-        ("advantage", "no_number", "returned an advantage that is no finite number"),
+        ("advantage", "no_number", "returned an advantage that is not finite"),
         ("advantage", "raises", "raised AttributeError: 'Tensor' object has no attribute 'no_such_thing'"),
         ("loss", "constant", "has no gradient"),
         ("loss", "a_number", r"loss 'a_number' returned a tensor of shape \[\]"),

@@ -196,7 +196,7 @@ def test_attention_that_looks_beyond_a_sequence_is_found_out(monkeypatch: pytest
 
     monkeypatch.setattr(PackedAttention, "_by_rectangle", leaky)
     reason = packing_obstacle(make_model("llama"), None)
-    assert "log-probabilities come out" in reason
+    assert "log-probabilities differ by" in reason
     monkeypatch.undo()
     assert packing_obstacle(make_model("llama"), None) == ""
 
@@ -257,7 +257,7 @@ def test_a_token_that_the_model_does_not_know_is_one_clear_error(token: int, whe
     (group.prompt_ids if where == "prompt" else group.samples[1].token_ids)[1] = token
     (plan,) = plan_step(work.seal, work.layout, 0, CutSettings(100, "packed"))
     with pytest.raises(
-        DataError, match=rf"token {token} in the {where} of sample \d is none of the model's {VOCABULARY}"
+        DataError, match=rf"token {token} in the {where} of sample \d is not in the model's vocabulary of {VOCABULARY}"
     ):
         make_batch(work, plan.micro_batches[0], Feeding("packed", VOCABULARY, CPU))
 

@@ -240,4 +240,4 @@ def test_what_the_seal_masks_must_have_come_masked_and_nothing_else(sealed: tupl
         state = replace(state, groups={**state.groups, mask: replace(state.groups[mask], samples=samples)})
     answer = feed_state.apply_step(state, ME, seal.token, seal)
     assert isinstance(answer, RankRefusal)
-    assert "which the seal denies" in answer.reason
+    assert "unlike in the seal" in answer.reason

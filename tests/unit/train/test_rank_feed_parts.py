@@ -159,19 +159,19 @@ def test_a_slot_that_names_other_parts_than_those_begun_is_refused() -> None:
     other = slot(2, kind="x")
     answer = feed_state.accumulate_parts(fed(state, other), ME, other.token, other)
     assert isinstance(answer, RankRefusal)
-    assert "other parts of step 5 were begun here" in answer.reason
+    assert "the parts of step 5 that this rank has begun differ" in answer.reason
     whole = slot(3, state=SealState.READY, kind="x")
     assert isinstance(feed_state.apply_step(fed(state, whole), ME, whole.token, whole), RankRefusal)
     unparted = whole.model_copy(update={"parts": (), "ready_parts": 0})
     answer_ = feed_state.apply_step(fed(state, whole), ME, unparted.token, unparted)
     assert isinstance(answer_, RankRefusal)
-    assert "1 parts of step 5 were begun here" in answer_.reason
+    assert "this rank has begun 1 parts of step 5" in answer_.reason
 
 
 def test_a_part_of_which_a_share_is_missing_is_refused_and_nothing_of_it_is_begun() -> None:
     answer = feed_state.accumulate_parts(fed(fresh(), slot(2), range(1)), ME, slot(2).token, slot(2))
     assert isinstance(answer, RankRefusal)
-    assert "is missing of prompt" in answer.reason
+    assert "is missing: prompt" in answer.reason
 
 
 @pytest.mark.parametrize(

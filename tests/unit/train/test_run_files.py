@@ -52,7 +52,7 @@ def test_a_folder_is_the_one_that_was_there_the_first_time(run_dir: Path) -> Non
     folder = RunFolder(run_dir)
     folder.check()
     moved = taken_away(run_dir)
-    with pytest.raises(OSError, match="another folder stands where the run's was") as raised:
+    with pytest.raises(OSError, match="the run folder was replaced by another folder") as raised:
         folder.check()
     assert raised.value.errno == errno.ESTALE
     run_dir.rmdir()
@@ -105,7 +105,7 @@ def test_a_checkpoint_is_not_written_into_another_folder(run_dir: Path) -> None:
     assert writer.wait(60.0)
     assert over.wait(60.0)
     assert writer.writing is not None
-    assert "another folder stands where the run's was" in writer.writing.error
+    assert "the run folder was replaced by another folder" in writer.writing.error
     assert list(run_dir.iterdir()) == []
     put_back(run_dir, moved)
     writer.begin(Version(0, 2), 2, fill, insist=False)

@@ -132,7 +132,7 @@ def test_remax_takes_the_baseline_off_what_is_still_to_come_at_every_token() -> 
 
 
 def test_remax_without_a_baseline_is_one_sentence() -> None:
-    with pytest.raises(DataError, match=r"without a baseline cannot be trained with train\.advantage: remax"):
+    with pytest.raises(DataError, match=r"has no baseline, which train\.advantage: remax needs"):
         advantages(step_of(advantage="remax"), TrainSpec(advantage="remax"), {}, Alone())
 
 

@@ -119,8 +119,8 @@ def test_an_audit_of_many_violations_shows_the_first_and_says_how_many_there_are
     assert shown(65)["verdict"] == "65 violations"
     assert shown(65)["not shown"] == "and 45 more (-o json has all)"
     assert "violation 21" not in shown(65)
-    full = shown(500, "and 7 violations more")
-    assert full["verdict"] == "500 violations, and 7 violations more"
+    full = shown(500, "and 7 more violations")
+    assert full["verdict"] == "500 violations, and 7 more violations"
     assert full["not shown"] == "and 480 more (-o json has these)"
 
 

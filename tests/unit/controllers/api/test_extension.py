@@ -178,7 +178,7 @@ def edited(job: RecordedJob, change: Callable[[LogEntry], LogEntry]) -> None:
 def test_a_goal_that_was_raised_by_hand_is_found(finished: RecordedJob) -> None:
     job = finished.mirror.job_record
     finished.corrupt({KEYS.job: job.with_goal("epochs", 2).encode()})
-    assert "the job's record is not what it was when log entry 0 was written" in audited(finished)
+    assert "the job's record was changed after log entry 0 was written" in audited(finished)
 
 
 def test_the_entry_that_raises_a_goal_agrees_with_the_job_s_record_and_with_the_one_before(
@@ -189,8 +189,8 @@ def test_the_entry_that_raises_a_goal_agrees_with_the_job_s_record_and_with_the_
     raised = RaisedGoal(what="epochs", before=3, after=3)
     edited(finished, lambda entry: entry.model_copy(update={"raised": raised}))
     found = "\n".join(audited(finished))
-    assert f"log entry {seq} (rollback) says that the job goes on to 3 epochs in place of 3" in found
-    assert f"the job's record has flow.epochs 2, and log entry {seq} says that the job goes on to 3 epochs" in found
+    assert f"log entry {seq} (rollback) cannot raise the job's goal to 3 epochs in place of 3" in found
+    assert f"the job's record has flow.epochs 2, but log entry {seq} raised it to 3 epochs" in found
 
 
 def test_without_the_entry_the_goal_is_one_that_nobody_raised(finished: RecordedJob) -> None:
@@ -200,4 +200,4 @@ def test_without_the_entry_the_goal_is_one_that_nobody_raised(finished: Recorded
     assert f"log entry {seq} is missing" in audited(finished)
     edited_all = finished.mirror.job_record.with_goal("epochs", 1)
     finished.corrupt({KEYS.job: edited_all.encode()})
-    assert any("the job's record is not what it was" in one for one in audited(finished))
+    assert any("the job's record was changed" in one for one in audited(finished))

@@ -274,7 +274,7 @@ async def test_truncated_responses_are_treated_as_the_spec_says(tmp_path: Path, 
     job.engines.reasons = ["length", "stop"]
     found = await job.group(job.prompt("letters"))
     if policy == "drop_group":
-        assert found == Outcome("filtered", "a response was cut off at 1 tokens (rollout.max_new_tokens)")
+        assert found == Outcome("filtered", "a response was truncated at 1 tokens (rollout.max_new_tokens)")
         return
     assert isinstance(found, Group)
     assert [s.masked for s in found.samples] == [policy == "mask", False]
@@ -288,7 +288,7 @@ async def test_a_group_of_which_nothing_is_left_for_the_loss_is_filtered(tmp_pat
     job = Alone(tmp_path, truncated="mask")
     job.engines.reasons = ["length"]
     assert await job.group(job.prompt("sums")) == Outcome(
-        "filtered", "every response was cut off (rollout.max_new_tokens), and none is left for the loss"
+        "filtered", "every response was truncated (rollout.max_new_tokens) and masked in the loss"
     )
 
 

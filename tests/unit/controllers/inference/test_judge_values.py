@@ -198,7 +198,7 @@ async def test_what_an_engine_gave_up_is_asked_again(folder: Path) -> None:
     engine = court.engines["a"]
     engine.reason = {"type": "abort", "message": "aborted by a pause"}
     (said,) = await court.values("0")
-    assert "the engine gave up on a question" in str(said)
+    assert "the engine aborted a request" in str(said)
     assert len(engine.asked) == 2
     assert court.serving == 1, "it answers, so it is trusted"
     await court.book.close()
@@ -210,7 +210,7 @@ async def test_what_is_no_finite_number_is_no_score(score: Any, folder: Path) ->
     await court.meet()
     court.engines["a"].score = score
     (said,) = await court.values("0")
-    assert "the engine's answer cannot be read" in str(said)
+    assert "the engine's response is invalid" in str(said)
     await court.book.close()
 
 
@@ -361,5 +361,5 @@ async def test_an_answer_with_too_few_scores_is_no_answer() -> None:
 
     client = EngineClient("http://a:1", timeout_s=1, transport=httpx.MockTransport(one))
     assert await client.classify([[3]], rid="r") == (1.0,)
-    with pytest.raises(EngineError, match="did not answer with 2 scores"):
+    with pytest.raises(EngineError, match="does not have 2 scores"):
         await client.classify([[3], [4]], rid="r")

@@ -664,7 +664,7 @@ def test_a_job_whose_whole_epoch_brought_nothing_fails_with_the_counts_and_the_c
     (phase,) = [action for action in actions(ended_refs(running(), 1)) if isinstance(action, SetPhase)]
     assert phase.phase is JobPhase.FAILED
     assert phase.reason == (
-        "no prompt of data epoch 0 could be trained (40 were filtered, 0 failed); the commonest reason, 40 times: too long"
+        "no prompt of data epoch 0 could be trained (40 were filtered, 0 failed); most common reason (40 times): too long"
     )
     (phase,) = [action for action in actions(ended_refs(running(), 2, "failed")) if isinstance(action, SetPhase)]
     assert phase.reason.startswith("no prompt of data epoch 1 could be trained (0 were filtered, 40 failed)")
@@ -712,7 +712,7 @@ def test_a_step_that_has_used_up_its_prompts_without_a_group_fails_the_job_with_
     assert isinstance(failed, SetPhase)
     assert (failed.phase, failed.at_head) == (JobPhase.FAILED, True)
     assert failed.reason.startswith("step 1 has used up its 12 prompts (flow.max_prompts_per_step) with 0 of 4 groups")
-    assert "the commonest reason, 12 times: all the same" in failed.reason
+    assert "most common reason (12 times): all the same" in failed.reason
 
 
 def test_a_job_by_epochs_is_done_when_each_prompt_has_its_outcome_and_the_last_step_its_checkpoint() -> None:

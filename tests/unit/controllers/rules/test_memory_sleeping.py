@@ -291,7 +291,7 @@ class LeftHalfway(Sleeper):
     """Its controller died while it released its memory."""
 
     async def released(self) -> bool:
-        raise EngineMemoryUnknown("the engine was left falling-asleep")
+        raise EngineMemoryUnknown("the engine is 'falling-asleep'")
 
     async def take_memory(self) -> None:
         await self.released()

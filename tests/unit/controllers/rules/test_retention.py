@@ -128,7 +128,7 @@ def test_heads_own_world_is_never_swept(job: RecordedJob) -> None:
     mirror = job.mirror
     assert mirror.head is not None
     assert mirror.checkpoints is not None
-    with pytest.raises(ValueError, match="is head's"):
+    with pytest.raises(ValueError, match="is head's world"):
         sweep(KEYS, mirror.head, mirror.checkpoints, SweptKeys((job.head.world,)))
 
 
