@@ -1,8 +1,8 @@
-"""A clock that stands still until it is told to go.
+"""A clock that advances only when a test calls `advance`.
 
-`advance` moves time from one sleeper to the next, and lets everything that a wake-up sets off run to its next wait
-before time goes on. So a program under it behaves the same in every run, and hours take milliseconds. It knows only
-those who sleep on it: sockets, threads and asyncio's own timers do not belong under a fake clock.
+`advance` moves time from one sleeper to the next, and lets everything triggered by a wake-up run until it waits again
+before time moves on. So a program under this clock behaves the same in every run, and hours take milliseconds. The
+clock knows only tasks that sleep on it: do not use sockets, threads or asyncio's own timers with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The contract kit: what a plug-in's own tests call, to know that gcore will get on with it.
+"""The contract kit: checks for the tests of a plug-in that it works with gcore.
 
     from gcore.testing.contracts import check_filter, check_flow, check_reward
 
@@ -8,9 +8,9 @@
     def test_my_reward():
         check_reward("my_reward", entries=[{"prompt": "1+1=", "answer": "2"}], right=["2"], wrong=["3"])
 
-Each check takes the plug-in by its entry-point name, as a job does, runs it in memory, and raises `ContractBroken` with a
-sentence that says what was promised and what was seen. A plug-in that passes may still be wrong: whether it is a good idea is
-for tests of its own, and for a run.
+Each check loads the plug-in by its entry-point name, as a job does, runs it in memory, and raises `ContractBroken` with
+a sentence that states the requirement and the observation. The checks do not test whether the plug-in is useful; write
+tests of your own for that, and run it.
 """
 
 from __future__ import annotations

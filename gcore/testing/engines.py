@@ -1,7 +1,8 @@
-"""Engine in memory, for tests of code that uses `gcore.rollout.api.Engine`: tokens follow from prompt and seed alone.
+"""In-memory engine for tests of code that uses `gcore.rollout.api.Engine`: tokens are a function of prompt and seed.
 
-A sample gets one token every `TOKEN_S` seconds of its clock, up to `max_new_tokens`. Pauses, aborts, sleep and weight versions follow
-the real engines' rules. Text is the tokens' numbers; log-probabilities are those of a uniform distribution.
+A sample gets one token every `TOKEN_S` seconds of its clock, up to `max_new_tokens`. Pauses, aborts, sleep and weight
+versions follow the rules of real engines. The text consists of the tokens' numbers; log-probabilities are those of a
+uniform distribution.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""One peer of a `gcore.testing.flows.FakeCluster`: `Peer`, `Step` and `Batch` in memory, by the rules of the real ones.
+"""A cluster for tests of flows: `FakeCluster` and its peers, with `Peer`, `Step` and `Batch` in memory, by the rules of
+the real ones.
 
-Only what a flow can see is here; what becomes of groups and prompts is the cluster's to remember.
+A peer has only what a flow can see; the cluster keeps the state of groups and prompts.
 """
 
 from __future__ import annotations

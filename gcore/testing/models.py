@@ -1,6 +1,6 @@
-"""A random model small enough for tests, with a tokenizer of single characters, as a Hugging Face folder.
+"""A random model small enough for tests, with a character tokenizer, as a Hugging Face folder.
 
-Imports torch and transformers, but only when called.
+Imports torch and transformers only when called.
 """
 
 from __future__ import annotations

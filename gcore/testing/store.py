@@ -1,9 +1,10 @@
-"""The server's side of the store in memory: revisions, leases, transactions, history and its compaction.
+"""The store in memory, for tests: the server, the network between client and server, and the client.
 
-Everything here happens at once and in one order, as after a real etcd's raft; only `wait_for_change` waits. What can go
-wrong on the way to it is `gcore.testing.store`'s. Leases end by the injected clock: lazily, when the cluster is
-next asked, or when somebody waits for a change. A real etcd gives every lease its full time again after a change of
-leader; here `extend_leases` does that. There is no disk, no raft, no authentication, and no limit on the database.
+`MemoryCluster` is the server: revisions, leases, transactions, history and its compaction. Everything in it happens at
+once and in one order, as after the raft log of a real etcd; only `wait_for_change` waits. A `Network` decides what goes
+wrong between `MemoryStore`, the client, and the server. Leases end by the injected clock, lazily: at the next request,
+or when a client waits for a change. A real etcd renews every lease after a change of its leader; `extend_leases` does
+that here. There is no disk, no raft, no authentication, and no limit on the database size.
 """
 
 from __future__ import annotations

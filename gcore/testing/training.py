@@ -1,13 +1,14 @@
-"""For tests of training, with torch: the contract kit for advantage estimators and losses of one's own, and fakes.
+"""Tests of training, with torch: the contract kit for custom advantage estimators and losses, and fakes.
 
-`FakeTrainBackend` trains a module in this process alone; `FakeObjective` and `FakePublisher` stand in for the real ones.
+`FakeTrainBackend` trains a module in this process alone; `FakeObjective` and `FakePublisher` replace the real ones.
 
     from gcore.testing.training import check_advantage, check_loss
 
     def test_my_estimator():
         check_advantage("against_median")
 
-As `gcore.testing.contracts`: each check takes the plug-in by its entry-point name and raises `ContractBroken` with a sentence.
+As in `gcore.testing.contracts`, each check loads the plug-in by its entry-point name and raises `ContractBroken` with a
+sentence.
 """
 
 from __future__ import annotations

@@ -1,27 +1,28 @@
-"""Both ends of the control line between a supervisor and its child process; starting the child, confined.
+"""Both ends of the control line between a supervisor and its child process, and the start of the confined child.
 
-The line is a Unix socket that the supervisor makes, inherited as the file descriptor named in `GCORE_CONTROL_FD`; JSON, one
-object a line. The supervisor's first line is the launch document. From then on:
+The line is a Unix socket that the supervisor creates. The child inherits it as the file descriptor named in
+`GCORE_CONTROL_FD`. Messages are JSON, one object per line. The supervisor's first line is the launch document. From
+then on:
 
-    child -> supervisor   {"event": "serving", "address": "host:port"}      requests are answered there
+    child -> supervisor   {"event": "serving", "address": "host:port"}      accepts requests at this address
                           {"event": "store", "address": "host:port"}        rank 0's rendezvous
                           {"event": "progress", "phase": "...", "progress": 17}
                           {"event": "failed", "reason": "one sentence"}     before an orderly exit with a failure
     supervisor -> child   {"command": "rendezvous", "address": "host:port"}
                           {"command": "stop"}
 
-When the line breaks the supervisor is dead, and the child ends at once: a worker never outlives its supervisor. The
-supervisor turns what the child says and how it ends into events. It passes over names of events that it does not know, so
-that a newer child may say more; a line that is no JSON object is a failure.
+When the line breaks, the supervisor is dead and the child ends at once: a worker never outlives its supervisor. The
+supervisor turns the child's messages and its exit into events. It ignores unknown event names, so that a newer child
+may send more. A line that is not a JSON object is a failure.
 
-The child runs in a process group of its own. When it has ended, and before it is collected (until then its pid cannot be
-anybody else's), the whole group is killed: what a server left behind would hold on to its accelerator. The supervisor
-confines itself before it starts the child, so the child and all that it starts are confined from the beginning. Without its
-cores a worker fails, because it would compute on another's; without its control group it runs, because limits are a courtesy
-to the neighbours and the group may have been removed meanwhile.
+The child runs in its own process group. When it has ended, the supervisor kills the whole group before it collects the
+child's exit status (until then the pid cannot be reused): a process that a server left behind would keep its
+accelerator. The supervisor confines itself before it starts the child, so the child and its descendants are confined
+from the beginning. Without its cores a worker fails, because it would compute on the cores of another. Without its
+control group it runs, because the limits only protect its neighbours, and the group may have been removed meanwhile.
 
-Engines and ranks load this module for the child's end. They have no launch file of a supervisor, so the models of
-`gcore.worker.records` and of the store's description are for annotations only.
+Engines and ranks import this module for the child's end. They have no launch file of a supervisor, so the models of
+`gcore.worker.records` and of the store's description are imported for annotations only.
 """
 
 from __future__ import annotations

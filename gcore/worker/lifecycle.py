@@ -1,23 +1,24 @@
-"""The state machine of a worker, as its supervisor runs it: events in, a new state and instructions out; and the watchdog.
+"""The state machine of a worker, run by its supervisor: events in, a new state and instructions out; and the watchdog.
 
-In order: register in the store; only then start the child (for a train rank the registration also takes its rank of its world, and
-the second to come never starts a child); wait until it serves; go on until it ends, hangs or is stopped.
+The sequence: register in the store; then start the child (for a train rank the registration also claims its rank in its
+world, and the second claimant never starts a child); wait until it serves; continue until it ends, hangs or is stopped.
 
 Ways to end:
 
-- *failed*: the child ended by itself, said so, hung, never served, or lost its rank. What still lives of it is killed; the reason stays
-  readable in the store for a little while; then the supervisor leaves with `FAILED`.
-- *stopping*: asked to by a signal, orphaned (no controller on its node for the grace period), or out of the store's sight for very
-  long. The child is told to stop, drains, is killed after a grace, or at once if it does not serve yet; then the supervisor leaves
-  with `STOPPED`.
+- *failed*: the child exited by itself, reported a failure, hung, never served, or lost its rank. Its remaining
+  processes are killed; the reason stays readable in the store for a short time; then the supervisor exits with
+  `FAILED`.
+- *stopping*: requested by a signal, orphaned (no controller on its node for the grace period), or without the store for
+  very long. The child gets a stop command, drains, and is killed after a grace period, or at once if it does not serve
+  yet; then the supervisor exits with `STOPPED`.
 
-That a watch shows no controller is only a hint: the key is read once more before an orphan leaves, and while the store does not answer
-no worker counts as an orphan. A failure while stopping changes nothing.
+If a watch shows no controller, this is only a hint: the key is read once more before an orphan exits. While the store
+does not respond, no worker counts as an orphan. A failure while stopping changes nothing.
 
-A child tells its phase and a number that grows whenever it gets anywhere. A phase of work in which the number stays the same for
-`limit_s` is a hang: collective libraries wait without end for a rank that is gone, and no time-out inside the process can be trusted.
-Phases that wait for work (`PATIENT`) may last for ever; loading has a limit of its own. A child that was stopped by a signal (SIGSTOP)
-hangs in any phase, because it would not take work either.
+A child reports its phase and a counter that grows with its progress. A working phase in which the counter does not
+change for `limit_s` is a hang: collective libraries wait forever for a lost rank, and timeouts inside the process
+cannot be relied on. Phases that wait for work (`PATIENT`) may last forever; loading has its own limit. A child that was
+stopped by a signal (SIGSTOP) hangs in any phase, because it would not take work.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""`gcore-worker --home HOME --launch FILE`: the supervisor's process, and starting one so that it outlives its starter.
+"""`gcore-worker --home HOME --launch FILE`: the supervisor's process, and its start so that it outlives the starting
+process.
 
-The process reads the launch document, connects to the store and runs `gcore.worker.supervisor`. `--home` is not used: it is on the
-command line so that a person, and `gcore down`, see which cluster the process belongs to. It ends with 0 after an orderly stop, 1 when
-the worker failed, 2 when the launch document cannot be used. It stays small: no torch, no command-line framework.
+The process reads the launch document, connects to the store and runs `gcore.worker.supervisor`. `--home` is not used:
+it is on the command line so that users and `gcore down` see which cluster the process belongs to. Exit status: 0 after
+an orderly stop, 1 if the worker failed, 2 if the launch document cannot be used. The process stays small: no torch, no
+command-line framework.
 
-The launch document goes to HOME/workers/INSTANCE.json, readable by its owner only, since it may carry an environment; the supervisor's
-log goes to HOME/logs/INSTANCE.supervisor.log, the child's where the document says. The starter waits for nothing: the store shows
-whether the worker came up. While nodes of the schema version before are in the cluster, a worker writes that version for its whole
-life. A document is read once, at the start; each start deletes those of long ago.
+The launch document is written to HOME/workers/INSTANCE.json, readable by its owner only, because it may contain an
+environment. The supervisor's log is HOME/logs/INSTANCE.supervisor.log; the document names the child's log. The starting
+process does not wait: the store shows whether the worker started. While the cluster has nodes of the previous schema
+version, a worker writes that version for its whole life. A document is read once, at start; each start deletes old
+ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is written about workers: the registration in the store, and the launch document that starts a supervisor.
+"""Records of workers: the registration in the store, and the launch document that starts a supervisor.
 
-A registration is under the worker's own lease, so it ends with the supervisor and not with the controller that started
-it. Nothing here reads or writes.
+A registration is stored under the worker's own lease, so it ends with the supervisor and not with the controller that
+started it. This module does no I/O.
 """
 
 from __future__ import annotations

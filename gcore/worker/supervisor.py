@@ -1,15 +1,15 @@
-"""Runs one worker's state machine (`gcore.worker.lifecycle`), and keeps its registration in the store.
+"""Run one worker's state machine (`gcore.worker.lifecycle`), and keep its registration in the store.
 
-Everything that happens (the child, the store, signals, time) comes as an event through one queue and is decided in order; the
-registration follows the state by itself. Between events the supervisor sleeps until the next moment at which something would be due,
-so that an idle worker costs next to nothing. Safety does not rest on it: a supervisor may be paused, or die, at any moment (the child
-dies with it).
+All events (of the child, the store, signals, time) arrive through one queue and are handled in order; the registration
+follows the state. Between events the supervisor sleeps until the next deadline, so an idle worker costs almost nothing.
+Safety does not depend on it: a supervisor may be paused or die at any moment (the child dies with it).
 
-The registration is under a session's lease (`gcore.store.session`). It is written level by level: the newest record is written until
-the store has it. Each write compares the key's revision, because a write whose answer never came may be made later, and must not undo a
-newer one. A train rank's first registration also takes `world/{world}/rank/{rank}`, in the same transaction and only if it is free;
-that key is never deleted while the world matters, so a rank that lost its lease registers again only while the key still names it. A
-refused worker still shows its failure, but takes no rank; a registration of another process under this instance's name is not touched.
+The registration is stored under a session's lease (`gcore.store.session`). The supervisor retries until the store has
+the newest record. Each write compares the key's revision, because a write without a response may take effect later and
+must not overwrite a newer one. A train rank's first registration also claims `world/{world}/rank/{rank}`, in the same
+transaction and only if it is free. That key is not deleted while the world matters, so a rank that lost its lease
+registers again only while the key still names it. A worker that was refused shows its failure, but claims no rank. A
+registration of another process under this instance's name is not changed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Emulated engines in time: which sequences wait and run, when each sample ends, and how engines share a slot.
+"""Simulation of emulated engines: waiting and running sequences, the end of each sample, and engines that share a slot.
 
-Times are emulated seconds; the caller says what time it is. Weights are only a name here.
+Times are emulated seconds; the caller passes the present time. Weights are only a name here.
 """
 
 from __future__ import annotations

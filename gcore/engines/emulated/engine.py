@@ -1,9 +1,10 @@
-"""Emulated engine in an event loop: requests in, answers out when the device says that they have ended.
+"""Emulated engine in an event loop: it takes requests, and responds when the simulated device finishes them.
 
-Its slot (`LiveSlot`), which it may share with others, moves time on. What depends on the model is checked as the torch engine
-checks it, and an update of weights excludes requests in the same way (`serving.engine.UpdateLock`) and takes the time that
-the law says. An engine that sleeps takes requests and lets them wait; its weights cannot be changed then. A stream reports
-responses as they grow and as they end. What an emulated engine cannot know is refused with a sentence.
+Its slot (`LiveSlot`), which several engines may share, advances the simulation. Checks that depend on the model are
+those of the torch engine. A weight update excludes requests in the same way (`serving.engine.UpdateLock`) and takes the
+time that the law defines. A sleeping engine accepts requests and lets them wait; its weights cannot be changed. A
+stream reports responses as they grow and when they end. Requests that an emulated engine cannot serve are refused with
+an explanation.
 """
 
 from __future__ import annotations

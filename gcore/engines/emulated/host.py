@@ -1,12 +1,12 @@
 """`python -m gcore.emulated.host --home HOME --launch FILE`: all emulated engines of a job on one node, in one process.
 
-Each engine has its own port, its own registration in the store, its own pace, and a placeholder process: to end that process is
-to end the engine. Engines that are placed later, such as judges beside the policy's engines, come to the running process
-(`LaunchQueue`), for engines that share a slot slow one another. Like a real worker's supervisor the process ends on SIGTERM, when
-its node has had no controller for the grace period, and when the store was away for very long; and when it has no engine
-left. Its first log line says that it is emulated.
+Each engine has its own port, registration in the store, speed and placeholder process. When the placeholder process
+ends, the engine ends. Engines that are placed later, such as judges beside rollout engines, are added to the running
+process (`LaunchQueue`), because engines on one slot slow each other down. Like a real worker's supervisor, the process
+ends on SIGTERM, when its node has had no controller for the grace period, and when the store was unreachable for very
+long. It also ends when it has no engine left. Its first log line says that it is emulated.
 
-Ends with 0 after an orderly stop, 2 when the launch document cannot be used.
+Exit status: 0 after an orderly stop, 2 if the launch document cannot be used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Launch document of a node's emulated engines, starting their process, and the queue of later launches.
+"""Launch document of a node's emulated engines, the start of their process, and the queue of later launches.
 
-The numbers of the law are not in it: `GCORE_EMULATED_LAW`, which daemons and workers inherit, may name a JSON file with others
-than the default. Emulated slots are for tests and benchmarks, and have no place in a node's configuration.
+The parameters of the law are not in the document: `GCORE_EMULATED_LAW`, which daemons and workers inherit, may name a
+JSON file with values other than the defaults. Emulated slots are for tests and benchmarks and cannot be set in a node's
+configuration.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""How long an emulated device takes for what it does not do.
+"""Durations of an emulated device.
 
-Every replica has a pace of its own, drawn once from its name, and every single duration a little noise on top: real devices
-are not alike, and whoever looks at them cannot know by how much. So nothing that forecasts may import this module; it has
-to find out by measuring, as it would on real ones.
+Every replica has a constant speed, sampled from its name, and every duration has some noise: real devices differ, and
+by an amount that an observer cannot know. Code that forecasts must not import this module; it has to measure, as with
+real devices.
 
-The law has the shape of real engines' (a decode step has a fixed part and one by sequence; a prompt is read at a rate; a
-step of training has a fixed part and one by token); its numbers are of no particular device. Times are emulated seconds:
-`speedup` of them pass in a real one. Does not know what is asked for (`device`), nor read a clock.
+The law has the form of real engines: a decode step has a fixed part and a part per sequence, a prompt is prefilled at a
+rate, a training step has a fixed part and a part per token. Its numbers are of no particular device. Times are emulated
+seconds: `speedup` of them pass in a real one. This module knows no requests (`device`) and reads no clock.
 
-What changes over a run goes by the step that the weights are of, never by the clock: so every step is the same work for everybody
-who goes through it, however long it took them to come there. An engine of the policy knows that step by its version; one of a judge,
-whose weights are always the same, is told (`ReplicaTiming.step`).
+What changes during a run depends on the step of the weights, never on the clock, so every step is the same work for
+every observer, no matter when it is reached. A rollout engine knows the step from its version. A judge engine, whose
+weights never change, gets it explicitly (`ReplicaTiming.step`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""`python -m gcore.emulated.rank`: a train rank that computes nothing, under a real supervisor.
+"""`python -m gcore.emulated.rank`: a train rank without computation, under a real supervisor.
 
-Everything around a step is the real rank's process (`gcore.train.rank.main`): the service, what is held and refused, receipts,
-progress, how it ends. In place of the model there is the law: a step takes as long as it says for the rank's tokens. Rank 0
-stages a folder for engines and writes checkpoints that are whole but hold no weights (`emulated.json` lies in them, and a
-model cannot be made of them). No rank meets another, so a rank that dies takes none of the others with it.
+Everything around a step is the real rank's code (`gcore.train.rank.main`): the service, accepted and refused batches,
+receipts, progress, the exit. The law replaces the model: it defines the duration of a step from the rank's tokens. Rank
+0 stages a folder for engines and writes complete checkpoints without weights (they contain `emulated.json`, and no
+model can be exported from them). Ranks do not communicate with each other, so a rank that dies does not end the others.
 
-It tells no loss: there is none, and an invented figure would be taken for one.
+It reports no loss, because an invented value could be mistaken for a real one.
 """
 
 from __future__ import annotations

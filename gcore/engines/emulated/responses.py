@@ -1,16 +1,19 @@
-"""What an emulated engine answers: tokens by the request's seed, lengths by the law, log-probabilities as if drawn.
+"""Responses of an emulated engine: tokens from the request's seed, lengths from the law, log-probabilities as if
+sampled.
 
-The same request is answered alike whenever and wherever it is made, as by a real engine that heeds seeds: a response is a
-function of seed and prompt, and its length of the step that the weights are of. A greedy one is a function of the prompt and of the
-weights' name. The tokens are ordinary ones of the model's vocabulary and mean nothing; a response that does not come to its longest
-length ends with an end token, if there is one. Log-probabilities are those of a token drawn from a distribution of a few nats of entropy.
+The same request gets the same response at any time and place, as from a real engine that honours seeds: a response is a
+function of seed and prompt, and its length also of the step of the weights. A greedy response is a function of the
+prompt and the name of the weights. Tokens are ordinary ones of the model's vocabulary without meaning. A response
+shorter than its maximum ends with an end token, if there is one. Log-probabilities are those of samples from a
+distribution with a few nats of entropy.
 
-How long a response becomes is said by its prompt and its first tokens together. So an engine that is asked to go on behind what another
-had made, as if that were a part of the prompt, ends it where the other would have: moved responses get no longer. It knows them by how many
-tokens fewer it is asked for than the job's longest response has, and by two of the first tokens, which follow from those beside them.
+The length of a response depends on its prompt and its first tokens together. So an engine that continues the tokens of
+another engine, as a part of the prompt, ends the response at the same length: moved responses do not get longer. It
+detects a continuation by the smaller number of requested tokens compared with the job's longest response, and by two of
+the first tokens, which are a function of their neighbours.
 
-A judge's answer is such tokens too, and at its end one of the verdicts that it was given: which, follows from the question and the first
-tokens as the length does.
+A judge's response consists of such tokens too, and ends with one of the given verdicts. The question and the first
+tokens determine which, in the same way as the length.
 """
 
 from __future__ import annotations

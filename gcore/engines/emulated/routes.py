@@ -1,8 +1,8 @@
-"""Routes of many emulated engines in one process, and the sockets on which they listen: the port says which engine is meant.
+"""Routes of many emulated engines in one process, and their listening sockets. The port identifies the engine.
 
-The routes are those of every engine (`serving.routes`), with bodies and refusals of the same modules, so that a client cannot
-tell an emulated engine from a real one by them. What an emulated engine does not have is refused with a sentence: weights
-by broadcast, OpenAI's routes, tensors to read.
+The routes are those of every engine (`serving.routes`), with bodies and refusals of the same modules, so that a client
+cannot distinguish an emulated engine from a real one by them. What an emulated engine does not support is refused with
+an explanation: weights by broadcast, OpenAI's routes, reading tensors.
 """
 
 from __future__ import annotations

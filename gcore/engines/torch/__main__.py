@@ -1,7 +1,7 @@
 """`python -m gcore.engines.torch`: the torch engine under its supervisor.
 
-The process's edge: what is wrong with its arguments becomes one sentence. It sets variables and `leave_compiler_out` before the
-server is imported: torch, transformers and OpenMP read them as they are loaded.
+Reports invalid arguments in one sentence. Sets environment variables and calls `leave_compiler_out` before it imports
+the server, because torch, transformers and OpenMP read them at import.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Async engine: the thread that owns the model, its mailbox, and the streams of requests on the event loop.
 
-`ModelThread` carries out actions from a mailbox between two decode steps, in the order of arrival; a result comes back as
-a future. Without work it sleeps on the mailbox. Outputs leave through one call a step. An exception in a step is a defect
-(or memory that has run out) that leaves the cache in doubt: the thread reports it through `on_death` and ends, and the process
-is expected to end with it. Progress is reported at most once a second while tokens are made; "generate" at once when work
-begins, so that the watchdog sees a step that hangs, and "waiting" once there is none.
+`ModelThread` executes actions from a mailbox between two decode steps, in order of arrival; a result is returned as a
+future. Without work it sleeps on the mailbox. Outputs are delivered with one call per step. An exception in a step is a
+defect (or out of memory) that may have corrupted the cache: the thread reports it through `on_death` and ends, and the
+process is expected to end with it. While tokens are generated, progress is reported at most once a second; "generate"
+is reported at once when work begins, so that the watchdog detects a step that hangs, and "waiting" once there is none.
 
-`AsyncEngine` connects one event loop and one such thread: requests go out under their names, and outputs are kept until they
-are taken. Of what streams only the newest output is kept, for it holds all that came before: a client that reads slowly
-skips steps, and costs no memory that grows.
+`AsyncEngine` connects one event loop and one such thread: requests are sent under their names, and outputs are kept
+until they are taken. Of a stream only the newest output is kept, because it contains all earlier ones: a slow reader
+skips steps, and its memory does not grow.
 """
 
 from __future__ import annotations

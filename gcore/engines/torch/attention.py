@@ -1,18 +1,19 @@
-"""The attention function that a model is made to use, for the caches of the model runners.
+"""Attention function that replaces the model's own, for the caches of the model runners.
 
-A runner says before each forward pass what kind of pass it is:
+Before each forward pass a runner sets the kind of pass:
 
-- `PrefillPass`: a prompt's tokens, or several prompts padded on the right, behind `past` tokens that stand in the cache. A
-  real token never sees the padding, which stands behind it.
-- `DecodePass`: one query a row over one common stretch of columns, with a bias that silences what is not a row's own. The
-  query heads that share a key head are folded into the query length, so that nothing is repeated: two batched matrix
+- `PrefillPass`: tokens of one prompt, or of several prompts padded on the right, after `past` tokens in the cache. Real
+  tokens never attend to the padding, because it follows them.
+- `DecodePass`: one query per row over one common range of columns, with a bias that masks the columns of other rows.
+  The query heads that share a key head are folded into the query length, so nothing is repeated: two batched matrix
   products and a softmax (on a CPU faster than torch's fused attention for one token).
-- `BlockDecodePass`: the same over blocks of `BLOCK` columns, each of the same shape, joined by a running maximum and sum. A block
-  in which a row has nothing changes not one bit of that row's result, so the result does not depend on its neighbours'
-  lengths. For deterministic decoding.
+- `BlockDecodePass`: the same over blocks of `BLOCK` columns, all of the same shape, combined by a running maximum and
+  sum. A block without columns of a row does not change a bit of that row's result, so the result does not depend on the
+  lengths of other rows. For deterministic decoding.
 
-Honoured: grouped heads, any scale, sliding windows, soft caps, attention sinks. Position biases are refused; what the
-function is not even told of (a window that a model only puts into its mask) `runner_selection` finds out.
+Supported: grouped heads, any scale, sliding windows, soft caps, attention sinks. Position biases are refused.
+`runner_selection` detects features that the function does not receive, such as a window that a model applies only in
+its mask.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Classifier engine: a model with a sequence-classification head gives each question one number.
+"""Classifier engine: a model with a sequence-classification head returns one number per question.
 
-Any model that transformers loads as `AutoModelForSequenceClassification` with one label. Questions of one pass are padded on
-the right to the longest. A decoder finds its last token by what is not the padding token: the one of its configuration is
-used, or, where that names none, one that no question of the pass ends with. A trial at start finds out whether a padded
-pass gives what each question gives alone; a model that does not bear padding scores one question at a time.
+Serves any model that transformers loads as `AutoModelForSequenceClassification` with one label. Questions of one pass
+are padded on the right to the longest. A decoder finds its last token as the last one that is not the padding token.
+The padding token is that of the configuration, or, if it has none, a token that no question of the pass ends with. A
+trial at start checks whether a padded pass gives the same results as single questions; a model for which it does not
+scores one question at a time.
 
-From top to bottom: the batch of a pass, the body of `/classify`, the model, the core, the request handler, the routes.
+Order of this module: the batch of a pass, the body of `/classify`, the model, the core, the request handler, the
+routes.
 """
 
 from __future__ import annotations

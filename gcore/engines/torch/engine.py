@@ -1,12 +1,12 @@
 """Engine core: schedules, prefills and decodes sequences, and finishes requests.
 
-One cycle preempts what no longer fits, admits waiting sequences, prefills a chunk of their prompts, and makes one token for
-every running sequence (`scheduler` decides each of these). Changes of weights, pauses and aborts take effect between
-cycles. After a change of weights with `flush` the key-value cache is recomputed with the new weights; without it, it is
-kept. Either way the spans of an output say which version made which tokens.
+One cycle preempts sequences that no longer fit, admits waiting sequences, prefills a chunk of their prompts, and
+generates one token for every running sequence (`scheduler` decides each of these). Weight updates, pauses and aborts
+take effect between cycles. After a weight update with `flush` the KV cache is recomputed with the new weights;
+otherwise it is kept. In both cases the spans of an output say which version generated which tokens.
 
-Single-threaded and without a clock; the model thread calls it. `EngineBase` is what the classifier's core shares; `Decoder`
-holds the running rows over any model runner.
+Single-threaded and without a clock; the model thread calls it. `EngineBase` is shared with the classifier's core;
+`Decoder` keeps the running rows for any model runner.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""A decode step of the most common kind of model, straight from layer to layer.
+"""A decode step of the most common model architectures as one loop over the layers.
 
-A step over few rows of a small model spends a third of its time in Python, between the products: modules that call modules,
-wrappers around them, the same rotation spelled out for queries and for keys. Llama, Mistral, Qwen 2, Qwen 3 and whatever is
-built as they are has the same few parts in each layer, so one loop over those parts is the whole step.
+A step with few rows of a small model spends a third of its time in Python between the matrix products: modules that
+call modules, wrappers, and the same rotary embedding computed for queries and for keys. Llama, Mistral, Qwen 2, Qwen 3
+and models built like them have the same few parts in each layer, so one loop over these parts is the whole step.
 
-Nothing is taken for granted: the parts are recognised by their names and must hold all of the model's weights, for one that
-does nothing today (a scale of 1) may do something after the next change of weights. What each layer tells its attention is
-overheard while the model itself makes a step, and then the straight step must give the same bits. A model of which any of
-this is not so goes on through its own modules. Weights are looked at as they are at each step, so a change of weights, or
-sleep, needs nothing here.
+Nothing is assumed: the parts are recognised by name and must contain all weights of the model, because a weight without
+effect today (a scale of 1) may have one after the next weight update. The arguments of each layer's attention are
+recorded during a step of the model itself, and then the loop must give the same bits. A model that fails any of these
+checks uses its own modules. Each step reads the present weights, so a weight update or sleep needs no action here.
 
-Does not read prompts, and does not know lanes: `Model.forward` takes it for a step of one token a row.
+Does not prefill prompts and does not know lanes: `Model.forward` uses it for a step with one token per row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The generator's HTTP side: requests to tasks, outputs to answers, and the routes of SGLang and OpenAI.
+"""HTTP side of the generating engine: requests to tasks, outputs to responses, and the routes of SGLang and OpenAI.
 
-Refusals have SGLang's shapes (`engines.serving.http`). Routes of SGLang's that this engine does not have, and that would change
-what comes out, exist and refuse with a sentence. Nothing here waits for the model on the event loop.
+Refusals have SGLang's formats (`engines.serving.http`). SGLang routes that this engine does not support, and that would
+change the results, exist and refuse with an explanation. Nothing here blocks the event loop on the model.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Key-value cache: one table of rows and columns for the running batch, and the rules that size and place it.
+"""KV cache: one table of rows and columns for the running batch, and the rules that size it and place rows.
 
-The table has one row a running sequence, one column a token position. All rows share one write column: a decode step writes
-every row's new token there, so that writing is one slice copy. A row's live window is `[start, column)`, and the position of
-the token at `c` is `c - start`. A prompt of `p` tokens joins at `[column - p, column)`: no padding.
+The table has one row per running sequence and one column per token position. All rows share one write column: a decode
+step writes every row's new token there, so that writing is one slice copy. A row's live window is `[start, column)`,
+and the token at `c` has position `c - start`. A prompt of `p` tokens joins at `[column - p, column)`: no padding.
 
-The write column moves right with each step; when it reaches the last column, everything live moves to the left edge. A table
-that is too narrow for that to be rare is made wider instead: at least half of it must be free after a move, so that the cost
-of moving is a constant per token. Where the memory is bounded it is only made as wide as the bound allows, and has `SLACK`
-columns to spare at least. When rows leave, those that stay at the bottom of the table move up into the holes, so that the
-running rows are always the first ones.
+The write column moves right with each step. When it reaches the last column, all live columns move to the left edge. If
+that would happen often, the table is widened instead: at least half of it must be free after a move, so that moves have
+a constant cost per token. With limited memory it is widened only up to the limit, and keeps at least `SLACK` free
+columns. When rows leave, rows from the bottom of the table move up into the holes, so that the running rows are always
+the first ones.
 
-`plan_resize` and `table_rows` decide where everything is; `KVCache` only moves numbers. Attention is computed in `attention`.
+`plan_resize` and `table_rows` decide all positions; `KVCache` only moves numbers. Attention is computed in `attention`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Model: loading a causal model, one forward pass, weight updates, released weights, and the memory for the cache.
+"""Model: loads a causal model, runs a forward pass, updates and releases weights, and measures the memory for the
+cache.
 
-A model folder is refused at start, in one sentence, when it cannot be loaded whole: weights that are truncated, missing or
-do not fit, a configuration of no known architecture, a tokenizer with more tokens than the model has. Which runner serves a
-model that loads is decided in `runner_selection`.
+A model folder that cannot be loaded completely is refused at start, in one sentence: weights that are truncated,
+missing or do not fit, a configuration of an unknown architecture, a tokenizer with more tokens than the model.
+`runner_selection` decides which runner serves a model that loads.
 """
 
 from __future__ import annotations

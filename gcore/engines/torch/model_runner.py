@@ -1,10 +1,10 @@
-"""Model runner: how a batch goes through the model. `runner_selection` chooses one of three at start.
+"""Model runner: how a batch passes through the model. `runner_selection` chooses one of three at start.
 
-- `FastRunner`: all rows write the same column of one key-value table; for models whose attention can be replaced.
-- `DeterministicRunner`: the same models in fixed tiles; a row's bits do not depend on its neighbours.
+- `FastRunner`: all rows write the same column of one KV table; for models whose attention can be replaced.
+- `DeterministicRunner`: the same models in fixed tiles; the bits of a row do not depend on other rows.
 - `GenericRunner`: any causal model of transformers, with its own attention and cache.
 
-A runner owns its cache and turns tokens into logits. It samples nothing and knows no request.
+A runner owns its cache and turns tokens into logits. It does not sample and knows no requests.
 """
 
 from __future__ import annotations

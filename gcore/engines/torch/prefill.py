@@ -1,8 +1,8 @@
-"""Prompts on their way through the model: keys and values, the logits after the last token, log-probabilities of the rest.
+"""Prefill of prompts: keys and values, the logits after the last token, and log-probabilities of the other tokens.
 
-A prompt may be read in several chunks; what of it is done stands in a buffer of its own until a row takes it over. Whole
-prompts share forward passes, padded on the right; attention is causal, so no real token sees the padding, and what stands
-there is never copied into the cache. Does not choose rows, plan chunks or draw tokens.
+A prompt may be prefilled in several chunks. Finished chunks stay in a separate buffer until a row takes them over.
+Whole prompts share forward passes, padded on the right. Attention is causal, so real tokens never attend to the
+padding, and the padding is never copied into the cache. This module does not choose rows, plan chunks or sample tokens.
 """
 
 from __future__ import annotations

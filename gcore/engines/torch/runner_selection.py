@@ -1,14 +1,15 @@
-"""Which lane serves a model: found out at start, by trying.
+"""Choose the lane that serves a model, by a trial at start.
 
-Short prompts of different lengths are continued by the engine's own loop, with everything that it does to rows: a prompt
-is read in two pieces, a row joins late with a running row's prompt, rows leave and others move. The log-probabilities of
-what came out are compared with plain forward passes of the same module. A model whose positions, attention or states the
-lane does not honour gives other numbers; so no table of supported models has to be kept. The fast lane is tried first,
-then the plain one; a model that neither serves is refused. What shows only in long contexts is compared with what the
-configuration says: a sliding window that the attention function is not told of, or layers of other kinds, need the plain
+The engine's own loop continues short prompts of different lengths, with every operation on rows: a prompt is prefilled
+in two chunks, a row joins late with the prompt of a running row, rows leave and others move. The log-probabilities of
+the results are compared with plain forward passes of the same module. If the lane does not honour a model's positions,
+attention or states, the numbers differ. So no table of supported models is needed. The fast lane is tried first, then
+the generic one; a model that neither serves is refused. Features that show only in long contexts are found in the
+configuration: a sliding window that the attention function does not receive, or layers of other kinds, need the generic
 lane.
 
-For deterministic decoding samples are made alone and in a crowd that fills more than a tile, and compared bit by bit.
+For deterministic decoding, samples are generated alone and in a batch that fills more than a tile, and compared bit by
+bit.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""From logits to tokens.
+"""Sample tokens from logits.
 
-Log-probabilities are those of `softmax(logits / T)` before anything is cut off (top-k, top-p, min-p, the minimum length):
-the distribution that the trainer computes too. Greedy rows (T = 0) take the likeliest token, and their log-probabilities
-are of the untempered softmax.
+Log-probabilities are those of `softmax(logits / T)` before any truncation (top-k, top-p, min-p, the minimum length):
+the distribution that the trainer computes too. Greedy rows (T = 0) take the most likely token, and their
+log-probabilities are those of the softmax at temperature 1.
 
-A token is drawn by the inverse of the cumulative distribution, in order of token id, at a uniform number that belongs to
-its request: the i-th number of the Philox stream whose key is the request's seed. So a sample's randomness depends on its
-seed alone, whatever else runs beside it, and every step here treats each row for itself: a row's token and
-log-probability do not depend on which rows stand beside it, bit for bit.
+A token is sampled by the inverse of the cumulative distribution, in order of token id, at a uniform number of its
+request: the i-th number of the Philox stream whose key is the request's seed. So the randomness of a sample depends on
+its seed alone, not on other requests. Every operation here treats each row separately: a row's token and
+log-probability are bitwise independent of other rows.
 
-A large vocabulary is worked through in slabs of rows that stay in the processor's cache, and summed in blocks first, so
-that the double-precision part touches one block a row. Nothing is sorted unless a row truncates, and then only its
-likeliest `CANDIDATES`, unless these do not suffice.
+A large vocabulary is processed in slabs of rows that stay in the processor's cache, and summed in blocks first, so that
+the double-precision part touches one block per row. Nothing is sorted unless a row truncates, and then only its
+`CANDIDATES` most likely tokens, unless these do not suffice.
 
-What is cut off: all but the `top_k` likeliest; what stands behind likelier tokens of more than `top_p` together; what is
-less likely than `min_p` times the likeliest. All three are of the whole distribution, as in SGLang.
+Truncation: all but the `top_k` most likely tokens; tokens after more likely ones with a total of more than `top_p`;
+tokens less likely than `min_p` times the most likely one. All three refer to the full distribution, as in SGLang.
 """
 
 from __future__ import annotations

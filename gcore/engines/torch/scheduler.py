@@ -1,8 +1,8 @@
-"""Scheduler: which sequences run, which wait, which are preempted, and how much of the waiting prompts is prefilled now.
+"""Scheduler: which sequences run, wait or are preempted, and how much of the waiting prompts is prefilled now.
 
-Memory is counted in cells: the place of one token's keys and values. A runner's `footprint` says how many cells a batch takes;
-admission never exceeds the budget. `RunningBatch` keeps what is known of each running sequence in arrays, so that a decode
-step does no work per sequence in Python. Imports numpy, not torch.
+Memory is counted in cells: the keys and values of one token. A runner's `footprint` returns the cells of a batch;
+admission never exceeds the budget. `RunningBatch` keeps the data of running sequences in arrays, so that a decode step
+does no work per sequence in Python. Imports numpy, not torch.
 """
 
 from __future__ import annotations

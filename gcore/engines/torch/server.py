@@ -1,7 +1,8 @@
 """The torch engine's process: load a model, select its runner, listen, serve, stop.
 
-The port is taken before the model is loaded, so that a port in use is known at once; requests are answered when the model
-serves. A supervisor receives "serving", progress, and "failed" with a sentence; "stop" ends the process in order.
+The port is bound before the model is loaded, so that a port in use is detected at once. Requests are answered when the
+model serves. The supervisor receives "serving", progress, and "failed" with an explanation; "stop" ends the process in
+order.
 """
 
 from __future__ import annotations

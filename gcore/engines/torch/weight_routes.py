@@ -1,8 +1,9 @@
-"""Routes for weights that a trainer broadcasts, and for reading a tensor of the served model.
+"""Routes for weights broadcast by a trainer, and for reading a tensor of the served model.
 
-A weight group is joined, an update begun, tensors received, the update ended. Each route answers
-`{"success": bool, "message": str}`, with status 400 when nothing of it was done; a broadcast that does not fit changes nothing.
-The group's blocking calls run in threads of their own, one after the other; the model's thread only writes what has arrived.
+The sequence: join a weight group, begin an update, receive tensors, end the update. Each route responds with
+`{"success": bool, "message": str}`, with status 400 if nothing was done; a broadcast that does not fit changes nothing.
+Blocking calls of the group run in a separate thread, one after the other; the model's thread only writes received
+tensors.
 """
 
 from __future__ import annotations

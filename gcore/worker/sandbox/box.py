@@ -1,8 +1,8 @@
-"""Foreign Python programs, run confined (`gcore.worker.sandbox.jail`), and the proof that they are.
+"""Runs untrusted Python programs in confinement (`gcore.worker.sandbox.jail`), and verifies the confinement.
 
-A sandbox runs one program at a time, each in a new process that it kills at the limit, and reads its output up to a bound.
-That the system calls succeeded does not show that programs are confined: `prove` runs a program that tries every escape that
-is promised not to be there, in the same way as any other program, and refuses if one works. Calls block.
+A sandbox runs one program at a time, each in a new process that it kills at the time limit, and reads its output up to
+a limit. Successful system calls do not prove confinement: `prove` runs a program that tries every escape that must not
+be possible, in the same way as any other program, and raises if one works. Calls block.
 """
 
 from __future__ import annotations

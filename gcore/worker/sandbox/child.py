@@ -1,16 +1,16 @@
-"""The process's side of the line to its controller: loads foreign code once, then answers calls, in order.
+"""The child's end of the line to its controller: loads foreign code once, then responds to calls in order.
 
-A controller starts `python -m MODULE FD BEGUN` (`gcore.worker.sandbox.process`). Over the socket FD both send JSON, one value
-a line:
+A controller starts `python -m MODULE FD BEGUN` (`gcore.worker.sandbox.process`). Over the socket FD both send JSON, one
+value per line:
 
     controller -> process   {"memory_mb": 4096, ...}                   once: what to load
-    process -> controller   {"ready": true} or {"failed": {...}}       once: it is loaded, or cannot be
-    controller -> process   a call                                     what it holds, and what an answer is, MODULE says
-    process -> controller   its answers
+    process -> controller   {"ready": true} or {"failed": {...}}       once: loaded, or failed
+    controller -> process   a call                                     MODULE defines calls and responses
+    process -> controller   its responses
 
-Foreign code runs in the main thread, because libraries limit their time by signals. What it prints goes to standard error,
-which is the controller's log. The process ends when the socket does; no process that foreign code forks has the socket. BEGUN
-is memory that both see, for calls of many items: the process writes there which item it begins.
+Foreign code runs in the main thread, because libraries implement time limits with signals. Its output goes to standard
+error, which is the controller's log. The process ends when the socket closes; processes forked by foreign code do not
+have the socket. BEGUN is shared memory for calls of many items: the process writes which item it begins.
 """
 
 from __future__ import annotations

@@ -1,22 +1,23 @@
-"""Runs a foreign Python program so that it can compute, and nothing else: `jail.py < REQUEST`.
+"""Run an untrusted Python program so that it can compute and do nothing else: `jail.py < REQUEST`.
 
-The request is a JSON object: `program`; `tests`, a list of statements run after it; `input`, what the program reads from
-standard input; `memory_mb`, `cpu_s`, `threads`; `readable`, the files and folders that Python itself needs; `paths`, where
-packages may be imported from; `uid`, a user that nothing else runs as, or null if there is none to become; `parent`, with which
-it dies; `report`, a descriptor. Descriptor 1 is the program's output. To `report` goes either why the program was not begun, or
-BEGUN, and then what became of it and its tests: what stands behind BEGUN the program itself may have written. Between reading
-the request and running the program the process gives up, for ever and in this order:
+The request is a JSON object: `program`; `tests`, a list of statements run after it; `input`, the program's standard
+input; `memory_mb`, `cpu_s`, `threads`; `readable`, the files and folders that Python itself needs; `paths`, from where
+packages may be imported; `uid`, a user without other processes, or null if the process cannot change its user;
+`parent`, with which it dies; `report`, a descriptor. Descriptor 1 is the program's output. The process writes to
+`report` either why the program was not started, or BEGUN followed by the results of the program and its tests. The
+program itself may have written what follows BEGUN. Between reading the request and running the program, the process
+gives up the following permanently and in this order:
 
-1. resources (rlimits): addresses, processor time, processes and threads, open files; files cannot grow at all;
-2. its user, for one that nothing else runs as (if it is root), and every capability but to look into folders: Python may be
-   installed in root's;
-3. files (Landlock): nothing can be read but `readable`, nothing can be written, made or removed;
-4. system calls (seccomp): those on a list of what computing needs. No opening but for reading, no socket, no process, no
-   program, no signal to another process, no shared memory; what is not on the list does not exist.
+1. resources (rlimits): address space, processor time, processes and threads, open files; files cannot grow at all;
+2. its user, replaced by one without other processes (if it is root), and every capability except reading folders,
+   because Python may be installed in root's;
+3. files (Landlock): only `readable` can be read; nothing can be written, created or removed;
+4. system calls (seccomp): only a list of calls needed for computing. No opening except for reading, no socket, no
+   process, no program, no signal to another process, no shared memory; calls not on the list fail as unknown.
 
-Each step is refused by raising, so that nothing runs half shut in; and whether it holds is not believed but tried, by
-`gcore.worker.sandbox.box`, before the first program. Imports nothing of gcore and nothing that is not in Python: it is run by its path,
-by an interpreter that loads nothing else. Linux only.
+A step that fails raises, so that nothing runs partly confined. `gcore.worker.sandbox.box` tests the confinement before
+the first program. This file imports only the standard library: it is run by path, by an interpreter that loads nothing
+else. Linux only.
 """
 
 import ctypes

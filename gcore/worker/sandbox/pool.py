@@ -1,9 +1,9 @@
-"""Processes of one program that runs foreign code: how they are started, and how callers share a few of them.
+"""Processes that run foreign code: their start, and how callers share them.
 
-A program that cannot be had, or takes too long to load, is the spec's fault for as long as none has been loaded here: no other
-process would do better, and the job fails in these words. Once one has been, it is the machine's that another cannot: it lacks memory,
-or has too much to do. Then, and whenever a process cannot be started at all, who needs one waits, and it is tried again: what waits is
-better late than lost. It is so with rewards (`gcore.reward.pool`), tools and agents alike.
+If a program cannot be loaded or takes too long, and none was ever loaded here, the spec is at fault: no other process
+would do better, and the job fails with this error. If one was loaded before, the machine is at fault: it lacks memory
+or is overloaded. Then, and whenever a process cannot be started, callers wait and the start is retried: waiting is
+better than losing the work. This holds for rewards (`gcore.reward.pool`), tools and agents.
 """
 
 from __future__ import annotations

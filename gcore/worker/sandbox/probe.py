@@ -1,7 +1,7 @@
-"""The program with which a box is proved: it tries every way out that `docs/use/rewards.md` says is not there.
+"""The program that tests the confinement: it tries every escape that `docs/use/rewards.md` rules out.
 
-It is run like any other program (`gcore.worker.sandbox.box`), with KNOWN before it, and prints the ways that were open, in words that
-follow "one could". Runs shut in, so it imports nothing of gcore.
+It runs like any other program (`gcore.worker.sandbox.box`), with KNOWN in front, and prints the escapes that worked,
+each as a phrase that completes "one could". It runs confined, so it imports nothing of gcore.
 """
 
 import ctypes

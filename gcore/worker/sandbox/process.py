@@ -1,8 +1,9 @@
-"""One process that runs foreign code (rewards, tools, agents), from the controller's side: started, asked, and ended.
+"""One process that runs foreign code (rewards, tools, agents), from the controller's side: start, calls and end.
 
-Between it and the controller runs a warden (`gcore.system.guard`): however either of them ends, so does everything that
-foreign code has started, in whatever group or session. Answers come in the order of the calls (`gcore.worker.sandbox.child`).
-Its pool handles a process that cannot be started, hangs or dies (`gcore.worker.sandbox.pool`, `gcore.reward.pool`).
+A warden process (`gcore.system.guard`) runs between it and the controller: when either of them ends, all processes
+started by foreign code end, in any process group or session. Responses arrive in the order of the calls
+(`gcore.worker.sandbox.child`). Its pool handles a process that cannot be started, hangs or dies
+(`gcore.worker.sandbox.pool`, `gcore.reward.pool`).
 """
 
 from __future__ import annotations

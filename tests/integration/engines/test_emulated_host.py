@@ -177,8 +177,8 @@ async def test_an_engine_sleeps_only_when_nothing_runs_and_requests_wait_until_i
         ("/generate", {"input_ids": [99]}, "not in the vocabulary"),
         ("/generate", {"input_ids": [3], "sampling_params": {"no_such": 1}}, "no_such"),
         ("/generate", {}, "exactly one of"),
-        ("/begin_weight_update", {}, "not served by an emulated engine"),
-        ("/v1/completions", {"prompt": "3"}, "not served by an emulated engine"),
+        ("/begin_weight_update", {}, "not supported by an emulated engine"),
+        ("/v1/completions", {"prompt": "3"}, "not supported by an emulated engine"),
     ],
 )
 async def test_what_it_cannot_tell_is_refused_in_words(

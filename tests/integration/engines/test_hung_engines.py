@@ -67,7 +67,7 @@ async def test_a_stopped_engine_is_left_for_another_and_used_again_when_it_goes_
         await at.book.publish("a", FIRST, tmp_path)
         at.stubs["a"].stop()
         stuck = at.ask()  # a is the only one that serves
-        with pytest.raises(EngineUnreachable, match="a is left, for it answers nothing"):
+        with pytest.raises(EngineUnreachable, match="a does not respond"):
             await stuck
         assert at.book.views["a"].silent
         await at.book.publish("b", FIRST, tmp_path)
@@ -95,8 +95,8 @@ async def test_a_stopped_engine_that_stays_so_is_named_and_then_to_be_ended(tmp_
 
         await at.until(hung)
         assert [why.partition(";")[0] for why in said] == [
-            "has answered nothing for 0.6 s",
-            "has answered nothing for 3 s",
+            "has not responded for 0.6 s",
+            "has not responded for 3 s",
         ]
         assert isinstance((await asyncio.gather(stuck, return_exceptions=True))[0], EngineUnreachable)
 
