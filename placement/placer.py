@@ -180,7 +180,7 @@ def move_judges(plan: Plan, snapshot: Snapshot, wanted: PlacementRequest) -> Pla
             "generation": plan.generation + 1,
             "engines": (*engines, *more),
             "lent_from": None,
-            "reason": f"{plan.reason}; then {', '.join(sorted(names))} moved, for {away} stays away",
+            "reason": f"{plan.reason}; then {', '.join(sorted(names))} moved, because {away} stays absent",
         }
     )
 
@@ -374,7 +374,7 @@ def mend_plan(plan: Plan, snapshot: Snapshot, job: PlacementRequest) -> Plan | N
             tuple(job.judges),
             world=plan.world,
             generation=plan.generation + 1,
-            reason=f"{split}, for a pool had no engine left",
+            reason=f"{split}, because a pool had no engine left",
             sizes=job.sizes,
         )
         for split in sort_by_unlikeness(replace(split_of(plan, snapshot), train=len(plan.ranks)), limits)

@@ -417,7 +417,7 @@ def describe_nodes(nodes: Sequence[NodeSlots]) -> KnownNodes | str:
     unknown = sorted({device for _, device, is_core in kinds if not is_core and device not in CALLED})
     tree = [_tree(*key) | kind for key, kind in kinds.items()]
     try:
-        cluster = parse_cluster({"nodes": tree}, where="the nodes that are there")
+        cluster = parse_cluster({"nodes": tree}, where="the present nodes")
     except UsageError as error:
         return error.what
     return KnownNodes(cluster, f"the speed of {unknown[0] or 'a GPU'} is not known" if unknown else "")
