@@ -207,7 +207,7 @@ async def test_a_flow_that_keeps_its_promises_passes_and_can_be_looked_at(name: 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("unfiltered", "to its batch without peer.filter"),
+        ("unfiltered", "to its batch without calling peer.filter"),
         ("untrained", "ended after 0 of 2 steps|does not wait for step.train|hangs"),
         ("unpublished", "does not wait for step.publish"),
         ("early", "ended after 1 of 2 steps"),
@@ -236,7 +236,7 @@ def test_a_reward_that_keeps_its_promises_passes() -> None:
     [
         ("lenient", "accepts an unknown option"),
         ("fickle", "for the same response and entry"),
-        ("brittle", "cannot score the response ''.*nonsense is worth little"),
+        ("brittle", "cannot score the response ''.*nonsense response must get a low score"),
         ("accident", "an entry without 'answer': it fails by accident"),
         ("backwards", r"gives 0\.0 for a right response and 1\.0 for a wrong one"),
     ],
