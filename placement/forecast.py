@@ -33,8 +33,9 @@ SHARP = 6.0
 """Exponent of the smooth maximum of two ends."""
 
 LEFT = 0.22
-"""Relative gap to the best split with the same train world that remains with lending. A smaller gap closes completely;
-a larger gap shrinks to at most this share. Measured in the simulator with the lending rule, on the tuning seeds."""
+"""Limit of the relative gap to the best split with the same train world that remains with lending. A small gap remains
+completely; a large gap shrinks to at most this share. Measured in the simulator with the lending rule, on the tuning
+seeds."""
 
 LENT_LATE = 0.5
 """Share of the lending cost that delays the end of the step. Other replicas continue to serve meanwhile."""
@@ -180,7 +181,7 @@ class Forecast:
         return float(self.batches[-1].after[0]) / self.group if self.group > 1 else None
 
     def _lent(self, produced: Floats, shapes: Shapes, together: NDArray[np.bool_]) -> Floats:
-        """Apply lending: it recovers most of the gap to the best split with the same train world, at its cost."""
+        """Apply lending: it recovers a part of the gap to the best split with the same train world, at its cost."""
         if self.lend_s is None or self.pools.rollout_size != self.pools.reward_size:
             return produced
         worlds = np.where(together, -1, shapes[:, TRAIN])

@@ -36,7 +36,7 @@ SWEPT_DAYS = 32
 """Maximum number of days that one run deletes, counted from the previous run."""
 
 MOST_DIGITS = 9
-"""Digits of the stored day of the last run."""
+"""Maximum digits of the stored day of the last run."""
 
 EVERY_S = 2.0
 TRIES = 3

@@ -59,7 +59,7 @@ _RUN = re.compile(r".+-([0-9a-f]{12})")
 _LOG = re.compile(r"(.+)\.supervisor\.log|(emulated-.+)\.log")
 
 MEASURE_S, MOST_NODES = 60.0, 10
-"""Seconds between two rounds of a single node, and the maximum factor with more nodes."""
+"""Seconds between two measurements of a single node, and the maximum factor on it with more nodes."""
 
 NEARLY = 0.9
 

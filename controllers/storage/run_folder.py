@@ -52,7 +52,7 @@ FOLDER = ".nodes"
 PROOF_LOOK_AGAIN_S = 0.5
 
 LOOKS = 30
-"""How often a node looks for another node's file, every `PROOF_LOOK_AGAIN_S`."""
+"""Maximum number of checks for another node's file, one every `PROOF_LOOK_AGAIN_S`."""
 
 SHARE_IT = (
     "Mount one folder at this path on every node, and set it as storage.root, or as run_root of the daemons. If they must "

@@ -214,10 +214,10 @@ def rows_in_cache(served: EngineWorkload, cells: int, rows: int) -> int:
 
 
 PROCESS_GIB = 0.8
-"""Bytes of a GPU process for its context and the workspaces of libraries."""
+"""Memory of a GPU process for its context and the workspaces of libraries."""
 
 HOST_PROCESS_GIB = 0.45
-"""Bytes of host memory of a process that has imported torch."""
+"""Host memory of a process that has imported torch."""
 
 RESERVE = 0.05
 """Share of GPU memory that allocators lose to fragmentation."""

@@ -196,7 +196,7 @@ LONGEST_GUESSED = 512
 """Prompt tokens if the spec sets no smaller limit."""
 
 CHARACTERS_OF_A_TOKEN = 4
-"""Tokens of the fixed text of a judge's template."""
+"""Characters per token in the fixed text of a judge's template."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -293,7 +293,7 @@ def generate_body(value: Any) -> GenerateCall:
     is_batch = isinstance(given, list) and (body.text is not None or isinstance(given[0], list))
     prompts: list[Any] = list(given) if is_batch else [given]
     if isinstance(bodies, list) and (len(bodies) != len(prompts) or not is_batch):
-        raise EngineError(f"sampling_params has {len(bodies)} entries for {_count(is_batch, prompts)}")
+        raise EngineError(f"sampling_params is a list of {len(bodies)} for {_count(is_batch, prompts)}")
     params = params if isinstance(bodies, list) else params * len(prompts)
     for one in {id(p): p for p in params}.values():
         one.check()

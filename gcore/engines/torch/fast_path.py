@@ -35,7 +35,7 @@ PAST = 3
 """Tokens before the trial's token."""
 
 POSITIONS = (3, 4, 11, 30)
-"""Number of rows in the trial."""
+"""Positions of the trial's rows."""
 
 Function = Callable[[Tensor], Tensor]
 

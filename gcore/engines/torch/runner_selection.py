@@ -45,7 +45,7 @@ ALLOWED_HALF = 0.25
 CONTINUED = 4
 
 ROWS = 8
-"""Cache limit of the trial; more than it needs."""
+"""Rows of a shared lane in the trial; more than it needs."""
 
 SHORT_WINDOW = 64
 """Up to this size a sliding window is tested with a longer prompt."""

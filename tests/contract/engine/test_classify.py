@@ -218,7 +218,9 @@ async def test_whoever_asks_a_classifier_for_words_is_told_what_it_is(client: En
         pytest.param({"input_ids": [-1]}, "token id -1 is not in the vocabulary", id="a negative token"),
         pytest.param({"input_ids": ["3"]}, "input_ids", id="tokens that are texts"),
         pytest.param({"input_ids": [[3], [4]], "rid": ["a"]}, "rid has 1 entries for 2 questions", id="too few names"),
-        pytest.param({"input_ids": [[3], [4]], "rid": ["a", "a"]}, "names two questions alike", id="names alike"),
+        pytest.param(
+            {"input_ids": [[3], [4]], "rid": ["a", "a"]}, "rid has the same name for two questions", id="names alike"
+        ),
         pytest.param({"input_ids": [3], "lora_path": "x"}, "lora_path is not supported by this engine", id="adapters"),
     ],
 )

@@ -115,7 +115,9 @@ def under_other_names(folder: Path) -> None:
         pytest.param(lose_a_tensor, "lacks model.layers.1.mlp.up_proj.weight", id="a weight is missing"),
         pytest.param(reshape_a_tensor, "in another shape model.layers.0.mlp.up_proj.weight", id="of another shape"),
         pytest.param(as_whole_numbers, "as integers", id="quantised"),
-        pytest.param(under_other_names, "the checkpoint lacks lm_head.weight", id="of other names, which would come up random"),
+        pytest.param(
+            under_other_names, "the checkpoint lacks lm_head.weight", id="of other names, which would come up random"
+        ),
     ],
 )
 def test_new_weights_that_are_broken_are_refused_in_one_sentence(
