@@ -51,7 +51,7 @@ def choose_initial_split(snapshot: Snapshot, job: PlacementRequest, pin: Pin | N
         is_had = fallback is not None and not fixed.off(fallback)
         return InitialSplit(fallback, f"{fixed}, {'as requested' if is_had else 'which is not possible now'}")
     if job.train is not None:
-        return InitialSplit(fallback, "set in the spec")
+        return InitialSplit(fallback, "the spec sets it")
     if isinstance(job.work, str):
         return InitialSplit(fallback, f"nothing is measured yet, and nothing can be predicted: {job.work}")
     there = describe_nodes(snapshot.nodes)

@@ -93,7 +93,7 @@ def folder_loss(run_dir: Path, node: str) -> str:
     except OSError as error:
         return (
             f"{node} no longer sees the run's folder {run_dir} ({error.strerror or error}); "
-            "until it does, missing files do not count as damaged: check the mount on this node"
+            "meanwhile no missing file counts as damaged: check the mount on this node"
         )
     return ""
 

@@ -121,7 +121,7 @@ async def test_an_engine_that_tells_how_it_is_and_never_makes_a_response_is_foun
             with pytest.raises(EngineUnreachable):
                 await at.ask()
         await at.until(lambda: at.book.views["a"].hung)
-        assert at.book.views["a"].why.startswith("answers, but no request within 3 s, twice in a row")
+        assert at.book.views["a"].why.startswith("responds, but two requests in a row timed out after 3 s")
 
 
 async def test_an_engine_that_is_slow_but_says_how_it_is_keeps_its_requests(tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ else:
     ("lacking", "said"),
     [
         pytest.param(["landlock_create_ruleset"], "the kernel has no Landlock", id="no Landlock"),
-        pytest.param(["landlock_restrict_self"], "cannot shut the files", id="no Landlock for this process"),
+        pytest.param(["landlock_restrict_self"], "cannot restrict file access", id="no Landlock for this process"),
         pytest.param(["capset"], "cannot give up its capabilities", id="no giving up of capabilities"),
     ],
 )

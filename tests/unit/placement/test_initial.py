@@ -96,7 +96,7 @@ def test_of_devices_that_are_not_known_the_first_way_that_fits_is_taken() -> Non
 def test_what_a_person_says_is_not_searched_for() -> None:
     said = make_initial_plan(gpus(), job(train=2, reward=3), SMALL_MODELS)
     assert split_of(said.plan) == Split("coexisting", 3, 3, 2)
-    assert said.plan.reason.endswith("; set in the spec")
+    assert said.plan.reason.endswith("; the spec sets it")
     fixed = make_initial_plan(gpus(), job(), SMALL_MODELS, pin=Pin(train=2))
     assert len(fixed.plan.ranks) == 2
     assert fixed.plan.reason.endswith("; train has 2, as requested")
