@@ -79,7 +79,7 @@ async def test_the_clients_update_serves_the_new_version_and_an_older_one_is_ref
         assert {span.version for span in sample.spans} == {Version(0, 3)}
         with pytest.raises(EngineError, match="older"):
             await client.update_weights(str(model), Version(0, 2))
-        with pytest.raises(EngineError, match="no model"):
+        with pytest.raises(EngineError, match="not a model"):
             await client.update_weights(str(model / "nothing"), Version(0, 4))
         assert (await client.info()).version == Version(0, 3)
         await client.generate((3,), PARAMS, seeds=(1,), rid="b")  # it goes on after a refusal

@@ -109,7 +109,7 @@ async def test_an_engine_that_accepts_weights_and_never_answers_is_found_without
         with pytest.raises(EngineUnreachable):
             await at.book.publish("a", FIRST, tmp_path)
         await at.until(lambda: at.book.views["a"].hung)
-        assert "has answered nothing" in at.book.views["a"].why
+        assert "has not responded" in at.book.views["a"].why
 
 
 async def test_an_engine_that_tells_how_it_is_and_never_makes_a_response_is_found_by_that(tmp_path: Path) -> None:
