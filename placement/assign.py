@@ -1,12 +1,13 @@
-"""Which slot changes its role for a split of slots: from a split to places on slots, with the fewest changes.
+"""Assign a split to slots with as few role changes as possible.
 
-A pool keeps its slots where it can. It gives up slots on the nodes that have the most of it, and gets slots on those that have the least
-of it, so that every node keeps a rollout engine for as long as there are enough (its prompts are answered there). Ranks of a train world
-stay where they are while their number does; only a rollback places another number. A pool's replica is as many slots of one node as
-`ReplicaSizes` says.
+A pool keeps its slots where it can. It gives up slots on the nodes where it has the most, and receives slots on the
+nodes where it has the fewest. So every node keeps a rollout engine while there are enough of them; a node's own engines
+answer its prompts. Train ranks keep their slots while the size of the train world is unchanged. Only a rollback forms a
+world of another size. A replica has as many slots of one node as `ReplicaSizes` says.
 
-Where pools have slots of their own, an engine of each is resident on each slot that does not train, and all but one of them sleep: a
-change of role is a sleep and a wake, not a load. Co-located, all are awake on every slot.
+Where pools have slots of their own, every slot that does not train has a resident engine of each pool, and all but one
+of them sleep. A role change is then a sleep and a wake, not a load. In a co-located split all engines on a slot are
+awake.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from placement.slots import (
 )
 
 POOLS: tuple[Pool, ...] = ("train", "reward", "rollout")
-"""In the order in which they are dealt: what is dearest to move first."""
+"""Pools in the order in which they get slots: the most expensive to move first."""
 
 Dealt = Mapping[Pool, tuple[tuple[Slot, ...], ...]]
-"""The replicas of each pool."""
+"""Replicas by pool."""
 
 
 def deal_replicas(
     split: Split, now: Dealt, snapshot: Snapshot, sizes: ReplicaSizes = SINGLE, *, ranks_stay: bool = False
 ) -> Dealt | None:
-    """The replicas of a co-existing split, the fewest of them new. None: the nodes' borders do not allow for it. `ranks_stay`: no rank
-    may move for that."""
+    """Choose the replicas of a co-existing split, with as few new ones as possible. Return None if the slots of the
+    nodes cannot be divided that way. `ranks_stay`: train ranks must not move."""
     slots = _slots(snapshot)
     wanted = {"train": split.train, "reward": split.reward, "rollout": split.rollout}
     kept: dict[Pool, list[tuple[Slot, ...]]] = {}
@@ -53,9 +54,9 @@ def deal_replicas(
         whole = {group for node in snapshot.nodes for group in _groups(node, sizes.of(pool))}
         there = [replica for replica in now.get(pool, ()) if replica in whole and free.issuperset(replica)]
         kept[pool] = _keep(there, wanted[pool] // sizes.of(pool))
-        free.difference_update(*kept[pool])  # what was co-located served several
+        free.difference_update(*kept[pool])  # a co-located slot served several pools
     found = _filled(kept, wanted, snapshot, sizes)
-    if found is None:  # what is kept leaves no whole replica's slots on a node: the engines are dealt anew
+    if found is None:  # the kept replicas leave no node with enough adjacent slots: assign all engines again
         found = _filled({**kept, "reward": [], "rollout": []}, wanted, snapshot, sizes)
     if found is None and not ranks_stay:
         found = _filled({"train": [], "reward": [], "rollout": []}, wanted, snapshot, sizes)
@@ -68,12 +69,12 @@ def _groups(node: NodeSlots, size: int) -> tuple[tuple[Slot, ...], ...]:
 
 @lru_cache(maxsize=4096)
 def _groups_of(node: str, slots: tuple[str, ...], size: int) -> tuple[tuple[Slot, ...], ...]:
-    """Asked for many times in each plan, and always the same of a node."""
+    """Divide a node's slots into replicas. Cached: each plan calls it many times with the same arguments."""
     return tuple(tuple(Slot(node, slot) for slot in group) for group in replica_groups(slots, size))
 
 
 def _keep(replicas: Sequence[tuple[Slot, ...]], most: int) -> list[tuple[Slot, ...]]:
-    """The `most` that stay: of nodes that have many of them the last ones go first."""
+    """Choose at most `most` replicas to keep. Nodes with many replicas give up their last ones first."""
     if len(replicas) <= most:
         return list(replicas)
     on: dict[str, list[tuple[Slot, ...]]] = {}
@@ -94,7 +95,7 @@ def _filled(
     result: dict[Pool, list[tuple[Slot, ...]]] = {pool: list(kept[pool]) for pool in POOLS}
     taken = {slot for replicas in result.values() for replica in replicas for slot in replica}
     wide = {slot: group for node in snapshot.nodes for group in _groups(node, sizes.widest) for slot in group}
-    # The largest replicas first, for they find room least easily.
+    # The largest replicas first: they are the hardest to fit.
     for pool in sorted(POOLS, key=lambda pool: -sizes.of(pool)):
         size = sizes.of(pool)
         free = {node.node: [one for one in _groups(node, size) if taken.isdisjoint(one)] for node in snapshot.nodes}
@@ -120,7 +121,8 @@ def _least_breaking(
     wide: Mapping[Slot, tuple[Slot, ...]],
     broken: Collection[tuple[Slot, ...]],
 ) -> tuple[bool, int]:
-    """Whether a smaller replica on any of these would break the slots of a wider one, of which there may be few, and which to take."""
+    """Choose which of the free replicas to take, so that the fewest slots of wider replicas are broken. Return whether
+    it breaks one, and its index."""
     if not broken and len(free[0]) == len(wide.get(free[0][0], free[0])):
         return False, 0
     whole = (number for number, one in enumerate(free) if wide.get(one[0]) in broken or one[0] not in wide)
@@ -129,7 +131,7 @@ def _least_breaking(
 
 
 def plan_roles(plan: Plan) -> Dealt:
-    """Which slots a plan gives to which pool: where engines are awake, and where ranks are."""
+    """List the slots of each pool in a plan: slots with awake engines, and slots of train ranks."""
     ranks = [place.on for place in sorted(plan.ranks, key=lambda place: place.rank)]
     awake = [place for place in plan.engines if not place.asleep]
     return {
@@ -140,7 +142,7 @@ def plan_roles(plan: Plan) -> Dealt:
 
 
 def split_of(plan: Plan, snapshot: Snapshot | None = None) -> Split:
-    """What a plan's split is, of the slots in `snapshot` if one is given: nodes that are away do not count."""
+    """Return the split of a plan. With `snapshot`, count only slots on nodes that are present."""
     here = None if snapshot is None else frozenset(_slots(snapshot))
     found = {
         pool: [slot for replica in replicas if here is None or here.issuperset(replica) for slot in replica]
@@ -152,12 +154,12 @@ def split_of(plan: Plan, snapshot: Snapshot | None = None) -> Split:
 
 
 def unlikeness(one: Split, split: Split) -> tuple[int, ...]:
-    """How little `one` is like `split`: by its mode, by the size of its train world, and then by all pools."""
+    """Sort key for the difference of two splits: by mode, then train world size, then all pools."""
     return (one.mode != split.mode, abs(one.train - split.train), split_distance(one, split), -one.rollout)
 
 
 def sort_by_unlikeness(split: Split, bounds: SplitBounds) -> list[Split]:
-    """All within `bounds`, those that are least unlike `split` first."""
+    """List all splits within `bounds`, the most similar to `split` first."""
     return sorted(feasible(bounds), key=lambda one: unlikeness(one, split))
 
 
@@ -172,10 +174,10 @@ def assign_split(
     reason: str = "",
     sizes: ReplicaSizes = SINGLE,
 ) -> Plan | None:
-    """The plan of a split, with the fewest changes of `current`; None if it cannot be placed.
+    """Make the plan of a split with the fewest changes to `current`. Return None if the split cannot be placed.
 
-    `world`: if it is that of `current`, its ranks stay as they are. Engines on nodes that are away keep their places, to be started
-    again when the node is back, unless the world is another.
+    If `world` is the world of `current`, its train ranks keep their slots. Engines on absent nodes keep their places,
+    so that they start again when the node returns, unless the world changes.
     """
     same_world = current is not None and current.world == world
     if same_world and current is not None and len(current.ranks) != split.train:
@@ -189,7 +191,7 @@ def assign_split(
     else:
         if same_world and current is not None:
             now = {**now, "train": tuple((p.on,) for p in current.ranks)}
-        # Ranks on nodes that are away keep their slots there: no other slot is kept free for them.
+        # Train ranks on absent nodes keep their slots there; no other slot is reserved for them.
         here = frozenset(_slots(snapshot))
         ranks_here = sum(slot in here for (slot,) in now["train"]) if same_world else split.train
         pools = deal_replicas(replace(split, train=ranks_here), now, snapshot, sizes, ranks_stay=same_world)
@@ -204,12 +206,13 @@ def assign_split(
 
 
 def _slots(snapshot: Snapshot) -> list[Slot]:
-    """Round robin: one of each node before the second of any."""
+    """List all slots round robin: one slot of each node before the second of any."""
     return [slot for (slot,) in _replicas(snapshot, 1)]
 
 
 def _dealt_ranks(split: Split, now: Dealt, snapshot: Snapshot, sizes: ReplicaSizes) -> list[Slot]:
-    """So that pools can have slots of their own beside them later, ranks have all slots of a wide replica before the next one's."""
+    """Assign slots to train ranks. Ranks fill all slots of one wide replica before the next, so that other pools can
+    have slots beside them later."""
     slots = [slot for replica in _replicas(snapshot, sizes.widest) for slot in replica]
     there = frozenset(slots)
     kept = [slot for (slot,) in now.get("train", ()) if slot in there][: split.train]
@@ -238,7 +241,7 @@ def _apart(
     sizes: ReplicaSizes,
 ) -> tuple[EnginePlace, ...]:
     awake = {pool: set(pools[pool]) for pool in POOLS}
-    # On slots that no pool needs now engines stay, asleep.
+    # Engines stay, asleep, on slots that no pool needs now.
     known = {slot for place in current.engines for slot in place.on} if current is not None else set()
     known |= {slot for pool in ("rollout", "reward") for replica in awake[pool] for slot in replica}
     placing = _Placing(current)
@@ -256,13 +259,13 @@ def _pool(judge: str) -> ServingPool:
 
 
 class _Placing:
-    """The places of engines; those that the plan there is has already are taken from it, for to make a thousand takes a moment."""
+    """Make the places of engines. Places of the current plan are reused, because creating a thousand places is slow."""
 
     def __init__(self, current: Plan | None) -> None:
         self._there = {place.key: place for place in current.engines} if current is not None else {}
 
     def of(self, replica: tuple[Slot, ...], judge: str, *, asleep: bool = False) -> EnginePlace:
-        """An engine on the slots of a replica."""
+        """Return the place of an engine on the slots of a replica."""
         first, further = replica[0], tuple(one.slot for one in replica[1:])
         there = self._there.get((first.node, first.slot, judge))
         if there is not None and (there.further, there.asleep) == (further, asleep):
@@ -271,12 +274,13 @@ class _Placing:
 
 
 def _replicas(snapshot: Snapshot, size: int) -> list[tuple[Slot, ...]]:
-    """All that there can be of a size, round robin as the slots."""
+    """List all possible replicas of a size, round robin over the nodes."""
     return round_robin([list(_groups(node, size)) for node in sorted(snapshot.nodes, key=lambda one: one.node)])
 
 
 def _in_order(places: Sequence[EnginePlace], current: Plan | None) -> tuple[EnginePlace, ...]:
-    """Those that were there first, as they stood, so that a plan that changes nothing is the same plan."""
+    """Sort places so that those of the current plan come first in their old order. A plan without changes is then equal
+    to the current one."""
     keys = {place.key: place for place in places}
     before = [place.key for place in current.engines] if current is not None else []
     kept = [keys.pop(key) for key in before if key in keys]
@@ -284,7 +288,7 @@ def _in_order(places: Sequence[EnginePlace], current: Plan | None) -> tuple[Engi
 
 
 def role_changes(before: Plan, after: Plan) -> list[str]:
-    """`NODE/SLOT was -> is` of each slot that changes its role, in words."""
+    """List the slots that change their role, each as `NODE/SLOT was -> is`."""
     was, now = _by_slot(before), _by_slot(after)
     return [
         f"{slot} {was.get(slot, 'nothing')} -> {now.get(slot, 'nothing')}"

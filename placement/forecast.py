@@ -1,12 +1,13 @@
-"""The seconds that a step will take on each split, from what was measured of the job so far.
+"""Predict the seconds of a step on each split from the job's measurements.
 
-Lengths are those of the newest steps since the last jump, each moved along their trend (`placement.laws`). A pool's engines serve
-`running` requests at `token_s + sequence_s * running` seconds a token, and training takes `fixed_s + slot_s * tokens / slots`; `laws`
-fits these numbers.
+Response lengths are those of the newest steps since the last jump, each moved along its trend (`placement.laws`). An
+engine that serves `running` requests takes `token_s + sequence_s * running` seconds per token. Training takes `fixed_s
++ slot_s * tokens / slots`. `laws` fits these numbers.
 
-A pool's seconds for a batch: a replica has its share of the responses that are still running, whatever number of tokens they have.
-Judges: what is asked after any moment must be served from it on. Lending within a step reaches whatever other shares of the same slots
-are better by more than it costs. What this model leaves out shows as a factor, which `policies.corrections` learns.
+Production time of a batch: each replica gets an equal share of the responses that are still running; the share may be
+fractional. A judge request that arrives at some moment is served after that moment. Lending within a step reaches any
+better division of the same slots, at the cost of the change. The remaining model error is a factor that
+`policies.corrections` learns.
 """
 
 from __future__ import annotations
@@ -24,38 +25,39 @@ from placement.measurements import MeasuredStep
 from placement.slots import Split
 
 POINTS = 40
-"""Responses of a batch, by rank, that stand for the others; the longest stand for themselves."""
+"""Number of responses that represent a batch, chosen by rank. Each of the longest responses represents only itself."""
 
 LONGEST = 12
 
 SHARP = 6.0
-"""How sharply the later of two ends decides."""
+"""Exponent of the smooth maximum of two ends."""
 
 LEFT = 0.22
-"""What lending leaves of how far a split is behind the best one with the same world, as a share of what that takes: all of it where it
-is little, and where it is much no more than this. What the rule reaches in the simulator, on the seeds that things are tuned on."""
+"""Limit of the relative gap to the best split with the same train world that remains with lending. A small gap remains
+completely; a large gap shrinks to at most this share. Measured in the simulator with the lending rule, on the tuning
+seeds."""
 
 LENT_LATE = 0.5
-"""Share of what it costs to lend by which that puts the end off: some replicas serve on meanwhile."""
+"""Share of the lending cost that delays the end of the step. Other replicas continue to serve meanwhile."""
 
 MOST_WORK = 500_000
-"""Splits times points that one forecast looks at: with more splits, fewer steps of the window."""
+"""Limit of splits times points in one forecast. With more splits a forecast uses fewer steps of the window."""
 
 ROLLOUT, REWARD, TRAIN, TOGETHER = range(4)
-"""Columns of what splits are forecast by: slots of each pool, and 1 where all slots go in turn."""
+"""Features of a split: slots of each pool, and 1 if the split is co-located."""
 
 Shapes = NDArray[np.int64]
 
 
 def shapes_of(splits: Sequence[Split]) -> Shapes:
-    """What splits are forecast by, [splits, 4]."""
+    """Return the features of splits, [splits, 4]."""
     rows = [[s.rollout, s.reward, s.train, s.mode == "colocated"] for s in splits]
     return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """What stays as it is: slots of a replica, and how many requests an engine runs at a time."""
+    """Constants of the pools: slots per replica, and the maximum of concurrent requests per engine."""
 
     rollout_size: int = 1
     reward_size: int = 1
@@ -65,8 +67,8 @@ class PoolLimits:
 
 @dataclass(frozen=True, slots=True)
 class LengthProfile:
-    """A step's responses by length, [p] points: tokens between them, how many go on meanwhile, how many end from there on; and what was
-    trained on. `length`, `judgement`: means, tokens; 0 where nothing was judged."""
+    """Responses of one step by length, as [p] points: tokens to the next point, responses that continue past it,
+    responses that end there, and trained tokens. `length`, `judgement`: means in tokens; 0 if nothing was judged."""
 
     gaps: Floats
     going: Floats
@@ -77,13 +79,13 @@ class LengthProfile:
 
     @classmethod
     def of(cls, step: MeasuredStep) -> LengthProfile:
-        """The step's."""
+        """Make the profile of a measured step."""
         judgement = float(np.mean(np.asarray(step.judged))) if step.judged else 0.0
         return cls.made(np.asarray(step.lengths or (1.0,), dtype=np.float64), judgement, step.train_tokens)
 
     @classmethod
     def made(cls, lengths: Floats, judgement: float, train_tokens: float) -> LengthProfile:
-        """Of responses of so many tokens, [n]."""
+        """Make the profile of responses with these lengths in tokens, [n]."""
         ordered = np.sort(lengths)
         ranks = _ranks(ordered.size)
         before = np.concatenate(([0], ranks[:-1] + 1))
@@ -99,16 +101,17 @@ class LengthProfile:
 
 @lru_cache(maxsize=64)
 def _ranks(count: int) -> NDArray[np.int64]:
-    """Of the responses that stand for all, ascending."""
+    """Return the ranks of the responses that represent all responses, ascending."""
     spread = np.linspace(0, count - 1, min(POINTS, count)).round().astype(np.int64)
     return np.unique(np.concatenate((spread, np.arange(max(count - LONGEST, 0), count))))
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A step to come. `batches`: what it may be like; `longer`, `wordier`: by what the responses of each are longer by then, and the
-    judgements, [batches]. `apart_s`, `together_s`: what is neither production nor training, in either mode. `lend_s`: what it costs to
-    lend within the step; None: nothing is lent. `nodes`: that share prompts out alike."""
+    """Forecast of a future step. `batches`: possible batches. `longer`, `wordier`: factors for response and judgement
+    lengths of each batch, [batches]. `apart_s`, `together_s`: seconds that are neither production nor training, in each
+    mode. `lend_s`: cost of lending within the step; None: no lending. `nodes`: number of nodes that share the prompts
+    equally."""
 
     pools: PoolLimits
     rollout: DecodeLaw
@@ -123,15 +126,15 @@ class Forecast:
     lend_s: float | None
     nodes: int = 1
     group: int = 1
-    """Responses of a prompt, which are all made by one engine."""
+    """Responses per prompt. One engine generates all of them."""
 
     def seconds(self, shapes: Shapes, off: Floats | None = None) -> Floats:
-        """Of a step on each split, [splits]: the mean over the batches. `shapes`: the splits'; `off`: what production is multiplied by,
-        [splits]."""
+        """Return the seconds of a step on each split, [splits]: the mean over the batches. `shapes`: features of the
+        splits. `off`: correction factor for production, [splits]."""
         return np.asarray(self.each(shapes, off).mean(axis=0))
 
     def each(self, shapes: Shapes, off: Floats | None = None) -> Floats:
-        """Seconds of a step with each batch on each split, [batches, splits]."""
+        """Return the seconds of a step with each batch on each split, [batches, splits]."""
         produce = self.produce_s(shapes)
         if off is not None:
             produce = produce * off
@@ -145,7 +148,7 @@ class Forecast:
         )
 
     def produce_s(self, shapes: Shapes) -> Floats:
-        """Until a batch is whole, [batches, splits]."""
+        """Return the production time of each batch on each split, [batches, splits]."""
         keep = max(MOST_WORK // (len(shapes) * (POINTS + LONGEST)), 1)
         newest = range(max(len(self.batches) - keep, 0), len(self.batches))
         found: dict[int, Floats] = {}
@@ -155,7 +158,7 @@ class Forecast:
         return np.stack([found[max(i, newest[0])] for i in range(len(self.batches))])
 
     def _produced(self, numbers: Sequence[int], shapes: Shapes) -> Floats:
-        """Of batches with as many points each, [numbers, splits]."""
+        """Return the production time of batches with equal numbers of points, [numbers, splits]."""
         batches = [self.batches[i] for i in numbers]
         rollout, at = _distinct(_worth(shapes[:, ROLLOUT] // self.pools.rollout_size, self.nodes, self._groups()))
         reward, of = _distinct(shapes[:, REWARD] // self.pools.reward_size)
@@ -169,16 +172,16 @@ class Forecast:
         whole = ends[:, at] + served[:, of]
         crowd = int((after[0] >= after[0, 0] / 2).sum())
         produced = _either(whole.max(axis=2), whole[:, :, :crowd].max(axis=2))
-        # In turn: the judges begin with the whole batch.
+        # Co-located: the judges start when the whole batch is generated.
         produced = np.where(together, ends[:, at, -1] + served[:, of, 0], produced)
         return self._lent(produced, shapes, together)
 
     def _groups(self) -> float | None:
-        """Prompts that a step is to have; None: it makes no difference."""
+        """Number of prompts in a step; None if the number does not affect the forecast."""
         return float(self.batches[-1].after[0]) / self.group if self.group > 1 else None
 
     def _lent(self, produced: Floats, shapes: Shapes, together: NDArray[np.bool_]) -> Floats:
-        """With what lending reaches: most of what the best of the splits with the same world is better by, at its cost."""
+        """Apply lending: it recovers a part of the gap to the best split with the same train world, at its cost."""
         if self.lend_s is None or self.pools.rollout_size != self.pools.reward_size:
             return produced
         worlds = np.where(together, -1, shapes[:, TRAIN])
@@ -192,8 +195,8 @@ class Forecast:
 
 
 def _worth(replicas: NDArray[np.int64], nodes: int, groups: float | None) -> Floats:
-    """Engines that would take as long if responses could be shared out evenly: what one node has more of than another does nothing for
-    the step, nor do engines that get a group less than another of their node."""
+    """Return the number of engines that would take as long if responses could be divided evenly. A node's surplus over
+    other nodes does not speed up the step, nor does an engine that gets one group fewer than others of its node."""
     alike = np.where(replicas >= nodes, replicas // nodes * nodes, replicas).astype(np.float64)
     if groups is None:
         return alike
@@ -203,22 +206,25 @@ def _worth(replicas: NDArray[np.int64], nodes: int, groups: float | None) -> Flo
 
 
 def _distinct(replicas: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """The numbers that there are, from 1 on, and which of them each is."""
+    """Return the distinct numbers, from 1 on, and the index of each input number."""
     there, at = np.unique(np.maximum(replicas, 1), return_inverse=True)
     return there, at
 
 
 def _either(tail: Floats, crowd: Floats) -> Floats:
-    """The later of two ends, and somewhat later where both come at about the same time: one is in the other's way."""
+    """Smooth maximum of two ends. The result is somewhat later than both if they are close, because the two pools then
+    delay each other."""
     share = np.minimum(crowd / np.maximum(tail, 1e-9), 1.0)
     return np.asarray(tail * (1.0 + share**SHARP) ** (1.0 / SHARP))
 
 
 def drain_times(batch: LengthProfile, longer: float, replicas: NDArray[Any], law: DecodeLaw) -> Floats:
-    """When the responses of each point end on so many replicas, all asked for at once, [replicas, points].
+    """Return when the responses of each point end on each number of replicas, if all are requested at once, [replicas,
+    points].
 
-    What a replica has no room for waits, first come first served. While something waits, ends come as those of a renewal process do: in
-    `t` a row has ended `t / mean + (cv**2 - 1) / 2` responses (Cox, Renewal Theory, 1962). The last that run drain as if begun together.
+    Requests beyond the capacity of a replica wait, first come first served. While requests wait, ends follow a renewal
+    process: a row has ended `t / mean + (cv**2 - 1) / 2` responses by time `t` (Cox, Renewal Theory, 1962). The last
+    running requests drain as if they had started together.
     """
     gaps, count = batch.gaps * longer, float(batch.after[0])
     together = np.cumsum(gaps * law.at(batch.going / replicas[:, None]), axis=1)
@@ -231,7 +237,8 @@ def drain_times(batch: LengthProfile, longer: float, replicas: NDArray[Any], law
     rows = law.most * replicas[crowded, None].astype(np.float64)
     ended = count - batch.after
     flow = np.maximum((ended / rows + (1.0 - varies) / 2.0) * mean, lengths[0]) * full_s
-    # The longest of all is among them, or has run beside full rows for so long that it ends no sooner.
+    # The longest response is among the last ones, or it has run beside full rows for so long that it does not end
+    # earlier.
     place = 1.0 - (batch.after - 1.0) / rows
     drain = np.interp(place, (ended + 1.0) / count, np.cumsum(gaps * law.at(law.most * batch.going / count)))
     last = np.maximum((count / rows - 1.0) * mean * full_s + drain, lengths[0] * full_s)
@@ -242,7 +249,7 @@ def drain_times(batch: LengthProfile, longer: float, replicas: NDArray[Any], law
 
 
 def judging_times(after: Floats, tokens: Floats, replicas: NDArray[np.int64], law: DecodeLaw) -> Floats:
-    """How long so many judgements, [batches, points], of `tokens`, [batches], take on so many replicas if all are there, [batches,
-    replicas, points]."""
+    """Return the seconds that judgements, [batches, points], of `tokens`, [batches], take on each number of replicas if
+    all requests are present, [batches, replicas, points]."""
     each = np.maximum(after[:, None] / replicas[:, None], 1.0)
     return np.asarray(each * tokens[:, None, None] * law.at(each) / np.minimum(each, law.most))

@@ -1,9 +1,10 @@
-"""The first plan of a job on the nodes that are there.
+"""Make the first plan of a job on the present nodes.
 
-Where a policy moves slots and neither the spec nor a pin says how to begin, it is the layout of least predicted step time among those
-that fit into memory (`placement.mapping`), as far as nodes and models are known; else all slots in turn, or the first feasible split. The
-reason says which it was. If by the estimates nothing fits, the job begins all the same, with a warning: estimates have errors, nodes may
-still come, and a process that does run out of memory reports it itself.
+If a policy moves slots and neither the spec nor a pin sets the first split, the job starts with the fitting layout of
+the lowest predicted step time (`placement.mapping`). This needs known nodes and models; otherwise the job starts with
+the co-located split, or else the first feasible split. The reason of the plan names the case. If by the estimates no
+layout fits, the job starts with a warning: estimates may be wrong, nodes may still arrive, and a process that runs out
+of memory reports it itself.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ WORLD = "w"
 
 @dataclass(frozen=True, slots=True)
 class InitialSplit:
-    """The split to begin with, and why. `split` None: whatever can be placed. `expected_s`: what a step is predicted to take.
-    `warning`: what people should know of it before."""
+    """The first split and its reason. `split` None: use any split that can be placed. `expected_s`: predicted seconds
+    of a step. `warning`: shown before the start."""
 
     split: Split | None
     reason: str
@@ -43,14 +44,14 @@ class InitialSplit:
 
 
 def choose_initial_split(snapshot: Snapshot, job: PlacementRequest, pin: Pin | None = None) -> InitialSplit:
-    """What a job whose policy moves slots begins with."""
+    """Choose the first split of a job whose policy moves slots."""
     limits, fixed = find_bounds(snapshot, job, pin), pin or NOTHING_FIXED
     fallback = first_split(limits, job, fixed)
     if fixed.sizes:
         is_had = fallback is not None and not fixed.off(fallback)
-        return InitialSplit(fallback, f"{fixed}, {'as was asked' if is_had else 'and that cannot be had'}")
+        return InitialSplit(fallback, f"{fixed}, {'as requested' if is_had else 'which is not possible now'}")
     if job.train is not None:
-        return InitialSplit(fallback, "that is what the spec says to begin with")
+        return InitialSplit(fallback, "the spec sets it")
     if isinstance(job.work, str):
         return InitialSplit(fallback, f"nothing is measured yet, and nothing can be predicted: {job.work}")
     there = describe_nodes(snapshot.nodes)
@@ -60,8 +61,8 @@ def choose_initial_split(snapshot: Snapshot, job: PlacementRequest, pin: Pin | N
         case FirstLayout() as first:
             return InitialSplit(first.split, first.reason, first.expected_s, first.cut)
         case RejectedLayouts() as misfits:
-            what = f"by what is estimated, no placement fits; the nearest to it: {misfits.way}; {misfits.excess}"
-            hint = "gcore plan tells what of the spec would change that"
+            what = f"by estimate no placement fits; the closest is {misfits.way}; {misfits.excess}"
+            hint = "run gcore plan to see which fields of the spec would change that"
             return InitialSplit(fallback, f"nothing is measured yet, and {what}", None, f"{what}; {hint}")
         case None:
             return InitialSplit(fallback, "nothing is measured yet")
@@ -69,7 +70,7 @@ def choose_initial_split(snapshot: Snapshot, job: PlacementRequest, pin: Pin | N
 
 @dataclass(frozen=True, slots=True)
 class InitialPlan:
-    """The plan of a beginning."""
+    """The first plan of a job, with its expected step time and warning."""
 
     plan: Plan
     beginning: InitialSplit
@@ -78,11 +79,11 @@ class InitialPlan:
 def make_initial_plan(
     snapshot: Snapshot, spec: JobSpec, models: ModelConfigs | None, *, world: str = WORLD, pin: Pin | None = None
 ) -> InitialPlan:
-    """What a job begins with, whatever its policy. Raises SpecError if there are too few slots."""
+    """Make the first plan of a job under any policy. Raises SpecError if there are too few slots."""
     sizes = sizes_of(spec)
     if snapshot.slots and not trim_to_replicas(snapshot, sizes).slots:
         raise SpecError(
-            f"an engine of {sizes.widest} slots lies on one node, and no node has so many",
+            f"an engine needs {sizes.widest} slots of one node, and no node has that many",
             where="slots_per_engine",
             fix="Lower it, or start controllers with more slots each",
         )

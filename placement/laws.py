@@ -1,12 +1,13 @@
-"""Times of tokens and steps as functions of load, and jumps and trends in what was measured.
+"""Seconds per token and per step as functions of load, and jumps and trends in measurements.
 
-`DecodeLaw` and `TrainLaw` are lines fitted to the newest steps, by least squares of relative errors. Where a line does not rise, or loads
-hardly differed, only its level counts as measured, and its shape is a prior; a pool that was never measured has a pessimistic law.
+`DecodeLaw` and `TrainLaw` are lines fitted to the newest steps by least squares of relative errors. If a fitted line
+does not rise, or the loads hardly differ, only its level is taken from the measurements, and its slope is a prior. A
+pool without measurements has a pessimistic law.
 
-Jumps and trends are found in series of logarithms, oldest first, so that twice as much is as far off as half as much. A jump counts only
-where it is larger than the noise of the series; no jump is predicted. `PaceTracker` finds since when a pool's engines have had their
-present pace: engines may become slower or faster from one step to the next, and measurements from before a jump only show how the pace
-depends on the load.
+Jumps and trends are found in series of logarithms, oldest first, so that a factor of 2 and a factor of 1/2 are equally
+far. A jump counts only if it exceeds the noise of the series. Jumps are not predicted. `PaceTracker` finds the step
+since which a pool's engines have had their present speed, because engines may become slower or faster from one step to
+the next. Measurements from before a jump only show how the speed depends on the load.
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ from placement.measurements import MeasuredStep
 Floats = NDArray[np.float64]
 
 SPEEDS = 24
-"""Newest steps that speeds are fitted to."""
+"""Number of newest steps that speeds are fitted to."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeLaw:
-    """Seconds of a token beside `running` requests on one engine, at most `most` of them."""
+    """Seconds per token of an engine with `running` requests, at most `most`."""
 
     token_s: float
     sequence_s: float
     most: int
 
     def at(self, running: Floats) -> Floats:
-        """Of each of so many, [n]."""
+        """Return the seconds per token at these loads, [n]."""
         return self.token_s + self.sequence_s * np.clip(running, 1.0, self.most)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainLaw:
-    """Of a step with so many tokens on so many slots."""
+    """Seconds of training a step with this many tokens on this many slots."""
 
     fixed_s: float
     slot_s: float
 
 
 def fit_decode_law(history: Sequence[MeasuredStep], pool: str, most: int, since: int = 0) -> DecodeLaw:
-    """Through what was measured from step `since` on; a pool that ran at one load only has the share of what a request adds from before
-    that, or else the prior's."""
+    """Fit the law to steps from `since` on. If the pool ran at one load only, the cost of one more request relative to
+    the level comes from earlier steps, or else from the prior."""
     newest = history[-SPEEDS:]
     points = pool_points([one for one in newest if one.step >= since], pool)
     if not points:
@@ -65,18 +66,19 @@ def fit_decode_law(history: Sequence[MeasuredStep], pool: str, most: int, since:
         shape = fit_decode_law(before, pool, most)
         times = median((seconds / shape.at(running)).tolist())
         return DecodeLaw(shape.token_s * times, shape.sequence_s * times, most)
-    # The share of the prior: a thirtieth of a token's own time for each request more.
+    # The prior: each additional request adds 3 % of the time of a token.
     base = median((seconds / (1 + 0.03 * running)).tolist())
     return DecodeLaw(base, 0.03 * base, most)
 
 
 def pool_points(steps: Sequence[MeasuredStep], pool: str) -> list[tuple[float, float]]:
-    """What was seen of a pool: how many requests an engine ran, and seconds of a token."""
+    """Return the measured points of a pool: running requests per engine, and seconds per token."""
     return [(s.running, s.token_s) for one in steps for s in one.speed if s.pool == pool and s.token_s > 0]
 
 
 def fit_train_law(history: Sequence[MeasuredStep]) -> TrainLaw:
-    """By least squares; while the share of a slot hardly varied, a tenth of it is taken as what no slot shares."""
+    """Fit the law by least squares. While the tokens per slot hardly varied, a tenth of the time counts as fixed
+    cost."""
     told = [(one.train_tokens / one.split.train, one.train_s) for one in history[-64:] if one.train_s is not None]
     if not told:
         return TrainLaw(0.0, 1e-3)
@@ -90,7 +92,8 @@ def fit_train_law(history: Sequence[MeasuredStep]) -> TrainLaw:
 
 
 def fit_line(at: Floats, seconds: Floats) -> tuple[float, float] | None:
-    """Where the line begins and what it rises by, least squares of relative errors; None: it does not rise from above 0."""
+    """Fit a line by least squares of relative errors. Return its intercept and slope, or None if the slope or the
+    intercept is not positive."""
     weight = 1.0 / seconds**2
     total = weight.sum()
     mean, mean_s = (weight * at).sum() / total, (weight * seconds).sum() / total
@@ -103,15 +106,16 @@ def fit_line(at: Floats, seconds: Floats) -> tuple[float, float] | None:
 
 
 PLAIN = 4.0
-"""A jump is plain when the newest steps are off by so many standard deviations."""
+"""A jump is significant when the newest steps are off by this many standard deviations."""
 
 LEAST_SPREAD = 0.03
-"""What logarithms of means are taken to differ by from step to step, at least."""
+"""Minimum standard deviation of logarithms of means from step to step."""
 
 
 def plain_offset(before: Sequence[float], after: Sequence[float], least: float, times: float = PLAIN) -> float:
-    """What the mean of `after` is off the median of `before` by; 0: not plainly, which is by so many `times` the spread of `before`, and by
-    more while `after` is but one or two. `least`: that spread at least."""
+    """Return the offset of the mean of `after` from the median of `before`, or 0 if it is not significant: less than
+    `times` the spread of `before`. With only one or two values in `after` the threshold is higher. `least`: minimum
+    spread."""
     middle, count = median(before), len(after)
     spread = max(sqrt(sum((one - middle) ** 2 for one in before) / len(before)), least)
     off = sum(after) / count - middle
@@ -119,7 +123,8 @@ def plain_offset(before: Sequence[float], after: Sequence[float], least: float, 
 
 
 def since_jump(logs: Sequence[float]) -> int:
-    """Where the newest stretch without a plain jump begins; logarithms of means, oldest first."""
+    """Return the index at which the newest stretch without a significant jump begins. `logs`: logarithms of means,
+    oldest first."""
     for newest in (1, 2, 3, 4):
         at = len(logs) - newest
         if at < 4:
@@ -130,7 +135,7 @@ def since_jump(logs: Sequence[float]) -> int:
 
 
 def slope(logs: NDArray[np.float64]) -> float:
-    """What the logarithm rises by in a step, made smaller by what it is uncertain by."""
+    """Return the slope of the logarithm per step, reduced by its uncertainty."""
     if logs.size < 8:
         return 0.0
     at = np.arange(logs.size) - (logs.size - 1) / 2
@@ -141,26 +146,29 @@ def slope(logs: NDArray[np.float64]) -> float:
 
 
 POOLS = ("rollout", "reward")
-"""Whose engines have a pace."""
+"""Pools whose engines have a tracked speed."""
 
 FEWEST = 3
-"""Steps before a jump of speed without which none is seen."""
+"""Minimum number of steps before a speed jump; without them no jump is detected."""
 
 LEAST_UNEVEN = 0.05
-"""What the times of tokens at one load are taken to differ by from step to step, at least."""
+"""Minimum standard deviation of the token time at one load from step to step."""
 
 
 class PaceTracker:
-    """Since which step a pool's engines are as fast as they are. Mutable: it is shown each step, for a jump is only seen while it is new."""
+    """Tracks since which step a pool's engines have had their present speed. Mutable: call `see` after each step,
+    because a jump is only detected while it is new."""
 
     def __init__(self) -> None:
         self._since: dict[str, int] = {}
         self._shown: tuple[MeasuredStep, ...] = ()
 
     def see(self, history: Sequence[MeasuredStep]) -> None:
-        """What was measured until now, oldest first."""
+        """Update with the measured steps, oldest first."""
         newest = self._shown[-1].step if self._shown else -1
-        if history and history[-1].step < newest:  # steps were given up, and the pace that they told of with them
+        if (
+            history and history[-1].step < newest
+        ):  # a rollback discarded steps; discard the speed jumps measured in them too
             self._since, newest = {}, -1
         for at, step in enumerate(history):
             is_told_anew = at == len(history) - 1 and (not self._shown or step is not self._shown[-1])
@@ -170,13 +178,14 @@ class PaceTracker:
         self._shown = tuple(history)
 
     def since(self, pool: str) -> int:
-        """The step; 0: always."""
+        """Return the step; 0: since the beginning."""
         return self._since.get(pool, 0)
 
 
 def pace_start(history: Sequence[MeasuredStep], pool: str, since: int) -> int:
-    """The step from which on a pool's engines have the pace that they have now: `since`, or one of the newest, where tokens plainly take
-    longer or less long there than before. Neither what they took before explains it, nor another load."""
+    """Return the step since which a pool's engines have had their present speed: `since`, or one of the newest steps at
+    which the token time changed significantly, if neither the earlier token times nor another load explains the
+    change."""
     told = [
         (one.step, points) for one in history[-SPEEDS:] if one.step >= since and (points := pool_points([one], pool))
     ]
@@ -194,8 +203,8 @@ def pace_start(history: Sequence[MeasuredStep], pool: str, since: int) -> int:
 
 
 def _level(points: Floats, every: Floats, begins: NDArray[np.int64]) -> list[float]:
-    """The mean logarithm of what each step's tokens took beside the line through `points`, [2, n]; `begins`: where each step's points do
-    in `every`."""
+    """Return the mean logarithm of each step's token times relative to the line through `points`, [2, n]. `begins`:
+    index in `every` at which the points of each step begin."""
     running, seconds = points
     line = fit_line(running, seconds) if float(running.max()) > 1.2 * float(running.min()) else None
     start, rise = line or (1.0, 0.03)

@@ -1,16 +1,17 @@
-"""Elastic reassignment within a step: whether replicas are lent from rollout to the judges or back, and which.
+"""Elastic reassignment within a step: decide whether and which replicas are lent from rollout to the judges or back.
 
-A request is hardly faster on another replica once it runs beside few others; a pool's end moves in proportion to what a token costs at
-its load. So each number of replicas that could change over gives its own end of the step: the later end of the two pools. The number with
-the earliest end is lent (`replicas_to_lend`), if that is earlier by more than it costs to put one model to sleep and wake the other. A
-pool with outstanding requests keeps one replica.
+With few concurrent requests a request hardly gets faster on another replica, so a pool's end time is proportional to
+the token cost at its load. For each number of replicas to reassign, the rule computes the end of the step: the later
+end of the two pools. It lends the number with the earliest end (`replicas_to_lend`), if that saves more than the cost
+of putting one model to sleep and waking the other. A pool with outstanding requests keeps one replica.
 
-The tokens that a pool has left are computed from counts, for the progress of a request is not known: how many of the step's responses are
-outstanding, and how long those of the newest steps were. What the last ones have left is the expected excess over the finished ones.
-Where other responses to the same prompts are finished (`gcore.rollout.length_prediction`), those lengths are scaled. Before a step was measured
-nothing is lent. The slots lent are those with the least load, and each pool keeps one wherever it needs one.
+The progress of a request is not known, so the remaining tokens of a pool are computed from counts: how many responses
+of the step are outstanding, and how long the responses of the newest steps were. The last responses are expected to
+have the mean excess over the finished ones left. If other responses to the same prompts are finished
+(`gcore.rollout.length_prediction`), these lengths are scaled. Nothing is lent before a step was measured. The slots
+with the least load are lent, and a pool keeps one slot where it needs one.
 
-The rule itself works on numbers only: the simulator compiles it, and a live cluster calls it as it is.
+The rule works on numbers only: the simulator compiles it, and a live cluster calls the same code.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from placement.moves import DecisionContext, MoveProposal, base_split, changed_s
 from placement.slots import Split, count_noun
 
 LEAST_GAIN = 0.06
-"""Share of the time left that must be gained besides the cost: less is within what such estimates are wrong by."""
+"""Share of the remaining time that lending must gain in addition to its cost. A smaller gain is within the error of the
+estimates."""
 
 
 def replicas_to_lend(
@@ -43,17 +45,18 @@ def replicas_to_lend(
     reward_saturating: float,
     reward_left_s: float,
 ) -> int:
-    """How many replicas change over now: above 0 from rollout to the judges, below 0 back.
+    """Return the number of replicas to reassign now: above 0 from rollout to the judges, below 0 from the judges back.
 
-    `owed`: requests that run or wait, with those of the judges that rollout's will become; `saturating`: how many of them one replica
-    runs when a token takes twice what it takes alone; `left_s`: seconds until the pool is done with what it owes, as it is.
+    `owed`: running and waiting requests; for the judges this includes future requests for rollout's outstanding
+    responses. `saturating`: concurrent requests per replica at which a token takes twice as long as alone. `left_s`:
+    seconds until the pool finishes with its present replicas.
     """
     if rollout_awake + reward_awake < 1:
         return 0
     now = max(rollout_left_s, reward_left_s)
     least = -reward_awake if reward_owed <= 0 else 1 - reward_awake
     most = rollout_awake if rollout_owed <= 0 else rollout_awake - 1
-    # What a token takes, beside what it takes alone, at the load there is.
+    # Time of a token at the present load, relative to the time of a token alone.
     rollout_pace = rollout_saturating + max(rollout_owed / max(rollout_awake, 1), 1.0)
     reward_pace = reward_saturating + max(reward_owed / max(reward_awake, 1), 1.0)
     best, soonest = 0, now
@@ -64,7 +67,7 @@ def replicas_to_lend(
             ends = rollout_left_s * (rollout_saturating + max(rollout_owed / rollout, 1.0)) / rollout_pace
         if reward_owed > 0:
             ends = max(ends, reward_left_s * (reward_saturating + max(reward_owed / reward, 1.0)) / reward_pace)
-        # Of several that end as soon, the one that moves least.
+        # Of several counts with the same end, choose the smallest move.
         if ends < soonest or (ends == soonest and abs(count) < abs(best)):
             best, soonest = count, ends
     return best if now - soonest > cost_s + LEAST_GAIN * now else 0
@@ -80,11 +83,12 @@ def remaining_s(
     alone_s: float,
     saturating: float,
 ) -> float:
-    """Seconds until `engines` are done with what a pool owes; what does not run yet comes after what does.
+    """Return the seconds until `engines` finish the outstanding requests of a pool. Waiting requests run after the
+    running ones.
 
-    `rows`: requests that an engine runs at once, at most; `tokens`: of a request; `residual`: that one which runs has still to come, on
-    average; `longest`: that the last of them has, beside which go the others', once; `alone_s`: of a token of a request alone;
-    `saturating`: as many requests make it twice that.
+    `rows`: maximum of concurrent requests per engine. `tokens`: tokens of a request. `residual`: mean remaining tokens
+    of a running request. `longest`: remaining tokens of the last request; the other requests run beside it. `alone_s`:
+    seconds per token of a request alone. `saturating`: concurrent requests that double the time of a token.
     """
     if owed <= 0:
         return 0.0
@@ -97,7 +101,8 @@ def remaining_s(
 def doubling_requests(
     owed: float, engines: int, rows: int, tokens: float, residual: float, longest: float, saturating: float
 ) -> float:
-    """How many requests on each replica put the pool's end off to twice what it were alone: the `saturating` that `lent` takes."""
+    """Return the number of requests per replica that doubles the time until the pool's end: the `saturating` of
+    `replicas_to_lend`."""
     each = max(owed / max(engines, 1), 1.0)
     queue = (each / min(each, float(rows)) - 1.0) * tokens
     others = residual + queue
@@ -105,7 +110,7 @@ def doubling_requests(
 
 
 def mean_tokens_left(owed: float, begun: float, tokens: float, residual: float) -> float:
-    """Tokens that a request has still to come, on average over those that have begun and those that have not."""
+    """Return the mean remaining tokens of a request, over started and waiting requests."""
     return tokens - (tokens - residual) * min(begun / owed, 1.0) if owed > 0 else tokens
 
 
@@ -118,20 +123,20 @@ def spare_replicas(
     reward_asked: float,
     reward_rows: int,
 ) -> int:
-    """Of `count` replicas as many as change over: who gives keeps so many that none of its requests waits which ran. `asked`: what the
-    judges have now."""
+    """Return how many of `count` replicas are reassigned: the giving pool keeps so many replicas that no running
+    request has to wait. `asked`: present requests to the judges."""
     if count > 0:
         return max(min(count, rollout_awake - ceil(rollout_owed / rollout_rows)), 0)
     return min(max(count, ceil(reward_asked / reward_rows) - reward_awake), 0)
 
 
 STEPS = 2
-"""Newest steps from which lengths are."""
+"""Number of newest steps that lengths are taken from."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRows:
-    """Requests that an engine of each pool runs at once, at most."""
+    """Maximum of concurrent requests per engine of each pool."""
 
     rollout: int
     reward: int
@@ -139,20 +144,21 @@ class EngineRows:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpeed:
-    """Of a pool's engines: seconds of a token alone, and how many requests make it twice that; tokens of one request; `rows`: requests
-    that one runs at once, at most. `tail`: of a pool whose requests are all there when a step begins, by how many of them are left, what
-    the last has still to come and what they have on average; none where they come one after another."""
+    """Speed of a pool's engines: seconds per token of a request alone, number of concurrent requests that doubles it,
+    tokens per request, and `rows`: maximum of concurrent requests. `tail`: for a pool whose requests all exist when a
+    step begins: by number of outstanding requests, the remaining tokens of the last one and the mean remaining tokens;
+    empty for a pool whose requests arrive one after another."""
 
     alone_s: float
     saturating: float
     tokens: float
     residual: float
-    """Tokens that a request which runs has still to come, on average: long ones are met more often."""
+    """Mean remaining tokens of a running request. A random running request is likelier to be a long one."""
     rows: int
     tail: tuple[tuple[float, float], ...] = ()
 
     def to_come(self, owed: float, begun: float) -> tuple[float, float, float]:
-        """Tokens of a request, of those that run on average, and of the one that ends last."""
+        """Return tokens: of a request, mean remaining of a running request, remaining of the request that ends last."""
         if self.tail:
             longest, residual = self.tail[min(int(owed), len(self.tail) - 1)]
             return self.tokens, residual, longest
@@ -160,17 +166,18 @@ class PoolSpeed:
         return each, each, each
 
     def left_s(self, owed: float, begun: float, engines: int) -> float:
-        """Seconds until `engines` are done with what is owed, of which so many have begun; what does not run yet comes after what does."""
+        """Return the seconds until `engines` finish `owed` requests, of which `begun` have started. Waiting requests
+        run after the running ones."""
         return remaining_s(owed, engines, self.rows, *self.to_come(owed, begun), self.alone_s, self.saturating)
 
     def doubling(self, owed: float, begun: float, engines: int) -> float:
-        """What `lent` takes as `saturating`."""
+        """Return the `saturating` argument of `replicas_to_lend`."""
         return doubling_requests(owed, engines, self.rows, *self.to_come(owed, begun), self.saturating)
 
 
 def response_tail(steps: Sequence[Sequence[float]]) -> tuple[tuple[float, float], ...]:
-    """By how many of a step's responses are left, what the last has still to come and what they have on average: the mean over steps,
-    whose responses were all asked for at once."""
+    """Return, by number of outstanding responses of a step, the remaining tokens of the last one and the mean remaining
+    tokens: the mean over steps whose responses were all requested at once."""
     sizes = [len(step) for step in steps if step]
     found = [(0.0, 0.0)] * (min(sizes, default=0) + 1)
     for step in (sorted(step, reverse=True) for step in steps if step):
@@ -185,9 +192,9 @@ def response_tail(steps: Sequence[Sequence[float]]) -> tuple[tuple[float, float]
 
 
 def pool_speed(history: Sequence[MeasuredStep], pool: str, rows: int, since: int) -> PoolSpeed | None:
-    """What the newest steps tell, by the law that steps are forecast with; None: nothing. `since`: the step since which the pool has
-    its pace (`PaceTracker`)."""
-    from placement.laws import fit_decode_law  # numpy: a daemon that no job lends in is started without it
+    """Return the pool's speed from the newest steps, by the same law as step forecasts; None if nothing is known.
+    `since`: the step since which the pool has its present speed (`PaceTracker`)."""
+    from placement.laws import fit_decode_law  # imports numpy: a daemon without lending does not load it
 
     newest = history[-STEPS:]
     if pool == "rollout":
@@ -206,7 +213,7 @@ def pool_speed(history: Sequence[MeasuredStep], pool: str, rows: int, since: int
 
 @dataclass(frozen=True, slots=True)
 class PoolSpeeds:
-    """Of both pools. `asked_each`: requests of the judges that a response comes to."""
+    """Speeds of both pools. `asked_each`: judge requests per response."""
 
     rollout: PoolSpeed
     reward: PoolSpeed
@@ -216,22 +223,23 @@ class PoolSpeeds:
 def pool_speeds(
     history: Sequence[MeasuredStep], rows: EngineRows, rollout_since: int, reward_since: int
 ) -> PoolSpeeds | None:
-    """Of both; None: of one nothing is known. The steps since which they have their paces are as for `pool_speed`."""
+    """Return the speeds of both pools; None if one is not known. `rollout_since`, `reward_since`: see `pool_speed`."""
     rollout = pool_speed(history, "rollout", rows.rollout, rollout_since)
     reward = pool_speed(history, "reward", rows.reward, reward_since)
     if rollout is None or reward is None:
         return None
-    # Of a step that is not booked whole nobody knows how often its judges were asked.
+    # If the account of a step is incomplete, its number of judge requests is not known.
     return PoolSpeeds(rollout, reward, fmean(step.asked_per_response for step in history[-STEPS:] if step.judged))
 
 
 MOST_OFF = 2.0
-"""What responses tell of those to the same prompts changes a forecast by no more: twice as long, or half."""
+"""Maximum factor by which finished responses to the same prompts change a forecast: 2 or 1/2."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """One engine as its node sees it. `ready`: it is awake and asked; `asleep`: its memory is given back."""
+    """One engine as its node reports it. `ready`: it is awake and receives requests. `asleep`: it has released its
+    memory."""
 
     node: str
     slot: str
@@ -243,14 +251,15 @@ class EngineLoad:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """That of its place in the plan."""
+        """Return the key of its place in the plan."""
         return self.node, self.slot, self.judge
 
 
 @dataclass(frozen=True, slots=True)
 class JobLoads:
-    """All engines of a job at a moment. `unseated`: requests that no engine has yet, by pool. `foreseen`: requests of the policy of which
-    other responses to their prompts tell how long they may be, and `left_tokens`: what all of these together have still to come."""
+    """Load of all engines of a job at one moment. `unseated`: requests without an engine, by pool. `foreseen`: rollout
+    requests whose length is predicted from other responses to their prompts. `left_tokens`: predicted remaining tokens
+    of all of these."""
 
     engines: tuple[EngineLoad, ...]
     unseated: Mapping[str, int]
@@ -258,20 +267,20 @@ class JobLoads:
     foreseen: int = 0
 
     def by_key(self) -> dict[tuple[str, str, str], EngineLoad]:
-        """Each engine, by the key of its place in the plan."""
+        """Return the engines by the key of their place in the plan."""
         return {one.key: one for one in self.engines}
 
     def of(self, pool: str) -> list[EngineLoad]:
-        """The engines of a pool."""
+        """Return the engines of a pool."""
         return [one for one in self.engines if bool(one.judge) == (pool == "reward")]
 
     def owed(self, pool: str) -> int:
-        """Requests of a pool, wherever they are."""
+        """Count the requests of a pool, with and without an engine."""
         return sum(one.running + one.waiting for one in self.of(pool)) + self.unseated.get(pool, 0)
 
 
 def present_plan(plan: Plan, loads: JobLoads) -> Plan:
-    """The plan without the engines that nobody told of: their nodes are away, or they have not come up."""
+    """Return the plan without the engines that no node reported: their nodes are absent, or they have not started."""
     told = loads.by_key()
     there = tuple(place for place in plan.engines if place.key in told)
     return plan.model_copy(update={"engines": there})
@@ -279,7 +288,8 @@ def present_plan(plan: Plan, loads: JobLoads) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class LendingDecision:
-    """What is lent now: above 0 from rollout to the judges, below 0 back, and the seconds each pool had left."""
+    """Replicas to lend now (above 0 from rollout to the judges, below 0 back), and the remaining seconds of each
+    pool."""
 
     count: int
     speeds: PoolSpeeds
@@ -289,7 +299,7 @@ class LendingDecision:
     reward_owed: int
 
     def ends_s(self, rollout: int, reward: int) -> float:
-        """Seconds until both pools are done, with so many engines each."""
+        """Return the seconds until both pools finish with these numbers of engines."""
         to_come = self.reward_owed + self.rollout_owed * self.speeds.asked_each
         mine, theirs = self.speeds.rollout, self.speeds.reward
         owed, begun = float(self.rollout_owed), float(min(self.reward_owed, reward * theirs.rows))
@@ -297,8 +307,8 @@ class LendingDecision:
 
 
 def scale_tail(rollout: PoolSpeed, loads: JobLoads) -> PoolSpeed:
-    """The newest steps' tails, made as much longer or shorter as other responses to the prompts tell. A request that is not foreseen counts
-    as long as any; where most are not, nothing is changed."""
+    """Scale the tail of the newest steps by the predicted lengths of responses to the same prompts. A request without a
+    prediction counts as average; if most have none, nothing changes."""
     owed = loads.owed("rollout")
     if not rollout.tail or not 0 < owed < 2 * loads.foreseen:
         return rollout
@@ -313,8 +323,8 @@ def scale_tail(rollout: PoolSpeed, loads: JobLoads) -> PoolSpeed:
 def decide_lending(
     plan: Plan, loads: JobLoads, speeds: PoolSpeeds, cost_s: float, rows: EngineRows
 ) -> LendingDecision | None:
-    """What is to be lent, of the engines that are there (`present_plan`). None: nothing can be, as where engines of the two pools span different
-    numbers of slots."""
+    """Decide what to lend, from the engines that are present (`present_plan`). Return None if nothing can be lent, for
+    example if engines of the two pools span different numbers of slots."""
     awake, (here, there) = plan_roles(plan), _awake(plan)
     alike = len({len(replica) for pool in POOLS if pool != "train" for replica in awake[pool]}) == 1
     if split_of(plan).mode == "colocated" or not here or not there or not alike:
@@ -322,7 +332,7 @@ def decide_lending(
     speeds = replace(speeds, rollout=scale_tail(speeds.rollout, loads))
     rollout, reward = speeds.rollout, speeds.reward
     owed, asked = loads.owed("rollout"), loads.owed("reward")
-    to_come = asked + owed * speeds.asked_each  # every response that is still made will be judged
+    to_come = asked + owed * speeds.asked_each  # every outstanding response will be judged
     begun = float(min(asked, there * reward.rows))
     rollout_left = rollout.left_s(owed, owed, here)
     reward_left = reward.left_s(to_come, begun, there)
@@ -350,7 +360,8 @@ def make_lending_move(
     rows: EngineRows,
     at: DecisionContext,
 ) -> MoveProposal | None:
-    """The move by which slots are lent now. `needed`: nodes that keep an engine of the policy, for their prompts are answered there."""
+    """Return the move that lends slots now. `needed`: nodes that keep a rollout engine, because their prompts are
+    answered there."""
     there = present_plan(plan, loads)
     found = decide_lending(there, loads, speeds, cost_s, rows)
     if found is None or found.count == 0:
@@ -409,21 +420,24 @@ def _about(seconds: float) -> str:
 
 
 def _base_there(plan: Plan, there: Plan) -> Split:
-    """What the slots that are there began the step with: nobody knows which of them are lent, so all that is lent is taken to be among them."""
+    """Return the split with which the present slots began the step. Which slots are lent is not known, so all lent
+    slots count as present."""
     now, all_now, base = split_of(there), split_of(plan), base_split(plan)
     lent = all_now.reward - base.reward
     return replace(now, rollout=now.rollout + lent, reward=now.reward - lent)
 
 
 def _gained(before: Split, after: Split, base: Split) -> bool:
-    """Whether the pool that gets slots has more than at the beginning then: what brings it nearer to that is a return."""
+    """Whether the receiving pool then has more slots than at the beginning of the step. A change towards the beginning
+    is a return."""
     if after.reward > before.reward:
         return after.reward > base.reward
     return after.rollout > base.rollout
 
 
 def follows_plan(plan: Plan, loads: JobLoads, nodes: Collection[str]) -> bool:
-    """Whether every engine on `nodes`, which are there, is as the plan says: what is to be awake is asked, and what is to sleep sleeps."""
+    """Whether every engine on the present `nodes` is as the plan says: awake engines receive requests, and sleeping
+    engines sleep."""
     told = loads.by_key()
     for place in (place for place in plan.engines if place.node in nodes):
         known = told.get(place.key)
@@ -433,14 +447,14 @@ def follows_plan(plan: Plan, loads: JobLoads, nodes: Collection[str]) -> bool:
 
 
 def _awake(plan: Plan) -> tuple[int, int]:
-    """Engines of rollout, and places of judges'."""
+    """Count the awake rollout engines and the places of awake judge engines."""
     awake = plan_roles(plan)
     return len(awake["rollout"]), len(awake["reward"])
 
 
 def _firsts(plan: Plan, loads: JobLoads, rows: int, *, to_judges: bool, needed: frozenset[str]) -> list[Slot]:
-    """The replicas that can change over, by their first slots, those with least to do first. On each the engine that is to wake sleeps, and is
-    well."""
+    """List the first slots of the replicas that can be reassigned, least loaded first. On each of them the engine to be
+    woken sleeps and is healthy."""
     told = loads.by_key()
     on: dict[Slot, list[EnginePlace]] = {}
     for place in plan.engines:
@@ -464,7 +478,7 @@ def _firsts(plan: Plan, loads: JobLoads, rows: int, *, to_judges: bool, needed: 
             if awake[slot.node] <= (1 if slot.node in needed else 0) or sum(awake.values()) <= 1:
                 continue
             if (awake[slot.node] - 1) * rows < owed[slot.node]:
-                continue  # its requests stay on the node, whose controller asks no engine of another
+                continue  # the controller of a node uses only its own engines, so the node must keep one
             awake[slot.node] -= 1
         else:
             leaving = [place.judge for place in on[slot] if place.judge and not place.asleep]

@@ -1,19 +1,20 @@
-"""What policies are shown of a committed step.
+"""Measurements of a committed step for placement policies.
 
-Sources: the step's log entry has its seconds, as the controller that committed it measured them; its seal has the lengths of its
-responses; the accounts of the nodes have what their engines did. A number that was not measured is None or missing, never a guess.
+Sources: the log entry of the step has its seconds, as measured by the controller that committed it; its seal has the
+lengths of its responses; the slot accounts of the nodes have what their engines did. A value that was not measured is
+None or missing, never a guess.
 
-**Where batches are made ahead** (staleness > 0), a commit waits only for what is left of the batch's production by then. If the ranks had
-to wait, production took the whole step. If not, engines become idle once they may begin nothing more, so it took as long as they had
-requests. Where they share slots with ranks that work, or an account is missing, the step's own length is a bound. Weight sync goes on
-meanwhile.
+**If batches are generated ahead** (staleness > 0), a commit waits only for the rest of the batch's production. If the
+train ranks had to wait, production took the whole step. If not, engines become idle once they may start nothing more,
+so production took as long as they had requests. If the engines share slots with working train ranks, or an account is
+missing, the length of the step is an upper bound. Weight sync runs concurrently.
 
-**Co-located**, engines of several pools may compute on one slot at once, and each takes longer. That they share the slot's pace evenly is
-an assumption, by which their times are converted to those of an engine that has its slot for itself. Otherwise slots of their own would
-look as slow as shared ones, and a job that began co-located would stay so.
+**In a co-located split** engines of several pools may compute on one slot at once, and each gets slower. The conversion
+to the speed of an engine with a slot of its own assumes that they share the slot evenly. Without it, slots of their own
+would look as slow as shared ones, and a job that started co-located would stay so.
 
-**Filtered groups** were generated and judged like the rest. Their number and mean length are known; one by one they are taken to be like
-those that were kept.
+**Filtered groups** were generated and judged like the others. Their number and mean length are known; their individual
+lengths are assumed to be distributed like those of the kept groups.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from placement.slots import SINGLE, ReplicaSizes, Split
 
 
 def load_class(running: float) -> int:
-    """What is told apart of an engine's load: 0 is 1 request at a time, 1 is 2 and 3, 2 is 4 to 7 and so on."""
+    """Return the load class: 0 is 1 concurrent request, 1 is 2 to 3, 2 is 4 to 7 and so on."""
     return max(int(running), 1).bit_length() - 1
 
 
 def least_requests(load: int) -> int:
-    """Requests that make it that load, at least."""
+    """Return the smallest number of requests of a load class."""
     return 1 << load
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpeed:
-    """Of a pool's engines: requests that one ran at a time, and seconds that a token of each took then."""
+    """Speed of a pool's engines: mean concurrent requests per engine, and seconds per token of each request."""
 
     pool: str
     running: float
@@ -48,12 +49,13 @@ class EngineSpeed:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step. Times are None where nobody measured them. `lengths`, `judged`: tokens of each response and of its judgement, those of
-    filtered groups too.
+    """One step. Times are None if not measured. `lengths`, `judged`: tokens of each response and of its judgement,
+    including filtered groups.
 
-    `produce_s`: what a batch takes to be made; `train_s`: of the ranks; `other_s`: what holds the ranks up and is neither. `busy`:
-    slot-seconds, by pool. `speed`: of a pool at as many loads as were seen. `step_s`: from commit to commit, where the next batch is made
-    meanwhile, so that it is no sum of the others; no batch takes longer to be made. `asked_per_response`: requests to the judges' engines.
+    `produce_s`: production time of a batch; `train_s`: training; `other_s`: other time that delays the ranks. `busy`:
+    slot-seconds by pool. `speed`: of each pool at each observed load. `step_s`: from commit to commit if the next batch
+    is generated concurrently; then it is not the sum of the other times, and no batch takes longer.
+    `asked_per_response`: requests to judge engines per response.
     """
 
     step: int
@@ -71,7 +73,7 @@ class MeasuredStep:
 
     @property
     def seconds(self) -> float | None:
-        """From commit to commit; None where that was not measured."""
+        """Seconds from commit to commit; None if not measured."""
         if self.step_s is not None:
             return self.step_s
         if self.produce_s is None or self.train_s is None or self.other_s is None:
@@ -80,22 +82,23 @@ class MeasuredStep:
 
 
 BUSY = "busy "
-"""How states of work begin in a step's books; the pool follows."""
+"""Prefixes of busy states in an account; the pool follows."""
 
 LEAST_TOKENS = 16
-"""Of fewer it is not said how fast they were made."""
+"""Minimum number of tokens for a measured speed."""
 
 WAITED = 0.1
-"""Share of a step that its ranks waited for the batch, from which on it was production that the step took so long for; below, that is
-what it takes to seal a batch that is there."""
+"""Minimum share of a step that the ranks waited for the batch, above which production determined the length of the
+step. A shorter wait is the time to seal a finished batch."""
 
 MOST_REPEATED = 16.0
-"""Responses that were made for each one that was kept, at most: a step that was nearly all filtered is no measure of the next."""
+"""Maximum of generated responses per kept response. A step that was filtered almost completely does not predict the
+next."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Seconds of a step, as `MeasuredStep` has them."""
+    """Seconds of a step; fields as in `MeasuredStep`."""
 
     produce_s: float | None
     other_s: float | None
@@ -111,12 +114,13 @@ def measure_step(
     *,
     least: int = 0,
 ) -> MeasuredStep:
-    """One committed step. `books`: of each node that has booked it (`gcore.ledger.records.slot_accounting.group_by_version`), those that are late may lack.
+    """Measure one committed step. `books`: the accounts of the nodes
+    (`gcore.ledger.records.slot_accounting.group_by_version`); late ones may be missing.
 
-    `sealed`: what the step's seal says of its lengths (`trained_lengths`); None if nobody has it any more: every response then counts as long as
-    their mean. `split`: that which the step ran with, with engines of so many slots. Of judgements the mean is known once all of its slots
-    are booked, and `least` of them (a part of the judges' tokens beside all of the responses would be a guess): every response's counts as
-    long.
+    `sealed`: response lengths from the step's seal (`trained_lengths`). None if the seal is deleted: every response
+    then counts with the mean length. `split`: the split that the step ran with, with engines of `sizes`. The mean
+    judgement length is known once all slots of the step, and at least `least` of them, are accounted, because a part of
+    the judge tokens divided by all responses would be wrong. Every judgement counts with the mean length.
     """
     found = list(books)
     stats, sums = entry.stats, sum_engines(found)
@@ -140,13 +144,13 @@ def measure_step(
 
 
 def _in_turn(stats: Mapping[str, float]) -> _Times:
-    """Of a step whose batch was begun after the commit before."""
+    """Times of a step whose batch was started after the previous commit."""
     exchange, publish = stats.get("exchange_s"), stats.get("publish_s")
     return _Times(stats.get("collect_s"), None if exchange is None or publish is None else exchange + publish)
 
 
 def _ahead(stats: Mapping[str, float], split: Split, books: Sequence[StepAccount], sizes: ReplicaSizes) -> _Times:
-    """Of a step whose batch was made while ranks trained on the one before."""
+    """Times of a step whose batch was generated while ranks trained on the previous one."""
     seconds, waited = stats.get("seconds"), stats.get("collect_s")
     if seconds is None or waited is None:
         return _Times(None, None)
@@ -157,7 +161,7 @@ def _ahead(stats: Mapping[str, float], split: Split, books: Sequence[StepAccount
 
 
 def _at_work_s(books: Sequence[StepAccount], split: Split, sizes: ReplicaSizes) -> float | None:
-    """How long an engine had anything to do, of the pool that had longest; None: not all of them are booked."""
+    """Return the longest time that engines of a pool had work; None if accounts are missing."""
     if not _is_whole(books, split):
         return None
     sums = sum_engines(books)
@@ -166,14 +170,15 @@ def _at_work_s(books: Sequence[StepAccount], split: Split, sizes: ReplicaSizes) 
 
 
 def _is_whole(books: Iterable[StepAccount], split: Split, least: int = 0) -> bool:
-    """Whether all slots that the step had are booked, and so many. Of a node that was lost within it they never are."""
+    """Whether all slots of the step, and at least `least`, are accounted. The slots of a node that was lost within the
+    step never are."""
     pools = split.rollout, split.reward, split.train
     had = max(pools) if split.mode == "colocated" else sum(pools)
     return sum(book.slots for book in books) >= max(had, least)
 
 
 def _at_once(books: Sequence[StepAccount], split: Split, produce_s: float | None, sizes: ReplicaSizes) -> float:
-    """Engines that had anything to do at once on a slot, on average over the production: 1, where each has its own."""
+    """Return the mean number of concurrently working engines per slot during production: 1 if each has its own slot."""
     slots = sum(book.slots for book in books)
     if split.mode != "colocated" or not produce_s or not slots:
         return 1.0
@@ -183,7 +188,7 @@ def _at_once(books: Sequence[StepAccount], split: Split, produce_s: float | None
 
 
 def _speeds(books: Iterable[StepAccount], at_once: float) -> Iterator[EngineSpeed]:
-    """Of each pool at each load that its engines had for long enough to say how fast they were, alone on their slots."""
+    """Yield the speed of each pool at each load with enough tokens, converted to engines with a slot of their own."""
     found: dict[tuple[str, int], list[EngineSums]] = {}
     for book in books:
         for pool, loads in book.loads.items():
@@ -207,17 +212,17 @@ def _busy(books: Iterable[StepAccount]) -> dict[str, float]:
 
 
 def trained_lengths(seal: Seal) -> tuple[float, ...]:
-    """Tokens of each response of a step that is trained on, from its seal as it was READY."""
+    """Return the tokens of each trained response of a step, from its READY seal."""
     return tuple(float(tokens) for group in seal.groups for tokens in group.own_tokens)
 
 
 def _means(entry: LogEntry) -> tuple[float, ...]:
-    """The same where only their mean is known."""
+    """Return the lengths if only their mean is known."""
     return (entry.stats.get("response_length", 0.0),) * int(entry.stats.get("samples", 0.0))
 
 
 def _with_filtered(kept: tuple[float, ...], stats: Mapping[str, float]) -> Iterator[float]:
-    """Those of filtered groups too: as long on average as what was told says, and apart from that like those that were kept."""
+    """Add the lengths of filtered groups: their reported mean, distributed like the kept ones."""
     yield from kept
     times = min(stats.get("prompts_per_group", 1.0), MOST_REPEATED)
     count = round(len(kept) * (times - 1.0))

@@ -1,14 +1,14 @@
-"""Moves of a job's placement: what changes of the plan are called, what came of them, decisions that moved nothing; all in words.
+"""Moves of a job's placement: their kinds, outcomes and sentences, and periods without a move.
 
-A move is decided between two steps (engines change over; the train world gets another size) or within one (slots are lent). Its reason is
-in numbers that were known then, and its outcome is recorded beside what was expected.
+A move is decided between two steps (engines change their pool; the train world gets another size) or within a step
+(slots are lent). Its reason has the numbers that were known then. Its outcome is recorded beside the expectation.
 
-Outcomes: step numbers recur after a rollback, so steps are ordered by the sequence number of their log entry. A move counts for what was
-committed after the head that it was decided at, until the next move between steps. The work of steps differs too (longer responses,
-slower judges), so what is known of that is recorded beside their seconds.
+Outcomes: step numbers recur after a rollback, so steps are ordered by the sequence number of their log entry. A move is
+credited with the steps committed after the head at its decision, until the next move between steps. The work of steps
+differs too (longer responses, slower judges), so these differences are recorded beside the seconds.
 
-A hold period is a run of steps after which the policy was asked and nothing moved. A move between steps ends it, a loan does not. It keeps
-its newest decision, and compares what was expected of each step with what it took, once.
+A hold period is a run of steps after which the policy was called and nothing moved. A move between steps ends it; a
+loan does not. It keeps its newest decision, and compares the expected with the actual time of each step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from placement.policies.base import Decision, SwitchCosts
 from placement.slots import Snapshot, Split, count_noun
 
 MOVE_PRIOR_S, WORLD_PRIOR_S = 10.0, 60.0
-"""What changes are taken to cost until one was measured: engines that change over, a train world of another size."""
+"""Assumed costs until one was measured: engines that change their pool, and a train world of another size."""
 
 STEP_IS_OVER = "the step is over: what was lent goes back"
 BATCH_IS_WHOLE = "the batch is whole: what was lent goes back while it is trained on"
@@ -43,13 +43,13 @@ BETWEEN = (MoveKind.SPLIT, MoveKind.WORLD, MoveKind.MEND)
 WITHIN = (MoveKind.LEND, MoveKind.RETURN)
 
 CHANGING = (MoveKind.SPLIT, *WITHIN)
-"""Engines change over, and the train world stays."""
+"""Engines change their pool, and the train world stays."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoveProposal:
-    """A move that whoever leads wants, and the plan that it makes; None: a world, which a rollback places, or nothing at all but
-    what is told."""
+    """A move that the leader wants, and the resulting plan. Plan None: a rollback forms the new world, or the move is
+    only reported."""
 
     move: Move
     plan: Plan | None
@@ -57,25 +57,25 @@ class MoveProposal:
 
 @dataclass(frozen=True, slots=True)
 class MoveReport:
-    """The moves with what is known by now of what came of them, made from the record of that revision (0: there was none)."""
+    """The moves with their known outcomes, and the revision of the record they are based on (0: no record)."""
 
     moves: Moves
     since: int
 
 
 def split_part(split: Split) -> SplitPart:
-    """As it is stored."""
+    """Convert a split to its stored form."""
     return SplitPart(mode=split.mode, rollout=split.rollout, reward=split.reward, train=split.train)
 
 
 def split_from(part: SplitPart) -> Split:
-    """As it is planned with."""
+    """Convert a stored split to the planning type."""
     return Split(part.mode, part.rollout, part.reward, part.train)
 
 
 def base_split(plan: Plan, snapshot: Snapshot | None = None) -> Split:
-    """The split that the step began with: what is lent within it does not count. `snapshot`: of the nodes that are there; what was
-    lent from more slots than they have is what there is."""
+    """Return the split at the beginning of the step, without loans. `snapshot`: the present nodes; if fewer slots are
+    present than were lent, the present ones count."""
     now = split_of(plan, snapshot)
     if plan.lent_from is None:
         return now
@@ -85,14 +85,14 @@ def base_split(plan: Plan, snapshot: Snapshot | None = None) -> Split:
 
 
 def changed_slots(before: Plan, after: Plan) -> tuple[tuple[str, ...], int]:
-    """The slots that change, the first of them by name, and how many more there are."""
+    """Return the names of the first changed slots, and how many more changed."""
     lines = role_changes(before, after)
     return tuple(lines[:MOST_SLOTS_TOLD]), max(len(lines) - MOST_SLOTS_TOLD, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionContext:
-    """Where and when a move is decided."""
+    """Position and author of a decision."""
 
     step: int
     seq: int
@@ -104,10 +104,10 @@ class DecisionContext:
 def propose_move(
     decision: Decision, plan: Plan, after: Plan | None, base: Split, at: DecisionContext, back_for: str = STEP_IS_OVER
 ) -> MoveProposal | None:
-    """What a policy's decision makes of `plan`. `after`: the plan of its split, None where that is a train world of another size.
-    `back_for`: why what was lent goes back, where no more than that changes.
+    """Turn a policy's decision into a move of `plan`. `after`: the plan of the decided split; None if it needs a train
+    world of another size. `back_for`: reason if lent slots only return.
 
-    None: nothing changes.
+    Return None if nothing changes.
     """
     back = decision.split == base
     if back and after is None:
@@ -140,7 +140,7 @@ def propose_move(
 
 
 def initial_move(plan: Plan, reason: str, expected_s: float | None, at: DecisionContext) -> Move:
-    """What the job began with. `expected_s`: what a step was predicted to take."""
+    """Return the move that describes the first plan. `expected_s`: predicted seconds of a step."""
     split = split_of(plan)
     return Move(
         generation=plan.generation,
@@ -159,8 +159,8 @@ def initial_move(plan: Plan, reason: str, expected_s: float | None, at: Decision
 def add_unrequested(
     moves: Moves, before: Plan | None, plan: Plan, at: DecisionContext, formed_because: str = ""
 ) -> Moves:
-    """The moves with the newest change of the plan, where no policy asked for it: nodes came or went, or a train world was lost.
-    `formed_because`: why the plan's world was placed, if it is not the first."""
+    """Add the newest change of the plan if no policy requested it: nodes came or went, or a train world was lost.
+    `formed_because`: reason of the plan's train world, if it is not the first."""
     if before is None or any(move.generation >= plan.generation and move.state == "done" for move in moves.moves):
         return moves
     is_formed = before.world != plan.world
@@ -169,7 +169,7 @@ def add_unrequested(
     wanted = moves.newest
     is_its = wanted is not None and wanted.kind is MoveKind.WORLD and wanted.generation == plan.generation
     if is_its and is_formed:
-        return moves  # what came of that is told with it
+        return moves  # the move that formed the world has the outcome
     slots, more = changed_slots(before, plan)
     move = Move(
         generation=plan.generation,
@@ -188,20 +188,20 @@ def add_unrequested(
 
 
 def _roles(plan: Plan) -> dict[tuple[str, str, str], bool]:
-    """Which engines are awake. In whatever order: those of nodes that are away stand behind the others for a while."""
+    """Return which engines are awake. The order is ignored: for a while, engines of absent nodes are listed last."""
     return {place.key: not place.asleep for place in plan.engines}
 
 
 def is_repeated(moves: Moves, move: Move) -> bool:
-    """Whether the same was told last, of a placement that only says what it would do."""
+    """Whether the newest move is the same, in a placement that only reports what it would do."""
     newest = moves.newest
     return newest is not None and newest.state == "would" and (newest.kind, newest.after) == (move.kind, move.after)
 
 
 def switch_costs(moves: Moves, start_s: float | None, told_s: float | None = None) -> SwitchCosts:
-    """What changes cost. `start_s`: the newest start of a train world; `told_s`: what nodes tell that it takes to put an engine to sleep and
-    to wake another. That may be a guess still (a controller that was started again has seen none wake), so where the job's own moves took
-    less, what they took counts."""
+    """Return the costs of changes. `start_s`: newest start of a train world. `told_s`: seconds of a sleep and a wake as
+    reported by the nodes. A restarted controller has not measured a wake and reports a guess, so if the job's own moves
+    took less, their time counts."""
     took_s = engine_change_s(moves)
     held = MOVE_PRIOR_S if took_s is None else took_s
     worlds = [cost for cost in (_took(moves).get(MoveKind.WORLD), start_s) if cost is not None]
@@ -212,25 +212,26 @@ def switch_costs(moves: Moves, start_s: float | None, told_s: float | None = Non
 
 
 def engine_change_s(moves: Moves) -> float | None:
-    """What it took that engines changed over: the longest of the newest moves of each kind. None: it was never measured."""
+    """Return the seconds for engines to change their pool: the longest of the newest moves of each kind; None if never
+    measured."""
     took = _took(moves)
     return max((took[kind] for kind in CHANGING if kind in took), default=None)
 
 
 def _took(moves: Moves) -> dict[MoveKind, float]:
-    """Of each kind of move the newest that was measured, seconds."""
+    """Return the seconds of the newest measured move of each kind."""
     outcomes = [(move.kind, move.outcome) for move in moves.moves]
     return {kind: found.took_s for kind, found in outcomes if found is not None and found.took_s is not None}
 
 
 MOST_AFTER = 5
-"""Steps over which what came of a move is measured, at most; and before it, with which it is held."""
+"""Maximum number of steps over which an outcome is measured, and of earlier steps it is compared with."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommittedStep:
-    """A step that was committed, on head's chain or not. `seq`: its log entry's. `tokens`: of a response, on average; `question_s`: what a
-    question took of a judge's engine. None: nobody measured it."""
+    """A committed step, on head's chain or not. `seq`: of its log entry. `tokens`: mean per response. `question_s`:
+    seconds of a judge engine per question. None: not measured."""
 
     step: int
     seq: int
@@ -242,10 +243,10 @@ class CommittedStep:
 def add_outcomes(
     moves: Moves, steps: Sequence[CommittedStep], took: Mapping[int, float], head_seq: int, plan: Plan
 ) -> Moves:
-    """The moves with what is known by now of what came of them.
+    """Update the outcomes of the moves.
 
-    `steps`: oldest first; `took`: by generation, seconds until a move had taken effect. `head_seq`, `plan`: as they are now, by which a
-    world that was wanted was formed, or never will be.
+    `steps`: oldest first. `took`: seconds until a move had taken effect, by generation. `head_seq`, `plan`: present
+    values; they show whether a wanted world was formed or never will be.
     """
     known = list(moves.moves)
     for number, move in enumerate(known):
@@ -264,34 +265,36 @@ def _is_between(move: Move) -> bool:
 
 
 def _formed_or_lapsed(move: Move, others: Collection[int], head_seq: int, plan: Plan) -> Move:
-    """`others`: the plans that other moves made."""
+    """Set a wanted move to done or lapsed. `others`: generations of plans that other moves made."""
     if move.state != "wanted" or head_seq == move.seq:
         return move
-    # Head moves by the rollback that forms it, of as many ranks as can be placed, or by a step that was committed instead.
+    # A rollback advances head and forms the world, with as many ranks as can be placed; or a step was committed
+    # instead.
     formed = plan.generation >= move.generation and move.generation not in others
     return move.model_copy(update={"state": "done" if formed else "lapsed"})
 
 
 def _after(move: Move, steps: Sequence[CommittedStep], later: Move | None) -> list[CommittedStep]:
-    """The steps that tell what came of it. `later`: the next move between steps; what comes after that is no more of this one."""
+    """Return the steps credited to a move. `later`: the next move between steps; steps after it are not credited."""
     within, first = move.kind in WITHIN, move.step + 1
     made: dict[int, CommittedStep] = {}
     for one in steps:
         if one.seq > move.seq and (within or later is None or one.seq <= later.seq):
             made.setdefault(one.step, one)
-    paid = made.get(first)  # the step at whose beginning it was made
+    paid = made.get(first)  # the step at whose beginning the move was made
     after = [made[step] for step in range(first + 1, first + 1 + MOST_AFTER) if step in made]
     if paid is not None and (within or (not after and later is not None)):
-        return [paid]  # the next move came before there was a step that paid for nothing
+        return [paid]  # the next move came before any step without the cost of this one
     return [] if within else after
 
 
 def _before(move: Move, steps: Sequence[CommittedStep], earlier: Move | None) -> list[CommittedStep]:
-    """Those with which it is held. `earlier`: the move between steps before it, whose own steps they are."""
+    """Return the steps that the outcome is compared with. `earlier`: the previous move between steps; steps before it
+    are excluded."""
     made = {one.step: one for one in steps if one.seq <= move.seq and (earlier is None or one.seq > earlier.seq)}
     if earlier is not None:
         made.pop(earlier.step + 1, None)
-    since = max(move.step - MOST_AFTER + 1, 2)  # in the first step everything is loaded
+    since = max(move.step - MOST_AFTER + 1, 2)  # the first step includes loading
     return [made[step] for step in range(since, move.step + 1) if step in made]
 
 
@@ -311,23 +314,25 @@ def _measured(move: Move, took: float | None, after: Sequence[CommittedStep], be
             "before_question_s": _mean(before, lambda one: one.question_s),
         }
         if (len(after), found["step_s"]) == (known.steps, known.step_s):
-            found = {name: number for name, number in found.items() if getattr(known, name) is None}  # it came late
+            found = {
+                name: number for name, number in found.items() if getattr(known, name) is None
+            }  # fill in late measurements only
         outcome = outcome.model_copy(update={name: number for name, number in found.items() if number is not None})
     return move if outcome in (move.outcome, MoveOutcome()) else move.model_copy(update={"outcome": outcome})
 
 
 def _mean(steps: Sequence[CommittedStep], number: Callable[[CommittedStep], float | None]) -> float | None:
-    """Of those of which it is known."""
+    """Return the mean over the steps with a known value."""
     found = [one for one in map(number, steps) if one is not None]
     return round(fmean(found), 3) if found else None
 
 
 OTHER_WORK = 0.1
-"""By how much the work of steps differs before a word is lost about it, as a share of what it was."""
+"""Minimum relative difference of the work of steps that is mentioned."""
 
 
 def move_in_words(move: Move) -> str:
-    """What was done, and why: one sentence that a person can follow."""
+    """Say what was done and why, in one sentence."""
     before, after = split_from(move.before), split_from(move.after)
     match move.kind:
         case MoveKind.BEGIN:
@@ -344,10 +349,8 @@ def move_in_words(move: Move) -> str:
             rest = (
                 f"a train world of {count_noun(after.train, 'rank')} in place of {before.train} ({before} -> {after})"
             )
-        case MoveKind.MEND:  # nobody wished for it: it is never told before it is done
-            became = (
-                f"{before} became {after}" if before != after else f"what they had was placed anew, {after} as before"
-            )
+        case MoveKind.MEND:  # not requested by a policy, so always done
+            became = f"{before} became {after}" if before != after else f"they were placed again, {after} as before"
             return _because(f"nodes or workers came or went, and {became}", move)
         case _:
             done, rest = ("go", "went", "gone"), f"from {before} to {after}"
@@ -355,7 +358,7 @@ def move_in_words(move: Move) -> str:
 
 
 def _in_its_state(move: Move, done: tuple[str, str, str], rest: str) -> str:
-    """`done`: the verb as it is, was, and has been."""
+    """`done`: the verb in present tense, past tense and as participle."""
     now, was, been = done
     match move.state:
         case "would":
@@ -374,7 +377,7 @@ def _because(what: str, move: Move) -> str:
 
 
 def numbers_in_words(move: Move) -> str:
-    """What was expected of it."""
+    """Say what was expected of the move."""
     said = []
     if move.kind is MoveKind.BEGIN and move.expected_s is not None:
         said.append(f"a step was to take {move.expected_s:.3g} s")
@@ -388,12 +391,12 @@ def numbers_in_words(move: Move) -> str:
 
 
 def outcome_in_words(move: Move) -> str:
-    """What came of it."""
+    """Say what the outcome of the move was."""
     outcome = move.outcome
     if move.state != "done":
         return ""
     if outcome is None:
-        return "nothing is known of what came of it"
+        return "its outcome is not known"
     said = [f"it took {outcome.took_s:.1f} s"] if outcome.took_s is not None else []
     if outcome.step_s is not None and move.kind not in WITHIN:
         held = f", before it {outcome.before_s:.1f} s" if outcome.before_s is not None else ""
@@ -402,12 +405,12 @@ def outcome_in_words(move: Move) -> str:
         said.append(f"the {steps} {outcome.step_s:.1f} s{each}{held}{_other_work(outcome)}")
     elif outcome.step_s is not None:
         said.append(f"the step it was in took {outcome.step_s:.1f} s")
-    return "; ".join(said) or "nothing is known of what came of it"
+    return "; ".join(said) or "its outcome is not known"
 
 
 def _other_work(outcome: MoveOutcome) -> str:
-    """What the steps after it had to do, where it was more than those before it had, or less: else the move would be given the credit of
-    it, or the blame."""
+    """Say how the work of the steps after the move differed from the steps before. Otherwise the change in seconds
+    would be credited to the move."""
     said = []
     if _differ(outcome.tokens, outcome.before_tokens):
         said.append(f"responses of {outcome.tokens:.0f} tokens instead of {outcome.before_tokens:.0f}")
@@ -419,7 +422,7 @@ def _other_work(outcome: MoveOutcome) -> str:
 
 
 def _differ(after: float | None, before: float | None) -> bool:
-    """By so much that it is worth a word."""
+    """Whether the difference is large enough to mention."""
     return after is not None and before is not None and abs(after - before) > OTHER_WORK * before
 
 
@@ -430,7 +433,8 @@ def _gains(before: Split, after: Split) -> str:
 def extend_stay(
     newest: HoldPeriod | None, moves: Moves, at: DecisionContext, reason: str, expected_s: float | None = None
 ) -> HoldPeriod:
-    """`newest` with this decision, if that stretch goes on; else a new one that begins with it. `expected_s`: of the next step."""
+    """Extend the hold period `newest` with this decision, or begin a new one. `expected_s`: expected seconds of the
+    next step."""
     expected = None if expected_s is None or not math.isfinite(expected_s) else round(expected_s, 3)
     more = {"step": at.step, "seq": at.seq, "reason": reason, "by": at.by, "time": at.time, "expected_s": expected}
     if newest is None or newest.step >= at.step or _is_over(newest, moves):
@@ -441,7 +445,7 @@ def extend_stay(
 
 
 def add_taken(stay: HoldPeriod, took_s: float | None) -> HoldPeriod:
-    """Beside what the newest decision expected of the step after it, what that took. `took_s` None: nobody knows yet."""
+    """Record the actual time of the step after the newest decision. `took_s` None: not known yet."""
     before, step = stay.foretold, stay.step + 1
     if took_s is None or stay.expected_s is None or before.newest >= step:
         return stay
@@ -460,19 +464,19 @@ def _is_over(stay: HoldPeriod, moves: Moves) -> bool:
 
 
 def add_stay(moves: Moves, stay: HoldPeriod) -> Moves:
-    """The record with what is known of it by now."""
+    """Add or replace a hold period in the record."""
     others = tuple(one for one in moves.stays if one.began != stay.began)
     return moves.model_copy(update={"stays": (*others, stay)[-NEWEST_STAYS:]})
 
 
 def stay_in_words(stay: HoldPeriod) -> str:
-    """Why nothing moved, without when that was (`span_in_words`)."""
+    """Say why nothing moved, without the span (`span_in_words`)."""
     newest = ", the last time" if stay.step > stay.since else ","
     return f"nothing moved{newest} because {stay.reason}" if stay.reason else "nothing moved"
 
 
 def foretold_in_words(foretold: ForecastAccuracy) -> str:
-    """What the steps after the decisions took, beside what was expected of them; empty where nothing was."""
+    """Compare actual and expected seconds of the steps after the decisions; empty if nothing was expected."""
     if not foretold.steps:
         return ""
     took = f"took {foretold.took_s:.1f} s where {foretold.expected_s:.1f} s were expected"
@@ -483,5 +487,5 @@ def foretold_in_words(foretold: ForecastAccuracy) -> str:
 
 
 def span_in_words(stay: HoldPeriod) -> str:
-    """After which steps nothing moved."""
+    """Say after which steps nothing moved."""
     return f"after steps {stay.since} to {stay.step}" if stay.step > stay.since else f"after step {stay.step}"

@@ -1,12 +1,13 @@
-"""Plans of a job: its first plan where pools do not move, new plans when nodes come or go, and train worlds.
+"""Make plans of a job: the first plan of fixed pools, new plans when nodes come or go, and train worlds.
 
-Fixed placements. `colocated`: one rollout engine on every slot, train ranks on the first slots of the nodes, one a node by default, and an
-engine of each judge on every slot, or on as many as the spec says. `static`: each pool has slots of its own for as long as the job runs.
-Slots are taken round robin, one of each node before the second of any. Where engines span several slots, read "replica" for "slot". At
-staleness 0 the step's order gives the turns: ranks compute only between READY and commit, when no group is in flight.
+Fixed placements. `colocated`: one rollout engine on every slot, train ranks on the first slots of the nodes (one per
+node by default), and an engine of each judge on every slot, or on as many as the spec sets. `static`: each pool has
+slots of its own for the whole job. Slots are assigned round robin, one of each node before the second of any. If
+engines span several slots, read "replica" for "slot". At staleness 0 the order of the step gives the turns: ranks
+compute only between READY and commit, when no group is in flight.
 
-Movable placements (`spec.placement.is_live`). A policy decides on splits within `SplitBounds`; `placement.assign` finds the slots. A pin
-of a person comes before the policy, and gives way only to a job that could not go on.
+Movable placements (`spec.placement.is_live`). A policy chooses splits within `SplitBounds`; `placement.assign` finds
+the slots. A user's pin overrides the policy, unless the job could not continue with it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def first_plan(snapshot: Snapshot, wanted: PlacementRequest, *, world: str, gene
         how = f"colocated: {len(places)} slots on {len(nodes)} nodes take rollout and train in turn, {ranks} ranks"
     else:
         if sizes.widest > 1:
-            # Node by node, so that ranks and smaller engines break as few of the larger ones' slots as can be.
+            # Node by node, so that ranks and smaller engines break the fewest slots of larger ones.
             places = [place for node in nodes for place in _round_robin([node])]
             if sizes.reward <= sizes.rollout:
                 reward = [one for node in nodes for one in _round_robin([node], sizes.reward)]
@@ -85,7 +86,7 @@ def _to_lower(wanted: PlacementRequest) -> str:
 def _judge_places(
     judges: Mapping[str, int | None], slots: Sequence[EnginePlace], there: Sequence[EnginePlace]
 ) -> list[EnginePlace]:
-    """Engines for judges on `slots`, beside those that are `there`; the judges begin on different slots."""
+    """Place judge engines on `slots`, in addition to those `there`. The judges start on different slots."""
     more = []
     for number, (judge, replicas) in enumerate(judges.items()):
         have = [place for place in there if place.judge == judge]
@@ -97,32 +98,32 @@ def _judge_places(
 
 
 def _round_robin(nodes: Sequence[NodeSlots], size: int = 1) -> list[EnginePlace]:
-    """The slots, or replicas of so many, one of each node before the second of any."""
+    """List the slots, or replicas of `size` slots, one of each node before the second of any."""
     found = round_robin([[(one.node, group) for group in replica_groups(one.slots, size)] for one in nodes])
     return [EnginePlace(node=node, slot=first, further=tuple(more)) for node, (first, *more) in found]
 
 
 def _free(places: Sequence[EnginePlace], taken: Iterable[EnginePlace]) -> list[EnginePlace]:
-    """Those that have no slot in common with the others."""
+    """List the places that share no slot with `taken`."""
     slots = {slot for place in taken for slot in place.on}
     return [place for place in places if slots.isdisjoint(place.on)]
 
 
 MARGIN = 2.0
-"""A larger world must save so many times the seconds that its start takes."""
+"""Minimum ratio of saved seconds to the start time of a larger world."""
 
 UNKNOWN_STEPS_LEFT = 100
-"""What a job that goes by epochs is taken to have before it: its number of steps is not known before its end."""
+"""Assumed remaining steps of a job limited by epochs; its number of steps is not known before its end."""
 
 
 def fill_plan(plan: Plan, snapshot: Snapshot, wanted: PlacementRequest) -> Plan | None:
-    """The plan with engines on each slot that is there and serves nothing; world and ranks as they are. None: there is no such
-    slot. Where a policy moves slots, one that comes is rollout's until the policy is asked, with judges that sleep, unless all slots go
-    through the phases together.
+    """Add engines to each present slot that serves nothing. The world and its ranks stay. Return None if there is no
+    such slot. If a policy moves slots, a new slot belongs to rollout until the policy is called, with sleeping judges,
+    unless the split is co-located.
 
-    Engines of nodes that are away keep their places: they are started again when the node is back, unless they are judges and
-    `moved` by then. Where pools have slots of their own, a slot that comes is rollout's; judges have as many engines as the first
-    plan gave them.
+    Engines of absent nodes keep their places and start again when the node returns, unless they are judges and were
+    moved (`move_judges`) meanwhile. If pools have slots of their own, a new slot belongs to rollout, and judges keep
+    the number of engines of the first plan.
     """
     ranks = [EnginePlace(node=place.node, slot=place.slot) for place in plan.ranks]
     on = {slot for place in plan.engines for slot in place.on}
@@ -148,11 +149,11 @@ def fill_plan(plan: Plan, snapshot: Snapshot, wanted: PlacementRequest) -> Plan 
 
 
 def move_judges(plan: Plan, snapshot: Snapshot, wanted: PlacementRequest) -> Plan | None:
-    """The plan with judges moved off nodes that are away for good; world, ranks and rollout's places as they are. None: no judge
-    lacks an engine that it can have.
+    """Move judges off nodes that are lost. World, ranks and rollout places stay. Return None if no judge lacks an
+    engine that it can have.
 
-    Where pools have slots of their own, a judge with no engine left shares the slots of others, or else gets one of rollout's, which
-    keeps one.
+    If pools have slots of their own, a judge without an engine shares the slots of other judges, or else gets a rollout
+    slot; rollout keeps at least one.
     """
     there = [place for place in plan.engines if snapshot.places.issuperset(place.on)]
     rollout = [place for place in there if not place.judge]
@@ -179,7 +180,7 @@ def move_judges(plan: Plan, snapshot: Snapshot, wanted: PlacementRequest) -> Pla
             "generation": plan.generation + 1,
             "engines": (*engines, *more),
             "lent_from": None,
-            "reason": f"{plan.reason}; then {', '.join(sorted(names))} moved, for {away} stays away",
+            "reason": f"{plan.reason}; then {', '.join(sorted(names))} moved, because {away} stays absent",
         }
     )
 
@@ -187,7 +188,8 @@ def move_judges(plan: Plan, snapshot: Snapshot, wanted: PlacementRequest) -> Pla
 def _given_up(
     rollout: Sequence[EnginePlace], nodes: Sequence[NodeSlots], sizes: ReplicaSizes
 ) -> tuple[list[EnginePlace], list[EnginePlace]]:
-    """The last engines of the policy that a judge's engine may take the place of, if one is left then, and that place."""
+    """Choose the last rollout engines whose slots a judge engine can take if one rollout engine remains. Return them
+    and the new place."""
     ranked = {place: number for number, place in enumerate(rollout)}
     found: list[tuple[int, list[EnginePlace], EnginePlace]] = []
     for wide in _round_robin(nodes, sizes.reward):
@@ -200,8 +202,8 @@ def _given_up(
 
 @dataclass(frozen=True, slots=True)
 class GrowthMeasurements:
-    """What a larger world is weighed by. `train_s`: of the newest step, from READY to commit; `start_s`: of the newest start
-    of a rank, until it serves; None where they were not measured. `steps_left` None: not known."""
+    """Measurements to decide on a larger world. `train_s`: of the newest step, from READY to commit. `start_s`: of the
+    newest start of a rank, until it serves. None if not measured. `steps_left` None: not known."""
 
     now: int
     wanted: int
@@ -211,9 +213,10 @@ class GrowthMeasurements:
 
 
 def worth_forming(growth: GrowthMeasurements) -> str:
-    """Why a larger world is worth its start, or nothing: for want of measurements it is not.
+    """Return why a larger world is worth its start, or an empty string. Without measurements it is not.
 
-    What a step gains is an upper bound, for ranks do not share out all that a step costs; the margin stands for the rest.
+    The saved time per step is an upper bound, because ranks do not divide all costs of a step; the margin covers the
+    rest.
     """
     if growth.wanted <= growth.now or growth.train_s is None or growth.start_s is None:
         return ""
@@ -230,14 +233,14 @@ def worth_forming(growth: GrowthMeasurements) -> str:
 NOTHING_FIXED = Pin()
 
 ALL_SIZES = 16
-"""Train worlds of every size are looked at up to so many slots; above, powers of two and one and a half of them."""
+"""Up to this many slots every train world size is tried; above, powers of two and 1.5 times powers of two."""
 
 
 def find_bounds(
     snapshot: Snapshot, job: PlacementRequest, pin: Pin | None = None, now: int | None = None
 ) -> SplitBounds:
-    """What splits must keep to on the nodes there are, and what fits into their memory, as far as that is known. `now`: ranks of the
-    world that is there, whose size stays possible."""
+    """Return the bounds of splits on the present nodes, restricted to what fits into memory as far as that is known.
+    `now`: ranks of the present world; this size stays allowed."""
     from placement.mapping.memory import bound_by_memory
     from placement.mapping.search import describe_nodes
 
@@ -251,7 +254,7 @@ def find_bounds(
 def slot_bounds(
     snapshot: Snapshot, job: PlacementRequest, pin: Pin | None = None, now: int | None = None
 ) -> SplitBounds:
-    """What splits must keep to, whatever fits into memory."""
+    """Return the bounds of splits without regard to memory."""
     slots = snapshot.slots
     if job.ranks is not None:
         sizes: tuple[int, ...] = (job.ranks,)
@@ -282,7 +285,7 @@ def _is_round(size: int) -> bool:
 
 
 def first_split(bounds: SplitBounds, job: PlacementRequest, pin: Pin = NOTHING_FIXED) -> Split | None:
-    """What a job begins with: what a person fixed, beside that what the spec says, or else all slots in turn. None: it does not fit."""
+    """Return the first split: the pinned sizes, else those of the spec, else co-located. None if it does not fit."""
     if job.train is not None:
         reward = job.reward
         wanted = Split("coexisting", bounds.slots - job.train - reward, reward, job.train)
@@ -295,8 +298,8 @@ def first_split(bounds: SplitBounds, job: PlacementRequest, pin: Pin = NOTHING_F
 
 
 def nearest_to_pin(split: Split, bounds: SplitBounds, pin: Pin) -> Split | None:
-    """The split within `bounds` that is least far from what a person fixed, and of these the one that is least unlike `split`. None: there is
-    none at all."""
+    """Return the split within `bounds` that is closest to the pin, and among those the most similar to `split`. None if
+    `bounds` allows none."""
     return min(feasible(bounds), key=lambda one: (pin.off(one), unlikeness(one, split)), default=None)
 
 
@@ -310,8 +313,8 @@ def place_split(
     wanted: Split | None = None,
     pin: Pin | None = None,
 ) -> Plan | None:
-    """A plan with a new train world: of the split that is `wanted`, else of that which is nearest to the one there is, as far as what a
-    person fixed lets it be. None: there are too few slots."""
+    """Make a plan with a new train world, of the `wanted` split, else of the split closest to the present one that
+    satisfies the pin. Return None if there are too few slots."""
     limits = find_bounds(snapshot, job, pin, None if current is None else len(current.ranks))
     if wanted is None and current is not None:
         wanted = _spread(split_of(current), snapshot)
@@ -320,7 +323,7 @@ def place_split(
     if split is None:
         split = first_split(limits, job, fixed)
     if split is None:
-        # What a person fixed gives way to a job that could not go on.
+        # A pin is ignored if the job could not continue with it.
         return (
             None
             if pin is None
@@ -333,7 +336,7 @@ def place_split(
 
 
 def too_few_slots(snapshot: Snapshot) -> SpecError:
-    """Why nothing can be placed."""
+    """Return the error that explains why nothing can be placed."""
     return SpecError(
         f"the pools do not fit on {count_noun(snapshot.slots, 'slot')}",
         where="placement",
@@ -342,7 +345,7 @@ def too_few_slots(snapshot: Snapshot) -> SpecError:
 
 
 def _spread(split: Split, snapshot: Snapshot) -> Split:
-    """The same shares of other slots."""
+    """Scale the shares of a split to the present slots."""
     slots = snapshot.slots
     if split.mode == "colocated":
         return Split("colocated", slots, slots if split.reward else 0, min(split.train, slots))
@@ -352,16 +355,17 @@ def _spread(split: Split, snapshot: Snapshot) -> Split:
 
 
 def mend_plan(plan: Plan, snapshot: Snapshot, job: PlacementRequest) -> Plan | None:
-    """The plan with an engine for each pool whose engines are all on nodes that are away; the world as it is. None: none lacks any."""
+    """Add an engine for each pool whose engines are all on absent nodes. The world stays. Return None if no pool lacks
+    an engine."""
     here = snapshot.places
     awake = {place.judge for place in plan.engines if not place.asleep and here.issuperset(place.on)}
     if not here or not {"", *job.judges} - awake:
-        return None  # of nodes that have too few slots for an engine nothing can be made
+        return None  # no node has enough slots for an engine
     away = sum(place.on not in here for place in plan.ranks)
     whole = slot_bounds(snapshot, job)
-    # Ranks that are away have their slots still: the world is as it is.
+    # Absent ranks still own their slots, because the world stays.
     limits = replace(whole, slots=whole.slots + away, train_sizes=(len(plan.ranks),))
-    # Where engines span several slots, ranks may lie so that the nearest cannot be had.
+    # If engines span several slots, the positions of ranks may make the closest split impossible.
     tried = (
         assign_split(
             split,
@@ -370,7 +374,7 @@ def mend_plan(plan: Plan, snapshot: Snapshot, job: PlacementRequest) -> Plan | N
             tuple(job.judges),
             world=plan.world,
             generation=plan.generation + 1,
-            reason=f"{split}, for a pool had no engine left",
+            reason=f"{split}, because a pool had no engine left",
             sizes=job.sizes,
         )
         for split in sort_by_unlikeness(replace(split_of(plan, snapshot), train=len(plan.ranks)), limits)
@@ -379,35 +383,36 @@ def mend_plan(plan: Plan, snapshot: Snapshot, job: PlacementRequest) -> Plan | N
 
 
 def apply_pin(decision: Decision, limits: SplitBounds, pin: Pin) -> Decision | None:
-    """What a policy decided, or the split nearest to it that is as a person fixed it, of which nobody has said what it would take. None:
-    what is fixed cannot be had."""
+    """Return the policy's decision, or the closest split that satisfies the pin, without an expected time. Return None
+    if the pin cannot be satisfied."""
     if not pin.off(decision.split):
         return decision
     found = nearest_to_pin(decision.split, limits, pin)
     if found is None or pin.off(found):
         return None
-    return Decision(found, f"{pin}, as was asked; without that: {decision.reason}", idle=decision.idle)
+    return Decision(found, f"{pin}, as requested; without that: {decision.reason}", idle=decision.idle)
 
 
 @dataclass(frozen=True, slots=True)
 class Placer(ABC):
-    """Makes new plans of a running job, as its request says."""
+    """Makes new plans of a running job from its request."""
 
     request: PlacementRequest
 
     def with_new_nodes(self, plan: Plan, snapshot: Snapshot) -> Plan | None:
-        """The plan with engines on slots that have come. None: there are none."""
+        """Add engines on new slots. Return None if there are none."""
         return fill_plan(plan, snapshot, self.request)
 
     @abstractmethod
     def without_nodes(self, plan: Plan, snapshot: Snapshot) -> Plan | None:
-        """The plan with engines moved off nodes that are away for good, the world as it is. None: nothing has to move."""
+        """Move engines off lost nodes; the world stays. Return None if nothing has to move."""
 
     @abstractmethod
     def for_new_world(
         self, snapshot: Snapshot, current: Plan | None, wanted: Split | None, pin: Pin, *, world: str, generation: int
     ) -> Plan:
-        """A plan with a new train world. `wanted`: the policy's split. Raises SpecError if there are too few slots."""
+        """Make a plan with a new train world. `wanted`: the policy's split. Raises SpecError if there are too few
+        slots."""
 
     @abstractmethod
     def fits(self, snapshot: Snapshot) -> bool:
@@ -415,7 +420,7 @@ class Placer(ABC):
 
 
 class FixedPlacer(Placer):
-    """Pools stay on their slots (`colocated`, `static`)."""
+    """Pools keep their slots (`colocated`, `static`)."""
 
     __slots__ = ()
 
@@ -454,14 +459,14 @@ class MovablePlacer(Placer):
 
 
 def movable_request(spec: JobSpec, models: ModelConfigs | None = None) -> PlacementRequest:
-    """The request of a spec with the work of a step of these models."""
-    from placement.mapping.search import describe_workload  # a daemon without a job needs none of it
+    """Return the request of a spec, with the work of a step with these models."""
+    from placement.mapping.search import describe_workload  # not loaded in a daemon without a job
 
     return replace(PlacementRequest.by(spec), work=describe_workload(spec, models))
 
 
 def new_placer(spec: JobSpec, models: ModelConfigs | None = None) -> Placer:
-    """The placer of a job with these models."""
+    """Return the placer of a job with these models."""
     return (
         MovablePlacer(movable_request(spec, models))
         if spec.placement.is_live

@@ -1,7 +1,7 @@
-"""What a job asks of placement, and how many slots it lacks.
+"""What a job requests from placement, and how many slots are missing.
 
-One request serves both kinds of placement: pools that stay on their slots, and pools between which a policy moves slots.
-`placement.placer` makes plans of it, `placement.shares` a claim.
+One request serves both kinds of placement: pools that stay on their slots, and pools between which a policy moves
+slots. `placement.placer` makes plans from it, and `placement.shares` a claim.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 from gcore.config.spec import JobSpec
 from placement.slots import SINGLE, ReplicaSizes, Snapshot, sizes_of
 
-if TYPE_CHECKING:  # the search of placements is loaded with the first job
+if TYPE_CHECKING:  # loaded with the first job only
     from placement.mapping.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """What a job asks of placement.
+    """What a job requests from placement.
 
-    `ranks` of a train world; None: one a node, or, where a policy `moves` slots, any size up to `most_ranks`, the samples of an update.
-    `judges` that the cluster serves: by name, how many engines; None: one on each slot of the pool. `train`, `reward`: slots that these
-    pools have for themselves, or begin with where a policy moves slots; `train` None: all pools share all slots. `group`: responses of a
-    prompt. `work`: of a step, for a policy, or why it is not known.
+    `ranks` of a train world. None: one per node, or, if a policy `moves` slots, any size up to `most_ranks`, the
+    samples of an update. `judges` served by the cluster: number of engines by name; None: one on each slot of the pool.
+    `train`, `reward`: slots of these pools, or their first slots if a policy moves slots; `train` None: all pools share
+    all slots. `group`: responses per prompt. `work` of a step, for a policy, or why it is not known.
     """
 
     ranks: int | None = None
@@ -35,11 +35,11 @@ class PlacementRequest:
     moves: bool = False
     most_ranks: int = 1
     group: int = 1
-    work: Workload | str = "what the job's models are was not kept"
+    work: Workload | str = "the configurations of the job's models were not recorded"
 
     @classmethod
     def by(cls, spec: JobSpec) -> PlacementRequest:
-        """The request of a spec, without `work`."""
+        """Make the request of a spec, without `work`."""
         placement, sizes = spec.placement, sizes_of(spec)
         judges = {judge.name: judge.serving.replicas for judge in spec.served_judges}
         if placement.policy == "static":
@@ -61,17 +61,18 @@ class PlacementRequest:
 
     @property
     def has_own_slots(self) -> bool:
-        """Whether each pool has slots of its own for as long as the job runs."""
+        """Whether each pool has its own slots for the whole job."""
         return self.train is not None and not self.moves
 
 
 def count_ranks(snapshot: Snapshot, wanted: PlacementRequest) -> int:
-    """How many ranks a world formed now has."""
+    """Return the number of ranks of a world formed now."""
     return wanted.ranks if wanted.ranks is not None else sum(1 for node in snapshot.nodes if node.slots)
 
 
 def count_lacking_slots(snapshot: Snapshot, wanted: PlacementRequest, *, first: bool = False) -> int:
-    """How many slots more it takes before the job can be placed; 0: it fits. `first`: it has no plan yet."""
+    """Return the number of slots missing before the job can be placed; 0 if it fits. `first`: the job has no plan
+    yet."""
     if wanted.train is not None and (first or not wanted.moves):
         need = (wanted.train or 1) + wanted.reward + wanted.sizes.rollout
     else:

@@ -1,20 +1,23 @@
-"""How the slots of a cluster are shared out between the jobs that want them: what there is and who claims it in, who has what out.
+"""Divide the slots of a cluster between jobs. Input: the slots and the claims; output: which job has which slots.
 
-In this order, as numbered in the code:
+The order, as numbered in the code:
 
-1. A job that has ended, is paused or is to end is granted nothing; a node that is drained and a slot that is sick are nobody's.
-2. Each job in its turn gets the fewest slots that it runs on, or none: the higher priority first; of equal ones those that run before
-   those that wait, so that nobody is interrupted for an equal; then the older. A namespace gets no more than its quota.
-3. What is left goes, priority by priority, slot by slot to the namespace that has the fewest of that level, and in it to the job that has
-   the fewest; of equals to the one that would keep a slot, so that nothing moves where nothing is gained. In whole engines, and never
-   more than a job takes.
-4. Which slots these are: those that it has, then free ones, on nodes where it is already, and where the least is left over.
+1. A job that has ended, is paused or is to end gets nothing. Slots of a draining node and faulty slots are not
+   assigned.
+2. Each job in turn gets the minimum of slots that it needs, or none: higher priority first; at equal priority running
+   jobs before waiting ones, so that no job is interrupted for an equal one; then the older job. A namespace gets no
+   more than its quota.
+3. The remaining slots go, per priority and slot by slot, to the namespace with the fewest slots at that priority, and
+   in it to the job with the fewest; on a tie to the job that would keep a slot, so that slots do not move without gain.
+   Slots are given in whole engines, and no more than a job takes.
+4. Choice of slots: those that the job has, then free ones, on nodes where it already runs, and where the fewest would
+   be left over.
 
-A slot that another job may still be using is granted to nobody, nor are those that would be one engine with it. It is free when that job
-has given it back, and then this is asked again.
-A job keeps its slots on a node that is away, up to its limit (`most`, the quota) less the slots that it has elsewhere. While the node may be
-back in a moment (`absent`) it gets nothing in their place. So that wide engines find room, they choose before narrow ones,
-which may have to move for them; so nobody is counted any slots (2, 3) that those who were counted before then could not find.
+A slot that another job may still be using is not assigned, nor are slots that would belong to the same engine. It
+becomes free when that job has returned it; then the division runs again. A job keeps its slots on an absent node, up to
+its limit (`most`, the quota) minus its slots elsewhere. While the node may soon return (`absent`), the job gets no
+replacement. Wide engines choose before narrow ones, which may have to move. So steps 2 and 3 count a slot for a job
+only if all jobs counted earlier can still find their slots.
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ from placement.request import PlacementRequest, count_lacking_slots
 from placement.slots import Snapshot, count_noun, replica_groups
 
 Unit = tuple[Slot, ...]
-"""Slots of one node that follow one another, and go together."""
+"""Adjacent slots of one node that are assigned together."""
 
 
 def new_claim(spec: JobSpec, *, created: float, owner: str = "") -> Claim:
-    """What a job wants that is created now."""
+    """Make the claim of a job that is created now."""
     wanted = PlacementRequest.by(spec)
     unit = wanted.sizes.widest
     needed = max(count_lacking_slots(Snapshot(()), wanted, first=True), spec.scheduling.slots_min)
@@ -53,14 +56,14 @@ def new_claim(spec: JobSpec, *, created: float, owner: str = "") -> Claim:
 
 @dataclass(frozen=True)
 class ClusterSlots:
-    """What there is. `nodes`: the slots of each node that is there, in their order; `out`: those of them that nobody is to use."""
+    """The slots of a cluster. `nodes`: slots of each present node, in order. `out`: slots that must not be assigned."""
 
     nodes: Mapping[str, tuple[str, ...]]
     out: frozenset[Slot] = frozenset()
     quotas: Mapping[str, int] = field(default_factory=dict)
-    """The most slots that all jobs of a namespace may have together; no entry: as many as there are."""
+    """Maximum slots of all jobs of a namespace together; without an entry there is no limit."""
     absent: frozenset[str] = frozenset()
-    """Nodes that are not there and may be back in a moment."""
+    """Absent nodes that may soon return."""
 
     @classmethod
     def of(
@@ -70,12 +73,12 @@ class ClusterSlots:
         sick: Mapping[str, Iterable[str]],
         quotas: Mapping[str, int],
     ) -> ClusterSlots:
-        """Without the slots of nodes that are being left, and those that are sick (by node)."""
+        """Make the cluster's slots without those of draining nodes and without faulty ones (by node)."""
         out = {Slot(node, slot) for node in drained for slot in nodes.get(node, ())}
         return cls(nodes, frozenset(out | slots_of_share(sick)), quotas)
 
     def units(self, size: int) -> list[Unit]:
-        """All that can be used, as replicas of so many slots."""
+        """List all assignable units of this many slots."""
         found = [
             tuple(Slot(node, slot) for slot in group)
             for node, slots in sorted(self.nodes.items())
@@ -85,9 +88,9 @@ class ClusterSlots:
 
 
 def divide_slots(cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Shares) -> Shares:
-    """Who is to have what now. The same record, if nothing is to change."""
+    """Divide the slots. Return the same record if nothing changes."""
     wanting, has, turns, counting = _counted(cluster, claims, shares)
-    # 4. Which these are; of them those that nobody else may still be using.
+    # 4. Choose slots; exclude those that another job may still be using.
     holders = {slot: uid for uid in claims if uid in shares.jobs for slot in slots_of_share(shares.jobs[uid].held)}
     chosen = _chosen(cluster, wanting, turns, counting.counts, holders, has)
     kept = _kept_away(cluster, wanting, has, counting)
@@ -105,7 +108,7 @@ def divide_slots(cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Sha
 
 
 def queue_jobs(cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Shares) -> dict[str, QueuePosition]:
-    """Who waits for slots, the next one first, and why."""
+    """List the jobs that wait for slots in their order, with the reason of each."""
     _, _, turns, counting = _counted(cluster, claims, shares)
     waiting = [uid for uid in turns if not counting.has_any(uid)]
     return {uid: QueuePosition(position, counting.why(uid)) for position, uid in enumerate(waiting, 1)}
@@ -114,11 +117,11 @@ def queue_jobs(cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Share
 def _counted(
     cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Shares
 ) -> tuple[dict[str, Claim], dict[str, frozenset[Slot]], list[str], _Counting]:
-    # 1. Who wants slots, what they have, and the order of their turns.
+    # 1. Which jobs claim slots, what they have, and their order.
     wanting = {uid: claim for uid, claim in claims.items() if claim.wants}
     has = {uid: slots_of_share(shares.jobs[uid].granted) if uid in shares.jobs else frozenset() for uid in claims}
     turns = sorted(wanting, key=lambda uid: (-wanting[uid].priority, not has[uid], wanting[uid].created, uid))
-    # 2. and 3. How many each gets.
+    # 2. and 3. How many slots each job gets.
     absent = {uid: sum(slot.node in cluster.absent for slot in has[uid]) for uid in wanting}
     counting = _Counting(cluster, wanting, {uid: len(slots) for uid, slots in has.items()}, absent)
     counting.give_least(turns)
@@ -127,19 +130,20 @@ def _counted(
 
 
 class _Counting:
-    """How many slots each job gets."""
+    """Counts how many slots each job gets."""
 
     def __init__(
         self, cluster: ClusterSlots, claims: Mapping[str, Claim], has: Mapping[str, int], absent: Mapping[str, int]
     ) -> None:
-        """`has`, `absent`: slots of each job, all of them and those on absent nodes, which it has besides what it is counted."""
+        """`has`: slots of each job. `absent`: those of them on absent nodes, which the job keeps in addition to its
+        count."""
         self._claims = claims
         self._absent = absent
         self._quotas = cluster.quotas
         self._has = has
         self._all = sum(len(unit) for unit in cluster.units(1))
         self._room = {size: len(cluster.units(size)) for size in {1, *(claim.unit for claim in claims.values())}}
-        """Of each size, the units that are left."""
+        """Remaining units by size."""
         self._left = self._all
         self._used: dict[str, int] = defaultdict(int)
         for uid, slots in absent.items():
@@ -148,11 +152,11 @@ class _Counting:
         self._over_quota: set[str] = set()
 
     def give_least(self, turns: Iterable[str]) -> None:
-        """The fewest slots that each runs on, or none."""
+        """Give each job its minimum of slots, or none."""
         for uid in turns:
             claim, least = self._claims[uid], self._least(uid)
             absent = self._absent[uid]
-            # It keeps what it runs on, though a node that may not come back has as many.
+            # A job keeps its minimum of present slots, even if it has as many on a node that may not return.
             lacking = max(least - absent, min(least, self._has[uid] - absent), 0) // claim.unit * claim.unit
             quota = self._quotas.get(claim.namespace)
             if quota is not None and self._used[claim.namespace] + lacking > quota:
@@ -161,11 +165,11 @@ class _Counting:
                 self._give(uid, lacking)
 
     def has_any(self, uid: str) -> bool:
-        """Whether a job has slots, or is counted some."""
+        """Whether a job has slots or gets some."""
         return self._slots(uid) > 0
 
     def keep(self, uid: str, slots: int) -> int:
-        """Let a job keep so many slots beside what it has, in whole units; how many it may."""
+        """Let a job keep this many slots in addition to its count, in whole units. Return how many it may keep."""
         claim = self._claims[uid]
         quota = self._quotas.get(claim.namespace)
         room = [slots]
@@ -179,25 +183,25 @@ class _Counting:
         return self.counts[uid] + self._absent[uid]
 
     def why(self, uid: str) -> str:
-        """Why a job has none; nothing of one that has some. Asked when all are counted."""
+        """Explain why a job has no slots; empty if it has some. Call it after counting."""
         if self.has_any(uid):
             return ""
         claim, needs = self._claims[uid], f"it needs {count_noun(self._least(uid), 'slot')}"
         if claim.most is not None and self._least(uid) > claim.most:
-            return f"{needs} in engines of {claim.unit}, and takes {claim.most} at most"
+            return f"{needs} in engines of {claim.unit}, but its limit is {claim.most}"
         if uid in self._over_quota:
             used, quota = self._used[claim.namespace], self._quotas[claim.namespace]
-            return f"{needs}, and namespace {claim.namespace!r} may have {quota} and has {used}"
+            return f"{needs}, but namespace {claim.namespace!r} has a quota of {quota} and uses {used}"
         if self._least(uid) <= self._left:
-            needs += f" in engines of {claim.unit} that follow one another on a node"
-        return f"{needs}, and of {count_noun(self._all, 'slot')} others have {self._all - self._left}"
+            needs += f" in engines of {claim.unit} adjacent slots"
+        return f"{needs}, and other jobs use {self._all - self._left} of {count_noun(self._all, 'slot')}"
 
     def _least(self, uid: str) -> int:
         claim = self._claims[uid]
         return -(-claim.least // claim.unit) * claim.unit
 
     def give_rest(self, turns: Sequence[str]) -> None:
-        """What is left, priority by priority, to whoever has least."""
+        """Give the remaining slots, by priority, to the job with the fewest."""
         place = {uid: number for number, uid in enumerate(turns)}
         for priority in sorted({self._claims[uid].priority for uid in turns}, reverse=True):
             level = [uid for uid in turns if self._claims[uid].priority == priority and self.has_any(uid)]
@@ -205,7 +209,7 @@ class _Counting:
             for uid in level:
                 of_level[self._claims[uid].namespace] += self._slots(uid)
             while able := [uid for uid in level if self._takes_more(uid)]:
-                level = able  # who takes no more now takes none later
+                level = able  # a job that takes no more now takes none later
                 uid = min(able, key=lambda one: self._poverty(one, of_level, place))
                 of_level[self._claims[uid].namespace] += self._claims[uid].unit
                 self._give(uid, self._claims[uid].unit)
@@ -224,13 +228,13 @@ class _Counting:
         )
 
     def _has_room(self, unit: int, slots: int) -> bool:
-        """Whether so many more can be found beside all that was given. Wide engines choose first (`_chosen`): what they may take is not
-        there for narrow ones, so who is counted later must leave those who were counted before what they got."""
+        """Whether `slots` more fit in addition to all that was given. Wide engines choose first (`_chosen`) and reduce
+        what is left for narrow ones, so a later job must not take what earlier ones were counted."""
         return all(self._room[size] >= taken for size, taken in self._takes(unit, slots))
 
     def _takes(self, unit: int, slots: int) -> Iterator[tuple[int, int]]:
-        """Of each size that is no wider, the units that go with so many slots. Where the sizes do not divide one another an engine may
-        spoil one more than it covers."""
+        """Yield, for each size that is not wider, the units used by this many slots. If the sizes do not divide each
+        other, an engine may break one more unit than it covers."""
         for size in self._room:
             if size <= unit:
                 each = unit // size if unit % size == 0 else (unit + size - 2) // size + 1
@@ -252,19 +256,19 @@ def _chosen(
     holders: Mapping[Slot, str],
     has: Mapping[str, frozenset[Slot]],
 ) -> dict[str, list[Unit]]:
-    """What each job is to have: so many slots, or as many as can be found in whole units."""
+    """Choose the slots of each job: its count, or as many as can be found in whole units."""
     found: dict[str, list[Unit]] = {uid: [] for uid in turns}
     taken: set[Slot] = set()
     for size in sorted({claims[uid].unit for uid in turns}, reverse=True):
         of_size = [uid for uid in turns if claims[uid].unit == size and counts[uid]]
         units = cluster.units(size)
-        for uid in of_size:  # what they have
+        for uid in of_size:  # slots that they keep
             own = [unit for unit in units if has[uid].issuperset(unit) and taken.isdisjoint(unit)]
             per_node = Counter(unit[0][0] for unit in own)
             kept = sorted(own, key=lambda unit: (-per_node[unit[0][0]], unit))[: counts[uid] // size]
             found[uid] = kept
             taken.update(slot for unit in kept for slot in unit)
-        for uid in of_size:  # what they lack
+        for uid in of_size:  # additional slots
             found[uid] += _added(uid, counts[uid] // size - len(found[uid]), found[uid], units, holders, taken)
     return found
 
@@ -272,8 +276,8 @@ def _chosen(
 def _kept_away(
     cluster: ClusterSlots, claims: Mapping[str, Claim], has: Mapping[str, frozenset[Slot]], counting: _Counting
 ) -> dict[str, frozenset[Slot]]:
-    """What each job keeps on nodes that are not there: all on absent ones, and of the others whole units, as far as it may have them. Those with
-    the fewest slots elsewhere first."""
+    """Return the slots that each job keeps on nodes that are not present: all slots on absent nodes, and whole units on
+    the others, within the job's limit. Jobs with the fewest slots elsewhere come first."""
     found: dict[str, frozenset[Slot]] = {}
     for uid in sorted(claims, key=lambda uid: (counting.counts[uid], uid)):
         gone = [slot for slot in has[uid] if slot.node not in cluster.nodes and slot.node not in cluster.absent]
@@ -284,7 +288,7 @@ def _kept_away(
 
 
 def _in_order(slot: Slot) -> tuple[str, list[tuple[int, str]]]:
-    """As slots stand on their node: `cpu:9` before `cpu:10`."""
+    """Sort key of slots on their node: `cpu:9` before `cpu:10`."""
     return slot.node, [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", slot.slot)]
 
 
@@ -296,10 +300,10 @@ def _added(
     holders: Mapping[Slot, str],
     taken: set[Slot],
 ) -> list[Unit]:
-    """So many units more, as far as there are any; `taken` has them then.
+    """Choose up to `lacking` more slots in whole units, and add them to `taken`.
 
-    Those first that nobody may still be using; of these on nodes where the job is already; then where the fewest are left over. A node
-    that was begun is gone on with.
+    Order: slots that no other job may still be using; then nodes where the job already runs; then nodes where the
+    fewest slots would be left over. A node is filled before the next.
     """
     free: dict[str, list[Unit]] = defaultdict(list)
     for unit in units:

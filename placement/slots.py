@@ -1,12 +1,13 @@
-"""Slots of a job: nodes and their slots, replicas, splits among the pools and their bounds.
+"""Slots of a job: nodes with their slots, replicas, splits between the pools and their bounds.
 
-Two modes of a split. *Co-existing*: each pool has slots of its own, all at the same time. *Co-located*: every slot goes through the phases
-of a step, rollout, then judges, then train; that costs waking and sleeping at each turn, and needs the memory of all pools.
+A split has one of two modes. *Co-existing*: each pool has slots of its own. *Co-located*: every slot goes through the
+phases of a step: rollout, then judges, then train. Co-location costs a wake and a sleep at each phase change, and needs
+the memory of all pools.
 
-A replica is the slots that together run one engine (tensor parallel). It lies on adjacent slots of one node, and begins at a multiple of
-its size. So where one of two sizes divides the other, the smaller replicas lie within the larger ones, either fills a node whose slots can
-be divided, and engines of another pool can be resident, asleep, on a replica's slots. Slots left over on a node belong to no replica. A
-train rank has one slot.
+A replica is the set of slots that together run one engine (tensor parallel): adjacent slots of one node, beginning at a
+multiple of its size. So if one of two sizes divides the other, the smaller replicas are contained in the larger ones,
+either size fills a node whose slots it divides, and engines of another pool can be resident, asleep, on a replica's
+slots. The remaining slots of a node belong to no replica. A train rank has one slot.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Mode = Literal["coexisting", "colocated"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Split:
-    """Slots of each pool. Co-located: each pool has all of them."""
+    """Slots of each pool. In a co-located split each pool has all of them."""
 
     mode: Mode
     rollout: int
@@ -40,20 +41,22 @@ class Split:
 
 
 def count_turns(*, judged: bool) -> int:
-    """Changes of the turn in a step whose slots are had in turn: to rollout, to the judges if there are any, to training."""
+    """Return the number of phase changes per step in a co-located split: to rollout, to the judges if there are any, to
+    training."""
     return 3 if judged else 2
 
 
 def split_distance(one: Split, other: Split) -> int:
-    """Slots by which they differ, all pools together."""
+    """Return the number of slots by which two splits differ, over all pools."""
     return abs(one.rollout - other.rollout) + abs(one.reward - other.reward) + abs(one.train - other.train)
 
 
 @dataclass(frozen=True, slots=True)
 class SplitBounds:
-    """What a split must keep to. `rollout_size`, `reward_size`: slots of one replica. `train_sizes`: what a train world may have, in
-    slots. `judged`: whether there is anything for the reward pool to do. `nodes`: that prompts are shared out among alike, each answered
-    by its node's engines: a step waits for the node that has the fewest. `group`: responses of a prompt, which are all made by one engine."""
+    """Limits of splits. `rollout_size`, `reward_size`: slots per replica. `train_sizes`: allowed train world sizes in
+    slots. `judged`: whether the reward pool has work. `nodes`: number of nodes that share the prompts equally; each
+    node's engines answer its prompts, so a step waits for the node with the fewest engines. `group`: responses per
+    prompt; one engine generates all of them."""
 
     slots: int
     rollout_size: int = 1
@@ -65,12 +68,13 @@ class SplitBounds:
     group: int = 1
 
     def sizes(self) -> tuple[int, ...]:
-        """The train worlds that fit beside one replica of each other pool."""
+        """The train world sizes that fit beside one replica of each other pool."""
         least = self.rollout_size + (self.reward_size if self.judged else 0)
         return tuple(size for size in self.train_sizes if size <= self.slots - least)
 
     def all_together(self) -> Split | None:
-        """The co-located split, if there is one: the largest world that fits, engines on as many slots as replicas fill."""
+        """Return the co-located split if there is one: the largest world that fits, and engines on as many slots as
+        replicas fill."""
         fitting = [size for size in self.train_sizes if size <= self.slots]
         if not self.colocated or not fitting or self.slots < max(self.rollout_size, self.reward_size):
             return None
@@ -79,7 +83,7 @@ class SplitBounds:
         return Split("colocated", rollout, reward, max(fitting))
 
     def allows(self, split: Split) -> bool:
-        """Whether it is one of `feasible`, without enumerating them."""
+        """Whether the split is one of `feasible`, without enumerating them."""
         if split.mode == "colocated":
             return split == self.all_together()
         if split.train not in self.sizes():
@@ -94,9 +98,9 @@ class SplitBounds:
 
 
 def feasible(bounds: SplitBounds) -> Iterator[Split]:
-    """Every split within the bounds that leaves no whole replica's slots unused, in an order of its own.
+    """Enumerate every split within the bounds that leaves no whole replica unused.
 
-    Slots that are too few for a replica of either pool stay without one.
+    Slots that are too few for a replica of either pool stay unused.
     """
     together = bounds.all_together()
     if together is not None:
@@ -108,7 +112,7 @@ def feasible(bounds: SplitBounds) -> Iterator[Split]:
             continue
         for reward in range(bounds.reward_size, left - bounds.rollout_size + 1, bounds.reward_size):
             rollout = (left - reward) // bounds.rollout_size * bounds.rollout_size
-            if left - reward - rollout < bounds.reward_size:  # else one judge more would cost rollout nothing
+            if left - reward - rollout < bounds.reward_size:  # else one more judge would not reduce rollout
                 yield Split("coexisting", rollout, reward, train)
 
 
@@ -117,20 +121,21 @@ T = TypeVar("T")
 
 @lru_cache(maxsize=64)
 def feasible_splits(bounds: SplitBounds) -> tuple[Split, ...]:
-    """Every feasible split, in order."""
+    """List every feasible split, in order."""
     return tuple(feasible(bounds))
 
 
 @lru_cache(maxsize=4096)
 def nearest_split(bounds: SplitBounds, split: Split) -> Split:
-    """The feasible split that is most like `split`, of the same mode if there is one."""
+    """Return the feasible split most similar to `split`, preferably of the same mode."""
     every = feasible_splits(bounds)
     found = [one for one in every if one.mode == split.mode] or every
     return min(found, key=lambda one: (split_distance(one, split), one))
 
 
 def even_split(bounds: SplitBounds) -> Split:
-    """What a person would write without having measured anything: half for rollout, and the other half shared out."""
+    """Return the split that a user would choose without measurements: half for rollout, the other half divided between
+    the other pools."""
     quarter = bounds.slots // 4
     reward = quarter if bounds.judged else 0
     return nearest_split(bounds, Split("coexisting", bounds.slots - 2 * quarter, reward, quarter))
@@ -138,13 +143,13 @@ def even_split(bounds: SplitBounds) -> Split:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSizes:
-    """Slots of one replica of each pool."""
+    """Slots per replica of each pool."""
 
     rollout: int = 1
     reward: int = 1
 
     def of(self, pool: Pool) -> int:
-        """The size of a pool's replicas."""
+        """Return the size of a pool's replicas."""
         return 1 if pool == "train" else self.rollout if pool == "rollout" else self.reward
 
     @property
@@ -154,36 +159,36 @@ class ReplicaSizes:
 
 
 SINGLE = ReplicaSizes()
-"""A slot for each."""
+"""One slot per replica in both pools."""
 
 
 def sizes_of(spec: JobSpec) -> ReplicaSizes:
-    """The sizes of a spec. All judges that the cluster serves have the same."""
+    """Return the sizes set in a spec. All judges served by the cluster have the same size."""
     served = (judge.serving.slots_per_engine for judge in spec.served_judges)
     return ReplicaSizes(spec.rollout.slots_per_engine, max(served, default=1))
 
 
 def plan_sizes(plan: Plan) -> ReplicaSizes:
-    """The sizes that a plan has. All engines of a pool have one size."""
+    """Return the sizes used in a plan. All engines of a pool have one size."""
     found = {place.pool: len(place.slots) for place in plan.engines}
     return ReplicaSizes(found.get("rollout", 1), found.get("reward", 1))
 
 
 def replica_groups(slots: Sequence[str], size: int) -> Iterator[tuple[str, ...]]:
-    """Divide a node's slots into replicas of `size`; slots left over belong to none."""
+    """Divide a node's slots into replicas of `size`; remaining slots belong to none."""
     for begin in range(0, len(slots) - size + 1, size):
         yield tuple(slots[begin : begin + size])
 
 
 def round_robin(of_nodes: Sequence[Sequence[T]]) -> list[T]:
-    """Items of all nodes, one of each node before the second of any."""
+    """List the items of all nodes, one of each node before the second of any."""
     deepest = max(map(len, of_nodes), default=0)
     return [of_node[number] for number in range(deepest) for of_node in of_nodes if number < len(of_node)]
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSlots:
-    """A node that is there, and its slots. `facts`: what it tells of them; None: nothing."""
+    """A present node and its slots. `facts`: what it reports of them; None: nothing."""
 
     node: str
     slots: tuple[str, ...]
@@ -192,7 +197,7 @@ class NodeSlots:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The nodes and slots that may be placed on."""
+    """The nodes and slots available to the job."""
 
     nodes: tuple[NodeSlots, ...]
 
@@ -203,12 +208,12 @@ class Snapshot:
 
     @property
     def places(self) -> frozenset[Slot]:
-        """One by one."""
+        """All slots."""
         return frozenset(Slot(node.node, slot) for node in self.nodes for slot in node.slots)
 
 
 def trim_to_replicas(snapshot: Snapshot, sizes: ReplicaSizes) -> Snapshot:
-    """Without those slots of a node that are left over when it is divided into replicas: a node that comes later may have more or fewer than the others."""
+    """Remove the slots of each node that remain when it is divided into replicas."""
     if sizes.widest == 1:
         return snapshot
     return Snapshot(
@@ -219,5 +224,5 @@ def trim_to_replicas(snapshot: Snapshot, sizes: ReplicaSizes) -> Snapshot:
 
 
 def count_noun(count: int, what: str) -> str:
-    """`1 slot`, `2 slots`."""
+    """Format a count, for example `1 slot`, `2 slots`."""
     return f"{count} {what}{'s' * (count != 1)}"

@@ -1,22 +1,23 @@
-"""What the time of each worker and each vacant place counts as, and why a worker was idle.
+"""Attribution of time: how the time of each worker and each vacant place counts, and why a worker was idle.
 
-Engines and ranks report seconds that they measured. Only this controller knows what idle time was for, so each report is combined with
-what the job was waiting for while it passed. Causes of idleness, exactly one at a time:
+Engines and ranks report seconds that they measured. Only this controller knows the cause of idle time, so each report
+is combined with what the job was waiting for in that interval. Causes of idleness, exactly one at a time:
 
-    waiting_weights  the engine does not serve head's version; for ranks and judges: none of this controller's engines does
-    barrier          the step's batch is closed, or whole and about to be: nothing may begin before it is committed
-    back_pressure    prompts are due and admission holds them: `rollout.concurrency` groups are in flight, a judge has as many requests
-                     as it may have, or the batch is closed and the next one would be too old (`rollout.staleness`)
-    tail             everything due here was begun; others have the last responses or verdicts
-    no_work          prompts are due that are not begun yet; before the first step and after the last; for a controller without
-                     prompts of its own: the batch is open
+    waiting_weights  the engine does not serve head's version; for ranks and judges: no engine of this controller does
+    barrier          the step's batch is closed, or complete and about to be closed: nothing may start before the commit
+    back_pressure    prompts are due, and admission delays them: `rollout.concurrency` groups are in flight, a judge has its maximum of
+                     requests, or the batch is closed and the next one would be too old (`rollout.staleness`)
+    tail             everything due here was started; others have the last responses or verdicts
+    no_work          prompts are due that were not started yet; also before the first step, after the last one, and, for a controller without
+                     prompts of its own, while the batch is open
 
-An engine that the plan puts to sleep is `switching` from the moment when it is to go, and claims nothing once it sleeps; one that is to
-wake is `switching` until it is awake. So is one that makes room for the rank on its slot, and the rank until it has its memory. A rank
-that stages weights is `syncing`. A place of the plan whose worker does not serve is `switching` while it loads, and `failed` once it has
-failed or was there and is gone. A worker without a place is `switching` until it has ended. A slot without a place in the plan, or whose
-places all sleep, is `unallocated`, whichever other job it may serve. Where an engine over several slots sleeps because it is a rank's
-turn on one of them, the others are idle.
+An engine that the plan puts to sleep is `switching` from that moment, and claims no time once it sleeps. An engine that
+is to wake is `switching` until it is awake. So is an engine that makes room for the rank on its slot, and the rank
+until it has its memory. A rank that stages weights is `syncing`. A place of the plan whose worker does not serve is
+`switching` while the worker loads, and `failed` after it has failed or disappeared. A worker without a place is
+`switching` until it has ended. A slot without a place in the plan, or whose places all sleep, is `unallocated`, even if
+it serves another job. If an engine over several slots sleeps because it is a rank's turn on one of them, the others are
+idle.
 """
 
 from __future__ import annotations
@@ -65,11 +66,12 @@ WAIT_CAUSES: Mapping[IdleCause, WaitCause] = {
     "waiting_weights": "wait_for_weights_s",
     "tail": "tail_s",
 }
-"""The statistic that a cause counts to; the other causes delay no step by themselves."""
+"""Statistic of each cause; the other causes do not delay a step by themselves."""
 
 
 def find_idle_cause(view: JobView, *, held_back: bool) -> IdleCause:
-    """The cause that keeps idle workers of this controller idle now. `held_back`: whether a judge's limit holds prompts back."""
+    """Return the cause that keeps idle workers of this controller idle now. `held_back`: whether a judge's limit delays
+    prompts."""
     mirror = view.mirror
     if mirror.head is None or not mirror.is_running or view.is_over:
         return "no_work"
@@ -86,7 +88,7 @@ def find_idle_cause(view: JobView, *, held_back: bool) -> IdleCause:
 
 
 def _all_begun(view: JobView) -> bool | None:
-    """Whether this controller has begun everything due of its shards; None: it has no shards."""
+    """Whether this controller has started everything due of its shards; None: it has no shards."""
     mine = set(view.mirror.assign.record.shards_of(view.me)) if view.mirror.assign is not None else set()
     if not mine:
         return None
@@ -97,7 +99,8 @@ def _all_begun(view: JobView) -> bool | None:
 
 
 def step_phase(view: JobView, cause: IdleCause) -> str:
-    """The phase of the step, for the trace: start, collect, exchange, train or publish, as log entries call them."""
+    """Return the phase of the step for the trace, as named in log entries: start, collect, exchange, train or
+    publish."""
     seal = view.seal if view.mirror.head is not None else None
     if seal is None or seal.collects:
         return "publish" if worker_idle_cause(view, cause, "train", "") == "waiting_weights" else "collect"
@@ -105,7 +108,7 @@ def step_phase(view: JobView, cause: IdleCause) -> str:
 
 
 def worker_idle_cause(view: JobView, cause: IdleCause, pool: Pool, instance: str) -> IdleCause:
-    """Why a worker of `pool` is idle, if it is: its weights may be the reason. `cause`: that of all idle workers."""
+    """Return why a worker of `pool` would be idle: possibly its own weights. `cause`: of all idle workers."""
     served = view.engines
     if pool == "rollout":
         engine = served.get(instance)
@@ -120,21 +123,21 @@ def worker_idle_cause(view: JobView, cause: IdleCause, pool: Pool, instance: str
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """The states that a worker's idle and sleeping time count as now. None: it lays no claim to its slot then."""
+    """States in which a worker's idle and sleeping time counts now. None: it does not claim that time of its slot."""
 
     idle: State | None
     asleep: State | None = None
 
 
 def own_workers(view: JobView) -> dict[str, WorkerRecord]:
-    """The job's workers on this node, by instance."""
+    """Return the job's workers on this node, by instance."""
     uid = view.mirror.keys.uid
     return {i: w for i, w in view.workers.items() if w.node == view.node and w.job_uid == uid}
 
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A worker that serves, its place in the plan, and the role that takes turns with it on its slot."""
+    """A serving worker, its place in the plan, and the role that takes turns with it on its slot."""
 
     worker: WorkerRecord
     place: EnginePlace | None
@@ -142,7 +145,7 @@ class _Placed:
 
 
 def make_attributions(view: JobView, workers: Mapping[str, WorkerRecord], cause: IdleCause) -> dict[str, Attribution]:
-    """By instance, for each of these workers that serves."""
+    """Return the attribution of each of these workers that serves, by instance."""
     placed = view.remembered.get("placed", (workers, view.mirror.plan), lambda: dict(_placed(view, workers)))
     turn = engines_asleep_for_ranks(view)
     return {
@@ -176,7 +179,8 @@ def _of_rank(
     turn: frozenset[str],
     cause: IdleCause,
 ) -> Attribution:
-    """A rank without its memory claims nothing while an engine is to have it, until engines are to make room for the rank."""
+    """Return the attribution of a rank. Without its memory it claims nothing while an engine has its turn, until
+    engines are to make room for the rank."""
     known = view.ranks.get(worker.rank) if worker.rank is not None else None
     if known is None or not known.released or not _shares(view, worker.slot):
         return Attribution(idle("train", worker_idle_cause(view, cause, "train", instance)))
@@ -185,7 +189,7 @@ def _of_rank(
 
 
 def _shares(view: JobView, slot: str) -> bool:
-    """Whether the plan has an engine on this node's slot that is awake."""
+    """Whether the plan has an awake engine on this slot of the node."""
     plan = view.mirror.plan
     return plan is None or any(
         slot in place.slots and place.node == view.node and not place.asleep for place in plan.record.engines
@@ -193,7 +197,8 @@ def _shares(view: JobView, slot: str) -> bool:
 
 
 def _of_engine(view: JobView, instance: str, one: _Placed, turn: frozenset[str], cause: IdleCause) -> Attribution:
-    """An engine without sums of its own (SGLang) reports idle time while it sleeps; this controller knows that it does."""
+    """Return the attribution of an engine. An engine without totals (SGLang) reports idle time while it sleeps; this
+    controller knows that it does."""
     pool, place = one.worker.role, one.place
     known = view.engines.get(instance) or view.judges.get(instance)
     sleeps = known is not None and known.asleep
@@ -209,10 +214,11 @@ def _of_engine(view: JobView, instance: str, one: _Placed, turn: frozenset[str],
 
 
 def engine_reports(instance: str, pool: Pool, passed: EngineTime, over: Timeline[Attribution]) -> Iterator[TimeReport]:
-    """An engine's time between two readings, one report for each part of it with the same attribution.
+    """Yield an engine's time between two readings, one report for each interval with the same attribution.
 
-    An engine that is to sleep lays no claim to the time from then on, and the one that wakes in its place none to the time before. Their
-    readings are at different times: one report over the whole of each would claim too much of one part and too little of another.
+    An engine that is to sleep does not claim the time after that moment, and the engine that wakes in its place not the
+    time before. Their readings are at different times: one report over the whole interval would claim too much of one
+    part and too little of another.
     """
     length = passed.end - passed.begin
     for meaning, begin, end in _stretches(over, passed.begin, passed.end):
@@ -225,7 +231,7 @@ def engine_reports(instance: str, pool: Pool, passed: EngineTime, over: Timeline
 
 
 def _stretches(over: Timeline[Attribution], begin: float, end: float) -> Iterator[tuple[Attribution, float, float]]:
-    """Attributions between two moments, with the begin and end of each."""
+    """Yield the attributions between two moments, with the begin and end of each."""
     at = begin
     for meaning, held in over.between(begin, end):
         until = min(at + held, end)
@@ -237,13 +243,13 @@ def _stretches(over: Timeline[Attribution], begin: float, end: float) -> Iterato
 class RankReports:
     """Turns a rank's totals by phase into time reports. Mutable.
 
-    A rank reports each change of its phase at once, so between two messages it is taken to be in the phase that it named last. What was
-    counted ahead of a message is taken off the next one.
+    A rank reports each change of its phase at once, so between two messages it is assumed to be in the last reported
+    phase. Time that was reported ahead of a message is subtracted from the next one.
     """
 
     def __init__(self, instance: str, kept: WorkerTotals | None = None, since: float | None = None) -> None:
-        """`kept`: its totals when the controller's incarnation before ended, at `since`; None: there was none. Of a rank that began after
-        that, the first message has all its time."""
+        """`kept`: the rank's totals when the controller's previous incarnation ended, at `since`; None: there was none.
+        For a rank that began after that, the first message has all its time."""
         self.instance = instance
         self._kept = kept
         self._since = since
@@ -251,17 +257,17 @@ class RankReports:
         self._phases: Mapping[str, float] = {}
         self._phase = WAITING
         self._claimed = 0.0
-        """Until when its time was reported."""
+        """Until when its time is reported."""
         self._ahead: dict[str, float] = {}
         """Seconds by phase that were reported ahead of its next message."""
 
     @property
     def totals(self) -> tuple[float, Mapping[str, float]] | None:
-        """Its newest message: when, and its seconds by phase."""
+        """Its newest message: time, and seconds by phase."""
         return None if self._at is None else (self._at, self._phases)
 
     def receive(self, rank: RankView, over: Timeline[Attribution]) -> tuple[TimeReport, ...]:
-        """Take its newest message. Return its time since the one before, as far as it is not reported already."""
+        """Process its newest message. Return its time since the previous one, except what was already reported."""
         if rank.clock is None or (self._at is not None and rank.clock <= self._at):
             return ()
         reports: tuple[TimeReport, ...] = ()
@@ -289,7 +295,7 @@ class RankReports:
         return reports
 
     def _reports(self, until: float, phases: Mapping[str, float], over: Timeline[Attribution]) -> Iterator[TimeReport]:
-        """One report for each part with the same attribution, as for an engine."""
+        """Yield one report for each part with the same attribution, as for an engine."""
         length, total = until - self._claimed, sum(phases.values())
         if length <= 0 or total <= 0:
             return
@@ -305,17 +311,17 @@ class RankReports:
 
 
 class VacantPlaces:
-    """States of slots on which no worker serves that could report, over time. Mutable."""
+    """States over time of slots without a serving worker that could report. Mutable."""
 
     def __init__(self) -> None:
         self._lines: dict[tuple[str, str], Timeline[State | None]] = {}
         self._served: set[str] = set()
-        """Places that had a worker which served."""
+        """Places that had a serving worker."""
 
     def update(
         self, view: JobView, here: Mapping[str, WorkerRecord], now: float, left: Collection[tuple[str, Pool]] = ()
     ) -> None:
-        """Set the states from now on. `here`: the job's workers on this node; `left`: see `slots_left_by_ranks`."""
+        """Set the states from now on. `here`: the job's workers on this node. `left`: see `slots_left_by_ranks`."""
         self._served |= {worker_place(worker) for worker in here.values() if worker.state == "serving"}
         found = vacant_states(view, here, frozenset(self._served))
         found |= {(slot, f"turn of {pool}"): idle(pool, "barrier") for slot, pool in left}
@@ -332,7 +338,7 @@ class VacantPlaces:
         return frozenset(slot for slot, _ in self._lines)
 
     def reports(self, settled: Mapping[str, float], until: float) -> Iterator[tuple[str, TimeReport]]:
-        """By slot, the states until then. `settled`: from when on, by slot."""
+        """Yield the states until then, by slot. `settled`: begin by slot."""
         for (slot, place), line in list(self._lines.items()):
             begin = settled[slot]
             for state, seconds in line.between(begin, until):
@@ -347,8 +353,8 @@ class VacantPlaces:
 def slots_left_by_ranks(
     view: JobView, here: Mapping[str, WorkerRecord], turn: Collection[str]
 ) -> frozenset[tuple[str, Pool]]:
-    """The slots without a rank, each with its pool, of engines that sleep because it is a rank's turn on another slot of theirs. `turn`:
-    engines that are to sleep for ranks."""
+    """Return the slots without a rank, with their pool, of engines that sleep because it is a rank's turn on another of
+    their slots. `turn`: engines that are to sleep for ranks."""
     wide = [here[name] for name in turn if name in here and here[name].further]
     if not wide or view.mirror.plan is None:
         return frozenset()
@@ -361,9 +367,10 @@ def slots_left_by_ranks(
 def vacant_states(
     view: JobView, workers: Mapping[str, WorkerRecord], served: frozenset[str]
 ) -> dict[tuple[str, str], State]:
-    """By slot and place: what the slot is as far as no worker that serves says so. `served`: the places that had one before.
+    """Return, by slot and place, the state of the slot where no serving worker reports it. `served`: places that had a
+    serving worker.
 
-    Of slots without a place in the plan too, and of those whose places all sleep, under the place "".
+    Includes slots without a place in the plan, and slots whose places all sleep, under the place "".
     """
     plan = view.mirror.plan.record if view.mirror.plan is not None else None
     found: dict[tuple[str, str], State] = {}
@@ -396,7 +403,8 @@ def vacant_states(
 
 
 def _places(view: JobView, workers: Mapping[str, WorkerRecord]) -> Iterator[tuple[str, str, Pool, list[WorkerRecord]]]:
-    """The plan's places on this node, for each of its slots: slot, name, pool, and the workers that are there for it."""
+    """Yield the plan's places on this node for each of its slots: slot, name, pool, and the present workers of the
+    place."""
     if view.mirror.plan is None or view.mirror.head is None:
         return
     plan = view.mirror.plan.record
@@ -415,7 +423,7 @@ def _places(view: JobView, workers: Mapping[str, WorkerRecord]) -> Iterator[tupl
 
 
 def worker_place(worker: WorkerRecord) -> str:
-    """Name of the place that a worker is there for."""
+    """Return the name of the place that a worker belongs to."""
     if worker.role == "train":
         return _rank(worker.world or "", worker.rank or 0, worker.slot)
     return _engine(worker.judge, worker.slot)
@@ -431,13 +439,13 @@ def _rank(world: str, rank: int, slot: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class IdleEngines:
-    """Why engines are idle: by instance, None for one at work."""
+    """Why engines are idle, by instance; None for a working engine."""
 
     causes: Mapping[str, WaitCause | None]
 
     @classmethod
     def of(cls, view: JobView, busy: Collection[str], cause: IdleCause) -> IdleEngines:
-        """The engines now. `busy`: engines with outstanding requests; `cause`: that of all idle workers."""
+        """Return the present state. `busy`: engines with outstanding requests. `cause`: of all idle workers."""
         awake = (name for name, engine in view.engines.items() if not engine.asleep)
         return cls(
             {
@@ -448,11 +456,13 @@ class IdleEngines:
 
 
 class StepWaits:
-    """Mean seconds that engines waited in the step so far, for the step's log entry, which is written before its account is closed. Mutable.
+    """Mean seconds that engines have waited in the present step. For the step's log entry, which is written before its
+    account is closed. Mutable.
 
-    `wait_for_weights_s`: nothing may begin (`barrier`), or an engine does not serve head's weights (`waiting_weights`): training, exchange
-    or weight sync delay the step. `tail_s`: everything due was begun, and others have the last responses. An engine counts while it has
-    no request at all. What a rank waits for is `controllers.telemetry.step_stats`'.
+    `wait_for_weights_s`: nothing may start (`barrier`), or an engine does not serve head's weights (`waiting_weights`):
+    training, transfer or weight sync delay the step. `tail_s`: everything due was started, and others have the last
+    responses. An engine counts while it has no request at all. `controllers.telemetry.step_stats` has the waits of
+    ranks.
     """
 
     def __init__(self) -> None:
@@ -460,7 +470,7 @@ class StepWaits:
         self._last: tuple[float, IdleEngines] | None = None
 
     def begin(self, now: float) -> None:
-        """A step begins; engines are as they were."""
+        """Begin a step; the state of the engines is unchanged."""
         self._seconds = {}
         self._last = (now, self._last[1]) if self._last is not None else None
 
@@ -470,7 +480,7 @@ class StepWaits:
         self._last = (now, idle)
 
     def stats(self, now: float) -> dict[str, float]:
-        """Mean seconds by cause until now; empty if no engine is known."""
+        """Return the mean seconds by cause until now; empty if no engine is known."""
         self._add(now)
         if self._last is None or not self._last[1].causes:
             return {}

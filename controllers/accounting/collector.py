@@ -1,12 +1,12 @@
-"""Reads the engines of this node, and writes the account of each step.
+"""Read the engines of this node, and write the account of each step.
 
-Engines keep running totals, so the time of a reading does not change how much is booked, only how precisely idle time is attributed.
-Engines are read when a step ends and when the cause of idleness changes, at most for `READ_SHARE` of the time, and every `READ_S`
-otherwise.
+Engines keep cumulative totals, so the time of a reading does not affect the amount of accounted time, only the
+precision of idle causes. Engines are read when a step ends and when the cause of idleness changes, for at most
+`READ_SHARE` of the time, and otherwise every `READ_S`.
 
-An account goes to the node's record in the store (`placement/books/NODE`, under the controller's lease), to `books/NODE.jsonl` in the
-run's folder, to the metrics, and to the usage of the job. A target that fails is skipped: the account is missing there, and nothing
-else is affected.
+An account is written to the node's record in the store (`placement/books/NODE`, under the controller's lease), to
+`books/NODE.jsonl` in the run folder, to the metrics, and to the usage of the job. A target that fails is skipped: the
+account is missing there, and nothing else is affected.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from gcore.types import Version
 log = logging.getLogger(__name__)
 
 READ_S = 1.0
-"""Time between two readings when nothing happens."""
+"""Seconds between two readings without a trigger."""
 
 READ_SHARE = 0.01
-"""Share of the time for reading; a reading at a step's end does not wait for it."""
+"""Maximum share of the time for readings. A reading at the end of a step does not wait for it."""
 
 LEAST_REST_S, LONGEST_REST_S = 0.05, 10.0
 
 TOGETHER = 32
-"""Engines that are read concurrently."""
+"""Number of engines that are read concurrently."""
 
 ANSWER_S = 4.0
 
 BEGIN_S = 2.0
-"""For reading the node's last line, in a folder that may hang."""
+"""Maximum seconds to read the node's last line, because the folder may hang."""
 
 LONGEST_GAP_S = 600.0
-"""After a longer absence of the controller, the time since its last line is not accounted for."""
+"""If the controller was absent for longer than this, the time since its last line is not accounted for."""
 
 FINISH_S = 1.0
-"""For the last step's account, at the end of the job: the folder may take no more writes."""
+"""Maximum seconds for the last step's account at the end of the job, because the folder may reject writes."""
 
 
 class AccountCollector:
@@ -77,7 +77,7 @@ class AccountCollector:
         tell: Callable[[AccountLine], None] = lambda line: None,
         finished: Callable[[], None] = lambda: None,
     ) -> None:
-        """`tell`: is called with each line; `finished`: after the last reading. Neither blocks."""
+        """`tell`: called with each line. `finished`: called after the last reading. Neither may block."""
         self._store = store
         self._keys = keys
         self._node = node
@@ -88,7 +88,7 @@ class AccountCollector:
         self._tell = tell
         self._finished = finished
         self.is_reading = False
-        """Whether the job's workers are read; if they end before this ends, their last seconds stay unbooked."""
+        """Whether the job's workers are being read. If they end before this does, their last seconds stay unbooked."""
         self._account: StepAccountBuilder | None = None
         self._run_dir = Path()
         self._clients: dict[str, tuple[str, Engine]] = {}
@@ -98,16 +98,16 @@ class AccountCollector:
         self._step_ended = False
         self._usage: UsageWriter | None = None
         self._writing: asyncio.Task[None] | None = None
-        """Writes closed steps. It is not cancelled with the reading of engines, or these steps would be lost."""
+        """Writes closed steps. Not cancelled with the reading of engines; otherwise these steps would be lost."""
 
     @property
     def stage(self) -> IdleCause:
-        """What keeps idle workers idle, as of the last `look`."""
+        """Why idle workers are idle, as of the last `look`."""
         return self._cause or "no_work"
 
     async def begin(self, spec: JobSpec, run_dir: Path, head: Version | None, usage: UsageWriter | None = None) -> None:
-        """Account for time from now on, or continue from this node's last line unless it is older than `LONGEST_GAP_S`. `head`: where the
-        job is."""
+        """Account for time from now on, or continue from this node's last line unless it is older than `LONGEST_GAP_S`.
+        `head`: version of the job."""
         self._run_dir, self._usage = run_dir, usage
         before: AccountLine | None = None
         with contextlib.suppress(OSError, TimeoutError):
@@ -128,7 +128,7 @@ class AccountCollector:
             self._wanted.notify()
 
     def look(self, view: JobView, *, held_back: bool) -> None:
-        """Take the job as it is now. `held_back`: whether a judge's limit holds prompts back."""
+        """Update the state of the job. `held_back`: whether a judge's limit delays prompts."""
         cause = find_idle_cause(view, held_back=held_back)
         if self._account is not None:
             self._account.update(view, cause, self._clock.monotonic())
@@ -137,7 +137,7 @@ class AccountCollector:
             self._wanted.notify()
 
     async def run(self) -> None:
-        """Read and write until cancelled; then `finish` is due."""
+        """Read and write until cancelled; then call `finish`."""
         self.is_reading = True
         while True:
             seen, self._step_ended = self._wanted.count, False
@@ -151,7 +151,7 @@ class AccountCollector:
                 await self._wanted.wait(READ_S)
 
     async def _rest(self, seconds: float) -> None:
-        """Wait for so long, or until a step has ended."""
+        """Wait for this time, or until a step has ended."""
         with contextlib.suppress(TimeoutError):
             async with limit_time(seconds):
                 while not self._step_ended:
@@ -182,7 +182,8 @@ class AccountCollector:
         return self._account is not None and self._account.is_behind
 
     async def _round(self, some: Collection[str] | None = None, *, last: bool = False) -> float:
-        """Read all engines, or only these, and write closed steps; seconds that the reading took. `last`: there is no round after it."""
+        """Read all engines, or only these, and write closed steps. Return the seconds of the reading. `last`: no round
+        follows."""
         if self._account is None:
             return 0.0
         began = self._clock.monotonic()
@@ -203,7 +204,7 @@ class AccountCollector:
         return took
 
     async def _write_all(self, closed: Collection[ClosedStep], before: asyncio.Task[None] | None) -> None:
-        """Write them in order, after `before`."""
+        """Write the steps in order, after `before`."""
         if before is not None and not before.done():
             await asyncio.gather(before, return_exceptions=True)
         for one in closed:
@@ -241,8 +242,8 @@ class AccountCollector:
         try:
             await asyncio.to_thread(append_line, self._run_dir, line)
         except OSError as error:
-            log.warning("step %s is not in the books of the run's folder: %s", book.version, error)
-        with contextlib.suppress(StoreUnavailable):  # the next step's write has this one too
+            log.warning("cannot write the slot account of step %s to the run's folder: %s", book.version, error)
+        with contextlib.suppress(StoreUnavailable):  # the next write includes this step
             await self._store.transact((), (put,))
         if self._usage is not None:
             await self._usage.add(book)

@@ -1,15 +1,16 @@
 """Slot states, and the account of one slot.
 
-Workers report how much time they spent in which state, measured by themselves. A slot may have several workers that take turns, so their
-reports of the same time can conflict. They are settled by precedence:
+Workers report their own measurements of the time they spent in each state. A slot may have several workers that take
+turns, so their reports about the same time can conflict. Precedence resolves conflicts:
 
     busy (train, rollout, reward) > syncing > switching > failed > idle (rollout, reward, train) > unallocated
 
-So a slot whose rank computes is train's, whatever engines beside it do; two workers that report half of the same second each are taken
-to have had their turns in it; and a slot is idle only as far as none of its workers did anything else.
+So while its rank computes, a slot counts as train, whatever engines on it do. If two workers report half of the same
+second each, both get their half. A slot is idle only if none of its workers did anything else.
 
-Invariant: booked + unbooked seconds equal elapsed seconds, exactly, in whatever order reports come. No state is the remainder of the
-others: time in no report is `unbooked`. What a worker reports beyond its own elapsed time is cut off and counted as `overbooked`.
+Invariant: booked + unbooked seconds equal elapsed seconds, exactly, in any order of reports. No state is defined as the
+remainder of the others: time without a report is `unbooked`. Time that a worker reports beyond its own elapsed time is
+cut off and counted as `overbooked`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from gcore.types import Pool
 IdleCause = Literal["no_work", "tail", "barrier", "back_pressure", "waiting_weights"]
 
 State = str
-"""`busy POOL`, `idle POOL CAUSE`, `switching FROM>TO`, or one of those below."""
+"""`busy POOL`, `idle POOL CAUSE`, `switching FROM>TO`, or one of the constants below."""
 
 SYNCING, FAILED, UNALLOCATED = "syncing", "failed", "unallocated"
 
@@ -35,10 +36,10 @@ NOBODY = "none"
 CAUSES: tuple[IdleCause, ...] = ("no_work", "tail", "barrier", "back_pressure", "waiting_weights")
 
 MOST_SPANS = 64
-"""Spans of a slot in a step, for the trace. More than these are joined in pairs."""
+"""Maximum number of spans of a slot in a step, for the trace. Beyond it, pairs are joined."""
 
 ALMOST = 1e-9
-"""Seconds: tolerance for sums of floats."""
+"""Tolerance for sums of floats, in seconds."""
 
 T = TypeVar("T")
 
@@ -50,29 +51,29 @@ _ORDER = (*_WORDS, "idle rollout", "idle reward", "idle train", UNALLOCATED)
 
 
 def busy(pool: Pool) -> State:
-    """At work."""
+    """Return the state of working for a pool."""
     return f"busy {pool}"
 
 
 def idle(pool: Pool, cause: IdleCause) -> State:
-    """Nothing to do, and why."""
+    """Return the state of having no work, with the cause."""
     return f"idle {pool} {cause}"
 
 
 def switching(before: str, after: str) -> State:
-    """Changing from one role to another; either may be NOBODY."""
+    """Return the state of changing from one role to another; either may be NOBODY."""
     return f"switching {before}>{after}"
 
 
 def precedence(state: State) -> int:
-    """Rank of a state in the order of precedence, 0 first. Raises ValueError for an unknown state."""
+    """Return the rank of a state in the order of precedence, 0 first. Raises ValueError for an unknown state."""
     kind = state.partition(" ")[0] if state.startswith("switching ") else " ".join(state.split(" ")[:2])
     return _ORDER.index(kind)
 
 
 @dataclass(frozen=True, slots=True)
 class TimeReport:
-    """Seconds by state that one worker claims between `begin` and `end`. Time that it does not claim, it slept."""
+    """Seconds by state that one worker claims between `begin` and `end`. Unclaimed time is sleep."""
 
     worker: str
     begin: float
@@ -80,15 +81,15 @@ class TimeReport:
     seconds: Seconds
 
     def within(self, begin: float, end: float) -> dict[State, float]:
-        """The part between two moments, as if the states were spread evenly."""
+        """Return the part between two moments, as if the states were spread evenly."""
         share = (min(end, self.end) - max(begin, self.begin)) / (self.end - self.begin)
         return {state: seconds * share for state, seconds in self.seconds.items()} if share > 0 else {}
 
 
 def settle_claims(length: float, claims: Sequence[Seconds]) -> dict[State, float]:
-    """Seconds by state of `length` seconds of a slot, from the claims of its workers; together no more than `length`.
+    """Assign `length` seconds of a slot to states, from the claims of its workers. The sum is at most `length`.
 
-    Claims of the same precedence are granted in the order given.
+    Claims of the same precedence are granted in the given order.
     """
     booked: dict[State, float] = {}
     ranked: list[dict[int, dict[State, float]]] = [{rank: {} for rank in range(len(_ORDER))} for _ in claims]
@@ -113,18 +114,19 @@ def settle_claims(length: float, claims: Sequence[Seconds]) -> dict[State, float
 
 
 def join_spans(one: Span, other: Span) -> Span:
-    """One span of two that follow one another."""
+    """Join two consecutive spans."""
     return Span(one.begin, other.end, add_times(one.seconds, other.seconds))
 
 
 def add_times(one: Seconds, other: Seconds) -> dict[State, float]:
-    """The sum, by state."""
+    """Add seconds by state."""
     return {state: one.get(state, 0.0) + other.get(state, 0.0) for state in {**one, **other}}
 
 
 @dataclass(frozen=True, slots=True)
 class SlotTimes:
-    """A slot's time between two calls of `close`. `switches`: seconds of each change of its role that ended in it, by "from>to"."""
+    """A slot's time between two calls of `close`. `switches`: seconds of each role change that ended in it, by
+    "from>to"."""
 
     booked: Seconds = field(default_factory=dict)
     unbooked: float = 0.0
@@ -134,7 +136,8 @@ class SlotTimes:
 
 
 class SlotAccount:
-    """Accounts for one slot's time, from `since` on. Reports may come late and in any order; settled time does not change."""
+    """Accounts for one slot's time from `since` on. Reports may arrive late and in any order; settled time does not
+    change."""
 
     def __init__(self, since: float) -> None:
         self.settled_until = since
@@ -146,7 +149,7 @@ class SlotAccount:
         self._switches: dict[str, tuple[float, ...]] = {}
 
     def add(self, report: TimeReport) -> None:
-        """Take a worker's report. The part of it in settled time is too late, and is dropped."""
+        """Add a worker's report. The part of it in settled time is too late and is dropped."""
         length, claimed = report.end - report.begin, sum(report.seconds.values())
         if length <= 0 or report.end <= self.settled_until:
             return
@@ -157,7 +160,7 @@ class SlotAccount:
         self._reports.append(report)
 
     def settle(self, until: float) -> None:
-        """Book the time until then from the reports."""
+        """Assign the time until then, from the reports."""
         if until <= self.settled_until:
             return
         inside = (edge for one in self._reports for edge in (one.begin, one.end) if self.settled_until < edge < until)
@@ -170,7 +173,7 @@ class SlotAccount:
         self.settled_until = until
 
     def close(self) -> SlotTimes:
-        """Close the account: the time accounted for since the last call."""
+        """Close the account: return the time accounted for since the last call."""
         times = SlotTimes(self._booked, self._unbooked, self._overbooked, tuple(self._spans), self._switches)
         self._booked, self._unbooked, self._overbooked, self._spans, self._switches = {}, 0.0, 0.0, [], {}
         return times
@@ -199,7 +202,7 @@ class SlotAccount:
 
 
 class Timeline(Generic[T]):
-    """A value over time. Answers what it was between two moments. Mutable."""
+    """A value over time. Can be queried for any interval. Mutable."""
 
     def __init__(self, value: T, since: float) -> None:
         self._marks = [(since, value)]
@@ -215,14 +218,15 @@ class Timeline(Generic[T]):
         return self._marks[-1][0]
 
     def set(self, value: T, at: float) -> bool:
-        """Set the value from then on; whether it is another one."""
+        """Set the value from then on. Return whether it changed."""
         if value == self._marks[-1][1]:
             return False
         self._marks.append((max(at, self._marks[-1][0]), value))
         return True
 
     def between(self, begin: float, end: float) -> Iterator[tuple[T, float]]:
-        """Values between two moments, and for how many seconds each; before the first one was set it counts too."""
+        """Yield the values between two moments, with the seconds of each. The first value also covers the time before
+        it was set."""
         ends = [since for since, _ in self._marks[1:]] + [float("inf")]
         for number, ((since, value), until) in enumerate(zip(self._marks, ends, strict=True)):
             seconds = min(until, end) - max(since if number else float("-inf"), begin)

@@ -1,13 +1,14 @@
 """The account of one job on one node: readings of engines and ranks in, closed steps out.
 
-A step's window begins when this node learned that head moved to the version before and ends when it learned of this one, on the node's
-own clock; a rollback ends a window as a commit does. The step is closed when every answering engine was read after the window's end and
-ranks had `REPORT_DELAY_S` to report; after `PATIENCE_S` in any case, with what is missing unbooked. An engine's time is booked on each
-slot that it spans.
+A step's window begins when this node learned that head moved to the previous version, and ends when it learned of this
+version, on the node's own clock. A rollback ends a window like a commit. A step is closed when every responding engine
+was read after the window's end and ranks had `REPORT_DELAY_S` to report; after `PATIENCE_S` in any case, with missing
+time unbooked. An engine's time counts on each slot that it spans.
 
-An engine that does not answer for `UNREACHABLE_S` is `failed` from the moment it was first asked in vain; its time between its last
-reading and that moment stays unbooked. Time for which this controller was away (`UnwatchedInterval`) is reported by the workers
-themselves as far as they still serve; a worker that was there before and is gone counts as failed for all of it.
+An engine that does not respond for `UNREACHABLE_S` is `failed` from the first failed reading on. The time between its
+last reading and that moment stays unbooked. Time for which this controller was absent (`UnwatchedInterval`) is reported
+by the workers themselves if they still serve. A worker that was present before and is gone counts as failed for all of
+it.
 """
 
 from __future__ import annotations
@@ -58,45 +59,48 @@ from placement.measurements import load_class
 COUNTED = ("tokens", "requests")
 
 REPORT_DELAY_S = 0.15
-"""The most that a rank's message of a change of its phase takes."""
+"""Maximum delay of a rank's message about a phase change."""
 
 PATIENCE_S = 5.0
 """How long a step waits for an engine that should have been read."""
 
 UNREACHABLE_S = 1.5
-"""How long an engine that was asked in vain still counts as answering: a connection may break once."""
+"""How long an engine counts as responding after a failed reading, because a connection may break once."""
 
 SHORTEST_S = 1e-3
-"""A shorter window is no step: several changes were received at once."""
+"""A shorter window is not a step: several changes were received at once."""
 
 
 class UnwatchedInterval:
-    """The time for which this controller was away: from the last step that its incarnation before closed until this one began. Mutable.
+    """The time for which this controller was absent: from the last step that its previous incarnation closed until this
+    one began. Mutable.
 
-    A worker that was there then and serves still reports its time itself, and is waited for. One that was there and reports nothing more
-    has failed: it is gone, was on its way out before it could be asked, is of an earlier train world, or does not answer. A slot without
-    a worker then or now was `unallocated`, or has failed if the plan has a place there.
+    A worker that was present then and still serves reports its time itself; the step waits for it. A worker that was
+    present and does not report any more has failed: it is gone, was ending before it could be read, is of an earlier
+    train world, or does not respond. A slot without a worker then and now was `unallocated`, or has failed if the plan
+    has a place there.
 
-    The totals of a worker that began later say when it began; a rank's first message is waited for, too. Time before a worker began, and
-    time of workers that keep no totals, stays unbooked. The interval is empty if `begin` and `end` are the same.
+    The totals of a worker that started later include its start time; a rank's first message is waited for, too. Time
+    before a worker started, and time of workers without totals, stays unbooked. The interval is empty if `begin` and
+    `end` are equal.
     """
 
     def __init__(self, begin: float, end: float, kept: Mapping[str, WorkerTotals]) -> None:
-        """`kept`: totals of the workers that were there when it began."""
+        """`kept`: totals of the workers that were present at its begin."""
         self._begin = begin
         self._end = end
         self._silent: dict[str, tuple[str, ...]] = {instance: (one.slot,) for instance, one in kept.items()}
         self._fresh: set[str] = set()
-        """Ranks that began since."""
+        """Ranks that started since."""
         self._is_seen = end <= begin
 
     @property
     def is_seen(self) -> bool:
-        """Whether `look` was called, with the workers that are there."""
+        """Whether `look` was called with the present workers."""
         return self._is_seen
 
     def look(self, view: JobView, here: Mapping[str, WorkerRecord]) -> Iterator[tuple[str, TimeReport]]:
-        """By slot, what the workers that are there show. `here`: the job's workers on this node."""
+        """Yield, by slot, what the present workers show. `here`: the job's workers on this node."""
         self._is_seen = True
         plan, node = view.mirror.plan, view.nodes.get(view.node)
         planned = set()
@@ -117,16 +121,16 @@ class UnwatchedInterval:
             yield from self.lost(instance)
 
     def waits(self, silent: Collection[str]) -> bool:
-        """Whether a worker may still report. `silent`: workers that do not answer."""
+        """Whether a worker may still report. `silent`: workers that do not respond."""
         return not self._is_seen or bool((self._silent.keys() | self._fresh) - set(silent))
 
     def heard(self, instance: str) -> None:
-        """Note that a worker has reported its time."""
+        """Record that a worker has reported its time."""
         self._silent.pop(instance, None)
         self._fresh.discard(instance)
 
     def lost(self, instance: str) -> Iterator[tuple[str, TimeReport]]:
-        """Note that a worker will not report any more."""
+        """Record that a worker will not report any more."""
         self._fresh.discard(instance)
         for slot in self._silent.pop(instance, ()):
             yield slot, self._report(instance, FAILED)
@@ -141,7 +145,7 @@ class UnwatchedInterval:
 
 
 class EngineWork:
-    """Work of engines in a step, in sums by pool and by load, so its size does not grow with the step. Mutable."""
+    """Work of engines in a step, as sums by pool and load, so its size does not grow with the step. Mutable."""
 
     def __init__(self) -> None:
         self.sums: dict[str, EngineSums] = {}
@@ -150,7 +154,7 @@ class EngineWork:
 
     @property
     def loads(self) -> dict[str, tuple[EngineSums, ...]]:
-        """Of each pool by load: of 1 request, of 2 and 3, of 4 to 7 and so on."""
+        """Sums of each pool by load class: 1 request, 2 to 3, 4 to 7 and so on."""
         return {pool: tuple(found for _, found in sorted(by_load.items())) for pool, by_load in self._loads.items()}
 
     def add(self, pool: Pool, passed: EngineTime, begin: float, end: float) -> None:
@@ -172,10 +176,10 @@ class EngineWork:
 
 
 def reading_at_start(reading: EngineReading, since: float, came: float | None = None) -> EngineReading | None:
-    """The reading when the engine began; None if that was before `since` or is not known.
+    """Return the reading at the start of the engine; None if that was before `since` or is not known.
 
-    For an engine that began before that, while it loaded, and was seen to begin to serve at `came`: the reading then. It had no request
-    before, so it was idle or asleep.
+    If the engine started before `since`, while it loaded, and was seen to begin to serve at `came`, return the reading
+    at `came`. It had no request before, so it was idle or asleep.
     """
     sums = reading.sums
     if sums is None:
@@ -195,7 +199,7 @@ def reading_at_start(reading: EngineReading, since: float, came: float | None = 
 
 
 def engine_totals(slot: str, reading: EngineReading) -> WorkerTotals:
-    """Totals of an engine at a reading, as they are stored."""
+    """Return the totals of an engine at a reading, in their stored form."""
     assert reading.sums is not None
     counted = {name: float(getattr(reading, name)) for name in COUNTED}
     return WorkerTotals(slot, reading.at, {**asdict(reading.sums), **counted})
@@ -212,8 +216,8 @@ def reading_from_totals(kept: WorkerTotals) -> EngineReading | None:
 
 @dataclass(frozen=True)
 class ClosedStep:
-    """A closed step. `phases` of the job as seen here and `spans` by slot, in seconds since the step began; `kept`: totals of workers at
-    its end."""
+    """A closed step. `phases` of the job as seen here and `spans` by slot, in seconds since the begin of the step.
+    `kept`: totals of workers at its end."""
 
     book: StepAccount
     phases: tuple[Span, ...]
@@ -221,14 +225,14 @@ class ClosedStep:
     kept: Mapping[str, WorkerTotals]
 
     def line(self, node: str) -> AccountLine:
-        """The line of the node's file."""
+        """Return the line for the node's file."""
         return AccountLine(node, self.book, self.phases, self.spans, self.kept)
 
 
 @dataclass(frozen=True, slots=True)
 class StepBoundary:
-    """The end of a step that is not closed yet, and the work of engines in it. `kept`: the last totals before it, of workers that have
-    reported since."""
+    """The end of a step that is not closed yet, and the engines' work in the step. `kept`: last totals before it of
+    workers that have reported since."""
 
     at: float
     wall: float
@@ -237,7 +241,7 @@ class StepBoundary:
     kept: dict[str, WorkerTotals] = field(default_factory=dict)
 
     def passed(self, instance: str, before: WorkerTotals, at: float) -> None:
-        """A worker reported at `at`, and the time before that was `before`."""
+        """Record that a worker reported at `at`, with the totals `before` its previous report."""
         if before.at <= self.at < at:
             self.kept[instance] = before
 
@@ -245,7 +249,8 @@ class StepBoundary:
 def close_step(
     slots: Mapping[str, SlotAccount], boundary: StepBoundary, begun: float, began: float
 ) -> tuple[StepAccount, dict[str, tuple[Span, ...]]]:
-    """The step that ends there, of slots that are settled until then, and their spans. `begun`, `began`: when it began, on both clocks."""
+    """Close the step that ends there, from slots that are settled until then. Return it with the spans by slot.
+    `begun`, `began`: its begin on both clocks."""
     booked: dict[State, float] = {}
     unbooked = overbooked = 0.0
     switches: dict[str, tuple[float, ...]] = {}
@@ -275,8 +280,8 @@ def close_step(
 
 @dataclass
 class _Engine:
-    """An engine that serves. `came`: when it was seen to begin to; None: it served already at the first update. `failing`: since when it
-    is asked in vain."""
+    """A serving engine. `came`: when it was seen to begin to serve; None: it served at the first update. `failing`:
+    since when readings fail."""
 
     worker: WorkerRecord
     rows: int
@@ -299,8 +304,8 @@ class StepAccountBuilder:
         gap_s: float = 0.0,
         kept: Mapping[str, WorkerTotals] = MappingProxyType({}),
     ) -> None:
-        """`gap_s`: for how long this controller was away, since its incarnation before, which `kept` the totals of workers. Idle time of
-        workers in it counts as `no_work`, for none was given."""
+        """`gap_s`: seconds for which this controller was absent, since its previous incarnation. `kept`: totals of
+        workers from that incarnation. Idle time in the gap counts as `no_work`, because no work was given."""
         self._spec = spec
         self._since = now
         self._kept = {instance: one for instance, one in kept.items() if one.at <= now}
@@ -310,9 +315,9 @@ class StepAccountBuilder:
         self._slots: dict[str, SlotAccount] = {}
         self._engines: dict[str, _Engine] = {}
         self._served: set[str] = set()
-        """Engines that have served, also those that are gone."""
+        """Engines that have served, including those that are gone."""
         self._ranks: dict[str, tuple[str, RankReports, Timeline[Attribution]]] = {}
-        """By instance: the slot, its reports, and what its waiting counts as."""
+        """By instance: the slot, its reports, and the attribution of its waiting."""
         self._places = VacantPlaces()
         self._work = EngineWork()
         """Work since the newest step ended."""
@@ -321,11 +326,11 @@ class StepAccountBuilder:
         self._phase = Timeline("start", now)
         self._seen: tuple[object, ...] | None = None
         self._placed: tuple[object, ...] | None = None
-        """What attributions, and vacant places, were computed from."""
+        """Input from which attributions and vacant places were computed."""
 
     @property
     def engines(self) -> Mapping[str, str]:
-        """Engines to be read: address by instance."""
+        """Engines to read: address by instance."""
         return {instance: engine.worker.address for instance, engine in self._engines.items()}
 
     @property
@@ -344,17 +349,17 @@ class StepAccountBuilder:
         return bool(self._boundaries)
 
     def head_moved(self, version: Version, now: float, wall: float) -> None:
-        """Head is at `version` now: the step before has ended."""
+        """Head is now at `version`: the previous step has ended."""
         if self._head != version:
             self._head = version
             self._boundaries.append(StepBoundary(now, wall, version, self._work))
             self._work = EngineWork()
 
     def update(self, view: JobView, cause: IdleCause, now: float) -> None:
-        """Take the job as it is now, and what keeps idle workers idle."""
+        """Update the state of the job, and the cause of idleness."""
         self._phase.set(step_phase(view, cause), now)
         here = view.remembered.get("mine here", (view.workers,), lambda: own_workers(view))
-        # Most updates change nothing of this, and a node may have very many engines.
+        # Most updates change nothing of this, and a node may have many engines.
         turn, resting = engines_asleep_for_ranks(view), frozenset(r for r, rank in view.ranks.items() if rank.released)
         seen = (here, view.mirror.plan, view.mirror.head, cause, view.engines, view.under_way, turn, resting)
         if self._seen is None or not _same(seen, self._seen):
@@ -386,7 +391,7 @@ class StepAccountBuilder:
     def _set_attributions(
         self, here: Mapping[str, WorkerRecord], found: Mapping[str, Attribution], now: float, came: float | None
     ) -> None:
-        """`came`: when new engines began to serve, if that is known."""
+        """`came`: when new engines began to serve, if known."""
         for instance, meaning in found.items():
             worker = here[instance]
             if worker.role == "train":
@@ -398,7 +403,7 @@ class StepAccountBuilder:
                 self._engines[instance].line.set(meaning, now)
             else:
                 last = reading_from_totals(self._kept[instance]) if instance in self._kept else None
-                is_new = instance not in self._served  # else it may have had requests before
+                is_new = instance not in self._served  # otherwise it may have had requests before
                 self._served.add(instance)
                 self._engines[instance] = _Engine(
                     worker, self._rows(worker), self._line(worker, meaning, now), came if is_new else None, last=last
@@ -413,7 +418,7 @@ class StepAccountBuilder:
             self._add((slot,), *claims.extend(now, line))
 
     def engine_read(self, instance: str, reading: EngineReading) -> None:
-        """An engine was read."""
+        """Record a reading of an engine."""
         engine = self._engines.get(instance)
         if engine is None:
             return
@@ -433,15 +438,16 @@ class StepAccountBuilder:
             engine.line.forget(passed.end)
 
     def engine_unreachable(self, instance: str, asked_at: float) -> None:
-        """An engine that was asked then has not answered."""
+        """Record that an engine did not respond to the reading at `asked_at`."""
         engine = self._engines.get(instance)
         if engine is not None and engine.failing is None:
             engine.failing = asked_at
 
     def close(self, now: float, *, final: bool = False) -> list[ClosedStep]:
-        """Steps that can be closed, oldest first. `final`: no report will come any more.
+        """Return the steps that can be closed, oldest first. `final`: no more reports will arrive.
 
-        Of a controller that was away none before its first update, however late that is: workers' totals are of all the time before it.
+        A controller that was absent closes none before its first update, however late that is, because workers' totals
+        include all the time before it.
         """
         if not self._gap.is_seen and not final:
             return []
@@ -459,7 +465,7 @@ class StepAccountBuilder:
         while self._boundaries and (self._boundaries[0].at <= until or self._boundaries[0].at <= now - PATIENCE_S):
             boundary = self._boundaries.popleft()
             self._settle(boundary.at)
-            # Before the first update no slot is known: the job's start may be over by then.
+            # Before the first update no slot is known, and the job's start may be over by then.
             if self._placed is not None and boundary.at - self._begun >= SHORTEST_S:
                 closed.append(self._closed(boundary))
             self._begun, self._began = boundary.at, boundary.wall
@@ -477,7 +483,7 @@ class StepAccountBuilder:
         return self._slots.setdefault(slot, SlotAccount(self._begun))
 
     def _line(self, worker: WorkerRecord, meaning: Attribution, now: float) -> Timeline[Attribution]:
-        """What a worker's reports count as from now on, and before that, while this controller was away."""
+        """Return how a worker's reports count from now on, and before that, while this controller was absent."""
         if self._gap.is_seen:
             return Timeline(meaning, now)
         line = Timeline(Attribution(idle(worker.role, "no_work"), UNALLOCATED), self._begun)
@@ -530,7 +536,7 @@ class StepAccountBuilder:
                 yield instance, WorkerTotals(slot, said[0], said[1])
 
     def _phases_until(self, until: float) -> Iterator[Span]:
-        """The job's phases in the window that ends then."""
+        """Yield the job's phases in the window that ends then."""
         begin = 0.0
         for phase, seconds in self._phase.between(self._begun, until):
             yield Span(begin, begin + seconds, {phase: seconds})

@@ -1,12 +1,13 @@
 """Usage per job, node and day: written as steps are accounted for, read and deleted for all nodes.
 
-Records (`gcore.ledger.usage`) are read for some days, also those of nodes that have left, and deleted when they are very old. There may
-be very many, one per job, node and day, so other days are not read, and a page of records is decoded at a time. The first daemon that
-comes to it on a day deletes old records for all; what one run deletes is bounded, so a clock that is wrong cannot delete everything.
+Records (`gcore.ledger.usage`) are read for a range of days, including those of nodes that have left, and deleted when
+they are very old. There may be very many, one per job, node and day, so other days are not read, and records are
+decoded page by page. The first daemon to run the deletion on a day deletes old records for all. One run deletes a
+limited number of days, so a wrong clock cannot delete everything.
 
-A write may add several steps, but no more than its record remembers by name. It is guarded by a compare, and a write without an answer
-is read again before it is repeated, so nothing is counted twice. No step waits for it: when a daemon is killed, at most `EVERY_S` of
-work is not counted.
+One write may add several steps, but no more than its record remembers by name. A compare guards it, and a write without
+a response is read again before a retry, so nothing is counted twice. No step waits for it: when a daemon is killed, at
+most `EVERY_S` of work is not counted.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ from gcore.system.clock import Clock
 log = logging.getLogger(__name__)
 
 AT_ONCE = 100
-"""Records in a page. To decode one takes some milliseconds."""
+"""Records in a page. Decoding one takes some milliseconds."""
 
 SWEPT_DAYS = 32
-"""Days that one run deletes at most, counted from the run before."""
+"""Maximum number of days that one run deletes, counted from the previous run."""
 
 MOST_DIGITS = 9
-"""Digits of the stored day of the last run."""
+"""Maximum digits of the stored day of the last run."""
 
 EVERY_S = 2.0
 TRIES = 3
 
 MOST_WAITING = 1000
-"""Steps that wait while the store is unavailable; the oldest are dropped."""
+"""Maximum number of steps that wait while the store is unavailable; the oldest are dropped."""
 
 
 async def read_usage(store: Store, first_day: int, last_day: int) -> AsyncGenerator[Sequence[NodeUsage], None]:
-    """Usage on these days, both included, in pages; also that of deleted jobs. Raises StoreUnavailable."""
+    """Yield usage on these days, both included, in pages; also that of deleted jobs. Raises StoreUnavailable."""
     async with aclosing(_records(store, first_day, last_day)) as pages:
         async for kvs in pages:
             found = []
@@ -53,12 +54,12 @@ async def read_usage(store: Store, first_day: int, last_day: int) -> AsyncGenera
                 try:
                     found.append(NodeUsage.decode(kv.value, kv.key))
                 except UnreadableRecord as error:
-                    log.error("passed over: %s", error)
+                    log.error("skipped a usage record: %s", error)
             yield found
 
 
 async def forget_old_usage(store: Store, today: int) -> None:
-    """Delete old usage of all nodes, as far as the store takes it, unless a daemon has done it today."""
+    """Delete old usage of all nodes as far as the store is available, unless a daemon has done it today."""
     with contextlib.suppress(StoreUnavailable):
         kv = await store.get(keys.USAGE_SWEPT)
         stored = b"" if kv is None else kv.value
@@ -75,7 +76,8 @@ async def forget_old_usage(store: Store, today: int) -> None:
 
 
 async def _records(store: Store, first_day: int, last_day: int) -> AsyncGenerator[Sequence[KeyValue], None]:
-    """Records of all nodes on these days, in pages. A node's days are adjacent keys, so other days are not read."""
+    """Yield records of all nodes on these days, in pages. A node's days are adjacent keys, so other days are not
+    read."""
     async for node in _nodes(store):
         at, behind = keys.usage_of_day(node, max(first_day, 0)), keys.usage_of_day(node, last_day + 1)
         while last_day >= 0:
@@ -88,7 +90,7 @@ async def _records(store: Store, first_day: int, last_day: int) -> AsyncGenerato
 
 
 async def _nodes(store: Store) -> AsyncIterator[str]:
-    """Nodes that have any record."""
+    """Yield the nodes with any record."""
     at = keys.USAGE
     while kvs := (await store.between(at, keys.prefix_end(keys.USAGE), 1)).kvs:
         node = kvs[0].key.removeprefix(keys.USAGE).partition("/")[0]
@@ -98,7 +100,7 @@ async def _nodes(store: Store) -> AsyncIterator[str]:
 
 @dataclass
 class UsageWriter:
-    """Writes what one job uses of one node."""
+    """Writes the usage of one job on one node."""
 
     store: Store
     job: JobRecord
@@ -108,7 +110,7 @@ class UsageWriter:
     _written: float | None = None
 
     async def add(self, step: StepAccount) -> None:
-        """Add a step, and write if it is time to."""
+        """Add a step, and write if a write is due."""
         self._waiting = [*self._waiting, step][-MOST_WAITING:]
         now = self.clock.monotonic()
         if self._written is None or now - self._written >= EVERY_S:
@@ -116,7 +118,7 @@ class UsageWriter:
             await self.write()
 
     async def write(self) -> None:
-        """Write the steps that wait, as far as the store takes them."""
+        """Write the waiting steps, as far as the store is available."""
         with contextlib.suppress(StoreUnavailable):
             for day in sorted({end_day(book) for book in self._waiting}):
                 of_day = [book for book in self._waiting if end_day(book) == day]
@@ -141,7 +143,7 @@ class UsageWriter:
                 try:
                     known = NodeUsage.decode(stored.value, stored.key)
                 except UnreadableRecord as error:
-                    log.error("what was used so far cannot be read, and is not added to: %s", error)
+                    log.error("cannot read the usage record, so usage is not added: %s", error)
                     return True
             new = known
             for book in books:

@@ -1,11 +1,14 @@
-"""Responses that outlive their engine: what engines have told of each as it grew, what is still to be asked, and the whole.
+"""Responses that survive the loss of their engine: the reported progress of each response, the remaining request, and
+the complete response.
 
-An engine that dies takes with it only what it has not told. The tokens that it has told stay as they are, with their
-log-probabilities and the versions that made them; another engine goes on behind them, as if they were a part of the prompt. Nothing is
-tokenized anew. What was drawn depends on a sample's seed, so what follows has another, made of that and of how much there is.
+When an engine dies, only the tokens that it has not reported are lost. Reported tokens are kept unchanged, with their
+log-probabilities and the versions that generated them. Another engine continues after them, as if they were a part of
+the prompt. Nothing is tokenized again. Sampling depends on the seed, so the continuation has another seed, derived from
+the sample's seed and the number of kept tokens.
 
-Of what was told the end is cut off where it could hide something: a stop string that begins in it, or half a character. What follows
-is drawn anew, and the next engine looks for stop strings in its own tokens only, so nothing that is kept may end in the beginning of one.
+The end of the reported tokens is dropped if it could hide something: the beginning of a stop string, or half a
+character. It is resampled. The next engine looks for stop strings in its own tokens only, so the kept tokens must not
+end in the beginning of one.
 """
 
 from __future__ import annotations
@@ -20,32 +23,35 @@ from gcore.rollout.client import SamplingParams
 from gcore.types import Sample, VersionSpan
 
 FEWEST, PARTS = 64, 8
-"""An engine tells what it has after this many tokens, or so many times in a response of the greatest length: each telling
-repeats all that there is, so that to tell more often costs more than is lost."""
+"""An engine reports its progress after this many tokens, or this many times in a response of maximum length. Each
+report repeats all tokens so far, so more frequent reports would cost more than the lost tokens."""
 
 CONTEXT = 16
-"""Tokens in front of a response that are decoded with it."""
+"""Number of tokens before a response that are decoded with it."""
 
 HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 HALVES = 3
-"""Tokens at the end that can be the beginning of one character, which has four bytes at most."""
+"""Maximum number of tokens at the end that can be the beginning of one character: a character has at most four
+bytes."""
 
 MOST_BACK = 256
-"""Tokens that are cut off at most because a stop string could have begun in them; where that is not enough, nothing is kept."""
+"""Maximum number of tokens that are dropped because a stop string may have begun in them. If that does not suffice, no
+token is kept."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 def progress_interval(params: SamplingParams, wanted: int | None) -> int:
-    """After how many tokens an engine tells what it has; 0: it does not. `wanted`: the spec's, None: as `PARTS` says."""
+    """Return after how many tokens an engine reports its progress; 0: never. `wanted`: from the spec; None: derived
+    from `PARTS`."""
     every = max(FEWEST, params.max_new_tokens // PARTS) if wanted is None else wanted
     return every if every < params.max_new_tokens else 0
 
 
 @dataclass(frozen=True, slots=True)
 class RemainingRequest:
-    """What an engine is asked: one entry a response."""
+    """The next request to an engine: one entry per response."""
 
     prompts: tuple[tuple[int, ...], ...]
     params: tuple[SamplingParams, ...]
@@ -63,14 +69,14 @@ class PartialResponses:
         self._seeds = tuple(seeds)
         self._decode = decode
         self._kept: dict[int, Sample] = {}
-        """By number: what engines that are gone have told of it."""
+        """By number: tokens kept from lost engines."""
         self._finished: dict[int, Sample] = {}
         self._growing: dict[int, Sample] = {}
-        """What the engine that is asked now has told."""
+        """Progress reported by the present engine."""
         self._asked: tuple[int, ...] = ()
 
     def ask(self) -> RemainingRequest:
-        """What is still to be made, by the next engine."""
+        """Return the remaining request for the next engine."""
         self._growing = {}
         self._asked = tuple(number for number in range(len(self._seeds)) if number not in self._finished)
         return RemainingRequest(
@@ -80,21 +86,21 @@ class PartialResponses:
         )
 
     def grow(self, place: int, sample: Sample) -> tuple[int, Sample | None]:
-        """The engine that is asked now tells of the response in that place of what it was asked.
+        """Record progress of the response at this place of the present request.
 
-        Its number, and the whole of it if it is finished.
+        Return its number, and the complete response if it is finished.
         """
         number = self._asked[place]
         self._growing[number] = sample
         return number, None if sample.finish_reason == "abort" else self._ended(number, sample)
 
     def has_ended(self, place: int) -> bool:
-        """Whether the engine that is asked now has told the end of the response in that place."""
+        """Whether the present engine has reported the end of the response at this place."""
         known = self._growing.get(self._asked[place])
         return known is not None and known.finish_reason != "abort"
 
     def keep(self) -> int:
-        """It is gone. How many tokens are kept that were not before."""
+        """The present engine is lost: keep its progress. Return the number of newly kept tokens."""
         before = self.kept
         for number, sample in self._growing.items():
             if sample.finish_reason != "abort":
@@ -110,23 +116,23 @@ class PartialResponses:
         return self.kept - before
 
     def whole(self, made: Sequence[Sample]) -> tuple[Sample, ...]:
-        """All responses, with what the engine that was asked last has made."""
+        """Return all responses, completed by the results of the last engine."""
         last = {number: self._ended(number, sample) for number, sample in zip(self._asked, made, strict=True)}
         return tuple(self._finished.get(number) or last[number] for number in range(len(self._seeds)))
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is left to ask."""
+        """Whether all responses are finished."""
         return len(self._finished) == len(self._seeds)
 
     @property
     def kept(self) -> int:
-        """Tokens that engines that are gone have told, in all."""
+        """Total number of tokens kept from lost engines."""
         parts = {**self._kept, **self._finished}
         return sum(len(sample.token_ids) for sample in parts.values())
 
     def _ended(self, number: int, sample: Sample) -> Sample:
-        """The whole of one whose last part is `sample`."""
+        """Return the complete response whose last part is `sample`."""
         kept = self._kept.get(number)
         if kept is None:
             return sample
@@ -134,7 +140,7 @@ class PartialResponses:
         return _joined(kept, replace(sample, output=sample.output._replace(text=lacking + sample.text)))
 
     def _in_front(self, number: int) -> tuple[int, ...]:
-        """The newest tokens that the engine that is asked now goes on behind."""
+        """Return the last tokens before the part that the present engine generates."""
         return (self._prompts[number] + self._tokens(number))[-CONTEXT:]
 
     def _tokens(self, number: int) -> tuple[int, ...]:
@@ -143,7 +149,7 @@ class PartialResponses:
 
 
 def _joined(before: Sample | None, after: Sample) -> Sample:
-    """One response of two parts."""
+    """Join two parts of a response."""
     if before is None:
         return after
     count = len(before.token_ids)
@@ -164,14 +170,16 @@ def _joined(before: Sample | None, after: Sample) -> Sample:
 
 
 def _safe(sample: Sample, before: tuple[int, ...], stop: Sequence[str], decode: Decode) -> Sample | None:
-    """So much of an unfinished response that it ends neither in the beginning of a stop string nor in half a character.
+    """Return the longest prefix of an unfinished response that ends neither in the beginning of a stop string nor in
+    half a character.
 
-    `before`: the tokens in front of it; some tokenizers leave out a space at the beginning of what they decode. The whole is
-    decoded a few times only, however it ends: this is done on the event loop, of all that an engine had under way.
+    `before`: the preceding tokens; some tokenizers drop a space at the beginning of decoded text. The whole text is
+    decoded only a few times in any case, because this runs on the event loop, for all responses that an engine had in
+    progress.
     """
     tokens = sample.token_ids
 
-    @cache  # mostly it is the same count all along
+    @cache  # the count is usually the same
     def said(count: int) -> str:
         return _text(tokens[:count], before, decode)
 
@@ -180,10 +188,10 @@ def _safe(sample: Sample, before: tuple[int, ...], stop: Sequence[str], decode: 
         return any(one in text for one in stop)
 
     count = len(tokens)
-    if holds(count):  # the engines that are known look before they tell; this one did not
+    if holds(count):  # known engines check for stop strings before they report; this one did not
         count = bisect_left(range(count), True, key=holds) - 1
     least = max(count - HALVES, 0)
-    # What does not become a character by then never does: the model has drawn U+FFFD, or bytes that are none.
+    # What is not a complete character by then never becomes one: the model has sampled U+FFFD, or invalid bytes.
     count = next((n for n in range(count, least, -1) if not said(n).endswith(HALF_A_CHARACTER)), least)
     count = _unbegun(tokens[:count], said(count), before, stop, decode)
     text = said(count)
@@ -195,11 +203,13 @@ def _safe(sample: Sample, before: tuple[int, ...], stop: Sequence[str], decode: 
 
 
 def _unbegun(tokens: tuple[int, ...], text: str, before: tuple[int, ...], stop: Sequence[str], decode: Decode) -> int:
-    """How many of `tokens`, which say `text`, can be left so that no stop string has begun at their end; 0: none are found."""
+    """Return how many of `tokens`, which decode to `text`, can be kept so that no stop string begins at their end; 0 if
+    none."""
     count, all_tokens = len(tokens), before + tokens
     for left in range(count, max(count - MOST_BACK, 0), -1):
         at = len(before) + left
-        # Only the few tokens that are cut off are decoded, and where they end in the middle of a character, they say something else.
+        # Decode only the few dropped tokens. If the cut is in the middle of a character, their text differs and the cut
+        # is rejected.
         cut_off = _text(all_tokens[at:], all_tokens[max(at - CONTEXT, 0) : at], decode)
         if text.endswith(cut_off) and not _begins(text.removesuffix(cut_off), stop):
             return left
@@ -212,9 +222,11 @@ def _begins(text: str, stop: Sequence[str]) -> bool:
 
 
 def _lacking(sample: Sample, before: tuple[int, ...], decode: Decode) -> str:
-    """What the text of `sample` lacks in front: the space that some tokenizers leave out, where its engine decoded it alone.
+    """Return the text missing at the beginning of `sample`: the space that some tokenizers drop, if its engine decoded
+    the sample alone.
 
-    An engine that decodes it behind `before` tells the space itself; of one that tells no text nothing is known.
+    An engine that decodes the sample after `before` includes the space. If an engine reports no text, nothing can be
+    added.
     """
     alone, behind = decode(sample.token_ids), _text(sample.token_ids, before, decode)
     if sample.text and alone.startswith(sample.text) and behind.endswith(alone):
@@ -223,7 +235,7 @@ def _lacking(sample: Sample, before: tuple[int, ...], decode: Decode) -> str:
 
 
 def _text(tokens: tuple[int, ...], before: tuple[int, ...], decode: Decode) -> str:
-    """What `tokens` say behind `before`."""
+    """Decode `tokens` after `before`."""
     begin, whole = decode(before), decode(before + tokens)
     return whole.removeprefix(begin) if whole.startswith(begin) else decode(tokens)
 
@@ -237,7 +249,7 @@ def _rest(params: SamplingParams, made: int) -> SamplingParams:
 
 
 def derive_seed(seed: int, made: int) -> int:
-    """63 bits, as the first one."""
+    """Return a seed of 63 bits, like the first one."""
     if not made:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}|{made}".encode(), digest_size=8).digest(), "big") >> 1

@@ -1,14 +1,15 @@
-"""The engines of a job's judges, and the clients that ask them.
+"""The engines of a job's judges, and the clients that send them requests.
 
-Any controller asks any of them: their weights never change and nothing is published to them.
+Any controller may use any judge engine: their weights never change, and there is no weight sync to them.
 
-There is one pool for each judge (`controllers.inference.pool`): the least busy engine gets a request; an engine that does not answer is left, and
-its requests go to another; an engine whose version is in doubt is asked for it before it is used again. The plan says which engines run where
-and which sleep. The controller of an engine's node frees its memory; the others find out by asking that it has woken.
+Each judge has one pool (`controllers.inference.pool`). The least busy engine gets a request. If an engine does not
+respond, its requests go to another engine. If the version of an engine is unknown, the controller queries it before it
+uses the engine again. The plan says which engines run where and which sleep. The controller of an engine's node
+releases its memory; the others poll to find out that it is awake.
 
-Requests to a `kind: classifier` judge are batched: those of one moment go as one request, of at most as many as an engine takes through its
-model at once. If the engine of a batch is lost, all of it is asked again; if a batch is refused, each question is asked alone, since only one of
-them need be at fault.
+Requests to a `kind: classifier` judge are batched: questions that arrive together are sent as one request, up to the
+batch size of the engine. If the engine of a batch is lost, the whole batch is retried. If a batch is refused, each
+question is sent alone, because only one of them may be invalid.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Tokens = tuple[int, ...]
 
 
 class ClassifierClient:
-    """Puts the questions of one judge to its engines. Implements `gcore.reward.judges.types.ScoreCall`."""
+    """Sends the questions of one judge to its engines. Implements `gcore.reward.judges.types.ScoreCall`."""
 
     def __init__(
         self,
@@ -60,22 +61,23 @@ class ClassifierClient:
         limit: int | None,
         new_rid: Callable[[], str],
     ) -> None:
-        """`limit`: the judge's context, in tokens."""
+        """`limit`: the judge's context length in tokens."""
         self._pool = pool
         self._renderer = renderer
         self._limit = limit
         self._new_rid = new_rid
         self._most = judge.serving.batch_slots
         self._waiting: list[_Question] = []
-        """Put at this moment."""
+        """Questions of the next batch."""
         self._requests: set[asyncio.Task[None]] = set()
 
     async def __call__(self, question: str) -> ClassifierAnswer:
-        """The number, and how many tokens the question has; waits for an engine. Raises JudgeAway, JudgeError."""
+        """Return the score and the number of tokens of the question. Waits for an engine. Raises JudgeAway,
+        JudgeError."""
         loop = asyncio.get_running_loop()
         put = _Question(question, loop.create_future())
         if not self._waiting:
-            loop.call_soon(self._send)  # when all that can be put now has been
+            loop.call_soon(self._send)  # after all questions that are ready now
         self._waiting.append(put)
         return await put.score
 
@@ -128,11 +130,11 @@ class ClassifierClient:
         if task.cancelled():
             for question in asked:
                 question.score.cancel()
-        elif (error := task.exception()) is not None:  # a defect: whoever asked must hear of it
+        elif (error := task.exception()) is not None:  # a defect: report it to the callers
             _fail(asked, lambda: error)
 
     def _tokens(self, question: str) -> Tokens | JudgeError:
-        """Those of a question, or why it is not asked. May run in a thread."""
+        """Return the tokens of a question, or the error. May run in a thread."""
         try:
             text = self._renderer.render(question)
             check_length(text, self._limit, self._renderer.encode)
@@ -141,8 +143,8 @@ class ClassifierClient:
             return JudgeError(error.what, where=error.where, fix=error.fix)
         except TextTooLong as error:
             return self._unheld(str(error))
-        if not tokens:  # SGLang's scheduler dies of such a question
-            return JudgeError("the question has no tokens", fix="Let its template show more than the response")
+        if not tokens:  # SGLang's scheduler crashes on an empty question
+            return JudgeError("the question has no tokens", fix="Add fixed text to the judge's template")
         if self._limit is not None and len(tokens) >= self._limit:
             return self._unheld(f"{len(tokens)} tokens")
         return tokens
@@ -150,7 +152,7 @@ class ClassifierClient:
     def _unheld(self, has: str) -> JudgeError:
         return JudgeError(
             f"the question has {has}, which do not fit into the judge's context of {self._limit}",
-            fix="Shorten what its template shows, or take a judge with a longer context",
+            fix="Shorten the judge's template, or use a judge with a longer context",
         )
 
 
@@ -161,22 +163,22 @@ def _fail(asked: Sequence[_Question], error: Callable[[], BaseException]) -> Non
 
 
 def _given_up(task: asyncio.Task[None], asked: Sequence[_Question]) -> None:
-    """Nobody waits for any of them any more."""
+    """Whether no caller waits for any of the questions."""
     if all(question.score.done() for question in asked):
-        task.cancel()  # which does nothing to one that has answered them
+        task.cancel()  # no effect if it has answered already
 
 
 log = logging.getLogger(__name__)
 
 JUDGE_RETRY_S = 1.0
-"""Until an engine that did not say what it serves is asked again."""
+"""Seconds before an engine that did not report its version is queried again."""
 
 WOKEN_S = 0.25
-"""And one that slept and is to be awake by the plan: its node's controller wakes it."""
+"""The same for an engine that is to wake by the plan: the controller of its node wakes it."""
 
 
 class JudgePool(EnginePool):
-    """The engines of one judge that the job serves."""
+    """The engines of one judge that the cluster serves."""
 
     def __init__(
         self,
@@ -189,7 +191,8 @@ class JudgePool(EnginePool):
         metrics: Metrics,
         connect: EngineReach = plain_reach,
     ) -> None:
-        """`me`: this incarnation, for an engine takes no two requests of the same name, and all controllers ask it."""
+        """`me`: this incarnation. It makes request names unique, because all controllers send requests to these
+        engines."""
         assert judge.model is not None
         patience = HealthLimits(spec.rollout.silent_s, spec.rollout.watchdog_s, judge.timeout_s)
         super().__init__(
@@ -199,30 +202,31 @@ class JudgePool(EnginePool):
         self._judge = judge
         self._folder = Path(judge.model.path)
         self._asking: dict[str, asyncio.Task[None]] = {}
-        """By instance: what it serves is being found out."""
+        """By instance: tasks that query the served version."""
         self._next: dict[str, float] = {}
-        """When it may be asked again."""
+        """By instance: earliest time of the next query."""
         self._rids = (f"{uid}/judge/{judge.name}/{me}/{number}" for number in itertools.count())
 
     async def aim(self, workers: Mapping[str, WorkerRecord]) -> None:
-        """These workers are there now; those that serve the judge are asked from now on."""
+        """Set the present workers. Engines that serve the judge receive requests from now on."""
         wanted = ("reward", self._uid, self._judge.name, "serving")
         await super().aim(
             {name: one for name, one in workers.items() if (one.role, one.job_uid, one.judge, one.state) == wanted}
         )
 
     async def wake(self, instance: str, version: Version | None = None) -> None:
-        """Give an engine its memory back; it serves what it served. Raises EngineError.
+        """Restore an engine's memory; it serves its weights again. Raises EngineError.
 
-        What SGLang has in its weights' memory then depends on how it was started: they are loaded anew, before it is asked.
+        Whether SGLang's weights survive depends on how it was started, so the weights are loaded again before the
+        engine is used.
         """
         await super().wake(instance, FIRST_WEIGHTS if self._judge.serving.engine == "torch" else version)
         await self.publish(instance, FIRST_WEIGHTS, self._folder)
 
     def look_after(self, controllers: int = 1) -> None:
-        """Check each engine's health; ask those of unknown version what they serve. The reconciler calls this at each look.
+        """Check each engine's health, and query engines of unknown version. The reconciler calls this at each pass.
 
-        `controllers`: that ask them, each of which has its share of what one runs at once.
+        `controllers`: number of controllers that use the engines; each gets an equal part of an engine's capacity.
         """
         now = self._clock.monotonic()
         self.rows = ceil(self._judge.serving.batch_slots / max(controllers, 1))
@@ -256,16 +260,16 @@ class JudgePool(EnginePool):
         await super().close()
 
     def asker(self, renderer: PromptRenderer, limit: int | None) -> GenerativeJudgeClient:
-        """What puts questions to a judge that writes. `limit`: its context, in tokens."""
+        """Return the client of a generative judge. `limit`: its context length in tokens."""
         return GenerativeJudgeClient(self._judge, self, renderer, limit, partial(next, self._rids))
 
     def valuer(self, renderer: PromptRenderer, limit: int | None) -> ClassifierClient:
-        """The same of a classifier."""
+        """Return the client of a classifier."""
         return ClassifierClient(self._judge, self, renderer, limit, partial(next, self._rids))
 
 
 class GenerativeJudgeClient:
-    """Puts the questions of one judge to its engines. Implements `gcore.reward.judges.types.ChatCall`."""
+    """Sends the questions of one judge to its engines. Implements `gcore.reward.judges.types.ChatCall`."""
 
     def __init__(
         self,
@@ -288,7 +292,7 @@ class GenerativeJudgeClient:
         )
 
     async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
-        """One answer a seed; waits for an engine. Raises JudgeAway, JudgeError."""
+        """Return one answer per seed. Waits for an engine. Raises JudgeAway, JudgeError."""
         tokens = await run_by_size(len(question), lambda: self._tokens(question))
         decode = self._renderer.tokenizer.decode
         try:
@@ -300,7 +304,7 @@ class GenerativeJudgeClient:
         except EngineError as error:
             raise JudgeError(error.what, where=error.where, fix=error.fix) from error
         if any(sample.finish_reason == "abort" for sample in samples):
-            raise JudgeAway("its engine gave up on the question", fix="It is asked again")
+            raise JudgeAway("the engine aborted the request", fix="The question is retried")
         return tuple(
             Answer(
                 text=sample.text,
@@ -312,7 +316,7 @@ class GenerativeJudgeClient:
         )
 
     def _tokens(self, question: str) -> tuple[int, ...]:
-        """May run in a thread. Raises JudgeError."""
+        """Return the tokens of a question. May run in a thread. Raises JudgeError."""
         room = None if self._limit is None else self._limit - self._params.max_new_tokens
         try:
             text = self._renderer.render(question)
@@ -330,5 +334,5 @@ class GenerativeJudgeClient:
         return JudgeError(
             f"the question has {has}, and with max_new_tokens ({self._params.max_new_tokens}) more than the {self._limit} of the "
             "judge's context",
-            fix="Shorten what its template shows, or take a judge with a longer context",
+            fix="Shorten the judge's template, or use a judge with a longer context",
         )

@@ -1,13 +1,15 @@
-"""The judges of a job on one controller: opened, counted, and, for judges that others serve, paced and paid for.
+"""The judges of a job on one controller: clients, counters, and, for external judges, rate limit and budget.
 
-Every controller asks external judges itself. Their rate is for the whole cluster, so each takes the rate divided by the number of members; while
-one comes or goes the shares may briefly add up to a little more or less.
+Every controller sends requests to external judges itself. Their rate limit is for the whole cluster, so each controller
+uses the rate divided by the number of members. While a member joins or leaves, the sum may briefly differ from the
+limit.
 
-Cost: each controller adds what it has spent to its node's record, the first answer at once, further ones every `WRITE_S`, and the rest at the
-end. All controllers see all records, and none asks any more once the sum has reached `most_cost`. It may be exceeded by the requests in
-flight at that moment and by what was answered since the last write of each controller (or while the store is away). The same may be
-forgotten, once, for each controller that is killed. A request counts when its answer has come. The first member reports for all that a
-judge's budget is spent; each node reports for itself that its key is refused.
+Cost: each controller adds its cost to its node's record: the first answer at once, further ones every `WRITE_S`, and
+the rest at the end. All controllers read all records, and stop sending once the sum has reached `most_cost`. The sum
+may be exceeded by the requests in flight at that moment and by the answers since the last write of each controller (or
+while the store is unreachable). The same amount may be lost once for each controller that is killed. A request counts
+when its answer has arrived. The first member reports for all that a judge's budget is spent; each node reports for
+itself that its key is refused.
 """
 
 from __future__ import annotations
@@ -42,18 +44,19 @@ from gcore.system.concurrency import limit_time
 from gcore.worker.sandbox.pool import PoolStatus
 
 TOLD_AT = 10
-"""Unreadable answers are told at the first, and each time that there are so many times as many."""
+"""Unreadable answers are reported at the first one, and whenever their number has grown by this factor."""
 
 LEAST_UNREADABLE = 32
-"""Answers of a judge, at least, none of which can be read before a job ends for that."""
+"""Minimum number of answers of a judge, all unreadable, before a job ends because of it."""
 
-READABLE = "Let its template ask for what its verdict.parser reads, or change the parser"
+READABLE = "Make the template request the format that verdict.parser reads, or change the parser"
 
 
 def answers_of_a_step(spec: JobSpec) -> dict[str, int]:
-    """By judge without which nothing can be trained: the answers that it gives in a step, `LEAST_UNREADABLE` at least.
+    """Return, for each judge that training depends on, the number of answers it gives in a step, at least
+    `LEAST_UNREADABLE`.
 
-    Not the judges of evaluations alone, nor those in whose place another reward scores.
+    Excludes judges that only evaluations use, and judges replaced by another reward.
     """
     responses = spec.flow.groups_per_step * spec.flow.samples_per_prompt
     used = {name for source in training_sources(spec) for name in source.reward.judges}
@@ -68,22 +71,22 @@ class JudgeMetricsObserver:
     """Implements `gcore.reward.judges.types.JudgeObserver`, and the `JudgeRequestObserver` of its `gate`."""
 
     def __init__(self, metrics: Metrics, tell: Callable[[str, str], None]) -> None:
-        """`tell`: notes an event, by topic."""
+        """`tell`: records an event, by topic."""
         self._metrics = metrics
         self._tell = tell
         self._open: Counter[str] = Counter()
         self._answered = 0
-        """What is tried in vain is no progress: a wait for a server that refuses everything must be told."""
+        """Failed attempts do not count as progress: waiting for a server that refuses everything must be reported."""
         self._unreadable: Counter[str] = Counter()
         self._next_told: dict[str, int] = {}
         self._readable: set[str] = set()
         self._last_example: dict[str, str] = {}
         self._waits: dict[str, str] = {}
-        """By judge: why its requests are held back."""
+        """By judge: why its requests are delayed."""
 
     @property
     def scoring(self) -> PoolStatus:
-        """What is waited for now."""
+        """What the controller waits for now."""
         waiting = sum(self._open.values())
         names = " and ".join(sorted(repr(name) for name, count in self._open.items() if count > 0))
         count = "1 question waits" if waiting == 1 else f"{waiting} questions wait"
@@ -91,14 +94,14 @@ class JudgeMetricsObserver:
         return PoolStatus(waiting, self._answered, f"{count} for judge {names}{why}")
 
     def begun(self, judge: str) -> None:
-        """A question is put."""
+        """A question was sent."""
         if judge not in self._open:
             self._metrics.know_judge(judge)
         self._open[judge] += 1
         self._metrics.judge_open.labels(judge).set(self._open[judge])
 
     def ended(self, judge: str) -> None:
-        """A question that was put has an answer, or will have none."""
+        """A question that was sent has an answer, or will have none."""
         self._open[judge] -= 1
         self._metrics.judge_open.labels(judge).set(self._open[judge])
 
@@ -111,7 +114,7 @@ class JudgeMetricsObserver:
         self._metrics.judge_tokens.labels(judge, "answer").inc(tokens_out)
 
     def failed(self, judge: str, why: Why) -> None:
-        """A try was in vain."""
+        """An attempt failed."""
         self._metrics.judge_questions.labels(judge, why).inc()
 
     def verdict(self, judge: str, value: float) -> None:
@@ -120,7 +123,7 @@ class JudgeMetricsObserver:
         self._metrics.judge_verdicts.labels(judge).observe(value)
 
     def unreadable(self, judge: str, example: str, why: str) -> None:
-        """An answer could not be read."""
+        """An answer could not be parsed."""
         self._metrics.judge_unreadable.labels(judge).inc()
         self._unreadable[judge] += 1
         count = self._unreadable[judge]
@@ -129,50 +132,53 @@ class JudgeMetricsObserver:
             self._next_told[judge] = count * TOLD_AT
             many = "an answer" if count == 1 else f"{count} answers"
             self._tell(
-                f"judge-{judge}", f"judge {judge!r} gave {many} that cannot be read, {self._last_example[judge]}"
+                f"judge-{judge}", f"judge {judge!r} gave {many} that cannot be parsed, {self._last_example[judge]}"
             )
 
     def unreadable_judge_reason(self, answers: Mapping[str, int]) -> str:
-        """A sentence about a judge that gave so many `answers`, by judge, and none that can be read; empty if there is none."""
+        """Return a sentence about a judge with at least this many answers, by judge, that were all unreadable; empty if
+        there is none."""
         for judge, many in answers.items():
             count = self._unreadable[judge]
             if count >= many and judge not in self._readable:
-                return f"judge {judge!r} gave {count} answers and none of them can be read, {self._last_example[judge]}"
+                return (
+                    f"judge {judge!r} gave {count} answers and none of them can be parsed, {self._last_example[judge]}"
+                )
         return ""
 
     def remembered(self, judge: str) -> None:
-        """A question was not asked, for its verdict was known."""
+        """A question was answered from the cache of verdicts."""
         self._metrics.judge_questions.labels(judge, "remembered").inc()
 
     def disagreed(self, judge: str, share: float) -> None:
-        """In this share of a group's pairs, the two orders contradicted each other."""
+        """In this share of a group's pairs, the two orders gave contradictory verdicts."""
         self._metrics.judge_disagreement.labels(judge).observe(share)
 
     def paid(self, judge: str, cost: float) -> None:
-        """A request was answered, and costs that."""
+        """A request was answered at this cost."""
         self._metrics.judge_cost.labels(judge).inc(cost)
 
     def held(self, judge: str, cause: Cause, seconds: float) -> None:
-        """The next request was held back for so long."""
+        """The next request was delayed by this many seconds."""
         self._metrics.judge_held.labels(judge, cause).inc(seconds)
 
     def waits(self, judge: str, why: str) -> None:
-        """The next request waits, and why; nothing: it does not."""
+        """Why the next request waits; empty: it does not."""
         if why:
             self._waits[judge] = why
         else:
             self._waits.pop(judge, None)
 
     def trouble(self, judge: str, topic: str, sentence: str) -> None:
-        """To be told in an event."""
+        """Report a sentence as an event."""
         self._tell(f"judge-{topic}-{judge}", sentence)
 
 
 WRITE_S = 2.0
-"""Between two writes of one controller."""
+"""Seconds between two writes of one controller."""
 
 LAST_WRITE_S = 5.0
-"""What is left when it ends is tried to be written for so long."""
+"""Maximum seconds for the last write at the end."""
 
 
 class JudgeBudget:
@@ -190,56 +196,57 @@ class JudgeBudget:
         nodes: Callable[[], Collection[str]],
         paid: Callable[[str, float], None] = lambda judge, cost: None,
     ) -> None:
-        """`me`: the incarnation. `nodes`: those that are there. `paid`: told what each answer costs."""
+        """`me`: the incarnation. `nodes`: the present ones. `paid`: called with the cost of each answer."""
         self._judges = {judge.name: judge.external for judge in judges if judge.external is not None}
         self._store = store
         self._keys = keys
         self._node = node
         self._me = f"{me}.{uuid.uuid4().hex[:8]}"
-        """A life begins whenever the job is taken up, which one incarnation may do again: it then knows nothing of what it asked before."""
+        """A new life begins whenever the job is taken up. One incarnation may do so repeatedly, and then does not know
+        its earlier requests."""
         self._clock = clock
         self._mirror = mirror
         self._nodes = nodes
         self._paid = paid
         self._mine: dict[str, JudgeUse] = {}
-        """What was asked here in this life."""
+        """Requests of this life."""
         self._landed: dict[str, JudgeUse] = {}
-        """Of that, what stands in some record."""
+        """The part of them that some record contains."""
         self._elsewhere: dict[str, JudgeUse] = {}
-        """Of that, what stands in a record that is not this life's."""
+        """The part of them that a record of another life contains."""
         self._known: Versioned[NodeSpent] | None = None
-        """The node's record as it was last written or read here."""
+        """The node's record as last written or read here."""
         self._news = asyncio.Event()
 
     def note(self, judge: str, tokens_in: int, tokens_out: int) -> None:
-        """A request was answered."""
+        """Count an answered request."""
         use = JudgeUse(requests=1, tokens_in=tokens_in, tokens_out=tokens_out)
         self._mine = add_uses((self._mine, {judge: use}))
         self._paid(judge, use_cost(use, self._judges[judge]))
         self._news.set()
 
     def cost(self, judge: str) -> float:
-        """What the whole job has spent on a judge, as far as it is known here."""
+        """Return the cost of a judge for the whole job, as far as it is known here."""
         mirror = self._mirror()
         seen, own = mirror.spent, mirror.spent.get(self._node)
         if self._known is not None and mirror.revision < self._known.revision:
-            own = self._known  # which will be heard of
+            own = self._known  # not yet received by the watch
         others = (stored.record.uses for node, stored in seen.items() if node != self._node)
         total = add_uses((*others, self._next(own.record if own is not None else None).uses))
         return use_cost(total.get(judge, NOTHING), self._judges[judge])
 
     def overdrawn(self, judge: str) -> str:
-        """That all is spent which the job may spend on a judge; nothing while it is not."""
+        """Return a sentence if the budget of a judge is spent, else an empty string."""
         most = self._judges[judge].most_cost
         if most is None or (cost := self.cost(judge)) < most:
             return ""
         return (
-            f"judge {judge!r} has spent {cost:.{'2f' if cost >= 1 else '4g'}} of the {most:g} that its external.most_cost allows, so nothing more is asked; a "
-            "job's spec stays as it is: cancel the job, export its model, and start one from that with more to spend"
+            f"judge {judge!r} has spent {cost:.{'2f' if cost >= 1 else '4g'}} of its external.most_cost {most:g}, so it gets no more requests; a "
+            "job's spec cannot be changed: cancel the job, export its model, and start a new job from it with a higher limit"
         )
 
     async def run(self) -> None:
-        """For ever: write down what was spent."""
+        """Write the cost, forever."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -248,25 +255,25 @@ class JudgeBudget:
             await self._clock.sleep(WRITE_S)
 
     async def finish(self) -> None:
-        """Write down what is left."""
+        """Write the remaining cost."""
         with contextlib.suppress(TimeoutError):
             async with limit_time(LAST_WRITE_S):
                 while self._mine != self._landed and not await self._write():
                     await self._clock.sleep(WRITE_S / 10)
 
     async def _write(self) -> bool:
-        """Whether the store has taken what was there when this began."""
+        """Write the cost. Return whether the store has all that was counted when the write began."""
         try:
             kv = await self._store.get(self._keys.spent(self._node))
             there = _read(kv)
-            if there is not None and there.by == self._me:  # a write whose answer never came may have been made
+            if there is not None and there.by == self._me:  # a write without a response may have succeeded
                 self._landed = add_uses((there.life, self._elsewhere))
                 self._known = Versioned(there, kv.mod_revision) if kv is not None else None
             else:
                 self._elsewhere = self._landed
             mine, new = self._mine, self._next(there)
             gone = records_to_merge(self._mirror().spent, self._node, self._nodes())
-            old = None if kv is None else Versioned(new, kv.mod_revision)  # compared by its revision alone
+            old = None if kv is None else Versioned(new, kv.mod_revision)  # compares only the revision
             txn = spend(self._keys, old, new, gone)
             report = await TransactionExecutor(self._store, self._keys).run(txn)
         except StoreUnavailable:
@@ -279,7 +286,7 @@ class JudgeBudget:
         return True
 
     def _next(self, there: NodeSpent | None) -> NodeSpent:
-        """The node's record with all that was asked here, after the one that is there."""
+        """Return the node's new record: the present one plus all requests of this life."""
         if there is not None and there.by == self._me:
             return there.model_copy(update={"life": subtract_uses(self._mine, self._elsewhere)})
         before = {} if there is None else there.uses
@@ -287,7 +294,7 @@ class JudgeBudget:
 
 
 def _read(kv: KeyValue | None) -> NodeSpent | None:
-    """What stands there; nothing if it is damaged, and is written anew."""
+    """Parse a record. Return None if it is damaged; it is then written again."""
     try:
         return None if kv is None else NodeSpent.decode(kv.value, kv.key)
     except UnreadableRecord:
@@ -295,11 +302,11 @@ def _read(kv: KeyValue | None) -> NodeSpent | None:
 
 
 BUDGET_CHECK_S = 1.0
-"""It is looked so often whether all is spent."""
+"""Seconds between two checks of the budget."""
 
 
 class ExternalJudges:
-    """The external judges of a job: their clients, what they cost, and whether their budget is spent."""
+    """The external judges of a job: clients, costs, and budgets."""
 
     def __init__(
         self,
@@ -315,7 +322,7 @@ class ExternalJudges:
         tell: Callable[[str, str], None],
         environ: Mapping[str, str],
     ) -> None:
-        """`nodes`: those that are there. `tell`: notes an event, by topic. `environ`: where the keys are."""
+        """`nodes`: the present ones. `tell`: records an event, by topic. `environ`: contains the keys."""
         self._judges = [judge for judge in spec.judges if judge.external is not None]
         self._me = me
         self._clock = clock
@@ -326,10 +333,11 @@ class ExternalJudges:
         self.spending = JudgeBudget(self._judges, store, keys, node, me, clock, mirror, nodes, counts.paid)
         self._asks: dict[str, ExternalJudgeClient] = {}
         self._told: set[str] = set()
-        """Judges of which it was told here that all is spent."""
+        """Judges whose spent budget was reported here."""
 
     def asker(self, number: int, judge: JudgeSpec) -> ExternalJudgeClient:
-        """What puts questions to judge `number`: one, however often a preparation is tried. Raises DataError without its key."""
+        """Return the client of judge `number`: always the same one, even if the preparation is retried. Raises
+        DataError if its key is missing."""
         assert judge.external is not None
         if (known := self._asks.get(judge.name)) is not None:
             return known
@@ -342,7 +350,7 @@ class ExternalJudges:
         return ask
 
     async def run(self) -> None:
-        """For ever: write down what is spent, and tell when it is all that may be."""
+        """Write costs and report spent budgets, forever."""
         if not self._judges:
             return
         async with asyncio.TaskGroup() as group:
@@ -350,7 +358,7 @@ class ExternalJudges:
             group.create_task(self._watch(), name="most cost")
 
     async def close(self) -> None:
-        """Write down what is left, and close all connections."""
+        """Write the remaining costs, and close all connections."""
         await self.spending.finish()
         for ask in self._asks.values():
             await ask.close()
@@ -370,7 +378,7 @@ class ExternalJudges:
             self._told.add(judge.name)
             most = f"{judge.external.most_cost:g}"
             self._tell(
-                topic, f"judge {judge.name!r} has spent the {most} that the job may spend on it, and the job waits"
+                topic, f"judge {judge.name!r} has spent its budget of {most} (external.most_cost), and the job waits"
             )
 
 
@@ -381,7 +389,8 @@ def open_judges(
     clock: Clock,
     external: ExternalJudges | None = None,
 ) -> Mapping[str, Judge]:
-    """By name. `spec` names the models' folders on this node. `engines`: by judge, of those that the cluster serves. `external`: asks those judges that others serve, if there are any.
+    """Return the judges by name. `spec` names the models' folders on this node. `engines`: of judges that the cluster
+    serves. `external`: the external judges, if there are any.
 
     Blocks. Raises SpecError, DataError.
     """
@@ -398,7 +407,8 @@ def open_judges(
 
 
 def judge_renderer(number: int, judge: JudgeSpec) -> PromptRenderer:
-    """How questions become tokens, for judge `number`, which the cluster serves. Blocks. Raises DataError."""
+    """Return the renderer that turns questions into tokens, for judge `number`, which the cluster serves. Blocks.
+    Raises DataError."""
     assert judge.model is not None
     with blame_judge(number, judge):
         return PromptRenderer.load(
@@ -408,7 +418,8 @@ def judge_renderer(number: int, judge: JudgeSpec) -> PromptRenderer:
 
 @contextmanager
 def blame_judge(number: int, judge: JudgeSpec) -> Iterator[None]:
-    """What is wrong with its model is told of judge `number`, by the keys of its own section: whoever finds it speaks of the policy's."""
+    """Attribute errors in a judge's model to judge `number` and the keys of its section. The underlying code names
+    those of the policy."""
     try:
         yield
     except DataError as error:
@@ -417,7 +428,7 @@ def blame_judge(number: int, judge: JudgeSpec) -> Iterator[None]:
 
 
 def _own(number: int, text: str) -> str:
-    """`text` with the keys of judge `number` for those of the policy."""
+    """Replace the policy's keys in `text` by those of judge `number`."""
     text = text.replace("or name one in `template`", "or take another model")
     text = re.sub(r"(?<![\w.])model\.chat\b", f"judges.{number}.chat", text)
     return re.sub(r"(?<![\w.])model\.(path|trust_remote_code|max_length)\b", rf"judges.{number}.model.\1", text)
@@ -449,7 +460,7 @@ def _asker(
 
 
 class CountingChatCall:
-    """Counts the questions that are open. Implements `ChatCall`."""
+    """Counts open questions. Implements `ChatCall`."""
 
     def __init__(self, ask: ChatCall, judge: str, counts: JudgeMetricsObserver) -> None:
         self._ask = ask
@@ -457,7 +468,7 @@ class CountingChatCall:
         self._counts = counts
 
     async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
-        """As what it counts."""
+        """Forward the question."""
         self._counts.begun(self._judge)
         try:
             return await self._ask(question, seeds)
@@ -466,7 +477,7 @@ class CountingChatCall:
 
 
 class CountingScoreCall:
-    """The same of a classifier. Implements `ScoreCall`."""
+    """Counts open questions of a classifier. Implements `ScoreCall`."""
 
     def __init__(self, value: ScoreCall, judge: str, counts: JudgeMetricsObserver) -> None:
         self._value = value
@@ -474,7 +485,7 @@ class CountingScoreCall:
         self._counts = counts
 
     async def __call__(self, question: str) -> ClassifierAnswer:
-        """As what it counts."""
+        """Forward the question."""
         self._counts.begun(self._judge)
         try:
             return await self._value(question)

@@ -1,15 +1,17 @@
-"""The rollout replicas that this controller is responsible for: bringing them the weights, and seeing how they are. What is asked of
-them is `controllers.inference.requests`'s.
+"""The engines of one pool that this controller is responsible for: weight sync, sleep and health.
+`controllers.inference.requests` sends requests.
 
-Each engine has one controller at a time that routes to it and publishes to it (`controllers.rules.memory`). Two that both believe it do
-no harm: samples carry the version they were made with, and the seal checks that. An engine that does not serve head's version is not routed to.
+Each rollout engine has one controller at a time that routes to it and sends weights to it (`controllers.rules.memory`).
+Two controllers that both believe to be it do no harm: samples carry the version that generated them, and the seal
+checks it. A controller does not route to an engine that does not serve head's version.
 
-One that the plan puts to sleep gets nothing new from the moment at which that is heard. What it has under way comes back with the
-tokens it has, and goes on elsewhere; then it gives its memory back, and what it serves is forgotten, so that after it has woken
-it is brought the current weights before anything is asked of it.
+An engine that the plan puts to sleep gets no new requests as soon as the controller sees the plan. Its running requests
+are returned with their tokens and continue elsewhere. Then it releases its memory, and the controller forgets its
+version, so that after its wake it gets the current weights before any request.
 
-One that owes answers and gives none is left by everybody who waits for it (`controllers.inference.rules` says when); it is asked on how it
-is, in the background, and is used again once it answers. To end one that hangs is its node's business (`controllers.rules.workers`).
+If an engine owes responses and gives none, all its callers leave it (`controllers.inference.rules` defines when). The
+controller probes it in the background, and uses it again once it responds. Ending a hung engine is the task of its node
+(`controllers.rules.workers`).
 """
 
 from __future__ import annotations
@@ -39,20 +41,23 @@ from gcore.worker.records import WorkerRecord
 log = logging.getLogger(__name__)
 
 HEALTH_CHECK_S = 0.25
-"""The health of the engines is checked so often."""
+"""Seconds between two health checks."""
 
 LOAD_S = 0.5
-"""For an engine to say what it has to do."""
+"""Maximum seconds for an engine to report its load."""
 
 REMEMBERED = 5
-"""Of so many that slept, or woke, the median counts: one that took long for once must not make every change dear."""
+"""Number of newest sleeps or wakes whose median counts, so that one slow change does not make all changes look
+expensive."""
 
 SHUT_S = 2.0
-"""So long has an engine that is put to sleep to give back what it has under way; what it still owes then goes on without."""
+"""Maximum seconds for an engine that is put to sleep to return its running requests. Then they continue without the
+missing tokens."""
 
 
 class EnginePool(Requests):
-    """Engines by instance id, and the requests to them. `aim` says which are mine; `views` is what `decide` sees."""
+    """Engines by instance id, and the requests to them. `aim` sets the engines of this controller; `views` is the input
+    of `decide`."""
 
     def __init__(
         self,
@@ -67,7 +72,8 @@ class EnginePool(Requests):
         pool: ServingPool = "rollout",
         rows: int | None = None,
     ) -> None:
-        """`rows`: responses that one runs at once; None: nobody knows, and nothing that waits at one goes to another."""
+        """`rows`: concurrent responses per engine; None: not known, and waiting requests are not moved to another
+        engine."""
         limits = patience or HealthLimits(request_s=timeout_s)
         super().__init__(changes, clock or SystemClock(), limits, metrics or Metrics(), told_every, pool)
         self._timeout_s = timeout_s
@@ -81,17 +87,17 @@ class EnginePool(Requests):
 
     @property
     def views(self) -> dict[str, EngineView]:
-        """The state of the pool's engines, as `decide` sees them."""
+        """The state of the pool's engines, as input of `decide`."""
         return {instance: connection.view for instance, connection in self._connections.items()}
 
     @property
     def slept_s(self) -> float | None:
-        """Median seconds to put an engine to sleep; None: none was."""
+        """Median seconds to put an engine to sleep; None: not measured."""
         return median(self._slept) if self._slept else None
 
     @property
     def woke_s(self) -> float | None:
-        """Median seconds from the wake to the next request; None: none was woken."""
+        """Median seconds from the wake to the next request; None: not measured."""
         return median(self._woke) if self._woke else None
 
     @property
@@ -117,7 +123,7 @@ class EnginePool(Requests):
         self.shut(self._shut)
 
     def shut(self, instances: Collection[str]) -> None:
-        """Route nothing to these engines, which the plan puts to sleep; route to the others again."""
+        """Stop routing to these engines, which the plan puts to sleep. Resume routing to the others."""
         self._shut = frozenset(instances)
         now = self._clock.monotonic()
         for instance, connection in self._connections.items():
@@ -130,7 +136,7 @@ class EnginePool(Requests):
         connection = self._connection_of(instance)
         connection.distrust()
         with self._note_trouble(connection):
-            # A peer may have done so, or this controller before it was started again.
+            # Another controller may have done so, or this one before its restart.
             if not (await connection.client.sleeps() and await connection.client.released()):
                 began = self._clock.monotonic()
                 await connection.client.sleep()
@@ -138,8 +144,8 @@ class EnginePool(Requests):
         connection.view = replace(connection.view, version=None, asleep=True)
 
     async def wake(self, instance: str, version: Version | None = None) -> None:
-        """Restore an engine's memory. `version`: the version of its weights, if they never change; else `publish` follows. Raises
-        EngineError."""
+        """Restore an engine's memory. `version`: of its weights, if they never change; otherwise `publish` follows.
+        Raises EngineError."""
         connection = self._connection_of(instance)
         connection.waking = self._clock.monotonic()
         with self._note_trouble(connection):
@@ -149,7 +155,7 @@ class EnginePool(Requests):
 
     @contextmanager
     def _note_trouble(self, connection: EngineConnection) -> Iterator[None]:
-        """Keep what goes wrong in the block in the connection's view."""
+        """Store an error of the block in the connection's view."""
         try:
             yield
             connection.view = replace(connection.view, trouble="")
@@ -162,13 +168,15 @@ class EnginePool(Requests):
             self._changes.notify()
 
     def _note_memory(self, connection: EngineConnection, error: EngineError) -> None:
-        """An engine whose memory stays unknown is ended: SGLang's server does not survive a guess."""
+        """Mark an engine whose memory state stays unknown as failed, so that it is ended: SGLang's server does not
+        survive a wrong request."""
         if isinstance(error, EngineMemoryUnknown):
             connection.health = connection.health.loses_memory(self._clock.monotonic())
             self._looked = -HEALTH_CHECK_S
 
     async def loads(self, instances: Collection[str]) -> dict[str, tuple[int, int]]:
-        """Requests that these engines run, and that wait there. An engine that does not say counts as running what this pool asked of it."""
+        """Return the running and waiting requests of these engines. An engine that does not report counts as running
+        the requests of this pool."""
 
         async def load(connection: EngineConnection) -> tuple[int, int]:
             running: int | None = None
@@ -186,8 +194,8 @@ class EnginePool(Requests):
     def _connection_of(self, instance: str) -> EngineConnection:
         connection = self._connections.get(instance)
         if connection is None:
-            # It may have ended, or become a peer's, between the decision and the deed.
-            raise EngineUnreachable(f"{instance} is not connected", fix="Look again")
+            # The engine may have ended, or belong to another controller now, since the decision.
+            raise EngineUnreachable(f"{instance} is not connected", fix="Retry after the next look at the workers")
         return connection
 
     async def close(self) -> None:
@@ -197,7 +205,8 @@ class EnginePool(Requests):
     async def publish(self, instance: str, version: Version, folder: Path) -> None:
         """Bring one engine to `version`. Raises EngineError.
 
-        Of one that is met, was distrusted or has failed it is found out first what it serves: a peer may have brought it there.
+        If the engine is new, distrusted or has failed, its version is queried first: another controller may have
+        updated it.
         """
         connection = self._connection_of(instance)
         connection.coming = version
@@ -207,11 +216,12 @@ class EnginePool(Requests):
             if served is None and await (
                 connection.client.released() if connection.woken else connection.client.sleeps()
             ):
-                # A controller that is gone put it to sleep, or another since this one woke it: it is woken first.
+                # A lost controller put it to sleep, or another controller did after this one woke it: wake it first.
                 connection.view, connection.woken = replace(connection.view, asleep=True), False
-                raise EngineError(f"{instance} sleeps", fix="It is woken first")
+                raise EngineError(f"{instance} sleeps", fix="The controller wakes it first")
             if connection.view.version is None and served == version:
-                # Whoever brought it there may have died before it let the engine go on; going on twice does no harm.
+                # The controller that updated it may have died before it resumed the engine; resuming twice does no
+                # harm.
                 await connection.client.resume()
             else:
                 await connection.client.update_weights(str(folder), version)
@@ -221,23 +231,23 @@ class EnginePool(Requests):
             connection.view = replace(connection.view, version=version, trouble="", asleep=False)
             connection.health = connection.health.answers(self._clock.monotonic())
         except EngineError as error:
-            # What it serves now is anybody's guess: it is asked, and let go on, when this is tried again.
+            # Its version is now unknown: the next attempt queries it and resumes the engine.
             connection.view = replace(
                 connection.view, version=None, trouble="" if connection.view.asleep else error.what
             )
             self._note_memory(connection, error)
             if isinstance(error, EngineUnreachable):
                 connection.health = connection.health.in_vain(asked)
-                self._looked = -HEALTH_CHECK_S  # that it is silent is seen before the next try is decided on
+                self._looked = -HEALTH_CHECK_S  # check its health before the next attempt
             raise
         finally:
             connection.coming = None
             self._changes.notify()
 
     def look_after(self, controllers: int = 1) -> None:
-        """Check each engine's health; leave a silent one, and probe it. The reconciler calls this at each look.
+        """Check each engine's health; leave a silent one, and probe it. The reconciler calls this at each pass.
 
-        `controllers`: members of the job, which all ask a judge's engines.
+        `controllers`: number of members of the job, which all use a judge's engines.
         """
         now = self._clock.monotonic()
         if now < self._looked + HEALTH_CHECK_S:
@@ -245,7 +255,7 @@ class EnginePool(Requests):
         self._looked = now
         for instance, connection in self._connections.items():
             if connection.coming is not None:
-                continue  # bringing it weights has a limit of its own
+                continue  # the weight sync has its own timeout
             busy = bool(connection.requests)
             connection.health = connection.health.look(self._patience, now, busy=busy)
             verdict = connection.health.verdict(self._patience, now)
@@ -280,10 +290,10 @@ class EnginePool(Requests):
         except (EngineUnreachable, TimeoutError) as error:
             log.debug("%s: %s", connection.client.base_url, error)
             return
-        except EngineError as error:  # who refuses has answered
+        except EngineError as error:  # a refusal is a response
             log.debug("%s: %s", connection.client.base_url, error)
         connection.health = connection.health.answers(self._clock.monotonic())
 
     def serves(self, version: Version) -> bool:
-        """Whether one of my engines serves `version`."""
+        """Whether an engine of this controller serves `version`."""
         return any(connection.view.version == version for connection in self._connections.values())

@@ -1,7 +1,8 @@
-"""Responses and scores from engines: wait for an engine that serves the right weights, send the request, and repeat it at another engine when
-that one is lost, or when the request waits there while another has room. Requests are counted by result, with their latency and tokens.
+"""Responses and scores from engines: wait for an engine with the right weights, send the request, and retry at another
+engine if that one is lost, or if the request waits there while another engine has capacity. Requests are counted by
+result, with latency and tokens.
 
-`controllers.inference.pool` says which engines there are, and what they serve.
+`controllers.inference.pool` manages the engines and their versions.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ async def count_request(
     pool: ServingPool,
     samples_of: Callable[[T], Sequence[Sample]],
 ) -> T:
-    """What `request` brings. Raises what it raises. `samples_of`: the responses in it; a classifier's scores are none.
+    """Await `request` and count it. Raises what it raises. `samples_of`: returns its responses; empty for a
+    classifier's scores.
 
-    What judges write is no sample; their tokens are counted by the judge.
+    Answers of judges are not counted as samples; the judge counts their tokens.
     """
     metrics.engine_open.labels(pool).inc()
-    begun, result = clock.monotonic(), "aborted"  # also of one that whoever asked gives up
+    begun, result = clock.monotonic(), "aborted"  # also if the caller cancels it
     try:
         brought = await request
         samples = samples_of(brought)
@@ -77,8 +79,8 @@ async def count_request(
 
 @dataclass
 class InFlightRequest:
-    """A request for `count` responses that the engine has. `owing`: what it owes of it; `ended`: the places of those that it has told the
-    end of; `taken_back`: when it was told to give it back, so that another can go on with it."""
+    """A request for `count` responses that an engine has. `owing`: its outstanding work. `ended`: places of responses
+    whose end was reported. `taken_back`: when the engine was told to return it, so that another can continue it."""
 
     count: int
     owing: OutstandingWork
@@ -87,75 +89,76 @@ class InFlightRequest:
 
     @property
     def left(self) -> int:
-        """Responses that are still to come."""
+        """Number of outstanding responses."""
         return self.count - len(self.ended)
 
 
 @dataclass
 class EngineConnection:
-    """A connection to one engine, and what is known of the engine."""
+    """A connection to one engine, and the known state of the engine."""
 
     client: Engine
     view: EngineView
     in_flight: int = 0
-    """Samples (or scores) asked for and not answered, with those that wait for its weights."""
+    """Number of outstanding samples or scores, including requests that wait for the engine's weights."""
     owed: float = 0.0
-    """The same as what it is taken for: responses, or tokens that are expected."""
+    """The same weighted by expectation: responses, or expected tokens."""
     coming: Version | None = None
-    """What it is being brought to."""
+    """Version of the weight sync in progress."""
     health: EngineHealth = field(default_factory=lambda: EngineHealth(0.0))
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
-    """For responses or scores, under way."""
+    """Running requests for responses or scores."""
     asked: dict[str, InFlightRequest] = field(default_factory=dict)
-    """Those for responses, by name, the oldest first."""
+    """Running requests for responses by name, oldest first."""
     probe: asyncio.Task[None] | None = None
-    """The last question how it is."""
+    """The last health probe."""
     probed: float = 0.0
-    """When it was put."""
+    """When it was sent."""
     shut: float | None = None
-    """Since when nothing new goes there, because the plan says that it sleeps."""
+    """Since when no new requests are routed there, because the plan says that it sleeps."""
     woken: bool = False
-    """Whether it has its memory again and has not been brought its weights yet."""
+    """Whether it has restored its memory and not received its weights yet."""
     waking: float = 0.0
-    """Since when it is being woken."""
+    """Since when it is waking."""
 
     def take(self, samples: int, owed: float) -> None:
-        """A request more; or, with negative numbers, one less."""
+        """Add a request; with negative numbers, remove one."""
         self.in_flight += samples
-        # Of tokens that were expected, sums and differences need not come back to nothing.
+        # Sums and differences of expected tokens may not cancel exactly.
         self.owed = max(self.owed + owed, 0.0) if self.in_flight else 0.0
 
     @property
     def busy(self) -> int:
-        """Responses (or scores) that it has still to bring."""
+        """Number of outstanding responses or scores."""
         return self.in_flight - sum(len(one.ended) for one in self.asked.values())
 
     def leave(self) -> None:
-        """Whoever waits for its responses goes to another."""
+        """Make all callers that wait for its responses go to another engine."""
         for request in self.requests:
             request.cancel()
 
     def distrust(self) -> None:
-        """Nothing is known of the engine any more; it is asked, and brought up to date, before it is used again."""
+        """Forget the known state of the engine. It is queried and updated before it is used again."""
         self.view = replace(self.view, version=None)
 
 
 log = logging.getLogger(__name__)
 
 MOST_FRUITLESS = 8
-"""Engines in a row that are lost before they tell anything; then what others had told is given up. A node has so many: the
-last of them to die is not the one that told. More would let a prompt that kills engines kill more of them."""
+"""Maximum number of engines in a row that are lost before they report progress; then the kept progress is dropped. A
+node has about this many engines, so the last one to die is not the one that reported. A higher limit would let a prompt
+that kills engines kill more of them."""
 
 GIVES_BACK_S = 5.0
-"""An engine that was told to give a request back, and has not, is taken to go on with it."""
+"""Seconds after which an engine that was told to return a request, and has not, is assumed to continue it."""
 
 
 class RequestReturned(EngineUnreachable):
-    """The engine has given back what it had, for it is put to sleep, or another is to go on."""
+    """The engine has returned a request, because it is put to sleep or another engine continues it."""
 
 
 class Requests:
-    """Over the connections that a pool keeps, by instance id."""
+    """Sends requests over the connections of a pool, by instance id."""
 
     def __init__(
         self,
@@ -174,17 +177,17 @@ class Requests:
         self._told_every = told_every
         self.pool = pool
         self._usual = 1.0
-        """What a response is taken for of which nothing is expected: as much as one of the last request."""
+        """Assumed work of a response without an expectation: the mean of the last request."""
         self._requests = itertools.count()
         self._aborts: set[asyncio.Task[None]] = set()
         self._unseated = 0
 
     def unseated(self) -> int:
-        """The number of responses, or scores, that no engine has yet."""
+        """Number of responses or scores that no engine has yet."""
         return self._unseated
 
     def foreseen(self) -> tuple[float, int]:
-        """Tokens that are expected to come yet from engines, and of how many responses."""
+        """Expected remaining tokens from engines, and the number of responses with an expectation."""
         found = [one.owing.foreseen() for connection in self._connections.values() for one in connection.asked.values()]
         return sum(tokens for tokens, _ in found), sum(count for _, count in found)
 
@@ -201,15 +204,16 @@ class Requests:
         expect: LengthExpectation | None = None,
         seat: Affinity | None = None,
     ) -> tuple[Sample, ...]:
-        """A sample for each prompt and its seed, on an engine that serves `version` (`controllers.inference.rules`); waits for one.
+        """Return a sample for each prompt and seed, from an engine that serves `version`
+        (`controllers.inference.rules`). Waits for an engine.
 
-        With `follow` it is whichever version is wanted when there is a seat, and tokens of newer ones may come after.
-        Raises EngineError. An engine that does not answer is distrusted. With `decode`, the tokenizer's, another goes on with
-        what that one has told (`controllers.inference.continuation`), and with what was kept before, when that one has told nothing: the
-        engines of a node die together. If nothing is kept at all, the request is for the caller to repeat.
-        `ended` is told of each sample that is finished before the others, by its number, unless they are short anyway.
-        With an `expect` that weighs, engines are weighed by the tokens that they are expected to make, in place of samples. `seat`: the engine of
-        the turn before goes first, and whichever it is then is written there.
+        With `follow`, the version is the one wanted when an engine is chosen, and newer versions may generate later
+        tokens. Raises EngineError. An engine that does not respond is distrusted. With `decode`, the tokenizer's,
+        another engine continues after the reported tokens (`controllers.inference.continuation`), and after the tokens
+        kept earlier if the lost engine has reported none: the engines of a node die together. If no token is kept, the
+        caller retries the request. `ended` is called with each sample that finishes before the others, by its number,
+        unless the responses are short. With an `expect` that weighs, engines are weighed by expected tokens instead of
+        samples. `seat`: the engine of the previous turn is preferred, and the chosen engine is stored there.
         """
         every = progress_interval(params, self._told_every) if decode is not None else 0
         if ended is not None and params.max_new_tokens > FEWEST:
@@ -229,7 +233,7 @@ class Requests:
                 asked = ask.prompts, ask.params, ask.seeds
                 made = await self._generate(version, *asked, rid, follow, growing, expect, seat)
             except RequestReturned as error:
-                log.info("%s; %d tokens are kept", error, responses.keep())
+                log.info("%s; kept %d tokens", error, responses.keep())
                 if responses.is_whole:
                     return self._outlived(responses, ())
             except EngineUnreachable as error:
@@ -237,7 +241,7 @@ class Requests:
                 fruitless = 0 if kept else fruitless + 1
                 if not responses.kept or fruitless >= MOST_FRUITLESS:
                     raise
-                log.warning("%s; %d tokens that it had told are kept, %d in all", error, kept, responses.kept)
+                log.warning("%s; kept %d tokens that it had reported, %d in total", error, kept, responses.kept)
                 if responses.is_whole:
                     return self._outlived(responses, ())
                 if fruitless:
@@ -246,7 +250,7 @@ class Requests:
                 return self._outlived(responses, made)
 
     def _outlived(self, responses: PartialResponses, made: Sequence[Sample]) -> tuple[Sample, ...]:
-        """All of them. What was kept counts now that somebody gets it, and once."""
+        """Return all responses. Kept tokens are counted now, once, because they reach the caller."""
         self._metrics.kept_tokens.inc(responses.kept)
         return responses.whole(made)
 
@@ -262,7 +266,7 @@ class Requests:
         expect: LengthExpectation | None,
         seat: Affinity | None,
     ) -> tuple[Sample, ...]:
-        """By one engine. Raises EngineError."""
+        """Generate with one engine. Raises EngineError."""
         owing = OutstandingWork(len(seeds), expect, self._usual)
         self._usual = owing.each
         seat = Affinity() if seat is None else seat
@@ -273,7 +277,7 @@ class Requests:
             assert connection.view.version is not None
             version = connection.view.version
             follow.began(version)
-        # No two requests are called the same: an abort of one that was given up must not end the one that repeats it.
+        # Request names are unique: an abort of a cancelled request must not end its retry.
         rid = f"{rid}/{next(self._requests)}"
         asked = connection.asked[rid] = InFlightRequest(len(seeds), owing)
         heard = growing
@@ -290,19 +294,22 @@ class Requests:
             if growing is not None and not _others(samples, version, newer=follow is not None):
                 for place, sample in enumerate(samples):
                     growing.tell(place, sample)
-            why = "is put to sleep" if connection.shut is not None else "had it waiting"
-            raise RequestReturned(f"{instance} {why}", fix="The request goes on elsewhere")
+            why = "is put to sleep" if connection.shut is not None else "let the request wait"
+            raise RequestReturned(f"{instance} {why}", fix="The request continues at another engine")
         if others := _others(samples, version, newer=follow is not None):
-            # A peer that also believed it to be its own has published to it.
+            # Another controller that also believed to own it has updated its weights.
             self.distrust(instance)
             made_by = ", ".join(map(str, sorted(others)))
-            raise EngineError(f"{instance} answered with weights {made_by}, not {version}", fix="It is asked again")
+            raise EngineError(
+                f"{instance} answered with weights {made_by}, not {version}", fix="The request is retried"
+            )
         return samples
 
     async def classify(self, version: Version, questions: Sequence[tuple[int, ...]], rid: str) -> tuple[float, ...]:
-        """What a classifier that serves `version` gives for each of `questions`, by one request; waits for an engine.
+        """Return the scores of a classifier that serves `version` for `questions`, with one request. Waits for an
+        engine.
 
-        Raises EngineError. An engine that does not answer is distrusted, and the request is for the caller to repeat.
+        Raises EngineError. An engine that does not respond is distrusted, and the caller retries the request.
         """
         owing = OutstandingWork(len(questions), None, self._usual)
         instance, connection = await self._seat(lambda: version, len(questions), owing.tokens, None)
@@ -320,7 +327,8 @@ class Requests:
         request: Coroutine[Any, Any, T],
         samples_of: Callable[[T], Sequence[Sample]],
     ) -> T:
-        """What a seated `request` for `count` responses or scores brings; then its seat is free. Raises EngineError."""
+        """Await a `request` for `count` responses or scores that was assigned to an engine, then release its place.
+        Raises EngineError."""
         finished = False
         try:
             asked = self._await_answer(instance, connection, request)
@@ -348,7 +356,8 @@ class Requests:
         *,
         newer: bool,
     ) -> Callable[[int, Sample], None]:
-        """Tells `growing` of samples that `version` makes. Whoever tells lives, whatever it tells."""
+        """Return a callback that forwards progress of samples of `version` to `growing`. Any progress shows that the
+        engine is alive."""
 
         def tell(place: int, sample: Sample) -> None:
             connection.health = connection.health.answers(self._clock.monotonic())
@@ -361,9 +370,11 @@ class Requests:
         return tell
 
     async def _await_answer(self, instance: str, connection: EngineConnection, request: Coroutine[Any, Any, T]) -> T:
-        """What `request` brings. Raises EngineUnreachable when the engine is left meanwhile."""
+        """Await `request`. Raises EngineUnreachable if the engine is left meanwhile."""
         task = asyncio.create_task(request, name=f"ask {instance}")
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # heard, if nobody waits any more
+        task.add_done_callback(
+            lambda ended: ended.cancelled() or ended.exception()
+        )  # retrieve the exception if no caller is left
         begun = self._clock.monotonic()
         if not connection.requests:
             connection.health = connection.health.begins(begun)
@@ -374,7 +385,7 @@ class Requests:
             connection.requests.discard(task)
             task.cancel()
         if task.cancelled():
-            raise EngineUnreachable(f"{instance} is left, for it answers nothing", fix="The request goes to another")
+            raise EngineUnreachable(f"{instance} does not respond", fix="The request goes to another engine")
         try:
             brought = task.result()
         except EngineUnreachable:
@@ -386,7 +397,8 @@ class Requests:
     async def _seat(
         self, wanted: Callable[[], Version], size: int, owed: float, last: str | None
     ) -> tuple[str, EngineConnection]:
-        """An engine that serves what is wanted; a request of `size` is counted there, for the caller to take away."""
+        """Choose an engine that serves the wanted version, and count a request of `size` there. The caller removes
+        it."""
         held: tuple[str, EngineConnection] | None = None
         self._unseated += size
         try:
@@ -394,7 +406,7 @@ class Requests:
                 version = wanted()
                 known = self._connections.get(held[0]) if held is not None else None
                 if held is not None and known is not held[1]:
-                    held = None  # it has gone, or another has its name
+                    held = None  # it is gone, or another engine has its name
                 elif held is not None and held[1].shut is not None:
                     held[1].take(-size, -owed)
                     held = None
@@ -415,8 +427,8 @@ class Requests:
             self._unseated -= size
 
     def rebalance(self, rows: int) -> None:
-        """Take requests back that wait while another engine has room (`controllers.inference.rules`). `rows`: responses that one runs at
-        once. While any is on its way nothing more is taken."""
+        """Return requests that wait while another engine has capacity (`controllers.inference.rules`). `rows`:
+        concurrent responses per engine. While a request is being moved, no other is taken."""
         now = self._clock.monotonic()
         serving = {
             name: connection
@@ -446,7 +458,7 @@ class Requests:
         ]
 
     def _abandon(self, connection: EngineConnection, rid: str, count: int) -> None:
-        """The caller gave up: let the engine give up too. In the background, and as far as it goes."""
+        """The caller has cancelled: abort the request at the engine, in the background and best-effort."""
 
         async def abort() -> None:
             try:
@@ -459,7 +471,7 @@ class Requests:
         task.add_done_callback(self._aborts.discard)
 
     def distrust(self, instance: str) -> None:
-        """Nothing is known of the engine any more; it is asked, and brought up to date, before it is used again."""
+        """Forget the known state of the engine. It is queried and updated before it is used again."""
         if instance in self._connections:
             self._connections[instance].distrust()
             self._changes.notify()
@@ -473,7 +485,7 @@ def _queue(instance: str, connection: EngineConnection) -> EngineQueue:
 def _grown(
     responses: PartialResponses, ended: Callable[[int, Sample], None] | None, place: int, sample: Sample
 ) -> None:
-    """An engine tells of the response in that place of what it was asked; after its end, nothing more."""
+    """Record progress of the response at this place of the request; ignore reports after its end."""
     if responses.has_ended(place):
         return
     number, whole = responses.grow(place, sample)
@@ -482,6 +494,6 @@ def _grown(
 
 
 def _others(samples: Sequence[Sample], version: Version, *, newer: bool) -> set[Version]:
-    """What made tokens of `samples` though `version` was asked for; `newer`: what is newer may have made some."""
+    """Return the other versions that generated tokens of `samples`. `newer`: newer versions are allowed."""
     made = {span.version for sample in samples for span in sample.spans}
     return {one for one in made if one < version or (one != version and not newer)}

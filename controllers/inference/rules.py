@@ -1,19 +1,22 @@
-"""Which engine a request goes to, what it still owes, when requests move to another engine, and whether an engine gets anywhere.
+"""Rules for engines: routing of requests, outstanding work, moving requests to another engine, and health.
 
-Health is found by answers, not by whether a process lives. Any answer is a sign, also to a probe (`probe_s` after the last). An engine that
-owes something and gives no sign for `silent_s` is silent: its requests go to others, and it is used again once it answers. Silent for
-`watchdog_s` in all, it is hung, and is ended, not before, since to load a model again may take minutes. An engine that gives signs, but of
-which two requests in a row ran out of time without a response in between, is hung too. An engine that owes nothing is not probed.
+Health is determined by responses, not by whether a process lives. Any response is a sign of life, also one to a probe
+(`probe_s` after the last one). An engine that owes responses and gives no sign for `silent_s` is silent: its requests
+go to other engines, and it is used again once it responds. An engine that was silent for `watchdog_s` in total is hung
+and is ended; not earlier, because loading a model again may take minutes. An engine that gives signs, but of which two
+requests in a row timed out without a response in between, is hung too. An engine that owes nothing is not probed.
 
-Outstanding work is counted in responses, or in the tokens expected of them (`rollout.balance`), in units of one request, so that requests of
-both kinds can be added up. It falls as responses grow and finish; of an engine that reports no progress, all is owed until it answers.
+Outstanding work is counted in responses, or in the tokens expected of them (`rollout.balance`), in units of one
+request, so that both kinds can be added. It decreases as responses grow and finish. If an engine reports no progress,
+all of a request is outstanding until it responds.
 
-Routing: to the engine that owes least, of those that serve the wanted weights or are being brought to them. Otherwise the first engine to be
-ready in a step would get the whole step. A request on an engine that is still on its way goes to a serving one as soon as that is no busier.
+Routing: to the engine with the least outstanding work, among those that serve the wanted weights or are being updated
+to them. Otherwise the first engine to be ready in a step would get the whole step. A request at an engine that is still
+being updated moves to a serving engine as soon as that is no busier.
 
-Rebalancing: an engine that wakes, starts or is lent later gets the newest requests of others, with the tokens that they have, which it reads
-once more. It is worth it for requests that wait, or where an engine is so much busier that each token comes sooner by
-it. No engine gives to one as busy.
+Rebalancing: an engine that wakes, starts or is lent later gets the newest requests of other engines, with their tokens,
+which it prefills again. This is worth it for waiting requests, or if an engine is so much busier that each token
+arrives sooner elsewhere. No engine gives requests to one that is as busy.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from gcore.types import Sample, Version
 
 @dataclass(frozen=True, slots=True)
 class LengthExpectation:
-    """What is expected of responses to a prompt. `left`: tokens still to come, of the lengths of those that are finished, and the tokens
-    that the others have; `weighs`: whether engines are weighed by it, or it is only told to who asks."""
+    """Expectation for responses to a prompt. `left`: remaining tokens, from the lengths of finished responses and the
+    tokens of the others. `weighs`: whether engines are weighed by it, or it is only reported."""
 
     left: Callable[[Sequence[int], Sequence[int]], float]
     weighs: bool = True
@@ -43,12 +46,12 @@ class OutstandingWork:
         self._growing = dict.fromkeys(range(count), 0)
         self._finished: list[int] = []
         self.tokens = self._now() if self._weighs else usual * count
-        """Or responses, where each counts 1."""
+        """Expected tokens; or responses, each counting 1."""
         self.each = self.tokens / count if count and self.tokens > 0 else usual
-        """What one of them counted at first."""
+        """Initial work of one response."""
 
     def hears(self, place: int, sample: Sample) -> float:
-        """The engine tells of one of them. By how much what is owed changes."""
+        """Record reported progress of one response. Return the change of the outstanding work."""
         if self._expect is None or place not in self._growing:
             return 0.0
         self._growing[place] = len(sample.token_ids)
@@ -60,7 +63,7 @@ class OutstandingWork:
         return self.tokens - before
 
     def foreseen(self) -> tuple[float, int]:
-        """Tokens that are expected to come yet, and of how many responses; of none where nobody expects anything."""
+        """Expected remaining tokens, and the number of responses with an expectation."""
         return (self._now(), len(self._growing)) if self._expect is not None else (0.0, 0)
 
     def _now(self) -> float:
@@ -69,35 +72,36 @@ class OutstandingWork:
 
 
 PROBES = 3
-"""Questions in the time after which an engine is silent."""
+"""Number of probes within the time after which an engine is silent."""
 
 SILENT_PROBE_S = 1.0
-"""From one question to a silent engine to the next: it is missed."""
+"""Seconds between two probes of a silent engine."""
 
 LEFT_S = 30.0
-"""After so long between awake and asleep an engine counts as abandoned: its controller died in between."""
+"""Seconds after which an engine between awake and asleep counts as abandoned: its controller died during the change."""
 
 WHOLE_TIME = 0.9
-"""A request that fails after this part of its time ran out of it; sooner, the engine refused it, or died."""
+"""Share of the timeout from which a failed request counts as timed out. If it failed sooner, the engine refused it or
+died."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthLimits:
-    """In seconds."""
+    """Timeouts in seconds."""
 
     silent_s: float = 30.0
     watchdog_s: float = 120.0
     request_s: float = 120.0
-    """The longest wait for the answer to one request."""
+    """Maximum wait for the response to one request."""
 
     @property
     def probe_s(self) -> float:
-        """Between two questions, and the longest wait for the answer to one."""
+        """Seconds between two probes, and maximum wait for the response to one."""
         return self.silent_s / PROBES
 
 
 class HealthState(Enum):
-    """How an engine is."""
+    """Health of an engine."""
 
     WELL = "well"
     SILENT = "silent"
@@ -106,11 +110,11 @@ class HealthState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """What was heard of one engine; monotonic seconds.
+    """Observations of one engine; monotonic seconds.
 
-    `sign`: its last answer, or when it was given work after it had none. `silent`: from that verdict on until it answers.
-    `ran_out`: when a request first ran out of time since its last response. `stuck`: one that was begun after that did too.
-    `unknown`: since when it is not known whether the engine has its memory; `lost`: that this lasted for `LEFT_S`.
+    `sign`: its last response, or the start of its present work. `silent`: since when it counts as silent. `ran_out`:
+    first timeout of a request since its last response. `stuck`: a request that started later timed out too. `unknown`:
+    since when it is unknown whether the engine has its memory. `lost`: this lasted for `LEFT_S`.
     """
 
     sign: float
@@ -121,24 +125,25 @@ class EngineHealth:
     lost: bool = False
 
     def loses_memory(self, now: float) -> EngineHealth:
-        """The engine was found between awake and asleep. Another controller may be changing it; after `LEFT_S` it counts as abandoned."""
+        """The engine was found between awake and asleep. Another controller may be changing it; after `LEFT_S` it
+        counts as abandoned."""
         since = now if self.unknown is None else self.unknown
         return replace(self, unknown=since, lost=self.lost or now - since >= LEFT_S)
 
     def begins(self, now: float) -> EngineHealth:
-        """It is given work, after it had none. That is no sign of one that is silent."""
+        """It gets work after it had none. For a silent engine this is not a sign of life."""
         return self if self.silent else replace(self, sign=now)
 
     def answers(self, now: float) -> EngineHealth:
-        """It has answered something that is no response."""
+        """It has responded, but not with generated tokens."""
         return replace(self, sign=now, silent=False)
 
     def responds(self, now: float) -> EngineHealth:
-        """It has made responses."""
+        """It has generated responses."""
         return EngineHealth(now)
 
     def fails(self, patience: HealthLimits, begun: float, now: float) -> EngineHealth:
-        """A request for responses that was begun at `begun` came to nothing."""
+        """A request for responses that started at `begun` has failed."""
         if now - begun < WHOLE_TIME * patience.request_s:
             return self
         if self.ran_out is None:
@@ -146,48 +151,52 @@ class EngineHealth:
         return replace(self, stuck=self.stuck or begun >= self.ran_out)
 
     def in_vain(self, asked: float) -> EngineHealth:
-        """What it was asked at `asked`, apart from responses, was not answered: until it answers, it owes something."""
+        """A request at `asked` that was not for responses was not answered: until the engine responds, it owes
+        something."""
         return self if self.silent else replace(self, sign=max(self.sign, asked), silent=True)
 
     def look(self, patience: HealthLimits, now: float, *, busy: bool) -> EngineHealth:
-        """Itself, silent if that is found now. `busy`: whether it has requests for responses."""
+        """Return the updated health: silent if that is detected now. `busy`: whether it has requests for responses."""
         return replace(self, silent=True) if busy and now - self.sign >= patience.silent_s else self
 
     def wants_probe(self, patience: HealthLimits, now: float, probed: float, *, busy: bool) -> bool:
-        """Whether it is time to ask how it is, if nobody is asking. `probed`: when it was last asked."""
+        """Whether a probe is due. `probed`: time of the last one."""
         if self.silent:
             return now - probed >= min(SILENT_PROBE_S, patience.probe_s)
         return busy and now - max(self.sign, probed) >= patience.probe_s
 
     def verdict(self, patience: HealthLimits, now: float) -> HealthState:
-        """How it is at `now`."""
+        """Return its health at `now`."""
         if self.stuck or self.lost or (self.silent and now - self.sign >= patience.watchdog_s):
             return HealthState.HUNG
         return HealthState.SILENT if self.silent else HealthState.WELL
 
     def why(self, patience: HealthLimits, now: float) -> str:
-        """What is wrong with it, for people; nothing yet of one that may just have died, which others will tell."""
+        """Explain what is wrong with it. Empty for an engine that may just have died, which other observers report."""
         if self.stuck:
-            return f"answers, but no request within {patience.request_s:g} s, twice in a row; it is ended, and another started"
+            return f"responds, but two requests in a row timed out after {patience.request_s:g} s; the node ends it and starts another"
         if self.lost:
-            return f"was left on its way to sleep or awake for {LEFT_S:g} s; it is ended, and another started"
+            return f"was between asleep and awake for {LEFT_S:g} s; the node ends it and starts another"
         if self.verdict(patience, now) is HealthState.HUNG:
-            return f"has answered nothing for {patience.watchdog_s:g} s; it is ended, and another started"
+            return f"has not responded for {patience.watchdog_s:g} s; the node ends it and starts another"
         if self.silent and now - self.sign >= patience.silent_s:
-            return f"has answered nothing for {patience.silent_s:g} s; its requests go to others, and it is asked on"
+            return f"has not responded for {patience.silent_s:g} s; its requests go to other engines, and it is probed"
         return ""
 
 
 CROWDED, TIMES = 0.25, 2
-"""An engine that runs at least such a share of what it can gives of what it runs, while it keeps so many times what the other has."""
+"""An engine that runs at least this share of its capacity gives running requests away, while it keeps this many times
+the requests of the other."""
 
 FILLED = 2
-"""An engine that has room is given so many times what it runs at once, if others have that much more: who looks, looks now and then."""
+"""An engine with capacity gets up to this many times what it runs at once, if others have that much more, because
+rebalancing runs only now and then."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineQueue:
-    """An engine. `busy`: responses that it owes; `requests`: those that may be taken back, by name and responses, the oldest first."""
+    """Queue of an engine. `busy`: outstanding responses. `requests`: those that may be taken back, by name and
+    responses, oldest first."""
 
     instance: str
     busy: int
@@ -195,7 +204,8 @@ class EngineQueue:
 
 
 def requests_to_move(queues: Sequence[EngineQueue], rows: int) -> list[tuple[str, str]]:
-    """Of engines that serve the same: from which one which request, in this order. `rows`: responses that one runs at once."""
+    """Choose requests to move between engines that serve the same version: (engine, request), in order. `rows`:
+    concurrent responses per engine."""
     busy = {queue.instance: queue.busy for queue in queues}
     left = {queue.instance: list(queue.requests) for queue in queues}
     found: list[tuple[str, str]] = []
@@ -213,7 +223,7 @@ def requests_to_move(queues: Sequence[EngineQueue], rows: int) -> list[tuple[str
 
 
 def _giver(busy: dict[str, int], left: dict[str, list[tuple[str, int]]], taker: str, rows: int) -> str | None:
-    """The busiest whose newest request is worth taking."""
+    """Return the busiest engine whose newest request is worth moving."""
     for name in sorted(left, key=lambda name: (-busy[name], name)):
         if not left[name]:
             continue
@@ -228,7 +238,8 @@ def _giver(busy: dict[str, int], left: dict[str, list[tuple[str, int]]], taker: 
 
 @dataclass(frozen=True, slots=True)
 class VersionFollower:
-    """How a request lives through changes of weights: it begins with the version `wanted` now, of which `began` is told."""
+    """How a request survives weight updates: it starts with the version `wanted` at that time, and calls `began` with
+    it."""
 
     wanted: Callable[[], Version]
     began: Callable[[Version], None]
@@ -236,28 +247,29 @@ class VersionFollower:
 
 @dataclass(slots=True)
 class Affinity:
-    """Where a response of several turns is made: its next turn goes to the engine that made the last one, which has all that is
-    before it in its cache, for as long as that serves."""
+    """Engine of a multi-turn response. The next turn goes to the engine of the last one, which has the preceding tokens
+    in its cache, as long as that engine serves."""
 
     instance: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RouteCandidate:
-    """An engine as a request of `version` sees it. `owed`: what it has to answer, with what waits for it."""
+    """An engine as seen by a request. `owed`: its outstanding work, including waiting requests."""
 
     instance: str
     owed: float
     serving: bool
-    """Whether it serves the version; if not, it is on its way there."""
+    """Whether it serves the version; otherwise it is being updated to it."""
 
 
 def choose_engine(
     loads: Sequence[RouteCandidate], size: float, held: str | None = None, last: str | None = None
 ) -> str | None:
-    """Where a request goes that is as much as `size`; None while there is nobody.
+    """Choose the engine for a request of `size`; None if there is none.
 
-    `held`: where it waits already, counted there. `last`: the engine of the turn before, however busy it is.
+    `held`: the engine where the request already waits and is counted. `last`: the engine of the previous turn,
+    preferred however busy it is.
     """
     by_name = {load.instance: load for load in loads}
     if last is not None and last in by_name and by_name[last].serving:

@@ -1,16 +1,17 @@
-"""The newest steps of a job as placement policies see them, and `moves.jsonl` in the run's folder.
+"""The newest steps of a job as placement policies see them, and `moves.jsonl` in the run folder.
 
-Each controller keeps the history as steps are committed, so that any can plan. A step's seal, which has its lengths, is deleted with its
-commit; its accounts come a little later. Steps that a controller did not see (it has just begun, or was paused) it takes from the log,
-which has means only. Their splits are found back from the present plan through the moves since; where a plan changed otherwise (nodes came
-or went), the steps before have no known split and are not shown: a step with a wrong split misleads a policy more than none.
+Each controller keeps the history as steps are committed, so that any controller can plan. A step's seal, which has its
+response lengths, is deleted with its commit; its accounts arrive a little later. Steps that a controller did not see
+(it has just started, or was paused) are taken from the log, which has means only. Their splits are reconstructed from
+the present plan and the moves since. If a plan changed otherwise (nodes came or went), the splits of earlier steps are
+unknown and these steps are left out: a step with a wrong split misleads a policy more than a missing one.
 
-Policies count slots, and a slot that judges has an engine of each judge awake. So these are shown as one engine that runs what all of them
-run (`measured_by_slot`), with room for as many requests as all of them have (`engine_rows`).
+Policies count slots, but a judge slot has an awake engine of each judge. So the engines of one slot are presented as
+one engine that runs the requests of all (`measured_by_slot`), with capacity for the requests of all (`engine_rows`).
 
-`moves.jsonl` has every move, by its number; the store keeps the newest only. When more is known of a move (its outcome), another line with
-its number follows, and the last one holds. A hold period is written once it is over, by when it began. The leader writes the file; a
-folder that takes no writes loses lines and delays nothing.
+`moves.jsonl` has every move by number; the store keeps only the newest. When more is known of a move (its outcome),
+another line with its number is appended, and the last line counts. A hold period is written after its end, identified
+by its begin. The leader writes the file. If the folder rejects writes, lines are lost and nothing is delayed.
 """
 
 from __future__ import annotations
@@ -45,22 +46,23 @@ log = logging.getLogger(__name__)
 NAME = "moves.jsonl"
 
 TAIL = 1 << 20
-"""Bytes at the end of the file that a new writer reads for the newest moves. Older ones may be written once more."""
+"""Bytes at the end of the file that a new writer reads for the newest moves. Older moves may be written once more."""
 
 One = TypeVar("One", bound=RecordPart)
 
 
 def question_s(books: Iterable[StepAccount]) -> float | None:
-    """Seconds that a question ran in a judge's engine, on average. None: nobody was asked, or booked it."""
+    """Return the mean seconds that a question ran in a judge's engine. None: there was no question, or no account has
+    it."""
     reward = sum_engines(books).get("reward")
     return reward.running_s / reward.requests if reward is not None and reward.requests and reward.running_s else None
 
 
 @dataclass
 class _Seen:
-    """A committed step. `entry`: without what the step did to each prompt; `lengths`: of its responses, None where nobody has its seal any
-    more; `split` None: nobody knows which it was. `slots`: that were there when it began, as far as is known. `booked`: nodes whose books are
-    in what was measured."""
+    """A committed step. `entry`: without the outcomes of prompts. `lengths`: of its responses; None if the seal is
+    gone. `split` None: not known. `slots`: present at its begin, as far as known. `booked`: nodes whose accounts are in
+    the measurement."""
 
     entry: LogEntry
     lengths: tuple[float, ...] | None
@@ -69,38 +71,40 @@ class _Seen:
     booked: int = -1
     measured: MeasuredStep | None = None
     question_s: float | None = None
-    """What a question took of a judge's engine."""
+    """Seconds of a question in a judge's engine."""
 
 
 class StepHistory:
     """The newest steps of one job, kept by each controller. Mutable."""
 
     def __init__(self, *, judges: int = 1, scores: bool = False) -> None:
-        """`judges`: those that the cluster serves. `scores`: all of them are classifiers, which write nothing."""
+        """`judges`: number of judges that the cluster serves. `scores`: all of them are classifiers, which generate
+        nothing."""
         self._judges = max(judges, 1)
         self._scores = scores
         self._seen: dict[Version, _Seen] = {}
         """Oldest first."""
         self._slots = 0
-        """Slots when the newest step was committed, and so when the next one began."""
+        """Number of slots when the newest step was committed, which is when the next one began."""
         self._log: Mapping[int, Versioned[LogEntry]] = {}
         """The log from which missed steps were taken."""
 
     @classmethod
     def of(cls, served: Sequence[JudgeSpec]) -> StepHistory:
-        """Make it for a job with these judges, which the cluster serves."""
+        """Create the history of a job whose cluster serves these judges."""
         scores = bool(served) and all(judge.kind == "classifier" for judge in served)
         return cls(judges=len(served), scores=scores)
 
     def note(self, before: JobMirror, after: JobMirror, there: Callable[[], Snapshot]) -> None:
-        """A change of the job's records. `there`: the nodes that there are now, for a step did not run on places of those that are away."""
+        """Process a change of the job's records. `there`: returns the present nodes, because a step does not run on
+        places of absent ones."""
         if after.head is None or before.head is None or before.plan is None or before.head == after.head:
             return
         head = before.head.record
         later = (one.record for seq, one in sorted(after.log.items()) if seq > head.seq)
         entry = next((one for one in later if one.kind == "train"), None)
         if entry is None or (entry.lineage, entry.step) != (head.lineage, head.step + 1):
-            return  # what was missed is taken from the log
+            return  # missed steps are taken from the log
         slot = before.seals.get(entry.step)
         lengths = trained_lengths(slot.record) if slot is not None else None
         snapshot = there()
@@ -108,7 +112,7 @@ class StepHistory:
         self._add({_version(entry): _Seen(_kept(entry), lengths, base_split(before.plan.record, snapshot), began)})
 
     def steps(self, mirror: JobMirror) -> tuple[MeasuredStep, ...]:
-        """The steps on head's chain, oldest first, with the accounts there are by now."""
+        """Return the steps on head's chain, oldest first, with the accounts available by now."""
         assert mirror.head is not None
         assert mirror.plan is not None
         if mirror.log is not self._log:
@@ -129,17 +133,17 @@ class StepHistory:
                 seen.question_s = question_s(there.values())
                 seen.booked = len(there)
             if version.step <= mirror.head.record.step:
-                newest[version.step] = seen.measured  # a step that was cut off has a later one of its number
+                newest[version.step] = seen.measured  # a discarded step is replaced by a later one with its number
         return tuple(newest[step] for step in sorted(newest))
 
     def start_s(self) -> float | None:
-        """Seconds of the newest start of a rank that a step's entry has."""
+        """Seconds of the newest start of a rank in a step's log entry."""
         told = (seen.entry.stats.get("start_seconds") for seen in reversed(self._seen.values()))
         return next((seconds for seconds in told if seconds is not None), None)
 
     def committed(self, mirror: JobMirror) -> tuple[CommittedStep, ...]:
-        """All steps that are known, those that were cut off too, oldest first; without those of which nobody knows what they took."""
-        self.steps(mirror)  # takes the accounts there are by now
+        """Return all known steps with a known time, including discarded ones, oldest first."""
+        self.steps(mirror)  # adds the accounts available by now
         return tuple(
             CommittedStep(
                 step=version.step,
@@ -153,7 +157,8 @@ class StepHistory:
         )
 
     def took(self, step: int, after: int) -> float | None:
-        """Seconds of that step, as it was committed first after head's sequence number was `after`; None: it was not, or nobody knows."""
+        """Return the seconds of that step, as first committed after head's sequence number was `after`; None: not
+        committed, or not known."""
         there = (seen.entry for version, seen in self._seen.items() if version.step == step and seen.entry.seq > after)
         entry = next(there, None)
         return None if entry is None else entry.stats.get("seconds")
@@ -171,12 +176,13 @@ class StepHistory:
 
 
 def engine_rows(spec: JobSpec) -> EngineRows:
-    """Requests that the engines of a slot run at once, at most, by pool."""
+    """Return the maximum of concurrent requests to the engines of a slot, by pool."""
     return EngineRows(spec.rollout.batch_slots, sum(judge.serving.batch_slots for judge in spec.served_judges) or 1)
 
 
 def measured_by_slot(step: MeasuredStep, judges: int) -> MeasuredStep:
-    """The measurements of a slot's engines of several judges together, in place of one of each. All of them are taken to be asked equally often."""
+    """Combine the measurements of a slot's engines of several judges into one. Assumes that all judges get equally many
+    requests."""
     if judges == 1:
         return step
     speed = tuple(replace(one, running=one.running * judges) if one.pool == "reward" else one for one in step.speed)
@@ -184,7 +190,8 @@ def measured_by_slot(step: MeasuredStep, judges: int) -> MeasuredStep:
 
 
 def count_questions(book: StepAccount) -> StepAccount:
-    """Pools are measured by tokens, and a classifier writes none: each question that it is asked counts as one."""
+    """Count each question to a classifier as one token: pools are measured by tokens, and a classifier generates
+    none."""
 
     def counted(sums: EngineSums) -> EngineSums:
         return sums.model_copy(update={"tokens": sums.requests})
@@ -195,7 +202,7 @@ def count_questions(book: StepAccount) -> StepAccount:
 
 
 def _kept(entry: LogEntry) -> LogEntry:
-    """The entry without its large parts: of a step of a thousand prompts they are thousands of objects."""
+    """Return the entry without its large parts: a step of a thousand prompts has thousands of objects."""
     return entry.model_copy(update={"delta": (), "cursors": None, "tally": None})
 
 
@@ -204,8 +211,8 @@ def _version(entry: LogEntry) -> Version:
 
 
 def committed_splits(trained: Sequence[LogEntry], plan: Plan, moves: Moves) -> dict[int, Split]:
-    """The splits of committed steps, by their entries' numbers: from the newest back to the first of which nobody can say. `trained`:
-    oldest first; `plan`, `moves`: as they are now."""
+    """Return the splits of committed steps by entry number, from the newest back to the first with an unknown split.
+    `trained`: oldest first. `plan`, `moves`: present state."""
     split, world = base_split(plan), plan.world
     done = [move for move in moves.moves if move.state == "done" and move.kind in (MoveKind.BEGIN, *BETWEEN)]
     forgotten = moves.moves[0].seq if moves.total > len(moves.moves) else -1
@@ -217,7 +224,7 @@ def committed_splits(trained: Sequence[LogEntry], plan: Plan, moves: Moves) -> d
         is_made_so = not done or split_from(done[-1].after) == split
         is_of_world = entry.world == world and entry.ranks in (None, split.train)
         if not is_made_so or not is_of_world or entry.seq <= forgotten:
-            break  # the plan changed in between, and no move says how
+            break  # the plan changed in between, and no move describes the change
         found[entry.seq] = split
     return found
 
@@ -231,7 +238,7 @@ class MovesFile:
         self._stays: dict[float, dict[str, Any]] = {}
 
     def keep(self, moves: Moves, *, to_the_end: bool = False) -> None:
-        """Write down what is new in `moves`; `to_the_end`: the stretch without moves that goes on, too. Never raises."""
+        """Write what is new in `moves`. `to_the_end`: also the hold period that still continues. Never raises."""
         try:
             if self._known is None:
                 lines = [line.decode(errors="replace") for line in last_lines(self._file, TAIL)]
@@ -250,31 +257,32 @@ class MovesFile:
             if news or more:
                 told = [*({"number": n, "move": tree} for n, tree in news.items()), *more]
                 append_lines(self._file, "".join(json.dumps(tree) + "\n" for tree in told).encode())
-            # The store has no others any more.
+            # The store keeps no older ones.
             self._known = dict(sorted((known | trees).items())[-NEWEST_MOVES:])
             self._stays = stays
         except OSError as error:
             self._known = None
-            log.warning("%s takes no move: %s", self._file, error)
+            log.warning("cannot write to %s: %s", self._file, error)
 
 
 def _tree(move: Move | HoldPeriod, file: Path) -> dict[str, Any] | None:
-    """The move as JSON; None for one whose words are no text, as half of a character that a policy made up."""
+    """Return the move as JSON; None if its text cannot be encoded, for example a lone surrogate from a policy."""
     try:
         tree: dict[str, Any] = json.loads(move.model_dump_json(exclude_defaults=True))
     except ValueError as error:
-        log.warning("%s takes nothing of step %s: %s", file, move.step, error)
+        log.warning("%s: cannot encode the move of step %s: %s", file, move.step, error)
         return None
     return tree
 
 
 def read_lines_by_number(file: Path) -> dict[int, dict[str, Any]]:
-    """The moves that stand in a file, by number; a line that was cut off is passed over. Raises OSError, but for a file that is not there."""
+    """Read the lines of a file by move number; an incomplete line is skipped. Raises OSError, except for a missing
+    file."""
     return _by_number(_lines(file))
 
 
 def _lines(file: Path) -> list[str]:
-    """Raises OSError, but for a file that is not there."""
+    """Raises OSError, except for a missing file."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -301,12 +309,12 @@ def _by_beginning(lines: Iterable[str]) -> dict[float, dict[str, Any]]:
 
 
 def read_moves(file: Path) -> list[Move]:
-    """Read the moves as records, oldest first; what cannot be read is passed over. Raises OSError."""
+    """Read the moves as records, oldest first; unreadable ones are skipped. Raises OSError."""
     return list(_records(read_lines_by_number(file).values(), Move))
 
 
 def read_stays(file: Path) -> list[HoldPeriod]:
-    """The stretches without moves that stand there, oldest first. Raises OSError."""
+    """Read the hold periods, oldest first. Raises OSError."""
     return list(_records(_by_beginning(_lines(file)).values(), HoldPeriod))
 
 

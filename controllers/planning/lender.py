@@ -1,13 +1,15 @@
-"""Elastic reassignment within a step: slots lent between rollout and the judges, and given back while ranks train.
+"""Elastic reassignment within a step: slots are lent between rollout and the judges, and returned while ranks train.
 
-The rule is `placement.lending`. The controller that leads asks every controller about once a second for the load of its engines
-(`LoadPoller`), never over the store; an answer counts for `STALE_S`. By the same answers it sees when a plan has taken effect, and so what
-changes cost. Where nothing is lent it asks only while a plan takes effect. The result is a proposal, which the planner passes on.
+The rule is `placement.lending`. About once a second the leading controller polls every controller for the load of its
+engines (`LoadPoller`), directly and not through the store. A response is valid for `STALE_S`. The responses also show
+when a plan has taken effect, and so what changes cost. If lending is off, the controller polls only while a plan takes
+effect. The result is a proposal, which the planner passes on.
 
-`ForgoneGain`: until an engine of the job has changed over, the cost of a change is a guess, meant to be high: it is derived from how long
-engines took to be put to sleep, which is long while everything starts. A guess that forbids every loan would never be corrected, for
-nothing is measured where nothing moves. So the gains of loans that were not made are added up, of each step the best one; once the sum is
-as much as the guess, the next loan is made. If changes really are so expensive, the loss is no more than what was forgone before.
+`ForgoneGain`: until an engine of the job has changed its pool, the cost of a change is a deliberately high guess: it is
+derived from the time to put engines to sleep, which is long during start. A guess that forbids every loan would never
+be corrected, because nothing is measured without a change. So the gains of missed loans are added up, for each step the
+best one. Once the sum reaches the guess, the next loan is made. If changes really are that expensive, the loss is no
+more than the gains that were missed before.
 """
 
 from __future__ import annotations
@@ -60,28 +62,30 @@ from placement.moves import (
 from placement.policies.base import Decision, SwitchCosts
 from placement.request import PlacementRequest
 
-if TYPE_CHECKING:  # it loads numpy, which a daemon without a job does not need
+if TYPE_CHECKING:  # imports numpy, which a daemon without a job does not need
     from placement.laws import PaceTracker
 
 ANSWER_S = 2.0
-"""Timeout of a peer, which asks engines that may be busy."""
+"""Timeout of a peer, which queries engines that may be busy."""
 
 STALE_S = 5.0
-"""How long an answer counts if no newer one comes."""
+"""How long a response is valid if no newer one arrives."""
 
 WAKES_AS, WAKE_PRIOR_S = 3.0, 1.0
-"""Until an engine has woken here, a wake is estimated as so many times the seconds of a sleep, plus so many seconds."""
+"""Until an engine has woken here, a wake is estimated as this many times the seconds of a sleep, plus this many
+seconds."""
 
-WORTH_KNOWING = "what a change costs is a guess, and by now waiting has cost as much"
+WORTH_KNOWING = "the cost of a change is not measured yet, and the missed gains have reached the estimate"
 
 log = logging.getLogger(__name__)
 
 SETTLE_S, WORLD_SETTLE_S = 60.0, 600.0
-"""A plan that takes longer to take effect counts as that long, and delays loans no more: one of engines, one with a new world."""
+"""Maximum counted seconds for a plan to take effect, after which it no longer delays loans: of a plan of engines, and
+with a new world."""
 
 
 async def own_loads(view: JobView, pools: Mapping[str, EnginePool]) -> pb.LoadsReply:
-    """The load of this controller's engines. `pools`: by judge; the policy's has no name."""
+    """Return the load of this controller's engines. `pools`: by judge; the policy's has an empty name."""
     known, asleep = managed_engines(view), sleeping_engines(view)
     loads: dict[str, tuple[int, int]] = {}
     for pool in pools.values():
@@ -112,7 +116,7 @@ async def own_loads(view: JobView, pools: Mapping[str, EnginePool]) -> pb.LoadsR
 
 
 class LoadPoller:
-    """Asks all controllers of a cluster for the load of their engines. Close it."""
+    """Polls all controllers of a cluster for the load of their engines. Must be closed."""
 
     def __init__(self, uid: str, clock: Clock, connector: Connector = PLAIN) -> None:
         self._connector = connector
@@ -120,15 +124,15 @@ class LoadPoller:
         self._uid = uid
         self._clock = clock
         self._told: dict[str, tuple[float, pb.LoadsReply]] = {}
-        """By address, the newest answer and its time."""
+        """By address: the newest response and its time."""
         self._channels: dict[str, grpc.aio.Channel] = {}
         self.change_s: float | None = None
-        """Seconds to put an engine to sleep and wake another, on the node where it takes longest; None: not known on any node."""
+        """Seconds to put an engine to sleep and wake another, on the slowest node; None: not known on any node."""
 
     async def loads(self, nodes: Mapping[str, NodeRecord]) -> JobLoads:
-        """The load of all engines whose controllers answer."""
+        """Return the load of all engines whose controllers respond."""
         addresses = {record.for_peers for record in nodes.values() if record.for_peers}
-        if self._generation != self._connector.generation:  # open channels keep the certificate that they began with
+        if self._generation != self._connector.generation:  # open channels keep their old certificate
             self._generation = self._connector.generation
             await self.close()
         for gone in self._channels.keys() - addresses:
@@ -169,8 +173,8 @@ def _load(told: pb.EngineLoad) -> EngineLoad:
 
 
 def is_unmeasured(moves: Moves, took: Mapping[int, float]) -> bool:
-    """Whether the cost of a change of engines was never measured. `took`: measured seconds by the plan's generation, also those that the
-    record of moves does not have yet."""
+    """Whether the cost of an engine change was never measured. `took`: measured seconds by the plan's generation,
+    including those not yet in the record of moves."""
     if engine_change_s(moves) is not None:
         return False
     return not any(move.kind in CHANGING and move.state == "done" and move.generation in took for move in moves.moves)
@@ -178,13 +182,14 @@ def is_unmeasured(moves: Moves, took: Mapping[int, float]) -> bool:
 
 @dataclass
 class ForgoneGain:
-    """Gains of loans that were not made, by step."""
+    """Gains of missed loans, by step."""
 
     _gains: dict[int, float] = field(default_factory=dict)
     """By step."""
 
     def weighed(self, free: MoveProposal | None, step: int, guess_s: float) -> MoveProposal | None:
-        """The loan to make although it is not worth the guessed cost `guess_s`. `free`: the loan of `step` if a change cost nothing."""
+        """Return the loan to make even if it is not worth the estimated cost `guess_s`. `free`: the loan of `step` if a
+        change cost nothing."""
         gain = 0.0 if free is None else free.move.gain_s or 0.0
         self._gains[step] = max(self._gains.get(step, 0.0), gain)
         if free is None or sum(self._gains.values()) < guess_s:
@@ -194,7 +199,7 @@ class ForgoneGain:
 
 
 class Lender:
-    """Decides loans within a step, of one job on one controller for one incarnation."""
+    """Decides loans within a step, for one job on one controller for one incarnation."""
 
     def __init__(
         self,
@@ -219,13 +224,13 @@ class Lender:
         self._since: tuple[int, float] = (0, 0.0)
         """The plan's generation, and since when it is known."""
         self._came = 0
-        """The newest generation that was received as it was written while this controller led: only for such a plan it is known how long it
-        took. A new leader begins late, when the lease of the other has ended."""
+        """The newest generation that was received as it was written while this controller led. Only for such a plan the
+        duration is known: a new leader starts late, after the lease of the old one has ended."""
         self.took: dict[int, float] = {}
-        """By generation, the seconds until it had taken effect."""
+        """By generation: seconds until it had taken effect."""
 
     def note(self, before: JobMirror, after: JobMirror, me: str) -> None:
-        """A change of the job's records. `me`: the incarnation that plans here, when it leads."""
+        """Process a change of the job's records. `me`: this incarnation; it plans when it leads."""
         if after.plan is not None and after.plan.record.generation != self._since[0]:
             self._since = after.plan.record.generation, self._clock.monotonic()
             self._came = self._since[0] if before.plan is not None else 0
@@ -234,15 +239,15 @@ class Lender:
 
     @property
     def is_settling(self) -> bool:
-        """Whether the newest plan is taking effect."""
+        """Whether the newest plan is still taking effect."""
         return self._since[0] != self._settled
 
     async def proposal(self, view: JobView, at: DecisionContext) -> MoveProposal | None:
-        """The slots to lend or to give back now."""
+        """Return the slots to lend or to return now."""
         stored = view.mirror.plan
         assert stored is not None
         plan, placement = stored.record, self._spec.placement
-        waits = awaits_world(view)  # another plan would take its place, and whatever is lent goes back by it anyway
+        waits = awaits_world(view)  # a new plan is due, and lent slots return with it
         lends = placement.lends and not view.mirror.pin.fixes and bool(self._moving.judges) and not waits
         is_whole = view.seal is not None and not view.seal.collects and not view.rules.staleness
         if (is_whole or view.mirror.pin.fixes) and not waits and (back := self._given_back(view, plan, at)) is not None:
@@ -259,19 +264,19 @@ class Lender:
             return None
         if log.isEnabledFor(logging.DEBUG):
             found = decide_lending(present_plan(plan, loads), loads, speeds, cost, self._rows)
-            log.debug("to lend: %s, a change takes %.2f s", found, cost)
+            log.debug("lending decision: %s, cost of a change %.2f s", found, cost)
         members = frozenset(stored.record.node for stored in view.mirror.members.values())
         proposal = make_lending_move(plan, loads, speeds, cost, members, self._rows, at)
         if proposal is None and is_unmeasured(view.mirror.moves, self.took):
             free = make_lending_move(plan, loads, speeds, 0.0, members, self._rows, at)
             proposal = self._forgone.weighed(free, view.head.step, cost)
         moved = view.mirror.moves.newest
-        # A dry run changes nothing, so it would be proposed again each second: once in a step is enough.
+        # A dry run changes nothing, so the move would be proposed every second: report it once per step.
         has_told = placement.dry_run and moved is not None and moved.within and moved.step == view.head.step
         return None if has_told else proposal
 
     def costs(self, view: JobView) -> SwitchCosts:
-        """The measured costs of changes."""
+        """Return the measured costs of changes."""
         known = switch_costs(view.mirror.moves, self._history.start_s(), self._polling.change_s)
         slots = [slot for node in view.nodes.values() for slot in node.slots]
         turns = any(takes_turns(self._spec, slot) for slot in slots)
@@ -284,7 +289,7 @@ class Lender:
         moved, took = view.mirror.moves.newest, self._clock.monotonic() - since
         of_world = moved is not None and moved.generation == generation and moved.kind is MoveKind.WORLD
         most = WORLD_SETTLE_S if of_world else SETTLE_S
-        # Where a node came back with fewer slots, engines of the plan on the others never start.
+        # If a node returned with fewer slots, the plan's engines on the missing slots never start.
         engines = tuple(place for place in plan.engines if not view.has_lost(place.node, place.slots))
         known = plan.model_copy(update={"engines": engines})
         is_there = follows_plan(known, loads, view.nodes) and (not of_world or _world_serves(view, plan))
@@ -296,16 +301,16 @@ class Lender:
             self.took = {one: took for one, took in self.took.items() if one > generation - NEWEST_MOVES}
 
     def _speeds(self, history: tuple[MeasuredStep, ...]) -> PoolSpeeds | None:
-        """The present speeds of engines; None: not measured yet. Runs in a thread."""
+        """Return the present speeds of engines; None: not measured yet. Runs in a thread."""
         if self._paces is None:
-            from placement.laws import PaceTracker  # numpy: a daemon that no job lends in is started without it
+            from placement.laws import PaceTracker  # imports numpy: a daemon without lending does not load it
 
             self._paces = PaceTracker()
         self._paces.see(history)
         return pool_speeds(history, self._rows, self._paces.since("rollout"), self._paces.since("reward"))
 
     def _given_back(self, view: JobView, plan: Plan, at: DecisionContext) -> MoveProposal | None:
-        """Give back what was lent while ranks train, so that the next step does not wait for it."""
+        """Return lent slots while ranks train, so that the next step does not wait for it."""
         if plan.lent_from is None:
             return None
         there = placeable_nodes(view)
@@ -330,7 +335,7 @@ class Lender:
 
 
 def _world_serves(view: JobView, plan: Plan) -> bool:
-    """Whether every rank of the plan's world has been claimed by a worker that serves."""
+    """Whether every rank of the plan's world is claimed by a serving worker."""
     claims = [view.mirror.claim(plan.world, place.rank) for place in plan.ranks]
     workers = [view.workers.get(claim.instance) if claim is not None else None for claim in claims]
     return all(worker is not None and worker.state == "serving" for worker in workers)

@@ -1,12 +1,14 @@
-"""The planner of a job: when its placement policy is asked, what is proposed, and what came of moves.
+"""The planner of a job: calls its placement policy, proposes moves, and records their outcomes.
 
-Every controller of a job has one; only that of the leader works. Once for each trained step it asks the policy for the next split
-(`SplitDecider`), and within a step, about once a second, whether slots are lent (`controllers.planning.lender`). The result is a
-`MoveProposal`, which `controllers.rules.placement` has written down while it is still about the present state.
+Every controller of a job has a planner; only the leader's is active. After each trained step it asks the policy for the
+next split (`SplitDecider`). Within a step, about once a second, it checks whether to lend slots
+(`controllers.planning.lender`). The result is a `MoveProposal`. `controllers.rules.placement` writes it to the store
+while it still refers to the present state.
 
-A policy may be anybody's code: `PolicyRunner` calls it in a thread of its own with a time limit and checks what it returns. A policy that
-hangs keeps its thread, and is not asked again while it does. Its decision is held to the pin and to what is feasible, and becomes places
-on slots (`placement.assign`). A policy that raises, or wants what is not feasible, moves nothing.
+A policy may be third-party code: `PolicyRunner` calls it in its own thread with a time limit and checks its result. A
+policy that hangs keeps its thread, and is not called again until it returns. Its decision is restricted to the pin and
+to feasible splits, and `placement.assign` turns it into places on slots. If a policy raises or returns an infeasible
+split, nothing moves.
 """
 
 from __future__ import annotations
@@ -60,27 +62,28 @@ from placement.slots import Snapshot, Split, SplitBounds, count_noun
 T = TypeVar("T")
 
 ANSWER_S = 30.0
-"""Time limit of a policy; gcore's own decide in a fifth of a second."""
+"""Time limit of a policy in seconds; gcore's own take 0.2 s."""
 
 MOST_IDLE, MOST_NAME = 8, 24
-"""Pools in a decision's `idle`, and characters of a pool's name: both go into the record of moves, which is stored whole."""
+"""Maximum number of pools in a decision's `idle`, and of characters in a pool's name. Both are stored in the record of
+moves."""
 
 MOST_SLOTS = 1_000_000
-"""Slots of a pool in a decision: larger numbers may not even be printable."""
+"""Maximum slots of a pool in a decision; larger numbers may not even be printable."""
 
 log = logging.getLogger(__name__)
 
 TELL_S = 10.0
 
 POLL_S, SOON_S = 1.0, 0.25
-"""Time between two turns; the shorter one while a move takes effect, to measure how long that takes."""
+"""Seconds between two passes; the shorter one while a move takes effect, to measure its duration."""
 
 ACCOUNTS_WAIT_S = 0.5
-"""How long the policy is not asked for want of accounts of the newest step."""
+"""Maximum seconds that a decision waits for accounts of the newest step."""
 
 
 class PolicyFailed(GcoreError):
-    """A policy gave no decision."""
+    """A policy returned no valid decision."""
 
 
 class PolicyRunner:
@@ -91,28 +94,29 @@ class PolicyRunner:
         self._thread: threading.Thread | None = None
 
     async def make_policy(self, make: Callable[[], object]) -> Policy:
-        """Find and make the policy. Raises PolicyFailed."""
+        """Find and create the policy. Raises PolicyFailed."""
         return await self._in_thread(lambda: check_policy(make()))
 
     async def ask_policy(self, policy: Policy, situation: Situation) -> Decision:
-        """Ask for its decision. Raises PolicyFailed."""
+        """Request its decision. Raises PolicyFailed."""
         return await self._in_thread(lambda: check_decision(policy.plan(situation)))
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         if self._thread is not None and self._thread.is_alive():
-            raise PolicyFailed("it has not answered what it was asked before")
+            raise PolicyFailed("it has not returned from its previous call")
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
         def ask() -> None:
-            # Nothing of what it raises is raised in the loop as it is: StopIteration and CancelledError mean something else there.
+            # Do not re-raise the policy's exception in the event loop: StopIteration and CancelledError have another
+            # meaning there.
             try:
                 settle = partial(_give, answer, call())
             except BaseException as error:  # noqa: BLE001 - the edge to foreign code: a policy may raise anything
                 failed = PolicyFailed(error.what if isinstance(error, PolicyFailed) else error_sentence(error))
                 failed.__cause__ = error
                 settle = partial(_fail, answer, failed)
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            with contextlib.suppress(RuntimeError):  # the loop may have ended
                 loop.call_soon_threadsafe(settle)
 
         self._thread = threading.Thread(target=ask, name="placement policy", daemon=True)
@@ -121,7 +125,7 @@ class PolicyRunner:
             async with limit_time(self._limit_s):
                 await asyncio.wait({answer})
         except TimeoutError:
-            raise PolicyFailed(f"it has not answered for {self._limit_s:.0f} s") from None
+            raise PolicyFailed(f"it has not returned within {self._limit_s:.0f} s") from None
         self._thread = None
         return answer.result()
 
@@ -139,27 +143,27 @@ def _fail(answer: asyncio.Future[T], failed: PolicyFailed) -> None:
 def check_policy(made: object) -> Policy:
     """Return `made` if it is a policy. Raises PolicyFailed."""
     if not callable(getattr(made, "plan", None)):
-        raise PolicyFailed(f"what makes it gave {type(made).__name__!r}, which has no method plan")
+        raise PolicyFailed(f"its factory returned {type(made).__name__!r}, which has no method plan")
     return cast(Policy, made)
 
 
 def check_decision(given: object) -> Decision:
     """Return `given` if it is a decision. Raises PolicyFailed."""
     if not isinstance(given, Decision) or not isinstance(given.split, Split):
-        raise PolicyFailed(f"it gave {type(given).__name__!r}, and a Decision with a Split is wanted")
+        raise PolicyFailed(f"it returned {type(given).__name__!r} instead of a Decision with a Split")
     split = given.split
     slots = (split.rollout, split.reward, split.train)
     if split.mode not in ("coexisting", "colocated") or not all(map(_is_slots, slots)):
-        raise PolicyFailed("its split is of something else than whole numbers of slots")
+        raise PolicyFailed("its split has pools that are not whole numbers of slots")
     if not isinstance(given.reason, str) or not isinstance(given.idle, Mapping):
-        raise PolicyFailed("its reason is no text, or what it says of idle pools no mapping")
-    idle = dict(given.idle)  # a copy, which the policy cannot change any more
+        raise PolicyFailed("its reason is not a string, or its idle is not a mapping")
+    idle = dict(given.idle)  # a copy, so that the policy cannot change it later
     told = [one for one in (given.expected_s, given.before_s) if one is not None]
     numbers = [given.cost_s, given.gain_s, *told, *idle.values()]
     if not all(isinstance(one, int | float) and isfinite(one) for one in numbers):
-        raise PolicyFailed("its figures are no numbers")
+        raise PolicyFailed("its expected_s, before_s, cost_s, gain_s or idle are not numbers")
     if len(idle) > MOST_IDLE or not all(isinstance(pool, str) and len(pool) <= MOST_NAME for pool in idle):
-        raise PolicyFailed("what it says of idle pools is not by pool")
+        raise PolicyFailed("its idle has keys that are not pool names")
     return replace(given, idle=idle, reason=given.reason.encode("utf-8", "replace").decode())
 
 
@@ -168,13 +172,14 @@ def _is_slots(count: object) -> bool:
 
 
 class _CannotBe(Exception):
-    """The decision cannot be carried out; the message says why nothing is moved."""
+    """The decision cannot be carried out; the message says why nothing moves."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitProposal:
-    """The result of a decision. `proposal` None: nothing is to move. `kept`: why the policy keeps the present split; None: it does not.
-    `expected_s`: what it expects of a step on that one. `trouble`: the obstacle, for people; empty: there is none; None: not checked."""
+    """The result of a decision. `proposal` None: nothing moves. `kept`: why the policy keeps the present split; None:
+    it does not. `expected_s`: expected seconds of a step on the present split. `trouble`: the obstacle as a sentence;
+    empty: there is none; None: not checked."""
 
     proposal: MoveProposal | None = None
     kept: str | None = None
@@ -183,7 +188,8 @@ class SplitProposal:
 
 
 class SplitDecider:
-    """Asks the policy between two steps, and makes a proposal of its decision. `rows`: requests that engines run."""
+    """Calls the policy between two steps, and turns its decision into a proposal. `rows`: concurrent requests per
+    engine."""
 
     def __init__(self, spec: JobSpec, moving: PlacementRequest, rows: EngineRows, history: StepHistory) -> None:
         self._spec = spec
@@ -194,19 +200,19 @@ class SplitDecider:
         self._policy: Policy | None = None
 
     def forget(self) -> None:
-        """Another controller leads: drop the policy, so that a new one is made when this one leads again."""
+        """Another controller leads: drop the policy, so that a new one is created when this one leads again."""
         self._policy = None
 
     async def propose(self, view: JobView, costs: SwitchCosts, at: DecisionContext) -> SplitProposal:
-        """Ask the policy for the next steps. `costs`: of changes."""
+        """Request the policy's decision for the next steps. `costs`: of changes."""
         stored = view.mirror.plan
         assert stored is not None
         plan, pin = stored.record, view.mirror.pin
         if pin.frozen:
-            return SplitProposal()  # lent slots go back all the same, by the lender
+            return SplitProposal()  # the lender returns lent slots in any case
         there = placeable_nodes(view)
         if not {place.node for place in plan.ranks} <= {one.node for one in there.nodes}:
-            # A node with a rank is away: it comes back, or the world is lost and placed again.
+            # A node with a rank is absent: either it returns, or the world is lost and placed again.
             return SplitProposal()
         base = base_split(plan, there)
         try:
@@ -221,27 +227,29 @@ class SplitDecider:
         return SplitProposal(proposal, trouble="")
 
     async def _decision(self, view: JobView, plan: Plan, there: Snapshot, base: Split, costs: SwitchCosts) -> Decision:
-        """The policy's decision, held to the pin and to what is feasible. Raises _CannotBe."""
+        """Return the policy's decision, restricted to the pin and to feasible splits. Raises _CannotBe."""
         pin, policy = view.mirror.pin, self._spec.placement.policy
         limits = find_bounds(there, self._moving, pin, len(plan.ranks))
         if not (is_state_at_hand(view) or may_use_copies(view)):
-            limits = replace(limits, train_sizes=(len(plan.ranks),))  # another world could not go on from here
+            limits = replace(
+                limits, train_sizes=(len(plan.ranks),)
+            )  # a world of another size cannot continue from here
         slots = count_noun(limits.slots, "slot")
         first = first_split(limits, self._moving)
         if first is None:
-            raise _CannotBe(f"the pools do not fit on {slots} with {pin}; nothing is moved")
+            raise _CannotBe(f"the pools do not fit on {slots} with {pin}; nothing moves")
         asked = await self._ask(view, limits, base, first, costs)
-        decision = await asyncio.to_thread(apply_pin, asked, limits, pin)  # it may look through all splits there are
+        decision = await asyncio.to_thread(apply_pin, asked, limits, pin)  # it may search all splits
         if decision is None:
-            raise _CannotBe(f"{pin}, and that cannot be had on {slots}; nothing is moved")
+            raise _CannotBe(f"{pin}, which is not possible on {slots}; nothing moves")
         if decision.split != base and not limits.allows(decision.split):
             raise _CannotBe(
-                f"policy {policy!r} wants {decision.split}, which cannot be had on {slots}; nothing is moved"
+                f"policy {policy!r} wants {decision.split}, which is not possible on {slots}; nothing moves"
             )
         return decision
 
     async def _ask(self, view: JobView, limits: SplitBounds, base: Split, first: Split, costs: SwitchCosts) -> Decision:
-        """The policy's decision. Raises _CannotBe."""
+        """Call the policy. Raises _CannotBe."""
         name, steps = self._spec.placement.policy, self._spec.flow.steps
         situation = Situation(
             bounds=limits,
@@ -257,20 +265,21 @@ class SplitDecider:
                 start = PolicyStart(first, self._rows.rollout, self._rows.reward, self._moving.sizes)
                 self._policy = await self._runner.make_policy(lambda: find_policy(name)(start))
             return await self._runner.ask_policy(self._policy, situation)
-        except RAISED as error:  # the edge to foreign code: who makes a policy may raise anything
-            log.exception("placement policy %s", name)
+        except RAISED as error:  # third-party code may raise anything
+            log.exception("placement policy %s failed", name)
             self._policy = None
             why = error.what if isinstance(error, PolicyFailed) else error_sentence(error)
-            raise _CannotBe(f"placement policy {name!r} failed, and nothing is moved: {why}") from error
+            raise _CannotBe(f"placement policy {name!r} failed, so nothing moves: {why}") from error
 
     def _proposal(
         self, decision: Decision, plan: Plan, there: Snapshot, base: Split, at: DecisionContext
     ) -> MoveProposal | None:
-        """The move that it makes of the plan. In a thread: a thousand slots take a moment. Raises _CannotBe."""
+        """Return the move from the present plan. Runs in a thread, because it is slow for a thousand slots. Raises
+        _CannotBe."""
         return propose_move(decision, plan, self._place(decision, plan, there), base, at)
 
     def _place(self, decision: Decision, plan: Plan, there: Snapshot) -> Plan | None:
-        """The plan of its split; None for another train world, which a rollback places. Raises _CannotBe."""
+        """Return the plan of the split; None for another train world, which a rollback forms. Raises _CannotBe."""
         split = decision.split
         if split.train != len(plan.ranks):
             return None
@@ -286,8 +295,8 @@ class SplitDecider:
         )
         if after is None:
             raise _CannotBe(
-                f"policy {self._spec.placement.policy!r} wants {split}, and as the ranks lie no node has whole engines' slots for that; "
-                "nothing is moved"
+                f"policy {self._spec.placement.policy!r} wants {split}, but with the present ranks no node has enough adjacent slots for the engines; "
+                "nothing moves"
             )
         return after
 
@@ -295,8 +304,9 @@ class SplitDecider:
 class HoldLog:
     """The newest hold period of the leader's decisions, and when it is written to the store.
 
-    The record of moves is written as a whole each time. So a hold period is written when it begins, with whatever else is written of
-    moves, and otherwise every `TELL_S`. `took`: seconds of that step, committed after that sequence number of head's; None: not known yet.
+    The record of moves is always written as a whole. So a hold period is written when it begins, together with other
+    changes of the record, and otherwise every `TELL_S`. `took`: returns the seconds of a step committed after a
+    sequence number of head; None: not known yet.
     """
 
     def __init__(self, clock: Clock, took: Callable[[int, int], float | None]) -> None:
@@ -304,12 +314,12 @@ class HoldLog:
         self._took = took
         self._newest: HoldPeriod | None = None
         self._stored: HoldPeriod | None = None
-        """The newest hold period as the store had it at the last call."""
+        """The newest hold period in the store at the last call."""
         self._since = 0.0
-        """Since when the store has it so."""
+        """Since when the store has it."""
 
     def note(self, moves: Moves, at: DecisionContext, reason: str, expected_s: float | None) -> None:
-        """A decision moved nothing. `expected_s`: what it expects of the next step."""
+        """Record a decision that moved nothing. `expected_s`: expected seconds of the next step."""
         known = self._newest or (moves.stays[-1] if moves.stays else None)
         self._newest = extend_stay(self._with_taken(known), moves, at, reason, expected_s)
 
@@ -318,7 +328,8 @@ class HoldLog:
         self._newest = None
 
     def with_newest_stay(self, moves: Moves, *, at_once: bool) -> Moves:
-        """The record to be stored, with the newest hold period if it is time for it. `at_once`: the record is written in any case."""
+        """Return the record to store, with the newest hold period if it is due. `at_once`: the record is written in any
+        case."""
         stay = self._newest = self._with_taken(self._newest)
         stored = next((one for one in moves.stays if stay is not None and one.began == stay.began), None)
         now = self._clock.monotonic()
@@ -334,7 +345,7 @@ class HoldLog:
 
 
 class Planner:
-    """Asks the policy of one job and makes proposals of its decisions, on one controller for one incarnation."""
+    """Calls the policy of one job and turns its decisions into proposals, on one controller for one incarnation."""
 
     def __init__(self, job: LiveJob, spec: JobSpec, clock: Clock, run_dir: Path, connector: Connector = PLAIN) -> None:
         self._job = job
@@ -349,16 +360,16 @@ class Planner:
         self._holds = HoldLog(clock, self._history.took)
         self._decided: Version | None = None
         self._last_state: tuple[object, ...] = ()
-        """Step and leader at the last turn."""
+        """Step and leader at the last pass."""
         self._wait_s = POLL_S
         self._before: Plan | None = None
-        """The plan before the newest."""
+        """The plan before the newest one."""
         self._kept: Moves | None = None
         self.proposal: MoveProposal | None = None
         self.move_report: MoveReport | None = None
 
     def note(self, before: JobMirror, after: JobMirror) -> None:
-        """A change of the job's records."""
+        """Process a change of the job's records."""
         self._history.note(before, after, lambda: placement_snapshot(self._job.look()))
         self._lender.note(before, after, self._job.me)
         if before.plan is not None and after.plan is not None and before.plan is not after.plan:
@@ -381,7 +392,7 @@ class Planner:
             await self._lender.close()
 
     def _is_news(self) -> bool:
-        """Whether there is another step, its batch is closed, or another controller leads."""
+        """Whether there is a new step, its batch is closed, or another controller leads."""
         return self._state() != self._last_state
 
     def _state(self) -> tuple[object, ...]:
@@ -407,7 +418,7 @@ class Planner:
             return
         step = newest_trained(view.mirror)
         if self._decided is None and step is not None and has_moved(view.mirror, step):
-            self._decided = step  # the leader before has decided on it
+            self._decided = step  # the previous leader has decided on it
         if step is not None and self._decided != step:
             await self._wait_for_accounts(view)
             view = self._job.look()
@@ -416,7 +427,7 @@ class Planner:
             proposal = await self._decide_split(view)
             self._decided = step
         elif self.proposal is not None and not self.proposal.move.within and is_proposal_due(self.proposal, view):
-            proposal = self.proposal  # the store has not taken it yet; a loan in its place would be the end of it
+            proposal = self.proposal  # not in the store yet; a loan would replace it
         else:
             stored = view.mirror.plan
             proposal = await self._lender.proposal(view, self._context(view))
@@ -434,7 +445,7 @@ class Planner:
             self._job.changes.notify()
 
     async def _wait_for_accounts(self, view: JobView) -> None:
-        """Wait for the accounts of the newest step, for `ACCOUNTS_WAIT_S` at most."""
+        """Wait for the accounts of the newest step, at most `ACCOUNTS_WAIT_S`."""
         until = self._clock.monotonic() + ACCOUNTS_WAIT_S
         members = {stored.record.node for stored in view.mirror.members.values()}
         while (left := until - self._clock.monotonic()) > 0:
@@ -444,7 +455,7 @@ class Planner:
             await self._job.changes.wait(left)
 
     async def _decide_split(self, view: JobView) -> MoveProposal | None:
-        """Ask for the next split; log a hold, and warn of an obstacle."""
+        """Request the next split; log a hold, and warn of an obstacle."""
         at = self._context(view)
         found = await self._next.propose(view, self._lender.costs(view), at)
         if found.kept is not None:
@@ -458,7 +469,7 @@ class Planner:
         return DecisionContext(view.head.step, view.head.seq, view.node, self._clock.wall(), dry)
 
     def _report(self, view: JobView) -> MoveReport | None:
-        """The moves with the outcomes known by now; None: nothing is new."""
+        """Return the moves with the outcomes known by now; None: nothing is new."""
         assert view.mirror.plan is not None
         known = view.mirror.moves
         moves = add_unrequested(known, self._before, view.mirror.plan.record, self._context(view), world_reason(view))
@@ -467,7 +478,7 @@ class Planner:
         return None if moves == known else MoveReport(moves, view.mirror.moves_revision)
 
     def _at_the_end(self, mirror: JobMirror) -> Moves:
-        """The moves with outcomes in the last step, for the file; the store gets them no more."""
+        """Return the moves with outcomes in the last step, for the file; the store does not get them any more."""
         return self._holds.with_newest_stay(self._with_outcomes(mirror, mirror.moves), at_once=True)
 
     def _with_outcomes(self, mirror: JobMirror, moves: Moves) -> Moves:
@@ -477,21 +488,22 @@ class Planner:
         return add_outcomes(moves, steps, self._lender.took, mirror.head.record.seq, mirror.plan.record)
 
     async def _write_moves(self, view: JobView) -> None:
-        """Write new moves to the run's folder; the store keeps the newest only."""
+        """Write new moves to the run folder; the store keeps only the newest."""
         if view.mirror.moves is not self._kept:
             self._kept = view.mirror.moves
             await asyncio.to_thread(self._file.keep, self._kept)
 
 
 def has_moved(mirror: JobMirror, step: Version) -> bool:
-    """Whether a move was decided after that step already."""
+    """Whether a move was already decided after that step."""
     asked = (MoveKind.SPLIT, MoveKind.WORLD)
     seq = next((s.record.seq for s in mirror.log.values() if Version(s.record.lineage, s.record.step) == step), 0)
     return any(one.kind in asked and one.step == step.step and one.seq >= seq for one in mirror.moves.moves)
 
 
 def world_reason(view: JobView) -> str:
-    """Why the present train world was placed, and what it cost; empty: it is the first, or the log has it no more."""
+    """Return why the present train world was formed, and its cost; empty: it is the first, or the log no longer has the
+    reason."""
     assert view.mirror.plan is not None
     world, log = view.mirror.plan.record.world, view.log
     seq = max((seq for seq, one in log.items() if one.kind == "rollback" and one.world == world), default=None)
@@ -499,11 +511,11 @@ def world_reason(view: JobView) -> str:
         return ""
     earlier = max((one for one in log if one < seq), default=seq)
     again = log[earlier].step - log[seq].step
-    return log[seq].reason + (f"; {count_noun(again, 'step')} had to be made again" if again > 0 else "")
+    return log[seq].reason + (f"; {count_noun(again, 'step')} had to be repeated" if again > 0 else "")
 
 
 def newest_trained(mirror: JobMirror) -> Version | None:
-    """The newest trained step that the log has. A rollback to it does not change it."""
+    """Return the newest trained step in the log. A rollback to it does not change it."""
     assert mirror.head is not None
     entries = [stored.record for stored in mirror.log.values() if stored.record.kind == "train"]
     on_chain = [one for one in entries if one.step <= mirror.head.record.step]

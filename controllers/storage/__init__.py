@@ -1,5 +1,5 @@
-"""The folder of a run, on a shared disk or on each node.
+"""The run folder of a job, on a shared disk or on each node.
 
-`run_folder` finds it and proves that it is shared; `peer_files` fetches files from other nodes; `replication` copies checkpoints and receipts;
-`garbage` deletes what no job needs. `rules` says what may go (pure).
+`run_folder` locates it and proves that nodes share it; `peer_files` fetches files from other nodes; `replication`
+copies checkpoints and receipts; `garbage` deletes what no job needs. `rules` decides what may be deleted (pure).
 """

@@ -1,16 +1,20 @@
-"""Deletes what is not needed any more on this node, and holds a run's folder to its disk quota. `controllers.storage.rules` decides what goes.
+"""Delete files on this node that are no longer needed, and enforce a run folder's disk quota.
+`controllers.storage.rules` decides what to delete.
 
-- *Run folders* under `run_root` are known by the uid at the end of their name; only one that this store's record of that job names,
-  and whose job has ended, may go, after an hour. One in which an unfinished job's spec names a file (a model, data) is needed.
-- *Caches* are needed while they were used since the oldest unfinished job was created: each use touches the cache (`gcore.data.dataset`).
-- *Logs* are those of supervisors; one whose worker is registered is needed.
-- *Scratch* is what a job's processes left in their folder on this node; needed until the job has ended and no worker of it is left.
+- *Run folders* under `run_root` are identified by the uid at the end of their name. A folder may be deleted only if
+  this store's record of that job names it and the job ended more than an hour ago. It is kept while the spec of an
+  unfinished job names a file in it (a model, data).
+- *Caches* are kept if they were used since the oldest unfinished job was created. Each use touches the cache
+  (`gcore.data.dataset`).
+- *Logs* are those of supervisors. A log is kept while its worker is registered.
+- *Scratch* is what a job's processes left in their folder on this node. It is kept until the job has ended and none of
+  its workers is left.
 
-Whether a job needs something is asked again right before it is deleted. A folder is first renamed, and then deleted: of several daemons
-that see the same folder one does it, and none finds half of one. What jobs used long ago, of all nodes, is forgotten in the same rounds
-(`controllers.accounting.usage`).
+The collector checks whether a job needs something again right before it deletes it. It renames a folder before it
+deletes it: if several daemons see the same folder, one of them deletes it, and no reader finds half of it. The same
+rounds delete old usage records of all nodes (`controllers.accounting.usage`).
 
-`DiskQuota` measures a job's run folder against `limits.disk_gib`; it deletes nothing.
+`DiskQuota` measures a job's run folder against `limits.disk_gib`. It deletes nothing.
 """
 
 from __future__ import annotations
@@ -45,57 +49,57 @@ from gcore.worker.records import WorkerRecord
 log = logging.getLogger(__name__)
 
 YOUNG_S = 3600.0
-"""What was of use so lately is left alone: somebody may be about to use it again."""
+"""Seconds since the last use during which a file is kept, because a process may be about to use it again."""
 
 GONE = ".gone-"
-"""What a folder that is being deleted is called."""
+"""Prefix of a folder that is being deleted."""
 
 _RUN = re.compile(r".+-([0-9a-f]{12})")
 
 _LOG = re.compile(r"(.+)\.supervisor\.log|(emulated-.+)\.log")
 
 MEASURE_S, MOST_NODES = 60.0, 10
-"""Between two looks of a node that is alone; so many times as long at most."""
+"""Seconds between two measurements of a single node, and the maximum factor on it with more nodes."""
 
 NEARLY = 0.9
 
 BYTES_PER_GIB = 1 << 30
 
 TOPIC = "disk"
-"""What trouble with it is called in the store."""
+"""Topic of its problems in the store."""
 
 
 @dataclass(frozen=True)
 class UnfinishedJobs:
-    """The names, paths and workers of the jobs that have not ended, as the store has them."""
+    """Names, paths and workers of the unfinished jobs in the store."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     """By uid."""
     paths: Mapping[str, str] = field(default_factory=dict)
-    """Paths that their specs name, with the name of the job."""
+    """Paths named in their specs, with the name of the job."""
     since: float | None = None
-    """When the oldest was created, seconds since the epoch; None: there is none."""
+    """When the oldest was created, in seconds since the epoch; None: there is none."""
     workers: frozenset[str] = frozenset()
-    """Instances that are registered."""
+    """Registered instances."""
     busy: frozenset[str] = frozenset()
-    """The uids of jobs of which a worker is registered, ended or not."""
+    """The uids of jobs with a registered worker, including ended jobs."""
 
     def user_of(self, folder: Path) -> str:
-        """Which of them names something in `folder`; nothing if none does."""
+        """Return the job whose spec names something in `folder`; empty if none does."""
         inside = f"{folder}/"
         return next((job for path, job in self.paths.items() if path == str(folder) or path.startswith(inside)), "")
 
 
 class UnfinishedJobsReader:
-    """Reads the unfinished jobs from the store, again and again; the paths in a job's record are read once."""
+    """Reads the unfinished jobs from the store repeatedly; the paths in a job's record are read once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._jobs: dict[str, JobRecord] = {}
 
     async def now(self) -> UnfinishedJobs:
-        """Read them from the store. Raises StoreUnavailable; also UnreadableRecord, since a job whose record cannot be read may need
-        anything."""
+        """Read the unfinished jobs. Raises StoreUnavailable; also UnreadableRecord, because a job with an unreadable
+        record may need anything."""
         uids = [kv.key.removeprefix(keys.ACTIVE) for kv in (await self._store.list(keys.ACTIVE)).kvs]
         self._jobs = {uid: job for uid, job in self._jobs.items() if uid in uids}
         names: dict[str, str] = {}
@@ -119,7 +123,8 @@ class UnfinishedJobsReader:
 
 
 async def ended_runs(store: Store, run_root: Path) -> list[tuple[Path, str, float, bool]]:
-    """Run folders of this store's jobs: the folder, the job's name, when it ended, whether it has. Raises StoreUnavailable."""
+    """Return the run folders of this store's jobs: folder, job name, end time, whether it has ended. Raises
+    StoreUnavailable."""
     found = []
     for folder in await asyncio.to_thread(_run_folders, run_root):
         match = _RUN.fullmatch(folder.name)
@@ -138,8 +143,9 @@ async def ended_runs(store: Store, run_root: Path) -> list[tuple[Path, str, floa
 
 
 async def find_garbage(config: NodeConfig, store: Store, now: float) -> tuple[GarbageCandidate, ...]:
-    """Everything that a policy may be about, at the wall clock's second `now`. Raises StoreUnavailable, UnreadableRecord."""
-    # The disk first: what belongs to a job that is created meanwhile was not there yet.
+    """Find everything that a policy may apply to. `now`: wall clock, in seconds. Raises StoreUnavailable,
+    UnreadableRecord."""
+    # List the disk first: files of jobs created meanwhile did not exist then.
     at_home = await asyncio.to_thread(_at_home, Path(config.home))
     runs = await ended_runs(store, Path(config.run_root))
     using = await UnfinishedJobsReader(store).now()
@@ -153,11 +159,11 @@ async def find_garbage(config: NodeConfig, store: Store, now: float) -> tuple[Ga
 
 
 def _who_needs(found: GarbageCandidate, using: UnfinishedJobs, now: float) -> str:
-    """Why something must stay, or nothing; a run whose job has ended is of use until then."""
+    """Return why something must be kept, or an empty string. The caller handles runs of unfinished jobs."""
     if found.kind == "run" and (user := using.user_of(found.path)):
         return f"job {user} uses it"
     if now - found.used < YOUNG_S:
-        return "it was used within the hour"
+        return "it was used within the last hour"
     if found.kind == "run":
         return ""
     if found.kind == "cache":
@@ -166,20 +172,22 @@ def _who_needs(found: GarbageCandidate, using: UnfinishedJobs, now: float) -> st
     if found.kind == "log":
         match = _LOG.fullmatch(found.path.name)
         assert match is not None
-        process = match[1] or match[2]  # a worker, or the process of many emulated ones, whose names have its name
+        process = (
+            match[1] or match[2]
+        )  # a worker, or the process of emulated engines, whose instance names contain its name
         return "its worker is registered" if any(process in one for one in using.workers) else ""
     uid = found.path.name
     if uid in using.names:
         return f"job {using.names[uid]} has not ended"
-    return "a worker of it is registered" if uid in using.busy else ""
+    return "the job has a registered worker" if uid in using.busy else ""
 
 
 def _at_home(home: Path) -> list[GarbageCandidate]:
-    """Caches, logs and scratch of a daemon's home, whoever needs them."""
+    """List the caches, logs and scratch folders in a daemon's home, needed or not."""
     found = []
     for file in _entries(home / "cache", hidden=True):
         if file.suffix != ".lock" and (used := _used(file)) is not None:
-            # Rows and what is known of them are one thing; only of the latter the time may change (`gcore.data.dataset`).
+            # Rows and their metadata belong together; only the time of the metadata changes (`gcore.data.dataset`).
             known = _used(file.with_suffix(".copy")) if file.suffix == ".rows" else None
             found.append(GarbageCandidate("cache", file, disk_bytes(file), max(used, known or 0.0)))
     for file in _entries(home / "logs"):
@@ -193,15 +201,16 @@ def _at_home(home: Path) -> list[GarbageCandidate]:
 
 @dataclass(frozen=True)
 class DeletionReport:
-    """The result of a deletion: the decisions that were carried out. `problems`: what could not be deleted, a sentence each."""
+    """The result of a deletion: the decisions that were carried out. `problems`: failed deletions, one sentence
+    each."""
 
     verdicts: tuple[GarbageDecision, ...]
     problems: tuple[str, ...] = ()
 
 
 async def delete_garbage(store: Store, verdicts: Collection[GarbageDecision], clock: Clock) -> DeletionReport:
-    """Delete what goes, if nobody needs it by now: it may have taken minutes to find out how much everything takes, and takes more to
-    delete what came before it. Raises StoreUnavailable, UnreadableRecord: then the rest stays."""
+    """Delete what the decisions allow, if it is still not needed: measuring sizes and earlier deletions may have taken
+    minutes. Raises StoreUnavailable, UnreadableRecord; then the rest is kept."""
     users, done, problems = UnfinishedJobsReader(store), list[GarbageDecision](), list[str]()
     for verdict in verdicts:
         if not verdict.goes:
@@ -212,18 +221,18 @@ async def delete_garbage(store: Store, verdicts: Collection[GarbageDecision], cl
         needed = _who_needs(found if used is None else replace(found, used=used), await users.now(), now)
         done.append(replace(verdict, goes=False, why=needed) if needed else verdict)
         if not needed:
-            log.info("deletes %s (%.2f GiB): %s", found.path, found.bytes / GIB, verdict.why)
+            log.info("deleting %s (%.2f GiB): %s", found.path, found.bytes / GIB, verdict.why)
             try:
                 await asyncio.to_thread(_delete, found.path)
             except OSError as error:
-                problems.append(f"{found.path} cannot be deleted: {error.strerror or error}")
+                problems.append(f"cannot delete {found.path}: {error.strerror or error}")
     return DeletionReport(tuple(done), tuple(problems))
 
 
 def _delete(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         gone = path.with_name(f"{GONE}{path.name}")
-        with contextlib.suppress(FileNotFoundError):  # another daemon was quicker
+        with contextlib.suppress(FileNotFoundError):  # another daemon deletes it
             path.rename(gone)
             shutil.rmtree(gone)
     else:
@@ -231,7 +240,7 @@ def _delete(path: Path) -> None:
 
 
 class GarbageCollector:
-    """Deletes garbage on a daemon's node, again and again."""
+    """Deletes garbage on a daemon's node periodically."""
 
     def __init__(self, config: NodeConfig, store: Store, clock: Clock) -> None:
         self._config = config
@@ -239,13 +248,13 @@ class GarbageCollector:
         self._clock = clock
 
     async def run(self) -> None:
-        """For ever."""
+        """Run rounds, forever."""
         while True:
             await self._clock.sleep(self._config.gc.every_s)
             await self.round()
 
     async def round(self) -> None:
-        """One. What goes wrong is logged, and left for the next."""
+        """Run one round. Errors are logged and left to the next round."""
         now = self._clock.wall()
         await forget_old_usage(self._store, int(now // DAY_S))
         try:
@@ -255,18 +264,18 @@ class GarbageCollector:
             for problem in (await delete_garbage(self._store, verdicts, self._clock)).problems:
                 log.warning("%s", problem)
         except (GcoreError, OSError) as error:
-            log.warning("nothing more is deleted: %s", error)
+            log.warning("garbage collection stops until the next round: %s", error)
 
 
 def finish_deletions(folder: Path) -> None:
-    """Delete in `folder` what a daemon that died had begun to delete."""
+    """Complete deletions in `folder` that a dead daemon had started."""
     for one in _entries(folder, hidden=True):
         if one.name.startswith(GONE):
             shutil.rmtree(one, ignore_errors=True)
 
 
 def disk_bytes(path: Path) -> int:
-    """The bytes that a file, or all files below a folder, take on the disk. Links are not followed."""
+    """Return the bytes on disk of a file, or of all files below a folder. Links are not followed."""
     total, left = 0, [path]
     while left:
         here = left.pop()
@@ -281,7 +290,7 @@ def disk_bytes(path: Path) -> int:
 
 
 def _entries(folder: Path, *, hidden: bool = False) -> list[Path]:
-    """The entries of a folder, hidden ones only if they are asked for. Empty if it cannot be read."""
+    """List the entries of a folder, with `hidden` only the hidden ones. Empty if it cannot be read."""
     try:
         with os.scandir(folder) as found:
             return sorted(Path(one.path) for one in found if hidden or not one.name.startswith("."))
@@ -294,7 +303,7 @@ def _run_folders(run_root: Path) -> list[Path]:
 
 
 def _used(path: Path) -> float | None:
-    """When it was last written or touched; None if it is not there."""
+    """Return when it was last written or touched; None if it does not exist."""
     try:
         return path.lstat().st_mtime
     except OSError:
@@ -302,7 +311,7 @@ def _used(path: Path) -> float | None:
 
 
 def _paths(spec: Any) -> Iterator[str]:
-    """Every absolute path that stands anywhere in a spec."""
+    """Yield every absolute path in a spec."""
     if isinstance(spec, str) and spec.startswith("/"):
         yield spec.rstrip("/")
     elif isinstance(spec, Mapping):
@@ -314,7 +323,7 @@ def _paths(spec: Any) -> Iterator[str]:
 
 
 class QuotaLevel(Enum):
-    """How full a run's folder is."""
+    """How full a run folder is."""
 
     FREE = "free"
     NEARLY = "nearly"
@@ -323,38 +332,42 @@ class QuotaLevel(Enum):
 
 @dataclass(frozen=True, slots=True)
 class DiskUsage:
-    """How much a run's folder takes of its quota. `sentence`: for people; empty while there is room."""
+    """How much of its quota a run folder uses. `sentence`: for users; empty while there is room."""
 
     level: QuotaLevel
     sentence: str = ""
 
 
 def measure_disk_usage(taken: int, quota_gib: float, run_dir: Path) -> DiskUsage:
-    """How a run stands whose folder takes `taken` bytes."""
+    """Return the level of a run folder with `taken` bytes."""
     share = taken / (quota_gib * BYTES_PER_GIB)
-    what = f"the run's folder {run_dir} takes {taken / BYTES_PER_GIB:.2f} of the {quota_gib:g} GiB that a job may take (limits.disk_gib)"
+    what = f"the run's folder {run_dir} uses {taken / BYTES_PER_GIB:.2f} GiB of its limit of {quota_gib:g} GiB (limits.disk_gib)"
     if share > 1:
         return DiskUsage(
             QuotaLevel.OVER,
-            f"{what}: the job is paused; delete what it does not need (samples, old checkpoints), or have the limit raised, then "
-            "`gcore resume` it",
+            f"{what}: the job is paused; delete files that it does not need (samples, old checkpoints) or raise the limit, then "
+            "run `gcore resume`",
         )
     if share >= NEARLY:
-        return DiskUsage(QuotaLevel.NEARLY, f"{what}: no more samples are kept; beyond it the job is paused")
+        return DiskUsage(
+            QuotaLevel.NEARLY, f"{what}: the job stops recording samples, and pauses if it exceeds the limit"
+        )
     return DiskUsage(QuotaLevel.FREE)
 
 
 class DiskQuota:
-    """Measures how much of its disk quota (`limits.disk_gib`) a job's run folder takes, and pauses a job that takes more.
+    """Measures the disk usage of a job's run folder against its quota (`limits.disk_gib`), and pauses a job that
+    exceeds it.
 
-    At nine tenths no more samples are kept: they are for people, and the run goes on without them. Beyond the quota the job is paused, at a
-    commit, with a checkpoint, and says why. Nothing is lost: a person makes room (or has the quota raised) and resumes it. The job is not
-    failed, for a failed job does not go on; nor are its writes refused, which would end it anywhere. So the quota is no wall: the checkpoint
-    with which the job is paused comes on top.
+    At 90 % of the quota the job stops recording samples, which training does not need. Above the quota the job is
+    paused at a commit, with a checkpoint, and reports why. Nothing is lost: a user frees space (or the quota is raised)
+    and resumes it. The job does not fail, because a failed job cannot continue; and its writes are not refused, because
+    that could end it at any point. So the quota is not a hard limit: the checkpoint of the pause is written in
+    addition.
 
-    Every file is looked at, in a thread, the more rarely the more nodes do so: they see the same folder, or each its own. What is limited
-    is what this node sees. `members`: how many nodes measure; `show`: called with the usage whenever the level changes; `pause`: pauses the
-    job at its next commit.
+    Every file is measured in a thread, less often if more nodes do so, because all see the same folder, or each its
+    own. The limit applies to what this node sees. `members`: number of nodes that measure. `show`: called with the
+    usage whenever the level changes. `pause`: pauses the job at its next commit.
     """
 
     def __init__(
@@ -377,28 +390,30 @@ class DiskQuota:
         self._level = QuotaLevel.FREE
 
     async def run(self) -> None:
-        """For ever."""
+        """Measure, forever."""
         while True:
             await self.look()
             await self._clock.sleep(self.rest_s)
 
     @property
     def rest_s(self) -> float:
-        """Until the next look."""
+        """Seconds until the next measurement."""
         return MEASURE_S * min(max(self._members(), 1), MOST_NODES)
 
     async def look(self) -> None:
-        """Once."""
+        """Measure once."""
         found = measure_disk_usage(
             await asyncio.to_thread(self._measure, self._run_dir), self._quota_gib, self._run_dir
         )
         if found.level is not self._level:
             self._show(
-                found if found.sentence else DiskUsage(found.level, f"the run's folder {self._run_dir} has room again")
+                found
+                if found.sentence
+                else DiskUsage(found.level, f"the run's folder {self._run_dir} is below its limit again")
             )
             self._level = found.level
         if found.level is QuotaLevel.OVER:
             try:
                 await self._pause()
-            except StoreUnavailable as error:  # the next look tries it again
-                log.warning("the job is not paused yet: %s", error)
+            except StoreUnavailable as error:  # the next measurement retries
+                log.warning("cannot pause the job, retrying: %s", error)

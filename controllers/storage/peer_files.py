@@ -1,8 +1,9 @@
-"""Fetches a run's files from peers, of a job whose nodes share no folder: the other end of `controllers.api.peers`.
+"""Fetch files of a run from peers, for a job whose nodes share no folder. The server side is `controllers.api.peers`.
 
-A folder is filled in a draft and gets its name when all of it is here and proved; until then it is not there. A file that only
-grows (old records, receipts) is continued from its own length, by whole lines. What was sent is compared with its digest. A peer
-that sends nothing for a while is given up, and so is what came of it; nothing is tried again in here.
+A folder is received into a draft, which is renamed to its final name when all of it has been received and verified. A
+file that only grows (old log entries, receipts) is continued at its local length, by whole lines. Received data is
+compared with its digest. If a peer sends nothing for a while, the transfer is abandoned and its data is deleted. This
+module does not retry.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from gcore.system.concurrency import limit_time
 from gcore.system.files import DiskFull, replace_folder, sweep_drafts, sync_path
 
 DRAFTS = ".fetched"
-"""In the run's folder: what is not whole yet."""
+"""Folder of incomplete files in the run folder."""
 
 SILENT_S = 20.0
-"""A peer that sends nothing for so long is given up."""
+"""Seconds without data after which a transfer from a peer is abandoned."""
 
 MESSAGE_BYTES = 16 << 20
-"""A listing of very many files is the largest."""
+"""Maximum message size: the largest message is a listing of many files."""
 
 
 class FetchFailed(GcoreError):
@@ -42,16 +43,17 @@ class FetchFailed(GcoreError):
 
 
 class FileMissing(FetchFailed):
-    """The peer answers, and does not have the file."""
+    """The peer responds, and does not have the file."""
 
 
 def _nothing(folder: Path) -> None:
-    """Nothing to prove."""
+    """No verification."""
 
 
 @dataclass
 class PeerFiles:
-    """Fetches one job's files from other nodes to this one. `run_dir`: its own folder of the run; `owner` keeps its drafts apart."""
+    """Fetches one job's files from other nodes to this one. `run_dir`: this node's own run folder. `owner`: separates
+    its drafts from others."""
 
     uid: str
     run_dir: Path
@@ -59,10 +61,10 @@ class PeerFiles:
     silent_s: float = SILENT_S
     connector: Connector = PLAIN
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Files that grow have one writer at a time."""
+    """A growing file has one writer at a time."""
 
     async def list(self, address: str, folder: str) -> dict[str, int]:
-        """Names, relative to `folder`, and sizes of what lies there on a peer. Raises FetchFailed."""
+        """List the files in a peer's folder: names relative to `folder`, and sizes. Raises FetchFailed."""
         async with self._peer(address) as stub:
             reply = await stub.List(pb.ListFilesRequest(job_uid=self.uid, folder=folder), timeout=self.silent_s)
         return {one.name: one.size for one in reply.files}
@@ -70,30 +72,30 @@ class PeerFiles:
     async def folder(
         self, address: str, folder: str, prove: Callable[[Path], object] = _nothing, *, durable: bool
     ) -> Path:
-        """Bring a whole folder of a peer here, in place of one that was here.
+        """Fetch a whole folder from a peer and replace the local one.
 
-        `prove` reads the draft before it gets its name, and raises GcoreError if it is not what was wanted. Raises
-        FetchFailed, OSError, and what `prove` raises.
+        `prove` reads the draft before it is renamed, and raises GcoreError if the content is wrong. Raises FetchFailed,
+        OSError, and what `prove` raises.
         """
         target = self.run_dir / folder
         async with self._draft(target, durable=durable) as draft, self._peer(address) as stub:
             reply = await stub.List(pb.ListFilesRequest(job_uid=self.uid, folder=folder), timeout=self.silent_s)
             if not reply.files:
-                raise FileMissing(f"{folder} is not at {address}")
+                raise FileMissing(f"{address} does not have {folder}")
             for one in reply.files:
                 path = _inside(draft, one.name)
                 await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
                 with await asyncio.to_thread(path.open, "wb") as file:
                     came = await self._copy(stub, f"{folder}/{one.name}", 0, file)
                 if came != one.size:
-                    raise FetchFailed(f"{folder}/{one.name} has {came} bytes at {address}, and not {one.size}")
+                    raise FetchFailed(f"{folder}/{one.name} has {came} bytes at {address} instead of {one.size}")
             await asyncio.to_thread(prove, draft)
         return target
 
     async def grown(self, address: str, folder: str) -> int:
-        """Continue the files of `folder` that only grow, by what a peer has more of them; how many bytes came.
+        """Append to the growing files of `folder` what a peer has more of them. Return the number of received bytes.
 
-        They are on this node's disk when this returns. Raises FetchFailed, OSError.
+        When this returns, the data is on this node's disk. Raises FetchFailed, OSError.
         """
         total = 0
         async with self._writing, self._peer(address) as stub:
@@ -106,12 +108,12 @@ class PeerFiles:
         return total
 
     def new_draft(self, target: Path, *, durable: bool) -> contextlib.AbstractContextManager[Path]:
-        """`replace_folder` with a draft that no other folder has: weights and checkpoint of one version have the same name."""
+        """`replace_folder` with a unique draft, because weights and checkpoint of one version have the same name."""
         owner = f"{target.parent.name}.{self.owner}"
         return replace_folder(target, owner=owner, durable=durable, drafts=self.run_dir / DRAFTS)
 
     async def sweep(self) -> None:
-        """Remove the drafts of lives before this one."""
+        """Remove the drafts of earlier incarnations."""
         await asyncio.to_thread(sweep_drafts, self.run_dir / DRAFTS)
 
     async def _continue(self, stub: Any, name: str, path: Path, have: int) -> int:
@@ -119,7 +121,7 @@ class PeerFiles:
         with await asyncio.to_thread(path.open, "ab") as file:
             try:
                 await self._copy(stub, name, have, file)
-                # A line without its end is being written, or will be taken back: only a line that is whole stays as it is.
+                # An incomplete line is still being written, or will be removed; only complete lines are final.
                 return await asyncio.to_thread(_keep_lines, file, path, have)
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -127,7 +129,8 @@ class PeerFiles:
                 raise
 
     async def _copy(self, stub: Any, name: str, offset: int, to: BinaryIO) -> int:
-        """Write what a peer sends of a file; how much it was. Raises FetchFailed if it is not what was read there."""
+        """Write the data that a peer sends of a file. Return its size. Raises FetchFailed if it differs from the
+        peer's."""
         digest, count, said = hashlib.sha256(), 0, b""
         call = stub.Read(pb.ReadFileRequest(job_uid=self.uid, file=name, offset=offset))
         try:
@@ -141,11 +144,11 @@ class PeerFiles:
                 await asyncio.to_thread(_write, to, chunk.data, digest)
             await asyncio.to_thread(to.flush)
         except TimeoutError as error:
-            raise FetchFailed(f"nothing of {name} came for {self.silent_s:.0f} s") from error
+            raise FetchFailed(f"received no data of {name} for {self.silent_s:.0f} s") from error
         finally:
             call.cancel()
         if said != digest.digest():
-            raise FetchFailed(f"{name} did not come as it is there")
+            raise FetchFailed(f"the received {name} differs from the peer's")
         return count
 
     @contextlib.asynccontextmanager
@@ -155,11 +158,11 @@ class PeerFiles:
             try:
                 yield VersionedStub(files_pb2_grpc.FilesStub(channel), more=self.connector.metadata(address))
             except grpc.aio.AioRpcError as error:
-                raise FetchFailed(f"{address} does not give it ({error.details() or error.code().name})") from error
+                raise FetchFailed(f"{address} refused ({error.details() or error.code().name})") from error
 
     @contextlib.asynccontextmanager
     async def _draft(self, target: Path, *, durable: bool) -> AsyncIterator[Path]:
-        """`new_draft`, which blocks on the disk, in threads."""
+        """`new_draft` with its disk operations in threads."""
         manager = self.new_draft(target, durable=durable)
         folder = await asyncio.to_thread(manager.__enter__)
         try:
@@ -173,28 +176,28 @@ class PeerFiles:
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """The node that gave a file (empty: none did), and what was wrong with the nodes asked before, by node."""
+    """The node that sent a file (empty: none did), and the problems of the nodes tried before, by node."""
 
     source: str
     wrong: Mapping[str, GcoreError]
 
     @property
     def why(self) -> str:
-        """The problems, for people."""
+        """The problems as a sentence."""
         return "; ".join(f"{node}: {error}" for node, error in self.wrong.items())
 
 
 async def fetch_from_first(
     addresses: Mapping[str, str], nodes: Iterable[str], fetch: Callable[[str], Awaitable[object]]
 ) -> FetchResult:
-    """Fetch from the first of `nodes` that gives it. Raises DiskFull, OSError."""
+    """Fetch from the first of `nodes` that succeeds. Raises DiskFull, OSError."""
     wrong: dict[str, GcoreError] = {}
     for node in nodes:
         if node in addresses:
             try:
                 await fetch(addresses[node])
             except DiskFull:
-                raise  # whoever gives it, there is no room
+                raise  # no other node helps if this disk is full
             except GcoreError as error:
                 wrong[node] = error
             else:
@@ -203,10 +206,10 @@ async def fetch_from_first(
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Where a file goes that a peer names. Raises FetchFailed for a name that leads elsewhere."""
+    """Return the local path of a file that a peer names. Raises FetchFailed for a name that leaves the folder."""
     parts = name.split("/")
     if any(part in ("", ".", "..") or part.startswith(".") or "\0" in part for part in parts):
-        raise FetchFailed(f"a peer names a file {name[:200]!r}")
+        raise FetchFailed(f"a peer sent the invalid file name {name[:200]!r}")
     return folder.joinpath(*parts)
 
 
@@ -224,7 +227,8 @@ def _write(file: BinaryIO, data: bytes, digest: Any) -> None:
 
 
 def _keep_lines(file: BinaryIO, path: Path, have: int) -> int:
-    """Cut what was appended after `have` back to whole lines, and bring it to the disk; how much stays."""
+    """Truncate what was appended after `have` to complete lines, and sync it to disk. Return the number of bytes
+    kept."""
     file.flush()
     end = have
     with path.open("rb") as there:

@@ -1,8 +1,9 @@
-"""Carries out `controllers.rules.replication` for a job whose nodes share no folder: this node's own folder of the run gets what it lacks
-from those of its peers, and this node's record says what lies in it.
+"""Carry out `controllers.rules.replication` for a job whose nodes share no folder: copy missing files from the run
+folders of peers into this node's own run folder, and record in the store what it contains.
 
-A copy counts once every byte of it was read here: a checkpoint against its manifest and the registered digest, the rest against the
-digest of what was sent. A peer that gives nothing and a disk that takes nothing are reported and tried again; neither ends the job.
+A copy counts only after this node has read every byte of it: a checkpoint is compared with its manifest and the
+registered digest, other files with the sender's digest. If a peer sends nothing or a disk accepts nothing, this is
+reported and retried; neither ends the job.
 """
 
 from __future__ import annotations
@@ -51,39 +52,38 @@ from gcore.system.fault_injection import FaultPoint, fault_point
 from gcore.system.files import DiskFull
 
 TOPIC = "copies"
-"""What trouble with a node's own folder is called."""
+"""Topic of problems with a node's own folder."""
 
 PATIENCE_S = 15.0
-"""Peers may give nothing for so long before it is told: one that is gone is known to be by then."""
+"""Seconds without data from peers before a report. A lost node is detected sooner."""
 
 AGAIN_S = 1.0
-"""After a peer gave nothing, or the disk took nothing, until it is tried again."""
+"""Seconds before a retry after a failed fetch or write."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFetch:
-    """The result of a fetch: why a checkpoint is not whole on this node, or an empty string. `is_final`: it will not while things are as
-    they are,
-    since no node that is there has it undamaged."""
+    """The result of a fetch: why a checkpoint is not complete on this node, or an empty string. `is_final`: a retry
+    will not help in the present state, because no present node has it undamaged."""
 
     problem: str = ""
     is_final: bool = False
 
 
 def verify_files(folder: Path, digest: str) -> None:
-    """Read every byte of a checkpoint. Raises CheckpointDamaged if it is not whole, or not the one of that digest."""
+    """Read every byte of a checkpoint. Raises CheckpointDamaged if it is incomplete or has another digest."""
     verify_checkpoint(folder)
     verify_digest(folder, digest)
 
 
 def verify_digest(folder: Path, digest: str) -> None:
-    """Raises CheckpointDamaged if the manifest is not that of `digest`, or is not there."""
+    """Raises CheckpointDamaged if the manifest is missing or does not have `digest`."""
     if manifest_digest(folder) != digest:
         raise CheckpointDamaged("it is not the one that was registered", where=str(folder))
 
 
 def peer_addresses(view: JobView) -> dict[str, str]:
-    """Where the peers that are there answer."""
+    """Return the addresses of the present peers."""
     return {name: record.for_peers for name, record in view.nodes.items() if name != view.node}
 
 
@@ -93,12 +93,12 @@ def _lying(run_dir: Path) -> tuple[HeldCheckpoint, ...]:
         try:
             found.append(HeldCheckpoint(lineage=version.lineage, step=version.step, digest=manifest_digest(folder)))
         except CheckpointDamaged:
-            continue  # without a manifest it is none
+            continue  # without a manifest it is not a checkpoint
     return tuple(found)
 
 
 def _read(kv: KeyValue) -> NodeFolder | None:
-    """What was said; nothing if it is damaged, and said anew."""
+    """Parse the record; None if it is damaged, and it is then written again."""
     try:
         return NodeFolder.decode(kv.value, kv.key)
     except UnreadableRecord:
@@ -106,7 +106,7 @@ def _read(kv: KeyValue) -> NodeFolder | None:
 
 
 class Replicator:
-    """Keeps the folder of one job's run on one node as complete as the rules want it."""
+    """Keeps the run folder of one job on one node as complete as the rules require."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Replicator:
         tell: Callable[[str, str], None],
         own: LocalRunFolder,
     ) -> None:
-        """`tell` reports a problem of a topic, once while it lasts; an empty sentence says that it is over."""
+        """`tell`: reports a problem of a topic, once while it lasts; an empty sentence ends it."""
         self.own = own
         self._store = store
         self._ledger = ledger
@@ -128,16 +128,15 @@ class Replicator:
         self._tell = tell
 
     async def carry_out(self, action: FolderAction, view: JobView) -> ActionResult:
-        """Do it; what a disk does not take is told, and what peers do not give after a while. Neither ever ends the job."""
+        """Carry out an action. Disk errors are reported at once, missing data from peers after a while. Neither ends
+        the job."""
         name = type(action).__name__
         patience = PATIENCE_S
         try:
             done = await self._do(action, view)
         except (OSError, DiskFull) as error:
             why, patience = f"{error.strerror or error}" if isinstance(error, OSError) else error.what, 0.0
-            done = ActionResult(
-                TxnOutcome.UNKNOWN, f"its folder of the run {self._run_dir} does not take what it is to keep ({why})"
-            )
+            done = ActionResult(TxnOutcome.UNKNOWN, f"cannot write to its run folder {self._run_dir} ({why})")
         except StoreUnavailable:
             raise
         except GcoreError as error:
@@ -150,14 +149,14 @@ class Replicator:
         if now - self.own.failing.setdefault(name, now) >= patience:
             self._tell(TOPIC, f"{view.node}: {done.sentence}")
         if not isinstance(action, GatherReceipts | ReportFolder):
-            await self._clock.sleep(AGAIN_S)  # many bytes must not go back and forth in vain, as fast as they can
+            await self._clock.sleep(AGAIN_S)  # do not retry a large transfer in a tight loop
         return done
 
     async def ensure_checkpoint(
         self, checkpoint: SavedCheckpoint, view: JobView, *, read_all: bool = False
     ) -> CheckpointFetch:
-        """See that a checkpoint lies here, and fetch it if not. `read_all`: every byte of one that lies here, and fetch another in
-        its place if it is damaged. Raises OSError."""
+        """Make sure that a checkpoint is on this node, and fetch it if not. `read_all`: read every byte of a local one,
+        and replace it if it is damaged. Raises OSError."""
         async with self.own.fetching[checkpoint.file]:
             return await self._ensure_checkpoint(checkpoint, view, read_all=read_all)
 
@@ -193,7 +192,7 @@ class Replicator:
         is_final = said == fetched.wrong.keys() and all(
             isinstance(error, CheckpointDamaged | FileMissing) for error in fetched.wrong.values()
         )
-        why = fetched.why or "no other node that is there has it"
+        why = fetched.why or "no other present node has it"
         return CheckpointFetch(f"{here}; {why}" if lies else why, is_final)
 
     async def _do(self, action: FolderAction, view: JobView) -> ActionResult:
@@ -213,10 +212,10 @@ class Replicator:
             case DiscardCheckpoints():
                 return await self._delete_own_copies(action, view)
             case _:
-                raise TypeError(f"{action} is nothing that concerns a folder")
+                raise TypeError(f"{action} is not a folder action")
 
     async def _report_own_folder(self, view: JobView, **said: object) -> ActionResult:
-        """Look what lies here and say so, with `said` as new fields."""
+        """Inspect this node's folder and write its record, with `said` as new fields."""
         key = view.mirror.keys.folder(view.node)
         found = await asyncio.to_thread(_lying, self._run_dir)
         kv = await self._store.get(key)
@@ -231,12 +230,12 @@ class Replicator:
         sentence = f"{view.node} has {len(checkpoints)} checkpoints in its folder"
         if known == now:
             return ActionResult(TxnOutcome.STALE, sentence)
-        written = None if kv is None else Versioned(known or now, kv.mod_revision)  # compared by its revision alone
+        written = None if kv is None else Versioned(known or now, kv.mod_revision)  # compares only the revision
         report = await self._ledger.run(transactions.say_folder(view.mirror.keys, written, now, self._lease))
         return ActionResult(report.outcome, sentence, report.revision)
 
     async def _fetch_weights(self, action: FetchWeights, view: JobView) -> ActionResult:
-        """From the node where they were staged, else from any that has them."""
+        """Fetch weights from the node where they were staged, else from any that has them."""
         target = weights_folder(self._run_dir, action.version)
         name = str(target.relative_to(self._run_dir))
         peers = peer_addresses(view)
@@ -248,14 +247,15 @@ class Replicator:
         return ActionResult(TxnOutcome.WON, f"fetch {name} from {fetched.source}")
 
     async def _fetch_checkpoint(self, action: FetchCheckpoint, view: JobView) -> ActionResult:
-        """Bring a copy here, and say so."""
+        """Fetch a copy, and record it."""
         brought = await self.ensure_checkpoint(action.checkpoint, view)
         if brought.problem:
             return ActionResult(TxnOutcome.UNKNOWN, f"fetch {action.checkpoint.file}: {brought.problem}")
         return await self._report_own_folder(view)
 
     async def _fetch_start(self, action: FetchStart, view: JobView) -> ActionResult:
-        """What a world starts from is read to the last byte by every node that runs a rank of it."""
+        """Make sure that this node has a world's starting checkpoint. Every node with a rank of the world reads it
+        completely."""
         brought = await self.ensure_checkpoint(action.checkpoint, view, read_all=True)
         said = await self._report_own_folder(view)
         if brought.problem:
@@ -266,7 +266,7 @@ class Replicator:
         )
 
     async def _fetch_receipts(self, action: GatherReceipts, view: JobView) -> ActionResult:
-        """The receipts of ranks on other nodes; those of nodes that are away come later, or never."""
+        """Fetch receipts of ranks on other nodes. Those of absent nodes arrive later, or never."""
         peers = peer_addresses(view)
         nodes = {place.node for place in view.plan.ranks} & peers.keys()
         sentence = f"gather the receipts of {action.token}"
@@ -276,8 +276,8 @@ class Replicator:
         return ActionResult(done.outcome, sentence, done.revision)
 
     async def _write_archive(self, action: ArchiveRecords, view: JobView) -> ActionResult:
-        """What is to leave the store stands there still, so each node writes it down from there. What peers have of earlier times
-        comes along: so a node that came later, or was wiped, gets all of it."""
+        """Write records that are to leave the store to the archive; each node reads them from the store. Earlier
+        records are fetched from peers, so a node that joined later, or lost its disk, gets all of them."""
         wrong = await extend_files(self.own, peer_addresses(view), RECORDS)
         entries = [view.mirror.log[seq].record for seq in action.seqs]
         evaluations = [view.mirror.evaluations[version].record for version in action.evaluations]
@@ -288,7 +288,7 @@ class Replicator:
         said = {"log": action.seqs} if entries else {}
         more = {"evaluations": action.evaluations} if evaluations else {}
         done = await self._report_own_folder(view, **said, **more)
-        sentence = f"{len(entries)} log entries and {len(evaluations)} evaluations are written down"
+        sentence = f"{len(entries)} log entries and {len(evaluations)} evaluations were archived"
         return ActionResult(done.outcome, "; ".join((sentence, *wrong)), done.revision)
 
     async def _delete_own_copies(self, action: DiscardCheckpoints, view: JobView) -> ActionResult:

@@ -1,7 +1,7 @@
-"""What of what lies on a node is not needed any more, by the policy of its configuration (`gcore.config.node`).
+"""Decide which files on a node are no longer needed, by the policy of its configuration (`gcore.config.node`).
 
-What a job that has not ended uses stays, whatever the policy says, and so does what nobody knows: a folder whose job is not in
-this store is somebody's. Reads and deletes nothing (`controllers.storage.garbage`).
+Files that an unfinished job uses are kept regardless of the policy. Unknown files are kept too: a folder whose job is
+not in this store belongs to somebody else. This module reads and deletes nothing (`controllers.storage.garbage`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ DAY_S, GIB = 86400.0, 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class GarbageCandidate:
-    """A file or folder on this node that may be deleted. `used`: when it was last of use, seconds since the epoch; `needed_by`: why it must
-    stay, or nothing."""
+    """A file or folder on this node that may be deleted. `used`: last use, in seconds since the epoch. `needed_by`: why
+    it must be kept, or empty."""
 
     kind: Kind
     path: Path
@@ -31,7 +31,7 @@ class GarbageCandidate:
 
 @dataclass(frozen=True, slots=True)
 class GarbageDecision:
-    """Whether a candidate is deleted, and why, or why it stays."""
+    """Whether a candidate is deleted, and why, or why it is kept."""
 
     found: GarbageCandidate
     goes: bool
@@ -39,14 +39,14 @@ class GarbageDecision:
 
 
 def retention_policies(section: GarbageSection) -> Mapping[Kind, KeepPolicy]:
-    """For each kind. What an ended job's processes left on the node goes at once."""
+    """Return the policy of each kind. Files of an ended job's processes are deleted at once."""
     return {"run": section.runs, "cache": section.caches, "log": section.logs, "scratch": KeepPolicy(newest=0)}
 
 
 def decide_garbage(
     found: Iterable[GarbageCandidate], section: GarbageSection, now: float
 ) -> tuple[GarbageDecision, ...]:
-    """Each with its verdict, the newest of each kind first."""
+    """Decide on each candidate, the newest of each kind first."""
     everything = sorted(found, key=lambda one: (one.kind, -one.used, str(one.path)))
     verdicts: list[GarbageDecision] = []
     for kind, keep in retention_policies(section).items():
@@ -55,7 +55,7 @@ def decide_garbage(
 
 
 def _of_kind(found: list[GarbageCandidate], keep: KeepPolicy, now: float) -> list[GarbageDecision]:
-    total = sum(one.bytes for one in found if one.needed_by)  # what stays in any case takes its room first
+    total = sum(one.bytes for one in found if one.needed_by)  # files that must be kept count first
     verdicts, place = [], 0
     for one in found:
         if one.needed_by:
@@ -70,13 +70,14 @@ def _of_kind(found: list[GarbageCandidate], keep: KeepPolicy, now: float) -> lis
 
 
 def _why_it_goes(one: GarbageCandidate, keep: KeepPolicy, place: int, total: int, now: float) -> str:
-    """Of what nothing needs, the `place`-th newest, with which all that stay take `total` bytes."""
+    """Return why an unneeded candidate is deleted: the `place`-th newest, with `total` bytes of kept files including
+    it."""
     if keep.everything or place <= (keep.newest or 0):
         return ""
     if keep.days is not None and now - one.used > keep.days * DAY_S:
         return f"older than {keep.days:g} days"
     if keep.total_gib is not None and total > keep.total_gib * GIB:
-        return f"what is newer takes {keep.total_gib:g} GiB"
+        return f"newer files use {keep.total_gib:g} GiB"
     if keep.days is None and keep.total_gib is None:
         return f"not among the newest {keep.newest}" if keep.newest else "its job has ended"
     return ""

@@ -1,18 +1,20 @@
-"""A run's folder as one node has it: the proof that nodes share it, the weights staged in it, and a node's own folder where they share none.
+"""The run folder as one node sees it: the proof that nodes share it, the staged weights in it, and local run folders of
+nodes that share none.
 
-Staged weights, checkpoints, receipts and old log entries go through the run's folder: one node writes them and another reads them. So
-`StorageProof` proves that all nodes of a job see one and the same folder, before any of them counts on it. Each controller that prepares a
-job writes a random number into a file of its own there, puts file and number into the store, and only then looks which others have done so,
-and reads their files. Of any two, the one that came second looks for the other's: so no two nodes get past each other unproven, and a node
-that comes later is proved against all. Where nodes are to share none (`storage.copies`), the same proves that no two do, and each has the
-run's folder under its own run root.
+Staged weights, checkpoints, receipts and old log entries are exchanged through the run folder: one node writes them and
+another reads them. So `StorageProof` proves that all nodes of a job see the same folder, before any node relies on it.
+Each controller that prepares a job writes a random number into its own file in the folder, publishes file and number in
+the store, and only then lists the other controllers that have done so and reads their files. Of any two controllers,
+the later one checks the file of the earlier one. So no two nodes can miss each other, and a node that joins later is
+checked against all. If nodes must not share a folder (`storage.copies`), the same procedure proves that no two do, and
+each has the run folder under its own run root.
 
-A file that is not there at once is looked for again: a mounted folder may show late what another machine wrote. The proof says nothing
-about how fast the folder is, nor that its disk keeps what it takes. On one machine it is as good as free.
+A file that is missing at first is checked again, because a mounted folder may show files of other machines late. The
+proof says nothing about the speed of the folder or the durability of its disk. On one machine it costs almost nothing.
 
-`StagedWeightsMonitor` looks which weights are staged there. `LocalRunFolders` are this node's own folders of jobs whose nodes share none:
-what is known of each beside its files, and how files that only grow are continued from what peers have. A daemon without a job has them
-already, so this module imports little.
+`StagedWeightsMonitor` finds out which weights are staged. `LocalRunFolders` are this node's folders of jobs whose nodes
+share none: what is known of each besides its files, and how growing files are continued from peers. A daemon without a
+job has them too, so this module imports little.
 """
 
 from __future__ import annotations
@@ -45,73 +47,74 @@ from gcore.system.files import replace_file
 from gcore.types import Version
 
 FOLDER = ".nodes"
-"""In the run's folder: one small file for each node that has worked on the job."""
+"""Folder in the run folder with one small file for each node that has worked on the job."""
 
 PROOF_LOOK_AGAIN_S = 0.5
 
 LOOKS = 30
-"""Times a node looks for what another wrote, `PROOF_LOOK_AGAIN_S` apart."""
+"""Maximum number of checks for another node's file, one every `PROOF_LOOK_AGAIN_S`."""
 
 SHARE_IT = (
-    "Mount one folder at this path on every node, and name it in storage.root, or in run_root of the daemons; or, if they are to "
-    "share none, set storage.copies: 2"
+    "Mount one folder at this path on every node, and set it as storage.root, or as run_root of the daemons. If they must "
+    "not share a folder, set storage.copies: 2"
 )
 
 Pause = Callable[[float], Awaitable[None]]
 
 STAGED_LOOK_AGAIN_S = 0.2
-"""While weights are missed, until the folder is looked at again."""
+"""Seconds between two checks of the folder while weights are missing."""
 
 ANSWER_S = 10.0
-"""So long may a look take before it is told."""
+"""Seconds of a check before it is reported as hanging."""
 
 TOPIC = "storage"
 
 NOTHING_STAGED = frozenset({FIRST})
-"""What engines can have before a rank has staged anything: the model they start with."""
+"""Version available to engines before a rank has staged anything: the initial model."""
 
-HOW = "see whether its disk or mount is well on this node"
+HOW = "check its disk or mount on this node"
 
 Tell = Callable[[str, str], None]
 
 Look = Callable[[Path], frozenset[Version]]
 
 RECORDS = (archive.LOG_FOLDER, archive.EVALUATIONS, receipts.FOLDER)
-"""The folders whose files only grow."""
+"""The folders with growing files."""
 
 
 def folder_loss(run_dir: Path, node: str) -> str:
-    """Why `node` does not see the folder any more in which it proved to write, or nothing. Blocks.
+    """Return why `node` no longer sees the folder in which it proved to write, or an empty string. Blocks.
 
-    A folder of that name is not enough: where a mount is gone, whoever writes a log makes one beneath it.
+    The existence of the folder is not enough: if a mount is gone, a log writer creates a folder of that name beneath
+    it.
     """
     try:
         (run_dir / FOLDER / node).stat()
     except OSError as error:
         return (
-            f"{node} does not see the run's folder {run_dir} as it did ({error.strerror or error}); "
-            "nothing in it is taken for damaged until it does: see whether its mount is there on this node"
+            f"{node} no longer sees the run's folder {run_dir} ({error.strerror or error}); "
+            "meanwhile no missing file counts as damaged: check the mount on this node"
         )
     return ""
 
 
 class StorageNotShared(GcoreError):
-    """A node cannot write where the others read, or does not see what another wrote."""
+    """A node cannot write to the shared folder, or does not see what another wrote."""
 
 
 def run_folder(job: JobRecord, run_root: Path) -> Path:
-    """The folder of a job's run on this node: the one that all share, or where they share none, its own of that name."""
+    """Return a job's run folder on this node: the shared one, or the node's own."""
     return run_root / Path(job.run_dir).name if has_own_folder(job) else Path(job.run_dir)
 
 
 def has_own_folder(job: JobRecord) -> bool:
-    """Whether each node has a folder of its own for the run."""
+    """Whether each node has its own folder for the run."""
     storage = job.spec.get("storage")
     return isinstance(storage, dict) and storage.get("copies") is not None
 
 
 def localize_mirror(mirror: JobMirror, run_root: Path) -> JobMirror:
-    """The mirror, whose job's record names the run's folder as it is on this node."""
+    """Return the mirror with the path of the run folder on this node."""
     if mirror.job is None or not has_own_folder(mirror.job.record):
         return mirror
     here = str(run_folder(mirror.job.record, run_root))
@@ -123,9 +126,9 @@ def localize_mirror(mirror: JobMirror, run_root: Path) -> JobMirror:
 
 @dataclass(frozen=True)
 class StorageProof:
-    """One node's proof that it shares one job's folder with the others. `is_apart`: it is proved that no two share a folder, or a copy on
-    the one would be taken
-    for a second one. `pause` waits so many seconds, or until there is nothing to wait for any more."""
+    """One node's proof that it shares a job's folder with the other nodes. `is_apart`: prove instead that no two nodes
+    share a folder; otherwise a copy on one would count as a second copy. `pause`: waits this many seconds, or until
+    there is nothing left to wait for."""
 
     store: Store
     keys: JobKeys
@@ -135,7 +138,7 @@ class StorageProof:
     is_apart: bool = False
 
     async def run(self) -> None:
-        """Write, then read what the others wrote. Raises StorageNotShared, StoreUnavailable."""
+        """Write this node's mark, then read those of the others. Raises StorageNotShared, StoreUnavailable."""
         nonce = uuid.uuid4().hex
         await asyncio.to_thread(self._write, nonce)
         mark = StorageMark(node=self.identity.node, nonce=nonce)
@@ -152,7 +155,7 @@ class StorageProof:
             await self.pause(PROOF_LOOK_AGAIN_S)
         names = ", ".join(sorted(mark.node for mark in unseen))
         raise StorageNotShared(
-            f"{self.identity.node} does not see what {names} wrote in the job's folder; the nodes share no storage there",
+            f"{self.identity.node} does not see what {names} wrote to the job's folder, so the nodes do not share it",
             where=str(self.run_dir),
             fix=SHARE_IT,
         )
@@ -161,16 +164,16 @@ class StorageProof:
         seen = [mark.node for mark in await self._others() if await asyncio.to_thread(self._sees, mark)]
         if seen:
             raise StorageNotShared(
-                f"{self.identity.node} sees what {', '.join(sorted(seen))} wrote in the job's folder; the nodes share it, so what "
-                "lies there once would count as several copies",
+                f"{self.identity.node} sees what {', '.join(sorted(seen))} wrote to the job's folder. The nodes share it, so "
+                "one file would count as several copies",
                 where=str(self.run_dir),
-                fix="Leave storage.copies out of the spec, or give each node a run_root of its own",
+                fix="Remove storage.copies from the spec, or give each node its own run_root",
             )
 
     def _write(self, nonce: str) -> None:
         path = self._file_of(self.identity.node)
         with explain_os_errors(
-            f"{self.identity.node} cannot write in the job's folder", StorageNotShared, where=self.run_dir, fix=SHARE_IT
+            f"{self.identity.node} cannot write to the job's folder", StorageNotShared, where=self.run_dir, fix=SHARE_IT
         ):
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, nonce.encode())
@@ -184,27 +187,28 @@ class StorageProof:
         return self.run_dir / FOLDER / node
 
     async def _others(self) -> list[StorageMark]:
-        """The other nodes' marks in the store now; a node that is gone has proved nothing, and need not be seen."""
+        """Return the other nodes' marks in the store. A node that is gone has no mark and is not checked."""
         listing = await self.store.list(self.keys.storage_prefix)
         marks = (StorageMark.decode(kv.value, kv.key) for kv in listing.kvs)
         return [mark for mark in marks if mark.node != self.identity.node]
 
 
 def staged_versions(run_dir: Path) -> frozenset[Version]:
-    """The versions whose weights lie whole in the run's folder, and the first, which engines start with. Raises OSError."""
+    """Return the versions with completely staged weights, and the first one, with which engines start. Raises
+    OSError."""
     return versions_in(weights_folder(run_dir, FIRST).parent) | {FIRST}
 
 
 class StagedWeightsMonitor:
-    """Looks which weights are staged in a job's folder, beside the event loop, while head's weights are missing.
+    """Checks which weights are staged in a job's folder, off the event loop, while head's weights are missing.
 
-    The folder may be on a mount that hangs, or that fails for a while. A call into a mount that hangs does not come back, so it is made in
-    a thread that nothing waits for: neither the lease's renewal, nor the threads that others share, nor the daemon's end. One look is under
-    way at a time. A look that takes too long is reported, and so is an error; both reports end when the folder answers. What is known stays
-    what was seen last.
+    The folder may be on a mount that hangs or fails for a while. A call into a hanging mount does not return, so it
+    runs in a thread that nothing waits for: not the lease renewal, not shared threads, not the exit of the daemon. One
+    check runs at a time. A check that takes too long is reported, and so is an error; both reports end when the folder
+    responds. The last known state remains valid meanwhile.
 
-    `wanted`: head's version; `tell`: called with a topic and a sentence about trouble, an empty sentence when it is over; `found`: called
-    when other versions are there.
+    `wanted`: head's version. `tell`: called with a topic and a sentence about a problem, empty when it is over.
+    `found`: called when the versions change.
     """
 
     def __init__(
@@ -231,7 +235,7 @@ class StagedWeightsMonitor:
         self.versions: frozenset[Version] = NOTHING_STAGED
 
     async def run(self) -> None:
-        """For ever: look while head's weights are missed."""
+        """Check while head's weights are missing, forever."""
         while True:
             await self._changes.until(self._misses)
             await self._see()
@@ -243,10 +247,10 @@ class StagedWeightsMonitor:
         return wanted is not None and wanted not in self.versions
 
     async def _see(self) -> None:
-        """Look once, however long it takes."""
+        """Check once, however long it takes."""
         look = _in_a_thread(lambda: self._look(self._folder))
         if not (await asyncio.wait({look}, timeout=self._answer_s))[0]:
-            self._tell(TOPIC, self._sentence(f"does not answer for {self._answer_s:.0f} s"))
+            self._tell(TOPIC, self._sentence(f"has not responded for {self._answer_s:.0f} s"))
             await asyncio.wait({look})
         try:
             versions = look.result()
@@ -259,11 +263,11 @@ class StagedWeightsMonitor:
             self._found()
 
     def _sentence(self, what: str) -> str:
-        return f"{self._node}: the run's folder {self._folder} {what}; engines here get no new weights until it does: {HOW}"
+        return f"{self._node}: the run's folder {self._folder} {what}; engines on this node get no new weights until it works again: {HOW}"
 
 
 def _in_a_thread(look: Callable[[], frozenset[Version]]) -> asyncio.Future[frozenset[Version]]:
-    """As `asyncio.to_thread`, in a thread that is nobody else's, and that the process does not wait for at its end."""
+    """Like `asyncio.to_thread`, but in a separate thread that the process does not wait for at exit."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[frozenset[Version]] = loop.create_future()
 
@@ -281,7 +285,7 @@ def _in_a_thread(look: Callable[[], frozenset[Version]]) -> asyncio.Future[froze
             found = look()
         except OSError as error:
             found = error
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+        with contextlib.suppress(RuntimeError):  # the loop may have ended
             loop.call_soon_threadsafe(settle, found)
 
     threading.Thread(target=work, name="staged weights", daemon=True).start()
@@ -290,21 +294,22 @@ def _in_a_thread(look: Callable[[], frozenset[Version]]) -> asyncio.Future[froze
 
 @dataclass
 class LocalRunFolder:
-    """One job's run folder on one node, as long as the daemon lives."""
+    """One job's run folder on one node, for the lifetime of the daemon."""
 
     files: PeerFiles
     brought: set[str] = field(default_factory=set)
-    """Train worlds whose starting checkpoint was read here to its last byte."""
+    """Train worlds whose starting checkpoint was completely read here."""
     damaged: set[tuple[Version, str]] = field(default_factory=set)
-    """Checkpoints that lie here by name and are not what they were."""
+    """Names of local checkpoints that are damaged."""
     fetching: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
-    """By a checkpoint's folder: two fetches of it at once would write into the same draft, and one would delete the other's."""
+    """Locks by checkpoint folder: two fetches at once would write into the same draft, and one would delete the
+    other's."""
     failing: dict[str, float] = field(default_factory=dict)
-    """What has not been done since when, by the action's name."""
+    """Actions that fail, and since when, by name of the action."""
 
 
 class LocalRunFolders:
-    """A node's run folders by job: writers, and readers for people, go through the same one."""
+    """A node's run folders by job. Writers, and readers for users, use the same object."""
 
     def __init__(self, connector: Connector = PLAIN) -> None:
         self._connector = connector
@@ -312,11 +317,11 @@ class LocalRunFolders:
 
     @property
     def connector(self) -> Connector:
-        """What other nodes are reached with."""
+        """Connects to other nodes."""
         return self._connector
 
     def of(self, uid: str, run_dir: Path) -> LocalRunFolder:
-        """A job's, made at the first call."""
+        """Return the folder of a job, created at the first call."""
         if uid not in self._known:
             self._known[uid] = LocalRunFolder(
                 PeerFiles(uid, run_dir, owner=uuid.uuid4().hex[:8], connector=self._connector)
@@ -325,22 +330,23 @@ class LocalRunFolders:
 
 
 async def collect_samples(own: LocalRunFolder, peers: Mapping[str, str]) -> None:
-    """Before samples are read: what other nodes have kept, as far as they give it. A file of them is written once."""
+    """Fetch other nodes' samples before samples are read, as far as the nodes respond. A file of samples never
+    changes."""
     await extend_files(own, peers, (samples.FOLDER,))
 
 
 async def collect_accounts(own: LocalRunFolder, peers: Mapping[str, str]) -> None:
-    """Before slot accounting is read: what other nodes have accounted for, as far as they give it."""
+    """Fetch other nodes' slot accounts before they are read, as far as the nodes respond."""
     await extend_files(own, peers, (slot_accounting.FOLDER,))
 
 
 async def collect_records(own: LocalRunFolder, peers: Mapping[str, str]) -> None:
-    """Before a run's records are read as a whole: what peers have more of them, as far as they give it."""
+    """Fetch what peers have more of a run's records before they are read as a whole, as far as the nodes respond."""
     await extend_files(own, peers, RECORDS)
 
 
 async def extend_files(own: LocalRunFolder, peers: Mapping[str, str], names: Iterable[str]) -> tuple[str, ...]:
-    """Continue files by what peers have; what was wrong with whom."""
+    """Append to files what peers have more of them. Return the problems."""
     wrong = []
     for node, address in sorted(peers.items()):
         for name in names:

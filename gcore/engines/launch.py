@@ -1,4 +1,5 @@
-"""Launch documents of the torch engine and of the SGLang worker, and the torch engine's command line. No torch."""
+"""Launch documents of the torch engine and of the SGLang worker, and the command line of the torch engine. Does not
+import torch."""
 
 from __future__ import annotations
 
@@ -14,29 +15,29 @@ from gcore.errors import DataError, UsageError
 
 
 class ServerLaunch(BaseModel):
-    """What both engines are told: what to serve, and how."""
+    """Launch document fields of both engines: what to serve, and how."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(description="folder of a Hugging Face model")
     task: Literal["generate", "classify"] = Field(
-        "generate", description="what the model does: write, or say one number of a question"
+        "generate", description="what the model does: generate text, or score a question with one number"
     )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(0, ge=0, lt=65536, description="port to listen on; 0: any free one")
-    batch_slots: PositiveInt = Field(256, description="sequences decoded at once, at most")
+    batch_slots: PositiveInt = Field(256, description="maximum number of sequences decoded at once")
     threads: PositiveInt = Field(1, description="CPU threads of the model")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="the weights' type")
-    weight_version: str = Field("0.0", description="what the folder's weights are called")
-    context_length: PositiveInt | None = Field(None, description="longest prompt and response; default: the model's")
+    weight_version: str = Field("0.0", description="version of the weights in the folder")
+    context_length: PositiveInt | None = Field(
+        None, description="maximum tokens of prompt and response together; default: the model's"
+    )
     cache_tokens: PositiveInt | None = Field(
-        None, description="tokens that the cache holds, at most; default: as many as fit a part of the free memory"
+        None, description="maximum tokens in the cache; default: as many as fit into a part of the free memory"
     )
-    prefill_chunk_tokens: PositiveInt = Field(
-        512, description="tokens of waiting prompts read between two decode steps"
-    )
-    trust_remote_code: bool = Field(False, description="run Python code that the model's folder brings")
-    api_key: str | None = Field(None, repr=False, description="key that every route asks for; default: none")
+    prefill_chunk_tokens: PositiveInt = Field(512, description="prompt tokens prefilled between two decode steps")
+    trust_remote_code: bool = Field(False, description="run Python code from the model's folder")
+    api_key: str | None = Field(None, repr=False, description="key required by every route; default: none")
     tls: ServingTls | None = Field(None, description="certificate to serve with; default: plain HTTP")
 
 
@@ -44,47 +45,51 @@ class EngineLaunch(ServerLaunch):
     """Launch document of the torch engine."""
 
     kind: Literal["engine"] = "engine"
-    device: str | None = Field(None, description="cpu or cuda; default: cuda where there is one")
-    deterministic: bool = Field(False, description="decode so that a sample's tokens do not depend on its neighbours")
-    admin_api_key: str | None = Field(None, repr=False, description="key that changing routes ask for; default: none")
+    device: str | None = Field(None, description="cpu or cuda; default: cuda if available")
+    deterministic: bool = Field(
+        False, description="decode so that a sample's tokens do not depend on the rest of the batch"
+    )
+    admin_api_key: str | None = Field(
+        None, repr=False, description="key required by routes that change the engine; default: none"
+    )
 
 
 class SglangLaunch(ServerLaunch):
     """Launch document of the SGLang worker."""
 
     kind: Literal["sglang"] = "sglang"
-    python: str = Field(description="the Python that has SGLang")
+    python: str = Field(description="path of a Python with SGLang")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the model runs")
-    gpus: PositiveInt = Field(1, description="GPUs that one copy of the model is spread over (tensor parallel)")
-    first_gpu: int = Field(0, ge=0, description="the first of them, among those that the process sees")
-    engine_args: tuple[str, ...] = Field((), description="further arguments of SGLang's server, word by word")
+    gpus: PositiveInt = Field(1, description="GPUs of one copy of the model (tensor parallel)")
+    first_gpu: int = Field(0, ge=0, description="index of the first GPU, among those visible to the process")
+    engine_args: tuple[str, ...] = Field((), description="more arguments for SGLang's server, as a list")
 
 
 Launch = TypeVar("Launch", bound=ServerLaunch)
 
 
 def check_folder(model: str) -> None:
-    """Whether it is a model folder at all, before anything heavy is imported. Raises DataError."""
+    """Check that this is a model folder, before anything heavy is imported. Raises DataError."""
     if not (Path(model) / "config.json").is_file():
         raise DataError(
-            "this is no model folder, for it has no config.json",
+            "the folder has no config.json, so it is not a model folder",
             where=model,
             fix="Name the folder of a Hugging Face model",
         )
 
 
 def parse_engine_launch(document: Mapping[str, Any]) -> EngineLaunch:
-    """The supervisor's document. Raises UsageError."""
+    """Parse the supervisor's document. Raises UsageError."""
     return _checked(EngineLaunch, dict(document), "launch document")
 
 
 def parse_sglang_launch(document: Mapping[str, Any]) -> SglangLaunch:
-    """The supervisor's document. Raises UsageError."""
+    """Parse the supervisor's document. Raises UsageError."""
     return _checked(SglangLaunch, dict(document), "launch document")
 
 
 def parse_engine_arguments(arguments: Sequence[str]) -> EngineLaunch:
-    """The command line. Raises UsageError for a value that does not fit; argparse ends the process for the rest."""
+    """Parse the command line. Raises UsageError for an invalid value; for other mistakes argparse ends the process."""
     parser = argparse.ArgumentParser("python -m gcore.engines.torch", description="Serve a model on SGLang's routes.")
     for name, field in EngineLaunch.model_fields.items():
         if name not in ("kind", "tls"):

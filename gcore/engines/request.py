@@ -1,7 +1,7 @@
-"""Requests, sequences and outputs of an engine, and the checks that need nothing else: no torch, no thread, no HTTP.
+"""Requests, sequences and outputs of an engine, and the checks that need neither torch nor threads nor HTTP.
 
-A `GenerationRequest` is one sample to be made, a `SequenceState` its progress, a `RequestOutput` the tokens so far. Versions that
-read "lineage.step" only ever rise.
+A `GenerationRequest` asks for one sample, a `SequenceState` is its progress, a `RequestOutput` has the tokens so far.
+Versions of the form "lineage.step" never decrease.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ class NumberedRequest(Protocol):
 
     @property
     def number(self) -> int:
-        """The engine's own name for it, unique in the engine's life."""
+        """The engine's own number of the request, unique for the life of the engine."""
         ...
 
     @property
     def rid(self) -> str:
-        """The client's name for it."""
+        """The client's name of the request."""
         ...
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """Its tokens."""
+        """The tokens of its prompt."""
         ...
 
 
 class NumberedOutput(Protocol):
-    """Output of an engine core for one request, by its number."""
+    """Output of an engine core for one request."""
 
     @property
     def number(self) -> int:
-        """Of its request."""
+        """The number of its request."""
         ...
 
     @property
     def ending(self) -> Finish | None:
-        """None while more is to come."""
+        """How it ended; None while more output will follow."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSampling:
-    """How the tokens of a task are drawn. `seed` keys its Philox stream (128 bits); temperature 0 is greedy."""
+    """Sampling parameters of a request. `seed` is the key of its Philox stream (128 bits). Temperature 0 is greedy."""
 
     max_new_tokens: int
     seed: int
@@ -65,26 +65,26 @@ class RequestSampling:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the sample, the model's own end tokens among them unless they are to be ignored."""
+    """Tokens that end the sample, including the model's own end tokens unless they are ignored."""
     top_logprobs: int = 0
-    """How many of the likeliest tokens are told at each position of the output (and of the prompt, where asked for)."""
+    """Number of most likely tokens reported at each position of the output, and of the prompt if requested."""
     named_tokens: tuple[int, ...] = ()
-    """Tokens whose log-probabilities are told at each of these positions too, whether they are likely or not."""
+    """Tokens whose log-probabilities are also reported at each of these positions."""
     prompt_logprobs_from: int | None = None
-    """Log-probabilities of the prompt's tokens are told from this position on; None: of none."""
+    """First prompt position whose log-probability is reported; None: no prompt position."""
 
 
 Top = tuple[tuple[float, int], ...]
-"""The likeliest tokens of one position, best first: (log-probability, token)."""
+"""The most likely tokens of one position, best first: (log-probability, token)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """What the model thinks of a prompt's tokens from position `start` on, each given those before it.
+    """Log-probabilities of a prompt's tokens from position `start` on, each given the preceding tokens.
 
-    `values[i]` belongs to token `start + i`: of the untempered softmax; None for the prompt's very first token, before
-    which there is nothing. `tops` has the likeliest tokens of the same positions, `named` the log-probabilities of the
-    named ones; each is empty when none were asked for.
+    `values[i]` belongs to token `start + i`, from the softmax at temperature 1; None for the first token of the prompt.
+    `tops` has the most likely tokens of the same positions, `named` the log-probabilities of the named tokens; each is
+    empty if not requested.
     """
 
     start: int
@@ -94,22 +94,22 @@ class PromptLogprobs:
 
 
 def prompt_key(prompt: Sequence[int]) -> bytes:
-    """Names the prompt's content."""
+    """Return a digest of the prompt's content."""
     return array("q", prompt).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One sample to be made. `number` is the engine's own name for it, unique in its life; `rid` the client's."""
+    """A request for one sample. `number`: the engine's own number, unique for its life. `rid`: the client's name."""
 
     number: int
     rid: str
     prompt: tuple[int, ...]
     sampling: RequestSampling
     streams: bool = False
-    """Whether every token is delivered as soon as it is there."""
+    """Whether every token is delivered as soon as it is sampled."""
     key: bytes = field(default=b"", repr=False, compare=False)
-    """Names the prompt's content; samples of one prompt share it. Bytes, because they remember their hash and tuples do not."""
+    """Digest of the prompt's content, the same for all samples of one prompt. Bytes cache their hash; tuples do not."""
 
     def __post_init__(self) -> None:
         if not self.key:
@@ -118,7 +118,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class OutputSpan:
-    """Tokens [start, end) were made with the weights called `version`."""
+    """Tokens [start, end) were generated with the weights `version`."""
 
     version: str
     start: int
@@ -127,7 +127,7 @@ class OutputSpan:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Reason for which a sample ended. `matched`: the stop string or token; `message`: why it was aborted."""
+    """Why a sample ended. `matched`: the stop string or token. `message`: why it was aborted."""
 
     kind: EndKind
     matched: str | int | None = None
@@ -136,7 +136,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What a task has so far. `ending` is None while it goes on (only tasks that stream hear of that)."""
+    """The output of a request so far. `ending` is None while it continues (only reported for streaming requests)."""
 
     number: int
     tokens: tuple[int, ...]
@@ -145,12 +145,12 @@ class RequestOutput:
     cached_tokens: int
     ending: Finish | None
     tops: tuple[Top, ...] = ()
-    """By output token, when `top_logprobs` were asked for."""
+    """By output token, if `top_logprobs` were requested."""
     named: tuple[tuple[float, ...], ...] = ()
-    """By output token: log-probabilities of the `named_tokens`, when there are any."""
+    """By output token: log-probabilities of the `named_tokens`, if there are any."""
     prompt_logprobs: PromptLogprobs | None = None
     retractions: int = 0
-    """How often it had to give its row back."""
+    """How often the sequence was preempted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +163,9 @@ class SpanStart:
 
 @dataclass(slots=True)
 class SequenceState:
-    """A task and how far it has come, between joining, giving its row back, and the end.
+    """A request and its progress when it joins, is preempted, or ends.
 
-    While it runs, its tokens stand in its row; `tokens` and `logprobs` are what it had when it joined.
+    While it runs, the row has its tokens; `tokens` and `logprobs` are those from before it joined.
     """
 
     task: GenerationRequest
@@ -179,29 +179,30 @@ class SequenceState:
     retractions: int = 0
 
     def mark(self, version: str, count: int) -> None:
-        """From token `count` on, `version` makes them."""
+        """Record that `version` generates the tokens from `count` on."""
         while self.marks and self.marks[-1].start >= count:
             self.marks.pop()
         if not self.marks or self.marks[-1].version != version:
             self.marks.append(SpanStart(version, count))
 
     def drop_last(self) -> None:
-        """Its last token is not to be told."""
+        """Remove its last token, which must not be reported."""
         del self.tokens[-1], self.logprobs[-1], self.tops[len(self.tokens) :], self.named[len(self.tokens) :]
 
     def never_joined(self, version: str) -> tuple[OutputSpan, ...]:
-        """Spans of what ended before it began: none of the tokens by `version`."""
+        """Return the spans of a request that ended before it started: no tokens, by `version`."""
         return (OutputSpan(version, 0, 0),)
 
     def spans(self, count: int) -> tuple[OutputSpan, ...]:
-        """The spans of its first `count` tokens; never empty once it has joined: at least one, of no tokens."""
+        """Return the spans of its first `count` tokens. Never empty after it has joined: at least one span without
+        tokens."""
         marks = [m for i, m in enumerate(self.marks) if m.start < count or i == 0]
         ends = [m.start for m in marks[1:]] + [count]
         return tuple(OutputSpan(m.version, m.start, end) for m, end in zip(marks, ends, strict=True))
 
 
 def check_token_ids(tokens: Sequence[int], vocabulary: int, what: str = "the prompt") -> None:
-    """Raises EngineError for no tokens at all, and for a token that the vocabulary does not have."""
+    """Raises EngineError for an empty list, and for a token outside the vocabulary."""
     if not tokens:
         raise EngineError(f"{what} has no tokens")
     wrong = next((token for token in (min(tokens), max(tokens)) if not 0 <= token < vocabulary), None)
@@ -210,7 +211,7 @@ def check_token_ids(tokens: Sequence[int], vocabulary: int, what: str = "the pro
 
 
 def is_older(offered: str, served: str) -> bool:
-    """Whether `offered` is an older version than `served`; False unless both read "lineage.step"."""
+    """Whether `offered` is an older version than `served`; False unless both have the form "lineage.step"."""
     try:
         return Version.parse(offered) < Version.parse(served)
     except ValueError:
@@ -220,4 +221,4 @@ def is_older(offered: str, served: str) -> bool:
 def check_version(offered: str | None, served: str) -> None:
     """Raises EngineError for a version older than the served one."""
     if offered is not None and is_older(offered, served):
-        raise EngineError(f"version {offered} is older than {served}, which is served")
+        raise EngineError(f"version {offered} is older than the served version {served}")

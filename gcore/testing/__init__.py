@@ -1,4 +1,5 @@
-"""Fakes for tests, also for those of plug-ins: clock, store with its network, flows, engines, training; contract suites."""
+"""Fakes and contract suites for tests, also for those of plug-ins: clock, store with its network, flows, engines,
+training."""
 
 from gcore.testing.clock import FakeClock
 from gcore.testing.store import Call, Fate, MemoryCluster, MemoryStore, Network, PerfectNetwork

@@ -1,8 +1,8 @@
-"""A clock that stands still until it is told to go.
+"""A clock that advances only when a test calls `advance`.
 
-`advance` moves time from one sleeper to the next, and lets everything that a wake-up sets off run to its next wait
-before time goes on. So a program under it behaves the same in every run, and hours take milliseconds. It knows only
-those who sleep on it: sockets, threads and asyncio's own timers do not belong under a fake clock.
+`advance` moves time from one sleeper to the next, and lets everything triggered by a wake-up run until it waits again
+before time moves on. So a program under this clock behaves the same in every run, and hours take milliseconds. The
+clock knows only tasks that sleep on it: do not use sockets, threads or asyncio's own timers with it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class FakeClock:
         self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
 
     def monotonic(self) -> float:
-        """Now."""
+        """The present time."""
         return self._now
 
     def wall(self) -> float:
-        """Now, as seconds since the epoch."""
+        """The present time in seconds since the epoch."""
         return self._now + self._wall_offset
 
     async def sleep(self, seconds: float) -> None:
-        """Wait until the clock has been advanced so far. Zero or less only gives way."""
+        """Wait until the clock has advanced by `seconds`. With zero or less, only yield to other tasks."""
         if seconds <= 0:
             await asyncio.sleep(0)  # noqa: TID251 - this is a clock
             return
@@ -43,13 +43,14 @@ class FakeClock:
         await future
 
     def next_wake(self) -> float | None:
-        """The moment of the first sleeper; None if nobody sleeps."""
+        """Return when the first sleeper wakes; None if there is none."""
         while self._sleepers and self._sleepers[0][2].done():  # cancelled
             heapq.heappop(self._sleepers)
         return self._sleepers[0][0] if self._sleepers else None
 
     async def advance(self, seconds: float) -> None:
-        """Let `seconds` pass. Sleepers wake in the order of their times, then in the order in which they lay down."""
+        """Advance by `seconds`. Sleepers wake in the order of their times, then in the order in which they began to
+        sleep."""
         end = self._now + seconds
         await self.settle()
         while (wake := self.next_wake()) is not None and wake <= end:
@@ -61,14 +62,14 @@ class FakeClock:
         await self.settle()
 
     def jump(self, seconds: float) -> None:
-        """Time passes and nobody notices yet: what a process sees that was stopped and goes on. Sleepers stay asleep
-        until the next `advance`, even one by 0."""
+        """Advance the time without waking sleepers, as seen by a process that was stopped and continues. Sleepers wake
+        at the next `advance`, even one by 0."""
         self._now += seconds
 
     async def run(self, awaitable: Awaitable[T], *, limit_s: float = 86_400.0) -> T:
         """Advance from sleeper to sleeper until `awaitable` is done, and return its result.
 
-        Raises TimeoutError when it still waits after `limit_s`, or waits though nobody sleeps any more.
+        Raises TimeoutError if it still waits after `limit_s`, or waits without any sleeper.
         """
         task = asyncio.ensure_future(awaitable)
         end = self._now + limit_s
@@ -78,7 +79,7 @@ class FakeClock:
                 wake = self.next_wake()
                 if wake is None or wake > end:
                     why = "nobody sleeps" if wake is None else f"after {limit_s:g} s"
-                    raise TimeoutError(f"what was awaited still waits ({why})")
+                    raise TimeoutError(f"the awaitable is still waiting ({why})")
                 await self.advance(max(0.0, wake - self._now))
             return await task
         finally:
@@ -87,8 +88,8 @@ class FakeClock:
     async def settle(self) -> None:
         """Let every task run until it waits for something."""
         loop = asyncio.get_running_loop()
-        # The loop's queue of what can run now is its own affair, but a fixed number of turns would be a guess: a chain
-        # of n awaiting tasks needs n of them. Other loops (which have no such queue to be seen) get the guess.
+        # The loop's queue of ready tasks is private, but a fixed number of turns would be a guess: a chain of n
+        # awaiting tasks needs n turns. Other loops, without such a queue, get a fixed number.
         ready = getattr(loop, "_ready", None)
         if ready is None:
             for _ in range(_TURNS):

@@ -1,4 +1,4 @@
-"""The contract kit: what a plug-in's own tests call, to know that gcore will get on with it.
+"""The contract kit: checks for the tests of a plug-in that it works with gcore.
 
     from gcore.testing.contracts import check_filter, check_flow, check_reward
 
@@ -8,9 +8,9 @@
     def test_my_reward():
         check_reward("my_reward", entries=[{"prompt": "1+1=", "answer": "2"}], right=["2"], wrong=["3"])
 
-Each check takes the plug-in by its entry-point name, as a job does, runs it in memory, and raises `ContractBroken` with a
-sentence that says what was promised and what was seen. A plug-in that passes may still be wrong: whether it is a good idea is
-for tests of its own, and for a run.
+Each check loads the plug-in by its entry-point name, as a job does, runs it in memory, and raises `ContractBroken` with
+a sentence that states the requirement and the observation. The checks do not test whether the plug-in is useful; write
+tests of your own for that, and run it.
 """
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ from gcore.types import Group
 Entries = Sequence[Mapping[str, Any]]
 
 ODD_RESPONSES = ("", " ", "\n", "0", "-", "x" * 20_000, "9" * 20_000, "\u0663", "\x00", "\\boxed{", "((((", "🙂")
-"""What a model may write, sooner or later."""
+"""Responses that a model may generate."""
 
 NO_SUCH_OPTION = "no_such_option"
 HANGS_S = 20.0
 
 
 class ContractBroken(AssertionError):
-    """A plug-in does not do what gcore counts on."""
+    """A plug-in violates a requirement of gcore."""
 
 
 async def check_flow(
     name: str, entries: Entries, script: AnswerScript | None = None, *, peers: int = 2, **settings: Mapping[str, Any]
 ) -> FakeCluster:
-    """Run a flow on `peers` peers to the end of its steps, and once more with engines, rewards and filters that fail.
+    """Run a flow on `peers` peers to the end of its steps, and again with engines, rewards and filters that fail.
 
-    `script` answers in place of an engine (default: right and wrong in turn); `settings` are sections of a spec. Returns the
-    cluster of the quiet run, for assertions of one's own. Raises ContractBroken, and what the flow raises.
+    `script` responds in place of an engine (default: right and wrong in turn). `settings` are sections of a spec.
+    Returns the cluster of the run without failures, for further assertions. Raises ContractBroken, and what the flow
+    raises.
     """
     flow = find_flow(name)
     for section in flow_settings(flow):
@@ -65,7 +66,7 @@ async def check_flow(
 
     def unreliable(asked: Asked) -> str:
         if asked.tries == 0 and asked.prompt.ref.seq % 2 == 0:
-            raise EngineUnreachable("no engine answers, for the contract's sake")
+            raise EngineUnreachable("simulated failure: no engine responds")
         return answers(asked)
 
     broken = FakeCluster(entries, unreliable, peers=peers, **mine)
@@ -83,10 +84,10 @@ def check_reward(
     answer: str = "answer",
     options: Mapping[str, Option] | None = None,
 ) -> None:
-    """A reward: it scores anything a model may write, says the same twice, and refuses what it does not know.
+    """Check a reward: it scores anything a model may generate, gives the same score twice, and rejects unknown options.
 
-    `right[i]` and `wrong[i]` are responses to `entries[i]`; each right one must be worth more than each wrong one. Raises
-    ContractBroken, PluginFault.
+    `right[i]` and `wrong[i]` are responses to `entries[i]`; each right one must score higher than each wrong one.
+    Raises ContractBroken, PluginFault.
     """
     spec = RewardSpec(name=name, answer=answer, options=dict(options or {}))
     reward = OpenReward.of(spec)
@@ -103,7 +104,7 @@ def check_reward(
             _promise(math.isfinite(once.value), f"reward {name!r} is {once.value}")
     odd = spec.model_copy(update={"options": {**spec.options, NO_SUCH_OPTION: 1}})
     _refuses(
-        f"reward {name!r} takes an option it cannot know",
+        f"reward {name!r} accepts an unknown option",
         lambda: OpenReward.of(odd)(Response("0"), entries[0]),
         RewardError,
     )
@@ -113,7 +114,7 @@ def check_reward(
 
 
 def check_filter(name: str, entries: Entries, *, options: Mapping[str, Option] | None = None) -> None:
-    """A filter: it keeps a group or says why not, the same each time, and refuses options it does not know.
+    """Check a filter: it keeps a group or gives a reason, the same each time, and rejects unknown options.
 
     Raises ContractBroken, PluginFault.
     """
@@ -125,27 +126,30 @@ def check_filter(name: str, entries: Entries, *, options: Mapping[str, Option] |
             _promise(once == again, f"filter {name!r} says {once!r}, then {again!r}, of the same group")
     odd = CheckedFilter(name, found.function, {**found.options, NO_SUCH_OPTION: 1})
     group = group_of((0.0, 1.0))
-    _refuses(f"filter {name!r} takes an option it cannot know", lambda: odd.refuses(group, entries[0]), FilterError)
+    _refuses(f"filter {name!r} accepts an unknown option", lambda: odd.refuses(group, entries[0]), FilterError)
 
 
 def check_curriculum(name: str, entries: Entries, *, options: Mapping[str, Option] | None = None) -> None:
-    """A curriculum: the same key for the same entry, in any epoch, and options it does not know are refused.
+    """Check a curriculum: it gives the same key for the same entry, in any epoch, and rejects unknown options.
 
     Raises ContractBroken, PluginFault.
     """
     found = find_curriculum(name)
     for epoch in range(3):
         keys = [found(_view(epoch, dict(options or {}))) for _ in range(2)]
-        _promise((keys[0] is None) == (keys[1] is None), f"curriculum {name!r} has an order for epoch {epoch} or not")
+        _promise(
+            (keys[0] is None) == (keys[1] is None),
+            f"curriculum {name!r} gives a key for epoch {epoch} in one call and none in another",
+        )
         for entry in entries:
             values = [key("data", dict(entry)) for key in keys if key is not None]
             _promise(len(set(values)) < 2, f"curriculum {name!r} gives {values} for the same entry of epoch {epoch}")
     odd = _view(0, {**(options or {}), NO_SUCH_OPTION: 1})
-    _refuses(f"curriculum {name!r} takes an option it cannot know", lambda: found(odd), CurriculumError)
+    _refuses(f"curriculum {name!r} accepts an unknown option", lambda: found(odd), CurriculumError)
 
 
 def alternate_answers(asked: Asked) -> str:
-    """Right and wrong in turn, as the entry's `answer` has it; greedy: right."""
+    """Respond right and wrong in turn, according to the entry's `answer`; greedy: right."""
     right = str(asked.prompt.fields.get("answer", ""))
     return right if asked.greedy or (asked.index + asked.prompt.ref.seq) % 2 == 0 else f"{right}?"
 
@@ -156,10 +160,10 @@ async def _to_its_end(name: str, cluster: FakeCluster) -> None:
             await cluster.run(find_flow(name))
     except TimeoutError as error:
         waits = f"step {cluster.head + 1} of {cluster.spec.flow.steps}"
-        raise ContractBroken(f"flow {name!r} hangs in {waits}: it waits for what never comes") from error
+        raise ContractBroken(f"flow {name!r} hangs in {waits}: it waits for something that never happens") from error
     except GcoreError as error:
         raise ContractBroken(
-            f"flow {name!r} let no error of an engine, a reward or a filter through to its batch, or raised one: {error}"
+            f"flow {name!r} does not pass an error of an engine, a reward or a filter on to its batch, or raises one: {error}"
         ) from error
 
 
@@ -175,9 +179,9 @@ def _check_steps(name: str, cluster: FakeCluster) -> None:
         for group in groups:
             _check_group(name, group)
             why = untrainable_reason(group, cluster.spec.train)
-            _promise(why is None, f"flow {name!r} made a group that would fail its prompt: {why}")
+            _promise(why is None, f"flow {name!r} made an invalid group, which would fail its prompt: {why}")
     some = min(cluster.unfiltered, default=None)
-    _promise(some is None, f"flow {name!r} gave the group of prompt {some} to its batch without peer.filter")
+    _promise(some is None, f"flow {name!r} gave the group of prompt {some} to its batch without calling peer.filter")
 
 
 def _check_group(name: str, group: Group) -> None:
@@ -197,8 +201,8 @@ def _scored(name: str, reward: OpenReward, response: str, entry: Mapping[str, An
         shown = repr(response if len(response) < 40 else f"{response[:40]}…")
         trace = plugin_trace(error)
         raise ContractBroken(
-            f"reward {name!r} cannot score the response {shown}: {error}; a response that is nonsense is worth little, and "
-            f"is no error{f'{chr(10)}{trace}' if trace else ''}"
+            f"reward {name!r} cannot score the response {shown}: {error}; a nonsense response must get a low score and must "
+            f"not raise{f'{chr(10)}{trace}' if trace else ''}"
         ) from error
 
 
@@ -226,11 +230,11 @@ def _refuses(what: str, act: Callable[[], object], kind: type[GcoreError]) -> No
     except kind as error:
         _promise(not plugin_trace(error), f"{what} and fails on it by accident: {error}")
         return
-    raise ContractBroken(f"{what}; a misspelt one would change nothing, in silence")
+    raise ContractBroken(f"{what}; a misspelt option would be ignored silently")
 
 
 def _says_so(what: str, act: Callable[[], object], kind: type[GcoreError]) -> None:
-    """What goes wrong, if it does, is told in words and not by a traceback."""
+    """Check that a failure, if any, is reported as a sentence and not as a traceback."""
     try:
         act()
     except kind as error:

@@ -1,7 +1,8 @@
-"""Engine in memory, for tests of code that uses `gcore.rollout.api.Engine`: tokens follow from prompt and seed alone.
+"""In-memory engine for tests of code that uses `gcore.rollout.api.Engine`: tokens are a function of prompt and seed.
 
-A sample gets one token every `TOKEN_S` seconds of its clock, up to `max_new_tokens`. Pauses, aborts, sleep and weight versions follow
-the real engines' rules. Text is the tokens' numbers; log-probabilities are those of a uniform distribution.
+A sample gets one token every `TOKEN_S` seconds of its clock, up to `max_new_tokens`. Pauses, aborts, sleep and weight
+versions follow the rules of real engines. The text consists of the tokens' numbers; log-probabilities are those of a
+uniform distribution.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TOKEN_S = 0.0005
 
 
 class FakeEngine:
-    """Implements `Engine`. `vocabulary`: tokens are below it."""
+    """Implements `Engine`. `vocabulary`: all tokens are below it."""
 
     def __init__(self, clock: Clock, version: Version | None = None, *, vocabulary: int = 100) -> None:
         self._clock = clock
@@ -46,7 +47,7 @@ class FakeEngine:
         rid: str,
         growing: ProgressCallback | None = None,
     ) -> tuple[Sample, ...]:
-        """One sample a prompt."""
+        """Generate one sample per prompt."""
         each = [params] * len(seeds) if isinstance(params, SamplingParams) else params
         if any(token not in range(self._vocabulary) for prompt in prompts for token in prompt):
             raise EngineError(f"a token id is not in the vocabulary of {self._vocabulary}", where=self.base_url)
@@ -95,7 +96,7 @@ class FakeEngine:
         return Sample(tuple(tokens), (self._logprob,) * len(tokens), text, reason, tuple(spans))
 
     async def classify(self, questions: Sequence[Sequence[int]], *, rid: str) -> tuple[float, ...]:
-        """The share of a question's last token in the vocabulary."""
+        """Return the last token of each question divided by the vocabulary size."""
         if self._asleep:
             raise EngineGaveUp("the engine gave up on a question", where=self.base_url, fix="It is asked again")
         return tuple(question[-1] / self._vocabulary for question in questions)
@@ -109,17 +110,19 @@ class FakeEngine:
         if self._released:
             raise EngineError("the weights are released", where=self.base_url)
         if self._version is not None and version < self._version:
-            raise EngineError(f"version {version} is older than {self._version}, which is served", where=self.base_url)
+            raise EngineError(
+                f"version {version} is older than the served version {self._version}", where=self.base_url
+            )
         self._version, self._asleep, self._paused = version, False, False
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
-        """Make no more tokens."""
+        """Stop generating tokens."""
         self._paused = True
         if mode == "abort":
             self._aborted |= self._running
 
     async def resume(self) -> None:
-        """Make tokens again."""
+        """Generate tokens again."""
         self._paused = False
 
     async def sleep(self) -> None:
@@ -128,7 +131,7 @@ class FakeEngine:
         self._asleep = self._released = True
 
     async def take_memory(self) -> None:
-        """Take memory again."""
+        """Restore released memory."""
         self._released = False
 
     async def wake(self, version: Version) -> None:
@@ -145,20 +148,20 @@ class FakeEngine:
         return self._released
 
     async def load(self) -> tuple[int | None, int | None]:
-        """All requests run."""
+        """Return the load: all requests run."""
         return len(self._running), 0
 
     async def served(self) -> Version | None:
-        """The served version."""
+        """Return the served version."""
         return None if self._asleep else self._version
 
     async def scheduler_state(self) -> Mapping[str, Any]:
-        """State as `/server_info` reports it."""
+        """Return the state as `/server_info` reports it."""
         return {"internal_states": [{"num_running_reqs": len(self._running), "paused": self._paused}]}
 
     async def metrics(self) -> str:
-        """It exports none."""
+        """Return no metrics."""
         return ""
 
     async def close(self) -> None:
-        """There are no connections."""
+        """Do nothing: there are no connections."""

@@ -1,6 +1,7 @@
-"""One peer of a `gcore.testing.flows.FakeCluster`: `Peer`, `Step` and `Batch` in memory, by the rules of the real ones.
+"""A cluster for tests of flows: `FakeCluster` and its peers, with `Peer`, `Step` and `Batch` in memory, by the rules of
+the real ones.
 
-Only what a flow can see is here; what becomes of groups and prompts is the cluster's to remember.
+A peer has only what a flow can see; the cluster keeps the state of groups and prompts.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from gcore.rollout.postprocess import drop_truncated, is_truncated, make_scored_
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan, entry_text, entry_value
 
 MOST_ROUNDS = 30
-"""Passes over the prompts that may end without a group before a test is told that no step will ever be full."""
+"""Maximum passes over the prompts without a group before a test fails because no step will ever be full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One response that a flow asked for. `index`: which of the prompt's; `tries`: how often the prompt was issued before."""
+    """One response that a flow requested. `index`: number of the response to the prompt. `tries`: how often the prompt
+    was sampled before."""
 
     prompt: Prompt
     index: int
@@ -39,16 +41,16 @@ class Asked:
 
 @dataclass
 class StepState:
-    """A step, as its peers share it."""
+    """A step, shared by its peers."""
 
     number: int
     closed: bool = False
     gathered: dict[str, dict[str, Any]] = field(default_factory=dict)
     gave: asyncio.Event = field(default_factory=asyncio.Event)
     through: set[str] = field(default_factory=set)
-    """Peers that asked for it to be trained."""
+    """Peers that called train."""
     published: set[str] = field(default_factory=set)
-    """Peers that asked for its weights."""
+    """Peers that called publish."""
 
 
 class FakePeer:
@@ -62,11 +64,11 @@ class FakePeer:
 
     @property
     def version(self) -> Version:
-        """Of the weights that are served."""
+        """Version of the served weights."""
         return Version(0, self.cluster.head)
 
     async def steps(self) -> AsyncIterator[FakeStep]:
-        """The steps to come."""
+        """Yield the steps."""
         steps = self.cluster.steps_to_make
         number = 0
         while (number := max(self.cluster.head, number)) < steps:
@@ -75,7 +77,7 @@ class FakePeer:
             await asyncio.sleep(0)  # noqa: TID251 - gives way, so that a flow that does nothing hangs nobody
 
     async def prompts(self, step: Any) -> AsyncIterator[Prompt]:
-        """This peer's prompts, oldest first, until the step is full."""
+        """Yield this peer's prompts, oldest first, until the step is full."""
         cluster, mine = self.cluster, step.state
         while not mine.closed:
             place = self._next_place()
@@ -95,7 +97,7 @@ class FakePeer:
                 raise AssertionError("a step never gets its quota: nearly everything is filtered or fails")
 
     def _next_place(self) -> int | None:
-        """My oldest prompt that is due; None while what is in flight may be enough."""
+        """Return the oldest due prompt of this peer; None while the prompts in flight may suffice."""
         cluster = self.cluster
         if len(cluster.held) + len(cluster.in_flight) >= cluster.spec.flow.groups_per_step:
             return None
@@ -103,7 +105,7 @@ class FakePeer:
         return next(place for place in mine if cluster.prompt(place).ref not in cluster.taken)
 
     async def rollout(self, prompt: Prompt, samples: int | None = None, *, greedy: bool = False) -> tuple[Sample, ...]:
-        """What the script answers."""
+        """Return the script's responses."""
         count = self.cluster.spec.flow.samples_per_prompt if samples is None else samples
         tries, version = self.cluster.tries.get(prompt.ref, 0), self.version
         made = []
@@ -115,7 +117,7 @@ class FakePeer:
         return tuple(made)
 
     async def demonstrate(self, prompt: Prompt) -> Group | Outcome:
-        """The entry's answer."""
+        """Return a group with the entry's answer."""
         field_ = training_sources(self.cluster.spec)[0].reward.answer
         if entry_value(prompt.fields, field_) is None:
             return Outcome("failed", f"the entry has no answer in field {field_!r} (reward.answer)")
@@ -127,7 +129,7 @@ class FakePeer:
         return Group(prompt.ref, prompt.token_ids, (sample,), prompt.source)
 
     async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group | Outcome:
-        """What the spec's reward says of them, and what becomes of cut-off ones. Raises RewardError."""
+        """Score with the spec's reward, and handle truncated samples. Raises RewardError."""
         rollout, source = self.cluster.spec.rollout, training_sources(self.cluster.spec)[0]
         if (outcome := drop_truncated(samples, rollout.truncated)) is not None:
             return outcome
@@ -140,7 +142,7 @@ class FakePeer:
         return make_scored_group(prompt, samples, results, rollout, source.sampling)
 
     async def filter(self, prompt: Prompt, group: Group | Outcome) -> Group | Outcome:
-        """What the spec's filters make of it. Raises FilterError."""
+        """Apply the spec's filters. Raises FilterError."""
         if isinstance(group, Outcome):
             return group
         result = apply_filters(self.cluster.filters, group, prompt.fields)
@@ -149,13 +151,13 @@ class FakePeer:
         return result
 
     def passed(self, ref: PromptRef) -> bool:
-        """Whether a group of that prompt came through the filters, since last asked."""
+        """Whether a group of that prompt passed the filters since the last call."""
         there = ref in self._passed
         self._passed.discard(ref)
         return there
 
     async def evaluate(self) -> None:
-        """Notes that it was asked for."""
+        """Record that the flow requested an evaluation."""
         if self._number == 0:
             self.cluster.evaluated.append(self.cluster.head)
 
@@ -176,17 +178,17 @@ class FakeStep:
         return self.state.number
 
     def fail(self, defect: BaseException) -> None:
-        """A production raised what is no outcome."""
+        """Record an exception from a production that is not an outcome."""
         self._defect = self._defect or defect
 
     def raise_defect(self) -> None:
-        """Raise it."""
+        """Raise the recorded exception."""
         if self._defect is not None:
             raise self._defect
 
     @asynccontextmanager
     async def collect(self) -> AsyncIterator[FakeBatch]:
-        """Ends when the peers have the quota."""
+        """Yield the batch; ends when the peers have the quota."""
         batch = FakeBatch(self._peer, self)
         try:
             yield batch
@@ -195,24 +197,24 @@ class FakeStep:
             await batch.give_up()
 
     async def train(self) -> None:
-        """Until every peer has come to it, and the step is trained."""
+        """Wait until every peer has called it and the step is trained."""
         if not self.state.closed:
-            raise AssertionError(f"step.train() in step {self.number}, and its batch was never collected")
+            raise AssertionError(f"step.train() in step {self.number}, but its batch was not collected")
         self.state.through.add(self._peer.name)
         if self._cluster.head < self.number:
             self._cluster.train()
 
     async def publish(self) -> None:
-        """At once."""
+        """Publish at once."""
         if self._cluster.head < self.number:
-            raise AssertionError(f"step.publish() in step {self.number}, and it was never trained")
+            raise AssertionError(f"step.publish() in step {self.number}, but it was not trained")
         self.state.published.add(self._peer.name)
 
     async def gather(self, name: str, value: Any) -> tuple[Any, ...]:
-        """What all peers give. Raises ValueError."""
+        """Return the values of all peers. Raises ValueError."""
         check_contribution(name, value)
         if name in self._told:
-            raise ValueError(f"{name!r} was used in this step; give what is told again another name")
+            raise ValueError(f"{name!r} was used in this step already; use another name")
         self._told.add(name)
         given = self.state.gathered.setdefault(name, {})
         given.setdefault(self._peer.name, value)
@@ -223,7 +225,7 @@ class FakeStep:
         return tuple(value for _, value in sorted(given.items()))
 
     async def sum(self, name: str, value: float) -> float:
-        """The sum of what all peers give. Raises ValueError."""
+        """Return the sum of the values of all peers. Raises ValueError."""
         exact_sum([value])
         return exact_sum(await self.gather(name, value))
 
@@ -236,7 +238,7 @@ class FakeBatch:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
-        """Run it beside others."""
+        """Run a production concurrently."""
         prompt, self._step.handed_out = self._step.handed_out, None
         if prompt is None:
             produce.close()
@@ -246,7 +248,7 @@ class FakeBatch:
         task.add_done_callback(self._done)
 
     async def give_up(self) -> None:
-        """Cancel what is under way; it is issued again."""
+        """Cancel running productions; their prompts are sampled again."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -260,7 +262,7 @@ class FakeBatch:
         try:
             result = check_production(await produce, ref)
             if self._step.state.closed:
-                cluster.taken.discard(ref)  # it lost the race
+                cluster.taken.discard(ref)  # it was too late for the step
             elif isinstance(result, Group):
                 if not self._peer.passed(ref):
                     cluster.unfiltered.add(ref)
@@ -284,31 +286,32 @@ class FakeBatch:
 
 
 def _is_peer(peer: FakePeer) -> Peer:
-    """Read by the type checker alone: a fake peer is a peer."""
+    """Checked by the type checker only: a fake peer is a peer."""
     return peer
 
 
 LONGEST = 64
-"""Tokens of a response, at most; `rollout.max_new_tokens` of a made-up spec."""
+"""Maximum tokens of a response; `rollout.max_new_tokens` of a generated spec."""
 
 AnswerScript = Callable[[Asked], str]
-"""Answers; raises EngineError where no engine would."""
+"""Returns the response; raises EngineError to simulate a failed engine."""
 
 
 class FakeCluster:
-    """Peers in memory that share prompts and quotas, for tests of flows: no store, no engine, no train rank; the same rules.
+    """Peers in memory that share prompts and quotas, for tests of flows: no store, no engine, no train rank; the same
+    rules.
 
-    `settings`: sections of a spec, as a user writes them. A `FakeCluster` has prompts, a script that answers them, and some
-    peers; `run` has each of them run the flow, as controllers do. Steps end when the peers together hold the quota; what an
-    engine did not answer is issued again; what cannot be scored has failed; groups are trained in the order of their refs.
-    What was asked and trained stands in the cluster afterwards.
+    `settings`: sections of a spec, as a user writes them. A `FakeCluster` has prompts, a script that responds to them,
+    and some peers; `run` has each of them run the flow, as controllers do. A step ends when the peers together have the
+    quota. A prompt without a response from an engine is sampled again; a prompt that cannot be scored has failed;
+    groups are trained in the order of their refs. Afterwards the cluster has the requested and trained data.
 
         cluster = FakeCluster([{"prompt": "1+1=", "answer": "2"}], script=lambda asked: "2" if asked.greedy else "3")
         await cluster.run(my_flow)
         assert cluster.trained[0][0].samples[0].reward == 0.0
 
-    A token is a character, and one more ends each response. There is no staleness, no rollback, no death and no limit
-    of prompts here: those are the cluster's, and no flow sees them. Time is not simulated: a script that waits, waits.
+    A token is a character, and one more token ends each response. There is no staleness, no rollback, no loss of peers
+    and no end of the prompts: a flow does not see them. Time is not simulated: a script that waits really waits.
     """
 
     def __init__(
@@ -321,21 +324,21 @@ class FakeCluster:
     ) -> None:
         self.spec = make_spec(**settings)
         if not entries:
-            raise SpecError("a cluster needs prompts", fix="Give at least one entry")
+            raise SpecError("a cluster needs prompts", fix="Pass at least one entry")
         self.entries = entries
         self.script = script or (lambda asked: str(asked.prompt.fields.get("answer", "")))
         self.scorer: FunctionScorer = DirectScorer()
         self.filters = find_filters(self.spec.flow.filters)
         self.asked: list[Asked] = []
-        """Every response that was asked for, in order."""
+        """Every requested response, in order."""
         self.trained: list[tuple[Group, ...]] = []
         """The groups of each step."""
         self.outcomes: dict[PromptRef, Outcome] = {}
-        """What was not trained, and why."""
+        """Prompts that were not trained, with the reason."""
         self.evaluated: list[int] = []
-        """At which steps the flow asked for an evaluation; of the first peer."""
+        """Steps at which the flow requested an evaluation; of the first peer."""
         self.unfiltered: set[PromptRef] = set()
-        """Groups that were given to a batch without having passed `peer.filter`."""
+        """Groups given to a batch without having passed `peer.filter`."""
         self.held: dict[PromptRef, Group] = {}
         self.tries: dict[PromptRef, int] = {}
         self.in_flight: set[PromptRef] = set()
@@ -345,18 +348,18 @@ class FakeCluster:
 
     @property
     def steps_to_make(self) -> int:
-        """`flow.steps`. Raises SpecError for a spec that goes by epochs, which are not counted here."""
+        """`flow.steps`. Raises SpecError for a spec limited by epochs, which are not counted here."""
         if self.spec.flow.steps is None:
-            raise SpecError("a fake cluster goes by steps", where="flow.epochs", fix="Give flow.steps")
+            raise SpecError("a fake cluster does not support epochs", where="flow.epochs", fix="Set flow.steps")
         return self.spec.flow.steps
 
     @property
     def head(self) -> int:
-        """The last step that was trained."""
+        """The last trained step."""
         return len(self.trained)
 
     async def run(self, flow: Flow) -> None:
-        """Every peer runs it to its end. Raises what a flow raises."""
+        """Run the flow on every peer to its end. Raises what a flow raises."""
         tasks = [asyncio.ensure_future(flow(peer)) for peer in self.peers]
         try:
             await asyncio.gather(*tasks)
@@ -366,33 +369,33 @@ class FakeCluster:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def step(self, number: int) -> StepState:
-        """The step of that number."""
+        """Return the step with this number."""
         return self.steps.setdefault(number, StepState(number))
 
     def prompt(self, place: int) -> Prompt:
-        """The prompt at that place of the endless stream."""
+        """Return the prompt at this place of the endless stream."""
         epoch, seq = divmod(place, len(self.entries))
         fields = dict(self.entries[seq])
         text = str(fields.get("prompt", ""))
         return Prompt(PromptRef(epoch, 0, seq), text, tokens_of(text), fields, training_sources(self.spec)[0].name)
 
     def close_if_full(self) -> None:
-        """End the step that is open, if the quota is there."""
+        """Close the open step if the quota is complete."""
         step = self.step(self.head + 1)
         if not step.closed and len(self.held) >= self.spec.flow.groups_per_step:
             step.closed = True
 
     def train(self) -> None:
-        """Take the quota, oldest first."""
+        """Train the quota, oldest first."""
         refs = sorted(self.held)[: self.spec.flow.groups_per_step]
         self.trained.append(tuple(self.held.pop(ref) for ref in refs))
-        # Strictly on-policy: what is left was made with the weights before, and is issued again.
+        # Strictly on-policy: remaining groups were generated with older weights, and are sampled again.
         self.taken -= self.held.keys()
         self.held.clear()
 
 
 def make_spec(**settings: Mapping[str, Any]) -> JobSpec:
-    """A small spec with `settings` in it; two steps of two groups, if nothing is said. Raises SpecError."""
+    """Make a small spec with `settings`; by default two steps of two groups. Raises SpecError."""
     made: dict[str, Any] = {
         "name": "fake",
         "model": {"path": "no-model"},
@@ -407,12 +410,12 @@ def make_spec(**settings: Mapping[str, Any]) -> JobSpec:
 
 
 def tokens_of(text: str) -> tuple[int, ...]:
-    """A token for each character; 0 is the end."""
+    """Return a token for each character; 0 is the end."""
     return tuple(ord(character) for character in text) or (1,)
 
 
 def sample_of(text: str, version: Version, longest: int) -> Sample:
-    """A response of that text, cut off at `longest` tokens."""
+    """Return a response with this text, truncated at `longest` tokens."""
     tokens = (*(ord(character) for character in text), 0)
     cut = len(tokens) > longest
     tokens, text = (tokens[:longest], text[:longest]) if cut else (tokens, text)
@@ -421,7 +424,7 @@ def sample_of(text: str, version: Version, longest: int) -> Sample:
 
 
 def group_of(rewards: Sequence[float], prompt: str = "a prompt") -> Group:
-    """A scored group with these rewards."""
+    """Return a scored group with these rewards."""
     made = (sample_of(f"response {number}", Version(0, 0), 64) for number in range(len(rewards)))
     samples = tuple(replace(sample, reward=reward) for sample, reward in zip(made, rewards, strict=True))
     return Group(PromptRef(0, 0, 0), tokens_of(prompt), samples, "data")

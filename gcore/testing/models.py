@@ -1,6 +1,6 @@
-"""A random model small enough for tests, with a tokenizer of single characters, as a Hugging Face folder.
+"""A random model small enough for tests, with a character tokenizer, as a Hugging Face folder.
 
-Imports torch and transformers, but only when called.
+Imports torch and transformers only when called.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def make_tiny_model(
     kv_heads: int = 2,
     ends: bool = True,
 ) -> Path:
-    """A qwen3 with tied embeddings. Its next-token distributions are far from uniform, and differ from seed to seed.
+    """Create a qwen3 with tied embeddings. Its next-token distributions are far from uniform, and depend on the seed.
 
-    With `ends` a sample ends at `EOS`; without, no token is an end.
+    With `ends` a sample ends at `EOS`; without it, no token is an end token.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -61,7 +61,7 @@ def make_tiny_model(
 
 
 def save_tokenizer(folder: Path, *, ends: bool) -> None:
-    """A tokenizer of single characters, without a model. `ends`: whether it names an end of sequence."""
+    """Save a character tokenizer, without a model. `ends`: whether it has an end token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
@@ -83,9 +83,9 @@ def rank_launch(
     world_size: int = 1,
     start: Mapping[str, Any] | None = None,
 ) -> RankLaunch:
-    """How rank `rank` of a world of `world_size` is started where no cluster starts it, for tests and benchmarks.
+    """Return the launch of rank `rank` of a world of `world_size`, for tests and benchmarks without a cluster.
 
-    `spec`: a job spec as a tree; `start`: the step it begins behind, 0 if None. Starts nothing.
+    `spec`: a job spec as a tree. `start`: the step after which it starts, 0 if None. Starts nothing.
     """
     return RankLaunch.model_validate(
         {

@@ -1,9 +1,10 @@
-"""The server's side of the store in memory: revisions, leases, transactions, history and its compaction.
+"""The store in memory, for tests: the server, the network between client and server, and the client.
 
-Everything here happens at once and in one order, as after a real etcd's raft; only `wait_for_change` waits. What can go
-wrong on the way to it is `gcore.testing.store`'s. Leases end by the injected clock: lazily, when the cluster is
-next asked, or when somebody waits for a change. A real etcd gives every lease its full time again after a change of
-leader; here `extend_leases` does that. There is no disk, no raft, no authentication, and no limit on the database.
+`MemoryCluster` is the server: revisions, leases, transactions, history and its compaction. Everything in it happens at
+once and in one order, as after the raft log of a real etcd; only `wait_for_change` waits. A `Network` decides what goes
+wrong between `MemoryStore`, the client, and the server. Leases end by the injected clock, lazily: at the next request,
+or when a client waits for a change. A real etcd renews every lease after a change of its leader; `extend_leases` does
+that here. There is no disk, no raft, no authentication, and no limit on the database size.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ class MemoryCluster:
         self._keys: dict[str, KeyValue] = {}
         self._leases: dict[int, _Lease] = {}
         self._next_lease = 1
-        self._history: list[tuple[WatchEvent, ...]] = []  # of the revisions compacted+1 (or 2) .. revision
+        self._history: list[tuple[WatchEvent, ...]] = []  # for revisions compacted+1 (or 2) .. revision
         self._changed = asyncio.Event()
         self._late: list[Callable[[], object]] = []
         self.listeners: list[Callable[[tuple[WatchEvent, ...]], None]] = []
-        """Called after each revision, with its events, before anything else happens."""
+        """Called after each revision with its events, before anything else happens."""
 
-    # What a test does to the server.
+    # Actions of a test on the server.
 
     def compact(self, revision: int | None = None) -> None:
-        """Forget the history up to `revision` (None: all of it). Watchers that had not read it so far begin again."""
+        """Drop the history up to `revision` (None: all of it). Watchers that have not read up to it start again."""
         upto = self.revision if revision is None else revision
         if not self.compacted < upto <= self.revision:
             raise ValueError(f"revision {upto} is not between {self.compacted + 1} and {self.revision}")
@@ -67,75 +68,75 @@ class MemoryCluster:
         self._wake()
 
     def end_lease(self, lease: int) -> None:
-        """End a lease as if its time were over. Nothing happens if it is gone."""
+        """End a lease as if its time were over. No effect if it does not exist."""
         ended = self._leases.pop(lease, None)
         if ended is not None:
             self._commit([Delete(key) for key in sorted(ended.keys)])
 
     def stop(self) -> None:
-        """The server is gone, for every client. No lease ends meanwhile."""
+        """Make the server unreachable for every client. No lease ends meanwhile."""
         self.stopped = True
         self._wake()
 
     def start(self) -> None:
-        """It is back, with everything it had; every lease has its full time again."""
+        """Make the server reachable again, with all its data; every lease has its full time again."""
         self.stopped = False
         for lease in self._leases.values():
             lease.ends = self.clock.monotonic() + lease.ttl
         self._wake()
 
     def end_leases(self) -> None:
-        """End the leases whose time is over, as the server does by itself from time to time."""
+        """End expired leases, as the server does from time to time."""
         self._end_leases()
 
     def extend_leases(self) -> None:
-        """Give every lease its full time again, as a new leader does."""
+        """Renew every lease, as a new leader does."""
         self._end_leases()
         for lease in self._leases.values():
             lease.ends = self.clock.monotonic() + lease.ttl
 
     def deliver_late(self, count: int | None = None) -> int:
-        """Do what was held back by DELIVER_LATE, oldest first, at most `count`; how many were done."""
+        """Execute requests held back by DELIVER_LATE, oldest first, at most `count`. Return their number."""
         due, self._late = self._late[:count], self._late[len(self._late[:count]) :]
         for do in due:
             try:
                 do()
             except LeaseLost:
-                continue  # its caller has long given up
+                continue  # its caller no longer waits
         return len(due)
 
     def hold_back(self, do: Callable[[], object]) -> None:
-        """Remember a request for `deliver_late`."""
+        """Keep a request for `deliver_late`."""
         self._late.append(do)
 
-    # What clients ask of it. Nothing here waits.
+    # Requests of clients. Nothing here waits.
 
     def get(self, key: str) -> KeyValue | None:
-        """The key now."""
+        """Return the present key."""
         self._end_leases()
         return self._keys.get(key)
 
     def listing(self, prefix: str) -> KeyListing:
-        """The keys with `prefix` now."""
+        """Return the present keys with `prefix`."""
         self._end_leases()
         return KeyListing(
             tuple(self._keys[key] for key in sorted(self._keys) if key.startswith(prefix)), revision=self.revision
         )
 
     def newest(self, prefix: str, limit: int, before: int | None = None) -> KeyListing:
-        """Those with `prefix` that were created last, and before a revision."""
+        """Return the keys with `prefix` that were created last, before a revision."""
         listing = self.listing(prefix)
         older = [kv for kv in listing.kvs if before is None or kv.create_revision < before]
         older.sort(key=lambda kv: -kv.create_revision)
         return KeyListing(tuple(older[:limit]), listing.revision)
 
     def between(self, first: str, behind: str, limit: int) -> KeyListing:
-        """The first so many from `first` on and before `behind`."""
+        """Return at most `limit` keys from `first` on and before `behind`."""
         found = [kv for kv in self.listing("").kvs if first <= kv.key < behind]
         return KeyListing(tuple(found[:limit]), self.revision)
 
     def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
-        """All or nothing."""
+        """Apply all writes or none."""
         self._end_leases()
         for compare in compares:
             kv = self._keys.get(compare.key)
@@ -148,16 +149,16 @@ class MemoryCluster:
         return TxnResult(won=True, revision=self.revision)
 
     def grant(self, ttl: int) -> int:
-        """A new lease."""
+        """Create a lease."""
         self._end_leases()
         lease, self._next_lease = self._next_lease, self._next_lease + 1
         ttl = max(ttl, self._min_ttl_s)
         self._leases[lease] = _Lease(ttl, self.clock.monotonic() + ttl, set())
-        self._wake()  # whoever waits for the next lease to end must look again
+        self._wake()  # waiters for the next end of a lease must check again
         return lease
 
     def keep_alive(self, lease: int) -> float:
-        """Renew; the seconds it has again."""
+        """Renew a lease. Return its remaining seconds."""
         self._end_leases()
         held = self._leases.get(lease)
         if held is None:
@@ -171,7 +172,7 @@ class MemoryCluster:
         self.end_lease(lease)
 
     def events_since(self, revision: int, prefix: str) -> tuple[WatchBatch, ...] | None:
-        """Changes under `prefix` after `revision`, one batch a revision; None if they were compacted away."""
+        """Return changes under `prefix` after `revision`, one batch per revision; None if they were compacted."""
         self._end_leases()
         if revision < self.compacted:
             return None
@@ -184,7 +185,7 @@ class MemoryCluster:
         return tuple(batches)
 
     async def wait_for_change(self) -> None:
-        """Until something was written, granted or compacted, or a lease has ended."""
+        """Wait until something was written, granted or compacted, or a lease has ended."""
         changed = asyncio.ensure_future(self._changed.wait())
         waits: list[asyncio.Future[object]] = [changed]  # type: ignore[list-item]
         ends = min((lease.ends for lease in self._leases.values()), default=None)
@@ -205,7 +206,7 @@ class MemoryCluster:
             self.end_lease(lease)
 
     def _commit(self, writes: Sequence[Put | Delete]) -> None:
-        """Apply `writes` as one revision; none is made if nothing changes."""
+        """Apply `writes` as one revision; without a change there is no new revision."""
         revision = self.revision + 1
         events: list[WatchEvent] = []
         for write in writes:
@@ -253,7 +254,7 @@ class MemoryCluster:
 
 
 def _lease_lost(lease: int) -> LeaseLost:
-    return LeaseLost(f"lease {lease:x} has ended", fix="Begin a new session; what stood under it is gone")
+    return LeaseLost(f"lease {lease:x} has ended", fix="Begin a new session; the keys of the lease are gone")
 
 
 T = TypeVar("T")
@@ -261,20 +262,20 @@ CallKind = Literal["get", "list", "transact", "grant", "keep_alive", "revoke", "
 
 
 class Fate(StrEnum):
-    """What becomes of a call."""
+    """The fate of a call."""
 
     DELIVER = "deliver"
     LOSE_REQUEST = "lose_request"
-    """The server never sees it; the caller gets StoreUnavailable."""
+    """The server never receives it; the caller gets StoreUnavailable."""
     LOSE_REPLY = "lose_reply"
-    """It is done, and the caller gets StoreUnavailable."""
+    """It is executed, and the caller gets StoreUnavailable."""
     DELIVER_LATE = "deliver_late"
-    """The caller gets StoreUnavailable; it is done when `MemoryCluster.deliver_late` is called."""
+    """The caller gets StoreUnavailable; it is executed when `MemoryCluster.deliver_late` is called."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call as the network sees it. For a watch: one batch that is about to be delivered."""
+    """A call as the network sees it. For a watch: one batch about to be delivered."""
 
     client: str
     kind: CallKind
@@ -285,42 +286,43 @@ class Call:
 
 
 class Network(Protocol):
-    """What lies between clients and the server. Both may sleep."""
+    """The network between clients and the server. Both methods may sleep."""
 
     async def request(self, call: Call) -> Fate:
-        """On the way there. For a watch, anything but DELIVER breaks the stream, which is then opened again."""
+        """Transmit the request. For a watch, any fate except DELIVER breaks the stream, which is then opened again."""
         ...
 
     async def reply(self, call: Call) -> None:
-        """On the way back."""
+        """Transmit the reply."""
         ...
 
 
 class PerfectNetwork:
-    """Loses nothing, and gives way to other tasks once each way, as a real one does."""
+    """Loses nothing, and yields to other tasks once in each direction, like a real network."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
     async def request(self, call: Call) -> Fate:
-        """Delivered."""
+        """Deliver the request."""
         await self._clock.sleep(0)
         return Fate.DELIVER
 
     async def reply(self, call: Call) -> None:
-        """Delivered."""
+        """Deliver the reply."""
         await self._clock.sleep(0)
 
 
 class MemoryStore:
-    """`gcore.store.types.Store` over a `MemoryCluster`: one client's connection to a server in memory that behaves as etcd does.
+    """`gcore.store.types.Store` over a `MemoryCluster`: one client's connection to a server in memory that behaves like
+    etcd.
 
-    A simulation gives each controller its own, so that it can cut one off. One contract suite runs against both this and a
-    real etcd. `network` decides what happens to a call on its way, and may be replaced at any time: it can hold a call up,
-    lose the request, lose the reply, or deliver the request after its caller has given up. A transaction itself is atomic and
-    takes no time. While `away` is true, or the cluster is stopped, every call ends in StoreUnavailable after `timeout_s` on
-    the cluster's clock, and watches wait. While `deaf` is true what is sent arrives and is done, and nothing comes back:
-    calls end like that all the same.
+    A simulation gives each controller its own connection, so that it can cut one off. One contract suite runs against
+    both this class and a real etcd. `network` decides the fate of a call and may be replaced at any time: it can delay
+    a call, lose the request, lose the reply, or deliver the request after its caller has stopped waiting. A transaction
+    is atomic and takes no time. While `away` is true, or the cluster is stopped, every call ends with StoreUnavailable
+    after `timeout_s` on the cluster's clock, and watches wait. While `deaf` is true, requests arrive and are executed,
+    but no reply arrives: calls end in the same way.
     """
 
     def __init__(
@@ -403,7 +405,7 @@ class MemoryStore:
         return WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, reset=True)
 
     async def _deliverable(self, call: Call) -> None:
-        """Until the network lets a batch through."""
+        """Wait until the network delivers a batch."""
         while self._cut_off or self.deaf or await self.network.request(call) is not Fate.DELIVER:
             await self.cluster.clock.sleep(_RETRY_S)
 
@@ -416,14 +418,14 @@ class MemoryStore:
         fate = await self.network.request(call)
         if fate is Fate.DELIVER_LATE:
             self.cluster.hold_back(do)
-        if fate in (Fate.DELIVER_LATE, Fate.LOSE_REQUEST) or self._cut_off:  # cut off on the way
+        if fate in (Fate.DELIVER_LATE, Fate.LOSE_REQUEST) or self._cut_off:  # disconnected during the call
             raise self._unavailable(call)
         lost: LeaseLost | None = None
         try:
             answer = do()
         except LeaseLost as error:
             lost = error
-        await self.network.reply(call)  # an error travels back like any other answer
+        await self.network.reply(call)  # an error is transmitted like any other reply
         if self.deaf:
             await self.cluster.clock.sleep(self._timeout_s)
         if fate is Fate.LOSE_REPLY or self.deaf:
@@ -437,4 +439,4 @@ class MemoryStore:
 
 
 _RETRY_S = 0.1
-"""Seconds between attempts to open a watch again."""
+"""Seconds between attempts to reopen a watch."""

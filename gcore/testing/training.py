@@ -1,13 +1,14 @@
-"""For tests of training, with torch: the contract kit for advantage estimators and losses of one's own, and fakes.
+"""Tests of training, with torch: the contract kit for custom advantage estimators and losses, and fakes.
 
-`FakeTrainBackend` trains a module in this process alone; `FakeObjective` and `FakePublisher` stand in for the real ones.
+`FakeTrainBackend` trains a module in this process alone; `FakeObjective` and `FakePublisher` replace the real ones.
 
     from gcore.testing.training import check_advantage, check_loss
 
     def test_my_estimator():
         check_advantage("against_median")
 
-As `gcore.testing.contracts`: each check takes the plug-in by its entry-point name and raises `ContractBroken` with a sentence.
+As in `gcore.testing.contracts`, each check loads the plug-in by its entry-point name and raises `ContractBroken` with a
+sentence.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ TOLERANCE = 1e-9
 
 
 def check_advantage(name: str, *, options: Mapping[str, Option] | None = None) -> None:
-    """Check an estimator: finite, repeatable, and independent of the order of samples and of the names of groups.
+    """Check an estimator: finite, repeatable, and independent of the order of samples and the numbers of groups.
 
-    Ranks compute it each for itself, and a group's number means nothing. Raises ContractBroken, PluginFault.
+    Each rank computes it separately, and a group's number has no meaning. Raises ContractBroken, PluginFault.
     """
     estimate = find_plugin_advantage(_train(advantage=name, advantage_options=dict(options or {})))
-    _check_promise(estimate is not None, f"{name!r} is gcore's own")
+    _check_promise(estimate is not None, f"{name!r} is one of gcore's own")
     assert estimate is not None
     order = torch.tensor([4, 0, 5, 2, 1, 3])
     for outcomes in OUTCOMES:
         values, groups = torch.tensor(outcomes, dtype=torch.float64), torch.tensor(GROUPS)
         found = estimate(values.clone(), groups.clone())
-        _same(found, estimate(values, groups), f"estimator {name!r} says another thing of the same outcomes")
+        _same(found, estimate(values, groups), f"estimator {name!r} gives another result for the same input")
         _same(found[order], estimate(values[order], groups[order]), f"estimator {name!r} depends on the samples' order")
         _same(found, estimate(values, 1000 - 7 * groups), f"estimator {name!r} depends on the groups' numbers")
 
@@ -58,11 +59,12 @@ def check_advantage(name: str, *, options: Mapping[str, Option] | None = None) -
 def check_loss(name: str, *, options: Mapping[str, Option] | None = None) -> None:
     """Check a loss: finite with a finite gradient, equal for a row alone and in a batch, independent of masked values.
 
-    Else it would depend on how samples are split over ranks and micro-batches. Raises ContractBroken, PluginFault.
+    Otherwise it would depend on how samples are divided between ranks and micro-batches. Raises ContractBroken,
+    PluginFault.
     """
     train = _train(loss=name, loss_options=dict(options or {}))
     loss = find_plugin_loss(train)
-    _check_promise(loss is not None, f"{name!r} is gcore's own")
+    _check_promise(loss is not None, f"{name!r} is one of gcore's own")
     assert loss is not None
     logp = torch.tensor([[-1.0, -0.5, -2.0], [-0.7, -1.2, -0.3]], dtype=torch.float64)
     old = torch.tensor([[-1.2, -0.9, -1.5], [-0.7, -0.8, -0.9]], dtype=torch.float64)
@@ -70,7 +72,7 @@ def check_loss(name: str, *, options: Mapping[str, Option] | None = None) -> Non
     mask = torch.tensor([[True, True, True], [True, True, False]])
 
     def of(rows: slice, logp: Tensor = logp) -> tuple[Tensor, Tensor]:
-        """The masked token losses of some rows, and their gradient."""
+        """Return the masked token losses of some rows, and their gradient."""
         own = logp[rows].clone().requires_grad_()
         clips = {"clip_low": train.clip_low, "clip_high": train.clip_high}
         token_loss = loss(own, old[rows], gain[rows], mask[rows], **clips).where(mask[rows], 0.0)
@@ -83,15 +85,15 @@ def check_loss(name: str, *, options: Mapping[str, Option] | None = None) -> Non
     )
     for row in range(2):
         alone, of_alone = of(slice(row, row + 1))
-        _same(both[row : row + 1], alone, f"loss {name!r} of a row depends on the rows beside it")
-        _same(gradient[row : row + 1], of_alone, f"the gradient of loss {name!r} depends on the rows beside it")
+        _same(both[row : row + 1], alone, f"loss {name!r} of a row depends on other rows of the batch")
+        _same(gradient[row : row + 1], of_alone, f"the gradient of loss {name!r} depends on other rows of the batch")
     odd = logp.clone()
-    odd[1, 2] = -9.0  # behind the response's end
-    _same(both, of(slice(0, 2), odd)[0], f"loss {name!r} looks at what the mask leaves out")
+    odd[1, 2] = -9.0  # after the response's end
+    _same(both, of(slice(0, 2), odd)[0], f"loss {name!r} depends on masked values")
 
 
 def _train(**settings: Any) -> TrainSpec:
-    """The section; a name that there is not in words, with the nearest."""
+    """Return the section; report an unknown name in a sentence, with the most similar known name."""
     try:
         return TrainSpec(**settings)
     except ValidationError as error:
@@ -112,7 +114,7 @@ def _same(one: Tensor, other: Tensor, sentence: str) -> None:
 class FakeTrainBackend:
     """Implements `TrainBackend` on one rank with torch's Adam, in float32.
 
-    `outputs_of`: the module's outputs at the scored places. The module is this one's from now on.
+    `outputs_of`: the module's outputs at the scored places. This object owns the module from now on.
     """
 
     def __init__(
@@ -217,12 +219,13 @@ class FakeTrainBackend:
 
 
 class FakeObjective:
-    """Implements `Objective` of a policy: raise each trained token's log-probability in proportion to its advantage."""
+    """Implements `Objective` of a policy: raises each trained token's log-probability in proportion to its
+    advantage."""
 
     needs: frozenset[Need] = frozenset()
 
     def trained(self, batch: MicroBatch, old: Tensor | None) -> Tensor:
-        """All of the mask."""
+        """All tokens of the mask."""
         return batch.mask
 
     def loss(self, scores: Scores, targets: Targets) -> Tensor:
@@ -230,7 +233,7 @@ class FakeObjective:
         return torch.where(targets.mask, -scores.logp * targets.advantages, 0.0).sum()
 
     def denominator(self, count: Count) -> float:
-        """The trained tokens."""
+        """The number of trained tokens."""
         return float(count.tokens)
 
     def metrics(self, scores: Scores, targets: Targets) -> Mapping[str, Tensor]:
@@ -239,7 +242,7 @@ class FakeObjective:
 
 
 class FakePublisher:
-    """Implements `Publisher` in memory: what is staged can be read with `read`."""
+    """Implements `Publisher` in memory: `read` returns what was staged."""
 
     def __init__(self, tensors: Callable[[], Iterator[NamedTensor]]) -> None:
         self._tensors = tensors
@@ -258,7 +261,7 @@ class FakePublisher:
         """Nothing to do: `read` returns the staged weights."""
 
     def release(self, update: WeightUpdate) -> None:
-        """Forget the copies."""
+        """Drop the copies."""
         self._staged.pop(update.version, None)
 
     def read(self, update: WeightUpdate) -> Mapping[str, Tensor]:

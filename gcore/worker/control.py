@@ -1,27 +1,28 @@
-"""Both ends of the control line between a supervisor and its child process; starting the child, confined.
+"""Both ends of the control line between a supervisor and its child process, and the start of the confined child.
 
-The line is a Unix socket that the supervisor makes, inherited as the file descriptor named in `GCORE_CONTROL_FD`; JSON, one
-object a line. The supervisor's first line is the launch document. From then on:
+The line is a Unix socket that the supervisor creates. The child inherits it as the file descriptor named in
+`GCORE_CONTROL_FD`. Messages are JSON, one object per line. The supervisor's first line is the launch document. From
+then on:
 
-    child -> supervisor   {"event": "serving", "address": "host:port"}      requests are answered there
+    child -> supervisor   {"event": "serving", "address": "host:port"}      accepts requests at this address
                           {"event": "store", "address": "host:port"}        rank 0's rendezvous
                           {"event": "progress", "phase": "...", "progress": 17}
                           {"event": "failed", "reason": "one sentence"}     before an orderly exit with a failure
     supervisor -> child   {"command": "rendezvous", "address": "host:port"}
                           {"command": "stop"}
 
-When the line breaks the supervisor is dead, and the child ends at once: a worker never outlives its supervisor. The
-supervisor turns what the child says and how it ends into events. It passes over names of events that it does not know, so
-that a newer child may say more; a line that is no JSON object is a failure.
+When the line breaks, the supervisor is dead and the child ends at once: a worker never outlives its supervisor. The
+supervisor turns the child's messages and its exit into events. It ignores unknown event names, so that a newer child
+may send more. A line that is not a JSON object is a failure.
 
-The child runs in a process group of its own. When it has ended, and before it is collected (until then its pid cannot be
-anybody else's), the whole group is killed: what a server left behind would hold on to its accelerator. The supervisor
-confines itself before it starts the child, so the child and all that it starts are confined from the beginning. Without its
-cores a worker fails, because it would compute on another's; without its control group it runs, because limits are a courtesy
-to the neighbours and the group may have been removed meanwhile.
+The child runs in its own process group. When it has ended, the supervisor kills the whole group before it collects the
+child's exit status (until then the pid cannot be reused): a process that a server left behind would keep its
+accelerator. The supervisor confines itself before it starts the child, so the child and its descendants are confined
+from the beginning. Without its cores a worker fails, because it would compute on the cores of another. Without its
+control group it runs, because the limits only protect its neighbours, and the group may have been removed meanwhile.
 
-Engines and ranks load this module for the child's end. They have no launch file of a supervisor, so the models of
-`gcore.worker.records` and of the store's description are for annotations only.
+Engines and ranks import this module for the child's end. They have no launch file of a supervisor, so the models of
+`gcore.worker.records` and of the store's description are imported for annotations only.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ ORPHANED_EXIT = 70
 
 
 class ControlLine:
-    """The line, from the child's side. `send` may be called from any thread."""
+    """The child's end of the line. `send` may be called from any thread."""
 
     def __init__(self, sock: socket.socket, on_broken: Callable[[], None] | None = None) -> None:
         self._socket = sock
@@ -80,18 +81,18 @@ class ControlLine:
         self._lock = threading.Lock()
         self._on_broken = on_broken or (lambda: os._exit(ORPHANED_EXIT))
         self.commands: queue.Queue[dict[str, Any]] = queue.Queue()
-        """What the supervisor said after the launch document, oldest first."""
+        """Commands received after the launch document, oldest first."""
         self.launch: dict[str, Any] = json.loads(self._reader.readline())
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     @classmethod
     def inherit(cls) -> ControlLine | None:
-        """The line named in the environment, or None when the process was started by hand."""
+        """Return the line named in the environment, or None if the process was started by hand."""
         fd = os.environ.get(CONTROL_FD)
         return cls(socket.socket(fileno=int(fd))) if fd else None
 
     def send(self, event: str, **fields: Any) -> None:
-        """Tell the supervisor. A broken line ends the process."""
+        """Send an event to the supervisor. A broken line ends the process."""
         line = json.dumps({"event": event, **fields}) + "\n"
         try:
             with self._lock:
@@ -100,11 +101,11 @@ class ControlLine:
             self._on_broken()
 
     def report_progress(self, phase: str, progress: int) -> None:
-        """Tell the supervisor how far a phase has come."""
+        """Report the progress of a phase to the supervisor."""
         self.send("progress", phase=phase, progress=progress)
 
     def wait_for(self, command: str) -> dict[str, Any]:
-        """Block until `command` comes; others that come before it are dropped."""
+        """Block until `command` arrives; earlier other commands are dropped."""
         while True:
             message = self.commands.get()
             if message.get("command") == command:
@@ -123,11 +124,12 @@ log = logging.getLogger("gcore.worker")
 SCRATCH = "tmp"
 
 LONGEST_SCRATCH = 60
-"""Characters. Programs make sockets in their folder for temporary files, and a socket's path has 107 at most."""
+"""Maximum characters of the folder: programs create sockets in their temporary folder, and a socket's path has at most
+107."""
 
 
 def confine_process(spec: LaunchSpec) -> None:
-    """Confine this process as `spec` says. Raises CannotStart."""
+    """Confine this process as `spec` requires. Raises CannotStart."""
     if spec.cgroup:
         try:
             enter_group(spec.cgroup)
@@ -139,12 +141,12 @@ def confine_process(spec: LaunchSpec) -> None:
         except OSError as error:
             raise CannotStart(
                 f"cannot run on the cores of {spec.slot} ({error.strerror})",
-                fix="See which cores this machine has and which the daemon's CPU set allows",
+                fix="Check which cores this machine has and which the daemon's CPU set allows",
             ) from error
-        if lacking := sorted(set(spec.cpus) - os.sched_getaffinity(0)):  # the kernel leaves out what is not allowed
+        if lacking := sorted(set(spec.cpus) - os.sched_getaffinity(0)):  # the kernel drops cores that are not allowed
             raise CannotStart(
                 f"may not run on the core{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))} of {spec.slot}",
-                fix="See which cores this machine has and which the daemon's CPU set allows",
+                fix="Check which cores this machine has and which the daemon's CPU set allows",
             )
     if spec.folder:
         with explain_os_errors(f"cannot make its job's folder {spec.folder}", CannotStart):
@@ -152,8 +154,8 @@ def confine_process(spec: LaunchSpec) -> None:
 
 
 def scratch_environment(folder: str, base: Mapping[str, str]) -> dict[str, str]:
-    """Has temporary files go to the job's folder, unless the starter's environment `base` names another, or its path leaves no room
-    for a socket's name."""
+    """Return variables that put temporary files into the job's folder, unless the starter's environment `base` names
+    another folder, or the path is too long for a socket's name."""
     scratch = str(Path(folder, SCRATCH))
     return {"TMPDIR": scratch} if folder and "TMPDIR" not in base and len(scratch) <= LONGEST_SCRATCH else {}
 
@@ -161,12 +163,12 @@ def scratch_environment(folder: str, base: Mapping[str, str]) -> dict[str, str]:
 LONGEST_LINE = 1 << 20
 
 LAST_WORD_S = 1.0
-"""How long a dead child's line is read on, should something outside its group hold it open."""
+"""Maximum seconds to read a dead child's line, in case a process outside its group keeps it open."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogPart:
-    """A log file from byte `start` on: what one child wrote."""
+    """A log file from byte `start` on: the output of one child."""
 
     path: Path
     start: int
@@ -178,7 +180,7 @@ class _Spawned(NamedTuple):
 
 
 def parse_event(line: bytes) -> WorkerEvent | None:
-    """What the child said. None: something this version does not know."""
+    """Parse a message of the child. None: an event that this version does not know."""
     try:
         message = json.loads(line)
         match message:
@@ -194,11 +196,11 @@ def parse_event(line: bytes) -> WorkerEvent | None:
                 return None
     except ValueError:
         pass
-    return ChildFailed(f"said what its supervisor does not understand: {line[:200].decode(errors='replace').strip()}")
+    return ChildFailed(f"sent a line that its supervisor cannot parse: {line[:200].decode(errors='replace').strip()}")
 
 
 def child_environment(spec: LaunchSpec, base: Mapping[str, str], control_fd: int) -> dict[str, str]:
-    """The child's whole environment. What the starter's says of threads does not count, but for what a spec names."""
+    """Return the child's environment. The starter's thread settings are ignored; those of the spec are used."""
     return {
         **base,
         **thread_environment(spec.threads),
@@ -210,7 +212,7 @@ def child_environment(spec: LaunchSpec, base: Mapping[str, str], control_fd: int
 
 
 class ChildProcess:
-    """A started child; `start` starts one."""
+    """A running child process, created by `start`."""
 
     def __init__(
         self,
@@ -249,35 +251,35 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Its pid, and its process group's."""
+        """The pid of the child, and of its process group."""
         return self._process.pid
 
     def is_stopped(self) -> bool:
-        """Whether a signal stopped it (SIGSTOP)."""
+        """Whether it is stopped by a signal (SIGSTOP)."""
         status = None if self._ended else process_status(self.pid)
         return status is not None and status.state == "T"
 
     def tell(self, command: str, **fields: Any) -> None:
-        """Send a command. A child that does not read its line is not waited for."""
+        """Send a command. Does not wait for a child that does not read its line."""
         self._write({"command": command, **fields})
 
     def kill(self) -> None:
-        """SIGKILL to its whole group."""
+        """Send SIGKILL to its whole process group."""
         if not self._ended:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def run(self, emit: Callable[[WorkerEvent], None]) -> None:
-        """Report what it says, and last, `ChildEnded`. Cancelling this kills the child."""
+        """Emit the child's messages, and at the end `ChildEnded`. Cancellation kills the child."""
         listener = asyncio.create_task(self._listen(emit))
         try:
             await wait_child_ended(self.pid)
-            self.kill()  # what it left behind
+            self.kill()  # kills processes that it left behind
             await asyncio.wait({listener}, timeout=LAST_WORD_S)
         finally:
             listener.cancel()
             self.kill()
-            self._process.wait()  # it is dead, or dies of the SIGKILL
+            self._process.wait()  # it is dead, or about to die from the SIGKILL
             self._ended = True
             self._writer.close()
         killed = out_of_memory_kills() > self._oom_kills
@@ -291,7 +293,7 @@ class ChildProcess:
                 if event is not None:
                     emit(event)
         except ValueError:
-            emit(ChildFailed(f"said a line longer than {LONGEST_LINE} bytes to its supervisor"))
+            emit(ChildFailed(f"sent a line longer than {LONGEST_LINE} bytes to its supervisor"))
         except ConnectionError:
             pass
         emit(LineClosed())

@@ -1,23 +1,24 @@
-"""The state machine of a worker, as its supervisor runs it: events in, a new state and instructions out; and the watchdog.
+"""The state machine of a worker, run by its supervisor: events in, a new state and instructions out; and the watchdog.
 
-In order: register in the store; only then start the child (for a train rank the registration also takes its rank of its world, and
-the second to come never starts a child); wait until it serves; go on until it ends, hangs or is stopped.
+The sequence: register in the store; then start the child (for a train rank the registration also claims its rank in its
+world, and the second claimant never starts a child); wait until it serves; continue until it ends, hangs or is stopped.
 
 Ways to end:
 
-- *failed*: the child ended by itself, said so, hung, never served, or lost its rank. What still lives of it is killed; the reason stays
-  readable in the store for a little while; then the supervisor leaves with `FAILED`.
-- *stopping*: asked to by a signal, orphaned (no controller on its node for the grace period), or out of the store's sight for very
-  long. The child is told to stop, drains, is killed after a grace, or at once if it does not serve yet; then the supervisor leaves
-  with `STOPPED`.
+- *failed*: the child exited by itself, reported a failure, hung, never served, or lost its rank. Its remaining
+  processes are killed; the reason stays readable in the store for a short time; then the supervisor exits with
+  `FAILED`.
+- *stopping*: requested by a signal, orphaned (no controller on its node for the grace period), or without the store for
+  very long. The child gets a stop command, drains, and is killed after a grace period, or at once if it does not serve
+  yet; then the supervisor exits with `STOPPED`.
 
-That a watch shows no controller is only a hint: the key is read once more before an orphan leaves, and while the store does not answer
-no worker counts as an orphan. A failure while stopping changes nothing.
+If a watch shows no controller, this is only a hint: the key is read once more before an orphan exits. While the store
+does not respond, no worker counts as an orphan. A failure while stopping changes nothing.
 
-A child tells its phase and a number that grows whenever it gets anywhere. A phase of work in which the number stays the same for
-`limit_s` is a hang: collective libraries wait without end for a rank that is gone, and no time-out inside the process can be trusted.
-Phases that wait for work (`PATIENT`) may last for ever; loading has a limit of its own. A child that was stopped by a signal (SIGSTOP)
-hangs in any phase, because it would not take work either.
+A child reports its phase and a counter that grows with its progress. A working phase in which the counter does not
+change for `limit_s` is a hang: collective libraries wait forever for a lost rank, and timeouts inside the process
+cannot be relied on. Phases that wait for work (`PATIENT`) may last forever; loading has its own limit. A child that was
+stopped by a signal (SIGSTOP) hangs in any phase, because it would not take work.
 """
 
 from __future__ import annotations
@@ -33,33 +34,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """The registration stands in the store (for the first time, or again)."""
+    """The store has the registration (for the first time, or again)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegistrationRefused:
-    """The registration cannot be made, now or later: another has the rank, or the world is gone."""
+    """The registration can never be made: another worker has the rank, or the world is gone."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class StatePublished:
-    """The store shows `state` now."""
+    """The store now shows `state`."""
 
     state: WorkerState
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSeen:
-    """Whether the store answers."""
+    """Whether the store responds."""
 
     answers: bool
 
 
 @dataclass(frozen=True, slots=True)
 class NodeWatched:
-    """The watch shows whether the node has a controller: a hint."""
+    """The watch shows whether the node has a controller. This is a hint."""
 
     present: bool
 
@@ -80,14 +81,14 @@ class RendezvousKnown:
 
 @dataclass(frozen=True, slots=True)
 class ChildStarted:
-    """The child runs."""
+    """The child was started."""
 
     pid: int
 
 
 @dataclass(frozen=True, slots=True)
 class ChildServes:
-    """The child answers at `address`."""
+    """The child accepts requests at `address`."""
 
     address: str
 
@@ -101,7 +102,7 @@ class ChildListens:
 
 @dataclass(frozen=True, slots=True)
 class ChildProgressed:
-    """The child tells how far it is."""
+    """The child reports its progress."""
 
     phase: str
     progress: int
@@ -109,7 +110,7 @@ class ChildProgressed:
 
 @dataclass(frozen=True, slots=True)
 class ChildFailed:
-    """The child says that it failed, and will end; or could not be started, or understood."""
+    """The child reports a failure and will end; or it could not be started, or sent an invalid message."""
 
     reason: str
 
@@ -121,21 +122,21 @@ class LineClosed:
 
 @dataclass(frozen=True, slots=True)
 class ChildEnded:
-    """The child's process has ended. `how`: one sentence, e.g. with its exit code and last words."""
+    """The child's process has ended. `how`: one sentence, e.g. with its exit code and last output."""
 
     how: str
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """The worker shall go."""
+    """The worker must stop."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. `stopped`: the child's process was seen stopped by a signal."""
+    """Time has passed. `stopped`: the child's process was stopped by a signal."""
 
     stopped: bool = False
 
@@ -162,41 +163,41 @@ WorkerEvent = (
 
 @dataclass(frozen=True, slots=True)
 class StartChild:
-    """Start the child and give it its launch document."""
+    """Start the child and send it its launch document."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendStop:
-    """Tell the child to stop."""
+    """Send the stop command to the child."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendRendezvous:
-    """Tell the child where rank 0 listens."""
+    """Send the address of rank 0 to the child."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
 class PublishRendezvous:
-    """Write where this rank 0 listens; once."""
+    """Write the address of this rank 0 to the store, once."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
 class KillChild:
-    """SIGKILL."""
+    """Send SIGKILL."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadNode:
-    """Read whether the node has a controller, and say so with `NodeRead`."""
+    """Read whether the node has a controller, and emit `NodeRead`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndSupervisor:
-    """Revoke the lease and end with `code`."""
+    """Revoke the lease and exit with `code`."""
 
     code: int
 
@@ -206,12 +207,12 @@ PATIENT = frozenset({"waiting"})
 LOADING = "loading"
 
 SIGNAL_STOPPED = "stopped by a signal"
-"""The phase named in the verdict on a child in process state T."""
+"""Phase named in the verdict on a child in process state T."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressOk:
-    """Nothing is wrong. `until`: the monotonic second at which it would be, if nothing is heard; None: never."""
+    """Nothing is wrong. `until`: the monotonic second at which it would be without progress; None: never."""
 
     until: float | None
 
@@ -224,15 +225,15 @@ class ProgressStalled:
     since: float
 
     def reason(self, now: float) -> str:
-        """The verdict as a sentence for people."""
+        """Return the verdict as a sentence."""
         return f"no progress in phase {self.phase!r} for {now - self.since:.0f} s"
 
 
 @dataclass(frozen=True, slots=True)
 class Watchdog:
-    """What is known of the child's progress. Times are monotonic seconds.
+    """Known progress of the child. Times are monotonic seconds.
 
-    `since`: when `phase` was entered or `progress` last changed. `stopped_since`: from when on it was seen stopped.
+    `since`: when `phase` began or `progress` last changed. `stopped_since`: since when it has been stopped.
     """
 
     limit_s: float
@@ -243,24 +244,24 @@ class Watchdog:
     stopped_since: float | None = None
 
     def note(self, phase: str, progress: int, now: float) -> Watchdog:
-        """The child was heard. The same phase with the same number is no progress."""
+        """Record a report of the child. The same phase with the same counter is no progress."""
         if phase == self.phase and progress == self.progress:
             return self
         return replace(self, phase=phase, progress=progress, since=now)
 
     def note_stopped(self, *, stopped: bool, now: float) -> Watchdog:
-        """Whether the child's process was just seen stopped by a signal."""
+        """Record whether the child's process is stopped by a signal."""
         if stopped == (self.stopped_since is not None):
             return self
         return replace(self, stopped_since=now if stopped else None)
 
     @property
     def due(self) -> float | None:
-        """The monotonic second from which on the verdict is `ProgressStalled`, if nothing is heard; None: never."""
+        """The monotonic second from which on the verdict is `ProgressStalled` without progress; None: never."""
         return min((suspicion.at for suspicion in self._suspicions()), default=None)
 
     def verdict(self, now: float) -> ProgressOk | ProgressStalled:
-        """Whether it hangs, as of `now`."""
+        """Whether it hangs at `now`."""
         hung = next((suspicion.hung for suspicion in self._suspicions() if suspicion.at <= now), None)
         return hung or ProgressOk(self.due)
 
@@ -281,7 +282,7 @@ class Watchdog:
 
 @dataclass(frozen=True, slots=True)
 class _Suspicion:
-    """If nothing is heard, the verdict is `hung` from `at` on."""
+    """Without progress, the verdict is `hung` from `at` on."""
 
     at: float
     hung: ProgressStalled
@@ -291,17 +292,18 @@ STOPPED = 0
 FAILED = 1
 
 LINE_GRACE_S = 5.0
-"""Between a child's farewell (failed, or its line closed) and its end; then it is killed."""
+"""Seconds between a child's failure report (or the end of its line) and its exit; then it is killed."""
 
 OVERSLEPT_S = 2.0
-"""Who acts later than this after it meant to was itself paused, and must not blame the child for the gap."""
+"""A supervisor that acts this much later than planned was itself paused, and must not blame the child for the gap."""
 
 SHOW_LIMIT_S = 60.0
-"""How long a failure waits for the store to take it: what fails with the store, of a full disk, would never be told."""
+"""Maximum seconds that a failure waits for the store to accept it. Otherwise a failure together with the store's, such
+as a full disk, would never be reported."""
 
 
 class ChildState(Enum):
-    """What there is of the child."""
+    """State of the child."""
 
     NONE = "none"
     RUNNING = "running"
@@ -310,11 +312,12 @@ class ChildState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SupervisorState:
-    """Everything the supervisor decides from. Times are monotonic seconds.
+    """Input of the supervisor's decisions. Times are monotonic seconds.
 
-    `serve_by`: when it must serve, at the latest. `kill_at`: when what still runs of the child is killed. `leave_at`:
-    when the supervisor leaves after a failure; `shown`: the store shows the failure. `absent_since`: from when on the node had no controller; `asked`: the
-    store was asked about that and has not answered yet. `away_since`: since when the store does not answer.
+    `serve_by`: deadline for the child to serve. `kill_at`: when the rest of the child is killed. `leave_at`: when the
+    supervisor exits after a failure. `shown`: the store shows the failure. `absent_since`: since when the node has no
+    controller. `asked`: the store was queried about that and has not responded yet. `away_since`: since when the store
+    does not respond.
     """
 
     spec: LaunchSpec
@@ -337,25 +340,25 @@ class SupervisorState:
 
     @classmethod
     def begin(cls, spec: LaunchSpec, now: float) -> SupervisorState:
-        """Before anything has happened."""
+        """Return the state before any event."""
         return cls(spec, serve_by=now + spec.start_limit_s)
 
     @property
     def ending(self) -> bool:
-        """Whether it is on its way out, well or not."""
+        """Whether the worker is ending, with or without a failure."""
         return self.state in ("failed", "stopping")
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """The life after an event, and what is to be done, in order."""
+    """The state after an event, and the instructions in order."""
 
     life: SupervisorState
     instructions: tuple[Instruction, ...] = ()
 
 
 def decide(life: SupervisorState, event: WorkerEvent, now: float) -> Transition:
-    """What follows from `event`, and from the time being `now`. A life that was left decides nothing any more."""
+    """Return the transition for `event` at time `now`. After the end nothing is decided any more."""
     if life.left:
         return Transition(life)
     taken = _take(_pardon(life, now), event, now)
@@ -364,7 +367,7 @@ def decide(life: SupervisorState, event: WorkerEvent, now: float) -> Transition:
 
 
 def wake_at(life: SupervisorState) -> float | None:
-    """When to look next if nothing happens; None: not before something does."""
+    """Return when to check next if nothing happens; None: only after an event."""
     times = [life.leave_at]
     if life.child is ChildState.RUNNING:
         times.append(None if life.killed else life.kill_at)
@@ -379,7 +382,8 @@ def wake_at(life: SupervisorState) -> float | None:
 
 
 def _pardon(life: SupervisorState, now: float) -> SupervisorState:
-    """A supervisor that was paused (SIGSTOP, a frozen machine) has not heard its child: start counting anew."""
+    """Restart the counting of a supervisor that was paused (SIGSTOP, a frozen machine) and has not received the child's
+    messages."""
     planned = wake_at(life)
     if planned is None or now <= planned + OVERSLEPT_S:
         return life
@@ -388,7 +392,7 @@ def _pardon(life: SupervisorState, now: float) -> SupervisorState:
 
 
 def _take(life: SupervisorState, event: WorkerEvent, now: float) -> Transition:
-    """What follows from the event alone."""
+    """Return the transition for the event, without checking deadlines."""
     match event:
         case Registered():
             begun = life.child is not ChildState.NONE or life.ending
@@ -415,7 +419,7 @@ def _take(life: SupervisorState, event: WorkerEvent, now: float) -> Transition:
 
 
 def _take_child(life: SupervisorState, event: WorkerEvent, now: float) -> Transition:
-    """What follows from something about the child."""
+    """Return the transition for an event of the child."""
     match event:
         case ChildStarted(pid):
             spec = life.spec
@@ -423,7 +427,7 @@ def _take_child(life: SupervisorState, event: WorkerEvent, now: float) -> Transi
             serve_by = now + spec.start_limit_s
             return Transition(replace(life, child=ChildState.RUNNING, child_pid=pid, watchdog=dog, serve_by=serve_by))
         case ChildServes(address) if not life.ending:
-            # Whoever serves waits for work, until it says otherwise.
+            # A serving child waits for work until it reports otherwise.
             life = _heard(life, lambda dog: dog.note("waiting", dog.progress, now))
             return Transition(replace(life, state="serving", address=address))
         case ChildListens(address) if not life.ending:
@@ -431,7 +435,7 @@ def _take_child(life: SupervisorState, event: WorkerEvent, now: float) -> Transi
         case ChildProgressed(phase, progress):
             return Transition(_heard(life, lambda dog: dog.note(phase, progress, now)))
         case LineClosed() if life.child is ChildState.RUNNING and life.kill_at is None:
-            reason = f"closed its control line and was still there {LINE_GRACE_S:.0f} s later"
+            reason = f"closed its control line and was still running {LINE_GRACE_S:.0f} s later"
             return Transition(replace(life, kill_at=now + LINE_GRACE_S, kill_reason=reason))
         case ChildEnded(how):
             return _ended(life, how, now)
@@ -440,7 +444,7 @@ def _take_child(life: SupervisorState, event: WorkerEvent, now: float) -> Transi
 
 
 def _look(life: SupervisorState, now: float) -> Transition:
-    """What is due at `now`."""
+    """Return what is due at `now`."""
     if life.leave_at is not None and now >= life.leave_at:
         return Transition(replace(life, left=True), (EndSupervisor(FAILED),))
     running = life.child is ChildState.RUNNING
@@ -462,7 +466,7 @@ def _look_at_the_living(life: SupervisorState, now: float) -> Transition:
     if isinstance(verdict, ProgressStalled):
         return _fail(life, verdict.reason(now), now, grace_s=0.0)
     if life.away_since is not None and now >= life.away_since + spec.store_grace_s:
-        return _stop(life, f"the store has been away for {now - life.away_since:.0f} s", now)
+        return _stop(life, f"the store has been unreachable for {now - life.away_since:.0f} s", now)
     if life.absent_since is not None and not life.asked and now >= life.absent_since + spec.orphan_grace_s:
         return Transition(replace(life, asked=True), (ReadNode(),))
     return Transition(life)
@@ -481,11 +485,11 @@ def _node(life: SupervisorState, event: NodeWatched | NodeRead, now: float) -> T
 
 
 def _stop(life: SupervisorState, why: str, now: float) -> Transition:
-    if life.state == "stopping":  # asked again: who asks twice does not want to wait
+    if life.state == "stopping":  # a second request: do not wait
         return Transition(replace(life, kill_at=now))
     if life.state == "failed":
         return Transition(replace(life, leave_at=now) if life.child is not ChildState.RUNNING else life)
-    # Who has not served yet has nothing to drain, and hears nothing while it imports and loads.
+    # A child that does not serve yet has nothing to drain, and reads no commands while it imports and loads.
     grace_s = life.spec.stop_grace_s if life.address else 0.0
     life = replace(life, state="stopping", reason=why, kill_at=now + grace_s)
     if life.child is ChildState.RUNNING:
@@ -494,7 +498,7 @@ def _stop(life: SupervisorState, why: str, now: float) -> Transition:
 
 
 def _fail(life: SupervisorState, reason: str, now: float, *, grace_s: float) -> Transition:
-    """The first reason stands: what follows is its consequence."""
+    """Record a failure. The first reason counts: later ones are its consequences."""
     if life.ending:
         return Transition(life)
     life = replace(life, state="failed", reason=reason)
@@ -506,7 +510,8 @@ def _fail(life: SupervisorState, reason: str, now: float, *, grace_s: float) -> 
 
 
 def _linger(life: SupervisorState, now: float) -> SupervisorState:
-    """A failure stays in the store for a while, once it stands there and nothing of the child is left."""
+    """Schedule the exit: a failure stays in the store for a while after the store shows it and the child is completely
+    gone."""
     if life.child is ChildState.RUNNING:
         return life
     return replace(life, leave_at=now + (life.spec.linger_s if life.shown else SHOW_LIMIT_S))

@@ -1,13 +1,16 @@
-"""`gcore-worker --home HOME --launch FILE`: the supervisor's process, and starting one so that it outlives its starter.
+"""`gcore-worker --home HOME --launch FILE`: the supervisor's process, and its start so that it outlives the starting
+process.
 
-The process reads the launch document, connects to the store and runs `gcore.worker.supervisor`. `--home` is not used: it is on the
-command line so that a person, and `gcore down`, see which cluster the process belongs to. It ends with 0 after an orderly stop, 1 when
-the worker failed, 2 when the launch document cannot be used. It stays small: no torch, no command-line framework.
+The process reads the launch document, connects to the store and runs `gcore.worker.supervisor`. `--home` is not used:
+it is on the command line so that users and `gcore down` see which cluster the process belongs to. Exit status: 0 after
+an orderly stop, 1 if the worker failed, 2 if the launch document cannot be used. The process stays small: no torch, no
+command-line framework.
 
-The launch document goes to HOME/workers/INSTANCE.json, readable by its owner only, since it may carry an environment; the supervisor's
-log goes to HOME/logs/INSTANCE.supervisor.log, the child's where the document says. The starter waits for nothing: the store shows
-whether the worker came up. While nodes of the schema version before are in the cluster, a worker writes that version for its whole
-life. A document is read once, at the start; each start deletes those of long ago.
+The launch document is written to HOME/workers/INSTANCE.json, readable by its owner only, because it may contain an
+environment. The supervisor's log is HOME/logs/INSTANCE.supervisor.log; the document names the child's log. The starting
+process does not wait: the store shows whether the worker started. While the cluster has nodes of the previous schema
+version, a worker writes that version for its whole life. A document is read once, at start; each start deletes old
+ones.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ FOLDER = "jobs"
 
 
 def job_folder(home: Path, job_uid: str) -> Path:
-    """What a job's processes write on this machine beside the run's folder; deleted some time after its end."""
+    """Return the folder for files that a job's processes write on this machine outside the run folder. It is deleted
+    some time after the job's end."""
     return home / FOLDER / job_uid
 
 
@@ -62,7 +66,7 @@ def main() -> None:
 
 
 def read_launch(path: Path) -> LaunchSpec:
-    """The launch document. Raises UsageError."""
+    """Read the launch document. Raises UsageError."""
     try:
         return LaunchSpec.decode(path.read_bytes(), str(path))
     except OSError as error:
@@ -72,7 +76,7 @@ def read_launch(path: Path) -> LaunchSpec:
 
 
 async def supervise(spec: LaunchSpec) -> int:
-    """Run the worker of `spec` until it has ended; its exit code. SIGTERM and SIGINT stop it."""
+    """Run the worker of `spec` until it has ended. Return the exit code. SIGTERM and SIGINT stop it."""
     me = process_status(os.getpid())
     if me is None:
         raise UsageError("this process cannot see itself under /proc", fix="Mount /proc")
@@ -81,14 +85,14 @@ async def supervise(spec: LaunchSpec) -> int:
     try:
         supervisor = Supervisor(spec, store, clock, me.identity)
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, supervisor.stop, f"asked to by {number.name}")
+            asyncio.get_running_loop().add_signal_handler(number, supervisor.stop, f"received {number.name}")
         return await supervisor.run()
     finally:
         await store.close()
 
 
 def _explain(errors: BaseExceptionGroup[GcoreError]) -> int:
-    """Log each as one sentence; the exit code."""
+    """Log each error as one sentence. Return the exit code."""
     code = 1
     for error in errors.exceptions:
         if isinstance(error, GcoreError):
@@ -100,21 +104,21 @@ def _explain(errors: BaseExceptionGroup[GcoreError]) -> int:
 
 
 READ_WITHIN_S = 3600.0
-"""A document that is so much older than the newest was read, or never will be."""
+"""Age relative to the newest document, in seconds, after which a document has been read or never will be."""
 
 
 def worker_command(home: Path, launch_file: Path) -> tuple[str, ...]:
-    """The supervisor's command line. `home` stands on it so that the process can be told to belong to that cluster."""
+    """Return the supervisor's command line. `home` is on it to show which cluster the process belongs to."""
     return (sys.executable, "-P", "-m", "gcore.worker.main", "--home", str(home), "--launch", str(launch_file))
 
 
 def supervisor_log(instance: str, home: Path) -> Path:
-    """Where the supervisor's own words are."""
+    """Return the path of the supervisor's own log."""
     return home / "logs" / f"{instance}.supervisor.log"
 
 
 def start_worker(spec: LaunchSpec, home: Path) -> ProcessId:
-    """Start the supervisor of `spec`, in the environment of this process. Raises CannotStart."""
+    """Start the supervisor of `spec` in the environment of this process. Raises CannotStart."""
     launch_file = home / "workers" / f"{spec.instance}.json"
     with explain_os_errors(
         "cannot write the launch document", CannotStart, where=launch_file, fix="Make the home folder writable"
@@ -132,10 +136,10 @@ def start_worker(spec: LaunchSpec, home: Path) -> ProcessId:
 
 
 def sweep_launches(newest: Path) -> None:
-    """Delete the launch documents beside `newest` that are so old that they were read. Raises OSError if it is not there."""
+    """Delete old launch documents in the folder of `newest`. Raises OSError if `newest` does not exist."""
     now = newest.stat().st_mtime
     for file in newest.parent.glob("*.json"):
-        with contextlib.suppress(OSError):  # another controller of this home is at the same
+        with contextlib.suppress(OSError):  # another controller of this home deletes them too
             if now - file.stat().st_mtime > READ_WITHIN_S:
                 file.unlink()
 

@@ -1,7 +1,7 @@
-"""What is written about workers: the registration in the store, and the launch document that starts a supervisor.
+"""Records of workers: the registration in the store, and the launch document that starts a supervisor.
 
-A registration is under the worker's own lease, so it ends with the supervisor and not with the controller that started
-it. Nothing here reads or writes.
+A registration is stored under the worker's own lease, so it ends with the supervisor and not with the controller that
+started it. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ class WorkerRecord(Record):
     job_uid: str
     slot: str
     pid: int
-    """The supervisor's, on `node`."""
+    """Pid of the supervisor on `node`."""
     pid_started: int
-    """Clock ticks from the node's boot to the supervisor's start: with the pid its identity."""
+    """Clock ticks from the node's boot to the supervisor's start. Identifies the supervisor together with the pid."""
     child_pid: int | None = None
     state: WorkerState = "starting"
     address: str = ""
-    """host:port where the child answers; empty until it has said so."""
+    """host:port at which the child accepts requests; empty until the child has reported it."""
     reason: str = ""
-    """Why it failed or stops, one sentence."""
+    """Why it failed or stops, as one sentence."""
     world: str | None = None
     rank: int | None = None
     judge: str = ""
     """The judge that an engine of the reward pool serves."""
     further: tuple[str, ...] = ()
-    """The slots that an engine spans behind `slot`, in their order."""
+    """Further slots that an engine spans after `slot`, in order."""
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """All that it is on."""
+        """All slots of the worker."""
         return (self.slot, *self.further)
 
     @property
     def process(self) -> ProcessId:
-        """The supervisor, for whoever is on its node."""
+        """The supervisor, for processes on its node."""
         return ProcessId(self.pid, self.pid_started)
 
 
@@ -64,43 +64,44 @@ class LaunchSpec(Record):
     slot: str
     store: StoreRef
     log_file: str
-    """Where the child's output goes."""
+    """File for the child's output."""
     command: Annotated[tuple[str, ...], Field(min_length=1)]
-    """The child, e.g. (sys.executable, "-P", "-m", "gcore.engines.torch")."""
+    """The child's command, e.g. (sys.executable, "-P", "-m", "gcore.engines.torch")."""
     child: dict[str, Any] = Field(default_factory=dict)
-    """The child's own launch document, its first line on the control line."""
+    """The child's own launch document, sent as the first line on the control line."""
     env: dict[str, str] = Field(default_factory=dict)
     """Added to the supervisor's environment for the child."""
     threads: PositiveInt = 1
-    """Of each of the child's pools of threads (`gcore.system.process`), unless `env` says otherwise."""
+    """Size of each of the child's thread pools (`gcore.system.process`), unless `env` sets another."""
     world: str | None = None
     rank: NonNegativeInt | None = None
     judge: str = ""
     further: tuple[str, ...] = ()
     """As in the registration."""
     cpus: tuple[int, ...] = ()
-    """The cores on which it runs; none: wherever the system lets it."""
+    """The cores on which it runs; empty: any allowed core."""
     cgroup: str = ""
-    """The control group (a folder) in which it runs; empty: its starter's."""
+    """The control group (a folder) in which it runs; empty: that of the starting process."""
     folder: str = ""
-    """Where the child begins, and what it writes beside the run's folder goes; it is made. Empty: its starter's."""
+    """Working folder of the child, also for files that it writes outside the run folder; it is created. Empty: that of
+    the starting process."""
     lease_ttl_s: PositiveInt = 10
     orphan_grace_s: NonNegativeFloat = 60.0
-    """So long may the node be without a controller before the worker drains and ends."""
+    """Maximum time without a controller on the node before the worker drains and ends."""
     store_grace_s: PositiveFloat = 1800.0
-    """So long may the store be away before the worker ends: nobody can find it any more."""
+    """Maximum time without the store before the worker ends, because it can no longer be found."""
     start_limit_s: PositiveFloat = 600.0
-    """From the child's start to its "serving"."""
+    """Maximum time from the child's start to its "serving"."""
     watchdog_s: PositiveFloat = 120.0
-    """A phase of work without progress for so long is a hang."""
+    """A working phase without progress for this time is a hang."""
     stop_grace_s: NonNegativeFloat = 10.0
-    """From "stop" to SIGKILL."""
+    """Time from "stop" to SIGKILL."""
     linger_s: NonNegativeFloat = 3.0
-    """So long a failure stays readable in the store before the supervisor ends."""
+    """Time for which a failure stays readable in the store before the supervisor ends."""
 
     @property
     def about(self) -> dict[str, object]:
-        """What each line of the worker's log is about."""
+        """Return the fields of each line of the worker's log."""
         named = {"controller": self.node, "worker": self.instance, "role": self.role, "job": self.job_uid}
         return named | ({} if self.rank is None else {"rank": self.rank})
 

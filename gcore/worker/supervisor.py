@@ -1,15 +1,15 @@
-"""Runs one worker's state machine (`gcore.worker.lifecycle`), and keeps its registration in the store.
+"""Run one worker's state machine (`gcore.worker.lifecycle`), and keep its registration in the store.
 
-Everything that happens (the child, the store, signals, time) comes as an event through one queue and is decided in order; the
-registration follows the state by itself. Between events the supervisor sleeps until the next moment at which something would be due,
-so that an idle worker costs next to nothing. Safety does not rest on it: a supervisor may be paused, or die, at any moment (the child
-dies with it).
+All events (of the child, the store, signals, time) arrive through one queue and are handled in order; the registration
+follows the state. Between events the supervisor sleeps until the next deadline, so an idle worker costs almost nothing.
+Safety does not depend on it: a supervisor may be paused or die at any moment (the child dies with it).
 
-The registration is under a session's lease (`gcore.store.session`). It is written level by level: the newest record is written until
-the store has it. Each write compares the key's revision, because a write whose answer never came may be made later, and must not undo a
-newer one. A train rank's first registration also takes `world/{world}/rank/{rank}`, in the same transaction and only if it is free;
-that key is never deleted while the world matters, so a rank that lost its lease registers again only while the key still names it. A
-refused worker still shows its failure, but takes no rank; a registration of another process under this instance's name is not touched.
+The registration is stored under a session's lease (`gcore.store.session`). The supervisor retries until the store has
+the newest record. Each write compares the key's revision, because a write without a response may take effect later and
+must not overwrite a newer one. A train rank's first registration also claims `world/{world}/rank/{rank}`, in the same
+transaction and only if it is free. That key is not deleted while the world matters, so a rank that lost its lease
+registers again only while the key still names it. A worker that was refused shows its failure, but claims no rank. A
+registration of another process under this instance's name is not changed.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ from gcore.worker.lifecycle import (
 from gcore.worker.records import LaunchSpec, WorkerRecord
 
 RETRY_S = 1.0
-"""Between attempts while the store does not answer."""
+"""Seconds between attempts while the store does not respond."""
 
 log = logging.getLogger("gcore.worker")
 
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """What holds a rank of a world."""
+    """The claim to a rank of a world."""
 
     compares: tuple[Compare, ...]
     puts: tuple[Put, ...]
 
 
 class Registrar:
-    """One worker's registration. `emit` is told what became of it."""
+    """One worker's registration. `emit` receives the results."""
 
     def __init__(self, spec: LaunchSpec, store: Store, clock: Clock, emit: Callable[[WorkerEvent], None]) -> None:
         self._spec = spec
@@ -87,13 +87,13 @@ class Registrar:
         self._mute = False
 
     def show(self, record: WorkerRecord) -> None:
-        """From now on the store shall show `record`."""
+        """Set the record that the store must show from now on."""
         if record != self._wanted:
             self._wanted = record
             self._changed.set()
 
     async def run(self) -> None:
-        """Runs until it is cancelled."""
+        """Run until cancelled."""
         while True:
             self._session = await self._open()
             try:
@@ -105,7 +105,7 @@ class Registrar:
                 log.warning("the store ended the lease; registering again")
 
     async def leave(self) -> None:
-        """End the lease, and with it the registration. If the store is away, it ends by itself."""
+        """Revoke the lease, and with it the registration. If the store is unreachable, the lease expires."""
         if self._session is not None:
             await self._session.close()
 
@@ -117,13 +117,13 @@ class Registrar:
                 await self._away()
 
     async def _report(self, session: Session) -> None:
-        """Whether the store answers, as the renewals tell."""
+        """Report whether the store responds, as shown by the lease renewals."""
         while True:
             self._emit(StoreSeen(session.alive(self._clock.monotonic())))
             await self._clock.sleep(self._spec.lease_ttl_s)
 
     async def _write(self, lease: int) -> None:
-        self._changed.set()  # under a new lease everything is to be written again
+        self._changed.set()  # a new lease requires all records to be written again
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -138,13 +138,13 @@ class Registrar:
                 self._changed.set()
 
     async def _put(self, lease: int, record: WorkerRecord) -> bool:
-        """Whether the store shows `record` now, or never will; False: look again."""
+        """Return whether the store now shows `record`, or never will; False: retry."""
         there = None if self._mute else await self._store.get(self._key)
         if there is not None and not _is_of(there, record):
             self._mute = True
             self._emit(RegistrationRefused(f"another process is registered as worker {self._spec.instance}"))
         if self._mute:
-            self._emit(StatePublished(record.state))  # as far as it can be: whoever waits for it may go on
+            self._emit(StatePublished(record.state))  # as far as possible, so that the supervisor can continue
             return True
         claim = _Claim((), ()) if self._refused else await self._claim()
         if isinstance(claim, RegistrationRefused):
@@ -164,7 +164,7 @@ class Registrar:
         return True
 
     async def _claim(self) -> _Claim | RegistrationRefused:
-        """What the registration of a train rank compares and writes besides."""
+        """Return the additional compares and writes for the registration of a train rank."""
         spec = self._spec
         if spec.world is None or spec.rank is None:
             return _Claim((), ())
@@ -207,11 +207,12 @@ class Supervisor:
         self._child: ChildProcess | None = None
 
     def stop(self, why: str) -> None:
-        """Ask it to end; in the event loop, e.g. from a signal handler. The second time the child is killed at once."""
+        """Request the end, on the event loop, e.g. from a signal handler. The second request kills the child at
+        once."""
         self._events.put_nowait(StopRequested(why))
 
     async def run(self) -> int:
-        """Until the worker has ended. Returns the exit code."""
+        """Run until the worker has ended. Return the exit code."""
         async with self._tasks:
             self._begin(self._registrar.run())
             self._begin(self._watch_node())
@@ -237,7 +238,8 @@ class Supervisor:
                 await self._carry_out(instruction)
 
     async def _next(self, wake_at: float | None) -> WorkerEvent:
-        """The next event; at `wake_at` at the latest, and now and then to see whether the child was stopped."""
+        """Return the next event: at `wake_at` at the latest, and periodically to check whether the child was
+        stopped."""
         pause = self._spec.watchdog_s / 2
         if wake_at is not None:
             pause = min(pause, max(0.0, wake_at - self._clock.monotonic()))
@@ -290,13 +292,13 @@ class Supervisor:
         self._begun.append(self._tasks.create_task(work))
 
     async def _watch_node(self) -> None:
-        """Reports whether the node has a controller: at first, and whenever it changes."""
+        """Report whether the node has a controller: at first, and whenever it changes."""
         key = keys.node(self._spec.node)
         present = None
         async for batch in self._store.watch(key):
             seen = False if batch.reset else present
             for event in batch.events:
-                if event.kv.key == key:  # the watch is on a prefix, and "node-1" is one of "node-10"
+                if event.kv.key == key:  # the watch is on a prefix, and "node-1" is a prefix of "node-10"
                     seen = event.kind == "put"
             if seen is not None and seen != present:
                 present = seen
@@ -321,7 +323,8 @@ class Supervisor:
                     return
 
     async def _publish_rendezvous(self, world: str, address: str) -> None:
-        """Written once: an answer that never came is followed by a read, and another's address is a failure."""
+        """Write the address once. After a write without a response it is read; an address of another process is a
+        failure."""
         key = keys.JobKeys(self._spec.job_uid).rendezvous(world)
         while True:
             try:
@@ -330,7 +333,7 @@ class Supervisor:
                     fault_point(FaultPoint.RENDEZVOUS, "before")
                     await self._store.transact((Compare(key, 0),), (Put(key, address.encode()),))
                     fault_point(FaultPoint.RENDEZVOUS, "after")
-                    continue  # whoever won, read it
+                    continue  # read which write won
             except StoreUnavailable:
                 await self._clock.sleep(RETRY_S)
                 continue

@@ -1,4 +1,5 @@
-"""The first placement, before a job has run: from the shapes of models and the figures of devices.
+"""The first placement of a job, before it has run: computed from model shapes and device figures.
 
-`workload` counts parameters and work, `cluster` describes devices, `memory` what a layout takes, `search` ranks the layouts that fit.
+`workload` counts parameters and work, `cluster` describes devices, `memory` computes the memory of a layout, `search`
+ranks the layouts that fit.
 """

@@ -1,14 +1,15 @@
-"""The cluster that a job is planned for, as a person writes it down: the file behind `gcore plan --cluster`; known accelerators.
+"""The cluster that a job is planned for, and the known accelerators. A user writes it in the file for `gcore plan
+--cluster`:
 
     nodes:
-      - { name: gpu, count: 2, accelerators: 8, device: h100, host_memory_gib: 1800 }
-    network_gb_s: 50
+      - { name: gpu, count: 2, accelerators: 8, device: h100, host_memory_gib: 1800 } network_gb_s: 50
 
-A device is named, or described by its figures; figures beside a name replace the named ones. Nodes may differ; the plan then holds for the
-weakest of them, since any of them may get any pool.
+A device is given by name or by its figures. Figures beside a name override those of the named device. Nodes may differ:
+the plan then uses the weakest one, because any node may get any pool.
 
-Figures of accelerators are the makers': dense bfloat16 operations without sparsity, memory as the driver shows it, the link's two
-directions halved. `cpu-core` is a core as gcore's own benchmarks measure it on a virtual machine: float32, one thread.
+The figures of accelerators are those of their makers: dense bfloat16 operations without sparsity, memory as the driver
+reports it, and half of a link's bidirectional bandwidth. `cpu-core` is a core of a virtual machine as gcore's own
+benchmarks measure it: float32, one thread.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from gcore.errors import UsageError, did_you_mean
 GIB = 1 << 30
 
 NODE_GIB = 2.0
-"""Of a node's host memory, what its controller, a store and the system take."""
+"""Host memory of a node that its controller, a store and the system use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One accelerator. `memory_gib` None: a share of its host's. `launch_s`: what a layer costs in time however little it does.
+    """One accelerator. `memory_gib` None: a share of the host's memory. `launch_s`: minimum time of a layer, in
+    seconds.
 
-    `tflops`: 1e12 operations a second; `bandwidth_gb_s`: of its memory, 1e9 bytes a second; `link_gb_s`: to another of its node, one
-    direction. `source`: where the figures are from.
+    `tflops`: 1e12 operations per second. `bandwidth_gb_s`: memory bandwidth, 1e9 bytes per second. `link_gb_s`: to
+    another accelerator of the node, in one direction. `source`: where the figures come from.
     """
 
     memory_gib: float | None
@@ -45,7 +47,7 @@ class Accelerator:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it has memory of its own; models are bfloat16 there, and float32 elsewhere."""
+        """Whether the accelerator has its own memory. Models are bfloat16 there, and float32 on other devices."""
         return self.memory_gib is not None
 
 
@@ -65,7 +67,7 @@ DEVICES: Mapping[str, Accelerator] = {
     "rtx-4090": Accelerator(24.0, 165.0, 1008.0, 32.0, GPU_LAUNCH_S, "NVIDIA Ada architecture paper, appendix A"),
     "cpu-core": Accelerator(None, 0.14, 8.0, 4.0, CPU_LAUNCH_S, "benchmarks/results/engine.json and trainer.json"),
 }
-"""By the names that a cluster file may say."""
+"""Known accelerators, by the names that a cluster file may use."""
 
 MOST_SLOTS = 100_000
 Gib = Annotated[float, Field(gt=0, le=1e6)]
@@ -83,26 +85,26 @@ _WORDS = {
     "finite_number": "it should be a number that is not infinite",
     "too_short": "it should have at least one item",
 }
-"""In place of what pydantic says in the words of Python."""
+"""Messages that replace those of pydantic."""
 
 
 class NodeKind(Section):
-    """So many nodes that are alike."""
+    """A number of identical nodes."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")] = "node"
     count: Annotated[PositiveInt, Field(le=MOST_SLOTS)] = 1
     accelerators: Annotated[PositiveInt, Field(le=1024)]
-    """Slots of each node."""
+    """Slots per node."""
     device: str | None = None
-    """A name of `DEVICES`."""
+    """A key of `DEVICES`."""
     memory_gib: Gib | None = None
-    """Of each accelerator."""
+    """Per accelerator."""
     tflops: Tflops | None = None
     bandwidth_gb_s: GbPerS | None = None
     link_gb_s: GbPerS | None = None
     launch_s: PositiveFloat | None = None
     host_memory_gib: Gib
-    """Of the node."""
+    """Per node."""
 
     @model_validator(mode="after")
     def _is_described(self) -> NodeKind:
@@ -114,12 +116,12 @@ class NodeKind(Section):
         if self.device is None:
             needed = ("memory_gib", "tflops", "bandwidth_gb_s", "link_gb_s")
             if lacking := [name for name in needed if getattr(self, name) is None]:
-                raise ValueError(f"without device it needs {', '.join(lacking)} too")
+                raise ValueError(f"the fields {', '.join(lacking)} are required without device")
         return self
 
     @property
     def each(self) -> Accelerator:
-        """One accelerator of it."""
+        """One accelerator of this kind of node."""
         base = None if self.device is None else DEVICES[self.device]
         given = {
             name: getattr(self, name) for name in ("memory_gib", "tflops", "bandwidth_gb_s", "link_gb_s", "launch_s")
@@ -132,47 +134,45 @@ class NodeKind(Section):
 
 
 class ClusterSpec(Section):
-    """What there is."""
+    """The nodes of a cluster and their networks."""
 
     nodes: Annotated[tuple[NodeKind, ...], Field(min_length=1, max_length=64)]
     network_gb_s: GbPerS = 25.0
-    """Between two nodes, one direction, for each node."""
+    """Bandwidth between two nodes in one direction, per node."""
     storage_gb_s: GbPerS = 2.0
-    """How fast weights come to the shared folder, or from it, for each node."""
+    """Bandwidth to and from the shared folder for weights, per node."""
 
     @model_validator(mode="after")
     def _is_not_too_large(self) -> ClusterSpec:
         if self.slots > MOST_SLOTS:
-            raise ValueError(f"it has {self.slots} accelerators, and {MOST_SLOTS} can be planned for")
+            raise ValueError(f"the cluster has {self.slots} accelerators; gcore plans for at most {MOST_SLOTS}")
         if len({kind.each.is_gpu for kind in self.nodes}) > 1:
-            raise ValueError(
-                "some nodes have accelerators with memory of their own and some have none; plan for one kind"
-            )
+            raise ValueError("nodes with GPUs and nodes with CPU cores cannot be planned together; use one kind only")
         return self
 
     @property
     def slots(self) -> int:
-        """Accelerators in all."""
+        """Total number of accelerators."""
         return sum(kind.count * kind.accelerators for kind in self.nodes)
 
     @property
     def node_count(self) -> int:
-        """Nodes in all."""
+        """Total number of nodes."""
         return sum(kind.count for kind in self.nodes)
 
     @property
     def smallest_node(self) -> int:
-        """Accelerators of the node with the fewest."""
+        """Accelerators of the smallest node."""
         return min(kind.accelerators for kind in self.nodes)
 
     @property
     def alike(self) -> bool:
-        """Whether all accelerators are."""
+        """Whether all accelerators are equal."""
         return len({kind.each for kind in self.nodes}) == 1
 
     @property
     def device(self) -> Accelerator:
-        """The weakest in each respect."""
+        """An accelerator with the worst figure of all devices in each respect."""
         every = [kind.each for kind in self.nodes]
         return Accelerator(
             memory_gib=min((one.memory_gib for one in every if one.memory_gib is not None), default=None),
@@ -185,16 +185,16 @@ class ClusterSpec(Section):
 
     @property
     def host_gib_of_a_slot(self) -> float:
-        """Host memory that falls to one slot, where it is scarcest."""
+        """Host memory per slot on the node where it is lowest."""
         return min(kind.host_memory_gib / kind.accelerators for kind in self.nodes)
 
 
 def parse_cluster(tree: Mapping[str, Any], *, where: str) -> ClusterSpec:
-    """What a cluster's file says. Raises UsageError, one sentence for the first mistake."""
+    """Parse a cluster file. Raises UsageError for the first mistake."""
     try:
         return ClusterSpec.model_validate(tree)
     except ValidationError as error:
-        raise UsageError(_said(error), where=where, fix="See deploy/local/clusters for files that are right") from error
+        raise UsageError(_said(error), where=where, fix="See deploy/local/clusters for valid files") from error
 
 
 def _said(error: ValidationError) -> str:

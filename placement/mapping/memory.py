@@ -1,16 +1,18 @@
-"""Memory of engines and train ranks on a slot, whether a layout fits into it, and what it leaves of the splits.
+"""Memory of engines and train ranks on a slot, whether a layout fits, and which splits fit.
 
-A rank, as gcore trains: DeepSpeed divides the optimizer's state among the ranks at stage 1, gradients too at stage 2, and weights too at
-stage 3, where they are gathered while they are used. A bucket for gradients in transfer is as large as the model, up to `BUCKET`.
-Activations are those of a decoder of transformers, layer by layer, as autograd keeps them. `make bench-memory` compares these numbers with
-real processes.
+Train rank: DeepSpeed partitions the optimizer state between the ranks at stage 1, also the gradients at stage 2, and
+also the weights at stage 3, where it gathers them while it uses them. A gradient bucket is as large as the model, up to
+`BUCKET`. Activations are those of a transformers decoder, layer by layer, as autograd keeps them. `make bench-memory`
+compares these numbers with real processes.
 
-A layout: a slot has the memory of its pools, a rank with the models it trains, engines with weights and cache. Engines get the cache that
-they want if there is room, else what is left, in proportion; none gets less than one longest request takes.
+Layout: a slot holds the memory of its pools: a rank with the models that it trains, engines with weights and KV cache.
+Each engine gets the cache that it wants if there is room, else a proportional part of the rest. No engine gets less
+than one longest request needs.
 
-Bounds of splits leave out only what cannot fit whatever else is chosen: a train world of which one rank does not fit on a slot of its own
-or its host, and co-location where ranks and engines do not fit together. The number of engines of a pool hardly changes what one of them
-takes. Where nothing would be left, nothing is left out: these are estimates, and a running job goes on.
+Bounds of splits exclude only what cannot fit in any case: a train world with a rank that does not fit on a slot of its
+own or its host, and co-location if ranks and engines do not fit together. The number of engines of a pool hardly
+changes the memory of one engine. If nothing would remain, nothing is excluded, because these are estimates and a
+running job must continue.
 """
 
 from __future__ import annotations
@@ -23,33 +25,33 @@ from placement.mapping.workload import EngineWorkload, ModelShape, PoolLayout, T
 from placement.slots import Split, SplitBounds, count_noun, feasible
 
 BUCKET = 500_000_000
-"""Numbers that DeepSpeed sends at once, at most."""
+"""Maximum number of values that DeepSpeed sends at once."""
 
 GATHERED = 1_000_000_000
-"""Parameters that stage 3 keeps gathered at once, at most (DeepSpeed's `stage3_max_live_parameters`)."""
+"""Maximum number of parameters that stage 3 keeps gathered (DeepSpeed's `stage3_max_live_parameters`)."""
 
 MASTER, MOMENTS = 4, 8
-"""Bytes a parameter of the optimizer's own weights, and of Adam's two moments."""
+"""Bytes per parameter of the optimizer's own weights and Adam's two moments."""
 
 PIECE = 1 << 22
-"""Logits of which log-probabilities are made together, in float32."""
+"""Number of logits whose log-probabilities are computed together, in float32."""
 
 IDLE_TOKENS = 8192
-"""Prompt tokens that the torch engine reads at once, at most."""
+"""Maximum number of prompt tokens that the torch engine prefills at once."""
 
 SGLANG_CPU_TOKENS = 65536
-"""Cells of SGLang's cache on a CPU, for which none were said, at least."""
+"""Minimum number of cache cells of SGLang on a CPU if the spec sets none."""
 
 COLUMNS = 64
-"""Columns of the torch engine's table beyond twice the longest row."""
+"""Columns of the torch engine's cache table beyond twice the longest row."""
 
 SLACK = 32
-"""Of them, those that it has at least beyond the longest."""
+"""Minimum number of columns of the table beyond the longest row."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes that one process takes of its slot: `stays` whatever it does, `works` on top of that while it computes."""
+    """Bytes that one process needs on its slot. `stays`: always. `works`: in addition while it computes."""
 
     name: str
     stays: int
@@ -57,20 +59,20 @@ class MemoryNeed:
 
 
 def activation_bytes(shape: ModelShape, training: TrainWorkload, ranks: int) -> int:
-    """What the backward pass of the largest micro-batch needs, and its logits."""
+    """Return the bytes of activations and logits for the backward pass of the largest micro-batch."""
     item = 2 if training.half else 4
     tokens = micro_tokens(training, ranks)
     layer = item * (6 * shape.width + 4 * shape.inner + _attention_numbers(shape))
     kept = item * shape.width * shape.layers + layer if training.recomputes else layer * shape.layers
     scored = tokens * training.scored
-    # Logits, their gradient, and a few rows of either in float32.
+    # Logits, their gradient, and a few rows of each in float32.
     logits = scored * shape.outputs * item * 2 + 2 * 4 * min(PIECE, scored * shape.outputs)
     return int(tokens * (kept + 3 * item * shape.width) + logits)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainMemory:
-    """Bytes of a model that is trained, on one rank."""
+    """Bytes of one trained model on one rank."""
 
     weights: int
     gradients: int
@@ -79,50 +81,53 @@ class TrainMemory:
 
     @property
     def need(self) -> tuple[int, int]:
-        """What stays, and what is there while it computes."""
+        """Bytes that stay, and additional bytes during computation."""
         return self.weights + self.optimizer, self.gradients + self.activations
 
 
 def train_memory(shape: ModelShape, training: TrainWorkload, ranks: int, *, gpu: bool) -> TrainMemory:
-    """A model of the ranks', on one of them."""
+    """Compute the memory of a trained model on one of `ranks` ranks."""
     item, count = 2 if training.half else 4, shape.parameters
     part = -(-count // ranks)
     bucket = item * min(count, BUCKET)
     if training.stage == 3:
         weights = item * part
         gradients = item * (part + min(count, GATHERED)) + bucket
-        if ranks > 1:  # what is sent is a flat copy; gloo makes one more for itself
+        if ranks > 1:  # collectives send a flat copy; gloo makes another one
             gradients += bucket if gpu else 2 * bucket
     else:
         weights = item * count
         gradients = item * (count if training.stage == 1 else part) + bucket
-    gradients += 4 * part  # as the optimizer takes them
+    gradients += 4 * part  # the optimizer uses float32
     working = activation_bytes(shape, training, ranks)
-    if training.half and not gpu:  # while it loads, its weights are there in float32 as well
+    if training.half and not gpu:  # while the model loads, its weights are also in memory in float32
         working = max(working, 4 * count)
     return TrainMemory(weights, gradients, (MASTER + MOMENTS) * part, working)
 
 
 def _attention_numbers(shape: ModelShape) -> int:
-    """Of a token in one layer: queries, keys and values as they are attended with, what comes out; norms of heads keep them once more."""
+    """Count the values kept per token in one layer: queries, keys and values as used by attention, and its output. Head
+    norms keep queries and keys once more."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return 3 * queries + 2 * keys + 2 * (queries + keys) * shape.head_norms
 
 
 def micro_tokens(training: TrainWorkload, ranks: int) -> int:
-    """Tokens of the largest micro-batch: what the spec allows, if a rank has as many; never less than the longest sample."""
+    """Return the tokens of the largest micro-batch: the limit of the spec, if a rank has that many tokens, but at least
+    the longest sample."""
     own = -(-training.samples // (ranks * training.mini_batches)) * training.longest
     return max(training.longest, min(training.micro_tokens, own))
 
 
 def reference_bytes(shape: ModelShape, training: TrainWorkload, ranks: int) -> int:
-    """The frozen model that the policy is held against, on one rank."""
+    """Return the bytes of the frozen reference model on one rank."""
     item = 2 if training.half else 4
     return item * (-(-shape.parameters // ranks) if training.stage == 3 else shape.parameters)
 
 
 def rank_needs(training: TrainWorkload, ranks: int, *, gpu: bool) -> tuple[MemoryNeed, ...]:
-    """One rank: each model that it trains, and the reference, which on a GPU may lie in host memory until it is used."""
+    """List the memory of one rank: each trained model, and the reference model, which may wait in host memory on a
+    GPU."""
     needs = [
         MemoryNeed(name, *train_memory(shape, training, ranks, gpu=gpu).need) for name, shape in training.models.items()
     ]
@@ -135,7 +140,8 @@ def rank_needs(training: TrainWorkload, ranks: int, *, gpu: bool) -> tuple[Memor
 
 
 def rank_host_bytes(training: TrainWorkload) -> int:
-    """Host memory that a rank of GPUs takes while it loads, all of its models whole in float32, and its reference besides."""
+    """Return the host memory that a GPU rank needs while it loads: all of its models whole in float32, and the
+    reference model."""
     loading = sum(4 * shape.parameters for shape in training.models.values())
     return loading + (
         4 * training.models["policy training"].parameters if training.reference and training.offloads else 0
@@ -143,15 +149,16 @@ def rank_host_bytes(training: TrainWorkload) -> int:
 
 
 def checkpoint_bytes(training: TrainWorkload) -> int:
-    """Host memory of rank 0, for the copy that goes to the disk beside the steps: twelve bytes a parameter."""
+    """Return the host memory of rank 0 for the checkpoint copy that is written in the background: twelve bytes per
+    parameter."""
     return sum((MASTER + MOMENTS) * shape.parameters for shape in training.models.values())
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """An engine's memory on one of the slots that it spans, in bytes. `cell`: one token's place in the cache.
+    """Bytes of an engine on each slot that it spans. `cell`: the KV cache of one token.
 
-    `least` and `wanted`: cells with which it serves one longest request, and all that it may run at once.
+    `least` and `wanted`: cells for one longest request, and for all concurrent requests.
     """
 
     name: str
@@ -162,20 +169,20 @@ class EngineMemory:
     wanted: int
 
     def stays(self, cells: int) -> int:
-        """With a cache of so many cells."""
+        """Return the bytes that stay, with a cache of this many cells."""
         return self.weights + self.cell * cells
 
 
 def engine_memory(served: EngineWorkload, *, size: int, rows: int, gpu: bool) -> EngineMemory:
-    """An engine over `size` slots that runs at most `rows` requests at once."""
+    """Compute the memory of an engine over `size` slots with at most `rows` concurrent requests."""
     item, shape = 2 if gpu else 4, served.shape
-    if served.longest_written == 0:  # it reads a question and keeps nothing
+    if served.longest_written == 0:  # a classifier has no KV cache
         least = wanted = 0
     elif served.engine == "torch":
         least, wanted = served.longest + SLACK, rows * (2 * served.longest + COLUMNS)
     elif gpu:
         least, wanted = served.longest, rows * served.longest
-    else:  # all of it, from its start
+    else:  # SGLang allocates the whole cache at start
         least = wanted = served.cache_tokens or max(SGLANG_CPU_TOKENS, served.longest)
     if served.cache_tokens is not None:
         wanted = max(least, min(wanted, served.cache_tokens))
@@ -185,7 +192,7 @@ def engine_memory(served: EngineWorkload, *, size: int, rows: int, gpu: bool) ->
     drawing = rows * shape.outputs * (item + 3 * 4) if served.longest_written else 0
     weights = -(-item * shape.parameters // size)
     cell = -(-item * (shape.cache_numbers + shape.kv_heads * (served.engine == "torch")) // size)
-    # In host memory the file that is read is there beside the weights, while no request is.
+    # In host memory the file being loaded is present beside the weights, but no requests are.
     loading = 0 if gpu else weights - cell * wanted
     return EngineMemory(
         served.name,
@@ -198,7 +205,7 @@ def engine_memory(served: EngineWorkload, *, size: int, rows: int, gpu: bool) ->
 
 
 def rows_in_cache(served: EngineWorkload, cells: int, rows: int) -> int:
-    """Requests that run at once in a cache of so many cells."""
+    """Return the number of concurrent requests that fit into a cache of this many cells."""
     if served.longest_written == 0:
         return rows
     if served.engine == "torch":
@@ -207,22 +214,23 @@ def rows_in_cache(served: EngineWorkload, cells: int, rows: int) -> int:
 
 
 PROCESS_GIB = 0.8
-"""Of a process on a GPU: its context, its libraries' workspaces."""
+"""Memory of a GPU process for its context and the workspaces of libraries."""
 
 HOST_PROCESS_GIB = 0.45
-"""Of a process that holds torch, in host memory."""
+"""Host memory of a process that has imported torch."""
 
 RESERVE = 0.05
-"""Of a GPU's memory, for what allocators lose between pieces."""
+"""Share of GPU memory that allocators lose to fragmentation."""
 
 HOST_RESERVE = 0.1
-"""Of host memory that is a slot's: so much may an estimate be below what is taken (docs/operate/scheduling.md#the-first-placement-gcore-plan)."""
+"""Share of a slot's host memory that is kept free: estimates may be this much too low
+(docs/operate/scheduling.md#the-first-placement-gcore-plan)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryExcess:
-    """Who is together on each of `slots` slots, and by how many bytes that is more than `memory`. `where`: of what memory, if not
-    the slots'; `engines`: whether engines are among them."""
+    """Processes that share each of `slots` slots, and the bytes by which they exceed `memory`. `where`: which memory,
+    if not that of the slots. `engines`: whether engines are among them."""
 
     names: tuple[str, ...]
     slots: int
@@ -239,8 +247,8 @@ class MemoryExcess:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFit:
-    """A layout that fits. `used`: bytes of the fullest slot of each pool; `cells`, `rows`: of each engine's cache, and what runs in
-    it at once, by name; `bound`: engines that have less cache than they want."""
+    """A layout that fits. `used`: bytes on the fullest slot of each pool. `cells`, `rows`: cache cells and concurrent
+    requests of each engine, by name. `bound`: engines that get less cache than they want."""
 
     used: tuple[tuple[str, float], ...]
     cells: tuple[tuple[str, int], ...]
@@ -251,7 +259,7 @@ class MemoryFit:
 
 @dataclass(frozen=True, slots=True)
 class SlotMemory:
-    """What a slot has. `limit`: bytes that may be planned with, `all_of_it`: bytes that there are."""
+    """Memory of one slot in bytes. `limit`: available for planning. `all_of_it`: total."""
 
     limit: float
     all_of_it: float
@@ -260,7 +268,7 @@ class SlotMemory:
 
     @classmethod
     def of(cls, cluster: ClusterSpec) -> SlotMemory:
-        """Of the weakest slot. A CPU slot has its part of its host's memory."""
+        """Return the memory of the weakest slot. A CPU slot has a part of its host's memory."""
         device = cluster.device
         if device.memory_gib is None:
             whole = cluster.host_gib_of_a_slot * GIB
@@ -272,7 +280,7 @@ class SlotMemory:
 def fit_memory(
     layout: PoolLayout, workload: Workload, cluster: ClusterSpec, memory: SlotMemory
 ) -> MemoryFit | MemoryExcess:
-    """How it fits, or why not: into the slots, and into their hosts."""
+    """Check whether the layout fits into the memory of slots and hosts. Return the fit, or the worst excess."""
     found = _on_slots(layout, workload, memory)
     if isinstance(found, MemoryExcess):
         return found
@@ -282,7 +290,7 @@ def fit_memory(
 def world_excess(
     layout: PoolLayout, workload: Workload, cluster: ClusterSpec, memory: SlotMemory
 ) -> MemoryExcess | None:
-    """Why its ranks do not fit on slots of their own, whatever the other slots do."""
+    """Return the excess if the ranks do not fit even on slots of their own, else None."""
     alone = _together("train", rank_needs(workload.training, layout.ranks, gpu=memory.gpu), [], layout.ranks, memory)
     return alone if isinstance(alone, MemoryExcess) else _host_excess(layout, workload, cluster, memory)
 
@@ -306,7 +314,7 @@ def _on_slots(layout: PoolLayout, workload: Workload, memory: SlotMemory) -> Mem
 
 
 def judge_replicas(judge: EngineWorkload, layout: PoolLayout) -> int:
-    """Engines of a judge."""
+    """Return the number of engines of a judge."""
     most = max(1, layout.split.reward // layout.reward_size)
     return most if judge.replicas is None else min(most, judge.replicas)
 
@@ -332,9 +340,10 @@ def _together(
     *,
     asleep: int = 0,
 ) -> MemoryFit | MemoryExcess:
-    """All of these on one slot at the same time: ranks and engines compute in turn, engines beside one another.
+    """Fit processes that share one slot at the same time. Ranks and engines compute in turns; engines compute
+    concurrently.
 
-    `asleep`: engines that sleep there besides, of which the process remains.
+    `asleep`: number of further engines that sleep on the slot; only their processes remain.
     """
     processes = memory.process * (len(engines) + bool(ranks) + asleep)
     working = max(sum(one.need.works for one in engines), max((need.works for need in ranks), default=0))
@@ -345,7 +354,7 @@ def _together(
 def _asleep(
     layout: PoolLayout, ranks: Sequence[MemoryNeed], engines: Sequence[_Engine], memory: SlotMemory
 ) -> MemoryFit | MemoryExcess:
-    """Engines while ranks sleep, and ranks while engines sleep; what sleeps keeps its process."""
+    """Fit engines while ranks sleep, and ranks while engines sleep. A sleeping model keeps its process."""
     processes = memory.process * (len(engines) + 1)
     training = processes + sum(need.stays for need in ranks) + max(need.works for need in ranks)
     serving = processes + sum(one.need.works for one in engines)
@@ -363,7 +372,8 @@ def _asleep(
 def _with_caches(
     pool: str, names: Sequence[str], engines: Sequence[_Engine], held: float, slots: int, memory: SlotMemory
 ) -> MemoryFit | MemoryExcess:
-    """Engines beside what is `held`. Some take a share of the memory, whatever they need; what is left is the others'."""
+    """Divide the memory beside `held` bytes between engines. Engines with a fixed share take it in any case; the others
+    get the rest."""
     shared = [one for one in engines if memory.gpu and one.served.share is not None]
     free = [one for one in engines if one not in shared]
     problems = [_share_excess(one, slots, memory) for one in shared]
@@ -392,7 +402,7 @@ def _share(one: _Engine, memory: SlotMemory) -> float:
 
 
 def _share_excess(one: _Engine, slots: int, memory: SlotMemory) -> MemoryExcess | None:
-    """Why the share that an engine takes does not hold what it needs at least."""
+    """Return the excess if an engine's fixed memory share is less than its minimum, else None."""
     share, least = _share(one, memory), one.need.stays(one.need.least)
     if least <= share:
         return None
@@ -403,7 +413,7 @@ def _share_excess(one: _Engine, slots: int, memory: SlotMemory) -> MemoryExcess 
 
 
 def _worst(found: Sequence[MemoryFit | MemoryExcess | None]) -> MemoryExcess | None:
-    """Of what does not fit, that which lacks most."""
+    """Return the largest excess, or None if everything fits."""
     return max((one for one in found if isinstance(one, MemoryExcess)), key=lambda one: one.over, default=None)
 
 
@@ -419,7 +429,8 @@ def _joined(rooms: Sequence[MemoryFit]) -> MemoryFit:
 def _host_excess(
     layout: PoolLayout, workload: Workload, cluster: ClusterSpec, memory: SlotMemory
 ) -> MemoryExcess | None:
-    """GPUs' hosts: ranks load whole models there, and rank 0 keeps a copy of the checkpoint that is being written."""
+    """Return the excess of host memory of GPU nodes, if any: ranks load whole models there, and rank 0 keeps a copy of
+    the checkpoint being written."""
     if not memory.gpu:
         return None
     kind = min(cluster.nodes, key=lambda one: one.host_memory_gib / one.accelerators)
@@ -438,7 +449,7 @@ def _host_excess(
 
 
 def _slept_of_engines(layout: PoolLayout, workload: Workload) -> float:
-    """Bytes of weights that wait in host memory, at most, for each slot of GPUs."""
+    """Return the maximum bytes of sleeping weights in host memory, per GPU slot."""
     policy = 2 * workload.rollout.shape.parameters / layout.rollout_size
     judges = sum(2 * judge.shape.parameters for judge in workload.judges) / layout.reward_size
     if layout.asleep:
@@ -447,7 +458,7 @@ def _slept_of_engines(layout: PoolLayout, workload: Workload) -> float:
 
 
 def format_gib(size: float) -> str:
-    """`1,220 GiB`, `11 GiB`, `0.4 GiB`."""
+    """Format bytes, for example `1,220 GiB`, `11 GiB`, `0.4 GiB`."""
     if size >= 100 * GIB:
         return f"{size / GIB:,.0f} GiB"
     return f"{size / GIB:.3g} GiB" if size >= GIB / 10 else f"{size / (1 << 20):.3g} MiB"
@@ -456,7 +467,8 @@ def format_gib(size: float) -> str:
 def bound_by_memory(
     bounds: SplitBounds, workload: Workload, cluster: ClusterSpec, now: int | None = None
 ) -> SplitBounds:
-    """`bounds` without what does not fit. `now`: ranks of the world that is there, which fits whatever is estimated."""
+    """Remove the splits that do not fit into memory from `bounds`. `now`: ranks of the present world, which counts as
+    fitting."""
     memory = SlotMemory.of(cluster)
     together = bounds.all_together()
     colocated = False

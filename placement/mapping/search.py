@@ -1,14 +1,14 @@
-"""The first placement of a job: all layouts, those that fit ranked by predicted step time.
+"""Find the first placement of a job: enumerate all layouts and rank those that fit by predicted step time.
 
-Of those that do not fit, the nearest of each kind is kept, with which process exceeds what by how much; hints name the fields of the
-spec that would change the answer.
+Of the layouts that do not fit, the closest of each kind is kept, with the process that exceeds the memory and by how
+much. Hints name the fields of the spec that would change the result.
 
-Predicted times (seconds) follow from what the parts of a step compute, read and send. A device's figures are its maker's; real programs
-reach a part of them, and those parts are named assumptions below. So a prediction is good for a ranking, and its absolute value is a
-guess, which the job's own measurements replace from its first steps on.
+Predicted times (seconds) follow from the computation, memory traffic and communication of each part of a step. Device
+figures are the maker's; real programs reach only a part of them, given by the assumptions below. So predictions can
+rank layouts, but their absolute values are rough. Measurements of the job replace them from its first steps on.
 
-Facts that nodes and jobs do not report are not guessed: a sentence stands in their place. Where an accelerator's speed is not known, the
-layout is planned with memory alone. Networks and the shared folder have the defaults of a cluster's file.
+Facts that nodes and jobs do not report are not guessed: a sentence says what is missing. If the speed of an accelerator
+is not known, only memory is planned. Networks and the shared folder have the defaults of a cluster file.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from placement.mapping.workload import (
 from placement.slots import NodeSlots, Split, SplitBounds
 
 DECODING_SHARE = 0.6
-"""Of a memory's bandwidth that decoding reaches."""
+"""Share of the memory bandwidth that decoding reaches."""
 
 READING_SHARE = 0.5
-"""Of a device's operations that reading prompts reaches."""
+"""Share of the device's peak operations that prefill reaches."""
 
 TRAINING_SHARE = 0.4
-"""Of a device's operations that forward and backward reach."""
+"""Share of the device's peak operations that forward and backward passes reach."""
 
 SENDING_SHARE = 0.7
-"""Of a link's bandwidth that collectives reach."""
+"""Share of the link bandwidth that collectives reach."""
 
 SEND_S = 1e-5
-"""Of one collective, whatever its size."""
+"""Latency of one collective, in seconds."""
 
 SWITCH_GB_S = 16.0
-"""Host memory to device and back, when models sleep and wake, for each slot."""
+"""Bandwidth between host memory and device during sleep and wake, per slot."""
 
 UPDATE_BYTES = 28
-"""Read and written for each parameter that an optimizer updates: master, two moments and gradient."""
+"""Bytes read and written per parameter in an optimizer update: master weights, two moments and gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReplica:
-    """An engine: slots that it spans, rows that it runs at once."""
+    """One engine: slots that it spans, and its concurrent requests."""
 
     size: int
     rows: int
@@ -69,7 +69,7 @@ class EngineReplica:
 
 @dataclass(frozen=True, slots=True)
 class MachineSpeed:
-    """What there is, as far as time depends on it. `network_gb_s`: between ranks of different nodes, None where there is one node."""
+    """Speed of the hardware. `network_gb_s`: between ranks of different nodes; None if there is one node."""
 
     device: Accelerator
     network_gb_s: float | None
@@ -77,19 +77,19 @@ class MachineSpeed:
 
     @classmethod
     def of(cls, cluster: ClusterSpec) -> MachineSpeed:
-        """The weakest of its devices."""
+        """Return the speed of the weakest devices of a cluster."""
         network = cluster.network_gb_s if cluster.node_count > 1 else None
         return cls(cluster.device, network, cluster.storage_gb_s)
 
     @property
     def item(self) -> int:
-        """Bytes of a served weight."""
+        """Bytes per weight of a served model."""
         return 2 if self.device.is_gpu else 4
 
     def serve_s(self, served: EngineWorkload, replicas: int, replica: EngineReplica) -> float:
-        """Until all that a step asks of a model is answered, by so many replicas.
+        """Return the seconds until `replicas` engines answer all requests of a step to one model.
 
-        The last one is as long as any may be, and runs alone at its end.
+        The last response has the maximum length and runs alone at its end.
         """
         if not served.requests:
             return 0.0
@@ -106,7 +106,7 @@ class MachineSpeed:
         )
 
     def _decode_s(self, shape: ModelShape, rows: float, context: float, size: int) -> float:
-        """One more token of each of `rows`."""
+        """Return the seconds of one decode step for `rows` requests."""
         device = self.device
         read = self.item * (shape.computing + rows * context * shape.cache_numbers)
         reading = read / size / (device.bandwidth_gb_s * 1e9 * DECODING_SHARE)
@@ -119,14 +119,15 @@ class MachineSpeed:
         return tokens * (2 * body + attention_ops(shape, length)) / size / speed + self._share_s(shape, tokens, size)
 
     def _share_s(self, shape: ModelShape, tokens: float, size: int) -> float:
-        """What slots of one replica tell each other of `tokens`: two sums a layer."""
+        """Return the seconds of communication between the slots of one replica for `tokens`: two all-reduces per
+        layer."""
         if size == 1:
             return 0.0
         sent = 2 * tokens * shape.width * self.item * (size - 1) / size
         return 2 * shape.layers * (SEND_S + sent / (self.device.link_gb_s * 1e9 * SENDING_SHARE))
 
     def train_s(self, training: TrainWorkload, ranks: int) -> float:
-        """A step's passes and updates on so many ranks."""
+        """Return the seconds of a step's passes and updates on this many ranks."""
         device, total = self.device, 0.0
         tokens = training.samples * training.tokens
         for name, shape in training.models.items():
@@ -144,7 +145,8 @@ class MachineSpeed:
     def _exchange_s(
         self, shape: ModelShape, training: TrainWorkload, ranks: int, updates: float, micro: float
     ) -> float:
-        """What ranks tell each other: gradients and new weights of each update; at stage 3 the weights of each pass."""
+        """Return the seconds of communication between ranks: gradients and new weights per update; at stage 3 also the
+        weights of each pass."""
         if ranks == 1:
             return 0.0
         weights = (2 if training.half else 4) * shape.parameters * (ranks - 1) / ranks
@@ -152,31 +154,32 @@ class MachineSpeed:
         return times * (weights / (self._between_ranks(ranks) * 1e9 * SENDING_SHARE) + SEND_S * shape.layers)
 
     def _between_ranks(self, ranks: int) -> float:
-        """GB/s; ranks are dealt to the nodes in turn, so they meet over the network as soon as there are two nodes."""
+        """Return the bandwidth in GB/s. Ranks are distributed round robin, so with two nodes they communicate over the
+        network."""
         link = self.device.link_gb_s
         return link if self.network_gb_s is None or ranks == 1 else min(link, self.network_gb_s)
 
     def publish_s(self, served: EngineWorkload) -> float:
-        """New weights to the shared folder, and from there to each node."""
+        """Return the seconds to write new weights to the shared folder and read them on each node."""
         return 2 * self.item * served.shape.parameters / (self.storage_gb_s * 1e9)
 
     def switch_s(self, slept: float) -> float:
-        """To put so many bytes of a slot to sleep and to wake them again."""
+        """Return the seconds to move this many bytes of a slot to host memory and back."""
         return 2 * slept / (SWITCH_GB_S * 1e9)
 
 
 def attention_ops(shape: ModelShape, length: float) -> float:
-    """Operations of a token's attention over half of `length` tokens, in all layers."""
+    """Return the operations of a token's attention over half of `length` tokens, in all layers."""
     return 2 * shape.layers * shape.heads * shape.head_dim * length
 
 
 BETTER = 0.95
-"""A hint is given where the step would take at most so much of what it takes."""
+"""A hint is given only if it reduces the step time to at most this share."""
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedTimes:
-    """Predicted seconds of a step's parts. `ahead`: the next responses are made while this step is trained."""
+    """Predicted seconds of the parts of a step. `ahead`: the next responses are generated while this step trains."""
 
     rollout: float
     judging: float
@@ -188,7 +191,8 @@ class PredictedTimes:
 
     @property
     def step(self) -> float:
-        """From commit to commit. Judges of their own slots work beside rollout, else after it."""
+        """Seconds from commit to commit. Judges on their own slots work concurrently with rollout, otherwise after
+        it."""
         produced = self.rollout + self.judging if self.in_turn else max(self.rollout, self.judging)
         learned = self.training + self.publishing
         if self.ahead and not self.in_turn:
@@ -198,7 +202,7 @@ class PredictedTimes:
 
 @dataclass(frozen=True, slots=True)
 class FittingLayout:
-    """A way that fits, and what it is predicted to take."""
+    """A layout that fits, with its predicted times."""
 
     way: PoolLayout
     room: MemoryFit
@@ -207,7 +211,7 @@ class FittingLayout:
 
 @dataclass(frozen=True, slots=True)
 class RejectedLayouts:
-    """Ways of one kind that do not fit: the one that is nearest to it, and how many there are."""
+    """Layouts of one kind that do not fit: the closest one, and their number."""
 
     way: PoolLayout
     excess: MemoryExcess
@@ -216,7 +220,7 @@ class RejectedLayouts:
 
 @dataclass(frozen=True, slots=True)
 class LayoutSearchResult:
-    """`fits`: the best first. `misfits`: the nearest first. `hints`: sentences about the spec."""
+    """`fits`: best first. `misfits`: closest first. `hints`: sentences about the spec."""
 
     fits: tuple[FittingLayout, ...]
     misfits: tuple[RejectedLayouts, ...]
@@ -224,20 +228,20 @@ class LayoutSearchResult:
 
     @property
     def first(self) -> FittingLayout | None:
-        """What the job can be started with."""
+        """The best layout with which the job can start."""
         return next((fit for fit in self.fits if fit.way.starts), None)
 
 
 def search_layouts(workload: Workload, cluster: ClusterSpec) -> LayoutSearchResult:
-    """Try them all."""
+    """Evaluate all layouts."""
     fits, misfits = _tried(all_layouts(cluster, workload), workload, cluster)
     return LayoutSearchResult(fits, misfits, tuple(_hints(workload, cluster, fits)))
 
 
 @dataclass(frozen=True, slots=True)
 class FirstLayout:
-    """What a job begins with before anything of it was measured: the best of `count` ways that fit. `untimed`: why it is only the first
-    of them, for want of figures."""
+    """The layout with which a job starts before any measurement: the best of `count` layouts that fit. `untimed`: why
+    no times are predicted; then it is only the first layout that fits."""
 
     fit: FittingLayout
     count: int
@@ -245,17 +249,17 @@ class FirstLayout:
 
     @property
     def split(self) -> Split:
-        """Its split."""
+        """The split of the layout."""
         return self.fit.way.split
 
     @property
     def expected_s(self) -> float | None:
-        """What a step is predicted to take."""
+        """Predicted seconds of a step."""
         return None if self.untimed else self.fit.times.step
 
     @property
     def reason(self) -> str:
-        """Why."""
+        """Why the layout was chosen."""
         if self.untimed:
             which = f"it is the first of {self.count} ways that fit" if self.count > 1 else "it alone fits"
             return f"nothing is measured yet, and {self.untimed}: {which}"
@@ -265,22 +269,22 @@ class FirstLayout:
 
     @property
     def cut(self) -> str:
-        """Which engines want more memory for their caches than there is, and what to write against that; or nothing."""
+        """Return which engines get less cache than they want and how to set that in the spec, or an empty string."""
         cells, bound = dict(self.fit.room.cells), self.fit.room.bound
         keys = {
             name: "rollout.cache_tokens" if name == "rollout" else f"serving.cache_tokens of {name}" for name in bound
         }
         rooms = [f"{name} has room for a cache of {cells[name]} tokens" for name in bound]
         told = " and ".join(f"{keys[name]}: {cells[name]}" for name in bound)
-        return f"{', '.join(rooms)} and takes more unless it is told not to ({told})" if bound else ""
+        return f"{', '.join(rooms)} and by default takes more memory than that: set {told}" if bound else ""
 
 
 def choose_first_layout(
     workload: Workload, cluster: ClusterSpec, bounds: SplitBounds, untimed: str = ""
 ) -> FirstLayout | RejectedLayouts | None:
-    """What a job begins with, of what can be started as its spec stands: ways in which an engine that is left to itself would take more
-    than there is come last. Misfits: nothing fits, and this is the nearest to it. None: there are too few slots. `untimed`: why no time
-    can be predicted."""
+    """Choose the layout with which a job starts under its present spec. Layouts in which an engine would by default
+    take more memory than available come last. Return RejectedLayouts (the closest one) if nothing fits, None if there
+    are too few slots. `untimed`: why no times can be predicted."""
     gpu = cluster.device.is_gpu
     fits, misfits = _tried(layouts_within(bounds, workload, gpu=gpu), workload, cluster)
     if not fits:
@@ -317,7 +321,7 @@ def _tried(
 
 
 def predict_times(way: PoolLayout, room: MemoryFit, workload: Workload, machine: MachineSpeed) -> PredictedTimes:
-    """The step's parts."""
+    """Predict the times of the parts of a step."""
     rows = dict(room.rows)
     rollout = EngineReplica(way.rollout_size, rows["rollout"])
     judging = sum(
@@ -348,7 +352,7 @@ def _hints(workload: Workload, cluster: ClusterSpec, fits: Sequence[FittingLayou
         elif best.times.step < BETTER * now.times.step:
             yield f"With {words} {best.way} is predicted to take {best.times.step:.3g} s a step instead of {now.times.step:.3g} s"
     if now is None and any(fit.way.starts is False for fit in fits):
-        yield "What fits has engines that span several slots, which SGLang's can: set engine: sglang, and plan anew"
+        yield "Only layouts with engines over several slots fit, and only SGLang supports them: set engine: sglang and run gcore plan again"
 
 
 def _alternatives(training: TrainWorkload) -> Iterator[tuple[str, TrainWorkload]]:
@@ -374,24 +378,24 @@ CALLED: Mapping[str, str] = {
     "NVIDIA L4": "l4",
     "NVIDIA L40S": "l40s",
 }
-"""By what the driver calls an accelerator, its name in `placement.mapping.cluster`."""
+"""Names in `placement.mapping.cluster`, by the name that the driver reports."""
 
 CORE = "cpu-core"
 
 NO_FIGURES: dict[str, Any] = {"tflops": 1.0, "bandwidth_gb_s": 1.0, "link_gb_s": 1.0}
-"""In the place of what is not known: times that follow from it are not looked at."""
+"""Placeholder for an unknown speed. Times that use it are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownNodes:
-    """The nodes that are there. `untimed`: why no time can be predicted; empty where it can."""
+    """The present nodes. `untimed`: why no time can be predicted; empty if it can."""
 
     cluster: ClusterSpec
     untimed: str = ""
 
 
 def describe_nodes(nodes: Sequence[NodeSlots]) -> KnownNodes | str:
-    """What the nodes are, or why that is not known."""
+    """Describe the present nodes. Return a reason if their facts are not known."""
     there = [node for node in nodes if node.slots]
     silent = sorted(node.node for node in there if node.facts is None)
     if silent or not there:
@@ -403,7 +407,7 @@ def describe_nodes(nodes: Sequence[NodeSlots]) -> KnownNodes | str:
         slots = [known[name] for name in node.slots if name in known]
         memories = {slot.memory_gib for slot in slots}
         if len(slots) < len(node.slots) or (None in memories and len(memories) > 1):
-            return f"{node.node} does not tell alike of all its slots"
+            return f"{node.node} reports different devices or memory for its slots"
         device = _device(slots)
         kind = kinds.setdefault((len(slots), device, None in memories), {"count": 0})
         kind["count"] += 1
@@ -413,16 +417,16 @@ def describe_nodes(nodes: Sequence[NodeSlots]) -> KnownNodes | str:
     unknown = sorted({device for _, device, is_core in kinds if not is_core and device not in CALLED})
     tree = [_tree(*key) | kind for key, kind in kinds.items()]
     try:
-        cluster = parse_cluster({"nodes": tree}, where="the nodes that are there")
+        cluster = parse_cluster({"nodes": tree}, where="the present nodes")
     except UsageError as error:
         return error.what
-    return KnownNodes(cluster, f"how fast {unknown[0] or 'a GPU'} is is not known" if unknown else "")
+    return KnownNodes(cluster, f"the speed of {unknown[0] or 'a GPU'} is not known" if unknown else "")
 
 
 def describe_workload(spec: JobSpec, models: ModelConfigs | None) -> Workload | str:
-    """What a step of the job is, or why that is not known."""
+    """Describe the work of a step of the job. Return a reason if it is not known."""
     if models is None:
-        return "what the job's models are was not kept"
+        return "the configurations of the job's models were not recorded"
     served = [judge.name for judge in spec.served_judges]
     try:
         shapes = JobShapes(
@@ -437,13 +441,13 @@ def describe_workload(spec: JobSpec, models: ModelConfigs | None) -> Workload | 
 
 def _silent(nodes: Sequence[str]) -> str:
     if len(nodes) < 2:
-        return f"{nodes[0]} tells no memory" if nodes else "no node is there"
+        return f"{nodes[0]} reports no memory" if nodes else "no node is present"
     more = f" and {len(nodes) - 2} more" if len(nodes) > 2 else ""
-    return f"{nodes[0]}{',' if more else ' and'} {nodes[1]}{more} tell no memory"
+    return f"{nodes[0]}{',' if more else ' and'} {nodes[1]}{more} report no memory"
 
 
 def _device(slots: Sequence[SlotFacts]) -> str:
-    """What they are called, if all are called alike."""
+    """Return the device name if all slots report the same name."""
     names = {slot.device for slot in slots}
     return names.pop() if len(names) == 1 else ""
 

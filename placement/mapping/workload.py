@@ -1,13 +1,16 @@
-"""The work of one step of a job, model by model, as far as it is known before it has run; sizes of models; layouts of pools.
+"""The work of one step of a job per model, model sizes, and layouts of pools, as known before the job has run.
 
-Lengths of responses are not known yet: they are guessed, or given by a person. Memory is planned for the longest, time for the mean.
+Response lengths are not known yet: they are guessed, or given by the user. Memory is planned for the longest response,
+time for the mean.
 
-A model's size (parameters, cache of a token, operations) follows from its configuration alone. Counts are exact for the architectures in
-`KNOWN`, decoders with norms of one vector, a gated feed-forward layer and grouped heads. Others are refused, for a wrong count would look
-like a right one. What a configuration leaves out is as transformers takes it.
+The size of a model (parameters, cache per token, operations) follows from its configuration alone. Counts are exact for
+the architectures in `KNOWN`: decoders with one-vector norms, a gated feed-forward layer and grouped-query attention.
+Other architectures are rejected, because a wrong count would look like a correct one. Missing fields of a configuration
+have the defaults of transformers.
 
-Layouts: a replica spans 1, 2, 4 or more slots of one node, so that its heads can be divided; pools have slots of their own
-(co-existing), or all slots go through the phases together (co-located), with every model awake, or only the one whose turn it is.
+Layouts: a replica spans 1, 2, 4 or more slots of one node, so that its heads can be divided. Pools have slots of their
+own (co-existing), or all slots go through the phases together (co-located), either with every model awake or with only
+the active one awake.
 """
 
 from __future__ import annotations
@@ -28,10 +31,10 @@ from placement.slots import Split, SplitBounds, count_noun, feasible
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")
 
 QWEN3_HEAD_DIM = 128
-"""Of a qwen3 whose configuration names none."""
+"""Head dimension of a qwen3 configuration without one."""
 
 MOST = 1 << 24
-"""No size in a configuration is larger; a product of a few stays a number that can be printed."""
+"""Maximum of a size in a configuration. Keeps products of a few sizes printable."""
 
 READ = (
     "model_type",
@@ -47,18 +50,19 @@ READ = (
     "tie_word_embeddings",
     "mlp_bias",
 )
-"""What of a configuration `read_shape` looks at."""
+"""Fields of a configuration that `read_shape` reads."""
 
 LONGEST_WORD = 64
-"""Characters of a value that is kept; a longer one is wrong, and is told so by its beginning."""
+"""Maximum characters of a value that is kept. A longer value is wrong, and its beginning suffices for the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder. `qkv_biases`, `output_bias`, `mlp_biases`: whether the matrices have biases; `head_norms`: norms of queries and keys.
+    """Shape of a decoder. `qkv_biases`, `output_bias`, `mlp_biases`: whether the matrices have biases. `head_norms`:
+    norms of queries and keys.
 
-    `outputs`: rows of the output layer, the vocabulary of a language model, 1 of a critic or a classifier; `tied`: it is the
-    embedding's own matrix.
+    `outputs`: rows of the output layer: the vocabulary size of a language model, 1 for a critic or classifier. `tied`:
+    the output layer shares the embedding matrix.
     """
 
     layers: int
@@ -79,7 +83,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer."""
+        """Parameters of one layer."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         count = self.width * (2 * queries + 2 * keys) + 3 * self.width * self.inner + 2 * self.width
         count += (queries + 2 * keys) * self.qkv_biases + self.width * self.output_bias
@@ -88,38 +92,38 @@ class ModelShape:
 
     @property
     def head_parameters(self) -> int:
-        """Of the output layer, whether or not they are the embedding's."""
+        """Parameters of the output layer, even if tied to the embedding."""
         return self.outputs * self.width + self.outputs * self.head_bias
 
     @property
     def parameters(self) -> int:
-        """All, a tied matrix once."""
+        """All parameters; a tied matrix counts once."""
         body = self.vocabulary * self.width + self.layers * self.layer_parameters + self.width
         return body + (0 if self.tied else self.head_parameters)
 
     @property
     def computing(self) -> int:
-        """Parameters that a token is multiplied with: the embedding is only looked up, the output layer is not left out."""
+        """Parameters that a token is multiplied with: all but the embedding lookup, and including the output layer."""
         return self.layers * self.layer_parameters + self.head_parameters
 
     @property
     def cache_numbers(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Cached keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     def with_one_output(self, *, bias: bool) -> ModelShape:
-        """The same body with a head of one number: a critic, a classifier."""
+        """Return the same model with a head of one output, as a critic or classifier has."""
         return replace(self, tied=False, outputs=1, head_bias=bias)
 
 
 def read_shape(config: Mapping[str, Any], *, where: str) -> ModelShape:
-    """`config`: a model's config.json. Raises DataError for an architecture that is not known, or a size that is none."""
+    """Read the shape from a model's config.json. Raises DataError for an unknown architecture or an invalid size."""
     kind = config.get("model_type")
     if kind not in KNOWN:
         if not config:
-            what = "no model's configuration (config.json) can be read here"
+            what = "the model's config.json cannot be read"
         else:
-            what = f"the sizes of an architecture {kind!r} are not known{did_you_mean(str(kind), KNOWN)}"
+            what = f"the model architecture {kind!r} is not supported for planning{did_you_mean(str(kind), KNOWN)}"
         raise DataError(what, where=where, fix=f"Name a model of one of these: {', '.join(KNOWN)}")
     read = _Reading(config, where)
     width, heads = read.size("hidden_size"), read.size("num_attention_heads")
@@ -127,7 +131,7 @@ def read_shape(config: Mapping[str, Any], *, where: str) -> ModelShape:
     kv_heads = read.size("num_key_value_heads", heads)
     if heads % kv_heads:
         raise DataError(
-            f"{heads} heads cannot share {kv_heads} of keys and values",
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}",
             where=where,
             fix="Correct num_key_value_heads in config.json",
         )
@@ -152,7 +156,8 @@ def read_shape(config: Mapping[str, Any], *, where: str) -> ModelShape:
 
 
 def relevant_sizes(config: Mapping[str, Any]) -> dict[str, ConfigValue]:
-    """What of `config` is to be kept, so that `read_shape` says of it what it says of the whole: short, whatever stands there."""
+    """Select the fields of `config` that are stored. `read_shape` gives the same result for them as for the whole; long
+    values are cut off."""
     kept: dict[str, ConfigValue] = {}
     for name in READ:
         value = config.get(name)
@@ -185,18 +190,19 @@ class _Reading:
 
 
 SGLANG_SHARE = 0.5
-"""Of a GPU's memory that SGLang takes at its start, weights and cache together, unless `engine_args` say otherwise."""
+"""Share of GPU memory that SGLang takes at start for weights and cache, unless `engine_args` set another."""
 
 LONGEST_GUESSED = 512
-"""Tokens of a prompt where the spec bounds them by nothing smaller."""
+"""Prompt tokens if the spec sets no smaller limit."""
 
 CHARACTERS_OF_A_TOKEN = 4
-"""Of what a judge's template says in words of its own."""
+"""Characters per token in the fixed text of a judge's template."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobShapes:
-    """The job's models. `critic` None: it has none, or starts from the policy's. Judges by name, those that the cluster serves."""
+    """Shapes of the job's models. `critic` None: no critic, or it starts from the policy. Judges by name, only those
+    served by the cluster."""
 
     policy: ModelShape
     critic: ModelShape | None
@@ -214,7 +220,7 @@ class MeanLengths:
     def guessed(
         cls, spec: JobSpec, shape: ModelShape, prompt: float | None = None, response: float | None = None
     ) -> MeanLengths:
-        """Those given; else half of the longest."""
+        """Use the given lengths; default to half of the maximum."""
         longest = spec.rollout.max_new_tokens
         return cls(
             longest_prompt(spec, shape) / 2 if prompt is None else prompt,
@@ -224,10 +230,12 @@ class MeanLengths:
 
 @dataclass(frozen=True, slots=True)
 class EngineWorkload:
-    """A model that engines serve. A step asks `requests` of it, each of `read` tokens, answered in `written`, on average.
+    """A model served by engines. A step sends `requests` to it, with `read` prompt tokens and `written` response tokens
+    on average.
 
-    `longest`: question and answer together at most; `longest_written`: the answer alone. `shared`: requests that begin with the same
-    text, which is read once. `share`: of a GPU's memory that the engine takes whatever it needs, None: as it needs.
+    `longest`: maximum of prompt and response together. `longest_written`: maximum of the response alone. `shared`:
+    requests with a common prefix, which is prefilled once. `share`: share of GPU memory that the engine takes in any
+    case; None: as much as it needs.
     """
 
     name: str
@@ -247,10 +255,10 @@ class EngineWorkload:
 
 @dataclass(frozen=True, slots=True)
 class TrainWorkload:
-    """What the train ranks do in a step. `models`: each that is trained, by name; `samples` of `tokens` each, on average.
+    """The work of the train ranks in a step. `models`: trained models by name. `samples` of `tokens` each, on average.
 
-    `scored`: the largest part of a micro-batch's tokens whose logits are made. `forwards`: passes over the step without a
-    gradient, beside the updates' own.
+    `scored`: maximum share of a micro-batch's tokens whose logits are computed. `forwards`: forward passes over the
+    step without gradient, in addition to those of the updates.
     """
 
     models: Mapping[str, ModelShape]
@@ -271,9 +279,9 @@ class TrainWorkload:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A step. `ahead`: whether the next one's responses are made while this one is trained. `turns`: on co-located slots, whether ranks
-    and engines have the memory in turns; both, where the spec leaves it open. `resident`: whether each model has an engine on every slot
-    that does not train, asleep where the slot is another pool's."""
+    """The work of a step. `ahead`: the next step's responses are generated while this one trains. `turns`: on
+    co-located slots, whether ranks and engines release memory in turns; both values if the spec leaves it open.
+    `resident`: whether each model has an engine, awake or asleep, on every slot that does not train."""
 
     rollout: EngineWorkload
     judges: tuple[EngineWorkload, ...]
@@ -284,12 +292,12 @@ class Workload:
 
     @property
     def served(self) -> tuple[EngineWorkload, ...]:
-        """Every model that engines serve."""
+        """All models served by engines."""
         return (self.rollout, *self.judges)
 
 
 def make_workload(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths) -> Workload:
-    """What `spec` says a step is."""
+    """Compute the work of a step from the spec."""
     samples = spec.flow.groups_per_step * spec.flow.samples_per_prompt
     longest = min(_context(spec, shapes.policy), longest_prompt(spec, shapes.policy) + spec.rollout.max_new_tokens)
     rollout = EngineWorkload(
@@ -299,7 +307,7 @@ def make_workload(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths) -> Wor
         rows=spec.rollout.batch_slots,
         cache_tokens=spec.rollout.cache_tokens,
         replicas=None,
-        requests=0 if spec.train.loss == "sft" else samples,  # which is shown its answers
+        requests=0 if spec.train.loss == "sft" else samples,  # sft does not generate
         read=lengths.prompt,
         written=lengths.response,
         longest=longest,
@@ -331,7 +339,7 @@ def _turns(spec: JobSpec) -> tuple[bool, ...]:
 
 
 def longest_prompt(spec: JobSpec, shape: ModelShape) -> int:
-    """Tokens, as far as the spec bounds them."""
+    """Return the maximum prompt tokens, as far as the spec limits them."""
     said = max(source.max_prompt_tokens or LONGEST_GUESSED for source in training_sources(spec))
     return max(1, min(said, _context(spec, shape) - spec.rollout.max_new_tokens))
 
@@ -366,7 +374,7 @@ def _judge(judge: JudgeSpec, shape: ModelShape, spec: JobSpec, lengths: MeanLeng
 
 
 def _template_tokens(judge: JudgeSpec) -> int:
-    """What it adds to prompt and response."""
+    """Return the tokens that a judge's template adds to prompt and response."""
     said = re.sub(r"\{[{%#].*?[}%#]\}", "", judge.template or "", flags=re.DOTALL)
     return -(-(len(said) + len(judge.system or "")) // CHARACTERS_OF_A_TOKEN)
 
@@ -380,7 +388,7 @@ def _share(engine: str, arguments: Sequence[str]) -> float | None:
             try:
                 return min(1.0, max(0.0, float(value)))
             except ValueError:
-                break  # SGLang says what is wrong with it
+                break  # SGLang reports an invalid option itself
     return SGLANG_SHARE
 
 
@@ -411,15 +419,16 @@ def _training(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths, longest: i
 
 
 FEW = 64
-"""So many slots and fewer are shared out in every way; more of them in about `GRID` sizes of each pool."""
+"""Up to this many slots every division is tried; with more slots, about `GRID` sizes of each pool."""
 
 GRID = 24
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class PoolLayout:
-    """One of them. `rollout_size`, `reward_size`: slots of a replica; `ranks`: train ranks, a slot each; `asleep`: co-located, and
-    who is not at work sleeps; `starts`: whether the spec's engines can span so many slots, which SGLang's alone can."""
+    """One layout. `rollout_size`, `reward_size`: slots per replica. `ranks`: train ranks, one slot each. `asleep`:
+    co-located, and inactive models sleep. `starts`: whether the engines of the spec can span this many slots; only
+    SGLang supports more than one."""
 
     split: Split
     rollout_size: int
@@ -429,7 +438,7 @@ class PoolLayout:
 
     @property
     def ranks(self) -> int:
-        """Train ranks."""
+        """Number of train ranks."""
         return self.split.train
 
     def __str__(self) -> str:
@@ -447,7 +456,8 @@ class PoolLayout:
 
 
 def all_layouts(cluster: ClusterSpec, workload: Workload) -> Iterator[PoolLayout]:
-    """All of them, in an order of its own. Where memory is the host's, nothing is gained by sleeping, so it is not tried unasked."""
+    """Enumerate all layouts. If slots use host memory, sleeping saves nothing, so it is only tried if the spec requires
+    it."""
     slots, judged = cluster.slots, bool(workload.judges)
     trains = _sizes(max(1, min(slots, workload.training.samples // workload.training.mini_batches)))
     turns = workload.turns if cluster.device.is_gpu else workload.turns[:1]
@@ -468,8 +478,8 @@ def all_layouts(cluster: ClusterSpec, workload: Workload) -> Iterator[PoolLayout
 
 
 def layouts_within(bounds: SplitBounds, workload: Workload, *, gpu: bool) -> Iterator[PoolLayout]:
-    """Those in which a job can be begun as its spec stands: within `bounds`, and on shared slots the memory had as it would be, which is
-    in turns on GPUs where the spec leaves it open."""
+    """Enumerate the layouts with which a job can start under its present spec: within `bounds`, and with the memory
+    mode that the job would use on shared slots: in turns on GPUs if the spec leaves it open."""
     asleep = workload.turns[-1 if gpu else 0]
     for split in _splits(bounds):
         yield PoolLayout(split, bounds.rollout_size, bounds.reward_size, asleep if split.mode == "colocated" else False)
@@ -481,8 +491,8 @@ def _starts(workload: Workload, rollout_size: int, reward_size: int) -> bool:
 
 
 def _splits(bounds: SplitBounds) -> Iterator[Split]:
-    """Those of `feasible`; on many slots only those with one of the numbers of judges that are tried, without counting through the rest:
-    of a hundred thousand slots there are a billion."""
+    """Enumerate the splits of `feasible`. With many slots, generate only those with one of the judge counts that are
+    tried: 100,000 slots have a billion splits."""
     if bounds.slots <= FEW or not bounds.judged:
         yield from feasible(bounds)
         return
@@ -499,7 +509,8 @@ def _splits(bounds: SplitBounds) -> Iterator[Split]:
 
 
 def _sizes(most: int) -> tuple[int, ...]:
-    """Sizes that a pool may have: every one up to `FEW`, beyond that about `GRID` of them, powers of two among them."""
+    """Return the sizes to try for a pool: every size up to `FEW`, then about `GRID` sizes including the powers of
+    two."""
     if most <= FEW:
         return tuple(range(1, most + 1))
     powers = {1 << n for n in range(most.bit_length()) if 1 << n <= most}
@@ -508,7 +519,8 @@ def _sizes(most: int) -> tuple[int, ...]:
 
 
 def _spans(cluster: ClusterSpec, shapes: Sequence[ModelShape]) -> tuple[int, ...]:
-    """Slots that a replica of each of these models may span: within a node, and by which the heads can be divided."""
+    """Return the slots that a replica of each of these models may span: within a node, and a divisor of the numbers of
+    heads."""
     if not cluster.device.is_gpu:
         return (1,)
     return tuple(

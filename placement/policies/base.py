@@ -1,8 +1,9 @@
-"""The interface of placement policies, and finding one by its name in the spec.
+"""The interface of placement policies, and the lookup of a policy by its name in the spec.
 
-gcore's own policies and those of other packages are entry points of the group `gcore.placement`: a function that takes a `PolicyStart` and
-returns a `Policy`. A policy decides on splits only; `placement.assign` finds the slots. It may remember its own moves; everything else is
-in the `Situation`. The same calls with the same situations give the same decisions.
+The policies of gcore and of other packages are entry points of the group `gcore.placement`: a function that takes a
+`PolicyStart` and returns a `Policy`. A policy decides on splits only; `placement.assign` finds the slots. A policy may
+remember its own moves; all other input is in the `Situation`. The same calls with the same situations must give the
+same decisions.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from placement.slots import SINGLE, ReplicaSizes, Split, SplitBounds
 
 @dataclass(frozen=True, slots=True)
 class SwitchCosts:
-    """What changes are taken to cost, in seconds, from the newest that were measured: engines that move, and a train world of
-    another size. `turn_s`: sleep and wake of what takes its turn on co-located slots; 0 where all stay in memory."""
+    """Costs of changes in seconds, from the newest measurements: engines that move, and a train world of another size.
+    `turn_s`: sleep and wake at a phase change on co-located slots; 0 if all models stay in memory."""
 
     move_s: float
     world_s: float
     turn_s: float = 3.0
 
     def of(self, before: Split, after: Split) -> float:
-        """What the change takes."""
+        """Return the seconds that the change takes."""
         if before == after:
             return 0.0
         moved = (before.mode, before.rollout, before.reward) != (after.mode, after.rollout, after.reward)
@@ -35,9 +36,9 @@ class SwitchCosts:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Between two steps. `history`: what was measured, oldest first. `now`: the split there is, None before the first.
-    `steps_left` None: nobody knows. `overlaps`: pools with slots of their own make a batch while they train on the one before.
-    `lends`: replicas are lent within a step."""
+    """The state between two steps. `history`: measured steps, oldest first. `now`: the present split, None before the
+    first. `steps_left` None: not known. `overlaps`: pools with slots of their own generate a batch while they train on
+    the previous one. `lends`: replicas are lent within a step."""
 
     bounds: SplitBounds
     now: Split | None
@@ -50,9 +51,9 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The split of the next step, and why. In numbers, where the policy has any: `expected_s`, what the step is expected to take;
-    `before_s`, what it would on the split there is; `cost_s`, of the change; `gain_s`, in the steps it is weighed over, without its
-    cost; `idle`, share of each pool's slot-seconds in the newest step that was not used."""
+    """The split of the next step, and the reason. Numbers, if the policy has any: `expected_s`, expected seconds of a
+    step; `before_s`, the same on the present split; `cost_s` of the change; `gain_s` over the steps considered, without
+    the cost; `idle`, unused share of each pool's slot-seconds in the newest step."""
 
     split: Split
     reason: str
@@ -73,8 +74,8 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PolicyStart:
-    """What a policy is made with. `first`: the split that the spec says to begin with, else all slots in turn; `rollout_rows`,
-    `reward_rows`: requests that an engine runs at once, at most; `sizes`: slots of an engine."""
+    """Arguments to create a policy. `first`: the split that the spec sets for the start, else co-located.
+    `rollout_rows`, `reward_rows`: maximum of concurrent requests per engine. `sizes`: slots per engine."""
 
     first: Split
     rollout_rows: int
@@ -83,10 +84,10 @@ class PolicyStart:
 
 
 class PolicyFactory(Protocol):
-    """Makes a policy."""
+    """Creates a policy."""
 
     def __call__(self, start: PolicyStart) -> Policy:
-        """Make a policy for one job, on one controller."""
+        """Create a policy for one job on one controller."""
         ...
 
 
@@ -94,5 +95,5 @@ KIND = PluginKind("placement policy", "gcore.placement", "placement.policy")
 
 
 def find_policy(name: str) -> PolicyFactory:
-    """Find the factory of a policy. Raises PluginFault."""
+    """Find the factory of a policy by name. Raises PluginFault."""
     return cast(PolicyFactory, find_plugin(KIND, name))

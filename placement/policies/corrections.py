@@ -1,16 +1,17 @@
-"""Learned errors of forecasts, and by what the next forecasts are multiplied for them.
+"""Learn the errors of forecasts, and correct later forecasts by them.
 
-A split that was tried has its own error, pulled towards that of its mode; any other split has that of its mode. A split that is plainly
-worse than the others of its mode (co-located, which is one split only: of the other mode) for two steps in a row has its own error at
-once: a change for the worse must not take dozens of steps to be believed. The spread of the errors that remain after correction is the
-width of the dead band.
+A split that was tried has its own error, shrunk towards that of its mode. Any other split has the error of its mode. If
+a split is significantly worse than the others of its mode for two steps in a row, its own error counts fully at once,
+so that the policy does not need dozens of steps to leave it. (The co-located mode has one split only, which is compared
+with the other mode.) The spread of the remaining errors after correction is the width of the dead band.
 
-`ModeSlowdown`: co-located, engines of several pools may be awake on one slot and slow one another down, which by their times alone looks as
-if they had become slower. The slowdown in the mode that was not measured first is learned from its first steps and taken out of
-their times, so laws and paces are those of the mode that was measured first. What a mode is slower by as a whole is part of its error. A
-pool whose pace changes in the very steps in which the mode changes is taken to be slowed down by it, until the mode changes again.
+`ModeSlowdown`: in a co-located split, engines of several pools may be awake on one slot and slow each other down. By
+their times alone they seem to have become slower. The slowdown of the mode that was measured second is learned from its
+first steps and divided out of its times, so that laws and speeds refer to the mode measured first. The remaining
+slowdown of a mode is part of its error. If the speed of a pool changes in the same steps as the mode, the change is
+attributed to the mode until the mode changes again.
 
-`SplitChoices`: all splits within bounds, by number and as arrays, for on a thousand slots there are tens of thousands of them.
+`SplitChoices`: all splits within bounds, by index and as arrays: 1000 slots have tens of thousands of splits.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ from placement.policies.base import SwitchCosts
 from placement.slots import Mode, Split, SplitBounds, feasible_splits
 
 LEARNED = 3
-"""First steps of the other mode from which it is learned."""
+"""Number of first steps in the other mode from which the slowdown is learned."""
 
 LEAST = 1.25
-"""Times longer, or shorter, below which nothing is taken out: engines differ, and so do steps."""
+"""Factor of slowdown or speedup below which nothing is corrected, because engines and steps differ."""
 
 
 @dataclass
 class ModeSlowdown:
-    """Of one job."""
+    """Slowdown of one job's engines in the mode that was measured second."""
 
     _first: Mode | None = None
     """The mode in which engines were measured first."""
     _times: dict[str, dict[int, float]] = field(default_factory=dict)
-    """By pool, and step of the other mode: how many times as long tokens took as the law of the first says."""
+    """By pool and step in the other mode: measured token time relative to the law of the first mode."""
 
     def righted(self, step: MeasuredStep, law: Callable[[str], DecodeLaw | None]) -> MeasuredStep:
-        """The step with times as if in the mode that was measured first; the same one, where nothing is to be taken out. `law`: a pool's,
-        by the steps before; None: they do not have it."""
+        """Convert the times of a step to the mode that was measured first. Return the same step if nothing is
+        corrected. `law`: returns a pool's law from earlier steps, or None if there is none."""
         if not step.speed:
             return step
         self._first = self._first or step.split.mode
@@ -64,13 +65,13 @@ class ModeSlowdown:
         return replace(step, speed=speed)
 
     def times(self, pool: str) -> float:
-        """How many times as long its tokens take in the other mode."""
+        """Return the factor of a pool's token time in the other mode."""
         seen = [times for _, times in sorted(self._times.get(pool, {}).items())]
         found = median(seen[:LEARNED]) if seen else 1.0
         return found if not 1 / LEAST <= found <= LEAST else 1.0
 
     def forget(self, since: int) -> None:
-        """Steps from that one on were given up."""
+        """Discard the steps from `since` on, which were rolled back."""
         self._times = {
             pool: {step: times for step, times in of.items() if step < since} for pool, of in self._times.items()
         }
@@ -91,27 +92,27 @@ def _times_as_long(seen: list[EngineSpeed], law: DecodeLaw) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitChoices:
-    """`splits`: in their order; `at`: which of them a split is; `shapes`: of each, as forecasts are made of them."""
+    """`splits`: in order. `at`: index of a split. `shapes`: forecast features of each."""
 
     splits: tuple[Split, ...]
     at: Mapping[Split, int]
     shapes: Shapes
 
     def is_mode(self, mode: str) -> NDArray[np.bool_]:
-        """Which are of a mode, [splits]."""
+        """Return which splits have this mode, [splits]."""
         return np.asarray(self.shapes[:, TOGETHER] == (mode == "colocated"))
 
     def is_like(self, mode: str, rollout: int, reward: int) -> NDArray[np.bool_]:
-        """Which have these engines, whatever world they have, [splits]."""
+        """Return which splits have this mode and these engines, with any train world, [splits]."""
         shapes = self.shapes
         return np.asarray(self.is_mode(mode) & (shapes[:, ROLLOUT] == rollout) & (shapes[:, REWARD] == reward))
 
     def beside(self, split: Split) -> Shapes:
-        """A split, and after it all with a train world as large."""
+        """Return the features of a split, followed by those of all splits with an equally large train world."""
         return np.concatenate((shapes_of((split,)), self.shapes[self.shapes[:, TRAIN] == split.train]))
 
     def cost(self, costs: SwitchCosts, now: Split) -> Floats:
-        """Of the change from `now` to each, seconds, [splits]: `SwitchCosts.of`."""
+        """Return the seconds of the change from `now` to each split, [splits]: `SwitchCosts.of`."""
         stays = self.is_like(now.mode, now.rollout, now.reward)
         world = np.where(self.shapes[:, TRAIN] == now.train, 0.0, costs.world_s)
         cost = np.maximum(world, np.where(stays, 0.0, costs.move_s))
@@ -120,74 +121,75 @@ class SplitChoices:
 
 @lru_cache(maxsize=16)
 def list_choices(bounds: SplitBounds) -> SplitChoices:
-    """Every feasible split, in order."""
+    """List every feasible split, in order."""
     splits = feasible_splits(bounds)
     return SplitChoices(splits, {split: number for number, split in enumerate(splits)}, shapes_of(splits))
 
 
 DRAWN = 20.0
-"""Steps of its own that count as much as what is known of a split's mode."""
+"""Number of own steps of a split that weigh as much as the error of its mode."""
 
 RIGHT = 4.0
-"""Steps of a mode that count as much as that forecasts of it are right: few, or what is wrong with all of them were held against the
-splits that were tried alone, and each that was not would look better."""
+"""Number of steps of a mode that weigh as much as the prior of no error. Kept small: otherwise a common error of all
+forecasts would count against the tried splits only, and every untried split would look better."""
 
 FADE = 0.9
-"""Weight of what was seen of a step beside that of one step later."""
+"""Weight of a step relative to the next step."""
 
 UNTRIED = 0.05
-"""What forecasts are taken to be wrong by before any step was compared with its own."""
+"""Assumed error of forecasts before any step was compared with its forecast."""
 
 PLAIN = 2.5
-"""A split is plainly worse when it is off by so many standard deviations of the others of its mode more than they are."""
+"""A split is significantly worse if it exceeds the others of its mode by this many standard deviations."""
 
 LEAST_SPREAD = 0.1
 
 OWN, OTHERS = 5, 16
-"""Newest steps of a split and of the others that are compared, at most."""
+"""Maximum number of newest steps of a split and of the others in the comparison."""
 
 FEWEST_OWN, FEWEST_OTHERS = 2, 3
 REMEMBERED = 64
 
 UNTRIED_SLOTS = 0
-"""Of each pool of a split that no step can have been made on."""
+"""Slots of each pool of a split on which no step can have run."""
 
 Shape = tuple[str, int, int]
 
 
 @dataclass
 class _Mean:
-    """Weighted sum of logarithms, and the weight."""
+    """Weighted sum of logarithms, and the total weight."""
 
     total: float = 0.0
     weight: float = 0.0
 
     def add(self, value: float) -> None:
-        """One step more."""
+        """Add one step."""
         self.total = FADE * self.total + value
         self.weight = FADE * self.weight + 1.0
 
     def drawn_to(self, other: float, drawn: float) -> float:
-        """As far as it is known, and else `other`, which counts as much as `drawn` steps."""
+        """Return the mean, shrunk towards `other`, which weighs as much as `drawn` steps."""
         return (self.total + drawn * other) / (self.weight + drawn)
 
 
 @dataclass
 class ForecastErrors:
-    """Of one job. Logarithms."""
+    """Forecast errors of one job, as logarithms."""
 
     spread: float = UNTRIED
-    """What forecasts, put right by what was known then, were wrong by: a mean over the newest steps."""
+    """Remaining error of corrected forecasts: a mean over the newest steps."""
     _of_split: dict[Shape, _Mean] = field(default_factory=dict)
     _of_mode: dict[str, _Mean] = field(default_factory=dict)
     _newest: deque[tuple[int, Shape, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
     def add(self, step: int, split: Split, off: float) -> None:
-        """The step's production on `split` took exp(off) times what the model says."""
+        """Record that the production of `step` on `split` took exp(off) times the model's time."""
         self._count(step, _shape(split), off)
 
     def forget(self, since: int) -> None:
-        """Steps from that one on were given up; what is known is what is remembered of those before."""
+        """Discard the steps from `since` on, which were rolled back. The errors are computed again from the earlier
+        steps."""
         kept = [one for one in self._newest if one[0] < since]
         if len(kept) == len(self._newest):
             return
@@ -203,11 +205,11 @@ class ForecastErrors:
         self._of_mode.setdefault(shape[0], _Mean()).add(off)
 
     def factor(self, split: Split) -> float:
-        """What the forecast of its production is to be multiplied by."""
+        """Return the factor by which the forecast of a split's production is multiplied."""
         return self._factor(_shape(split))
 
     def factors(self, there: SplitChoices) -> Floats:
-        """The same of all of them, [splits]: those that were never tried have that of their mode."""
+        """Return the factors of all splits, [splits]. Splits that were never tried have the factor of their mode."""
         found = np.empty(len(there.splits))
         for mode in ("coexisting", "colocated"):
             found[there.is_mode(mode)] = self._factor((mode, UNTRIED_SLOTS, UNTRIED_SLOTS))
@@ -225,7 +227,8 @@ class ForecastErrors:
         return exp(own.drawn_to(of_mode, DRAWN) if own is not None else of_mode)
 
     def _plainly_worse(self, shape: Shape) -> float | None:
-        """Its own error, if that is plainly above the others': those of its mode, or of the other one where it is the only one of its own."""
+        """Return the split's own error if it is significantly above those of the other splits of its mode, or of the
+        other mode if it is the only split of its own."""
         own = [off for _, of, off in self._newest if of == shape][-OWN:]
         others = [off for _, of, off in self._newest if of != shape and of[0] == shape[0]][-OTHERS:]
         if not others:

@@ -1,17 +1,18 @@
-"""`dynamic`: the split by which the job is expected to finish soonest, the cost of changes included. The default policy.
+"""`dynamic`: choose the split with which the job is expected to finish first, including the costs of changes. The
+default policy.
 
-1. Every feasible split gets its forecast (`placement.forecast`), its production time corrected by learned errors
-   (`placement.policies.corrections`). Errors are measured against the model's time for the very lengths of the step, so luck with
-   lengths is no error.
-2. A change must save more than it costs within the steps ahead: as many as there were since the job's lengths last jumped, for what has
-   lasted so long is expected to last as long again. A saving is the mean over the batches of a forecast, less what it may be off by: its
-   spread between them.
-3. It must also save more in each step than the dead band: the share of a step by which forecasts of production were wrong.
-4. After a change a few steps must pass before the next one, unless the split there is has become impossible.
-5. A change for the worse is reverted by the same rules: the split's own error has been measured by then. Engines that slow one another
-   down where co-located make no other split look worse.
+1. Each feasible split gets a forecast (`placement.forecast`), with its production time corrected by learned errors
+   (`placement.policies.corrections`). Errors are measured against the model's time for the actual lengths of the step,
+   so random variation of lengths is not an error.
+2. A change must save more than it costs within the steps ahead. Their number is the number of steps since the job's
+   lengths last jumped: a period that has lasted so long is expected to last as long again. The saving is the mean over
+   the batches of a forecast, minus its standard error.
+3. A change must also save more in each step than the dead band: the relative error of production forecasts.
+4. After a change a few steps must pass before the next one, unless the present split has become impossible.
+5. A change for the worse is reverted by the same rules, because the split's own error has been measured by then. If
+   co-located engines slow each other down, other splits do not look worse for it.
 
-Lending within a step is decided elsewhere (`placement.lending`); that it takes place is part of the forecast. Nothing is random.
+Lending within a step is decided in `placement.lending`; the forecast includes it. Nothing is random.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from placement.slots import Split, count_turns
 
 
 def dynamic(start: PolicyStart) -> Policy:
-    """By forecast."""
+    """Create the policy."""
     from placement.forecast import PoolLimits
 
     sizes = start.sizes
@@ -51,20 +52,20 @@ def dynamic(start: PolicyStart) -> Policy:
 
 
 MARGIN = 1.2
-"""A change must save so many times what it costs."""
+"""A change must save this many times its cost."""
 
 SURE = 1.3
-"""Standard errors of what a change saves that are taken away from it."""
+"""Number of standard errors subtracted from an expected saving."""
 
 FEWEST = 2
-"""Batches from which on it is known how much a saving differs."""
+"""Minimum number of batches to estimate the standard error of a saving."""
 
 
 @dataclass(frozen=True)
 class SplitSavings:
-    """`splits`: that there are, of which `here` is the one in use. `each`: what a step of each batch takes on each, seconds, [batches,
-    splits]; `cost`: seconds of the change to each, [splits]; `ahead`: steps in which a change must pay; `band`: seconds of a step by which
-    forecasts are wrong."""
+    """`splits`: all choices; `here`: index of the present one. `each`: seconds of a step per batch and split, [batches,
+    splits]. `cost`: seconds of the change to each split, [splits]. `ahead`: steps in which a change must pay off.
+    `band`: error of forecasts in seconds per step."""
 
     splits: Sequence[Split]
     here: int
@@ -75,17 +76,17 @@ class SplitSavings:
 
     @cached_property
     def expected(self) -> Floats:
-        """Of a step on each split, seconds."""
+        """Expected seconds of a step on each split."""
         return np.asarray(self.each.mean(axis=0))
 
     @cached_property
     def saved(self) -> Floats:
-        """On each split, in a step, seconds."""
+        """Saved seconds per step on each split."""
         return np.asarray(self.expected[self.here] - self.expected)
 
     @cached_property
     def unsure(self) -> Floats:
-        """What may well be missing of it: as many standard errors as count, seconds."""
+        """Uncertainty of the saving in seconds: the counted number of standard errors."""
         batches = len(self.each)
         if batches < FEWEST:
             return np.zeros(len(self.splits))
@@ -94,18 +95,18 @@ class SplitSavings:
 
     @cached_property
     def worth(self) -> Floats:
-        """Of a change to each split: what it surely saves in all steps ahead without what it costs, seconds."""
+        """Value of a change to each split, in seconds: the certain saving in all steps ahead minus the cost."""
         return np.asarray((self.saved - self.unsure) * self.ahead - MARGIN * self.cost)
 
     @cached_property
     def best(self) -> int:
-        """The split that is worth most; `here`, if no change is worth making."""
+        """Index of the most valuable split; `here` if no change is worth it."""
         worth = np.where(self.saved > self.band, self.worth, -np.inf)
         best = int(worth.argmax())
         return best if worth[best] > 0 else self.here
 
     def why_not(self) -> str:
-        """Why `here` is best: what the best of the others would save, and why that is not taken."""
+        """Explain why `here` is best: what the best other split would save, and why it is not chosen."""
         nearest, before = self._nearest(), _seconds(float(self.expected[self.here]))
         if nearest is None:
             return "no other split is possible"
@@ -116,13 +117,14 @@ class SplitSavings:
         if saved <= self.band:
             return f"{would}, no more than the {_seconds(self.band)} by which forecasts may be wrong"
         if (saved - self.unsure[nearest]) * self.ahead <= 0:
-            return f"{would}, but {_seconds(float(self.unsure[nearest]))} of that may be luck with the newest steps"
+            return f"{would}, but {_seconds(float(self.unsure[nearest]))} of that may be random variation of the newest steps"
         whole = _seconds(saved * self.ahead)
         steps = f"{self.ahead} step{'s' * (self.ahead != 1)}"
         return f"{would}, {whole} in {steps}, too little for a change that costs {_seconds(cost)}"
 
     def _nearest(self) -> int | None:
-        """The other split that was nearest to being taken: worth its change, or else the quickest. None: there is no other."""
+        """Return the other split that came closest to being chosen: the most valuable change, or else the fastest
+        split. None if there is no other."""
         if len(self.splits) < 2:
             return None
         others = np.arange(len(self.splits)) != self.here
@@ -135,53 +137,53 @@ def _seconds(value: float) -> str:
 
 
 LEAST_AHEAD, MOST_AHEAD = 12, 100
-"""Steps over which a change must pay, at least and at most."""
+"""Minimum and maximum number of steps over which a change must pay off."""
 
 DWELL = 3
-"""Steps that a split is kept before it is left again."""
+"""Minimum number of steps for which a split is kept."""
 
 BAND = 0.2
-"""Share of the error of forecasts by which a change must be better in each step."""
+"""Share of the forecast error by which a change must be better in each step."""
 
 LEAST_BAND = 0.003
 REMEMBERED = 64
 
 WINDOW = 8
-"""Newest steps that batches are taken from."""
+"""Number of newest steps from which batches are taken."""
 
 TREND = 32
-"""Newest steps that the trend of lengths is fitted to."""
+"""Number of newest steps to which the trend of lengths is fitted."""
 
 TREND_AHEAD = 8
-"""Steps ahead for which lengths are forecast, at most."""
+"""Maximum number of steps ahead for which lengths are forecast."""
 
 
 @dataclass
 class DynamicPolicy:
-    """Keeps what it has learned of its forecasts. `first`: the split before anything was measured."""
+    """Keeps the learned forecast errors of a job. `first`: the split before any measurement."""
 
     pools: PoolLimits
     first: Split
     _steps: list[MeasuredStep] = field(default_factory=list)
-    """Known ones, with what engines hold one another up by taken out of their times."""
+    """Known steps, with the co-location slowdown divided out of their times."""
     _told: dict[int, MeasuredStep] = field(default_factory=dict)
-    """The same as they were told, by number."""
+    """The same steps as reported, by number."""
     _hindered: ModeSlowdown = field(default_factory=ModeSlowdown)
     _batches: list[LengthProfile] = field(default_factory=list)
     _errors: ForecastErrors = field(default_factory=ForecastErrors)
     _last: Split | None = None
     _since: int = 0
-    """Steps that the split there was last has been there."""
+    """Number of steps for which the last split has been in use."""
     _stretch: int = 0
     _paces: PaceTracker = field(default_factory=PaceTracker)
 
     def plan(self, situation: Situation) -> Decision:
-        """As the module says."""
+        """Decide as the module docstring describes."""
         there, now = list_choices(situation.bounds), situation.now
         if now is None or not situation.history:
             first = self.first if self.first in there.at else there.splits[0]
             return Decision(now if now in there.at and now is not None else first, "nothing is measured yet")
-        if now != self._last:  # what was only wished for may never have come to be
+        if now != self._last:  # a decided change may not have been carried out
             self._last, self._since = now, 0
         self._since += 1
         stretch = self._taken_in(situation)
@@ -191,7 +193,7 @@ class DynamicPolicy:
         return self._decided(situation, there, forecast.each(there.shapes, self._errors.factors(there)), ahead)
 
     def _decided(self, situation: Situation, there: SplitChoices, each: Floats, ahead: int) -> Decision:
-        """`each`: what a step of each batch takes on each split, seconds, [batches, splits]."""
+        """Decide from the seconds of a step per batch and split, [batches, splits]."""
         now, idle, splits = situation.now, _idle(situation.history[-1]), there.splits
         assert now is not None
         cost = there.cost(situation.costs, now)
@@ -219,7 +221,7 @@ class DynamicPolicy:
         return Decision(splits[best], why, float(weighed.expected[best]), before, price, gain, idle)
 
     def _taken_in(self, situation: Situation) -> int:
-        """What is new of the history, and how many steps there are since lengths or judgements last jumped."""
+        """Add new steps of the history. Return the number of steps since lengths or judgements last jumped."""
         self._give_up(situation.history)
         at = {step.step: i for i, step in enumerate(self._steps)}
         newest = self._steps[-1].step if self._steps else -1
@@ -231,7 +233,7 @@ class DynamicPolicy:
                 self._paces.see(self._steps)
                 self._learn(situation, step)
                 self._count()
-            elif i is not None and step is not self._told.get(step.step):  # its books came later
+            elif i is not None and step is not self._told.get(step.step):  # its accounts arrived later
                 self._steps[i] = self._righted(step)
                 self._batches[i] = self._batch(step, i)
                 self._paces.see(self._steps)
@@ -250,7 +252,7 @@ class DynamicPolicy:
         return self._hindered.righted(step, law)
 
     def _give_up(self, history: Sequence[MeasuredStep]) -> None:
-        """Steps that were rolled back are none any more, whether or not they were made anew since: those are new ones."""
+        """Discard rolled-back steps, whether or not they were repeated since. Repeated steps count as new."""
         there, newest = {one.step: one for one in history}, history[-1].step
         gone = (i for i, one in enumerate(self._steps) if one.step > newest or _is_another(there.get(one.step), one))
         first = next(gone, None)
@@ -268,25 +270,26 @@ class DynamicPolicy:
             self._paces.see(self._steps)
 
     def _count(self) -> None:
-        """There is a batch more, which is like those before or not."""
+        """Count a new batch, and detect whether it begins a new period."""
         self._stretch += 1
         self._stretch = min(self._stretch, *(logs.size - since_jump(logs.tolist()) for logs in self._logs()))
 
     def _batch(self, step: MeasuredStep, at: int) -> LengthProfile:
-        """The step's; while nobody knows what its judgements were like, they count as those before."""
+        """Return the profile of a step. While its judgement lengths are not known, those of earlier steps are used."""
         batch = LengthProfile.of(step)
         if batch.judgement > 0 or at == 0:
             return batch
         return replace(batch, judgement=self._batches[at - 1].judgement)
 
     def _logs(self) -> tuple[Floats, Floats]:
-        """Of the mean lengths and judgements, since they last jumped."""
+        """Return the logarithms of mean lengths and judgements since the last jump."""
         kept = self._batches[-min(self._stretch, TREND) :]
         lengths = np.log([max(batch.length, 1e-9) for batch in kept])
         return lengths, np.log([max(batch.judgement, 1e-9) for batch in kept])
 
     def _forecast(self, situation: Situation, stretch: int, forward: float) -> Forecast:
-        """Of the next steps: the batches since the last jump, each moved along the trend to `forward` steps from now."""
+        """Forecast the next steps: the batches since the last jump, each moved along the trend to `forward` steps from
+        now."""
         batches = tuple(self._batches[-min(stretch, WINDOW) :])
         age = np.arange(len(batches), 0, -1) - 1 + max(forward, 1.0)
         lengths, judgements = self._logs()
@@ -319,22 +322,23 @@ class DynamicPolicy:
         )
 
     def _learn(self, situation: Situation, newest: MeasuredStep) -> None:
-        """What the newest step's production took, beside what the model says of its lengths on its split. Where batches are made ahead and
-        that was not measured, it was no longer than the step: a forecast that is longer is wrong by so much at least."""
+        """Compare the newest step's production time with the model's time for its lengths and split. If batches are
+        generated ahead and the time was not measured, it was at most the length of the step: a longer forecast is wrong
+        by at least the difference."""
         took = newest.produce_s if newest.produce_s is not None else newest.step_s
         if took is None or took <= 0:
             return
         model = self._forecast_of(situation, (self._batches[-1],), np.ones(1), np.ones(1))
         shapes = list_choices(situation.bounds).beside(newest.split)
-        said = float(model.produce_s(shapes)[0, 0])  # beside the others, for lending reaches them
+        said = float(model.produce_s(shapes)[0, 0])  # includes the other splits, because lending depends on them
         if newest.produce_s is None and said * self._errors.factor(newest.split) <= took:
             return
         off = float(np.clip(np.log(took / max(said, 1e-9)), -1.0, 1.0))
         self._errors.add(newest.step, newest.split, off)
 
     def _others(self, in_turn_s: float) -> tuple[float, float]:
-        """What was neither production nor training, apart and together; of the mode that was never tried, as of the other but for the
-        turns, which take `in_turn_s`."""
+        """Return the seconds that are neither production nor training, apart and together. For a mode that was never
+        tried, use the other mode's value, adjusted by the `in_turn_s` of the phase changes."""
         found = {
             mode: [s.other_s for s in self._steps if s.split.mode == mode and s.other_s is not None][-SPEEDS:]
             for mode in ("coexisting", "colocated")
@@ -347,22 +351,22 @@ class DynamicPolicy:
 
 
 def _idle(newest: MeasuredStep) -> dict[str, float]:
-    """Share of each pool's time that was not used; nothing where that was not measured."""
+    """Return the unused share of each pool's time; empty if not measured."""
     if not newest.busy or not newest.seconds:
         return {}
     return {pool: 1.0 - share for pool, share in utilisation(newest).items()}
 
 
 def _is_another(told: MeasuredStep | None, known: MeasuredStep) -> bool:
-    """Whether a step is not the one that is known by its number, of which books may tell more by now."""
+    """Whether a step differs from the known step of the same number, for example because accounts arrived."""
     if told is None or told is known:
         return False
     return (told.split, told.train_tokens, told.train_s) != (known.split, known.train_tokens, known.train_s)
 
 
 def _said(idle: Mapping[str, float], now: Split, then: Split) -> str:
-    """Who gives slots and who gets some, and how much of the newest step each of them idled: the beginning of a reason. Between all slots in
-    turn and pools with slots of their own nobody gives: what each pool idled."""
+    """Begin a reason: which pools give and get slots, and how idle each was in the newest step. Between the two modes
+    no pool gives slots: name the idle share of each."""
     if not idle:
         return ""
     if now.mode != then.mode:

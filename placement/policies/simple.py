@@ -1,8 +1,8 @@
-"""Policies that do not forecast: `static` and `colocated`, which never move, and two rules that `dynamic` is compared with.
+"""Policies that do not forecast: `static` and `colocated` never move; two rules serve as baselines for `dynamic`.
 
-`hill_climb`: after each step one unit goes from the least used pool to the most used one (the utilization rule of the paper on G-Core).
-`threshold`: the same, but only where one pool is used less than `LOW` and another more than `HIGH` (the rule of RLinf). Neither weighs
-what a change costs, or lends within a step.
+`hill_climb`: after each step one unit moves from the least used pool to the most used one (the utilization rule of the
+G-Core paper). `threshold`: the same, but only if one pool is used less than `LOW` and another more than `HIGH` (the
+rule of RLinf). Neither considers the cost of a change, or lends within a step.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from placement.policies.base import Decision, Policy, PolicyStart, Situation
 from placement.slots import Split, SplitBounds, feasible_splits, nearest_split, split_distance
 
 LOW, HIGH = 0.4, 0.7
-"""Shares of use between which `threshold` moves nothing."""
+"""Utilization limits between which `threshold` moves nothing."""
 
 
 @dataclass(frozen=True)
 class StaticPolicy:
-    """One split; while slots are away, the nearest that there is."""
+    """Keeps one split; while slots are absent, the closest possible one."""
 
     split: Split
 
     def plan(self, situation: Situation) -> Decision:
-        """The same."""
+        """Return the fixed split."""
         return Decision(self.nearest(situation.bounds), "the split is fixed")
 
     def nearest(self, bounds: SplitBounds) -> Split:
-        """The feasible split that is most like it, of the same mode if there is one."""
+        """Return the feasible split most similar to the fixed one, preferably of the same mode."""
         return nearest_split(bounds, self.split)
 
 
 @dataclass(frozen=True)
 class ColocatedPolicy:
-    """All slots in turn; where they cannot be, the nearest to a split of its own."""
+    """Uses the co-located split; if it is impossible, the split closest to `otherwise`."""
 
     otherwise: Split
 
     def plan(self, situation: Situation) -> Decision:
-        """All of them."""
+        """Return the co-located split."""
         together = situation.bounds.all_together()
         if together is None:
             return Decision(nearest_split(situation.bounds, self.otherwise), "a slot cannot hold all models")
@@ -48,14 +48,14 @@ class ColocatedPolicy:
 
 @dataclass(frozen=True)
 class HillClimbPolicy:
-    """One unit at a time. `low`, `high`: only between pools that are used less, and more."""
+    """Moves one unit at a time. `low`, `high`: move only from pools below and to pools above these utilizations."""
 
     first: Split
     low: float = 1.0
     high: float = 0.0
 
     def plan(self, situation: Situation) -> Decision:
-        """As the module says."""
+        """Decide as the module docstring describes."""
         now = nearest_split(situation.bounds, situation.now or self.first)
         if not situation.history or situation.history[-1].seconds is None:
             return Decision(now, "nothing is measured of the newest step")
@@ -72,19 +72,19 @@ class HillClimbPolicy:
 
 
 def new_threshold_policy(first: Split) -> HillClimbPolicy:
-    """RLinf's."""
+    """Create RLinf's rule."""
     return HillClimbPolicy(first, LOW, HIGH)
 
 
 def utilisation(step: MeasuredStep) -> dict[str, float]:
-    """Of each pool that has slots: busy slot-seconds beside all of them."""
+    """Return the busy share of each pool's slot-seconds."""
     split, seconds = step.split, step.seconds or 1.0
     slots = {"rollout": split.rollout, "reward": split.reward, "train": split.train}
     return {pool: min(step.busy.get(pool, 0.0) / (count * seconds), 1.0) for pool, count in slots.items() if count}
 
 
 def shift_slots(bounds: SplitBounds, now: Split, source: str, target: str) -> Split | None:
-    """The nearest split with more slots for `target` and fewer for `source`."""
+    """Return the closest split with more slots for `target` and fewer for `source`."""
     fitting = [
         one
         for one in feasible_splits(bounds)
@@ -96,20 +96,20 @@ def shift_slots(bounds: SplitBounds, now: Split, source: str, target: str) -> Sp
 
 
 def static(start: PolicyStart) -> Policy:
-    """One split for ever: for whoever wants to see what nothing would do."""
+    """Create a policy that keeps one split, as a baseline."""
     return StaticPolicy(start.first)
 
 
 def colocated(start: PolicyStart) -> Policy:
-    """All slots in turn."""
+    """Create a policy that uses the co-located split."""
     return ColocatedPolicy(start.first)
 
 
 def hill_climb(start: PolicyStart) -> Policy:
-    """One unit at a time, from the pool that is used least to the one that is used most."""
+    """Create a policy that moves one unit at a time from the least used pool to the most used one."""
     return HillClimbPolicy(start.first)
 
 
 def threshold(start: PolicyStart) -> Policy:
-    """The same, only between pools that are used little and much."""
+    """Create the same policy with utilization limits."""
     return new_threshold_policy(start.first)

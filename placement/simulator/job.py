@@ -1,13 +1,16 @@
-"""A simulated job: the work of its steps, how long each takes on a split with and without lending, and what is measured of it.
+"""A simulated job: the work of its steps, the time of each step on a split with and without lending, and its
+measurements.
 
-The work of a step is drawn once for each scenario, seed and step, whatever policy meets it. A strict step is production, then training,
-then weight sync; co-located pools also change over in between. One step ahead, pools with slots of their own make a batch while they train
-on the one before, and the longer of the two is the step. That the two are of different batches, and that the tail of one batch can overlap
-the next batch's beginning, is left out.
+The work of a step is sampled once per scenario, seed and step, and is the same for every policy. A step at staleness 0
+is production, then training, then weight sync; co-located pools also change over in between. At staleness 1, pools with
+slots of their own generate a batch while they train on the previous one, and the longer of the two is the step. The
+model ignores that the two phases belong to different batches, and that the end of one batch can overlap with the
+beginning of the next.
 
-What is lent at the end of a strict step goes back while ranks train; what takes longer than that delays the next step. One step ahead it
-goes back at the beginning of the next production, which those replicas begin late. The lending rule knows what was measured until then,
-as in a live cluster; with true knowledge, a step's own lengths and speeds without errors.
+Slots lent at the end of a step at staleness 0 return while ranks train; a longer return delays the next step. At
+staleness 1 they return at the beginning of the next production, which those replicas start late. The lending rule uses
+earlier measurements, as in a live cluster; with true knowledge it uses the step's own lengths and speeds without
+errors.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ from placement.slots import Split, count_turns, feasible
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWorkload:
-    """`lengths`, `judged`: tokens of each response and of its judgement, [n]; `train_tokens`: of the groups that are kept. `pace`: what
-    this step's training takes beside what it usually would."""
+    """`lengths`, `judged`: tokens of each response and of its judgement, [n]. `train_tokens`: of the kept groups.
+    `pace`: training time of this step relative to the usual one."""
 
     lengths: Floats
     judged: Floats
@@ -39,7 +42,7 @@ class SimulatedWorkload:
 
 
 def draw_workload(scenario: Scenario, seed: int, step: int) -> SimulatedWorkload:
-    """Of a step, from 0 on."""
+    """Sample the work of a step, counted from 0."""
     draw = np.random.default_rng((seed, step, 1))
     groups = max(scenario.groups, round(scenario.groups / (1 - scenario.filtered)))
     lengths = _lengths(scenario, draw, groups, step)
@@ -51,7 +54,7 @@ def draw_workload(scenario: Scenario, seed: int, step: int) -> SimulatedWorkload
 
 
 def replica_pace(scenario: Scenario, seed: int) -> Floats:
-    """How much longer a token takes on each slot's replica than it usually does, [slots]. Nobody who plans is told."""
+    """Return the factor on the token time of each slot's replica, [slots]. Hidden from policies."""
     return np.exp(np.random.default_rng((seed, 0, 2)).normal(0.0, scenario.noise.replica, scenario.slots))
 
 
@@ -79,15 +82,15 @@ def _judged(scenario: Scenario, draw: np.random.Generator, count: int, step: int
 
 
 LOADS = (1.0, 3.0, 9.0)
-"""Of engines whose law is known: a line goes through what they take."""
+"""Engines with a known law: a line is fitted to its values."""
 
 NOBODYS = MeasuredStep(0, Split("coexisting", 1, 1, 1), (), (), 0.0, None, None, None, (), {})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LendingKnowledge:
-    """By pool, [2, 4], and of responses by how many are left, [2, left], as `play_batch` takes them; all zeros:
-    nothing is known."""
+    """Input of the lending rule by pool, [2, 4], and by number of outstanding responses, [2, left], as `play_batch`
+    takes it. All zeros: nothing is known."""
 
     pools: Floats = field(default_factory=lambda: np.zeros((2, 4)))
     tail: Floats = field(default_factory=lambda: np.zeros((2, 1)))
@@ -98,8 +101,9 @@ UNKNOWN = LendingKnowledge()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LendingSetup:
-    """How replicas are lent within a step: what it costs each of them, and what the rule is told (`placement.simulator.kernel`). `late`:
-    replicas that were lent in the step before, and come back in the first `late_s` seconds; above 0 to rollout, below 0 to the judges."""
+    """Lending within a step: the cost per replica, and the input of the rule (`placement.simulator.kernel`). `late`:
+    replicas lent in the previous step that return in the first `late_s` seconds; above 0 to rollout, below 0 to the
+    judges."""
 
     cost_s: float
     told: LendingKnowledge
@@ -108,7 +112,7 @@ class LendingSetup:
 
 
 def estimated_knowledge(history: Sequence[MeasuredStep], scenario: Scenario, paces: PaceTracker) -> LendingKnowledge:
-    """After so much was measured. `paces`: was shown the history."""
+    """Return the rule's input after these measurements. `paces`: updated with the history."""
     rows = EngineRows(scenario.rollout.running, scenario.reward.running)
     speeds = pool_speeds(history, rows, paces.since("rollout"), paces.since("reward"))
     if speeds is None:
@@ -119,7 +123,7 @@ def estimated_knowledge(history: Sequence[MeasuredStep], scenario: Scenario, pac
 
 
 def true_knowledge(step: int, scenario: Scenario, work: SimulatedWorkload) -> LendingKnowledge:
-    """What nobody knows before: the step's own."""
+    """Return the step's true values, which are unknown to a live cluster."""
     speed = (*_exact(scenario.rollout, "rollout"), *_exact(scenario.reward_at(step), "reward"))
     lengths, judged = tuple(work.lengths.tolist()), tuple(work.judged.tolist())
     return estimated_knowledge([replace(NOBODYS, lengths=lengths, judged=judged, speed=speed)], scenario, PaceTracker())
@@ -130,15 +134,15 @@ def _exact(engine: ScenarioEngine, pool: str) -> tuple[EngineSpeed, ...]:
 
 
 EVERY_S = 1.0
-"""Between two looks at whether to lend."""
+"""Seconds between two evaluations of the lending rule."""
 
 NO_MOVES = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedBatch:
-    """A batch. `spans`: replica-seconds by pool and number of running requests. `moves`: replicas that were lent; `away`: that are at
-    the end, above 0 with the judges; `back_s`: until all are where they were."""
+    """One batch. `spans`: replica-seconds by pool and number of running requests. `moves`: lent replicas. `away`:
+    replicas still lent at the end, above 0 with the judges. `back_s`: seconds until all are back."""
 
     seconds: float
     spans: Floats
@@ -149,7 +153,7 @@ class SimulatedBatch:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPhases:
-    """Of a step, in seconds. `busy`: slot-seconds by pool."""
+    """Seconds of the parts of a step. `busy`: slot-seconds by pool."""
 
     produce_s: float
     train_s: float
@@ -160,7 +164,7 @@ class SimulatedPhases:
 
 
 class SimulatedJob:
-    """One scenario with one seed. What a step takes on a split is worked out once."""
+    """One scenario with one seed. The times of a step on a split are computed once."""
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.scenario, self.seed = scenario, seed
@@ -176,14 +180,16 @@ class SimulatedJob:
         self._lent: dict[tuple[int, Split], dict[float, SimulatedBatch]] = {}
 
     def seconds(self, step: int, split: Split, produced: SimulatedBatch | None = None) -> float:
-        """What the step takes, without what led to the split. `produced`: its batch; None: made with nothing lent."""
+        """Return the seconds of a step, without the cost of a change to the split. `produced`: its batch; None: without
+        lending."""
         made = produced or self.produced(step, split)
         train_s, other_s = self._others(step, split, made)
         return self._whole(split, made.seconds, train_s, other_s)
 
     def table(self, lend_s: float | None = None) -> Floats:
-        """Seconds of each step on each of `splits`, [steps, splits]; infinite where it is not possible. `lend_s`: what it costs to lend,
-        which is done by the rule, told the truth; one step ahead, what was lent in the step before is back. None: nothing is lent."""
+        """Return the seconds of each step on each of `splits`, [steps, splits]; infinite if not possible. `lend_s`:
+        cost of lending by the rule with true knowledge; at staleness 1, slots lent in the previous step are back. None:
+        no lending."""
         known = self._tables.get(lend_s)
         if known is None:
             known = self._tables[lend_s] = self._table(lend_s)
@@ -203,12 +209,12 @@ class SimulatedJob:
         )
 
     def _knowing(self, step: int, split: Split, lend_s: float | None) -> SimulatedBatch:
-        """The batch, lent by who knows the truth of the step."""
+        """Return the batch with lending by true knowledge."""
         if lend_s is None or not self._lends(split):
             return self.produced(step, split)
         lent = self._lent.setdefault((step, split), {})
         if lend_s not in lent:
-            # Where nothing was lent at a lower cost, nothing is at a higher one.
+            # If nothing was lent at a lower cost, nothing is lent at a higher one.
             same = next((one for cost, one in lent.items() if cost < lend_s and not one.moves), None)
             lent[lend_s] = same or self._played(step, split, LendingSetup(lend_s, self._truth(step)))
         return lent[lend_s]
@@ -217,7 +223,7 @@ class SimulatedJob:
         return split.mode == "coexisting" and self.scenario.lendable
 
     def produced(self, step: int, split: Split, lend: LendingSetup | None = None) -> SimulatedBatch:
-        """The step's batch on the split. All responses are asked for when it begins."""
+        """Return the step's batch on the split. All responses are requested at its start."""
         if lend is not None and self._lends(split):
             return self._played(step, split, lend)
         known = self._plain.get((step, split))
@@ -226,7 +232,7 @@ class SimulatedJob:
         return known
 
     def phases(self, step: int, split: Split, produced: SimulatedBatch) -> SimulatedPhases:
-        """The step on the split, part by part."""
+        """Return the parts of the step on the split."""
         told = self.scenario
         train_s, other_s = self._others(step, split, produced)
         spans = produced.spans
@@ -245,8 +251,8 @@ class SimulatedJob:
         )
 
     def measured(self, step: int, split: Split, produced: SimulatedBatch | None = None) -> MeasuredStep:
-        """What the controllers would know of the step: with errors, and now and then without the speeds and times. `produced`: its batch;
-        None: made with nothing lent."""
+        """Return what controllers would measure of the step: with errors, and sometimes without speeds and times.
+        `produced`: its batch; None: without lending."""
         plain = self.produced(step, split)
         if produced is not None and produced is not plain:
             return self._seen(step, split, produced)
@@ -278,7 +284,7 @@ class SimulatedJob:
         )
 
     def _others(self, step: int, split: Split, produced: SimulatedBatch) -> tuple[float, float]:
-        """Training, and what is neither that nor production."""
+        """Return the seconds of training, and those that are neither training nor production."""
         told, work = self.scenario, self.work(step)
         train_s = (told.training.fixed_s + work.train_tokens / (told.training.rate * split.train)) * work.pace
         changes = 0 if split.mode == "coexisting" else count_turns(judged=told.judging is not None)
@@ -361,14 +367,14 @@ NOTHING = SimulatedBatch(0.0, np.zeros((2, 1)))
 
 
 def _busy(spans: Floats, engine: ScenarioEngine) -> float:
-    """Slot-seconds, each by the share of what saturates the engine."""
+    """Return the busy slot-seconds, weighted by the engine's saturation."""
     running = np.arange(spans.size)
     saturating = min(engine.token_s / engine.sequence_s, engine.running)
     return float((spans * np.minimum(running / saturating, 1.0)).sum()) * engine.size
 
 
 def _speeds(spans: Floats, engine: ScenarioEngine, pool: str) -> tuple[EngineSpeed, ...]:
-    """What a pool's engines report: what a token took at the loads they had."""
+    """Return the measured speeds of a pool's engines: token times at the loads they had."""
     found, load, whole = [], 0, float(spans[1:].sum())
     while (least := least_requests(load)) < spans.size:
         span = spans[least : least_requests(load + 1)]

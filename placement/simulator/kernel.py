@@ -1,15 +1,18 @@
-"""The production of a step, event by event: replicas of one pool generate responses, those of another judge them.
+"""Discrete-event simulation of a step's production: replicas of one pool generate responses, those of another judge
+them.
 
-Each replica serves what it runs at the same pace: a token of each takes `token_s + sequence_s * running` seconds, times the replica's own
-factor. What waits is taken first come, first served, by the replica with the fewest running; what was aborted goes on first, from its
-tokens. Exact for that model: time advances from one end of a request to the next. Every `every_s` seconds replicas may be lent, by the
-rule of `placement.lending` or by a schedule: their requests go on elsewhere, and for `cost_s` seconds they serve nothing. The rule has
-what was measured, and of the present no more than counts. Replicas that are late get their share of the requests at once, and begin when
-they are there; until then nothing is lent.
+All requests of a replica progress at the same speed: one token each takes `token_s + sequence_s * running` seconds,
+times the replica's own factor. The replica with the fewest running requests takes waiting requests, first come first
+served. Aborted requests continue first, with their tokens. The simulation is exact for this model: time advances from
+one end of a request to the next. Every `every_s` seconds replicas may be lent, by the rule of `placement.lending` or by
+a schedule: their requests continue elsewhere, and they serve nothing for `cost_s` seconds. The rule knows earlier
+measurements and present counts only. Late replicas get their share of the requests at once and start on arrival;
+nothing is lent before then.
 
-Numbers and arrays only, compiled by numba where it is installed (the extra `simulate`); without it the results are the same, a hundred
-times as slow. Rows of `clock`: what each running request of a replica has made since the replica began, the time of that, when its next
-one ends, when it has changed over. Rows of `seats`: pool, running, the seat that ends next, the pool it changes over to.
+Uses numbers and arrays only, compiled by numba if installed (the extra `simulate`). Without numba the results are the
+same, about 100 times slower. Rows of `clock`: progress of each running request since the replica started, the time of
+that progress, the time of the next end, the time when the replica has changed over. Rows of `seats`: pool, number of
+running requests, the seat that ends next, the pool it changes to.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ COMPILES = find_spec("numba") is not None
 
 
 def compile_lazily(function: Callable[P, R]) -> Callable[P, R]:
-    """The same function, compiled when it is first called."""
+    """Return the function, compiled at its first call."""
     if not COMPILES:
         return function
     from numba import njit
@@ -40,7 +43,7 @@ def compile_lazily(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def compile_inline(function: Callable[P, R]) -> Callable[P, R]:
-    """The same, as a part of each function that calls it: calls with many arrays take longer than what is done in them."""
+    """Return the function, inlined into its callers: passing many arrays would take longer than its body."""
     if not COMPILES:
         return function
     from numba import njit
@@ -56,7 +59,8 @@ POOL, RUNNING, FIRST, TARGET = 0, 1, 2, 3
 NEVER, BY_RULE, BY_SCHEDULE = 0, 1, 2
 
 ALONE_S, SATURATING, TOKENS, RESIDUAL = 0, 1, 2, 3
-"""What the rule is told of a pool, in the words of `placement.lending.left_s`; nothing is known where `ALONE_S` is 0."""
+"""Columns of the rule's input for a pool, arguments of `placement.lending.remaining_s`. `ALONE_S` 0: nothing is
+known."""
 
 _lent, _left_s, _spared = compile_lazily(replicas_to_lend), compile_lazily(remaining_s), compile_lazily(spare_replicas)
 _doubling, _of_each = compile_lazily(doubling_requests), compile_lazily(mean_tokens_left)
@@ -70,7 +74,7 @@ def _token_s(k: int, seats: Ints, laws: Floats, pace: Floats) -> float:
 
 @compile_inline
 def _catch_up(k: int, now: float, clock: Floats, seats: Ints, laws: Floats, pace: Floats, spans: Floats) -> None:
-    """The replica's requests have made what they made until now; nothing, before a late one is there."""
+    """Advance the replica's requests to `now`. A late replica does not advance before its arrival."""
     running, spent = seats[RUNNING, k], max(now - clock[SEEN, k], 0.0)
     if running > 0:
         clock[MADE, k] += spent / _token_s(k, seats, laws, pace)
@@ -80,7 +84,7 @@ def _catch_up(k: int, now: float, clock: Floats, seats: Ints, laws: Floats, pace
 
 @compile_inline
 def _look_ahead(k: int, clock: Floats, seats: Ints, aims: Floats, laws: Floats, pace: Floats) -> None:
-    """When the replica's next request ends."""
+    """Compute when the replica's next request ends."""
     clock[NEXT, k] = np.inf
     if seats[RUNNING, k] > 0:
         left = max(aims[k, seats[FIRST, k]] - clock[MADE, k], 0.0)
@@ -89,7 +93,7 @@ def _look_ahead(k: int, clock: Floats, seats: Ints, aims: Floats, laws: Floats, 
 
 @compile_inline
 def _sit(k: int, request: int, tokens: float, clock: Floats, seats: Ints, aims: Floats, whose: Ints) -> None:
-    """The request runs on the replica, which has caught up."""
+    """Start a request on the replica, which has been advanced to the present."""
     at = seats[RUNNING, k]
     if at == 0:
         clock[MADE, k] = 0.0
@@ -102,7 +106,7 @@ def _sit(k: int, request: int, tokens: float, clock: Floats, seats: Ints, aims: 
 
 @compile_inline
 def _stand_up(k: int, at: int, seats: Ints, aims: Floats, whose: Ints) -> int:
-    """The request of that seat leaves; the last one takes the seat."""
+    """Remove the request in this seat. The last request moves to the seat."""
     request = whose[k, at]
     last = seats[RUNNING, k] - 1
     aims[k, at], whose[k, at] = aims[k, last], whose[k, last]
@@ -131,7 +135,7 @@ def _admit(
     pace: Floats,
     spans: Floats,
 ) -> None:
-    """What waits for the pool runs, as far as there is room. `ends`: where each pool's line begins and ends."""
+    """Start waiting requests of the pool, as far as there is room. `ends`: begin and end of each pool's queue."""
     room = True
     while room and ends[pool, 0] < ends[pool, 1]:
         k = -1
@@ -169,7 +173,8 @@ def _leave(
     pace: Floats,
     spans: Floats,
 ) -> None:
-    """So many replicas of the pool, those with the fewest requests, change over; what they ran waits at the front, with its tokens."""
+    """Reassign this many replicas of the pool, those with the fewest requests. Their requests move to the front of the
+    queue and keep their tokens."""
     for _ in range(count):
         k = -1
         for i in range(seats.shape[1]):
@@ -191,7 +196,7 @@ def _leave(
 
 @compile_lazily
 def _by_rule(cost_s: float, ends: Ints, told: Floats, tail: Floats, most: Ints, seats: Ints) -> int:
-    """What the rule says of now, from counts, as a controller that asks every engine has them."""
+    """Evaluate the lending rule from counts, as a controller that polls every engine has them."""
     awake, asked = np.zeros(2, np.int64), np.zeros(2)
     for k in range(seats.shape[1]):
         if seats[POOL, k] == SWITCHING:
@@ -202,7 +207,7 @@ def _by_rule(cost_s: float, ends: Ints, told: Floats, tail: Floats, most: Ints, 
         if told[pool, ALONE_S] <= 0:
             return 0
         asked[pool] += ends[pool, 1] - ends[pool, 0]
-    to_come = asked[1] + asked[0]  # every response that is still made will be judged
+    to_come = asked[1] + asked[0]  # every outstanding response will be judged
     at = min(int(asked[0]), tail.shape[1] - 1)
     begun = min(asked[1], float(awake[1] * most[1]))
     each = _of_each(to_come, begun, told[1, TOKENS], told[1, RESIDUAL])
@@ -235,14 +240,15 @@ def play_batch(
     late: int,
     late_s: float,
 ) -> tuple[float, float, Floats, int, int, float]:
-    """Responses of `lengths` tokens, [n], all asked for at once, and their judgements, [n] or none; the first `rollout` of the replicas
-    generate, and the others judge. `laws`: seconds of a token by pool; `most`: running at a time; `how`: whether replicas are lent;
-    `told`, `tail`: what the rule knows, [2, 4], and of responses by how many are left, [2, left]: of the last and of all on average,
-    `placement.lending.response_tail`; `late`: so many replicas come to their pool `late_s` seconds late: above 0 those that generate,
-    below 0 those that judge.
+    """Simulate responses of `lengths` tokens, [n], all requested at once, and their judgements, [n] or none. The first
+    `rollout` replicas generate, the others judge. `laws`: seconds per token by pool. `most`: maximum of running
+    requests. `how`: whether replicas are lent. `told`, `tail`: input of the rule, [2, 4], and by number of outstanding
+    responses, [2, left]: remaining tokens of the last and of all on average (`placement.lending.response_tail`).
+    `late`: number of replicas that arrive `late_s` seconds late: above 0 generating ones, below 0 judging ones.
 
-    Returns when the last was judged, when the last was generated, replica-seconds by pool and number of running requests, moves, how
-    many replicas are lent at the end (above 0: to the judges), and the seconds until those that change over then have done so.
+    Returns the time when the last response was judged, the time when the last was generated, replica-seconds by pool
+    and number of running requests, the number of moves, the number of replicas lent at the end (above 0: to the
+    judges), and the seconds until those that are then changing over have finished.
     """
     count, replicas = lengths.shape[0], pace.shape[0]
     room = max(most[0], most[1])
@@ -253,7 +259,7 @@ def play_batch(
     clock[SEEN, rollout - max(late, 0) : rollout + max(-late, 0)] = late_s
     aims, whose = np.zeros((replicas, room)), np.zeros((replicas, room), np.int64)
     left = lengths.copy()
-    # A line begins in the middle: what is aborted goes to its front.
+    # A queue begins in the middle of the array: aborted requests go to its front.
     line, ends = np.zeros((2, 2 * count), np.int64), np.full((2, 2), count)
     line[0, count:] = np.arange(count)
     ends[0, 1] = 2 * count
@@ -273,10 +279,10 @@ def play_batch(
                     ready, woken = clock[READY, i], i
             look = tick * every_s
             if k < 0 and woken < 0 and how == BY_SCHEDULE and tick >= schedule.shape[0]:
-                break  # nobody is left to serve what waits: only a schedule does that
+                break  # no replica is left for the waiting requests; only a schedule can cause that
             if ready <= at and ready <= look:
                 now = ready
-                for i in range(replicas):  # all that come at once share what waits
+                for i in range(replicas):  # replicas that arrive together share the waiting requests
                     if seats[POOL, i] == SWITCHING and clock[READY, i] == ready:
                         seats[POOL, i], clock[SEEN, i] = seats[TARGET, i], now
                 for pool in range(2):

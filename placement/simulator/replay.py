@@ -1,14 +1,16 @@
-"""A recorded run as a job to simulate: what another policy would have planned, or other slots would have changed.
+"""A recorded run as a job to simulate: what another policy would have planned, or what other slots would have changed.
 
-From the run's folder: `metrics.jsonl` has each step's mean length, tokens and seconds, `books/` what engines and slots did, `samples/` the
-lengths of the responses that were kept. Engine speeds and training are fitted as a policy would fit them.
+Input from the run's folder: `metrics.jsonl` has each step's mean length, tokens and seconds; `books/` has the work of
+engines and slots; `samples/` has the lengths of recorded responses. Engine speeds and training are fitted as a policy
+would fit them.
 
-A step has as many responses as it had: those that were trained on, and those that were filtered out, which were generated and judged too.
-The kept samples are a part of the former; the other lengths are resampled from them, with the means that the step had. Lengths of steps
-without kept samples have the spread of those that have them. The same run always gives the same job. Of judgements the mean is known.
+A simulated step has as many responses as the recorded one: trained and filtered responses, which were generated and
+judged too. The recorded samples are a part of the trained ones; the other lengths are resampled from them and scaled to
+the recorded means. Steps without recorded samples get the spread of steps with them. The same run always gives the same
+job. Only the mean of judgements is known.
 
-Not in the records: how fast an engine is with more requests than it ever had (read off the fitted line), and differences between slots
-(taken to be of one kind).
+Not in the records: the speed of an engine with more requests than it ever had (extrapolated by the fitted line), and
+differences between slots (assumed to be of one kind).
 """
 
 from __future__ import annotations
@@ -43,27 +45,27 @@ from placement.simulator.scenario import (
 from placement.slots import SINGLE, ReplicaSizes, Split
 
 LEAST_STEPS = 4
-"""Fewer say too little."""
+"""Minimum number of recorded steps."""
 
 SKIPPED = 2
-"""First steps that are not taken: engines and ranks start in them."""
+"""Number of first steps that are skipped: engines and ranks start in them."""
 
 NEEDED = {"seconds", "tokens", "response_length"}
 
 MOST_NUMBER = 1e9
-"""Of tokens, responses or seconds, in a step."""
+"""Maximum of tokens, responses or seconds in a step."""
 
 MOST_FILTERED = 0.99
-"""Of a step's responses, that are taken to have been made for nothing."""
+"""Maximum share of a step's responses that count as filtered."""
 
 SPREAD = 0.8
-"""Of lengths beside their mean, where no sample was kept."""
+"""Relative spread of lengths if no sample was recorded."""
 
 
 @dataclass(frozen=True)
 class ReplayScenario:
-    """A run as a scenario, its steps as they were, what they took, in seconds, and on how many slots they were trained. `lend_s`: the middle
-    of what its changes took."""
+    """A run as a scenario, with the recorded steps, their seconds, and the slots they were trained on. `lend_s`: median
+    time of its role changes."""
 
     scenario: Scenario
     steps: tuple[SimulatedWorkload, ...]
@@ -73,7 +75,7 @@ class ReplayScenario:
 
 
 class ReplayedJob(SimulatedJob):
-    """A simulated job whose steps have the lengths of a run."""
+    """A simulated job whose steps have the lengths of a recorded run."""
 
     def __init__(self, replay: ReplayScenario, seed: int) -> None:
         super().__init__(replay.scenario, seed)
@@ -89,43 +91,43 @@ class _Step:
     books: tuple[AccountLine, ...]
 
     def engines(self, pool: str) -> EngineSums:
-        """What the pool's engines did, all nodes together."""
+        """Return the sums of the pool's engines over all nodes."""
         return sum_engines(line.book for line in self.books).get(pool, EngineSums())
 
     @property
     def trained(self) -> int | None:
-        """Responses that were trained on; None where that was not told."""
+        """Number of trained responses; None if not recorded."""
         told = self.metrics.get("samples")
         return None if told is None else min(max(int(told), 1), MOST_RESPONSES)
 
     @property
     def filtered(self) -> float:
-        """Share of its responses that were made and not trained on."""
+        """Share of the responses that were generated and not trained on."""
         return min(self.metrics.get("filter_rate", 0.0), MOST_FILTERED)
 
     @property
     def mean_length(self) -> float:
-        """Of all its responses, tokens."""
+        """Mean tokens of all responses."""
         return max(self.metrics.get("response_length_before_filter", self.metrics["response_length"]), 1.0)
 
     @property
     def trained_on(self) -> int:
-        """Slots on which ranks worked; 1, where no book says that any did."""
+        """Number of slots with working ranks; 1 if no account shows any."""
         return len({(line.node, slot) for line in self.books for slot in _slots_at(line, "busy train")}) or 1
 
 
 def read_run(
     run_dir: Path, *, slots: int | None = None, staleness: int = 0, sizes: ReplicaSizes = SINGLE
 ) -> ReplayScenario:
-    """The run in that folder. `slots`: how many the simulated job has, if others than the run; `sizes`: slots of its engines, whose speed
-    was measured. Raises UsageError."""
-    with explain_os_errors("the run's folder cannot be read", UsageError, where=run_dir):
+    """Read the run in this folder. `slots`: of the simulated job, if different from the run. `sizes`: slots of its
+    engines, whose speed was measured. Raises UsageError."""
+    with explain_os_errors("cannot read the run's folder", UsageError, where=run_dir):
         steps = _steps(run_dir)[SKIPPED:]
         drawn = _lengths(run_dir, steps)
     if len(steps) < LEAST_STEPS:
         raise UsageError(
-            f"{run_dir} has books of {len(steps)} steps after its first {SKIPPED}, and a replay needs {LEAST_STEPS} at least",
-            fix="Name a run that was made by a version with books, and that went on for longer",
+            f"{run_dir} has slot accounts of {len(steps)} steps after the first {SKIPPED}; a replay needs at least {LEAST_STEPS}",
+            fix="Choose a longer run, made by a gcore version that records slot accounts",
         )
     work = tuple(_workload(step, lengths) for step, lengths in zip(steps, drawn, strict=True))
     there = max(sum(line.book.slots for line in step.books) for step in steps)
@@ -133,7 +135,7 @@ def read_run(
         scenario = _scenario(run_dir, steps, work, slots or there, staleness, sizes)
     except ValidationError as error:
         raise UsageError(
-            f"what stands in the run's folder is no job: {scenario_problem(error)}", where=str(run_dir)
+            f"the run's folder does not describe a valid job: {scenario_problem(error)}", where=str(run_dir)
         ) from error
     return ReplayScenario(
         scenario,
@@ -145,13 +147,13 @@ def read_run(
 
 
 def _steps(run_dir: Path) -> list[_Step]:
-    """The steps on the run's chain that have numbers and books, in order: of one that was made anew, the newest."""
+    """List the steps on the run's chain that have metrics and accounts, in order. Of a repeated step, the newest."""
     booked: dict[Version, list[AccountLine]] = {}
     for line in read_lines(run_dir):
         booked.setdefault(line.book.version, []).append(line)
     chain: dict[int, _Step] = {}
     text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
-    for tree in filter(None, map(parse_object, text.splitlines())):  # the last line of a run that was killed is none
+    for tree in filter(None, map(parse_object, text.splitlines())):  # the last line of a killed run may be incomplete
         at, metrics = tree.get("step"), _metrics(tree.get("metrics"))
         if not isinstance(at, int):
             continue
@@ -166,13 +168,13 @@ def _steps(run_dir: Path) -> list[_Step]:
 
 
 def _metrics(tree: Any) -> dict[str, float]:
-    """Those that are numbers that a step can have."""
+    """Select the metrics with a valid number."""
     found = tree.items() if isinstance(tree, dict) else ()
     return {name: value for name, value in found if isinstance(value, int | float) and 0 <= value <= MOST_NUMBER}
 
 
 def _lengths(run_dir: Path, steps: Iterable[_Step]) -> Iterator[Floats]:
-    """Tokens of each step's responses, [n]."""
+    """Yield the tokens of each step's responses, [n]."""
     there = set(folder.kept_steps(run_dir))
     found, spreads = [], []
     for step in steps:
@@ -187,7 +189,8 @@ def _lengths(run_dir: Path, steps: Iterable[_Step]) -> Iterator[Floats]:
 
 
 def _all_of(step: _Step, kept: Floats, width: float) -> Floats:
-    """As many responses as the step had, of which those were kept. `width`: by which lengths differ where none was."""
+    """Return as many lengths as the step had responses, based on the `kept` ones. `width`: relative spread if none were
+    kept."""
     draw = np.random.default_rng((step.version.lineage, step.version.step, 6))
     trained = max(step.trained or 1, kept.size)
     count = min(round(trained / (1.0 - step.filtered)), MOST_RESPONSES)
@@ -203,8 +206,9 @@ def _all_of(step: _Step, kept: Floats, width: float) -> Floats:
 
 
 def resample_lengths(kept: Floats, count: int, times: float, draw: np.random.Generator) -> Floats:
-    """So many lengths, spread as the kept ones, and so many times as long: each as often as the others, but for those that are left over
-    then, which are drawn. As many as there are, and as long: they themselves."""
+    """Resample `count` lengths, distributed like the kept ones and scaled by `times`. Each kept length is used equally
+    often; the remainder is sampled at random. With `count` equal to the number of kept lengths and `times` 1 they are
+    returned unchanged."""
     whole, over = divmod(count, kept.size)
     found = np.concatenate((np.tile(kept, whole), kept[draw.permutation(kept.size)[:over]]))
     return found if times == 1.0 else np.maximum(np.rint(found * times), 1.0)
@@ -258,14 +262,14 @@ def _scenario(
 
 
 def _spread_of(work: tuple[SimulatedWorkload, ...]) -> ScenarioLengths:
-    """As the run's were, all steps together: the first split is chosen by them."""
+    """Return the spread of lengths over all steps of the run. The first split is chosen by it."""
     every = np.concatenate([one.lengths for one in work])
     mean = max(float(every.mean()), 1.0)
     return ScenarioLengths(mean=mean, spread=max(float(every.std()) / mean, 0.01))
 
 
 def _prompt(steps: Iterable[_Step], work: Iterable[SimulatedWorkload]) -> float:
-    """What was trained on besides the responses, by response."""
+    """Return the mean trained tokens per response that are not response tokens."""
     return median(
         step.metrics["tokens"] / (step.trained or max(one.lengths.size, 1)) - step.metrics["response_length"]
         for step, one in zip(steps, work, strict=True)
@@ -280,7 +284,7 @@ def _engine(history: list[MeasuredStep], pool: str, size: int) -> ScenarioEngine
 
 
 def _measured(step: _Step) -> MeasuredStep:
-    """As far as engines and training are fitted to it."""
+    """Convert to the fields needed to fit engines and training."""
     speed = tuple(
         EngineSpeed(pool, one.running_s / one.active_s, one.running_s / one.tokens)
         for line in step.books
@@ -301,7 +305,7 @@ def _slots_at(line: AccountLine, state: str) -> Iterator[tuple[str, str]]:
 
 
 def _switch_s(steps: Iterable[_Step]) -> float | None:
-    """The middle of what changes from one role to another took."""
+    """Return the median seconds of role changes."""
     found = [
         seconds
         for step in steps

@@ -1,8 +1,8 @@
-"""A policy on a simulated job, step by step, compared with the best that was possible.
+"""Run a policy on a simulated job step by step, and compare it with the best possible.
 
-`best_static` and `best_each_step` find the best split in hindsight and the best split for each step, the cost of changes included, exactly, over all
-feasible splits. Lending is not searched for there: each step is taken with nothing lent, or lent by the rule with true knowledge,
-whichever is shorter. One step ahead, what was lent goes back for nothing here.
+`best_static` and `best_each_step` find the best fixed split in hindsight and the best split for each step, including
+the costs of changes, exactly, over all feasible splits. They do not search over lending: each step is taken without
+lending or with the rule under true knowledge, whichever is shorter. At staleness 1, lent slots return at no cost here.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from placement.simulator.scenario import Scenario
 from placement.slots import Split, count_turns, feasible_splits
 
 KNOWN = 64
-"""Newest steps that a policy is told of."""
+"""Number of newest steps that a policy gets."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedMove:
-    """Before a step, and what it cost."""
+    """A change before a step, and its cost."""
 
     step: int
     decision: Decision
@@ -49,7 +49,7 @@ class SimulatedMove:
 
 @dataclass(frozen=True, slots=True)
 class JobRun:
-    """All of a run. `step_s`: without what moves took."""
+    """A complete run. `step_s`: seconds of each step without the costs of changes."""
 
     seconds: float
     step_s: tuple[float, ...]
@@ -58,7 +58,7 @@ class JobRun:
 
 
 class _Lending:
-    """What the rule within steps is told while a run goes on, and what it has lent. Mutable."""
+    """Input of the lending rule during a run, and the replicas that it has lent. Mutable."""
 
     def __init__(self, job: SimulatedJob, cost_s: float) -> None:
         self._job, self._cost_s = job, cost_s
@@ -66,22 +66,23 @@ class _Lending:
         self._before: tuple[Split, SimulatedBatch] | None = None
 
     def now(self, split: Split, history: list[MeasuredStep]) -> LendingSetup:
-        """How the next step is lent in."""
+        """Return the lending setup of the next step."""
         self._paces.see(history)
         told, before = estimated_knowledge(history, self._job.scenario, self._paces), self._before
         if before is None or before[0] != split or not self._job.scenario.overlaps:
-            return LendingSetup(self._cost_s, told)  # a change of split has brought all that was lent to its place
+            return LendingSetup(self._cost_s, told)  # a change of split returns all lent slots
         return LendingSetup(self._cost_s, told, before[1].away, before[1].back_s)
 
     def after(self, split: Split, produced: SimulatedBatch) -> None:
-        """The step's batch is whole."""
+        """Record the lent replicas when the step's batch is complete."""
         self._before = split, produced
 
 
 def play_job(
     job: SimulatedJob, policy: Policy, costs: SwitchCosts, prior: SwitchCosts, *, lends: bool = False
 ) -> JobRun:
-    """The whole job. `prior`: what changes are taken to cost before one was seen; `lends`: whether replicas are lent within steps."""
+    """Run the whole job. `prior`: assumed costs of changes before the first one. `lends`: whether replicas are lent
+    within steps."""
     now: Split | None = None
     history: list[MeasuredStep] = []
     moves: list[SimulatedMove] = []
@@ -111,7 +112,7 @@ def play_job(
 
 @dataclass(frozen=True, slots=True)
 class OracleRun:
-    """Seconds of the whole run, and the split of each step. `step_s`: without what changes took."""
+    """Seconds of the whole run, and the split of each step. `step_s`: without the costs of changes."""
 
     seconds: float
     splits: tuple[Split, ...]
@@ -119,7 +120,8 @@ class OracleRun:
 
 
 def best_static(job: SimulatedJob, costs: SwitchCosts) -> OracleRun:
-    """One split for all steps, nothing lent; while slots are away, the nearest one that there is."""
+    """Return the best single split for all steps, without lending. While slots are absent, use the closest possible
+    split."""
     table, at = job.table(), {split: i for i, split in enumerate(job.splits)}
     found = []
     for split in job.splits:
@@ -131,9 +133,9 @@ def best_static(job: SimulatedJob, costs: SwitchCosts) -> OracleRun:
 
 
 def best_each_step(job: SimulatedJob, costs: SwitchCosts, runs: Iterable[JobRun] = ()) -> OracleRun:
-    """A split for each step, lending by the rule or not; changes take what they cost. By dynamic programming over splits; the first
-    one is free. `runs`: of policies, at the same costs: in a step that one of them had done sooner on the same split, for the rule was
-    luckier with what it was told there, it is that."""
+    """Return the best split for each step, with or without lending by the rule, including the costs of changes. Dynamic
+    programming over splits; the first split is free. `runs`: runs of policies at the same costs. If one of them
+    finished a step sooner on the same split (the rule can be lucky with estimated input), its time is used."""
     table = np.minimum(job.table(), job.table(costs.move_s))
     at = {split: i for i, split in enumerate(job.splits)}
     for run in runs:
@@ -155,27 +157,28 @@ def best_each_step(job: SimulatedJob, costs: SwitchCosts, runs: Iterable[JobRun]
 
 
 def change_costs(splits: tuple[Split, ...], of: Callable[[Split, Split], float]) -> Floats:
-    """What each change costs, [before, after]."""
+    """Return the cost of each change, [before, after]."""
     return np.array([[of(one, other) for other in splits] for one in splits])
 
 
 PRIOR = SwitchCosts(10.0, 20.0)
-"""What changes are taken to cost before one was seen: pessimistic for most engines."""
+"""Assumed costs of changes before the first one; too high for most engines."""
 
 GUESSED = 0.3
-"""Relative error of each estimate that the first placement stands on."""
+"""Relative error of each estimate used for the first placement."""
 
 LENDS = frozenset({"dynamic"})
 
 
 def switch_costs(scenario: Scenario, seed: int, move_s: float) -> SwitchCosts:
-    """What changes take. A co-located turn is known but for an error: it was measured once when the job's engines started."""
+    """Return the costs of changes. The cost of a co-located phase change is known up to an error: it was measured once
+    when the engines started."""
     error = float(np.exp(np.random.default_rng((seed, 0, 4)).normal(0.0, 0.3)))
     return SwitchCosts(move_s, 2.0 * move_s, scenario.wake_s * error)
 
 
 def policies(scenario: Scenario, seed: int) -> Mapping[str, Callable[[], Policy]]:
-    """All begin with the same split, the first placement."""
+    """Return the policies by name. All start with the same split, the first placement."""
     first, pools = choose_start(scenario, seed), pool_limits(scenario)
     return {
         "static": lambda: StaticPolicy(first),
@@ -187,12 +190,13 @@ def policies(scenario: Scenario, seed: int) -> Mapping[str, Callable[[], Policy]
 
 
 def pool_limits(scenario: Scenario) -> PoolLimits:
-    """What stays as it is."""
+    """Return the constant limits of the pools."""
     return PoolLimits(scenario.rollout.size, scenario.reward.size, scenario.rollout.running, scenario.reward.running)
 
 
 def choose_start(scenario: Scenario, seed: int) -> Split:
-    """The split that is best by estimates from before the job: of speeds, lengths and judgements, each wrong by its own factor."""
+    """Return the best split by estimates from before the job: of speeds, lengths and judgements, each with its own
+    error."""
     draw = np.random.default_rng((seed, 0, 5))
 
     def guess(value: float) -> float:
@@ -223,18 +227,18 @@ def choose_start(scenario: Scenario, seed: int) -> Split:
 
 
 def new_policy(name: str, scenario: Scenario, seed: int) -> Policy:
-    """One of those above, or one of another package, which is made as a controller makes it. Raises PluginFault."""
+    """Create one of `policies`, or a policy of another package as a controller creates it. Raises PluginFault."""
     own = policies(scenario, seed).get(name)
     if own is not None:
         return own()
-    # gcore's own need nothing of what a live job has.
+    # gcore's own policies need nothing that only a live job has.
     return find_policy(name)(
         PolicyStart(choose_start(scenario, seed), scenario.rollout.running, scenario.reward.running)
     )
 
 
 def play_policy(job: SimulatedJob, name: str, move_s: float) -> JobRun:
-    """One policy on the job. Raises PluginFault."""
+    """Run one policy on the job. Raises PluginFault."""
     costs = switch_costs(job.scenario, job.seed, move_s)
     prior = SwitchCosts(PRIOR.move_s, PRIOR.world_s, costs.turn_s)
     return play_job(job, new_policy(name, job.scenario, job.seed), costs, prior, lends=name in LENDS)

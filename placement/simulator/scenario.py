@@ -1,4 +1,4 @@
-"""Scenarios of the simulator: a job and its cluster, from a file. Lengths in tokens, times in seconds."""
+"""Scenarios of the simulator: a job and its cluster, read from a file. Lengths in tokens, times in seconds."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MOST_SLOTS = 4096
 MOST_STEPS = 100_000
 
 MOST_RESPONSES = 1_000_000
-"""To a step's prompts, with those that are filtered out. More take a machine's memory."""
+"""Maximum responses to a step's prompts, including filtered ones. Limits the memory of a simulation."""
 
 MOST_SCENARIO_BYTES = 1 << 20
 Proportion = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
 
 Longer = Annotated[float, Field(gt=0, le=1e6)]
-"""Seconds that are some, and how many times as much something is."""
+"""Upper bounds of seconds and of factors."""
 
 Spread = Annotated[float, Field(ge=0, le=10)]
 Tokens = Annotated[float, Field(gt=0, le=1e7)]
@@ -37,7 +37,7 @@ class _Section(BaseModel):
 
 
 class ScenarioEngine(_Section):
-    """A token of `b` running sequences takes `token_s + sequence_s * b` seconds; more than `running` wait."""
+    """A token of `b` running requests takes `token_s + sequence_s * b` seconds; requests beyond `running` wait."""
 
     token_s: Longer = 0.02
     sequence_s: Longer = 0.001
@@ -46,7 +46,8 @@ class ScenarioEngine(_Section):
 
 
 class ScenarioLengths(_Section):
-    """Log-normal, cut off at `cap`; `same_prompt` is the correlation of two responses to one prompt, of their logarithms."""
+    """Log-normal lengths, cut off at `cap`. `same_prompt`: correlation of the logarithms of two responses to one
+    prompt."""
 
     mean: Tokens = 500.0
     spread: Annotated[Spread, Field(gt=0)] = Field(0.9, description="Standard deviation, beside the mean")
@@ -58,8 +59,8 @@ class ScenarioLengths(_Section):
 
 
 class ScenarioJudging(_Section):
-    """Tokens of a judgement, and steps from `slow_from` to `slow_until` in which it takes `slow` times as many, and a token of it `paced`
-    times as long."""
+    """Tokens of a judgement. In steps `slow_from` to `slow_until` a judgement has `slow` times as many tokens, and each
+    takes `paced` times as long."""
 
     tokens: Tokens = 64.0
     spread: Annotated[Spread, Field(gt=0)] = 0.3
@@ -70,7 +71,7 @@ class ScenarioJudging(_Section):
 
 
 class ScenarioTraining(_Section):
-    """`fixed_s + tokens / (rate * slots)`, then `sync_s` until the new weights are with the engines."""
+    """Training takes `fixed_s + tokens / (rate * slots)`, then `sync_s` until the engines have the new weights."""
 
     fixed_s: Seconds = 2.0
     rate: Annotated[float, Field(ge=1e-6, le=1e15)] = 1500.0
@@ -79,7 +80,7 @@ class ScenarioTraining(_Section):
 
 
 class ScenarioLoss(_Section):
-    """Slots that are away from step `at` to step `until`."""
+    """Slots that are absent from step `at` to step `until`."""
 
     at: Annotated[StepNumber, Field(ge=1)]
     until: Annotated[StepNumber, Field(ge=1)]
@@ -87,8 +88,8 @@ class ScenarioLoss(_Section):
 
 
 class ScenarioNoise(_Section):
-    """Relative standard deviations: of a replica's speed, hidden and for ever; of each step of training; of what is measured. `missing`:
-    how often a step's measurements are not there."""
+    """Relative standard deviations: of a replica's speed (hidden and constant), of each training step, of measurements.
+    `missing`: probability that the measurements of a step are missing."""
 
     replica: Spread = 0.05
     train: Spread = 0.03
@@ -97,7 +98,7 @@ class ScenarioNoise(_Section):
 
 
 class Scenario(_Section):
-    """A job of `steps` steps on `slots` slots. With a `staleness` the next batch is made while this one is trained on."""
+    """A job of `steps` steps on `slots` slots. With a `staleness` the next batch is generated while this one trains."""
 
     name: str
     what: str
@@ -122,21 +123,21 @@ class Scenario(_Section):
     def _is_not_too_large(self) -> Scenario:
         made = self.groups * self.samples / (1 - self.filtered)
         if made > MOST_RESPONSES:
-            raise ValueError(f"a step makes {made:.3g} responses, and {MOST_RESPONSES:,} can be played")
+            raise ValueError(f"a step has {made:.3g} responses; the maximum is {MOST_RESPONSES:,}")
         return self
 
     @property
     def overlaps(self) -> bool:
-        """Whether pools with slots of their own make a batch while they train on the one before."""
+        """Whether pools with slots of their own generate a batch while they train on the previous one."""
         return self.staleness > 0
 
     @property
     def lendable(self) -> bool:
-        """Whether replicas can be lent within a step: each of either pool fills the same slots."""
+        """Whether replicas can be lent within a step: replicas of both pools have the same size."""
         return self.judging is not None and self.rollout.size == self.reward.size
 
     def reward_at(self, step: int) -> ScenarioEngine:
-        """A judge's engine in that step."""
+        """Return a judge's engine in this step."""
         told = self.judging
         if told is None or told.paced == 1.0 or not told.slow_from <= step < told.slow_until:
             return self.reward
@@ -144,15 +145,15 @@ class Scenario(_Section):
         return self.reward.model_copy(update=slower)
 
     def slots_at(self, step: int) -> int:
-        """How many there are in a step."""
+        """Return the number of slots in a step."""
         return self.slots - sum(loss.slots for loss in self.losses if loss.at <= step < loss.until)
 
     def bounds(self, step: int) -> SplitBounds:
-        """What a split of that step must keep to."""
+        """Return the bounds of splits in this step."""
         return self.bounds_of(self.slots_at(step))
 
     def bounds_of(self, slots: int) -> SplitBounds:
-        """What a split of so many slots must keep to."""
+        """Return the bounds of splits with this many slots."""
         return SplitBounds(
             slots,
             self.rollout.size,
@@ -163,7 +164,7 @@ class Scenario(_Section):
         )
 
     def changed(self, **fields: Any) -> Scenario:
-        """The same but for some fields, checked again."""
+        """Return a copy with changed fields, validated again."""
         return Scenario.model_validate({**self.model_dump(), **fields})
 
 
@@ -179,32 +180,32 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
 
 
 def read_scenario(path: Path) -> Scenario:
-    """From a YAML file. Raises SpecError that names what is wrong with it."""
+    """Read a YAML file. Raises SpecError that names the mistake."""
     try:
         with path.open("rb") as file:
             raw = file.read(MOST_SCENARIO_BYTES + 1)
         if len(raw) > MOST_SCENARIO_BYTES:
-            raise ValueError(f"it has more than {MOST_SCENARIO_BYTES} bytes")
+            raise ValueError(f"the file is larger than {MOST_SCENARIO_BYTES} bytes")
         return Scenario.model_validate(yaml.safe_load(raw))
     except OSError as error:
         raise SpecError(
-            f"the scenario {path} cannot be read: {error.strerror}", fix="Name a file of benchmarks/scenarios"
+            f"cannot read the scenario {path}: {error.strerror}", fix="Use a file of benchmarks/scenarios"
         ) from error
     except ValidationError as error:
         raise SpecError(
-            f"the scenario {path} is not one: {scenario_problem(error)}",
-            fix="docs/develop/placement-simulation.md has all its fields",
+            f"the scenario {path} is not valid: {scenario_problem(error)}",
+            fix="docs/develop/placement-simulation.md lists all fields",
         ) from error
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         problem = "nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())[:200]
         raise SpecError(
-            f"the scenario {path} is not YAML: {problem}",
-            fix="Write it as benchmarks/scenarios are",
+            f"the scenario {path} is not valid YAML: {problem}",
+            fix="See benchmarks/scenarios for examples",
         ) from error
 
 
 def scenario_problem(error: ValidationError) -> str:
-    """The first one, in words."""
+    """Describe the first validation error."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
@@ -215,5 +216,5 @@ def scenario_problem(error: ValidationError) -> str:
         return f"{key!r} is missing"
     message = first["msg"].removeprefix("Value error, ")
     if not key:
-        return message if first["type"] == "value_error" else "it is no mapping of fields to values"
+        return message if first["type"] == "value_error" else "the content is not a mapping"
     return f"{key}: {message[:1].lower()}{message[1:]}"

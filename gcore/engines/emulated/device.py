@@ -1,6 +1,6 @@
-"""Emulated engines in time: which sequences wait and run, when each sample ends, and how engines share a slot.
+"""Simulation of emulated engines: waiting and running sequences, the end of each sample, and engines that share a slot.
 
-Times are emulated seconds; the caller says what time it is. Weights are only a name here.
+Times are emulated seconds; the caller passes the present time. Weights are only a name here.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from gcore.engines.torch.scheduler import WaitingQueue
 from gcore.rollout.engine_time import EngineTimeMeter, EngineTimeSums, current_activity
 
 ALMOST = 1e-9
-"""By what rounding may miss a whole step; and where engines share a slot, by how many seconds two of its moments are one."""
+"""Tolerance for rounding: in steps; and if engines share a slot, in seconds between two moments that count as one."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """A running sequence: it had `made` tokens at step `joined`. `entry` names its end among the ends."""
+    """A running sequence: it had `made` tokens at step `joined`. `entry` identifies its end in the heap."""
 
     work: SequenceState
     joined: float
@@ -32,16 +32,16 @@ class _Row:
 
 
 class EmulatedDevice:
-    """One engine. `respond` says what a task's whole response will be; `rows`: sequences that run at once.
+    """One engine. `respond` returns a task's complete response. `rows`: maximum number of running sequences.
 
-    All running sequences make one token a decode step, and a step takes as long as the timing says for so many of
-    them. So there is one count of steps that only grows; a sequence that joined at step j and has n tokens left ends
-    at step j + n, whatever else comes and goes. Between two moments at which somebody joins or ends nothing needs to
-    be computed, which is what lets one process be a thousand engines. Reading a prompt holds the steps up, unless one
-    of the same prompt runs.
+    All running sequences generate one token per decode step, and the duration of a step depends on their number. So
+    there is one counter of steps: a sequence that joined at step j and has n tokens left ends at step j + n, regardless
+    of other sequences. Nothing needs to be computed between two moments at which a sequence joins or ends, so one
+    process can emulate a thousand engines. The prefill of a prompt delays the steps, unless a sequence with the same
+    prompt is running.
 
-    Everything is in emulated seconds. Weights are only a name here. Who else is on its slot is told as a number
-    (`shared_by`), by which everything takes longer (`slot`). Does not know HTTP, nor who waits for the samples.
+    All times are emulated seconds. Weights are only a name here. The number of other engines computing on its slot is
+    passed in (`shared_by`) and scales all durations (`slot`). This class does not know HTTP or the callers.
     """
 
     def __init__(
@@ -62,48 +62,48 @@ class EmulatedDevice:
         self._now = 0.0
         self._steps = 0.0
         self._shared = 1.0
-        """How many times as long everything takes because of others on the slot."""
+        """Factor on all durations because of other engines on the slot."""
         self._alone_s = timing.decode_step(1)
-        """A decode step, if nobody else computes on the slot."""
+        """Duration of a decode step if no other engine computes on the slot."""
         self._held_until = 0.0
         self._waiting = WaitingQueue()
         self._running: dict[int, _Row] = {}
         self._ends: list[tuple[float, int, int]] = []
-        """A heap: the step at which a row ends, the entry's name, its task's number. Of rows that left, entries stay behind."""
+        """Heap of: step at which a row ends, its entry, its task's number. Entries of removed rows remain."""
         self._entries = itertools.count()
         self._responses: dict[int, EmulatedResponse] = {}
         self._meter: EngineTimeMeter | None = None
-        """From when it was first done something to."""
+        """Time of the first action on the engine."""
 
     @property
     def running(self) -> int:
-        """Sequences that are being decoded."""
+        """Number of decoding sequences."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait for a row."""
+        """Number of sequences that wait for a row."""
         return len(self._waiting)
 
     @property
     def busy(self) -> bool:
-        """Whether it computes now, and so takes its share of the slot."""
+        """Whether it computes now, and so uses its share of the slot."""
         return bool(self._running) and not self.still
 
     @property
     def still(self) -> bool:
-        """Whether no tokens are made now, whatever there is."""
+        """Whether it generates no tokens now, even if there is work."""
         return self.paused or bool(self.asleep)
 
     def submit(self, tasks: Sequence[GenerationRequest], now: float) -> list[RequestOutput]:
-        """More to do. What ended until `now` comes back, as everywhere below."""
+        """Add tasks. Return what has ended until `now`, as all methods below do."""
         ended = self.advance(now)
         self._waiting.put([SequenceState(task) for task in tasks])
         self._join(now)
         return ended
 
     def advance(self, now: float) -> list[RequestOutput]:
-        """Time goes on."""
+        """Advance the time."""
         ended: list[RequestOutput] = []
         while not self.still and (step := self._next_end()) is not None:
             begin = max(self._now, self._held_until)
@@ -119,7 +119,7 @@ class EmulatedDevice:
         return ended
 
     def tokens(self, now: float) -> int:
-        """Made until now: of what has ended, of what runs, and of what was taken back."""
+        """Return the tokens generated until now: by ended, running and preempted sequences."""
         begin = max(self._now, self._held_until)
         passed = 0.0 if self.still else max(0.0, now - begin) / self.step_s
         running = sum(self._made(row, self._steps + passed) for row in self._running.values())
@@ -128,20 +128,21 @@ class EmulatedDevice:
         )
 
     def sums(self, now: float) -> EngineTimeSums:
-        """What its time was."""
+        """Return how its time was spent."""
         self._note(now)
         assert self._meter is not None
         return self._meter.read(now)
 
     def _note(self, now: float) -> None:
-        """It may have more or less to do from now on."""
+        """Account for the time until now, because the amount of work may change."""
         if self._meter is None:
             self._meter = EngineTimeMeter(self._rows, now)
         doing = current_activity(paused=self.paused, asleep=bool(self.asleep))
         self._meter.note(doing, len(self._running) + len(self._waiting), now)
 
     def shared_by(self, count: int, now: float) -> None:
-        """From now on so many compute on its slot, this one among them whenever it does. Nothing has ended before that is not told."""
+        """Set the number of engines that compute on its slot, including this one whenever it does. All earlier ends
+        must have been collected."""
         shared = count * (1.0 + self._timing.law.shared_loss * (count - 1))
         left = self._held_until - now
         if left > 0:
@@ -149,12 +150,12 @@ class EmulatedDevice:
         self._shared = shared
 
     def wake_at(self) -> float | None:
-        """When the next sample ends, if nothing happens before; None: never."""
+        """Return when the next sample ends if nothing happens before; None: never."""
         step = None if self.still else self._next_end()
         return None if step is None else max(self._now, self._held_until) + (step - self._steps) * self.step_s
 
     def abort(self, unwanted: Callable[[GenerationRequest], bool], now: float) -> list[RequestOutput]:
-        """End these now, with the tokens they have."""
+        """End these tasks now, with the tokens they have."""
         ended = self.advance(now)
         ending = Finish("abort", message="Aborted by a request")
         for work in self._waiting.drop(unwanted):
@@ -167,7 +168,7 @@ class EmulatedDevice:
         return ended
 
     def pause(self, mode: PauseMode, now: float) -> list[RequestOutput]:
-        """Make no more tokens."""
+        """Stop generating tokens."""
         ended = self.abort(lambda _: True, now) if mode == "abort" else self.advance(now)
         if mode == "retract":
             self._waiting.put_back([self._retracted(row) for row in self._running.values()])
@@ -177,13 +178,13 @@ class EmulatedDevice:
         return ended
 
     def resume(self, now: float) -> None:
-        """Go on."""
+        """Continue."""
         self.advance(now)
         self.paused = False
         self._join(now)
 
     def release(self, tags: frozenset[str], now: float) -> list[RequestOutput]:
-        """Sleep. Whoever asks has seen to it that nothing runs."""
+        """Sleep. The caller has made sure that nothing runs."""
         ended = self.advance(now)
         self.asleep |= tags
         self._note(now)
@@ -196,7 +197,7 @@ class EmulatedDevice:
         self._join(now)
 
     def call_weights(self, version: str, now: float) -> list[RequestOutput]:
-        """From the next token on, `version` makes them."""
+        """Set the version that generates tokens from the next one on."""
         ended = self.advance(now)
         self.version = version
         for row in self._running.values():
@@ -204,7 +205,7 @@ class EmulatedDevice:
         return ended
 
     def so_far(self, number: int) -> RequestOutput | None:
-        """What there is of a task that runs; None if it does not. Time has been told before."""
+        """Return the output of a running task so far; None if it does not run. Call `advance` before."""
         row = self._running.get(number)
         if row is None:
             return None
@@ -216,7 +217,7 @@ class EmulatedDevice:
 
     @property
     def step_s(self) -> float:
-        """A decode step takes so long now."""
+        """Return the present duration of a decode step."""
         return self._alone_s * self._shared
 
     def _next_end(self) -> float | None:
@@ -229,7 +230,7 @@ class EmulatedDevice:
         return None
 
     def _end_rows(self) -> list[RequestOutput]:
-        """Those that end with the present step."""
+        """End the rows that finish with the present step."""
         ended = []
         while (step := self._next_end()) is not None and step <= self._steps + ALMOST:
             row = self._running.pop(heapq.heappop(self._ends)[2])
@@ -238,7 +239,7 @@ class EmulatedDevice:
         return ended
 
     def _join(self, now: float) -> None:
-        """Whoever waits and has room begins; the prompts that nobody running shares are read first."""
+        """Start waiting sequences if there is room; first prefill prompts that no running sequence shares."""
         if self.still:
             return
         read = {row.work.task.key for row in self._running.values() if not row.made} if self._waiting else set()
@@ -264,7 +265,7 @@ class EmulatedDevice:
         self._note(now)
 
     def _made(self, row: _Row, steps: float | None = None) -> int:
-        """Tokens of a row, at the present step or at another one."""
+        """Return the tokens of a row, at the present step or another one."""
         since = (self._steps if steps is None else steps) - row.joined
         return min(row.made + int(since + ALMOST), len(self._responses[row.work.task.number].tokens))
 
@@ -286,37 +287,38 @@ class EmulatedDevice:
 
 
 class EmulatedSlot:
-    """An emulated slot, or several that have engines in common: who is resident there, and what they take from one another.
+    """An emulated slot, or several slots with common engines: the resident engines, and how they slow each other down.
 
-    The caller says what time it is. Whatever is done to a device is done between `advance` and `share`, at the same moment.
+    The caller passes the present time. Every action on a device happens between `advance` and `share`, at the same
+    moment.
 
-    Devices that sleep take nothing. Of those that are awake, each that has sequences to decode shares the slot with the
-    others that have: of two that compute at once each goes half as fast, and as soon as one of them has nothing more
-    to do, the other has all of the slot. A device that spans several slots goes no faster than on the one of them that
-    most others compute on. What is copied (weights, memory that is released and taken again) takes its time beside that.
+    Sleeping devices use nothing. Among the awake ones, those with sequences to decode share the slot: of two that
+    compute at once each runs at half the speed, and when one of them has no more work, the other has the whole slot. A
+    device over several slots is limited by the slot with the most computing devices. Copies (weights, released and
+    restored memory) take their own time in addition.
 
-    Train ranks are processes of their own and share nothing here. At staleness 0 they compute only when no engine
-    does, by the step's own order; at a staleness above 0 a rank and an engine on one slot are emulated as if each had
-    it for itself.
+    Train ranks are separate processes and are not included. At staleness 0 they compute only when no engine does, by
+    the order of the step. At a staleness above 0 a rank and an engine on one slot are emulated as if each had the slot
+    alone.
     """
 
     def __init__(self) -> None:
         self._devices: dict[EmulatedDevice, tuple[str, ...]] = {}
 
     def add(self, device: EmulatedDevice, now: float, on: tuple[str, ...] = ("",)) -> None:
-        """It is resident from now on, on these slots."""
+        """Add a resident device on these slots."""
         device.advance(now)
         self._devices[device] = on
         self.share(now)
 
     def remove(self, device: EmulatedDevice, now: float) -> None:
-        """It is gone, with all that it had under way."""
+        """Remove a device, with all its running requests."""
         del self._devices[device]
         self.share(now)
 
     def advance(self, now: float) -> list[tuple[EmulatedDevice, list[RequestOutput]]]:
-        """Time goes on for all of them: what ended until now, and whose it is. With one end the others' paces change, so each is
-        taken in its turn."""
+        """Advance the time for all devices. Return what ended until now, by device. An end changes the speed of the
+        others, so ends are processed in order."""
         found: list[tuple[EmulatedDevice, list[RequestOutput]]] = []
         while len(self._devices) > 1 and (at := self.wake_at()) is not None and at < now - ALMOST:
             found += self._to(at)
@@ -324,14 +326,14 @@ class EmulatedSlot:
         return found + self._to(now)
 
     def share(self, now: float) -> None:
-        """Who computes may have changed."""
+        """Update the shares after the set of computing devices may have changed."""
         busy = Counter(slot for device, on in self._devices.items() if device.busy for slot in on)
         for device, on in self._devices.items():
             most = max(busy[slot] for slot in on)
             device.shared_by(max(1, most if device.busy else most + 1), now)
 
     def wake_at(self) -> float | None:
-        """When something ends next, if nothing happens before; None: never."""
+        """Return when something ends next if nothing happens before; None: never."""
         return min((at for device in self._devices if (at := device.wake_at()) is not None), default=None)
 
     def _to(self, now: float) -> list[tuple[EmulatedDevice, list[RequestOutput]]]:

@@ -1,9 +1,10 @@
-"""Emulated engine in an event loop: requests in, answers out when the device says that they have ended.
+"""Emulated engine in an event loop: it takes requests, and responds when the simulated device finishes them.
 
-Its slot (`LiveSlot`), which it may share with others, moves time on. What depends on the model is checked as the torch engine
-checks it, and an update of weights excludes requests in the same way (`serving.engine.UpdateLock`) and takes the time that
-the law says. An engine that sleeps takes requests and lets them wait; its weights cannot be changed then. A stream reports
-responses as they grow and as they end. What an emulated engine cannot know is refused with a sentence.
+Its slot (`LiveSlot`), which several engines may share, advances the simulation. Checks that depend on the model are
+those of the torch engine. A weight update excludes requests in the same way (`serving.engine.UpdateLock`) and takes the
+time that the law defines. A sleeping engine accepts requests and lets them wait; its weights cannot be changed. A
+stream reports responses as they grow and when they end. Requests that an emulated engine cannot serve are refused with
+an explanation.
 """
 
 from __future__ import annotations
@@ -40,26 +41,27 @@ from gcore.system.clock import Clock
 from gcore.types import Version
 
 KIND = "gcore emulated engine: it computes nothing, for tests and benchmarks only"
-UNTOLD = "an emulated engine computes nothing, and cannot tell {}"
+UNTOLD = "an emulated engine computes nothing and cannot report {}"
 
 
 @dataclass(frozen=True, slots=True)
 class EmulatedModel:
-    """What all emulated engines of a process share of the model's folder."""
+    """Data of the model's folder shared by all emulated engines of a process."""
 
     path: str
     words: Vocabulary
     text: Detokenizer | None
     longest: int | None = None
-    """Tokens of the longest response that the job asks it for."""
+    """Maximum tokens of a response that the job requests."""
     verdict: EmulatedVerdict | None = None
-    """Of a judge."""
+    """The verdicts of a judge."""
 
 
 def check_prompt(
     model: EmulatedModel, prompt: str | list[int], params: SamplingBody, asked: LogprobRequest
 ) -> tuple[int, ...]:
-    """The prompt's. Raises EngineError for what the model cannot take, and for what an emulated engine cannot tell."""
+    """Return the prompt's tokens. Raises EngineError for what the model does not accept, and for what an emulated
+    engine cannot report."""
     words, text = model.words, model.text
     tokens: tuple[int, ...]
     if isinstance(prompt, str):
@@ -76,20 +78,21 @@ def check_prompt(
             fix="Shorten the prompt or lower max_new_tokens",
         )
     if params.stop_strings:
-        raise EngineError(UNTOLD.format("where a stop string would come up"), fix="Use stop_token_ids")
+        raise EngineError(UNTOLD.format("the position of a stop string"), fix="Use stop_token_ids")
     if asked.top or asked.named or (asked.prompt_from is not None and asked.prompt_from < len(tokens)):
         raise EngineError(UNTOLD.format("log-probabilities of anything but the response"))
     return tokens
 
 
 class EmulatedModels:
-    """The models of one process, each read once, by the judge that they serve; the policy's has no name."""
+    """The models of one process, each loaded once, by the judge that they serve; the policy's has an empty name."""
 
     def __init__(self) -> None:
         self._read: dict[str, EmulatedModel] = {}
 
     def of(self, launch: HostLaunch, judge: str) -> EmulatedModel:
-        """The one that an engine of `launch` serves. Blocks the first time. Raises DataError, or for a verdict parser that there is not."""
+        """Return the model of an engine of `launch`. Blocks the first time. Raises DataError, also for an unknown
+        verdict parser."""
         if judge not in self._read:
             self._read[judge] = _judge(launch, judge) if judge else _policy(launch)
         return self._read[judge]
@@ -103,7 +106,7 @@ def _policy(launch: HostLaunch) -> EmulatedModel:
 
 def _judge(launch: HostLaunch, name: str) -> EmulatedModel:
     from gcore.engines.emulated.responses import (
-        find_emulated_verdict,  # parsers may be anybody's; a job without judges needs none of it
+        find_emulated_verdict,  # parsers may be third-party code; a job without judges needs none of them
     )
 
     judge = launch.judge(name)
@@ -113,7 +116,7 @@ def _judge(launch: HostLaunch, name: str) -> EmulatedModel:
     try:
         spec = VerdictSpec.model_validate(judge.verdict)
     except ValidationError as error:
-        raise DataError(f"the verdict of judge {name!r} cannot be read ({error})") from error
+        raise DataError(f"the verdict parser of judge {name!r} cannot be loaded ({error})") from error
     return EmulatedModel(str(folder), words, text, judge.longest, find_emulated_verdict(name, spec, words, text))
 
 
@@ -121,9 +124,9 @@ Deliver = Callable[[list[RequestOutput]], None]
 
 
 class LiveSlot:
-    """An emulated slot, or several that have engines in common, in an event loop.
+    """An emulated slot, or several slots with common engines, in an event loop.
 
-    One alarm a slot, set for the next end of any of its devices; nothing runs between two of them. Belongs to the loop in
+    One timer per slot, set for the next end of any of its devices; nothing runs in between. Belongs to the loop in
     which it is first used.
     """
 
@@ -135,18 +138,18 @@ class LiveSlot:
         self._alarm: asyncio.TimerHandle | None = None
 
     def now(self) -> float:
-        """Emulated seconds."""
+        """Return the time in emulated seconds."""
         return self._clock.monotonic() * self._speedup
 
     def add(self, device: EmulatedDevice, deliver: Deliver, on: tuple[str, ...] = ("",)) -> None:
-        """It is resident from now on, on these slots; `deliver` is handed what ends."""
+        """Add a resident device on these slots. `deliver` receives what ends."""
         now = self.now()
         self._advance(now)
         self._deliver[device] = deliver
         self._slot.add(device, now, on)
 
     def remove(self, device: EmulatedDevice) -> None:
-        """It is gone, with all that it had under way."""
+        """Remove a device, with all its running requests."""
         now = self.now()
         self._advance(now)
         del self._deliver[device]
@@ -154,7 +157,7 @@ class LiveSlot:
         self._set_alarm()
 
     def do(self, device: EmulatedDevice, deed: Callable[[float], list[RequestOutput] | None]) -> None:
-        """`deed` is done to the device, at the moment that it is given; to one that is gone nothing is."""
+        """Apply `deed` to the device at the time passed to it; nothing happens if the device is gone."""
         now = self.now()
         self._advance(now)
         if (deliver := self._deliver.get(device)) is not None:
@@ -184,12 +187,12 @@ class LiveSlot:
 
 
 LEAST_S = 0.05
-"""Between two parts of a stream."""
+"""Seconds between two parts of a stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingAnswer:
-    """A task under way, and what its answer needs."""
+    """A running task, and the data for its response."""
 
     task: GenerationRequest
     params: SamplingBody
@@ -199,12 +202,12 @@ class PendingAnswer:
 
 
 class EmulatedEngine(ServedEngine[Path]):
-    """One engine. `name` tells it from others, for its pace. `slot`: where it is resident, None: one of its own; `spans`: on
-    which slots there. Belongs to the loop of its first request. Its weights are only a folder's name.
+    """One engine. `name` determines its speed. `slot`: where it is resident, None: a slot of its own. `spans`: its
+    slots there. Belongs to the loop of its first request. Its weights are only a folder's name.
     """
 
     kind = "an emulated engine"
-    alternative = "Ask a real one"
+    alternative = "Use a real engine"
 
     def __init__(
         self,
@@ -239,11 +242,11 @@ class EmulatedEngine(ServedEngine[Path]):
         self._tickets: dict[int, PendingAnswer] = {}
         self._next = 0
         self._moving = asyncio.Lock()
-        """Memory is given back or taken."""
+        """Memory is being released or restored."""
         self._follow(version)
 
     def admit(self, request: GenerateCall) -> list[PendingAnswer]:
-        """The samples of a request, prompt by prompt. Raises EngineError for what cannot be served."""
+        """Return the samples of a request, in order of prompts. Raises EngineError if they cannot be served."""
         names = request.rids or tuple(uuid.uuid4().hex for _ in request.prompts)
         self.check_names(set(names))
         tickets = []
@@ -254,17 +257,18 @@ class EmulatedEngine(ServedEngine[Path]):
         return tickets
 
     async def answers(self, tickets: Sequence[PendingAnswer]) -> list[dict[str, Any]]:
-        """Wait for all, and word the answers in order. Cancelled, it takes back what still runs."""
+        """Wait for all samples, and return the responses in order. On cancellation, abort those that still run."""
         async with self._under_way(tickets):
             ended = await asyncio.gather(*(ticket.ended for ticket in tickets))
         return [self._word(ticket, delivery) for ticket, delivery in zip(tickets, ended, strict=True)]
 
     def advance(self) -> None:
-        """Hand out what has ended by now."""
+        """Deliver what has ended by now."""
         self._slot.do(self.device, self.device.advance)
 
     async def stream(self, tickets: Sequence[PendingAnswer]) -> AsyncIterator[dict[str, Any]]:
-        """The same as a stream: each as it ends, told by `index`, and before that every `stream_interval` tokens what there is of it."""
+        """Yield the responses as a stream: each when it ends, identified by `index`, and before that its tokens so far
+        every `stream_interval` tokens."""
         async with self._under_way(tickets):
             waiting = {ticket.ended: place for place, ticket in enumerate(tickets)}
             told = [0] * len(tickets)
@@ -283,7 +287,7 @@ class EmulatedEngine(ServedEngine[Path]):
                         yield {**self._word(ticket, part), "index": place}
 
     def _grown_in(self, tickets: Sequence[PendingAnswer]) -> float:
-        """Seconds until some of these may have grown by as much as is told at once."""
+        """Return the seconds until some of these may have grown by one interval."""
         every = min(ticket.params.stream_interval for ticket in tickets)
         return max(every * self.device.step_s / self._speedup, LEAST_S)
 
@@ -307,16 +311,16 @@ class EmulatedEngine(ServedEngine[Path]):
 
     @property
     def alive(self) -> bool:
-        """An engine that is gone has no port."""
+        """Return True: an engine that is gone has no port."""
         return True
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens made until now."""
+        """Number of tokens generated until now."""
         return self.device.tokens(self.now())
 
     def time_sums(self) -> EngineTimeSums:
-        """How its time was spent, in emulated seconds. What has ended by now no longer counts as running."""
+        """How its time was spent, in emulated seconds. Samples that have ended by now no longer count as running."""
         self.advance()
         return self.device.sums(self.now())
 
@@ -324,34 +328,34 @@ class EmulatedEngine(ServedEngine[Path]):
         self._slot.do(self.device, lambda now: self.device.abort(unwanted, now))
 
     async def abort(self, unwanted: Callable[[Any], bool], message: str = ABORTED) -> None:
-        """End these now; they answer with the tokens they have, and with the device's own message."""
+        """End these requests now. They respond with the tokens they have, and with the device's own message."""
         self._abort(unwanted)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Make no more tokens."""
+        """Stop generating tokens."""
         self._slot.do(self.device, lambda now: self.device.pause(mode, now))
 
     async def resume(self) -> None:
-        """Make tokens again."""
+        """Generate tokens again."""
         self._slot.do(self.device, self.device.resume)
 
     async def flush(self) -> bool:
-        """There is no cache; False while requests would hold one."""
+        """Return True unless requests would use a cache; there is none."""
         device = self.device
         return not (device.running or (device.waiting and not device.paused))
 
     async def release(self, tags: frozenset[str]) -> None:
-        """Sleep. Raises EngineError while something runs."""
+        """Sleep. Raises EngineError while requests run."""
         async with self._moving:
             if self.device.running:
                 raise EngineError("requests are running", fix="Abort or pause them first")
-            # First, so that nothing begins while the memory is given back.
+            # First, so that no request starts while memory is released.
             self._slot.do(self.device, lambda now: self.device.release(tags, now))
             self.gate.recheck()
             await self.take(self.timing.sleep())
 
     async def wake(self, tags: frozenset[str]) -> None:
-        """Wake up. Raises EngineError for what does not sleep."""
+        """Wake up. Raises EngineError if the memory is not released."""
         async with self._moving:
             if not tags <= self.device.asleep:
                 raise EngineError(f"{', '.join(sorted(tags - self.device.asleep))} was not released")
@@ -359,29 +363,30 @@ class EmulatedEngine(ServedEngine[Path]):
             self._slot.do(self.device, lambda now: self.device.wake(tags, now))
 
     def follow_step(self, step: int) -> None:
-        """The job has come to that step. A judge's pace depends on it; the policy's weights say their own."""
+        """Set the step of the job. A judge's speed depends on it; the policy's weights contain the step in their
+        version."""
         if self.model.verdict is not None:
             self.timing.step = step
 
     def remove(self) -> None:
-        """Leave the slot. Requests under way never end."""
+        """Leave the slot. Running requests never end."""
         self._slot.remove(self.device)
 
     async def stage_weights(self, folder: Path) -> Path:
-        """Check that there is a model's folder. Raises EngineError."""
+        """Check that the folder is a model folder. Raises EngineError."""
         if not (folder / "config.json").is_file():
-            raise EngineError(f"{folder} is no model's folder")
+            raise EngineError(f"{folder} is not a model folder")
         if "weights" in self.device.asleep:
             raise EngineError("the weights are released", fix="Call /resume_memory_occupation first")
         return folder
 
     async def install_weights(self, staged: Path, version: str | None, *, flush: bool) -> None:
-        """Let the time of a weight update pass, then serve."""
+        """Wait for the duration of a weight update, then serve."""
         await self.take(self.timing.publish())
         self._call_weights(version if version is not None else self.device.version)
 
     async def rename(self, version: str, *, abort: bool) -> None:
-        """Call the served weights `version`. Raises EngineError for an older one."""
+        """Set the version of the served weights. Raises EngineError for an older one."""
         check_version(version, self.device.version)
         if abort:
             self._abort(lambda _: True)
@@ -392,17 +397,18 @@ class EmulatedEngine(ServedEngine[Path]):
         self._follow(version)
 
     def _follow(self, version: str) -> None:
-        """The policy's weights are of the step that they are called by. A judge's are not; it is told (`ReplicaTiming.step`)."""
+        """Set the step from the version of the policy's weights. A judge gets the step explicitly
+        (`ReplicaTiming.step`)."""
         if self.model.verdict is None:
             with contextlib.suppress(ValueError):
                 self.timing.step = Version.parse(version).step
 
     async def take(self, emulated_s: float) -> None:
-        """Let so many emulated seconds pass."""
+        """Wait for this many emulated seconds."""
         await self.clock.sleep(emulated_s / self._speedup)
 
     def now(self) -> float:
-        """Emulated seconds."""
+        """Return the time in emulated seconds."""
         return self.clock.monotonic() * self._speedup
 
     def _response(self, task: GenerationRequest, version: str) -> EmulatedResponse:

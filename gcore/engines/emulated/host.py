@@ -1,12 +1,12 @@
 """`python -m gcore.emulated.host --home HOME --launch FILE`: all emulated engines of a job on one node, in one process.
 
-Each engine has its own port, its own registration in the store, its own pace, and a placeholder process: to end that process is
-to end the engine. Engines that are placed later, such as judges beside the policy's engines, come to the running process
-(`LaunchQueue`), for engines that share a slot slow one another. Like a real worker's supervisor the process ends on SIGTERM, when
-its node has had no controller for the grace period, and when the store was away for very long; and when it has no engine
-left. Its first log line says that it is emulated.
+Each engine has its own port, registration in the store, speed and placeholder process. When the placeholder process
+ends, the engine ends. Engines that are placed later, such as judges beside rollout engines, are added to the running
+process (`LaunchQueue`), because engines on one slot slow each other down. Like a real worker's supervisor, the process
+ends on SIGTERM, when its node has had no controller for the grace period, and when the store was unreachable for very
+long. It also ends when it has no engine left. Its first log line says that it is emulated.
 
-Ends with 0 after an orderly stop, 2 when the launch document cannot be used.
+Exit status: 0 after an orderly stop, 2 if the launch document cannot be used.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ COMMAND = ("sh", "-c", "read never")
 
 
 class PlaceholderProcess:
-    """A process beside an emulated engine, which does nothing: it stands for the engine where processes are spoken of.
+    """An idle process that represents an emulated engine wherever a process is needed.
 
-    A worker is ended, or killed, by its process; emulated engines of a node share one. So each has a shell beside it
-    that waits for an end that never comes: its pid stands in the engine's registration, and when it ends, by whatever
-    signal, the engine is gone at once, alone. All of them wait on one pipe, whose other end the host holds: when the
-    host dies, they end too.
+    A worker is ended or killed through its process, but the emulated engines of a node share one process. So each has a
+    shell that waits forever. Its pid is in the engine's registration, and when the shell ends, by any signal, only this
+    engine is removed, at once. All shells wait on one pipe whose other end the host keeps: when the host dies, they end
+    too.
     """
 
     def __init__(self, child: subprocess.Popen[bytes], identity: ProcessId) -> None:
@@ -59,7 +59,7 @@ class PlaceholderProcess:
         self.identity = identity
 
     async def ended(self) -> None:
-        """Returns once it has ended."""
+        """Wait until it has ended."""
         await wait_child_ended(self._child.pid)
         self._child.wait()
 
@@ -77,14 +77,14 @@ class PlaceholderProcesses:
         self._end, self._held = os.pipe()
 
     def start(self, instance: str) -> PlaceholderProcess:
-        """For the engine called `instance`, which is shown in lists of processes. Raises CannotStart."""
+        """Start the process of engine `instance`, whose name is shown in process lists. Raises CannotStart."""
         try:
             child = subprocess.Popen([*COMMAND, instance], stdin=self._end, stdout=subprocess.DEVNULL)
         except OSError as error:
-            raise CannotStart(f"no process can be started that stands for {instance} ({error.strerror})") from error
+            raise CannotStart(f"cannot start the placeholder process of {instance} ({error.strerror})") from error
         status = process_status(child.pid)
         if status is None:
-            raise CannotStart(f"the process that stands for {instance} cannot be seen under /proc", fix="Mount /proc")
+            raise CannotStart(f"the placeholder process of {instance} is not visible under /proc", fix="Mount /proc")
         return PlaceholderProcess(child, status.identity)
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class PlaceholderProcesses:
 RETRY_S = 1.0
 
 SETTLE_S = 0.05
-"""After a change, for more of them: engines of a process come up within a moment."""
+"""Seconds to wait for more changes after one, because the engines of a process start almost at once."""
 
 log = logging.getLogger("gcore.emulated")
 
@@ -104,11 +104,11 @@ log = logging.getLogger("gcore.emulated")
 class EngineRegistrations:
     """The registrations of all engines of a process, under one lease.
 
-    Each engine has its own record in the store, as a real one has; the lease is one, because they live and die
-    together. (A thousand leases, each renewed three times in its life, would take more of one machine than
-    everything that is to be looked at here.) Written level by level: whatever the records should say last is written
-    until the store has it, each write comparing the keys' revisions, so that a write whose answer never came undoes
-    nothing. The record of an engine that has ended alone is deleted. Does not decide what the records say.
+    Each engine has its own record in the store, as a real one has. They share one lease, because they live and die
+    together. (A thousand leases, each renewed three times in its lifetime, would cost one machine more than everything
+    that is to be measured.) The newest records are written until the store has them. Each write compares the keys'
+    revisions, so that a write without a response undoes nothing. The record of an engine that has ended alone is
+    deleted. This class does not decide the content of the records.
     """
 
     def __init__(self, store: Store, clock: Clock, ttl: int) -> None:
@@ -120,18 +120,18 @@ class EngineRegistrations:
         self._session: Session | None = None
 
     def show(self, record: WorkerRecord) -> None:
-        """From now on the store shall show `record`."""
+        """Set the record that the store must show from now on."""
         if self._wanted.get(record.instance) != record:
             self._wanted[record.instance] = record
             self._changed.set()
 
     def forget(self, instance: str) -> None:
-        """The store shall show nothing of it any more."""
+        """Remove the record of an engine from the store."""
         if self._wanted.pop(instance, None) is not None:
             self._changed.set()
 
     async def run(self) -> None:
-        """For ever."""
+        """Write records, forever."""
         while True:
             try:
                 self._session = await Session.open(self._store, clock=self._clock, ttl=self._ttl)
@@ -146,15 +146,15 @@ class EngineRegistrations:
                 log.warning("the store ended the lease; registering again")
 
     async def leave(self) -> None:
-        """End the lease, and with it all registrations."""
+        """Revoke the lease, and with it all registrations."""
         if self._session is not None:
             await self._session.close()
 
     async def _write(self, lease: int) -> None:
         shown: dict[str, WorkerRecord] = {}
         tried: set[str] = set()
-        """What may stand in the store: whether a write took place is not always known."""
-        self._changed.set()  # under a new lease everything is to be written again
+        """Records that the store may have: the result of a write is not always known."""
+        self._changed.set()  # a new lease requires all records to be written again
         while True:
             await self._changed.wait()
             await self._clock.sleep(SETTLE_S)
@@ -190,16 +190,16 @@ class EngineRegistrations:
 
 
 LINGER_S = 3.0
-"""So long a failure stays readable in the store."""
+"""Seconds for which a failure stays readable in the store."""
 
 LOOK_S = 0.1
-"""How often it is looked for engines that are placed later."""
+"""Seconds between two checks for engines that are placed later."""
 
 HANDED_S = 2.0
 
 
 class EngineHost:
-    """The process's life, in its event loop. `launch`: its first engines; `inbox`: where it looks for more."""
+    """The life of the process, in its event loop. `launch`: its first engines. `inbox`: queue of later launches."""
 
     def __init__(
         self,
@@ -230,12 +230,12 @@ class EngineHost:
         self._why = ""
 
     def stop(self, why: str) -> None:
-        """Ask it to end; in the event loop."""
+        """Request the end, on the event loop."""
         self._why = self._why or why
         self._stop.set()
 
     async def run(self) -> None:
-        """Until it is to end."""
+        """Run until the end is requested."""
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(self._doors.serve(), name="serve")
             begun = [
@@ -257,7 +257,7 @@ class EngineHost:
         await self._registration.leave()
 
     def _admit(self, launch: HostLaunch, tasks: asyncio.TaskGroup, begun: list[asyncio.Task[None]]) -> None:
-        """More engines."""
+        """Start more engines."""
         log.info("%d engines on %s: %s; %s", len(launch.engines), launch.node, SAID, self._law.model_dump_json())
         for placed in launch.engines:
             self._living += 1
@@ -270,11 +270,11 @@ class EngineHost:
             for launch in inbox.take():
                 self._admit(launch, tasks, begun)
             if not self._living:
-                self.stop("it has no engine any more")
+                self.stop("no engine is left")
             await self._clock.sleep(LOOK_S)
 
     async def _live(self, placed: PlacedEngine, launch: HostLaunch) -> None:
-        """One engine: it comes up, serves, and is gone when the process that stands for it has ended."""
+        """Run one engine: it starts, serves, and is removed when its placeholder process has ended."""
         stand_in = self._stand_ins.start(placed.instance)
         ended = asyncio.ensure_future(stand_in.ended())
         try:
@@ -320,14 +320,14 @@ class EngineHost:
         try:
             show("serving", join_host_port(launch.host, port))
             await ended
-            log.info("%s was ended", placed.instance)
+            log.info("%s has ended", placed.instance)
         finally:
             del self._engines[port], self._keys[port]
             self._doors.shut(port)
             engine.remove()
 
     async def _follow_head(self) -> None:
-        """Judges are told the step that the job has come to: their weights do not say it."""
+        """Pass the job's step to judges, because the version of their weights does not contain it."""
         key = keys.JobKeys(self._launch.job_uid).head
         async for batch in self._store.watch(key):
             for event in batch.events:
@@ -337,7 +337,7 @@ class EngineHost:
                 engine.follow_step(self._step)
 
     async def _watch_node(self) -> None:
-        """Ends the process when nobody is there who would use it."""
+        """End the process if no controller or no store is left."""
         launch = self._launch
         absent: float | None = None
         away: float | None = None
@@ -348,7 +348,7 @@ class EngineHost:
             except StoreUnavailable:
                 away = now if away is None else away
                 if now - away > launch.store_grace_s:
-                    self.stop(f"the store has been away for {now - away:.0f} s")
+                    self.stop(f"the store has been unreachable for {now - away:.0f} s")
             else:
                 away = None
                 absent = None if there else now if absent is None else absent
@@ -377,7 +377,7 @@ class EngineHost:
 async def _signals(host: EngineHost) -> AsyncIterator[None]:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, host.stop, f"asked to by {number.name}")
+        loop.add_signal_handler(number, host.stop, f"received {number.name}")
     yield
 
 
@@ -390,13 +390,13 @@ async def _run(launch: HostLaunch, home: Path) -> None:
     document = inbox.put(launch)
     while not inbox.claim():
         if not document.exists():
-            log.info("the engines are with another process")
-            await clock.sleep(HANDED_S)  # until then they are registered, and nobody need wonder where they are
+            log.info("another process runs the engines")
+            await clock.sleep(HANDED_S)  # by then they are registered, and the controller does not miss them
             return
         await clock.sleep(LOOK_S)
     launches = inbox.take()
     if not launches:
-        return  # whoever had taken it has died since; they are started anew
+        return  # the process that had taken them has died; the controller starts them again
     law = read_timing_model(os.environ)
     store = await connect_store(launch.store, clock)
     try:
@@ -419,14 +419,14 @@ def _read(path: Path) -> HostLaunch:
 
 
 def main() -> None:
-    """The process."""
+    """Run the process."""
     parser = argparse.ArgumentParser(prog="gcore.emulated.host", description=f"Emulated engines: {SAID}.")
     parser.add_argument("--home", required=True, type=Path, help="folder of the cluster it belongs to")
     parser.add_argument("--launch", required=True, type=Path, help="launch document, a JSON file")
     arguments = parser.parse_args()
     set_up_logging()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # a kernel may allow less than it says
+    with contextlib.suppress(OSError, ValueError):  # a kernel may allow less than the hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         launch = _read(arguments.launch)

@@ -1,16 +1,16 @@
-"""How long an emulated device takes for what it does not do.
+"""Durations of an emulated device.
 
-Every replica has a pace of its own, drawn once from its name, and every single duration a little noise on top: real devices
-are not alike, and whoever looks at them cannot know by how much. So nothing that forecasts may import this module; it has
-to find out by measuring, as it would on real ones.
+Every replica has a constant speed, sampled from its name, and every duration has some noise: real devices differ, and
+by an amount that an observer cannot know. Code that forecasts must not import this module; it has to measure, as with
+real devices.
 
-The law has the shape of real engines' (a decode step has a fixed part and one by sequence; a prompt is read at a rate; a
-step of training has a fixed part and one by token); its numbers are of no particular device. Times are emulated seconds:
-`speedup` of them pass in a real one. Does not know what is asked for (`device`), nor read a clock.
+The law has the form of real engines: a decode step has a fixed part and a part per sequence, a prompt is prefilled at a
+rate, a training step has a fixed part and a part per token. Its numbers are of no particular device. Times are emulated
+seconds: `speedup` of them pass in a real one. This module knows no requests (`device`) and reads no clock.
 
-What changes over a run goes by the step that the weights are of, never by the clock: so every step is the same work for everybody
-who goes through it, however long it took them to come there. An engine of the policy knows that step by its version; one of a judge,
-whose weights are always the same, is told (`ReplicaTiming.step`).
+What changes during a run depends on the step of the weights, never on the clock, so every step is the same work for
+every observer, no matter when it is reached. A rollout engine knows the step from its version. A judge engine, whose
+weights never change, gets it explicitly (`ReplicaTiming.step`).
 """
 
 from __future__ import annotations
@@ -33,54 +33,54 @@ from gcore.schema import RecordPart
 Proportion = Annotated[float, Field(ge=0, le=1)]
 
 MOST_GROWN = 50.0
-"""The logarithm that growth comes to at most: no response is so long."""
+"""Maximum of the logarithm of the growth factor; no response is that long."""
 
 
 class TimingModel(RecordPart):
-    """The numbers. Times in emulated seconds, rates in tokens a second."""
+    """The parameters. Times in emulated seconds, rates in tokens per second."""
 
     seed: int = 0
     speedup: PositiveFloat = 1.0
-    """Emulated seconds that pass in a real one."""
+    """Emulated seconds per real second."""
     load_s: NonNegativeFloat = 1.0
-    """From an engine's or a rank's start to its serving."""
+    """From the start of an engine or a rank until it serves."""
     prefill_tokens_per_s: PositiveFloat = 20_000.0
     decode_s: PositiveFloat = 0.02
-    """A decode step of one sequence, which makes one token of it."""
+    """A decode step of one sequence, which generates one token."""
     decode_per_sequence_s: NonNegativeFloat = 0.0005
-    """What each further sequence adds to the step."""
+    """Additional duration of the step per further sequence."""
     shared_loss: NonNegativeFloat = 0.0
-    """What engines that compute on one slot at once lose by that, beside the pace that they share: of two, each step takes
-    2 * (1 + `shared_loss`) times as long."""
+    """Additional loss of engines that compute on one slot at once, beyond sharing its speed: for two, each step takes 2
+    * (1 + `shared_loss`) times as long."""
     span_gain: Proportion = 0.8
-    """What an engine gains by slots: over n of them it reads and decodes n ** `span_gain` times as fast as over one."""
+    """Speedup by slots: over n slots an engine prefills and decodes n ** `span_gain` times as fast as over one."""
     publish_s: NonNegativeFloat = 0.2
-    """New weights into an engine."""
+    """Weight update of an engine."""
     sleep_s: NonNegativeFloat = 0.2
     wake_s: NonNegativeFloat = 0.4
     train_s: NonNegativeFloat = 0.3
-    """A rank's step, without what goes by tokens."""
+    """Fixed part of a rank's step, independent of tokens."""
     train_tokens_per_s: PositiveFloat = 50_000.0
-    """Of one rank, of prompts and responses."""
+    """Rate of one rank, over prompts and responses."""
     save_s: NonNegativeFloat = 0.1
     """Staging the weights of a step."""
     replica_noise: NonNegativeFloat = 0.05
-    """Spread of the replicas' paces: the standard deviation of their logarithm."""
+    """Spread of the replicas' speeds: standard deviation of the logarithm."""
     event_noise: NonNegativeFloat = 0.02
-    """The same of a single duration."""
+    """Spread of a single duration."""
     response_tokens: PositiveInt = 24
-    """The median length of a response."""
+    """Median length of a response."""
     response_spread: NonNegativeFloat = 0.6
-    """The standard deviation of its logarithm."""
+    """Standard deviation of the logarithm of the length."""
     response_likeness: Proportion = 0.4
-    """How much of that the responses to one prompt have in common: their correlation."""
+    """Correlation of the lengths of responses to one prompt."""
     response_growth: PositiveFloat = 1.0
-    """The median's factor from the weights of one step to those of the next."""
+    """Factor on the median from the weights of one step to those of the next."""
     response_jump_at: NonNegativeInt | None = None
     """From this step's weights on, the median is `response_jump` times as large."""
     response_jump: PositiveFloat = 1.0
     judge_decode_s: PositiveFloat = 0.02
-    """The same numbers for engines that serve a judge; reading, sleep and wake are as the policy's."""
+    """The same parameters for judge engines; prefill, sleep and wake are as for the policy."""
     judge_decode_per_sequence_s: NonNegativeFloat = 0.0005
     judge_response_tokens: PositiveInt = 12
     judge_response_spread: NonNegativeFloat = 0.4
@@ -89,11 +89,11 @@ class TimingModel(RecordPart):
     """From this step on, decode steps of judges take `judge_slow` times as long."""
     judge_slow: PositiveFloat = 1.0
     judge_positive: Proportion = 0.5
-    """How many verdicts are the best one; all others are the worst."""
+    """Share of verdicts that are the best one; all others are the worst."""
 
     @property
     def of_policy(self) -> EngineTimingModel:
-        """What differs from one kind of engine to another, for those of the policy."""
+        """The parameters of rollout engines that differ between kinds of engines."""
         lengths = ResponseLengths(
             self.response_tokens,
             self.response_spread,
@@ -106,7 +106,7 @@ class TimingModel(RecordPart):
 
     @property
     def of_judges(self) -> EngineTimingModel:
-        """The same for those of judges."""
+        """The same for judge engines."""
         lengths = ResponseLengths(
             self.judge_response_tokens, self.judge_response_spread, likeness=0.0, growth=self.judge_response_growth
         )
@@ -116,13 +116,13 @@ class TimingModel(RecordPart):
 
     @property
     def judges_change(self) -> bool:
-        """Whether engines of judges have to be told the step."""
+        """Whether judge engines need to know the step."""
         return self.judge_slow_at is not None or self.judge_response_growth != 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseLengths:
-    """Of responses. See `TimingModel.response_tokens` and what follows it."""
+    """Distribution of response lengths. See `TimingModel.response_tokens` and the fields after it."""
 
     median: float
     spread: float
@@ -132,7 +132,7 @@ class ResponseLengths:
     jump: float = 1.0
 
     def median_at(self, step: int) -> float:
-        """With the weights of that step; a number that a float holds, however long a run is."""
+        """Return the median with the weights of that step, limited so that it fits a float for any run."""
         jumped = self.jump if self.jump_at is not None and step >= self.jump_at else 1.0
         grown = math.exp(min(step * math.log(self.growth), MOST_GROWN))
         return max(self.median * grown * jumped, 1.0)
@@ -140,7 +140,7 @@ class ResponseLengths:
 
 @dataclass(frozen=True, slots=True)
 class EngineTimingModel:
-    """What differs from one kind of engine to another."""
+    """Parameters that differ between kinds of engines."""
 
     decode_s: float
     decode_per_sequence_s: float
@@ -149,22 +149,22 @@ class EngineTimingModel:
     slow: float = 1.0
 
     def decode_step(self, sequences: int, step: int) -> float:
-        """How long one takes at that step of the run, before paces and noise."""
+        """Return the duration of a decode step at that step of the run, before speeds and noise."""
         slow = self.slow if self.slow_at is not None and step >= self.slow_at else 1.0
         return slow * (self.decode_s + self.decode_per_sequence_s * (sequences - 1))
 
 
 def named_generator(*names: object) -> np.random.Generator:
-    """A stream of numbers that belongs to these names, on any machine."""
+    """Return a random generator seeded by these names, the same on any machine."""
     text = "\0".join(map(str, names)).encode()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(hashlib.sha256(text).digest()[:16], "big")))
 
 
 class ReplicaTiming:
-    """One replica's durations, in emulated seconds; each call draws anew. `name` tells replicas apart, and runs.
+    """One replica's durations, in emulated seconds; each call samples again. `name` identifies replicas and runs.
 
-    `engine`: of which kind it is, if it is an engine; None: the policy's. `slots`: that it spans. `step`: the step that its weights are of,
-    or that it was told.
+    `engine`: kind of engine; None: the policy's. `slots`: number of slots that it spans. `step`: the step of its
+    weights, or the one passed to it.
     """
 
     def __init__(self, law: TimingModel, name: str, engine: EngineTimingModel | None = None, slots: int = 1) -> None:
@@ -176,74 +176,76 @@ class ReplicaTiming:
         self._pace = self._noise(law.replica_noise)
 
     def load(self) -> float:
-        """Until it serves."""
+        """Sample the time until it serves."""
         return self._taken(self.law.load_s)
 
     def prefill(self, tokens: int) -> float:
-        """Reading so many tokens of prompts."""
+        """Sample the time of a prefill with this many tokens."""
         return self._taken(tokens / self.law.prefill_tokens_per_s / self._faster)
 
     def decode_step(self, sequences: int) -> float:
-        """One more token of each of so many sequences, at least 1."""
+        """Sample the time of one more token for each of these sequences, at least 1."""
         return self._taken(self.engine.decode_step(sequences, self.step) / self._faster)
 
     def publish(self) -> float:
-        """Taking new weights in."""
+        """Sample the time of a weight update."""
         return self._taken(self.law.publish_s)
 
     def sleep(self) -> float:
-        """Giving the device's memory back."""
+        """Sample the time to release the device's memory."""
         return self._taken(self.law.sleep_s)
 
     def wake(self) -> float:
-        """Taking it again."""
+        """Sample the time to restore the device's memory."""
         return self._taken(self.law.wake_s)
 
     def train(self, tokens: int) -> float:
-        """A step on a rank whose share has so many tokens."""
+        """Sample the time of a step on a rank with this many tokens."""
         return self._taken(self.law.train_s + tokens / self.law.train_tokens_per_s)
 
     def accumulate(self, tokens: int) -> float:
-        """A part of a step that comes in parts; the fixed part of the step is not in it."""
+        """Sample the time of a part of a streamed step, without the fixed part of the step."""
         return self._taken(tokens / self.law.train_tokens_per_s)
 
     def save(self) -> float:
-        """Staging weights."""
+        """Sample the time to stage weights."""
         return self._taken(self.law.save_s)
 
     def _taken(self, seconds: float) -> float:
         return seconds * self._pace * self._noise(self.law.event_noise) if seconds else 0.0
 
     def _noise(self, spread: float) -> float:
-        """A factor whose mean is 1."""
+        """Return a random factor with mean 1."""
         return math.exp(spread * float(self._draws.standard_normal()) - spread * spread / 2) if spread else 1.0
 
 
 def read_timing_model(environment: Mapping[str, str]) -> TimingModel:
-    """The timing model of emulated devices: the file that `GCORE_EMULATED_LAW` names, else the default.
+    """Read the timing model of emulated devices: the file named by `GCORE_EMULATED_LAW`, else the default.
 
-    Raises UsageError for a file that holds none, and for a relative path.
+    Raises UsageError for an invalid file, and for a relative path.
     """
     name = environment.get(LAW_FILE)
     if not name:
         return TimingModel()
     if not Path(name).is_absolute():
-        fix = "Name it by its whole path, or bring the cluster up by `gcore up` or `gcore run`, which do"
-        raise UsageError("a worker does not stand where this path begins", where=f"{LAW_FILE}={name}", fix=fix)
+        fix = "Use an absolute path, or start the cluster with `gcore up` or `gcore run`, which convert it"
+        raise UsageError(
+            "the path is relative, and a worker runs in another folder", where=f"{LAW_FILE}={name}", fix=fix
+        )
     try:
         return TimingModel.model_validate_json(Path(name).read_bytes())
     except OSError as error:
-        raise UsageError(f"the law cannot be read ({error.strerror or error})", where=name) from error
+        raise UsageError(f"cannot read the timing model ({error.strerror or error})", where=name) from error
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "the document"
         raise UsageError(
-            f"no law: {field}: {first['msg']}", where=name, fix="See gcore.engines.emulated.law"
+            f"invalid timing model: {field}: {first['msg']}", where=name, fix="See gcore.engines.emulated.law"
         ) from error
 
 
 def main() -> None:
-    """Ends with 2 and one sentence if the file that is named holds no law."""
+    """Exit with 2 and one sentence if the named file is invalid."""
     try:
         read_timing_model({LAW_FILE: sys.argv[1]})
     except UsageError as error:

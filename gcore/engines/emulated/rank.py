@@ -1,11 +1,11 @@
-"""`python -m gcore.emulated.rank`: a train rank that computes nothing, under a real supervisor.
+"""`python -m gcore.emulated.rank`: a train rank without computation, under a real supervisor.
 
-Everything around a step is the real rank's process (`gcore.train.rank.main`): the service, what is held and refused, receipts,
-progress, how it ends. In place of the model there is the law: a step takes as long as it says for the rank's tokens. Rank 0
-stages a folder for engines and writes checkpoints that are whole but hold no weights (`emulated.json` lies in them, and a
-model cannot be made of them). No rank meets another, so a rank that dies takes none of the others with it.
+Everything around a step is the real rank's code (`gcore.train.rank.main`): the service, accepted and refused batches,
+receipts, progress, the exit. The law replaces the model: it defines the duration of a step from the rank's tokens. Rank
+0 stages a folder for engines and writes complete checkpoints without weights (they contain `emulated.json`, and no
+model can be exported from them). Ranks do not communicate with each other, so a rank that dies does not end the others.
 
-It tells no loss: there is none, and an invented figure would be taken for one.
+It reports no loss, because an invented value could be mistaken for a real one.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from gcore.train.rank.main import RendezvousCalls
 from gcore.types import Version
 
 TELL_S = 1.0
-"""Real seconds between two signs of progress."""
+"""Real seconds between two progress reports."""
 
 STAGED = 3
-"""Versions of staged weights that are kept, the newest."""
+"""Number of newest versions of staged weights that are kept."""
 
 Tell = Callable[[str], None]
 
 
 class EmulatedTrainer:
-    """Applies steps by letting time pass. In one thread, which blocks."""
+    """Applies steps by waiting. Blocks; belongs to one thread."""
 
     def __init__(self, launch: RankLaunch, timing: ReplicaTiming, writer: BackgroundWriter, clock: Clock) -> None:
         self._launch = launch
@@ -67,12 +67,13 @@ class EmulatedTrainer:
         self._writes = launch.rank == 0
         self._updates = 0
         self._accumulated = 0.0
-        """Emulated seconds that the parts of the step to come have taken so far."""
+        """Emulated seconds of the parts of the next step so far."""
         self.released: frozenset[str] = frozenset()
-        """What it is as if it had given the memory back of: it has none."""
+        """Memory that counts as released; there is none."""
 
     def load(self, tell: Tell) -> None:
-        """Take the time of loading; what is gone on from is read as a real rank reads it. Raises CheckpointDamaged."""
+        """Wait for the loading time. The starting checkpoint is read as a real rank reads it. Raises
+        CheckpointDamaged."""
         launch, began = self._launch, self._clock.monotonic()
         if launch.checkpoint_path is not None and self._writes:
             self._updates = verify_checkpoint(launch.checkpoint_path).updates
@@ -83,7 +84,7 @@ class EmulatedTrainer:
         self._start_s = self._clock.monotonic() - began
 
     def run(self, work: StepInput, tell: Tell) -> StepResult:
-        """One step. Raises WriteRefused."""
+        """Apply one step. Raises WriteRefused."""
         self.released = frozenset()
         launch, seal = self._launch, work.seal
         updating = saving = 0.0
@@ -108,27 +109,27 @@ class EmulatedTrainer:
             partial(self._receipts.write, work, None),
             lambda: tell("saving"),
         )
-        speedup = self._timing.law.speedup  # reports are in real seconds, as all else that is told of a step
+        speedup = self._timing.law.speedup  # reports are in real seconds, like all others of a step
         metrics = {
             "emulated": 1.0,
             "update_seconds": updating / speedup,
             "saving_seconds": saving / speedup,
-            "start_seconds": self._start_s,  # by which placement knows what another train world costs
+            "start_seconds": self._start_s,  # from which placement takes the cost of another train world
         }
         folder = weights_folder(launch.run_path, version).relative_to(launch.run_path)
         return StepResult(metrics, FolderUpdate(version, str(folder)))
 
     def accumulate(self, part: StepPartInput, tell: Tell) -> None:
-        """A part of the step to come."""
+        """Apply a part of the next step."""
         self._compute(self._timing.accumulate(_tokens(part.work)), tell)
 
     def rest(self, what: Collection[str], tell: Tell) -> None:
-        """As if memory were given back, or taken again: at once."""
+        """Pretend to release or restore memory, at once."""
         tell("restoring" if self.released - set(what) else "releasing")
         self.released = frozenset(what)
 
     def leave(self) -> None:
-        """Nothing: no rank has met another."""
+        """Do nothing: ranks do not communicate."""
 
     def _compute(self, seconds: float, tell: Tell) -> None:
         self._accumulated += seconds
@@ -139,12 +140,12 @@ class EmulatedTrainer:
         tell(phase)
         while left > 0:
             part = min(left, TELL_S)
-            threading.Event().wait(part)  # the thread's own sleep: nobody sets it
+            threading.Event().wait(part)  # used only to sleep; never set
             left -= part
             tell(phase)
 
     def _insist(self, what: str, where: Path, attempt: Callable[[], None], tell: Callable[[], None]) -> None:
-        """As a real rank does, but alone."""
+        """Retry a write as a real rank does, but alone."""
         self._insisting.until_taken(what, where, attempt, list, tell)
 
     def _stage(self, version: Version, tell: Callable[[], None]) -> None:
@@ -193,7 +194,7 @@ class EmulatedTrainer:
 
 
 def _tokens(work: StepInput) -> int:
-    """Of the rank's share."""
+    """Return the tokens of the rank's share."""
     groups = work.seal.groups
     share = work.layout.of_rank(work.rank)
     return sum(groups[slot.group].prompt_tokens + groups[slot.group].response_tokens[slot.sample] for slot in share)
@@ -202,7 +203,7 @@ def _tokens(work: StepInput) -> int:
 def load_emulated_rank(
     launch: RankLaunch, meet: RendezvousCalls, clock: Clock, tell: Tell, writer: BackgroundWriter
 ) -> EmulatedTrainer:
-    """In place of `gcore.train.rank.main.load_rank`. Raises UsageError, CheckpointDamaged."""
+    """Replaces `gcore.train.rank.main.load_rank`. Raises UsageError, CheckpointDamaged."""
     timing = ReplicaTiming(read_timing_model(os.environ), f"{launch.world} rank {launch.rank}")
     trainer = EmulatedTrainer(launch, timing, writer, clock)
     trainer.load(tell)
@@ -214,6 +215,6 @@ def _mark(folder: Path) -> None:
 
 
 def _no_tensors() -> bytes:
-    """A safetensors file without a tensor, which says why."""
+    """Return a safetensors file without tensors, with the reason in its metadata."""
     header = json.dumps({"__metadata__": {"emulated": SAID}}).encode()
     return struct.pack("<Q", len(header)) + header

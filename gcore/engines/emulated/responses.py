@@ -1,16 +1,19 @@
-"""What an emulated engine answers: tokens by the request's seed, lengths by the law, log-probabilities as if drawn.
+"""Responses of an emulated engine: tokens from the request's seed, lengths from the law, log-probabilities as if
+sampled.
 
-The same request is answered alike whenever and wherever it is made, as by a real engine that heeds seeds: a response is a
-function of seed and prompt, and its length of the step that the weights are of. A greedy one is a function of the prompt and of the
-weights' name. The tokens are ordinary ones of the model's vocabulary and mean nothing; a response that does not come to its longest
-length ends with an end token, if there is one. Log-probabilities are those of a token drawn from a distribution of a few nats of entropy.
+The same request gets the same response at any time and place, as from a real engine that honours seeds: a response is a
+function of seed and prompt, and its length also of the step of the weights. A greedy response is a function of the
+prompt and the name of the weights. Tokens are ordinary ones of the model's vocabulary without meaning. A response
+shorter than its maximum ends with an end token, if there is one. Log-probabilities are those of samples from a
+distribution with a few nats of entropy.
 
-How long a response becomes is said by its prompt and its first tokens together. So an engine that is asked to go on behind what another
-had made, as if that were a part of the prompt, ends it where the other would have: moved responses get no longer. It knows them by how many
-tokens fewer it is asked for than the job's longest response has, and by two of the first tokens, which follow from those beside them.
+The length of a response depends on its prompt and its first tokens together. So an engine that continues the tokens of
+another engine, as a part of the prompt, ends the response at the same length: moved responses do not get longer. It
+detects a continuation by the smaller number of requested tokens compared with the job's longest response, and by two of
+the first tokens, which are a function of their neighbours.
 
-A judge's answer is such tokens too, and at its end one of the verdicts that it was given: which, follows from the question and the first
-tokens as the length does.
+A judge's response consists of such tokens too, and ends with one of the given verdicts. The question and the first
+tokens determine which, in the same way as the length.
 """
 
 from __future__ import annotations
@@ -33,17 +36,18 @@ from gcore.models.checks import require_config
 from gcore.reward.judges.parsers import find_parser
 
 MOST_ORDINARY = 4096
-"""Tokens that responses are made of, at most: the first of the vocabulary that have a text."""
+"""Maximum number of different tokens in responses: the first of the vocabulary with a text."""
 
 MEAN_LOGPROB = -0.8
 
 HEAD, MARKS = 4, 2
-"""First tokens that say how long a response becomes, and how many of them follow from the very first."""
+"""Number of first tokens that determine the length of a response, and how many of them are a function of the first
+one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What of a model's vocabulary matters here: its size, tokens that have a text, tokens that end a response."""
+    """The relevant part of a model's vocabulary: its size, tokens with a text, tokens that end a response."""
 
     size: int
     ordinary: tuple[int, ...]
@@ -52,7 +56,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, folder: Path, text: Detokenizer | None) -> Vocabulary:
-        """Of a model's folder. Raises DataError."""
+        """Load from a model's folder. Raises DataError."""
         config = require_config(folder)
         size = config.get("vocab_size")
         if not isinstance(size, int):
@@ -72,7 +76,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class EmulatedResponse:
-    """A whole response, with how it ends."""
+    """A complete response, and how it ends."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -81,7 +85,7 @@ class EmulatedResponse:
 
 @dataclass(frozen=True, slots=True)
 class EmulatedVerdict:
-    """What a judge may say at the end of its answer, as tokens."""
+    """Possible verdicts at the end of a judge's response, as tokens."""
 
     best: tuple[int, ...]
     worst: tuple[int, ...]
@@ -89,8 +93,8 @@ class EmulatedVerdict:
 
 @dataclass(frozen=True, slots=True)
 class ResponseModel:
-    """Makes the responses of an emulated engine. `longest`: tokens of the longest response that the job asks for; None: what another engine made is taken for a
-    prompt. `verdict`: of a judge."""
+    """Generates the responses of an emulated engine. `longest`: maximum tokens of a response that the job requests;
+    None: tokens of another engine count as a prompt. `verdict`: of a judge."""
 
     law: TimingModel
     words: Vocabulary
@@ -99,15 +103,15 @@ class ResponseModel:
 
     @property
     def lengths(self) -> ResponseLengths:
-        """The law of its responses' lengths."""
+        """The distribution of response lengths."""
         return (self.law.of_policy if self.verdict is None else self.law.of_judges).lengths
 
 
 def make_response(
     voice: ResponseModel, prompt: Sequence[int], sampling: RequestSampling, version: str, step: int = 0
 ) -> EmulatedResponse:
-    """The response that `sampling` gets to the prompt. `version`: the weights' name, which greedy responses follow. `step`: the one
-    that the weights are of."""
+    """Return the response of `sampling` to the prompt. `version`: name of the weights, which determines greedy
+    responses. `step`: of the weights."""
     words, most = voice.words, sampling.max_new_tokens
     made = _made_before(voice, prompt, most)
     whole = len(prompt) - made
@@ -117,7 +121,7 @@ def make_response(
     ends = tuple(token for token in sampling.stop_token_ids if 0 <= token < words.size)
     said = _said(voice, question, head)
     length = _length(voice, question, head, step)
-    if said:  # it comes to its verdict, where there is room for one
+    if said:  # it ends with its verdict if there is room
         length = min(max(length, HEAD + len(said) + len(ends[:1])), made + most - bool(ends))
     count = min(max(length - made, sampling.min_new_tokens, 1), most) if ends else most
     stops = bool(ends) and max(length - made, sampling.min_new_tokens) < most
@@ -133,7 +137,7 @@ def make_response(
 
 
 def _made_before(voice: ResponseModel, prompt: Sequence[int], most: int) -> int:
-    """How many tokens at the prompt's end another engine made."""
+    """Return how many tokens at the prompt's end another engine generated."""
     made = (voice.longest or 0) - most
     if not 0 < made < len(prompt):
         return 0
@@ -154,12 +158,12 @@ def _drawn(words: Vocabulary, draws: np.random.Generator, count: int) -> list[in
 
 
 def _marks(words: Vocabulary, question: str, first: int) -> tuple[int, ...]:
-    """The tokens behind the first, by which a response is known again."""
+    """Return the tokens after the first by which a response is recognised."""
     return tuple(_drawn(words, named_generator("marks", question, first), MARKS))
 
 
 def _head(words: Vocabulary, question: str, begun: Sequence[int], draws: np.random.Generator) -> tuple[int, ...]:
-    """The first tokens: those that are there already, and the rest."""
+    """Return the first tokens: those already present, and the rest."""
     first, *last = _drawn(words, draws, HEAD - MARKS)
     first = begun[0] if begun else first
     head = (first, *_marks(words, question, first), *last)
@@ -167,7 +171,7 @@ def _head(words: Vocabulary, question: str, begun: Sequence[int], draws: np.rand
 
 
 def _said(voice: ResponseModel, question: str, head: Sequence[int]) -> tuple[int, ...]:
-    """A judge's verdict; of the policy nothing."""
+    """Return a judge's verdict; empty for the policy."""
     if voice.verdict is None:
         return ()
     positive = named_generator("verdict", voice.law.seed, question, *head).random() < voice.law.judge_positive
@@ -175,7 +179,7 @@ def _said(voice: ResponseModel, question: str, head: Sequence[int]) -> tuple[int
 
 
 def _length(voice: ResponseModel, question: str, head: Sequence[int], step: int) -> int:
-    """Log-normal; the responses to one prompt have a part of it in common."""
+    """Sample a log-normal length; the responses to one prompt share a part of the randomness."""
     lengths, seed = voice.lengths, voice.law.seed
     common = float(named_generator("length", seed, question).standard_normal())
     own = float(named_generator("own length", seed, question, *head).standard_normal())
@@ -184,24 +188,27 @@ def _length(voice: ResponseModel, question: str, head: Sequence[int], step: int)
 
 
 BETWEEN = (" ", "\n", "", ". ")
-"""What stands in front of a verdict, so that it is no part of the word or number before it; the first that serves."""
+"""Separators before a verdict, so that it is not a part of the preceding word or number; the first that works is
+used."""
 
 TRIED_BEHIND = 64
-"""Tokens of no meaning behind which a verdict has to be readable."""
+"""Meaningless tokens after which a verdict must be parseable."""
 
 
 def find_emulated_verdict(
     judge: str, spec: VerdictSpec, words: Vocabulary, text: Detokenizer | None
 ) -> EmulatedVerdict:
-    """The judge's best and worst verdict, as tokens that the job's verdict parser can read.
+    """Find the judge's best and worst verdict as tokens that the job's verdict parser can parse.
 
-    Found by trying: whatever the section `verdict` names (its words, its bounds, a number or a word in a JSON object,
-    the settings of a user's own parser) is written in the judge's tokens behind some that mean nothing, and read by the
-    parser itself. Raises DataError if the parser reads none of it, for a model without a tokenizer, and for a parser that
-    there is not: no number is made up for a judge.
+    Found by trial: candidates from the section `verdict` (its words, its bounds, a number or a word in a JSON object,
+    the settings of a custom parser) are written in the judge's tokens after some meaningless ones, and parsed by the
+    parser itself. Raises DataError if the parser accepts none, for a model without a tokenizer, and for an unknown
+    parser: a judge's number is never invented.
     """
     if text is None:
-        raise DataError(f"the model of judge {judge!r} has no tokenizer.json, and what it says is text")
+        raise DataError(
+            f"the model of judge {judge!r} has no tokenizer.json, which is needed because verdicts are text"
+        )
     parse = find_parser(spec.parser)
     for between in BETWEEN:
         found: dict[tuple[int, ...], float] = {}
@@ -221,13 +228,13 @@ def find_emulated_verdict(
         if found:
             return EmulatedVerdict(max(found, key=found.__getitem__), min(found, key=found.__getitem__))
     raise DataError(
-        f"no verdict that judge {judge!r} can say in its tokens is read by parser {spec.parser!r}",
-        fix="Emulated judges know the parsers words, number and json; take a tokenizer that has the characters",
+        f"parser {spec.parser!r} accepts no verdict that judge {judge!r} can express in its tokens",
+        fix="Emulated judges support the parsers words, number and json; use a tokenizer with the needed characters",
     )
 
 
 def _bodies(spec: VerdictSpec) -> Iterator[str]:
-    """What a verdict may look like."""
+    """Yield candidate verdict texts."""
     yield from spec.words
     numbers = [f"{bound:g}" for bound in (spec.most, spec.least) if math.isfinite(bound)]
     yield from numbers
@@ -237,7 +244,7 @@ def _bodies(spec: VerdictSpec) -> Iterator[str]:
 
 
 def _spelt(said: str, text: Detokenizer) -> tuple[int, ...] | None:
-    """In tokens that say this again, whatever the tokenizer adds by itself; None if there are none."""
+    """Return tokens that decode to this text, whatever the tokenizer adds by itself; None if there are none."""
     try:
         encoded = text.encode(said)
     except Exception:  # noqa: BLE001 - the tokenizers library raises it bare for a character that it has no token for

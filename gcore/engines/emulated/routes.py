@@ -1,8 +1,8 @@
-"""Routes of many emulated engines in one process, and the sockets on which they listen: the port says which engine is meant.
+"""Routes of many emulated engines in one process, and their listening sockets. The port identifies the engine.
 
-The routes are those of every engine (`serving.routes`), with bodies and refusals of the same modules, so that a client cannot
-tell an emulated engine from a real one by them. What an emulated engine does not have is refused with a sentence: weights
-by broadcast, OpenAI's routes, tensors to read.
+The routes are those of every engine (`serving.routes`), with bodies and refusals of the same modules, so that a client
+cannot distinguish an emulated engine from a real one by them. What an emulated engine does not support is refused with
+an explanation: weights by broadcast, OpenAI's routes, reading tensors.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ UNSERVED = (
 BACKLOG = 128
 GRACE_S = 1
 KEPT_S = 60
-"""Seconds that an idle connection is kept."""
+"""Seconds for which an idle connection is kept."""
 
 
 def new_app(engines: Mapping[int, EmulatedEngine]) -> Starlette:
-    """The ASGI application. `engines`: by the port on which each listens; it may grow."""
+    """Return the ASGI application. `engines`: by the port on which each listens; it may grow."""
 
     def engine_of(request: Request) -> EmulatedEngine | None:
         return engines.get(request.scope["server"][1])
@@ -70,7 +70,7 @@ def new_app(engines: Mapping[int, EmulatedEngine]) -> Starlette:
 
 
 async def generate(engine: EmulatedEngine, request: Request) -> Response:
-    """Samples."""
+    """Generate samples."""
     body = await read_body(request, generate_body)
     if body.stream:
         return StreamingResponse(_events(engine, body), media_type="text/event-stream")
@@ -81,7 +81,7 @@ async def generate(engine: EmulatedEngine, request: Request) -> Response:
 
 
 async def _events(engine: EmulatedEngine, body: GenerateCall) -> AsyncIterator[bytes]:
-    """Server-sent events. A refusal is one of them, for the status has been sent."""
+    """Yield server-sent events. A refusal is an event too, because the status has been sent."""
     try:
         stream = engine.stream(engine.admit(body))
     except EngineError as error:
@@ -98,10 +98,10 @@ async def _events(engine: EmulatedEngine, body: GenerateCall) -> AsyncIterator[b
 
 
 class EngineListeners:
-    """One server for a process's engines, with a port for each, opened and shut while it runs.
+    """One server for a process's engines, with one port per engine, opened and closed while it runs.
 
-    A port that is shut takes its connections with it, like an engine that has died. Signals are left to the process. Belongs
-    to the loop in which it serves.
+    Closing a port ends its connections, as when an engine dies. The process handles signals itself. Belongs to the loop
+    in which it serves.
     """
 
     def __init__(self, application: ASGIApp, host: str, tls: ssl.SSLContext | None = None) -> None:
@@ -122,38 +122,38 @@ class EngineListeners:
         self._open: dict[int, asyncio.Server] = {}
 
     async def serve(self) -> None:
-        """Until it is closed."""
+        """Serve until it is closed."""
         await self._server.serve(sockets=[])
 
     def close(self) -> None:
-        """End. Ports that are still open answer what is under way first."""
+        """End. Open ports finish their running requests first."""
         self._server.should_exit = True
 
     async def open(self) -> int:
-        """A port of its own for one engine."""
+        """Open a port for one engine."""
         await self._server.up.wait()
         listener = listen(self._host, backlog=BACKLOG)
-        # Inherited by each connection; asyncio does not set it on sockets that it has not made.
+        # Inherited by each connection; asyncio does not set it on sockets that it has not created.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         port = int(listener.getsockname()[1])
         self._open[port] = await self._server.listen(listener)
         return port
 
     def shut(self, port: int) -> None:
-        """Close the port and break off its connections."""
+        """Close the port and its connections."""
         self._open.pop(port).close()
         self._server.break_off(port)
 
 
 class KeysByPort:
-    """An ASGI application whose ports each have a key, as engines of their own would; an empty one is none."""
+    """An ASGI application with one API key per port, like separate engines; an empty key means none."""
 
     def __init__(self, application: ASGIApp, keys: Mapping[int, str]) -> None:
         self._app = application
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         port = (scope.get("server") or ("", 0))[1]
         await ApiKeyGuard(self._app, ApiKeys(self._keys.get(port) or None))(scope, receive, send)
 
@@ -172,7 +172,7 @@ class _Server(uvicorn.Server):
         self.up.set()
 
     async def listen(self, listener: socket.socket) -> asyncio.Server:
-        """As at its start."""
+        """Listen as the server did at its start."""
         loop = asyncio.get_running_loop()
         config, state = self.config, self.server_state
 

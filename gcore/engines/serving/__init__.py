@@ -1,1 +1,1 @@
-"""HTTP of engines: bodies, refusals, control and weight routes, the OpenAI API."""
+"""HTTP side of engines: request bodies, refusals, control and weight routes, the OpenAI API."""

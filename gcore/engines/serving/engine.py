@@ -1,7 +1,7 @@
-"""Served engine: what the HTTP routes need of any engine, and the lock between requests and weight updates.
+"""The interface of an engine towards the HTTP routes, and the lock between requests and weight updates.
 
-`ServedEngine` has two implementations: the torch engine, whose model runs in a thread of its own, and the emulated engine.
-Both are paused, put to sleep and given other weights by the same routes. Everything here belongs to the event loop.
+`ServedEngine` has two implementations: the torch engine, whose model runs in its own thread, and the emulated engine.
+The same routes pause them, put them to sleep and update their weights. Everything here runs on the event loop.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ W = TypeVar("W")
 
 
 class UpdateLock:
-    """Keeps requests and weight updates apart unless the engine is paused.
+    """Separates requests and weight updates, unless the engine is paused.
 
-    As in SGLang, an update that comes while requests are under way waits until they have their answers; requests that come
-    meanwhile wait until it is done. To update at once, pause the engine or abort everything first. An engine that is
-    paused or asleep is updated at once, whatever it holds. `still()`: whether the engine makes no tokens now.
+    As in SGLang, an update that arrives while requests are running waits until they are answered; requests that arrive
+    meanwhile wait until the update is done. To update at once, pause the engine or abort all requests first. A paused
+    or sleeping engine is updated at once. `still()`: whether the engine generates no tokens now.
     """
 
     def __init__(self, still: Callable[[], bool]) -> None:
         self._still = still
         self._inside = 0
         self._wanting = 0
-        """Updates that wait or are under way; at most one is under way."""
+        """Number of waiting and running updates; at most one runs."""
         self._moved = asyncio.Event()
         self._one = asyncio.Lock()
 
     @asynccontextmanager
     async def passing(self) -> AsyncIterator[None]:
-        """While a request is under way."""
+        """Hold the lock while a request runs."""
         while self._wanting:
             await self._moved.wait()
         self._inside += 1
@@ -51,7 +51,8 @@ class UpdateLock:
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
-        """While weights are changed: one change at a time, or a slow reader's older weights could be installed last."""
+        """Hold the lock while weights change: one change at a time, or the older weights of a slow update could be
+        installed last."""
         async with self._one:
             if self._still():
                 yield
@@ -66,52 +67,52 @@ class UpdateLock:
                 self.recheck()
 
     def recheck(self) -> None:
-        """Let waiters look again whether they may go on, for example after a pause."""
+        """Make waiters check again whether they may continue, for example after a pause."""
         self._moved.set()
         self._moved = asyncio.Event()
 
 
 class EngineState(Protocol):
-    """What an engine is at: the torch engine's core, or the emulated engine's device."""
+    """State of an engine: the torch engine's core, or the emulated engine's device."""
 
     @property
     def version(self) -> str:
-        """Name of the served weights."""
+        """Version of the served weights."""
         ...
 
     @property
     def paused(self) -> bool:
-        """Whether it makes no tokens until it is resumed."""
+        """Whether it generates no tokens until it is resumed."""
         ...
 
     @property
     def asleep(self) -> frozenset[str]:
-        """Memory that was released, of "weights" and "kv_cache"."""
+        """Released memory, of "weights" and "kv_cache"."""
         ...
 
     @property
     def running(self) -> int:
-        """Sequences that are worked on."""
+        """Number of running sequences."""
         ...
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait."""
+        """Number of waiting sequences."""
         ...
 
 
 class ServedEngine(ABC, Generic[W]):
-    """An engine behind the routes. `W`: weights that were read and checked, but are not served yet.
+    """An engine behind the routes. `W`: weights that were loaded and checked, but are not served yet.
 
-    `description`: facts about the process for `/model_info` and `/server_info`; `model_path` among them is the folder whose
-    weights are served, and follows updates.
+    `description`: facts about the process for `/model_info` and `/server_info`. Its `model_path` is the folder of the
+    served weights, and changes with updates.
     """
 
     kind = "this engine"
     alternative = "Ask an SGLang server"
-    """Where to send what this engine refuses."""
+    """Suggestion for requests that this engine refuses."""
     time_scale = 1.0
-    """Seconds that one second of `time_sums` is."""
+    """Seconds per unit of `time_sums`."""
 
     def __init__(self, clock: Clock, state: EngineState, description: dict[str, Any]) -> None:
         self.clock = clock
@@ -121,13 +122,13 @@ class ServedEngine(ABC, Generic[W]):
         self.prompt_tokens = 0
         self.gate = UpdateLock(lambda: state.paused or bool(state.asleep))
         self.flushing = asyncio.Lock()
-        """One request to flush polls the engine at a time."""
+        """Only one flush request polls the engine at a time."""
         self._description = description
         self._names: set[str] = set()
-        """Of requests under way."""
+        """Names of running requests."""
 
     def describe(self) -> dict[str, Any]:
-        """Facts for `/model_info` and `/server_info`."""
+        """Return facts for `/model_info` and `/server_info`."""
         path = self.model_path
         return {
             **self._description,
@@ -137,9 +138,11 @@ class ServedEngine(ABC, Generic[W]):
         }
 
     def check_names(self, names: set[str]) -> None:
-        """Raises EngineError if a request of such a name is under way."""
+        """Raises EngineError if a request with one of these names is running."""
         if taken := self._names & names:
-            raise EngineError(f"a request called {min(taken)!r} is under way", fix="Give each request a rid of its own")
+            raise EngineError(
+                f"a request with rid {min(taken)!r} is already running", fix="Give each request a unique rid"
+            )
 
     async def update_from_disk(self, path: str, version: str | None, *, flush: bool, abort: bool) -> None:
         """Serve the weights of a folder. Raises EngineError; then nothing has changed."""
@@ -151,26 +154,26 @@ class ServedEngine(ABC, Generic[W]):
         self.model_path = path
 
     async def make_way(self, version: str | None, *, flush: bool, abort: bool) -> None:
-        """Prepare an update before weights are read. Raises EngineError for what will not be possible."""
+        """Prepare an update before weights are loaded. Raises EngineError if the update is not possible."""
         if abort:
-            await self.abort(lambda _: True, "aborted by a change of weights")
+            await self.abort(lambda _: True, "aborted by a weight update")
         state = self.state
         check_version(version, state.version)
         if flush and state.paused and state.running:
             raise EngineError(
-                f"{state.running} requests stand where they were, and the cache that is to be flushed is theirs",
+                f"cannot flush the cache: {state.running} paused requests still use it",
                 fix="Pause with mode retract, or send flush_cache: false",
             )
 
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """Whether it can still answer."""
+        """Whether it can still respond."""
 
     @property
     @abstractmethod
     def generated_tokens(self) -> int:
-        """Tokens made since the start."""
+        """Number of tokens generated since the start."""
 
     @abstractmethod
     def time_sums(self) -> EngineTimeSums:
@@ -178,35 +181,35 @@ class ServedEngine(ABC, Generic[W]):
 
     @abstractmethod
     async def abort(self, unwanted: Callable[[Any], bool], message: str = ABORTED) -> None:
-        """End requests now, with the tokens they have. `unwanted` sees each request's `rid`."""
+        """End requests now, with the tokens they have. `unwanted` is called with each request's `rid`."""
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
-        """Make no more tokens."""
+        """Stop generating tokens."""
 
     @abstractmethod
     async def resume(self) -> None:
-        """Make tokens again."""
+        """Generate tokens again."""
 
     @abstractmethod
     async def flush(self) -> bool:
-        """Release the cache's memory; False while requests hold it."""
+        """Release the cache's memory; False while requests use it."""
 
     @abstractmethod
     async def release(self, tags: frozenset[str]) -> None:
-        """Release memory; requests wait. Raises EngineError while anything runs."""
+        """Release memory; requests wait. Raises EngineError while requests run."""
 
     @abstractmethod
     async def wake(self, tags: frozenset[str]) -> None:
-        """Take memory again."""
+        """Restore released memory."""
 
     @abstractmethod
     async def rename(self, version: str, *, abort: bool) -> None:
-        """Call the served weights `version`. Raises EngineError for an older one."""
+        """Set the version of the served weights. Raises EngineError for an older one."""
 
     @abstractmethod
     async def stage_weights(self, folder: Path) -> W:
-        """Read and check the weights of a folder. Raises EngineError when they do not fit."""
+        """Load and check the weights of a folder. Raises EngineError if they do not fit."""
 
     @abstractmethod
     async def install_weights(self, staged: W, version: str | None, *, flush: bool) -> None:

@@ -1,7 +1,7 @@
-"""HTTP of engines: request bodies to checked objects, the shapes of refusals, and API keys.
+"""HTTP helpers of engines: parsing and validation of request bodies, the formats of refusals, and API keys.
 
-Big bodies are parsed and checked off the event loop. JSON is read strictly: NaN and infinities are not numbers, and a body
-that nests too deeply to be parsed is refused. Refusals have SGLang's three shapes.
+Large bodies are parsed and validated off the event loop. JSON is parsed strictly: NaN and infinities are rejected, and
+so is a body that is nested too deeply. Refusals have the three formats of SGLang.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ TOO_LARGE = 413
 
 
 class BodyRefused(EngineError):
-    """The body (or the query) is not what the route takes."""
+    """The body (or the query) is not what the route accepts."""
 
 
 class BodyTooBig(EngineError):
-    """The body is bigger than the engine reads."""
+    """The body is larger than the engine accepts."""
 
 
 class ParamsRefused(EngineError):
-    """A sampling parameter, or a field of /generate, is unknown or of another type."""
+    """A sampling parameter, or a field of /generate, is unknown or has the wrong type."""
 
 
 def error_response(error: GcoreError) -> Response:
-    """The answer to a request that is refused because of `error`, in SGLang's shapes, so that a client reads one kind of answer.
+    """Return the response that refuses a request because of `error`, in SGLang's formats, so that clients need to parse
+    only one kind of response.
 
-    There are three, all of them status 400. The body is not what the route takes at all: an object with `object:
-    "error"` and the sentence at the top. A sampling parameter is unknown or of another type: `{"error": sentence}`.
-    Everything else that cannot be served: `{"error": {"message": sentence}}`. A body that is too big is a 413 of the
-    first kind. Routes that are not there, and methods that a route does not have, answer `{"detail": ...}`.
+    There are three, all with status 400. The body is not what the route accepts: an object with `object: "error"` and
+    the sentence at the top level. A sampling parameter is unknown or has the wrong type: `{"error": sentence}`.
+    Anything else that cannot be served: `{"error": {"message": sentence}}`. A body that is too large gets a 413 in the
+    first format. Unknown routes and methods get `{"detail": ...}`.
     """
     if isinstance(error, BodyTooBig):
         return _whole(str(error), TOO_LARGE, "Content Too Large")
@@ -59,7 +60,7 @@ def error_response(error: GcoreError) -> Response:
 
 
 def error_event(error: GcoreError) -> dict[str, Any]:
-    """The same as a part of a stream, which has begun with status 200."""
+    """Return the same as an event of a stream, whose status 200 was already sent."""
     return {
         "error": {
             "message": str(error),
@@ -71,7 +72,7 @@ def error_event(error: GcoreError) -> dict[str, Any]:
 
 
 def answer_errors(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """The handler, whose errors are answers."""
+    """Wrap a handler so that its errors become responses."""
 
     async def handle(request: Request) -> Response:
         try:
@@ -83,7 +84,7 @@ def answer_errors(handler: Callable[[Request], Awaitable[Response]]) -> Callable
 
 
 async def route_not_found(request: Request, error: Exception) -> Response:
-    """For starlette's own refusals: an unknown path, a method that the path does not have."""
+    """Respond to starlette's own refusals: an unknown path, or a method that the path does not have."""
     assert isinstance(error, HTTPException)
     return JSONResponse({"detail": error.detail}, error.status_code, headers=error.headers)
 
@@ -96,28 +97,30 @@ T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
 
 MOST_BODY_BYTES = 128 * 1024 * 1024
-"""A bigger body is refused, before it is read where its length is told: about 20 million token ids."""
+"""Maximum size of a body: about 20 million token ids. A larger one is refused, before it is read if its length is
+announced."""
 
 BIG_BODY_BYTES = 256 * 1024
-"""A body from this size on is parsed and checked off the event loop."""
+"""From this size on, a body is parsed and checked off the event loop."""
 
 HALVES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-"""What may be half of a surrogate pair: JSON can say it, but it is no character, and nothing could encode it again."""
+"""Matches a possible surrogate half: JSON can contain it, but it is not a character and cannot be encoded again."""
 
 TYPE_NAMES = frozenset({"str", "int", "bool", "float", "list", "dict"})
 
 
 async def read_fields(request: Request, kind: type[B]) -> B:
-    """The request's JSON body with the fields of `kind`, as `read_body` reads it."""
+    """Read the request's JSON body with the fields of `kind`, as `read_body` does."""
     return await read_body(request, lambda value: checked_body(kind, value))
 
 
 async def read_body(request: Request, check: Callable[[Any], T]) -> T:
-    """The request's JSON body, as `check` makes it. Raises BodyRefused, BodyTooBig, and what `check` raises."""
+    """Read the request's JSON body and return the result of `check`. Raises BodyRefused, BodyTooBig, and what `check`
+    raises."""
     raw = await _bytes(request)
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not raw:
-        raise BodyRefused("the body is missing", fix="Send a JSON object, {} if there is nothing to say")
+        raise BodyRefused("the body is missing", fix="Send a JSON object, {} if there are no fields")
     if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
         raise BodyRefused(f"the content type is {media!r}", fix="Send the body as application/json")
     if len(raw) < BIG_BODY_BYTES:
@@ -126,7 +129,7 @@ async def read_body(request: Request, check: Callable[[Any], T]) -> T:
 
 
 def checked_body(kind: type[B], value: Any) -> B:
-    """A body with the fields of `kind`. Raises BodyRefused."""
+    """Validate a body with the fields of `kind`. Raises BodyRefused."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -134,7 +137,7 @@ def checked_body(kind: type[B], value: Any) -> B:
 
 
 def query_seconds(request: Request, name: str) -> float:
-    """A query parameter of seconds; 0 where it is not given. Raises BodyRefused for what is no number, or negative."""
+    """Return a query parameter in seconds; 0 if missing. Raises BodyRefused if it is not a number, or negative."""
     text = request.query_params.get(name, "0")
     try:
         value = float(text)
@@ -146,8 +149,8 @@ def query_seconds(request: Request, name: str) -> float:
 
 
 def validation_sentence(error: ValidationError) -> str:
-    """What is wrong, and where, in one sentence."""
-    # Of a choice of types every branch complains; the one that got farthest knows best.
+    """Describe the error and its place in one sentence."""
+    # In a union every branch reports an error; use the one that got furthest.
     errors = [(_place(e["loc"]), e) for e in error.errors(include_url=False, include_input=False)]
     path, first = max(errors, key=lambda pair: len(pair[0]))
     place = ".".join(path)
@@ -174,7 +177,7 @@ async def _bytes(request: Request) -> bytes:
 
 
 def _too_big() -> BodyTooBig:
-    return BodyTooBig(f"the body is bigger than {MOST_BODY_BYTES} bytes", fix="Send the prompts in several requests")
+    return BodyTooBig(f"the body is larger than {MOST_BODY_BYTES} bytes", fix="Send the prompts in several requests")
 
 
 def _parsed(raw: bytes) -> Any:
@@ -188,13 +191,13 @@ def _parsed(raw: bytes) -> Any:
 
 
 def _place(location: Sequence[str | int]) -> tuple[str, ...]:
-    """The fields and indices of a location, without the names of types that were tried."""
+    """Return the fields and indices of a location, without the names of the tried types."""
     parts = [str(part) for part in location]
     return tuple(part for part in parts if re.fullmatch(r"\w+", part) and part not in TYPE_NAMES)
 
 
 OPEN = ("/health", "/ready", "/metrics")
-"""Paths that begin so need no key."""
+"""Path prefixes that need no key."""
 
 ADMIN = frozenset(
     {
@@ -220,18 +223,18 @@ ADMIN = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """The keys of an engine, and which routes they open, as in SGLang. None: no key is asked for.
+    """The keys of an engine, and the routes that need them, as in SGLang. None: no key is required.
 
-    `api_key` guards all routes. `admin_api_key` guards those that change the engine or what runs on it; where both are
-    set, those take the admin key only. Health, readiness and metrics are always open, for probes that know no key. A key
-    comes as `Authorization: Bearer KEY`.
+    `api_key` protects all routes. `admin_api_key` protects those that change the engine or its requests; if both are
+    set, these accept only the admin key. Health, readiness and metrics are always open, for probes without a key. A key
+    is sent as `Authorization: Bearer KEY`.
     """
 
     api_key: str | None = field(default=None, repr=False)
     admin_api_key: str | None = field(default=None, repr=False)
 
     def allow(self, path: str, authorization: str | None) -> bool:
-        """Whether a request to `path` with this header may pass."""
+        """Whether a request to `path` with this header is allowed."""
         if path.startswith(OPEN):
             return True
         wanted = (self.admin_api_key or self.api_key) if path in ADMIN else self.api_key
@@ -242,14 +245,14 @@ class ApiKeys:
 
 
 class ApiKeyGuard:
-    """An ASGI application behind the keys."""
+    """An ASGI application that checks keys."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         if scope["type"] == "http" and not self._keys.allow(scope["path"], Headers(scope=scope).get("authorization")):
             await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
             return

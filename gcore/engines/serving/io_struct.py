@@ -1,12 +1,13 @@
-"""Bodies and answers of the engine's routes: SGLang's fields, as far as gcore's engines have them.
+"""Request and response bodies of the engine's routes: the fields of SGLang that gcore's engines support.
 
-`/generate` is checked in three steps, as in SGLang: the fields' types; the sampling parameters, where an unknown name is an
-error; then what the values mean. A field of SGLang's that these engines do not have (adapters, images, grammars, penalties,
-...) is refused unless it is null or has its default, so that no client samples from another distribution than it expects; a
-name that SGLang does not know either is ignored. Administrative bodies are read leniently: unknown fields are ignored, and
-fields about devices and loaders mean nothing here, but for `load_format`, where another loader would mean other weights.
+`/generate` is checked in three steps, as in SGLang: the types of the fields; the sampling parameters, where an unknown
+name is an error; then the meaning of the values. A field of SGLang that these engines do not support (adapters, images,
+grammars, penalties, ...) is refused unless it is null or has its default, so that a client never samples from another
+distribution than it expects. A name unknown to SGLang is ignored. Administrative bodies are parsed leniently: unknown
+fields are ignored, and fields about devices and loaders have no effect, except `load_format`, because another loader
+would mean other weights.
 
-Nothing here knows the model; the request handlers check what depends on it.
+Nothing here depends on the model; the request handlers check what does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from gcore.engines.serving.http import BodyRefused, ParamsRefused, validation_se
 from gcore.errors import EngineError
 
 GREEDY_BELOW = 1e-6
-"""A lower temperature is greedy, as in SGLang: dividing by it would leave no finite numbers."""
+"""A lower temperature counts as greedy, as in SGLang, because dividing by it would overflow."""
 
 MOST_STOP_STRINGS = 32
 INT64 = 2**63
@@ -46,23 +47,23 @@ UNSERVED_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "choice": ([],),
     "watermark": (),
 }
-"""SGLang's parameters that this engine does not have, and the values with which they change nothing (as does null)."""
+"""SGLang's parameters that this engine does not support, and the values with which they have no effect (as null)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobRequest:
-    """Which log-probabilities are asked for. `prompt_from`: from which of the prompt's tokens on; None: of none."""
+    """Requested log-probabilities. `prompt_from`: first prompt token; None: no prompt tokens."""
 
     output: bool = False
     prompt_from: int | None = None
     top: int = 0
     text: bool = False
     named: tuple[int, ...] = ()
-    """Tokens whose log-probabilities are asked for at each position."""
+    """Tokens whose log-probabilities are requested at each position."""
 
 
 class SamplingFields(BaseModel):
-    """What SGLang's and OpenAI's bodies call by the same names."""
+    """Fields with the same names in SGLang's and OpenAI's bodies."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -79,7 +80,7 @@ class SamplingFields(BaseModel):
 
 
 class SamplingBody(SamplingFields):
-    """`sampling_params`, for one prompt. Null is the default, but for `max_new_tokens`: there it is no limit."""
+    """`sampling_params` of one prompt. Null means the default, except for `max_new_tokens`, where it means no limit."""
 
     model_config = ConfigDict(strict=True)
 
@@ -97,16 +98,16 @@ class SamplingBody(SamplingFields):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple."""
+        """Return `stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def makes_tokens(self) -> bool:
-        """Whether any token is asked for; without, only the prompt is looked at."""
+        """Whether any token is requested; if not, only the prompt is processed."""
         return self.max_new_tokens != 0
 
     def check(self) -> None:
-        """Raises EngineError for a value that cannot be."""
+        """Raises EngineError for an invalid value."""
         wrong = self._wrong_number() or self._wrong_stop()
         if wrong is not None:
             raise EngineError(wrong)
@@ -132,7 +133,7 @@ class SamplingBody(SamplingFields):
     def _wrong_stop(self) -> str | None:
         if len(self.stop_strings) > MOST_STOP_STRINGS:
             return f"stop has {len(self.stop_strings)} strings; at most {MOST_STOP_STRINGS} are allowed"
-        return None if all(self.stop_strings) else "stop holds an empty string, which would end every sample at once"
+        return None if all(self.stop_strings) else "stop contains an empty string, which would end every sample at once"
 
     def sampling(
         self,
@@ -144,29 +145,30 @@ class SamplingBody(SamplingFields):
         vocabulary: int,
         asked: LogprobRequest,
     ) -> RequestSampling:
-        """Sample `index` of `n`. Without a `sampling_seed` the engine's own `drawn_seed` serves.
+        """Return the parameters of sample `index` of `n`. Without a `sampling_seed` the engine's own `drawn_seed` is
+        used.
 
-        `room`: tokens that the context has left. A sample of no tokens is made as one of one token, which is not told.
-        Raises EngineError for a token named that the vocabulary has not.
+        `room`: remaining tokens of the context. A sample of no tokens is generated as one token, which is not reported.
+        Raises EngineError for a named token outside the vocabulary.
         """
         strange = [token for token in asked.named if not 0 <= token < vocabulary]
         if strange:
-            raise EngineError(f"token_ids_logprob has {strange[0]}, and the vocabulary has {vocabulary} tokens")
+            raise EngineError(f"token_ids_logprob contains {strange[0]}, but the vocabulary has {vocabulary} tokens")
         seed = drawn_seed if self.sampling_seed is None else self.sampling_seed % 2**64 + (index << 64)
-        # As in SGLang, ignoring the end ignores every token that would be one.
+        # As in SGLang, ignore_eos ignores all end tokens and stop tokens.
         stops = () if self.ignore_eos else {*end_tokens, *(self.stop_token_ids or ())}
         most = room if self.max_new_tokens is None else self.max_new_tokens
         return RequestSampling(
             max_new_tokens=max(1, most),
             seed=seed,
-            # Without a max_new_tokens it may be any number, beyond the context and beyond 64 bits.
+            # Without max_new_tokens, min_new_tokens may be any number, beyond the context and beyond 64 bits.
             min_new_tokens=min(self.min_new_tokens, max(1, most)),
             temperature=self.temperature if self.temperature >= GREEDY_BELOW else 0.0,
             top_p=self.top_p,
             top_k=None if self.top_k == -1 or self.top_k >= vocabulary else self.top_k,
             min_p=self.min_p,
             stop=self.stop_strings,
-            # A token that is not in the vocabulary is never drawn.
+            # Tokens outside the vocabulary are never sampled.
             stop_token_ids=tuple(sorted(token for token in stops if 0 <= token < vocabulary)),
             top_logprobs=asked.top,
             named_tokens=asked.named,
@@ -175,13 +177,13 @@ class SamplingBody(SamplingFields):
 
 
 def sampling_params(bodies: list[dict[str, Any]]) -> list[SamplingBody]:
-    """The bodies' types. Raises ParamsRefused, and EngineError for what this engine does not have."""
+    """Parse the bodies. Raises ParamsRefused, and EngineError for parameters that this engine does not support."""
     found = []
     for body in bodies:
         unserved = UNSERVED_PARAMS.keys() & body.keys()
         for name in sorted(unserved):
             if body[name] is not None and body[name] not in UNSERVED_PARAMS[name]:
-                raise EngineError(f"{name} is not served by this engine", fix="Leave it out, or ask an SGLang server")
+                raise EngineError(f"{name} is not supported by this engine", fix="Remove it, or use an SGLang server")
         try:
             found.append(SamplingBody.model_validate({k: v for k, v in body.items() if k not in unserved}))
         except ValidationError as error:
@@ -190,12 +192,13 @@ def sampling_params(bodies: list[dict[str, Any]]) -> list[SamplingBody]:
 
 
 MOST_SAMPLES = 65_536
-"""Of one request: so many are entered in a second, in which the engine hears nobody else."""
+"""Maximum samples of one request. Queueing this many takes a second, during which the engine cannot handle other
+messages."""
 
 Id = Annotated[int, Field(ge=-INT64, lt=INT64)]
 
 Ids = Annotated[list[Id], Field(fail_fast=True)]
-"""The first wrong one is told; the complaints about a million of them would take gigabytes."""
+"""Only the first wrong item is reported; the error messages about a million items would take gigabytes."""
 
 IdLists = Annotated[list[Ids], Field(fail_fast=True)]
 OneOrEach = Id | Ids
@@ -232,7 +235,7 @@ UNSERVED_FIELDS = frozenset(
         "background",
     ]
 )
-"""SGLang's fields of /generate that this engine does not have."""
+"""SGLang's fields of /generate that this engine does not support."""
 
 
 class _GenerateFields(BaseModel):
@@ -254,7 +257,7 @@ class _GenerateFields(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """A checked request: one entry of each list a prompt. Raises EngineError where there are too many samples."""
+    """A checked request: each list has one entry per prompt. Raises EngineError for too many samples."""
 
     prompts: tuple[str | list[int], ...]
     params: tuple[SamplingBody, ...]
@@ -263,16 +266,16 @@ class GenerateCall:
     """None: the client gave no names."""
     stream: bool
     is_list: bool
-    """Whether the answer is a list, even of one sample."""
+    """Whether the response is a list, even with one sample."""
 
     def __post_init__(self) -> None:
         if (count := sum(params.n for params in self.params)) > MOST_SAMPLES:
             raise EngineError(
-                f"the request asks for {count} samples, and {MOST_SAMPLES} are the most", fix="Send several requests"
+                f"the request asks for {count} samples; the maximum is {MOST_SAMPLES}", fix="Send several requests"
             )
 
     def asked_by(self, index: int) -> LogprobRequest:
-        """What sample `index` of the answer asks for."""
+        """Return what sample `index` of the response requests."""
         return self.asked[index // self.params[0].n]
 
 
@@ -290,7 +293,7 @@ def generate_body(value: Any) -> GenerateCall:
     is_batch = isinstance(given, list) and (body.text is not None or isinstance(given[0], list))
     prompts: list[Any] = list(given) if is_batch else [given]
     if isinstance(bodies, list) and (len(bodies) != len(prompts) or not is_batch):
-        raise EngineError(f"sampling_params is a list of {len(bodies)}, and there are {_count(is_batch, prompts)}")
+        raise EngineError(f"sampling_params is a list of {len(bodies)} for {_count(is_batch, prompts)}")
     params = params if isinstance(bodies, list) else params * len(prompts)
     for one in {id(p): p for p in params}.values():
         one.check()
@@ -308,10 +311,10 @@ def generate_body(value: Any) -> GenerateCall:
 
 
 def refuse_fields(body: BaseModel, unserved: frozenset[str]) -> None:
-    """Raises EngineError for a field of SGLang's that the engine does not have, unless it says nothing."""
+    """Raises EngineError for a field of SGLang that the engine does not support, unless it has no effect."""
     for name, value in sorted((body.model_extra or {}).items()):
         if value and name in unserved:
-            raise EngineError(f"{name} is not served by this engine", fix="Leave it out, or ask an SGLang server")
+            raise EngineError(f"{name} is not supported by this engine", fix="Remove it, or use an SGLang server")
 
 
 def _fields(value: Any) -> _GenerateFields:
@@ -322,7 +325,7 @@ def _fields(value: Any) -> _GenerateFields:
             _GenerateFields.model_validate(value, strict=False)
         except ValidationError:
             raise BodyRefused(validation_sentence(error)) from error
-        # Something like "yes" for true: SGLang's first check lets it pass, and its second one refuses it.
+        # For example "yes" for true: SGLang's first check accepts it, and its second one refuses it.
         raise ParamsRefused(validation_sentence(error)) from error
 
 
@@ -352,7 +355,7 @@ def _asked(
 
 
 def _named(body: _GenerateFields, prompts: Sequence[object], *, is_batch: bool, several: bool) -> list[tuple[int, ...]]:
-    """`token_ids_logprob`, prompt by prompt: one list for all, or in a batch a list of lists."""
+    """Return `token_ids_logprob` by prompt: one list for all prompts, or in a batch a list of lists."""
     given: list[Any] = body.token_ids_logprob or []
     if not given or isinstance(given[0], int):
         return [tuple(given)] * len(prompts)
@@ -366,7 +369,8 @@ def _named(body: _GenerateFields, prompts: Sequence[object], *, is_batch: bool, 
 def request_names(
     rid: str | list[str] | None, asked: Sequence[object], what: str, *, is_batch: bool, is_list: bool
 ) -> tuple[str, ...] | None:
-    """As SGLang names them: a list, where the answer is one, as it is; one name numbered through a batch. `what` is asked."""
+    """Name requests as SGLang does: a list, if the response is a list, is used as it is; one name is numbered through a
+    batch. `what`: noun for the entries."""
     if rid is None:
         return None
     if isinstance(rid, str):
@@ -374,7 +378,7 @@ def request_names(
     if len(rid) != len(asked) or not is_list:
         raise EngineError(f"rid has {len(rid)} entries for {_count(is_batch, asked, what)}")
     if len(set(rid)) < len(rid):
-        raise EngineError(f"rid names two {what} alike")
+        raise EngineError(f"rid has the same name for two {what}")
     return tuple(rid)
 
 
@@ -383,34 +387,35 @@ def _count(is_batch: bool, asked: Sequence[object], what: str = "prompts") -> st
 
 
 NUMBERED = re.compile(r"(_[0-9]+){0,2}")
-"""What stands behind a request's name in the names of its samples: the prompt's number in a batch, the sample's in `n`."""
+"""Suffix of a request's name in the names of its samples: the prompt's number in a batch, the sample's number in
+`n`."""
 
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
 
 LOADED = (None, "auto", "safetensors")
-"""Load formats that name what this engine does."""
+"""Load formats that describe what this engine does."""
 
 
 class RequestBody(BaseModel):
-    """Base of them all."""
+    """Base class of the bodies."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 class AbortBody(RequestBody):
-    """POST /abort_request. Ends the request `rid`, or the samples that were numbered under it."""
+    """POST /abort_request. Ends the request `rid`, or the samples numbered under it."""
 
     rid: str | None = None
     abort_all: bool = False
 
     def names(self, rid: str) -> bool:
-        """Whether the sample called `rid` is meant."""
+        """Whether this body refers to the sample named `rid`."""
         mine, rest = self.rid or "", rid.removeprefix(self.rid or "")
         return bool(mine) and rid.startswith(mine) and NUMBERED.fullmatch(rest) is not None
 
 
 class _ChangeBody(RequestBody):
-    """What all changes of weights have."""
+    """Fields of all weight changes."""
 
     load_format: str | None = None
     abort_all_requests: bool = False
@@ -421,7 +426,7 @@ class _ChangeBody(RequestBody):
     @classmethod
     def _is_loaded(cls, value: str | None) -> str | None:
         if value not in LOADED:
-            raise ValueError(f"{value!r} is not a load format of this engine; leave it out")
+            raise ValueError(f"{value!r} is not a load format of this engine; remove load_format")
         return value
 
 
@@ -495,7 +500,7 @@ class MemoryBody(RequestBody):
 
     @property
     def wanted(self) -> frozenset[str]:
-        """The tags; both when none is named. There are no CUDA graphs."""
+        """Return the tags; both if none is named. There are no CUDA graphs."""
         return frozenset(self.tags or ("weights", "kv_cache")) - {"cuda_graph"}
 
 
@@ -503,21 +508,21 @@ TextOf = Callable[[int], str]
 
 
 def json_number(value: Any) -> Any:
-    """A number, or numbers in lists, with null for what JSON cannot say: an infinite one, or none at all (NaN)."""
+    """Convert a number, or nested lists of numbers, for JSON: infinities and NaN become null."""
     if isinstance(value, list):
         return [json_number(one) for one in value]
     return value if value is None or math.isfinite(value) else None
 
 
 def count_entries(delivery: RequestOutput, asked: LogprobRequest) -> int:
-    """How many entries the lists of its answer have, about."""
+    """Return the approximate number of entries in the lists of a sample's response."""
     of_prompt = delivery.prompt_logprobs
     positions = len(delivery.tokens) + (0 if of_prompt is None else len(of_prompt.values))
     return positions * (1 + asked.top + len(asked.named))
 
 
 def count_answer_entries(answer: Mapping[str, Any], asked: LogprobRequest) -> int:
-    """The same, once it has been put together."""
+    """Return the same for a finished response body."""
     positions = len(answer["output_ids"]) + len(answer["meta_info"].get("input_token_logprobs", ()))
     return positions * (1 + asked.top + len(asked.named))
 
@@ -532,7 +537,8 @@ def sample_answer(
     text_of: TextOf,
     latency_s: float,
 ) -> dict[str, Any]:
-    """One sample. `text_of`: a token's own text, for those who ask for it beside the log-probabilities."""
+    """Return the response for one sample. `text_of`: returns the text of a token, for clients that request it with the
+    log-probabilities."""
     meta: dict[str, Any] = {
         "id": rid,
         "finish_reason": _finish_reason(delivery.ending, len(delivery.tokens)),
@@ -559,7 +565,7 @@ def word_sample(
     text: Detokenizer | None,
     latency_s: float,
 ) -> dict[str, Any]:
-    """The answer to one task. `text` None: the model's folder has no tokenizer, and texts are empty."""
+    """Return the response for one request. `text` None: the model folder has no tokenizer, and texts are empty."""
     if not params.makes_tokens:
         delivery = without_tokens(delivery)
     return sample_answer(
@@ -574,7 +580,7 @@ def word_sample(
 
 
 def _response_text(text: Detokenizer, params: SamplingBody, delivery: RequestOutput) -> str:
-    """The tokens' text, without the stop token or string that ended it (unless the client asks for it)."""
+    """Return the text without the stop token or string that ended it, unless the client requests it."""
     matched = None if delivery.ending is None or params.no_stop_trim else delivery.ending.matched
     tokens = delivery.tokens[:-1] if isinstance(matched, int) else delivery.tokens
     response = text.decode(tokens, skip_special_tokens=params.skip_special_tokens)
@@ -598,7 +604,7 @@ def _logprobs(
     }
     of_prompt = delivery.prompt_logprobs
     if of_prompt is not None:
-        # As in SGLang the first of them stands without a number, even where one is known.
+        # As in SGLang the first token has no value, even if one is known.
         values = [None, *of_prompt.values[1:]]
         tokens = prompt[of_prompt.start : of_prompt.start + len(values)]
         found["input_token_logprobs"] = [entry(v, t) for v, t in zip(values, tokens, strict=True)]
@@ -626,7 +632,7 @@ def _finish_reason(ending: Finish | None, length: int) -> dict[str, Any] | None:
 
 
 def without_tokens(delivery: RequestOutput) -> RequestOutput:
-    """No tokens were asked for: the one that was made is not told."""
+    """Return the output without its token: no tokens were requested, but one was generated."""
     ending = delivery.ending if delivery.ending is not None and delivery.ending.kind == "abort" else Finish("length")
     spans = (replace(delivery.spans[0], start=0, end=0),)
     return replace(delivery, tokens=(), logprobs=(), tops=(), spans=spans, ending=ending)

@@ -1,8 +1,8 @@
-"""OpenAI's completions and chat completions over the engine, in a small form: what is asked, and how answers are worded.
+"""OpenAI's completions and chat completions on top of the engine, with a subset of the fields.
 
-A request becomes one of `/generate`; answers are made from that route's own, whole or as they grow. Text only: no tools, no
-images, no grammars, no penalties, no echo. A field that is not known here is refused, and so is one of OpenAI's that the
-engine does not have, unless it says the default. `model` may be anything: there is one.
+A request becomes one `/generate` request; the response is converted from it, as a whole or as a stream. Text only: no
+tools, images, grammars, penalties or echo. Unknown fields are refused, and so are OpenAI's fields that the engine does
+not support, unless they have the default value. `model` may have any value, because there is one model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SOME = Field(min_length=1, fail_fast=True)
 Ids = Annotated[list[int], SOME]
 
 Render = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], list[int]]
-"""From messages, and variables of the chat template, to the tokens that the model is shown."""
+"""Converts messages, and variables of the chat template, to prompt tokens."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -39,7 +39,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "store": (False,),
 }
-"""OpenAI's fields that this engine does not have, and the values with which they change nothing (as does null)."""
+"""OpenAI's fields that this engine does not support, and the values with which they have no effect (as null)."""
 
 
 class StreamOptions(BaseModel):
@@ -51,7 +51,7 @@ class StreamOptions(BaseModel):
 
 
 class _Asking(SamplingFields):
-    """Fields that both routes take."""
+    """Fields of both routes."""
 
     model: str = "default"
     stream: bool = False
@@ -70,12 +70,12 @@ class _Asking(SamplingFields):
             if given is None or (name in NEUTRAL and given in NEUTRAL[name]):
                 continue
             if name in NEUTRAL:
-                raise ValueError(f"{name} is not served by this engine; leave it out")
+                raise ValueError(f"{name} is not supported by this engine; remove it")
             kept[name] = given
         return kept
 
     def sampling(self, max_new_tokens: int | None) -> SamplingBody:
-        """As parameters of /generate. Raises EngineError for a value that cannot be."""
+        """Return the parameters for /generate. Raises EngineError for an invalid value."""
         params = SamplingBody(
             **{name: getattr(self, name) for name in SamplingFields.model_fields},
             max_new_tokens=max_new_tokens,
@@ -95,7 +95,7 @@ class CompletionBody(_Asking):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One by one."""
+        """Return the prompts as a list."""
         one: Any = self.prompt
         return [one] if isinstance(one, str) or isinstance(one[0], int) else list(one)
 
@@ -110,7 +110,7 @@ class ContentPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One message; the chat template sees it as it is."""
+    """One message; passed to the chat template unchanged."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -119,7 +119,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatBody(_Asking):
-    """POST /v1/chat/completions. `chat_template_kwargs`: variables of the chat template, as SGLang calls them."""
+    """POST /v1/chat/completions. `chat_template_kwargs`: variables of the chat template, named as in SGLang."""
 
     messages: Annotated[list[ChatMessage], SOME]
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -140,7 +140,7 @@ def parse_chat(value: Any, render: Render) -> CompletionRequest:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A checked request of either route. `wants_logprobs`: whether choices carry them."""
+    """A checked request of either route. `wants_logprobs`: whether choices contain log-probabilities."""
 
     request: GenerateCall
     model: str
@@ -172,7 +172,7 @@ def _asking(
 
 
 class CompletionWriter:
-    """Words the answers to one request. `name` and `created` (seconds since 1970) are the same in each part."""
+    """Formats the responses to one request. `name` and `created` (seconds since 1970) are the same in each part."""
 
     def __init__(self, asking: CompletionRequest, *, name: str, created: int) -> None:
         self._asking = asking
@@ -181,7 +181,7 @@ class CompletionWriter:
         self._newest: dict[int, Mapping[str, Any]] = {}
 
     def whole(self, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The answer, from those of /generate in their order."""
+        """Return the complete response, from those of /generate in order."""
         chat = self._asking.chat
         choices = []
         for index, answer in enumerate(answers):
@@ -197,7 +197,7 @@ class CompletionWriter:
         }
 
     def parts(self, part: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What there is to tell now, from a growing answer of /generate."""
+        """Return the new parts to send, from a growing response of /generate."""
         index = part["index"]
         self._newest[index] = part
         found: list[dict[str, Any]] = []
@@ -219,7 +219,7 @@ class CompletionWriter:
         return [*found, self._chunk(index, said, logprobs, part if ended else None)]
 
     def usage(self) -> list[dict[str, Any]]:
-        """The last part, where it is asked for."""
+        """Return the last part with the usage, if requested."""
         if not self._asking.include_usage:
             return []
         answers = [self._newest[index] for index in sorted(self._newest)]
@@ -257,14 +257,14 @@ class CompletionWriter:
             "tokens": [text for _, _, text in entries],
             "token_logprobs": [logprob for logprob, _, _ in entries],
             "top_logprobs": [{text: logprob for logprob, _, text in row} for row in tops],
-            # As in SGLang: where a token begins in the text is not told.
+            # As in SGLang, text offsets are not reported.
             "text_offset": [-1] * len(entries),
         }
 
 
 @dataclass
 class _Told:
-    """Progress of a choice: the text that was sent."""
+    """Progress of a choice: the text already sent."""
 
     text: str = ""
     tokens: int = 0
@@ -276,7 +276,7 @@ def _token(entry: Sequence[Any]) -> dict[str, Any]:
 
 
 def _usage(answers: Sequence[Mapping[str, Any]], asking: CompletionRequest) -> dict[str, Any]:
-    """Each prompt counts once, however many samples it had."""
+    """Count each prompt once, regardless of its number of samples."""
     metas = [answer["meta_info"] for answer in answers]
     prompt = sum(meta["prompt_tokens"] for meta in metas[:: asking.request.params[0].n])
     made = sum(meta["completion_tokens"] for meta in metas)

@@ -1,11 +1,12 @@
 """Routes that control an engine and report its state, for any `ServedEngine`: SGLang's paths and fields over HTTP.
 
-Pauses, aborts, memory, health, metrics, the served weights. A change of weights answers `{"success": bool, "message": str}`,
-with status 400 when nothing was changed; it waits for running requests unless the engine is paused. A cache that running
-rows hold is not flushed: to change weights under a pause in place, send `flush_cache: false`; to have keys and values
-recomputed, pause with `retract`.
+Pauses, aborts, memory, health, metrics, the served weights. A weight change responds with `{"success": bool, "message":
+str}`, with status 400 if nothing was changed. It waits for running requests unless the engine is paused. A cache in use
+by running rows is not flushed: to change weights during an in-place pause, send `flush_cache: false`; to recompute keys
+and values, pause with `retract`.
 
-Handlers are functions of an engine and a request; `engine_of` finds the engine, so that one application can serve several.
+Handlers are functions of an engine and a request. `engine_of` finds the engine, so that one application can serve
+several.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ FLUSH_POLL_S = 0.02
 
 
 def control_routes(engine_of: Callable[[Request], E | None], unserved: Sequence[str]) -> list[Route]:
-    """The routes that every engine has. Those of SGLang's in `unserved` are refused with a sentence."""
+    """Return the routes of every engine. Routes of SGLang in `unserved` are refused with an explanation."""
     both = ["GET", "POST"]
     posts: dict[str, Handler[E]] = {
         "/abort_request": abort,
@@ -83,7 +84,8 @@ def control_routes(engine_of: Callable[[Request], E | None], unserved: Sequence[
 def bind_engine(
     engine_of: Callable[[Request], E | None], handler: Handler[E]
 ) -> Callable[[Request], Awaitable[Response]]:
-    """The handler with its engine; errors become answers. Without an engine, which is loading then: status 503."""
+    """Bind a handler to its engine; errors become responses. Status 503 if there is no engine yet because it is
+    loading."""
 
     async def handle(request: Request) -> Response:
         engine = engine_of(request)
@@ -93,24 +95,24 @@ def bind_engine(
 
 
 def make_app(routes: Sequence[Route]) -> Starlette:
-    """The ASGI application of these routes."""
+    """Return the ASGI application of these routes."""
     return Starlette(routes=list(routes), exception_handlers={HTTPException: route_not_found})
 
 
 def guard_routes(routes: Sequence[Route], keys: ApiKeys) -> ASGIApp:
-    """The ASGI application of these routes, behind the keys."""
+    """Return the ASGI application of these routes, protected by the keys."""
     return ApiKeyGuard(make_app(routes), keys)
 
 
 async def abort(engine: ServedEngine[Any], request: Request) -> Response:
-    """End requests now; they answer with the tokens they have."""
+    """End requests now; they respond with the tokens they have."""
     body = await read_fields(request, AbortBody)
     await engine.abort((lambda _: True) if body.abort_all else (lambda task: body.names(task.rid)))
     return Response()
 
 
 async def pause(engine: ServedEngine[Any], request: Request) -> Response:
-    """Make no more tokens."""
+    """Stop generating tokens."""
     body = await read_fields(request, PauseBody)
     await engine.pause(body.mode)
     engine.gate.recheck()
@@ -118,14 +120,14 @@ async def pause(engine: ServedEngine[Any], request: Request) -> Response:
 
 
 async def resume(engine: ServedEngine[Any], request: Request) -> Response:
-    """Make tokens again."""
+    """Generate tokens again."""
     await read_fields(request, EmptyBody)
     await engine.resume()
     return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
 
 async def update_from_disk(engine: ServedEngine[Any], request: Request) -> Response:
-    """Serve other weights, from a folder."""
+    """Serve weights from a folder."""
     body = await read_fields(request, UpdateFromDiskBody)
     try:
         await engine.update_from_disk(
@@ -138,7 +140,7 @@ async def update_from_disk(engine: ServedEngine[Any], request: Request) -> Respo
 
 
 async def rename_weights(engine: ServedEngine[Any], request: Request) -> Response:
-    """Give the served weights another version."""
+    """Change the version of the served weights."""
     body = await read_fields(request, UpdateVersionBody)
     try:
         await engine.rename(body.new_version, abort=body.abort_all_requests)
@@ -149,7 +151,7 @@ async def rename_weights(engine: ServedEngine[Any], request: Request) -> Respons
 
 
 async def flush(engine: ServedEngine[Any], request: Request) -> Response:
-    """Release the cache's memory; refused while sequences hold it, after `timeout` seconds of waiting for them."""
+    """Release the cache's memory; refused while sequences use it, after waiting `timeout` seconds for them."""
     timeout = query_seconds(request, "timeout")
     async with engine.flushing:
         until = engine.clock.monotonic() + timeout
@@ -162,7 +164,7 @@ async def flush(engine: ServedEngine[Any], request: Request) -> Response:
 
 
 async def release(engine: ServedEngine[Any], request: Request) -> Response:
-    """Sleep: release memory, let requests wait."""
+    """Sleep: release memory; requests wait."""
     body = await read_fields(request, MemoryBody)
     await engine.release(body.wanted)
     engine.gate.recheck()
@@ -170,29 +172,29 @@ async def release(engine: ServedEngine[Any], request: Request) -> Response:
 
 
 async def wake(engine: ServedEngine[Any], request: Request) -> Response:
-    """Take memory again."""
+    """Restore released memory."""
     body = await read_fields(request, MemoryBody)
     await engine.wake(body.wanted)
     return JSONResponse(None)
 
 
 async def refuse_route(engine: ServedEngine[Any], request: Request) -> Response:
-    """Refuse a route of SGLang's that this engine does not have."""
-    raise EngineError(f"{request.url.path} is not served by {engine.kind}", fix=engine.alternative)
+    """Refuse a route of SGLang that this engine does not support."""
+    raise EngineError(f"{request.url.path} is not supported by {engine.kind}", fix=engine.alternative)
 
 
 async def health(engine: ServedEngine[Any], request: Request) -> Response:
-    """Whether the engine can still answer."""
+    """Whether the engine can still respond."""
     return Response(status_code=200 if engine.alive else 503)
 
 
 async def model_info(engine: ServedEngine[Any], request: Request) -> Response:
-    """The served model."""
+    """Describe the served model."""
     return JSONResponse({**engine.describe(), "preferred_sampling_params": None})
 
 
 async def server_info(engine: ServedEngine[Any], request: Request) -> Response:
-    """The served model, and the state of the queue."""
+    """Describe the served model and the state of the queue."""
     state = {
         "num_running_reqs": engine.state.running,
         "num_waiting_reqs": engine.state.waiting,
@@ -203,13 +205,13 @@ async def server_info(engine: ServedEngine[Any], request: Request) -> Response:
 
 
 async def metrics(engine: ServedEngine[Any], request: Request) -> Response:
-    """Prometheus text, under SGLang's names; and how the engine's time was spent."""
+    """Return metrics as Prometheus text under SGLang's names, and how the engine's time was spent."""
     sums = engine.time_sums()
     table = (
-        ("num_running_reqs", "gauge", "Sequences that are worked on.", engine.state.running),
-        ("num_queue_reqs", "gauge", "Sequences that wait.", engine.state.waiting),
-        ("num_requests_total", "counter", "Sequences asked for.", engine.requests),
-        ("prompt_tokens_total", "counter", "Prompt tokens of these.", engine.prompt_tokens),
+        ("num_running_reqs", "gauge", "Running sequences.", engine.state.running),
+        ("num_queue_reqs", "gauge", "Waiting sequences.", engine.state.waiting),
+        ("num_requests_total", "counter", "Requested sequences.", engine.requests),
+        ("prompt_tokens_total", "counter", "Prompt tokens of the requested sequences.", engine.prompt_tokens),
         ("generation_tokens_total", "counter", "Tokens made.", engine.generated_tokens),
     )
     text = "".join(
@@ -221,12 +223,12 @@ async def metrics(engine: ServedEngine[Any], request: Request) -> Response:
 
 
 def version_notice(version: str | None) -> str:
-    """What the answer to an update adds when the version changed too."""
+    """Return the suffix of an update's message if the version changed too."""
     return "" if version is None else f" Weight version updated to {version}."
 
 
 def encode_event(part: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: " + json.dumps(part, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -234,7 +236,7 @@ STREAM_END = b"data: [DONE]\n\n"
 
 
 async def run_unless_disconnected(request: Request, answering: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `answering`; None when the client disconnects first."""
+    """Return the result of `answering`; None if the client disconnects first."""
     task = asyncio.ensure_future(answering)
     leaving = asyncio.ensure_future(_disconnected(request))
     try:

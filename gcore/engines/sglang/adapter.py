@@ -1,11 +1,12 @@
-"""Worker between a supervisor and SGLang's server: starts it, reports when it serves and how it is, and explains its end.
+"""Worker between a supervisor and SGLang's server: starts the server, reports its readiness and health, and explains
+its exit.
 
-It is not in the path of requests: the server's own address is registered. Seen from outside it is a worker like any other: a
-launch document, "serving", progress, "stop", and "failed" with a sentence. Nothing is restarted.
+Requests do not pass through it: the server's own address is registered. From outside it is a worker like any other: a
+launch document, "serving", progress, "stop", and "failed" with an explanation. It restarts nothing.
 
-Progress while loading is the number of lines that the server has written. Afterwards its scheduler is polled over
-/server_info, which it answers between two steps of the model: each answer is progress. When a scheduler answers no more,
-the supervisor's watchdog ends it.
+While the server loads, progress is the number of lines that it has logged. Afterwards the adapter polls the scheduler
+over /server_info, which the scheduler answers between two steps of the model: each response is progress. If the
+scheduler stops responding, the supervisor's watchdog ends it.
 """
 
 from __future__ import annotations
@@ -38,26 +39,28 @@ KEPT_LINES = 200
 KILL_S = 30.0
 
 LAST_WORD_S = 1.0
-"""How long a dead server's output is read on, should something hold it open."""
+"""Maximum seconds to read a dead server's output, in case another process keeps it open."""
 
 
 def free_port(host: str) -> int:
-    """A port that is free now. If another process takes it before the server does, the server ends with that error."""
+    """Return a port that is free now. If another process takes it before the server does, the server ends with that
+    error."""
     with listen(host) as listener:
         port: int = listener.getsockname()[1]
         return port
 
 
 def make_scratch() -> Path:
-    """A folder for the server's temporary files. Directly under /tmp where that is: a socket's path has 107 bytes."""
+    """Create a folder for the server's temporary files, directly under /tmp if it exists: a socket's path has at most
+    107 bytes."""
     return Path(tempfile.mkdtemp(prefix="gcore-sgl-", dir="/tmp" if os.path.isdir("/tmp") else None))
 
 
 class SglangServer:
-    """SGLang's server as a child process, in a group of its own. `scratch` is removed with it.
+    """SGLang's server as a child process in its own process group. `scratch` is deleted with it.
 
-    Its output goes to this process's standard error, line by line; the last lines are kept to explain its end. No process
-    is left behind: see `gcore.system.guard`. Whether the server is well is not its business.
+    Its output is copied to this process's standard error line by line; the last lines are kept to explain its exit. No
+    process is left behind: see `gcore.system.guard`. This class does not check the server's health.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], scratch: Path, output: IO[bytes]) -> None:
@@ -68,7 +71,7 @@ class SglangServer:
         self._output = output
         self._scratch = scratch
         self._oom_kills = out_of_memory_kills()
-        with explain_os_errors("SGLang's server cannot be started", EngineError):
+        with explain_os_errors("cannot start SGLang's server", EngineError):
             self._process = subprocess.Popen(
                 [*GUARD, "warden", str(scratch), *command],
                 env=dict(env),
@@ -82,11 +85,11 @@ class SglangServer:
 
     @property
     def pid(self) -> int:
-        """The warden's."""
+        """The pid of the warden process."""
         return self._process.pid
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether it has ended within `timeout_s`; None: when it has. Blocks."""
+        """Wait until it has ended, at most `timeout_s` (None: without limit). Return whether it has. Blocks."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -94,19 +97,20 @@ class SglangServer:
         return True
 
     def death(self) -> str:
-        """How it ended, in one sentence with its last words. Only after its end."""
+        """Describe its exit in one sentence with its last output. Call it only after its exit."""
         self._reader.join(LAST_WORD_S)
         out_of_memory = out_of_memory_kills() > self._oom_kills
         return exit_sentence(self._process.wait(), last_log_lines(tuple(self.lines)), out_of_memory=out_of_memory)
 
     def stop(self) -> None:
-        """End it, by force: it has nothing on disk, and SIGTERM makes it wait for its requests. Blocks; then all is gone."""
+        """Kill it: it has nothing on disk, and on SIGTERM it would wait for its requests. Blocks until all its
+        processes are gone."""
         assert self._process.stdin is not None
-        self._process.stdin.close()  # the warden's sign
+        self._process.stdin.close()  # tells the warden to end it
         if not self.wait(KILL_S):
             self._process.kill()
             self._process.wait()
-        # The warden did it, unless it was killed.
+        # The warden has done so, unless it was killed.
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _read(self) -> None:
@@ -119,7 +123,7 @@ class SglangServer:
 
 
 def last_log_lines(lines: Sequence[str]) -> str:
-    """What of a log's end explains a death: the last line that names an error, and the last line."""
+    """Return the part of a log's end that explains an exit: the last line that names an error, and the last line."""
     said = [line.strip() for line in lines if line.strip()]
     errors = [line for line in said if _names_an_error(line)]
     chosen = list(dict.fromkeys((*errors[-1:], *said[-1:])))
@@ -127,26 +131,26 @@ def last_log_lines(lines: Sequence[str]) -> str:
 
 
 def _names_an_error(line: str) -> bool:
-    """An exception's last line ("RuntimeError: ..."), or argparse's."""
+    """Whether it is the last line of an exception ("RuntimeError: ..."), or of argparse's error."""
     name = line.partition(":")[0].rpartition(".")[2]
     return (name.endswith(("Error", "Exception", "Interrupt")) and name.isidentifier()) or ": error:" in line
 
 
 HEALTH_S = 0.5
-"""Between two looks at a server that loads."""
+"""Seconds between two checks of a loading server."""
 
 LOOK_S = 5.0
-"""Between two looks at one that serves."""
+"""Seconds between two checks of a serving server."""
 
 HEALTH_PATIENCE_S = 30.0
-"""For the first token, which comes with compilations."""
+"""Timeout of the first token, which includes compilations."""
 
 LOOK_PATIENCE_S = 5.0
-"""For the scheduler's answer; a step of the model may stand before it."""
+"""Timeout of the scheduler's response; a model step may precede it."""
 
 
 class SglangAdapter:
-    """One server. `control` is the line to the supervisor."""
+    """One SGLang server. `control`: the line to the supervisor."""
 
     def __init__(self, launch: SglangLaunch, control: ControlLine, clock: Clock) -> None:
         """Start the server. Raises UsageError, EngineError."""
@@ -155,7 +159,7 @@ class SglangAdapter:
         self._clock = clock
         port = launch.port or free_port(launch.host)
         self._address = join_host_port(launch.host, port)
-        check_engine_args(launch.engine_args)  # before there is a folder that would be left behind
+        check_engine_args(launch.engine_args)  # before a folder is created
         scratch = make_scratch()
         command = server_command(prepare_head_bias(launch, scratch), port)
         self._server = SglangServer(
@@ -163,7 +167,7 @@ class SglangAdapter:
         )
 
     async def run(self) -> None:
-        """Until told to stop, with nothing of the server left. Raises EngineError when the server ended by itself."""
+        """Run until told to stop; then the server is gone. Raises EngineError if the server ended by itself."""
         loop = asyncio.get_running_loop()
         stop, ended = asyncio.Event(), asyncio.Event()
         _in_thread("stop", lambda: self._control.wait_for("stop"), loop, stop)
@@ -183,7 +187,7 @@ class SglangAdapter:
             await asyncio.to_thread(self._server.stop)
 
     async def _serve(self) -> None:
-        """Wait for the server, register it, and tell how it is. Ends only with an error."""
+        """Wait for the server, register it, and report its health. Ends only with an error."""
         client, watcher = (self._connect(limit) for limit in (HEALTH_PATIENCE_S, LOOK_PATIENCE_S))
         try:
             self._control.report_progress("loading", 0)
@@ -206,12 +210,12 @@ class SglangAdapter:
         return EngineClient(f"https://{self._address}", timeout_s=timeout_s, transport=transport, key=key)
 
     async def _check_version(self, client: EngineClient) -> None:
-        """What is served is called what it was to be called, or nobody would know whose tokens it makes."""
+        """Check that the server reports the expected version. Otherwise the version of its tokens would be unknown."""
         wanted = Version.parse(self._launch.weight_version)
         if await client.served() != wanted:
             await client.call_weights(wanted)
         if (found := await client.served()) != wanted:
-            raise EngineError(f"the server calls its weights {found}, not {wanted}", where=self._address)
+            raise EngineError(f"the server reports weight version {found}, not {wanted}", where=self._address)
 
     async def _watch(self, client: EngineClient) -> None:
         answers = 0
@@ -222,14 +226,14 @@ class SglangAdapter:
                 answers += 1
                 phase = "generating" if busy else "waiting"
             except EngineUnreachable:
-                # Whether it is only busy, or hangs, time will tell: this phase may not last.
+                # It may be busy or hang: the time limit of this phase decides.
                 phase = "answering"
             self._control.report_progress(phase, answers)
             await self._clock.sleep(LOOK_S)
 
 
 def _in_thread(name: str, wait: Callable[[], object], loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    """Set `event` when `wait`, which blocks, returns. The thread is left behind at the end."""
+    """Set `event` when `wait`, which blocks, returns. The thread is abandoned at the end."""
 
     def waiting() -> None:
         wait()
@@ -240,14 +244,14 @@ def _in_thread(name: str, wait: Callable[[], object], loop: asyncio.AbstractEven
 
 
 def main() -> int:
-    """Serve; the exit code.
+    """Serve, and return the exit code.
 
-    `python -m gcore.engines.sglang`: the process's edge. Started by a supervisor; imports no torch.
+    The entry point of `python -m gcore.engines.sglang`. Started by a supervisor; does not import torch.
     """
     control = ControlLine.inherit()
     if control is None:
         error = UsageError(
-            "this is a worker, started by its supervisor",
+            "this program is a worker and must be started by its supervisor",
             fix="Set rollout.engine: sglang in a job, or start SGLang by hand with python -m sglang.launch_server",
         )
         print(error, file=sys.stderr)  # noqa: T201
@@ -267,5 +271,5 @@ def run() -> None:
     """Run the program and end the process."""
     code = main()
     sys.stderr.flush()
-    # Threads that wait on the line and on the server's output are left behind.
+    # Threads that wait for the line and the server's output are abandoned.
     os._exit(code)

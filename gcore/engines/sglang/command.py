@@ -1,7 +1,7 @@
 """SGLang's command line and environment, the search for a Python that has SGLang, and a head bias that SGLang needs.
 
-What a job says in `rollout.engine_args` comes last, and argparse lets the last value of an option win, so that a user can
-overrule each choice made here, except for host, port and model: the worker would look elsewhere.
+The job's `rollout.engine_args` come last. argparse uses the last value of an option, so a user can override each option
+set here, except host, port and model, because the worker depends on them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from gcore.system.network import bypass_proxies
 from gcore.system.process import thread_environment
 
 CPU_CACHE_TOKENS = 65536
-"""The cache of a CPU server for which none was said: SGLang would take 30 % of all memory for it, per server."""
+"""Cache of a CPU server if none is set: SGLang would take 30 % of all memory for it, per server."""
 
 CUDA_MEM_FRACTION = "0.5"
-"""Of a GPU's memory, for weights and cache together: a train rank on the same GPU needs the rest."""
+"""Share of GPU memory for weights and cache together: a train rank on the same GPU needs the rest."""
 
 CPU_ARGUMENTS = (
     *("--attention-backend", "torch_native"),
@@ -33,7 +33,8 @@ CPU_ARGUMENTS = (
     *("--mem-fraction-static", "0.3"),
     "--disable-overlap-schedule",
     "--disable-cuda-graph",
-    # Weights change every step, and the prefix that a group shares is short: without it, memory is all that is bounded.
+    # Weights change every step and a group's common prefix is short, so a prefix cache gains little. Without it only
+    # memory limits the batch.
     "--disable-radix-cache",
 )
 
@@ -48,14 +49,16 @@ GUARDS = (
     "--ssl-keyfile-password",
     "--config",
 )
-"""Who may ask the server is the cluster's to say; and a file of arguments could hold any of them."""
+"""Options that control access to the server, which gcore sets; and a file of arguments, which could contain any of
+them."""
 
 DROPPED = ("SGLANG_USE_CPU_ENGINE", "SGLANG_RETURN_ORIGINAL_LOGPROB", "GCORE_CONTROL_FD", "PYTHONPATH", "PYTHONHOME")
-"""Of the worker's environment. The first two would change what log-probabilities mean; the rest is gcore's own."""
+"""Environment variables that are not passed to the server. The first two would change the meaning of log-probabilities;
+the others are gcore's own."""
 
 
 def server_command(launch: SglangLaunch, port: int) -> tuple[str, ...]:
-    """The words that start the server on `port`. Raises UsageError for engine_args that are gcore's to say."""
+    """Return the command line that starts the server on `port`. Raises UsageError for engine_args that gcore sets."""
     check_engine_args(launch.engine_args)
     words = [launch.python, "-m", "sglang.launch_server"]
     words += ["--model-path", launch.model, "--host", launch.host, "--port", str(port)]
@@ -67,10 +70,11 @@ def server_command(launch: SglangLaunch, port: int) -> tuple[str, ...]:
     if launch.trust_remote_code:
         words.append("--trust-remote-code")
     if launch.task == "classify":
-        words.append("--is-embedding")  # SGLang's word for all that writes nothing
-    # Without --sleep-on-idle the scheduler spins on a whole core while it has nothing to do.
+        words.append("--is-embedding")  # SGLang's option for all models that do not generate
+    # Without --sleep-on-idle the scheduler spins on a whole core while it is idle.
     words += ["--enable-metrics", "--sleep-on-idle", "--log-level-http", "warning"]
-    # The warm-up is an English sentence, and a tokenizer of its own need not know the letters. Health makes a token.
+    # The warm-up is an English sentence, which a custom tokenizer may not be able to encode. The health check generates
+    # a token.
     words.append("--skip-server-warmup")
     if launch.api_key is not None:
         words += ["--api-key", launch.api_key]
@@ -94,27 +98,28 @@ def _on_cuda(launch: SglangLaunch) -> list[str]:
 
 
 def check_engine_args(engine_args: Sequence[str]) -> None:
-    """Raises UsageError for an argument that gcore itself must choose."""
+    """Raises UsageError for an argument that gcore itself must set."""
     for word in engine_args:
         name = word.partition("=")[0]
-        # argparse takes the beginning of an option for all of it.
+        # argparse accepts the beginning of an option as the whole option.
         if len(name) > 2 and any(option.startswith(name) for option in (*OURS, *GUARDS)):
             raise UsageError(
-                f"{name} is chosen by gcore",
+                f"{name} is set by gcore",
                 where="rollout.engine_args",
-                fix=f"Leave {name} out of rollout.engine_args",
+                fix=f"Remove {name} from rollout.engine_args",
             )
 
 
 def server_environment(launch: SglangLaunch, base: Mapping[str, str], scratch: Path) -> dict[str, str]:
-    """The server's whole environment. `scratch`: its folder for temporary files, sockets among them (so: a short path)."""
+    """Return the server's environment. `scratch`: its folder for temporary files including sockets, so its path must be
+    short."""
     kept = {name: value for name, value in base.items() if name not in DROPPED}
     return kept | {
         **thread_environment(launch.threads),
         **bypass_proxies(base, launch.host, "127.0.0.1", "localhost"),
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
-        # Longer than the client keeps an idle connection: none is closed in the moment in which it is used again.
+        # Longer than the client keeps idle connections, so that the server never closes one that is about to be reused.
         "SGLANG_TIMEOUT_KEEP_ALIVE": "60",
         "TMPDIR": str(scratch),
     }
@@ -122,15 +127,14 @@ def server_environment(launch: SglangLaunch, base: Mapping[str, str], scratch: P
 
 VARIABLE = "GCORE_SGLANG_PYTHON"
 FOLDER = ".venv-sglang"
-HOW = "Run 'make sglang-setup' for a CPU environment, or name the Python of one that has SGLang in GCORE_SGLANG_PYTHON"
+HOW = "Run 'make sglang-setup' for a CPU environment, or set GCORE_SGLANG_PYTHON to a Python with SGLang"
 
 
 def find_python(named: Path | str | None = None, *, environ: Mapping[str, str] | None = None) -> Path | None:
-    """The Python that has SGLang; None where there is none. Starts nothing, imports nothing of SGLang's.
+    """Return a Python with SGLang, or None. Starts nothing, and imports nothing of SGLang.
 
-    In this order: what the caller names; GCORE_SGLANG_PYTHON; `.venv-sglang/bin/python` beside gcore's checkout or in
-    the current folder. A folder may be named instead of a Python: then its bin/python is meant. Raises UsageError if the
-    one that was named has no SGLang.
+    Search order: `named`; GCORE_SGLANG_PYTHON; `.venv-sglang/bin/python` beside gcore's checkout or in the current
+    folder. A folder stands for its bin/python. Raises UsageError if the named Python has no SGLang.
     """
     environ = os.environ if environ is None else environ
     told = environ.get(VARIABLE)
@@ -140,22 +144,24 @@ def find_python(named: Path | str | None = None, *, environ: Mapping[str, str] |
     checkout = Path(__file__).parents[3]
     for folder in (checkout / FOLDER, Path(FOLDER)):
         if has_sglang(folder / "bin" / "python"):
-            return folder.absolute() / "bin" / "python"  # only now: the folder that we are in may have been removed
+            return (
+                folder.absolute() / "bin" / "python"
+            )  # made absolute last, because the current folder may have been deleted
     return None
 
 
 def has_sglang(python: Path) -> bool:
-    """Whether `python` is there and SGLang is installed beside it; without starting it, which would take a second."""
+    """Whether `python` exists and SGLang is installed with it. Does not start it, which would take a second."""
     if not (python.is_file() and os.access(python, os.X_OK)):
         return False
     return any(python.parent.parent.glob("lib*/python3*/*-packages/sglang/launch_server.py"))
 
 
 def _checked(given: Path, where: str) -> Path:
-    # Not resolved: a virtual environment's Python is a link, and what it links to knows nothing of the environment.
+    # Do not resolve links: a virtual environment's Python is a link to one that does not know the environment.
     python = Path(os.path.abspath(given / "bin" / "python" if given.is_dir() else given))
     if not has_sglang(python):
-        what = "SGLang is not installed beside this Python" if python.is_file() else "there is no such Python"
+        what = "SGLang is not installed in this Python" if python.is_file() else "there is no such Python"
         raise UsageError(f"{what}: {python}", where=where, fix=HOW)
     return python
 
@@ -166,12 +172,13 @@ FILE = "gcore-head-bias.safetensors"
 
 
 def prepare_head_bias(launch: SglangLaunch, scratch: Path) -> SglangLaunch:
-    """The launch, of a folder in `scratch` where the model needs one so that SGLang gives the numbers that its weights give.
+    """Return a launch with a modified model folder in `scratch`, if SGLang needs one to compute the same scores as the
+    weights.
 
-    SGLang 0.5.23 builds the heads of Qwen2 and Qwen3 with a bias. transformers has none there, so no weights hold
-    one, and its random initial value stays: every server would add another number to all its scores. Such a model is
-    served from a folder of links to its files, with one file more, in which the bias is 0. Needs no torch; leaves the
-    model's own folder as it is.
+    SGLang 0.5.23 builds the heads of Qwen2 and Qwen3 with a bias. transformers has none, so no weights file contains
+    one, and its random initial value remains: every server would add another number to all its scores. Such a model is
+    served from a folder of links to its files, with one more file that sets the bias to 0. Does not need torch; does
+    not change the model's own folder.
     """
     folder = Path(launch.model)
     if launch.task != "classify" or not set(BIASED) & set(read_config(folder).get("architectures") or ()):
@@ -193,7 +200,8 @@ def prepare_head_bias(launch: SglangLaunch, scratch: Path) -> SglangLaunch:
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """A safetensors file's tensors, by name; none of a file that cannot be read (the server says more)."""
+    """Read the tensors of a safetensors file by name. Empty if the file cannot be read; the server reports the
+    error."""
     try:
         with file.open("rb") as raw:
             (length,) = struct.unpack("<Q", raw.read(8))
@@ -204,7 +212,7 @@ def read_header(file: Path) -> dict[str, Any]:
 
 
 def zero_bias_file() -> bytes:
-    """A safetensors file that holds the bias of one number, 0."""
+    """Return a safetensors file with a bias of one value, 0."""
     told = json.dumps({NAME: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     told += b" " * (-len(told) % 8)
     return struct.pack("<Q", len(told)) + told + bytes(4)

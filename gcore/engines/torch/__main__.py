@@ -1,7 +1,7 @@
 """`python -m gcore.engines.torch`: the torch engine under its supervisor.
 
-The process's edge: what is wrong with its arguments becomes one sentence. It sets variables and `leave_compiler_out` before the
-server is imported: torch, transformers and OpenMP read them as they are loaded.
+Reports invalid arguments in one sentence. Sets environment variables and calls `leave_compiler_out` before it imports
+the server, because torch, transformers and OpenMP read them at import.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ INTERRUPTED_EXIT = 130
 
 
 def main() -> int:
-    """Serve; the exit code."""
-    # No look-ups, no other frameworks, no threads that spin.
+    """Serve, and return the exit code."""
+    # No network access, no other frameworks, no spinning threads.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("USE_TORCH", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -53,7 +53,7 @@ def run() -> None:
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Interpreter shutdown with torch's threads costs time and can abort; everything is closed.
+    # Skip interpreter shutdown: with torch's threads it is slow and may abort. Everything is closed by now.
     os._exit(code)
 
 

@@ -1,14 +1,14 @@
 """Async engine: the thread that owns the model, its mailbox, and the streams of requests on the event loop.
 
-`ModelThread` carries out actions from a mailbox between two decode steps, in the order of arrival; a result comes back as
-a future. Without work it sleeps on the mailbox. Outputs leave through one call a step. An exception in a step is a defect
-(or memory that has run out) that leaves the cache in doubt: the thread reports it through `on_death` and ends, and the process
-is expected to end with it. Progress is reported at most once a second while tokens are made; "generate" at once when work
-begins, so that the watchdog sees a step that hangs, and "waiting" once there is none.
+`ModelThread` executes actions from a mailbox between two decode steps, in order of arrival; a result is returned as a
+future. Without work it sleeps on the mailbox. Outputs are delivered with one call per step. An exception in a step is a
+defect (or out of memory) that may have corrupted the cache: the thread reports it through `on_death` and ends, and the
+process is expected to end with it. While tokens are generated, progress is reported at most once a second; "generate"
+is reported at once when work begins, so that the watchdog detects a step that hangs, and "waiting" once there is none.
 
-`AsyncEngine` connects one event loop and one such thread: requests go out under their names, and outputs are kept until they
-are taken. Of what streams only the newest output is kept, for it holds all that came before: a client that reads slowly
-skips steps, and costs no memory that grows.
+`AsyncEngine` connects one event loop and one such thread: requests are sent under their names, and outputs are kept
+until they are taken. Of a stream only the newest output is kept, because it contains all earlier ones: a slow reader
+skips steps, and its memory does not grow.
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ A = TypeVar("A", bound=NumberedRequest)
 D = TypeVar("D", bound=NumberedOutput)
 
 ProgressReport = Callable[[str, int], None]
-"""Takes the phase, and a count that grows whenever anything got done."""
+"""Called with the phase, and a counter that grows with progress."""
 
 REPORT_S = 1.0
 
 GATHER_S = 0.002
-"""An idle engine that has seen bursts begins when for so long no further request has come,"""
+"""An idle engine that has seen bursts starts when no further request has arrived for this time,"""
 
 GATHER_MOST_S = 0.02
-"""or when the first has waited for so long. What follows the first within this time makes a burst."""
+"""or when the first one has waited for this time. Requests within this time of the first count as a burst."""
 
 
 class ArrivalWait:
-    """Whether an idle engine waits for more when a request comes: only if the last one did not come alone.
+    """Decides whether an idle engine waits for more requests when one arrives: only if the last one did not arrive
+    alone.
 
-    Requests of a training step come in bursts. Beginning with the first alone would make many small passes where one
-    would do, and take the interpreter from the event loop that still reads the others. Whoever sends one request at a
-    time must not wait for others that never come.
+    Requests of a training step arrive in bursts. Starting with the first alone would cause many small passes instead of
+    one, and take the GIL from the event loop that still parses the others. A client that sends single requests must not
+    wait for others that never arrive.
     """
 
     def __init__(self) -> None:
@@ -59,18 +60,18 @@ class ArrivalWait:
         self.waits = False
 
     def begins(self, now: float, *, more: int) -> None:
-        """Work has begun after a pause, `more` requests having been gathered beside the first."""
+        """Work has started after a pause, with `more` requests gathered in addition to the first."""
         self._began = now
         self.waits = more > 0
 
     def arrives(self, now: float) -> None:
-        """Something has come while there was work."""
+        """A request has arrived while there was work."""
         if now - self._began < GATHER_MOST_S:
             self.waits = True
 
 
 class ModelThread(Generic[D]):
-    """Runs `core` in a thread of its own."""
+    """Runs `core` in its own thread."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class ModelThread(Generic[D]):
         self._meter = EngineTimeMeter(core.rows, clock.monotonic())
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     @property
@@ -104,11 +105,11 @@ class ModelThread(Generic[D]):
         return self._thread.is_alive()
 
     def sums(self) -> EngineTimeSums:
-        """What the time until now was. May be called from any thread."""
+        """Return how the time until now was spent. May be called from any thread."""
         return self._meter.read(self._clock.monotonic())
 
     def perform(self, action: Callable[[], T]) -> Future[T]:
-        """Carry out `action` in the thread, between two steps; its result, or the exception it raised."""
+        """Execute `action` in the thread, between two steps. The future has its result or exception."""
         future: Future[T] = Future()
 
         def carry_out() -> None:
@@ -144,7 +145,7 @@ class ModelThread(Generic[D]):
         self._meter.note(doing, core.running + core.waiting, self._clock.monotonic())
 
     def _read_mail(self) -> None:
-        """All that is there; waits for the first when there is nothing else to do."""
+        """Execute all messages; wait for the first if there is nothing else to do."""
         if not self.core.can_work and not self.core.outbox:
             self._wait()
         while True:
@@ -156,7 +157,7 @@ class ModelThread(Generic[D]):
             self._gathering.arrives(self._clock.monotonic())
 
     def _wait(self) -> None:
-        """Until there is mail; meanwhile "waiting" is reported, once the last report is a second old."""
+        """Wait for a message. Report "waiting" meanwhile, once the last report is a second old."""
         try:
             action = self._mailbox.get(timeout=REPORT_S if self._phase != "waiting" else None)
         except queue.Empty:
@@ -169,7 +170,7 @@ class ModelThread(Generic[D]):
             self._gathering.begins(self._clock.monotonic(), more=more)
 
     def _gather(self) -> int:
-        """More of a burst; how much there was."""
+        """Gather more requests of a burst. Return their number."""
         until = self._clock.monotonic() + GATHER_MOST_S
         more = 0
         while self.core.can_work and self._clock.monotonic() < until:
@@ -191,19 +192,19 @@ class ModelThread(Generic[D]):
 
 
 class _Arrivals(Generic[D]):
-    """The newest delivery of each of a request's tasks, until it is taken."""
+    """The newest delivery of each task of a request, until it is taken."""
 
     def __init__(self) -> None:
         self._newest: dict[int, D] = {}
         self._there = asyncio.Event()
 
     def put(self, delivery: D) -> None:
-        """Takes the place of an older one."""
+        """Replace the older delivery of the task."""
         self._newest[delivery.number] = delivery
         self._there.set()
 
     async def take(self) -> list[D]:
-        """All that there are; waits for one."""
+        """Return all deliveries; wait for the first."""
         await self._there.wait()
         self._there.clear()
         newest, self._newest = self._newest, {}
@@ -211,7 +212,7 @@ class _Arrivals(Generic[D]):
 
 
 class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
-    """A core whose steps run in a model thread. `open` it before the first request."""
+    """A core whose steps run in a model thread. Call `open` before the first request."""
 
     def __init__(
         self, core: EngineBase[A, D], text: Detokenizer | None, clock: Clock, description: dict[str, Any]
@@ -220,13 +221,13 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
         self.core = core
         self._text = text
         self._arrivals: dict[int, _Arrivals[D]] = {}
-        """By the request's number, while it is under way."""
+        """By the task's number, while it runs."""
         self._next = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runner: ModelThread[D] | None = None
 
     def open(self, runner: ModelThread[D]) -> None:
-        """Called on the event loop that requests arrive on."""
+        """Connect the model thread. Call it on the event loop that receives requests."""
         self._runner = runner
         self._loop = asyncio.get_running_loop()
 
@@ -237,7 +238,7 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
         return self._runner
 
     def deliver(self, deliveries: Sequence[D]) -> None:
-        """Called in the model's thread."""
+        """Deliver outputs. Called in the model's thread."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._arrive, deliveries)
 
@@ -250,22 +251,23 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
                     del self._arrivals[delivery.number]
 
     async def perform(self, action: Callable[[], T]) -> T:
-        """Carry out `action` between two steps."""
+        """Execute `action` between two steps."""
         return await asyncio.wrap_future(self.runner.perform(action))
 
     def number(self) -> int:
-        """Of the next task."""
+        """Return the number of the next task."""
         self._next += 1
         return self._next - 1
 
     def encode(self, prompts: Sequence[str | list[int]]) -> tuple[str | list[int], ...]:
-        """With tokens for texts, where there is a tokenizer. May be called from any thread: a long text takes seconds."""
+        """Tokenize texts if there is a tokenizer. May be called from any thread: a long text takes seconds."""
         if (text := self._text) is None:
             return tuple(prompts)
         return tuple(list(text.encode(prompt)) if isinstance(prompt, str) else prompt for prompt in prompts)
 
     def names(self, rids: Sequence[str] | None, count: int) -> Sequence[str]:
-        """The names of `count` requests, made up where the client gave none. Raises EngineError if one is under way."""
+        """Return the names of `count` requests, generated if the client gave none. Raises EngineError if one of them is
+        running."""
         names = rids or tuple(uuid.uuid4().hex for _ in range(count))
         self.check_names(set(names))
         return names
@@ -277,14 +279,15 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
         self.runner.perform(lambda: self.core.submit(tasks))
 
     def _take_back(self, tasks: Sequence[A]) -> None:
-        """Abort those of these that still run: no client waits for them."""
+        """Abort the running ones of these tasks: no client waits for them."""
         left = {task.number for task in tasks if self._arrivals.pop(task.number, None) is not None}
         if left:
             self.runner.perform(lambda: self.core.abort(lambda task: task.number in left))
 
     async def deliveries(self, tasks: list[A], names: set[str]) -> AsyncIterator[list[D]]:
-        """What arrives for these, until all have ended. Closing it takes back what still runs."""
-        # Again: of two that were admitted in one turn of the loop neither had its names yet.
+        """Yield the deliveries of these tasks until all have ended. Closing the generator aborts those that still
+        run."""
+        # Check again: two requests admitted in the same turn of the loop had not registered their names yet.
         self.check_names(names)
         self._names |= names
         try:
@@ -302,7 +305,7 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
             self._names -= names
 
     async def ended(self, tasks: list[A], names: set[str]) -> dict[int, D]:
-        """The last delivery of each, by number; waits for all."""
+        """Wait for all tasks; return the last delivery of each by number."""
         found: dict[int, D] = {}
         stream = self.deliveries(tasks, names)
         try:
@@ -319,7 +322,7 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens made since the start."""
+        """Number of tokens generated since the start."""
         return self.core.generated_tokens
 
     def time_sums(self) -> EngineTimeSums:
@@ -331,15 +334,15 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
         await self.perform(lambda: self.core.abort(unwanted, message))
 
     async def pause(self, mode: PauseMode) -> None:
-        """Make no more tokens."""
+        """Stop generating tokens."""
         await self.perform(lambda: self.core.pause(mode))
 
     async def resume(self) -> None:
-        """Make tokens again."""
+        """Generate tokens again."""
         await self.perform(self.core.resume)
 
     async def flush(self) -> bool:
-        """Release the cache's memory; False while requests hold it."""
+        """Release the cache's memory; False while requests use it."""
         core = self.core
 
         def flush() -> bool:
@@ -355,23 +358,23 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
         await self.perform(lambda: self.core.release(tags))
 
     async def wake(self, tags: frozenset[str]) -> None:
-        """Take memory again."""
+        """Restore released memory."""
         await self.perform(lambda: self.core.wake(tags))
 
     async def rename(self, version: str, *, abort: bool) -> None:
-        """Call the served weights `version`. Raises EngineError for an older one."""
+        """Set the version of the served weights. Raises EngineError for an older one."""
         core = self.core
 
         def rename() -> None:
             core.check_version(version)
             if abort:
-                core.abort_all("aborted by a change of the weights' version")
+                core.abort_all("aborted by a change of the weight version")
             core.rename(version)
 
         await self.perform(rename)
 
     async def stage_weights(self, folder: Path) -> StagedWeights:
-        """Read a folder's weights into host memory, beside the model's thread."""
+        """Load a folder's weights into host memory, outside the model's thread."""
         return await asyncio.to_thread(stage_weights, self.core.model, folder)
 
     async def install_weights(self, staged: StagedWeights, version: str | None, *, flush: bool) -> None:

@@ -1,18 +1,19 @@
-"""The attention function that a model is made to use, for the caches of the model runners.
+"""Attention function that replaces the model's own, for the caches of the model runners.
 
-A runner says before each forward pass what kind of pass it is:
+Before each forward pass a runner sets the kind of pass:
 
-- `PrefillPass`: a prompt's tokens, or several prompts padded on the right, behind `past` tokens that stand in the cache. A
-  real token never sees the padding, which stands behind it.
-- `DecodePass`: one query a row over one common stretch of columns, with a bias that silences what is not a row's own. The
-  query heads that share a key head are folded into the query length, so that nothing is repeated: two batched matrix
+- `PrefillPass`: tokens of one prompt, or of several prompts padded on the right, after `past` tokens in the cache. Real
+  tokens never attend to the padding, because it follows them.
+- `DecodePass`: one query per row over one common range of columns, with a bias that masks the columns of other rows.
+  The query heads that share a key head are folded into the query length, so nothing is repeated: two batched matrix
   products and a softmax (on a CPU faster than torch's fused attention for one token).
-- `BlockDecodePass`: the same over blocks of `BLOCK` columns, each of the same shape, joined by a running maximum and sum. A block
-  in which a row has nothing changes not one bit of that row's result, so the result does not depend on its neighbours'
-  lengths. For deterministic decoding.
+- `BlockDecodePass`: the same over blocks of `BLOCK` columns, all of the same shape, combined by a running maximum and
+  sum. A block without columns of a row does not change a bit of that row's result, so the result does not depend on the
+  lengths of other rows. For deterministic decoding.
 
-Honoured: grouped heads, any scale, sliding windows, soft caps, attention sinks. Position biases are refused; what the
-function is not even told of (a window that a model only puts into its mask) `runner_selection` finds out.
+Supported: grouped heads, any scale, sliding windows, soft caps, attention sinks. Position biases are refused.
+`runner_selection` detects features that the function does not receive, such as a window that a model applies only in
+its mask.
 """
 
 from __future__ import annotations
@@ -25,36 +26,37 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 NAME = "gcore"
-"""What the model's configuration calls it (`attn_implementation`)."""
+"""Name of this attention in the model's configuration (`attn_implementation`)."""
 
 BLOCK = 64
 """Columns of a block."""
 
 NOTHING = -1e30
-"""Added to a score that does not count. Finite, so that a block without any score that counts makes no NaN."""
+"""Added to a masked score. Finite, so that a fully masked block gives no NaN."""
 
 
 class UnsupportedEngineAttention(Exception):
-    """The model wants something of its attention that this one does not do; the text says what."""
+    """The model needs an attention feature that this function does not support; the text names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPass:
-    """A pass over prompts. `past`: tokens before them in the keys that `update` gives back."""
+    """A pass over prompts. `past`: tokens before them in the keys returned by `update`."""
 
     past: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePass:
-    """A decode step. `bias` `[row * kv_head, 1, width]`, 0 or -inf; None when all of the width is every row's own."""
+    """A decode step. `bias` `[row * kv_head, 1, width]`, 0 or -inf; None if every row uses all columns."""
 
     bias: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class BlockDecodePass:
-    """A decode step of rows that begin at column 0. `positions` [row]: where each row's query stands; `count`: blocks."""
+    """A decode step of rows that begin at column 0. `positions` [row]: position of each row's query. `count`: number of
+    blocks."""
 
     positions: torch.Tensor
     count: int
@@ -64,17 +66,17 @@ Pass = PrefillPass | DecodePass | BlockDecodePass
 
 
 class EngineAttention:
-    """Registered once a process. `kind` tells what the next forward pass is."""
+    """Registered once per process. `kind` defines the next forward pass."""
 
     def __init__(self) -> None:
         self.kind: Pass = PrefillPass()
         self.windows: set[int] = set()
-        """The sliding windows that the model has told of."""
+        """The sliding windows that the model has passed."""
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
         self._biases: tuple[Pass, dict[int | None, list[torch.Tensor]]] = (self.kind, {})
 
     def register(self) -> None:
-        """Models that are set to `attn_implementation=NAME` use it from now on."""
+        """Register the function for models with `attn_implementation=NAME`."""
         AttentionInterface.register(NAME, self)
 
     def __call__(
@@ -91,9 +93,9 @@ class EngineAttention:
         position_bias: torch.Tensor | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
-        """`query` [row, head, token, dim] → [row, token, head, dim], as transformers wants it."""
+        """Compute attention. `query` [row, head, token, dim] → [row, token, head, dim], as transformers expects it."""
         if position_bias is not None:
-            raise UnsupportedEngineAttention("it adds a bias by position to its attention")
+            raise UnsupportedEngineAttention("it adds a position bias to its attention")
         if sliding_window is not None:
             self.windows.add(sliding_window)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -118,7 +120,8 @@ class EngineAttention:
         return out.transpose(1, 2), None
 
     def _mask(self, tokens: int, past: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """[token, past + token] bool: what a query sees; None: what stands before it, which needs no mask."""
+        """Return the mask [token, past + token] bool of what a query attends to; None: all preceding tokens, which
+        needs no mask."""
         if window is not None and window >= past + tokens:
             window = None
         if window is None and (past == 0 or tokens == 1):
@@ -130,14 +133,14 @@ class EngineAttention:
             found = key <= query
             if window is not None:
                 found &= key > query - window
-            # The layers of one pass share it; the next pass has another.
+            # The layers of one pass share the mask; the next pass has another.
             if len(self._masks) > 2:
                 self._masks.clear()
             self._masks[tokens, past, window] = found
         return found
 
     def _block_biases(self, kind: BlockDecodePass, window: int | None, kv_heads: int) -> list[torch.Tensor]:
-        """By block: `[row * kv_head, 1, BLOCK]`, 0 or NOTHING."""
+        """Return the bias of each block: `[row * kv_head, 1, BLOCK]`, 0 or NOTHING."""
         if self._biases[0] is not kind:
             self._biases = (kind, {})
         known = self._biases[1]
@@ -167,7 +170,7 @@ def _one_token(
     flat_key = key.view(rows * kv_heads, width, dim)
     flat_value = value.view(rows * kv_heads, width, value.shape[-1])
     if window is not None and window < width:
-        # All rows write the same column, so the same columns are too old for all of them.
+        # All rows write the same column, so the window excludes the same columns for all of them.
         flat_key, flat_value = flat_key[:, -window:], flat_value[:, -window:]
         bias = None if bias is None else bias[:, :, -window:]
     if bias is None or softcap is not None:
@@ -182,7 +185,7 @@ def _one_token(
 
 
 def _with_sinks(scores: torch.Tensor, sinks: torch.Tensor, rows: int) -> torch.Tensor:
-    """Softmax over the scores and one more, the head's sink, which is then left out. `scores` [row * kv, group, width]."""
+    """Softmax over the scores and the head's sink, which is then removed. `scores` [row * kv, group, width]."""
     sink = sinks.view(1, -1, scores.shape[1]).expand(rows, -1, -1).reshape(scores.shape[0], scores.shape[1], 1)
     return torch.softmax(torch.cat([scores, sink.to(scores.dtype)], -1), dim=-1, dtype=torch.float32)[..., :-1]
 
@@ -233,7 +236,7 @@ def _spelled_out(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention over prompts with what torch's fused one does not know."""
+    """Attention over prompts with features that torch's fused attention does not support."""
     rows, heads, tokens, _ = query.shape
     groups, width = heads // key.shape[1], key.shape[2]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

@@ -1,11 +1,13 @@
-"""Classifier engine: a model with a sequence-classification head gives each question one number.
+"""Classifier engine: a model with a sequence-classification head returns one number per question.
 
-Any model that transformers loads as `AutoModelForSequenceClassification` with one label. Questions of one pass are padded on
-the right to the longest. A decoder finds its last token by what is not the padding token: the one of its configuration is
-used, or, where that names none, one that no question of the pass ends with. A trial at start finds out whether a padded
-pass gives what each question gives alone; a model that does not bear padding scores one question at a time.
+Serves any model that transformers loads as `AutoModelForSequenceClassification` with one label. Questions of one pass
+are padded on the right to the longest. A decoder finds its last token as the last one that is not the padding token.
+The padding token is that of the configuration, or, if it has none, a token that no question of the pass ends with. A
+trial at start checks whether a padded pass gives the same results as single questions; a model for which it does not
+scores one question at a time.
 
-From top to bottom: the batch of a pass, the body of `/classify`, the model, the core, the request handler, the routes.
+Order of this module: the batch of a pass, the body of `/classify`, the model, the core, the request handler, the
+routes.
 """
 
 from __future__ import annotations
@@ -58,16 +60,16 @@ from gcore.models.checks import check_classifier, check_code, require_config
 from gcore.system.clock import Clock
 
 WINDOW = 1024
-"""So many of the waiting questions are candidates: sorting a queue of a hundred thousand would cost more than a pass."""
+"""Number of waiting questions considered for a batch: sorting a queue of 100,000 would take longer than a pass."""
 
 
 def choose_batch(lengths: Sequence[int], *, slots: int, tokens: int) -> list[int]:
-    """Choose the waiting questions that go through the model together: their indices, the oldest first.
+    """Choose the waiting questions of the next pass. Return their indices, oldest first.
 
-    The oldest always goes, so that none waits for ever; with it go those of the first `WINDOW` whose lengths are nearest to
-    its own, for the shorter of a batch are padded to the longest. A batch holds at most `slots` questions and, with padding,
-    at most `tokens` tokens; at most half of it is padding. A question longer than `tokens` goes alone. `lengths`: of the
-    waiting questions, oldest first; at least one.
+    The oldest is always chosen, so that none waits forever. With it go those of the first `WINDOW` questions with the
+    most similar lengths, because shorter questions of a batch are padded to the longest. A batch has at most `slots`
+    questions and, with padding, at most `tokens` tokens; at most half of it is padding. A question longer than `tokens`
+    goes alone. `lengths`: of the waiting questions, oldest first; at least one.
     """
     first = lengths[0]
     chosen, longest, real = [0], first, first
@@ -97,7 +99,7 @@ UNSERVED_FIELDS = frozenset(
         "token_indices_to_pool",
     ]
 )
-"""SGLang's fields of /classify that this engine does not have."""
+"""SGLang's fields of /classify that this engine does not support."""
 
 
 class _ClassifyFields(BaseModel):
@@ -112,7 +114,7 @@ class _ClassifyFields(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ClassifyRequest:
-    """A request for scores. `is_list`: whether the answer is one."""
+    """A request for scores. `is_list`: whether the response is a list."""
 
     questions: tuple[str | list[int], ...]
     rids: tuple[str, ...] | None
@@ -120,7 +122,7 @@ class ClassifyRequest:
 
 
 def classify_body(value: Any) -> ClassifyRequest:
-    """Check a body of `/classify`: SGLang's fields, as far as a classifier has them. Raises BodyRefused, EngineError."""
+    """Check a body of `/classify`: the fields of SGLang that apply to a classifier. Raises BodyRefused, EngineError."""
     body = checked_body(_ClassifyFields, value)
     if (body.text is None) == (body.input_ids is None):
         raise EngineError("give exactly one of text and input_ids")
@@ -138,7 +140,7 @@ TRIED = (3, 1, 7, 5)
 """Lengths of the questions of the trial."""
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""How far a score may be from what the question gives alone, beside 1 or the score."""
+"""Tolerance of a score compared with the question alone, relative to the maximum of 1 and the score."""
 
 
 @dataclass(slots=True)
@@ -148,17 +150,17 @@ class Classifier:
     module: Any
     folder: Path
     shape: CacheShape
-    """The weights' type and place; there is no cache."""
+    """Dtype and device of the weights; there is no cache."""
     vocabulary: int
     context: int
-    """A question is shorter than this, as for one who generates."""
+    """Context length. A question must be shorter, as in a generating engine."""
     pads: bool = True
-    """Whether several questions of unequal lengths go through it together."""
+    """Whether questions of different lengths can share a pass."""
     asleep: bool = False
     """Whether the weights are released."""
 
     def scores(self, questions: Sequence[Sequence[int]]) -> list[float]:
-        """The number of each, by one pass."""
+        """Return the score of each question, from one pass."""
         longest = max(map(len, questions))
         padding = self._padding(questions)
         ids = torch.full((len(questions), longest), padding or 0, dtype=torch.long)
@@ -167,7 +169,7 @@ class Classifier:
             ids[row, : len(question)] = torch.tensor(question)
             mask[row, : len(question)] = 1
         place = self.shape.device
-        # A mask that masks nothing would only keep the quicker kinds of attention away.
+        # An all-ones mask would only disable the faster attention kernels.
         given = {} if bool(mask.all()) else {"attention_mask": mask.to(place)}
         config = self.module.config.get_text_config()
         named, config.pad_token_id = config.pad_token_id, padding
@@ -180,7 +182,7 @@ class Classifier:
         return found
 
     def _padding(self, questions: Sequence[Sequence[int]]) -> int | None:
-        """The padding token of a pass. None: there is nothing to be padded, and the model names none."""
+        """Return the padding token of a pass. None: no padding is needed, and the model has no padding token."""
         named: int | None = getattr(self.module.config.get_text_config(), "pad_token_id", None)
         if named is not None or len(questions) == 1:
             return named
@@ -197,13 +199,13 @@ def load_classifier(
     text: Detokenizer | None,
     trust_remote_code: bool = False,
 ) -> Classifier:
-    """Load from a local folder. Raises DataError in one sentence when it cannot be served."""
+    """Load from a local folder. Raises DataError in one sentence if it cannot be served."""
     config = require_config(folder)
     check_code(config, trusted=trust_remote_code, where=str(folder))
     check_classifier(config, where=str(folder))
     module = load_module(AutoModelForSequenceClassification, folder, DTYPES[dtype], trust_remote_code=trust_remote_code)
     c = module.config.get_text_config()
-    c.use_cache = False  # nothing is said after a question
+    c.use_cache = False  # no tokens follow a question
     vocabulary = int(module.get_input_embeddings().weight.shape[0])
     check_vocabulary(text, vocabulary, folder)
     place = torch.device(device)
@@ -217,7 +219,7 @@ def load_classifier(
 
 
 def _longest(module: Any) -> int | None:
-    """Positions that there are. A RoBERTa counts them from behind its padding token on."""
+    """Return the number of positions. A RoBERTa counts them from after its padding token."""
     c = module.config.get_text_config()
     limit = getattr(c, "max_position_embeddings", None) or getattr(c, "n_positions", None)
     for name, part in module.named_modules():
@@ -227,7 +229,7 @@ def _longest(module: Any) -> int | None:
 
 
 def _try(model: Classifier) -> None:
-    """Find out whether it bears padding. Raises DataError if it gives no single number, or fails."""
+    """Find out whether the model supports padding. Raises DataError if it fails or does not return a single number."""
     tokens = [token for token in range(model.vocabulary) if token != model.module.config.get_text_config().pad_token_id]
     tried = [[tokens[(7 * i + n) % len(tokens)] for i in range(min(n, model.context))] for n in TRIED]
     try:
@@ -248,12 +250,12 @@ def _try(model: Classifier) -> None:
         model.pads = all(abs(one - other) <= tolerance * max(1.0, abs(one)) for one, other in pairs)
 
 
-FIX = "Lower serving.batch_slots (questions at once), or show the judge less"
+FIX = "Lower serving.batch_slots (questions at once), or shorten the judge's template"
 
 
 @dataclass(frozen=True, slots=True)
 class ClassifierRequest:
-    """One question. `number` is the engine's own name for it, unique in its life; `rid` the client's."""
+    """One question. `number`: the engine's own number, unique for its life. `rid`: the client's name."""
 
     number: int
     rid: str
@@ -262,7 +264,7 @@ class ClassifierRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClassifierOutput:
-    """What became of a question. `score` None: it was aborted. `version`: of the weights."""
+    """The result of a question. `score` None: it was aborted. `version`: of the weights."""
 
     number: int
     score: float | None
@@ -271,10 +273,10 @@ class ClassifierOutput:
 
 
 class ClassifierCore(EngineBase[ClassifierRequest, ClassifierOutput]):
-    """A model that gives one number for a question: one batch of the questions that wait in each cycle.
+    """A model that returns one number per question. Each cycle runs one batch of waiting questions.
 
-    A pass is whole, so a pause has nothing to take back, and changes of weights, aborts and sleep concern only what waits.
-    There is no cache to flush or to release.
+    A pass is not interrupted, so a pause has nothing to retract, and weight updates, aborts and sleep concern only
+    waiting questions. There is no cache to flush or release.
     """
 
     memory_fix = FIX
@@ -294,25 +296,25 @@ class ClassifierCore(EngineBase[ClassifierRequest, ClassifierOutput]):
 
     @property
     def rows(self) -> int:
-        """Questions in one pass, at most."""
+        """Maximum number of questions in one pass."""
         return self._slots
 
     @property
     def running(self) -> int:
-        """Questions in the present pass."""
+        """Number of questions in the present pass."""
         return self._scoring
 
     @property
     def waiting(self) -> int:
-        """Questions that wait."""
+        """Number of waiting questions."""
         return len(self._waiting)
 
     def submit(self, tasks: list[ClassifierRequest]) -> None:
-        """Questions that have been checked."""
+        """Queue checked questions."""
         self._waiting.extend(tasks)
 
     def cycle(self) -> None:
-        """Score one batch. Raises EngineError when memory runs out."""
+        """Score one batch. Raises EngineError if memory runs out."""
         first = list(islice(self._waiting, WINDOW))
         places = choose_batch([len(question.prompt) for question in first], slots=self.rows, tokens=self._tokens)
         chosen = [first[place] for place in places]
@@ -331,7 +333,7 @@ class ClassifierCore(EngineBase[ClassifierRequest, ClassifierOutput]):
         ]
 
     def abort(self, unwanted: Callable[[ClassifierRequest], bool], message: str = ABORTED) -> None:
-        """End these now, without a score."""
+        """End these questions now, without a score."""
         ending = Finish("abort", message=message)
         gone = [question for question in self._waiting if unwanted(question)]
         if gone:
@@ -342,17 +344,17 @@ class ClassifierCore(EngineBase[ClassifierRequest, ClassifierOutput]):
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """A request's questions."""
+    """The questions of a request."""
 
     questions: tuple[ClassifierRequest, ...]
     since: float
 
 
 class ClassifierRequestHandler(AsyncEngine[ClassifierRequest, ClassifierOutput]):
-    """Turns checked requests into questions, and scores into SGLang's answers. `open` it before the first.
+    """Turns checked requests into questions, and scores into SGLang's responses. Call `open` before the first request.
 
-    Lives on the event loop. What depends on the model (token ids, its context) is checked here, before anything reaches the
-    model thread. A request whose client has gone away is aborted.
+    Runs on the event loop. Checks that depend on the model (token ids, context) are made here, before anything reaches
+    the model thread. A request whose client has disconnected is aborted.
     """
 
     def __init__(
@@ -362,11 +364,11 @@ class ClassifierRequestHandler(AsyncEngine[ClassifierRequest, ClassifierOutput])
         self._classifier = core.model
 
     def encoded(self, request: ClassifyRequest) -> ClassifyRequest:
-        """With tokens for texts. May be called from any thread: a long text takes seconds."""
+        """Tokenize texts. May be called from any thread: a long text takes seconds."""
         return replace(request, questions=self.encode(request.questions))
 
     def admit(self, request: ClassifyRequest) -> AdmittedRequest:
-        """The questions of an encoded request. Raises EngineError for what cannot be served."""
+        """Return the questions of an encoded request. Raises EngineError if they cannot be served."""
         checked = [self._checked(question) for question in request.questions]
         questions = (
             ClassifierRequest(self.number(), name, tokens)
@@ -382,12 +384,12 @@ class ClassifierRequestHandler(AsyncEngine[ClassifierRequest, ClassifierOutput])
         if len(question) >= model.context:
             raise EngineError(
                 f"a question of {len(question)} tokens does not fit into the context of {model.context} tokens",
-                fix=f"Ask with at most {model.context - 1} tokens",
+                fix=f"Send at most {model.context - 1} tokens",
             )
         return tuple(question)
 
     async def answers(self, admitted: AdmittedRequest) -> list[dict[str, Any]]:
-        """Wait for all, and word the answers in order."""
+        """Wait for all scores, and return the responses in order."""
         questions = admitted.questions
         scored = await self.ended(list(questions), {question.rid for question in questions})
         latency = self.clock.monotonic() - admitted.since
@@ -424,7 +426,7 @@ UNSERVED = (
 
 
 def classifier_app(engine: ClassifierRequestHandler, keys: ApiKeys) -> ASGIApp:
-    """The ASGI application: SGLang's paths and fields over HTTP."""
+    """Return the ASGI application: SGLang's paths and fields over HTTP."""
 
     async def classify(request: Request) -> Response:
         body = await read_body(request, lambda value: engine.encoded(classify_body(value)))
@@ -434,9 +436,7 @@ def classifier_app(engine: ClassifierRequestHandler, keys: ApiKeys) -> ASGIApp:
         return JSONResponse(answers if body.is_list else answers[0])
 
     async def refuse_text(request: Request) -> Response:
-        raise EngineError(
-            "this engine serves a classifier, which says one number and writes nothing", fix="Ask it at /classify"
-        )
+        raise EngineError("this engine serves a classifier, which does not generate text", fix="Use /classify")
 
     routes = [Route("/classify", answer_errors(classify), methods=["POST", "PUT"])]
     routes += [Route(path, answer_errors(refuse_text), methods=["POST", "PUT"]) for path in WORDLESS]
@@ -446,7 +446,7 @@ def classifier_app(engine: ClassifierRequestHandler, keys: ApiKeys) -> ASGIApp:
 
 
 def start_classifier(launch: EngineLaunch, text: Detokenizer | None) -> ClassifierCore:
-    """Load what the launch names. Raises UsageError, DataError and EngineError for what cannot be served here."""
+    """Load the model of the launch. Raises UsageError, DataError and EngineError if it cannot be served."""
     with explain_memory_error("while it loaded the model", TOO_BIG):
         model = load_classifier(
             Path(launch.model),

@@ -1,12 +1,12 @@
 """Engine core: schedules, prefills and decodes sequences, and finishes requests.
 
-One cycle preempts what no longer fits, admits waiting sequences, prefills a chunk of their prompts, and makes one token for
-every running sequence (`scheduler` decides each of these). Changes of weights, pauses and aborts take effect between
-cycles. After a change of weights with `flush` the key-value cache is recomputed with the new weights; without it, it is
-kept. Either way the spans of an output say which version made which tokens.
+One cycle preempts sequences that no longer fit, admits waiting sequences, prefills a chunk of their prompts, and
+generates one token for every running sequence (`scheduler` decides each of these). Weight updates, pauses and aborts
+take effect between cycles. After a weight update with `flush` the KV cache is recomputed with the new weights;
+otherwise it is kept. In both cases the spans of an output say which version generated which tokens.
 
-Single-threaded and without a clock; the model thread calls it. `EngineBase` is what the classifier's core shares; `Decoder`
-holds the running rows over any model runner.
+Single-threaded and without a clock; the model thread calls it. `EngineBase` is shared with the classifier's core;
+`Decoder` keeps the running rows for any model runner.
 """
 
 from __future__ import annotations
@@ -65,12 +65,13 @@ R = TypeVar("R", bound=NumberedRequest)
 O = TypeVar("O", bound=NumberedOutput)  # noqa: E741  # an output
 
 Key = tuple[bytes, int | None, int, tuple[int, ...]]
-"""What a prompt that is read is known by: its content, and which log-probabilities of it are wanted."""
+"""Identifies a prompt in prefill: its content, and the requested log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """What a join or a step made: rows from `first` on have one more token. `broken`: rows whose numbers are not finite."""
+    """The result of a join or a step: rows from `first` on have one more token. `broken`: rows with values that are not
+    finite."""
 
     first: int
     ended: FinishedRows
@@ -78,12 +79,12 @@ class DecodeResult:
 
 
 class Decoder:
-    """A model runner and the running rows. `slots`: rows at once, at most.
+    """A model runner and the running rows. `slots`: maximum number of rows.
 
-    A prompt that several joining rows share is read once, and one that a running row has is not read at all where the
-    runner can copy it: its keys, values and last logits are taken over. The first token is drawn from the prompt's last
-    logits, every further one by `step`. A row that comes back with tokens that it made before has them read like a prompt,
-    or (where the runner replays) makes them again and keeps what it had.
+    A prompt shared by several joining rows is prefilled once. If a running row has the prompt and the runner can copy
+    it, the prompt is not prefilled at all: its keys, values and last logits are copied. The first token is sampled from
+    the prompt's last logits, every further token by `step`. A row that returns after preemption has its earlier tokens
+    prefilled like a prompt, or (if the runner replays) generates them again and keeps the old ones.
     """
 
     def __init__(self, model: Model, lane: ModelRunner, slots: int) -> None:
@@ -92,15 +93,15 @@ class Decoder:
         self.slots = slots
         self.rows = RunningBatch()
         self._after_prompt: list[torch.Tensor | None] = []
-        """By row: the logits after its prompt, as long as they are what another row with this prompt would begin with."""
+        """By row: the logits after its prompt, as long as another row with the same prompt could start with them."""
         self._prompts: dict[Key, PromptPrefill] = {}
-        """Prompts that are being read."""
+        """Prompts in prefill."""
         self._params: BatchSamplingParams | None = None
         self._asking = False
-        """Whether any row asks for the log-probabilities of tokens besides its own."""
+        """Whether any row requests the log-probabilities of other tokens than its own."""
 
     def key(self, work: SequenceState) -> Key:
-        """By what its prompt is known."""
+        """Return the key of its prompt."""
         again = bool(work.tokens) and not self.lane.replays
         content = prompt_key(self.ids(work)) if again else work.task.key
         sampling = work.task.sampling
@@ -109,11 +110,11 @@ class Decoder:
         return (content, sampling.prompt_logprobs_from, sampling.top_logprobs, sampling.named_tokens)
 
     def ids(self, work: SequenceState) -> tuple[int, ...]:
-        """What is read before it joins."""
+        """Return the tokens that are prefilled before it joins."""
         return work.task.prompt if self.lane.replays else work.task.prompt + tuple(work.tokens)
 
     def known(self) -> dict[Key, int]:
-        """Prompts that running rows have, and the row."""
+        """Return the prompts of running rows, with the row."""
         if not self.lane.copies:
             return {}
         return {
@@ -123,7 +124,7 @@ class Decoder:
         }
 
     def prompt(self, work: SequenceState) -> PromptPrefill:
-        """The work's prompt as it is being read; a new one when it is not."""
+        """Return the prefill state of the work's prompt; a new one if there is none."""
         key = self.key(work)
         if key not in self._prompts:
             self._prompts[key] = PromptPrefill(self.ids(work), *key[1:])
@@ -131,12 +132,12 @@ class Decoder:
 
     @torch.inference_mode()
     def read(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Parts of prompts through the model."""
+        """Prefill parts of prompts."""
         self.lane.read(chunks)
 
     @torch.inference_mode()
     def join(self, works: Sequence[SequenceState]) -> DecodeResult:
-        """These, whose prompts are read or known, become the last rows, and each draws a token."""
+        """Add these sequences, whose prompts are prefilled or known, as the last rows. Each samples a token."""
         known = self.known()
         paid: set[Key] = set()
         origins = []
@@ -152,7 +153,7 @@ class Decoder:
             else:
                 assert prompt.logits is not None
                 origins.append(PrefillResult(len(prompt.tokens), prompt.logits, prompt=prompt))
-                # One of those that share a prompt has it computed, the others get it from there.
+                # One of the rows that share a prompt counts as having computed it, the others as having it cached.
                 work.cached_tokens = origins[-1].length if key in paid else 0
                 work.prompt_logprobs = work.prompt_logprobs or prompt.logprobs
             paid.add(key)
@@ -175,13 +176,14 @@ class Decoder:
         return self._draw(torch.stack([origins[i].logits for i in order]), before)
 
     def _is_private(self, prompt: PromptPrefill) -> bool:
-        """Whether what follows the prompt is not for other rows: other weights read a part of it; or it came with the
-        logits of more positions, which where every bit counts are not those of one."""
+        """Whether later tokens of the prompt must not be shared with other rows: other weights prefilled a part of it;
+        or its logits were computed together with those of more positions, which in deterministic decoding differ from
+        those of one."""
         return prompt.stale or (self.lane.replays and prompt.logprobs_from is not None)
 
     @torch.inference_mode()
     def step(self) -> DecodeResult:
-        """Every row makes a token; there must be one."""
+        """Generate one token for every row. There must be a row."""
         return self._draw(self.lane.step(self.rows.pending(), self.rows.lengths), 0)
 
     def _draw(self, logits: torch.Tensor, first: int) -> DecodeResult:
@@ -207,7 +209,7 @@ class Decoder:
         return DecodeResult(first, ended, tuple((np.flatnonzero(~np.isfinite(logprobs)) + first).tolist()))
 
     def _tell_others(self, logits: torch.Tensor, first: int) -> None:
-        """The likeliest tokens and the named ones, for the rows that ask for them."""
+        """Record the most likely tokens and the named ones, for the rows that request them."""
         for row in range(first, self.rows.active):
             work, own = self.rows.works[row], logits[row - first : row - first + 1]
             sampling = work.task.sampling
@@ -218,9 +220,9 @@ class Decoder:
             if sampling.named_tokens:
                 work.named += token_logprobs(own, [sampling.temperature], sampling.named_tokens)
 
-    @torch.inference_mode()  # moving rows writes to tensors that were made in it
+    @torch.inference_mode()  # moving rows writes to tensors created in inference mode
     def leave(self, leaving: Sequence[int]) -> list[SequenceState]:
-        """These rows give their place back; their works, with all that they made, in the order asked for."""
+        """Remove these rows. Return their sequences with all generated tokens, in the given order."""
         if not leaving:
             return []
         works = [self.rows.save(row) for row in leaving]
@@ -234,12 +236,12 @@ class Decoder:
         return works
 
     def drop_prompts(self, works: Sequence[SequenceState] = ()) -> None:
-        """Forget what has been read of prompts, all but those of these works."""
+        """Drop the prefilled prompts, except those of these sequences."""
         keep = {self.key(work) for work in works}
         self._prompts = {key: prompt for key, prompt in self._prompts.items() if key in keep}
 
     def distrust_prompts(self) -> None:
-        """The weights have changed: what is known of a prompt is not for others any more."""
+        """The weights have changed: prefilled prompts must not be shared any more."""
         self._after_prompt = [None] * self.rows.active
         for prompt in self._prompts.values():
             prompt.stale = prompt.stale or prompt.done > 0
@@ -247,17 +249,18 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """What is read now, and how many works, in order, take part: they join, or have begun."""
+    """Chunks to prefill now, and how many sequences, in order, take part: they join, or have started."""
 
     chunks: tuple[PrefillChunk, ...]
     works: int
 
 
 def plan_prefill(needs: Sequence[PromptPrefill | None], *, budget: int, grid: int | None) -> PrefillPlan:
-    """Choose the prompts, and how much of each, that a cycle reads; several works may share one.
+    """Choose which prompts, and how much of each, a cycle prefills. Several sequences may share a prompt.
 
-    Works are served in order: behind a prompt that is read only in part come none but those that share it. `needs`: by
-    work the prompt that it waits for; None: it can join at once. `budget`, `grid`: see `prefill_lengths`.
+    Sequences are served in order: if a prompt is prefilled only in part, later sequences wait, except those that share
+    it. `needs`: by sequence the prompt that it waits for; None: it can join at once. `budget`, `grid`: see
+    `prefill_lengths`.
     """
     prompts = list(dict.fromkeys(prompt for prompt in needs if prompt is not None))
     counts = prefill_lengths(
@@ -281,25 +284,25 @@ def _works(needs: Sequence[PromptPrefill | None], chunks: Sequence[PrefillChunk]
 
 
 class EngineBase(ABC, Generic[R, O]):
-    """A core: what a model does between two looks at its thread's mailbox, and the changes that others ask for.
+    """A core: what a model does between two checks of its thread's mailbox, and the requested changes.
 
-    Shared by the generator and the classifier. Changes of weights, pauses and aborts take effect between steps.
+    Shared by the generator and the classifier. Weight updates, pauses and aborts take effect between steps.
     """
 
     memory_fix = MEMORY_FIX
-    """What to lower when memory runs out."""
+    """Advice if memory runs out."""
     generated_tokens = 0
 
     def __init__(self, model: LoadedModel, *, version: str) -> None:
         self._loaded = model
         self._offloader = WeightOffloader(model)
         self.version = version
-        """Name of the served weights."""
+        """Version of the served weights."""
         self.paused = False
         self.asleep: frozenset[str] = frozenset()
-        """What of "weights" and "kv_cache" has been released."""
+        """Released memory, of "weights" and "kv_cache"."""
         self.outbox: list[O] = []
-        """Outputs that ended, or stream, since they were last collected."""
+        """Outputs that ended or stream, since they were last collected."""
 
     @property
     def model(self) -> LoadedModel:
@@ -309,17 +312,17 @@ class EngineBase(ABC, Generic[R, O]):
     @property
     @abstractmethod
     def rows(self) -> int:
-        """Sequences that can be worked on at once."""
+        """Maximum number of concurrent sequences."""
 
     @property
     @abstractmethod
     def running(self) -> int:
-        """Sequences that are worked on."""
+        """Number of running sequences."""
 
     @property
     @abstractmethod
     def waiting(self) -> int:
-        """Sequences that wait."""
+        """Number of waiting sequences."""
 
     @property
     def can_work(self) -> bool:
@@ -328,22 +331,22 @@ class EngineBase(ABC, Generic[R, O]):
 
     @abstractmethod
     def submit(self, tasks: list[R]) -> None:
-        """Requests that have been checked; they wait."""
+        """Queue checked requests."""
 
     @abstractmethod
     def cycle(self) -> None:
-        """Do one step. Raises EngineError when memory runs out."""
+        """Do one step. Raises EngineError if memory runs out."""
 
     @abstractmethod
     def abort(self, unwanted: Callable[[R], bool], message: str = ABORTED) -> None:
-        """End these now, with what they have."""
+        """End these requests now, with the tokens they have."""
 
     def abort_all(self, message: str = ABORTED) -> None:
-        """End everything now."""
+        """End all requests now."""
         self.abort(lambda task: True, message)
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop working: end what runs, take its rows away, or leave it in place."""
+        """Stop working: end running requests, retract them, or leave them in place."""
         self.paused = True
         if mode == "abort":
             self.abort_all("aborted by a pause")
@@ -351,11 +354,11 @@ class EngineBase(ABC, Generic[R, O]):
             self._retract()
 
     def resume(self) -> None:
-        """Work again."""
+        """Continue working."""
         self.paused = False
 
     def flush(self) -> None:
-        """Free the cache. Raises EngineError while sequences run, whose cache it is."""
+        """Free the cache. Raises EngineError while running sequences use it."""
         if self.running:
             raise EngineError(
                 f"{self.running} requests are running", fix="Pause with mode retract, or abort them, first"
@@ -372,7 +375,7 @@ class EngineBase(ABC, Generic[R, O]):
         self.check_version(version)
         check_awake(self._loaded)
         if abort:
-            self.abort_all("aborted by a change of weights")
+            self.abort_all("aborted by a weight update")
         apply_weights(self._loaded, staged)
         self._weights_changed()
         if flush:
@@ -380,7 +383,7 @@ class EngineBase(ABC, Generic[R, O]):
         self.rename(version or self.version)
 
     def rename(self, version: str) -> None:
-        """Call the served weights `version`. Raises EngineError for an older one."""
+        """Set the version of the served weights. Raises EngineError for an older one."""
         self.check_version(version)
         self.version = version
 
@@ -397,25 +400,25 @@ class EngineBase(ABC, Generic[R, O]):
         release_free_memory()
 
     def wake(self, tags: frozenset[str]) -> None:
-        """Take memory again; a cache grows by itself."""
+        """Restore released memory; a cache grows on demand."""
         if "weights" in tags & self.asleep:
-            with explain_memory_error("while the weights came back", self.memory_fix):
+            with explain_memory_error("while it restored the weights", self.memory_fix):
                 self._offloader.reload()
         self.asleep -= tags
 
     def _retract(self) -> None:
-        """Let what runs wait again."""
+        """Move running sequences back to the queue."""
 
     def _free_cache(self) -> None:
         """Free the cache's memory."""
 
     def _weights_changed(self) -> None:
-        """Forget what other weights computed."""
+        """Drop results computed with other weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Rows at once, tokens in the cache (the budget), and prompt tokens read between two steps."""
+    """Maximum rows, tokens in the cache (the budget), and prompt tokens prefilled between two steps."""
 
     slots: int
     cache_tokens: int
@@ -434,12 +437,12 @@ class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
         self.lane = lane
         self.retractions = 0
         self.longest = longest_request(model.context, budget=limits.cache_tokens, footprint=lane.footprint)
-        """Tokens, prompt and response, of the longest request that can be served."""
+        """Maximum tokens, prompt and response, of a request that can be served."""
         self._text = text
         self._decoder = Decoder(model, lane, limits.slots)
         self._waiting = WaitingQueue()
         self._reading: list[SequenceState] = []
-        """Admitted, their prompts not yet read to the end."""
+        """Admitted sequences whose prompts are not completely prefilled."""
 
     @property
     def model(self) -> Model:
@@ -448,17 +451,17 @@ class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
 
     @property
     def rows(self) -> int:
-        """Sequences that have one at once, at most."""
+        """Maximum number of sequences with a row."""
         return self.limits.slots
 
     @property
     def running(self) -> int:
-        """Sequences with a row."""
+        """Number of sequences with a row."""
         return self._decoder.rows.active
 
     @property
     def waiting(self) -> int:
-        """Sequences without one."""
+        """Number of sequences without a row."""
         return len(self._waiting) + len(self._reading)
 
     def check(self, prompt_tokens: int, max_new_tokens: int) -> None:
@@ -471,11 +474,12 @@ class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
             )
 
     def submit(self, tasks: list[GenerationRequest]) -> None:
-        """Tasks that have been checked. They wait for a row."""
+        """Queue checked tasks. They wait for a row."""
         self._waiting.put(SequenceState(task) for task in tasks)
 
     def cycle(self) -> None:
-        """Make way, read a portion, and make one token for all that run. Raises EngineError when memory runs out."""
+        """Preempt, prefill a chunk, and generate one token for all running sequences. Raises EngineError if memory runs
+        out."""
         with explain_memory_error("while it was generating"):
             self._make_way()
             if self.waiting:
@@ -488,7 +492,7 @@ class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
         return [*self._decoder.rows.lengths.tolist(), *reading]
 
     def _make_way(self) -> None:
-        """The youngest leave when the rows have outgrown the memory."""
+        """Preempt the youngest rows if the rows have outgrown the memory."""
         lengths, footprint = self._held(), self.lane.footprint
         if footprint(BatchSize.of(lengths)) <= self.limits.cache_tokens:
             return
@@ -507,7 +511,7 @@ class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
         self._waiting.put_back(sorted(works, key=lambda work: work.task.number))
 
     def _read(self) -> None:
-        """Admit what fits, read a portion of the prompts, and let join whose prompt is done."""
+        """Admit what fits, prefill a chunk of the prompts, and join sequences whose prompt is finished."""
         decoder, works = self._decoder, [*self._reading, *self._admissible()]
         if not works:
             return
@@ -555,7 +559,7 @@ class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
             work.mark(self.version, len(work.tokens))
 
     def _after(self, made: DecodeResult) -> None:
-        """Let go what has ended with these tokens, and tell those who stream."""
+        """Remove sequences that ended with these tokens, and deliver output to streaming ones."""
         rows = self._decoder.rows
         self.generated_tokens += rows.active - made.first - made.ended.replayed
         endings: dict[int, Finish] = {row: Finish("length") for row in made.ended.by_count.tolist()}
@@ -567,7 +571,7 @@ class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
             if (met := self._text.met(stop, rows.tail(row, tail_length(stop)))) is not None:
                 endings[row] = Finish("stop", matched=met)
         for row in made.broken:
-            endings[row] = Finish("abort", message="the model's output is not finite; its weights may be broken")
+            endings[row] = Finish("abort", message="the model's output is not finite; its weights may be damaged")
         if rows.streaming:
             for row in range(made.first, rows.active):
                 if rows.works[row].task.streams and row not in endings and not rows.replays(row):
@@ -595,7 +599,7 @@ class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
         )
 
     def abort(self, unwanted: Callable[[GenerationRequest], bool], message: str = ABORTED) -> None:
-        """End these now, with the tokens they have."""
+        """End these sequences now, with the tokens they have."""
         rows = self._decoder.rows
         leaving = [row for row, work in enumerate(rows.works) if unwanted(work.task)]
         unread = [work for work in self._reading if unwanted(work.task)]
@@ -606,7 +610,7 @@ class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
             self._deliver(work, Finish("abort", message=message))
 
     def rename(self, version: str) -> None:
-        """Call the served weights `version`. Raises EngineError for an older one."""
+        """Set the version of the served weights. Raises EngineError for an older one."""
         super().rename(version)
         rows = self._decoder.rows
         for row, work in enumerate(rows.works):

@@ -1,16 +1,15 @@
-"""A decode step of the most common kind of model, straight from layer to layer.
+"""A decode step of the most common model architectures as one loop over the layers.
 
-A step over few rows of a small model spends a third of its time in Python, between the products: modules that call modules,
-wrappers around them, the same rotation spelled out for queries and for keys. Llama, Mistral, Qwen 2, Qwen 3 and whatever is
-built as they are has the same few parts in each layer, so one loop over those parts is the whole step.
+A step with few rows of a small model spends a third of its time in Python between the matrix products: modules that
+call modules, wrappers, and the same rotary embedding computed for queries and for keys. Llama, Mistral, Qwen 2, Qwen 3
+and models built like them have the same few parts in each layer, so one loop over these parts is the whole step.
 
-Nothing is taken for granted: the parts are recognised by their names and must hold all of the model's weights, for one that
-does nothing today (a scale of 1) may do something after the next change of weights. What each layer tells its attention is
-overheard while the model itself makes a step, and then the straight step must give the same bits. A model of which any of
-this is not so goes on through its own modules. Weights are looked at as they are at each step, so a change of weights, or
-sleep, needs nothing here.
+Nothing is assumed: the parts are recognised by name and must contain all weights of the model, because a weight without
+effect today (a scale of 1) may have one after the next weight update. The arguments of each layer's attention are
+recorded during a step of the model itself, and then the loop must give the same bits. A model that fails any of these
+checks uses its own modules. Each step reads the present weights, so a weight update or sleep needs no action here.
 
-Does not read prompts, and does not know lanes: `Model.forward` takes it for a step of one token a row.
+Does not prefill prompts and does not know lanes: `Model.forward` uses it for a step with one token per row.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ NORMED = HEADS | {"q_norm", "k_norm"}
 GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 PAST = 3
-"""Tokens before the one of the trial."""
+"""Tokens before the trial's token."""
 
 POSITIONS = (3, 4, 11, 30)
-"""Of the trial's rows."""
+"""Positions of the trial's rows."""
 
 Function = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The parts of a layer. `told`: what it tells its attention besides queries, keys and values."""
+    """The parts of a layer. `told`: arguments of its attention other than queries, keys and values."""
 
     before: Any
     q: Any
@@ -61,7 +60,7 @@ class _Layer:
 
 
 class FastDecodeStep:
-    """See the module. Made by `straight`."""
+    """A decode step as one loop over the layers; see the module docstring. Created by `fast_decode_step`."""
 
     def __init__(self, module: Any, attention: EngineAttention, told: list[dict[str, Any]]) -> None:
         base = module.model
@@ -74,7 +73,7 @@ class FastDecodeStep:
         self._layers = [_parts(layer, one) for layer, one in zip(base.layers, told, strict=True)]
 
     def logits(self, ids: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        """[row, vocabulary] after one token a row; `ids` and `positions` [row, 1]."""
+        """Return [row, vocabulary] after one token per row; `ids` and `positions` [row, 1]."""
         rows, dim = ids.shape[0], self._dim
         hidden = functional.embedding(ids[:, 0], self._embedding.weight)
         cos, sin = self._rotary(hidden[:, None], positions)
@@ -102,7 +101,7 @@ class FastDecodeStep:
 
 @torch.inference_mode()
 def fast_decode_step(module: Any, attention: EngineAttention, vocabulary: int) -> FastDecodeStep | None:
-    """The straight step of a model whose attention is the engine's; None for one of another kind."""
+    """Return the fast step of a model that uses the engine's attention; None for an unsupported architecture."""
     if not _recognised(module):
         return None
     device = module.lm_head.weight.device
@@ -128,7 +127,7 @@ def fast_decode_step(module: Any, attention: EngineAttention, vocabulary: int) -
         RuntimeError,
         TypeError,
         ValueError,
-    ):  # parts of these names that are no such parts
+    ):  # parts with these names but another interface
         return None
     finally:
         attention.kind = kind
@@ -137,7 +136,7 @@ def fast_decode_step(module: Any, attention: EngineAttention, vocabulary: int) -
 
 
 class _Past(Cache):  # type: ignore[misc]  # transformers is not typed
-    """A few tokens, always the same, before the one that comes."""
+    """A constant cache with a few tokens before the new one."""
 
     is_compileable = False
 
@@ -152,7 +151,7 @@ class _Past(Cache):  # type: ignore[misc]  # transformers is not typed
         return torch.cat((made[0], keys), 2), torch.cat((made[1], values), 2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """As the engine's own caches: the model is told every position."""
+        """Return 0, as the engine's own caches do: the model receives every position."""
         return 0
 
 
@@ -171,7 +170,7 @@ def _recognised(module: Any) -> bool:
         if set(layer.mlp._modules) != GATED or any(type(parts[name]) is not torch.nn.Linear for name in linear):
             return False
     if any(part._parameters for part in module.modules() if part._modules):
-        return False  # weights of its own beside its parts, which nothing here would look at
+        return False  # weights outside the known parts, which the loop would ignore
     return type(base.embed_tokens) is torch.nn.Embedding and hasattr(layers[0].self_attn, "head_dim")
 
 
@@ -195,7 +194,7 @@ def _parts(layer: Any, told: dict[str, Any]) -> _Layer:
 
 
 def _function(act: Any) -> Function:
-    """The activation without its module. The trial finds out whether it is the same."""
+    """Return the activation as a function without its module. The trial checks that it is the same."""
     if isinstance(act, torch.nn.SiLU) or type(act).__name__ == "SiLUActivation":
         return functional.silu
     forward: Function = act.forward
@@ -210,23 +209,24 @@ Norm = Callable[[torch.Tensor], torch.Tensor]
 
 
 def patch_norms(module: Any) -> None:
-    """Make a loaded model faster without a changed bit. It must be where it will stay, and of the type that it will have.
+    """Make a loaded model faster without changing a bit of its results. It must be on its final device and have its
+    final dtype.
 
-    - RMS norms are computed in as few steps as they have (five; transformers and torch's own take eight). Only where a trial
+    - RMS norms are computed in as few steps as possible (five; transformers and torch's own take eight), if a trial
       gives the same bits.
-    - A layer's parts are found at once. `torch.nn.Module` keeps them in tables that Python looks into only after everything
-      else has failed; a decode step looks some hundred of them up. They are also put where Python looks first. Assigning a part
-      or a parameter anew removes it from there (`torch.nn.Module.__setattr__`), so what is found is never out of date; tensors
-      are changed in place by everything in this package.
+    - Parts of a layer are found faster. `torch.nn.Module` keeps them in tables that Python searches only after
+      everything else has failed; a decode step looks up some hundred of them. They are also stored as plain attributes,
+      which Python finds first. Assigning a part or parameter removes it from there (`torch.nn.Module.__setattr__`), so
+      the attributes are never stale; code of this package changes tensors in place.
 
-    Changes nothing that is saved, listed or loaded.
+    Does not change what is saved, listed or loaded.
     """
     replace_norms(module)
     cache_submodules(module)
 
 
 def cache_submodules(module: Any) -> None:
-    """Submodules and parameters as plain attributes too."""
+    """Store submodules and parameters also as plain attributes."""
     for layer in module.modules():
         for parts in (layer._modules, layer._parameters):
             layer.__dict__.update({name: part for name, part in parts.items() if part is not None})
@@ -234,7 +234,7 @@ def cache_submodules(module: Any) -> None:
 
 @torch.inference_mode()
 def replace_norms(module: Any) -> None:
-    """Give layers that compute an RMS norm one of the forms below that gives the same bits, if one does."""
+    """Replace the RMS norm of layers by one of the faster forms below that gives the same bits, if any."""
     found: dict[tuple[type, torch.dtype], Callable[[Any], Norm] | None] = {}
     for layer in module.modules():
         if not type(layer).__name__.endswith("RMSNorm") or not _looks_like_one(layer):
@@ -269,7 +269,7 @@ def _looks_like_one(layer: Any) -> bool:
 
 
 def _same_bits(layer: Any, form: Callable[[Any], Norm]) -> bool:
-    """Asked of other weights than its own, which may be all ones."""
+    """Whether the form gives the same bits. Tested with other weights than the layer's own, which may be all ones."""
     weight, quick = layer.weight, form(layer)
     generator = torch.Generator().manual_seed(0)
     own = weight.clone()

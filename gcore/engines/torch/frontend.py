@@ -1,7 +1,7 @@
-"""The generator's HTTP side: requests to tasks, outputs to answers, and the routes of SGLang and OpenAI.
+"""HTTP side of the generating engine: requests to tasks, outputs to responses, and the routes of SGLang and OpenAI.
 
-Refusals have SGLang's shapes (`engines.serving.http`). Routes of SGLang's that this engine does not have, and that would change
-what comes out, exist and refuse with a sentence. Nothing here waits for the model on the event loop.
+Refusals have SGLang's formats (`engines.serving.http`). SGLang routes that this engine does not support, and that would
+change the results, exist and refuse with an explanation. Nothing here blocks the event loop on the model.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from gcore.system.clock import Clock
 from gcore.system.concurrency import limit_time
 
 BIG_ANSWER_TOKENS = 16_384
-"""From so many on (or other entries of its lists), an answer is put together off the event loop."""
+"""From this number of tokens (or other entries of its lists) on, a response is composed off the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """A task, and what its answer needs. `name`: the request's own name for it, before it is numbered for `n`."""
+    """A task and the data for its response. `name`: the request's own name, before it is numbered for `n`."""
 
     task: GenerationRequest
     name: str
@@ -73,10 +73,10 @@ class _Ticket:
 
 
 class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
-    """Turns checked requests into tasks, and outputs into answers. `open` it before the first.
+    """Turns checked requests into tasks, and outputs into responses. Call `open` before the first request.
 
-    Lives on the event loop. What depends on the model (token ids, context, stop strings without a tokenizer) is checked
-    here, before anything reaches the model thread. A request whose client has gone away is aborted.
+    Runs on the event loop. Checks that depend on the model (token ids, context, stop strings without a tokenizer) are
+    made here, before anything reaches the model thread. A request whose client has disconnected is aborted.
     """
 
     def __init__(
@@ -94,15 +94,16 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
 
     @property
     def context(self) -> int:
-        """Tokens of the model's context."""
+        """Context length of the model in tokens."""
         return self._generator.model.context
 
     def encoded(self, request: GenerateCall) -> GenerateCall:
-        """With tokens for texts. May be called from any thread: a long text takes seconds."""
+        """Tokenize texts. May be called from any thread: a long text takes seconds."""
         return replace(request, prompts=self.encode(request.prompts))
 
     def admit(self, request: GenerateCall) -> list[_Ticket]:
-        """The samples of an encoded request as tickets, prompt by prompt. Raises EngineError for what cannot be served."""
+        """Return the samples of an encoded request as tickets, in order of prompts. Raises EngineError if they cannot
+        be served."""
         pairs = list(zip(request.prompts, request.params, request.asked, strict=True))
         prompts = [self._tokens(prompt, params) for prompt, params, _ in pairs]
         names = self.names(request.rids, len(prompts))
@@ -134,14 +135,14 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
         return tickets
 
     def _placed(self, asked: LogprobRequest, prompt: tuple[int, ...]) -> LogprobRequest:
-        """Raises EngineError for log-probabilities that there are not."""
+        """Resolve the requested positions. Raises EngineError for log-probabilities that do not exist."""
         start = asked.prompt_from
         if asked.top > self._generator.model.vocabulary:
             raise EngineError(
-                f"top_logprobs_num is {asked.top}, and the vocabulary has {self._generator.model.vocabulary} tokens"
+                f"top_logprobs_num is {asked.top}, but the vocabulary has {self._generator.model.vocabulary} tokens"
             )
         if start is not None and start > len(prompt):
-            raise EngineError(f"logprob_start_len is {start}, and the prompt has {len(prompt)} tokens")
+            raise EngineError(f"logprob_start_len is {start}, but the prompt has {len(prompt)} tokens")
         return replace(asked, prompt_from=None) if start == len(prompt) else asked
 
     def _tokens(self, prompt: str | list[int], params: SamplingBody) -> tuple[int, ...]:
@@ -161,7 +162,7 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
                 f"the context of {model.context} tokens",
                 fix="Shorten the prompt or lower max_new_tokens",
             )
-        # Where there is no limit it is what the cache holds, and that must be one token at least.
+        # Without a limit it is what the cache holds, which must be at least one token.
         self._generator.check(len(tokens), 1 if params.max_new_tokens is None else params.max_new_tokens)
         return tokens
 
@@ -169,7 +170,7 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
         return self.deliveries([ticket.task for ticket in tickets], {ticket.name for ticket in tickets})
 
     async def answers(self, tickets: Sequence[_Ticket]) -> list[dict[str, Any]]:
-        """Wait for all, and word the answers in order."""
+        """Wait for all tasks, and return the responses in order."""
         ended = await self.ended([ticket.task for ticket in tickets], {ticket.name for ticket in tickets})
         now = self.clock.monotonic()
 
@@ -181,9 +182,9 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
         return await asyncio.to_thread(word)
 
     async def stream(self, tickets: Sequence[_Ticket]) -> AsyncIterator[list[dict[str, Any]]]:
-        """Every sample as it grows, told by `index`; each answer holds all that there is so far.
+        """Yield every sample as it grows, identified by `index`; each response contains all tokens so far.
 
-        Of each the first token is told at once, then every `stream_interval`-th or later, and the end.
+        The first token of each sample is sent at once, then every `stream_interval`-th or a later one, and the end.
         """
         place = {ticket.task.number: i for i, ticket in enumerate(tickets)}
         told = [0] * len(tickets)
@@ -218,8 +219,8 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
 class OpenAIRoutes:
     """OpenAI's routes: `/v1/models`, `/v1/completions`, `/v1/chat/completions`.
 
-    Refusals are of SGLang's first shape here, whatever they are about. Chat needs a chat template in the model's folder; it
-    is read with the first request.
+    All refusals have SGLang's first format here. Chat needs a chat template in the model's folder, which is loaded at
+    the first request.
     """
 
     def __init__(self, desk: RequestHandler, folder: Path, context: int) -> None:
@@ -230,7 +231,7 @@ class OpenAIRoutes:
         self._started = int(desk.clock.wall())
 
     def routes(self) -> list[Route]:
-        """For the application."""
+        """Return the routes for the application."""
         return [
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
@@ -239,11 +240,11 @@ class OpenAIRoutes:
         ]
 
     async def models(self, request: Request) -> Response:
-        """The one model."""
+        """List the one model."""
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def model(self, request: Request) -> Response:
-        """It, by its name."""
+        """Return the model by its name."""
         name = request.path_params["name"]
         if name in (self._desk.model_path, self._desk.model_path.lstrip("/")):
             return JSONResponse(self._card())
@@ -256,16 +257,16 @@ class OpenAIRoutes:
         return {**card, "parent": None, "max_model_len": self._context}
 
     async def completions(self, request: Request) -> Response:
-        """Text goes on."""
+        """Complete a text."""
         return await self._answered(request, openai.parse_completion)
 
     async def chat_completions(self, request: Request) -> Response:
-        """A chat goes on."""
+        """Complete a chat."""
         return await self._answered(request, lambda value: openai.parse_chat(value, self._render))
 
     async def _answered(self, request: Request, check: Callable[[Any], openai.CompletionRequest]) -> Response:
         try:
-            # The first chat reads files; and a template is foreign code that may take its time.
+            # The first chat loads files; and a template is foreign code that may be slow.
             value = await read_body(request, lambda value: value)
             asking = await asyncio.to_thread(lambda: self._encoded(check(value)))
             tickets = self._desk.admit(asking.request)
@@ -320,7 +321,7 @@ UNSERVED = (
 
 
 def generator_app(desk: RequestHandler, tokenizer_folder: Path, keys: ApiKeys) -> ASGIApp:
-    """The ASGI application: SGLang's paths and fields over HTTP, and OpenAI's."""
+    """Return the ASGI application: SGLang's paths and fields over HTTP, and OpenAI's."""
     routes = [
         Route("/generate", bind_engine(lambda _: desk, generate), methods=["POST", "PUT"]),
         Route("/health_generate", bind_engine(lambda _: desk, health_generate), methods=["GET"]),
@@ -332,7 +333,7 @@ def generator_app(desk: RequestHandler, tokenizer_folder: Path, keys: ApiKeys) -
 
 
 async def generate(desk: RequestHandler, request: Request) -> Response:
-    """Samples."""
+    """Generate samples."""
     body = await read_body(request, lambda value: desk.encoded(generate_body(value)))
     if body.stream:
         return StreamingResponse(_events(desk, body), media_type="text/event-stream")
@@ -346,7 +347,7 @@ async def generate(desk: RequestHandler, request: Request) -> Response:
 
 
 async def health_generate(desk: RequestHandler, request: Request) -> Response:
-    """Whether tokens come out. An engine that is paused or asleep is not asked for one."""
+    """Whether tokens are generated. A paused or sleeping engine is not asked for one."""
     if desk.state.paused or desk.state.asleep:
         return await health(desk, request)
     body = generate_body({"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
@@ -355,18 +356,18 @@ async def health_generate(desk: RequestHandler, request: Request) -> Response:
         async with limit_time(HEALTH_GENERATE_S):
             await desk.answers(desk.admit(body))
     except TimeoutError:
-        # With a long queue this one may not have had its turn; then others have.
+        # With a long queue this request may still wait; then others have made progress.
         return Response(status_code=200 if desk.generated_tokens > made else 503)
     return Response()
 
 
 async def _answers(desk: RequestHandler, request: Request, tickets: list[_Ticket]) -> list[dict[str, Any]]:
-    """The samples; none when the client disconnects first."""
+    """Return the responses; empty if the client disconnects first."""
     return await run_unless_disconnected(request, desk.answers(tickets)) or []
 
 
 async def _events(desk: RequestHandler, body: GenerateCall) -> AsyncIterator[bytes]:
-    """Server-sent events. A refusal is one of them, for the status has been sent."""
+    """Yield server-sent events. A refusal is an event too, because the status has been sent."""
     try:
         stream = desk.stream(desk.admit(body))
     except EngineError as error:

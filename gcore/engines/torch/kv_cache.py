@@ -1,16 +1,16 @@
-"""Key-value cache: one table of rows and columns for the running batch, and the rules that size and place it.
+"""KV cache: one table of rows and columns for the running batch, and the rules that size it and place rows.
 
-The table has one row a running sequence, one column a token position. All rows share one write column: a decode step writes
-every row's new token there, so that writing is one slice copy. A row's live window is `[start, column)`, and the position of
-the token at `c` is `c - start`. A prompt of `p` tokens joins at `[column - p, column)`: no padding.
+The table has one row per running sequence and one column per token position. All rows share one write column: a decode
+step writes every row's new token there, so that writing is one slice copy. A row's live window is `[start, column)`,
+and the token at `c` has position `c - start`. A prompt of `p` tokens joins at `[column - p, column)`: no padding.
 
-The write column moves right with each step; when it reaches the last column, everything live moves to the left edge. A table
-that is too narrow for that to be rare is made wider instead: at least half of it must be free after a move, so that the cost
-of moving is a constant per token. Where the memory is bounded it is only made as wide as the bound allows, and has `SLACK`
-columns to spare at least. When rows leave, those that stay at the bottom of the table move up into the holes, so that the
-running rows are always the first ones.
+The write column moves right with each step. When it reaches the last column, all live columns move to the left edge. If
+that would happen often, the table is widened instead: at least half of it must be free after a move, so that moves have
+a constant cost per token. With limited memory it is widened only up to the limit, and keeps at least `SLACK` free
+columns. When rows leave, rows from the bottom of the table move up into the holes, so that the running rows are always
+the first ones.
 
-`plan_resize` and `table_rows` decide where everything is; `KVCache` only moves numbers. Attention is computed in `attention`.
+`plan_resize` and `table_rows` decide all positions; `KVCache` only moves numbers. Attention is computed in `attention`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SMALLEST = 64
 """Columns of the smallest table."""
 
 SLACK = 32
-"""Columns beyond the longest row that a table has at least: it is moved at most once in so many steps, and a move costs
-about as much as the attention of two."""
+"""Minimum number of columns of a table beyond the longest row. The table is moved at most once in this many steps; a
+move costs about as much as the attention of two steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class TableResize:
 def plan_resize(*, first: int | None, column: int, longest: int, columns: int, most: int | None = None) -> TableResize:
     """Make room for a joining prompt of `longest` tokens (0: nothing joins) and for the next write.
 
-    `first`: the leftmost live column, None when no row runs. `most`: columns that there may be at most; they must hold
-    what lives, and the next write. Afterwards the write column is `column + shift`, at least `longest`, and less than
+    `first`: the leftmost live column, None if no row runs. `most`: maximum number of columns, which must hold the live
+    columns and the next write. Afterwards the write column is `column + shift`, at least `longest`, and less than
     `columns`.
     """
     lives = 0 if first is None else column - first
@@ -60,15 +60,16 @@ def plan_resize(*, first: int | None, column: int, longest: int, columns: int, m
 
 
 def table_footprint(rows: int, longest: int) -> int:
-    """Cells that a table for so many rows must have at least. `longest`: of their lengths, the next write included."""
+    """Return the minimum number of cells of a table for these rows. `longest`: their maximum length, including the next
+    write."""
     return rows * (longest + SLACK)
 
 
 def table_rows(wanted: int, *, rows: int, most: int, longest: int = 0, budget: int | None = None) -> int:
-    """How many rows the table should have to hold `wanted`: doubled when it is too small, never more than `most`.
+    """Return the number of rows the table should have to hold `wanted`: doubled when it is too small, at most `most`.
 
-    With a `budget` of cells the table has no more rows than leave each of them `longest` columns, and so many as are
-    wanted in any case.
+    With a `budget` of cells the table has at most as many rows as leave `longest` columns for each, but always the
+    wanted ones.
     """
     grown = rows if wanted <= rows else min(most, max(wanted, 2 * rows, 8))
     if budget is not None and table_footprint(grown, longest) > budget:
@@ -78,7 +79,7 @@ def table_rows(wanted: int, *, rows: int, most: int, longest: int = 0, budget: i
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps of a token: `kv_heads` keys of `key_dim` numbers and values of `value_dim`."""
+    """Cached values of one token in one layer: `kv_heads` keys of `key_dim` numbers and values of `value_dim`."""
 
     kv_heads: int
     key_dim: int
@@ -87,7 +88,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """The layers, and where and as what their numbers are kept."""
+    """The layers, and the device and dtype of the cache."""
 
     layers: tuple[LayerShape, ...]
     dtype: torch.dtype
@@ -95,15 +96,15 @@ class CacheShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers, and its place in the bias."""
+        """Bytes of keys and values of one token in all layers, and its cell in the bias."""
         numbers = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
         return (numbers + max((layer.kv_heads for layer in self.layers), default=0)) * self.dtype.itemsize
 
 
 class KVCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """What the model is given as `past_key_values` in a decode step.
+    """Passed to the model as `past_key_values` in a decode step.
 
-    Its keys and values go to the write column of the first rows, and it gets the live part of the table back.
+    Keys and values are written to the write column of the first rows; the model gets the live part of the table back.
     """
 
     is_compileable = False
@@ -122,7 +123,7 @@ class KVCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self.release()
 
     def release(self) -> None:
-        """Give the memory back; no row may be running."""
+        """Release the memory; no row may be running."""
         self.keys = [self._table(0, SMALLEST, layer, layer.key_dim) for layer in self.shape.layers]
         self.values = [self._table(0, SMALLEST, layer, layer.value_dim) for layer in self.shape.layers]
         self.bias = self._table(0, 1, self.shape.layers[0], SMALLEST)
@@ -134,7 +135,7 @@ class KVCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def move(
         self, room: TableResize, *, rows: int, active: int, first: int, column: int, starts: Sequence[int]
     ) -> None:
-        """Carry the live part `[first, column)` of the first `active` rows over, as `room` says.
+        """Move the live part `[first, column)` of the first `active` rows as `room` says.
 
         `starts`: the rows' first columns before the move.
         """
@@ -173,7 +174,7 @@ class KVCache(Cache):  # type: ignore[misc]  # transformers is not typed
         row: int,
         column: int,
     ) -> None:
-        """Prompts of `length` tokens become the rows from `row` on: `members` of a layer's `[prompt, kv_head, ...]`."""
+        """Add prompts of `length` tokens as the rows from `row` on: `members` of a layer's `[prompt, kv_head, ...]`."""
         rows = slice(row, row + len(members))
         window = slice(column - length, column)
         index = torch.tensor(members, device=self.shape.device)
@@ -183,7 +184,7 @@ class KVCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._begin(rows, column - length)
 
     def copy(self, source: int, start: int, length: int, *, rows: slice, column: int) -> None:
-        """`rows` join with the first `length` tokens of the running row `source`, whose window begins at `start`."""
+        """Add `rows` with the first `length` tokens of the running row `source`, whose window begins at `start`."""
         old, new = slice(start, start + length), slice(column - length, column)
         for table in (*self.keys, *self.values):
             table[rows, :, new] = table[source, :, old].clone().unsqueeze(0)
@@ -201,12 +202,12 @@ class KVCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self.bias[holes] = self.bias[sources]
 
     def clean(self) -> None:
-        """Replace what is not finite: silenced or not, it would make everything it is multiplied with not finite."""
+        """Replace values that are not finite: even masked, they would make the products not finite."""
         for table in (*self.keys, *self.values):
             table.nan_to_num_(0.0, 0.0, 0.0)
 
     def aim(self, *, active: int, first: int, column: int) -> torch.Tensor:
-        """The next forward pass is a decode step of `active` rows at `column`. The bias, `[active * kv, 1, width]`."""
+        """Prepare a decode step of `active` rows at `column`. Return the bias, `[active * kv, 1, width]`."""
         self._active, self._first, self._column = active, first, column
         window = self.bias[:active, :, :, first : column + 1]
         return window.view(active * self.shape.layers[0].kv_heads, 1, column + 1 - first)
@@ -222,14 +223,14 @@ class KVCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return keys[:, :, self._first : column + 1], values[:, :, self._first : column + 1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Nothing, as far as the model is concerned: it is told every position."""
+        """Return 0: the model receives every position and must not count tokens itself."""
         return 0
 
 
 def new_table(size: tuple[int, ...], shape: CacheShape) -> torch.Tensor:
-    """Of the shape's type and place. On a CPU the memory is taken only as it is used."""
+    """Create a table with the shape's dtype and device. On a CPU the memory is allocated only as it is used."""
     if shape.device.type != "cpu" or math.prod(size) == 0:
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)
-    # torch.zeros writes every page; numpy's come from the system zeroed and cost nothing until they are used.
+    # torch.zeros writes every page; numpy's zeroed pages come from the system and cost nothing until they are used.
     raw = torch.from_numpy(np.zeros(math.prod(size) * shape.dtype.itemsize, np.uint8))
     return raw.view(shape.dtype).view(size)

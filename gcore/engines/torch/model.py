@@ -1,8 +1,9 @@
-"""Model: loading a causal model, one forward pass, weight updates, released weights, and the memory for the cache.
+"""Model: loads a causal model, runs a forward pass, updates and releases weights, and measures the memory for the
+cache.
 
-A model folder is refused at start, in one sentence, when it cannot be loaded whole: weights that are truncated, missing or
-do not fit, a configuration of no known architecture, a tokenizer with more tokens than the model has. Which runner serves a
-model that loads is decided in `runner_selection`.
+A model folder that cannot be loaded completely is refused at start, in one sentence: weights that are truncated,
+missing or do not fit, a configuration of an unknown architecture, a tokenizer with more tokens than the model.
+`runner_selection` decides which runner serves a model that loads.
 """
 
 from __future__ import annotations
@@ -35,18 +36,19 @@ from gcore.system.memory import host_memory, is_out_of_memory, release_free_memo
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 CONTEXT = 2048
-"""Of a model that names none, when the launch does not either."""
+"""Context length if neither the model nor the launch sets one."""
 
 LARGE_VOCABULARY = 16_384
 
 ALIGNMENT = 64
-"""Bytes."""
+"""Alignment of weights in bytes."""
 
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
 class OutputHead:
-    """Stands at the output layer. `wanted`: rows and positions whose logits are needed; None: of every row's only one."""
+    """Replaces the output layer. `wanted`: rows and positions whose logits are needed; None: the only position of every
+    row."""
 
     def __init__(self, layer: Any, device: torch.device) -> None:
         self.wanted: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -82,7 +84,7 @@ class Model:
     folder: Path
     attention: EngineAttention
     shape: CacheShape
-    """What the fast lanes' caches hold; no layers until `select_runner` has measured them."""
+    """Shape of the fast lanes' caches; without layers until `select_runner` has measured them."""
     head: OutputHead
     vocabulary: int
     context: int
@@ -90,11 +92,11 @@ class Model:
     trusted: bool = False
     """Whether code from the folder may run."""
     cache_name: str = "past_key_values"
-    """What the model's forward calls its cache."""
+    """Name of the cache argument of the model's forward."""
     asleep: bool = False
     """Whether the weights are released."""
     straight: FastDecodeStep | None = None
-    """A quicker way through a step of one token a row, to the same bits."""
+    """A faster implementation, bitwise equal, of a step with one token per row."""
 
     def forward(
         self,
@@ -104,7 +106,7 @@ class Model:
         *,
         wanted: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> torch.Tensor:
-        """[row, vocabulary]: logits of each row's only token, or of the `wanted` (rows, positions).
+        """Return [row, vocabulary]: logits of each row's only token, or of the `wanted` (rows, positions).
 
         `ids` and `positions` [row, token].
         """
@@ -122,7 +124,7 @@ class Model:
     def forward_own(
         self, ids: torch.Tensor, cache: Any, *, wanted: tuple[Sequence[int], Sequence[int]] | None = None
     ) -> tuple[torch.Tensor, Any]:
-        """As `forward`, with the cache that the model makes for itself (None: a new one), which is given back too."""
+        """Like `forward`, with the model's own cache (None: a new one), which is returned too."""
         places = None if wanted is None else _places(wanted, ids.device)
         self.head.wanted = places
         try:
@@ -131,22 +133,22 @@ class Model:
             self.head.wanted = None
         kept = getattr(out, self.cache_name, None)
         if kept is None:
-            raise ValueError("it keeps no cache")
+            raise ValueError("the model has no cache")
         return _picked(out.logits, places), kept
 
     def use_own_attention(self) -> None:
-        """Attend in the engine's way. Raises ValueError where a model cannot be made to."""
+        """Use the engine's attention. Raises ValueError if the model does not support it."""
         self.module.set_attn_implementation(NAME)
 
     def use_plain_attention(self) -> None:
-        """Attend in transformers' own plain way, as loaded models do."""
+        """Use transformers' own eager attention, as loaded models do."""
         self.module.set_attn_implementation("eager")
 
 
 def _picked(logits: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
     if places is None:
         return logits[:, -1]
-    # A model that does not call its output layer as a module has not been stopped there.
+    # A model that does not call its output layer as a module has computed the logits of all positions.
     return logits[:, 0] if logits.shape[:2] == (len(places[0]), 1) else logits[places]
 
 
@@ -163,7 +165,7 @@ def load_model(
     text: Detokenizer | None,
     trust_remote_code: bool = False,
 ) -> Model:
-    """Load from a local folder. Raises DataError in one sentence when it cannot be served."""
+    """Load from a local folder. Raises DataError in one sentence if it cannot be served."""
     config = require_config(folder)
     check_code(config, trusted=trust_remote_code, where=str(folder))
     module = load_module(
@@ -203,7 +205,7 @@ def load_model(
 
 
 def check_vocabulary(text: Detokenizer | None, vocabulary: int, folder: Path) -> None:
-    """Raises DataError if the tokenizer has tokens that the model has not."""
+    """Raises DataError if the tokenizer has tokens that the model does not have."""
     if text is not None and text.highest_token >= vocabulary:
         raise DataError(
             f"the tokenizer has a token {text.highest_token} ({text.token(text.highest_token)!r}), but the model's "
@@ -214,7 +216,7 @@ def check_vocabulary(text: Detokenizer | None, vocabulary: int, folder: Path) ->
 
 
 def load_module(auto: Any, folder: Path, dtype: torch.dtype, *, trust_remote_code: bool, **options: Any) -> Any:
-    """The module as one of transformers' `Auto` classes loads it. Raises DataError if it does not load whole."""
+    """Load the module with one of transformers' `Auto` classes. Raises DataError if it does not load completely."""
     transformers_logging.disable_progress_bar()
     try:
         module, report = auto.from_pretrained(
@@ -228,13 +230,13 @@ def load_module(auto: Any, folder: Path, dtype: torch.dtype, *, trust_remote_cod
     except (
         OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, SafetensorError, StrictDataclassError
     ) as error:  # fmt: skip
-        # A missing key's own words are its name alone.
+        # The text of a KeyError is only the key.
         said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         reason = " ".join(said.split())[:300]
         raise DataError(
             f"cannot load this model ({reason})", where=str(folder), fix="Check the folder's files"
         ) from error
-    # transformers would make these up at random and only warn.
+    # transformers would initialise these at random and only warn.
     missing = sorted(report["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -245,14 +247,15 @@ def load_module(auto: Any, folder: Path, dtype: torch.dtype, *, trust_remote_cod
 
 
 def align_weights(module: Any) -> None:
-    """Weights as a file's bytes lie anywhere; a matrix product's last bits, and its speed, may depend on where."""
+    """Align weights: a file's bytes may have any address, and a matrix product's last bits, and its speed, may depend
+    on it."""
     for parameter in module.parameters():
         if parameter.data_ptr() % ALIGNMENT:
             parameter.data = parameter.data.clone()
 
 
 def unservable_model(folder: Path, why: str) -> DataError:
-    """The sentence for a model that loads and still cannot be served."""
+    """Return the error for a model that loads but cannot be served."""
     return DataError(
         f"the torch engine cannot serve this model: {why}", where=str(folder), fix="Serve it with SGLang instead"
     )
@@ -266,29 +269,29 @@ class LoadedModel(Protocol):
 
     @property
     def shape(self) -> CacheShape:
-        """The weights' type, and where they are; of a cache only what has one."""
+        """Dtype and device of the weights; the layers only if there is a cache."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """Weights in host memory that fit the model; by the module's names."""
+    """Weights in host memory that fit the model, by the module's names."""
 
     tensors: Mapping[str, torch.Tensor]
 
 
 def check_awake(model: LoadedModel) -> None:
-    """Raises EngineError while the weights are released: there is nothing to look at or to write to."""
+    """Raises EngineError while the weights are released and cannot be read or written."""
     if model.asleep:
         raise EngineError("the weights are released", fix="Call /resume_memory_occupation first")
 
 
 def stage_weights(model: LoadedModel, folder: Path) -> StagedWeights:
-    """Read a folder's weights into host memory, in any thread. Raises EngineError, and nothing has changed, when they do not fit.
+    """Load a folder's weights into host memory, in any thread. Raises EngineError if they do not fit; then nothing has
+    changed.
 
-    Names and shapes must all fit before `apply_weights` writes anything, between decode steps. A folder whose names differ
-    from the module's own (older checkpoints, fused experts) is read through transformers instead, which knows how to
-    convert them.
+    Names and shapes must all fit before `apply_weights` writes anything, between decode steps. A folder with other
+    names than the module (older checkpoints, fused experts) is loaded through transformers, which can convert them.
     """
     check_awake(model)
     own: dict[str, torch.Tensor] = model.module.state_dict()
@@ -304,11 +307,13 @@ def stage_weights(model: LoadedModel, folder: Path) -> StagedWeights:
         raise EngineError(
             f"cannot read the weights ({' '.join(str(error).split())[:300]})",
             where=str(folder),
-            fix="Publish them again",
+            fix="Repeat the weight sync",
         ) from error
     if not files:
-        raise EngineError("there are no weights (*.safetensors)", where=str(folder), fix="Publish a whole model folder")
-    # Tied weights stand in a checkpoint once.
+        raise EngineError(
+            "the folder has no weights (*.safetensors)", where=str(folder), fix="Provide a complete model folder"
+        )
+    # A checkpoint contains tied weights once.
     written = {own[name].data_ptr() for name in tensors if name in own}
     missing = sorted(name for name in own.keys() - tensors.keys() if own[name].data_ptr() not in written)
     unknown = sorted(tensors.keys() - own.keys())
@@ -318,7 +323,7 @@ def stage_weights(model: LoadedModel, folder: Path) -> StagedWeights:
         (missing, "lacks"),
         (unknown, "has, unknown to the model,"),
         (wrong, "has in another shape"),
-        (coded, "has as whole numbers"),
+        (coded, "has as integers"),
     ):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -327,7 +332,7 @@ def stage_weights(model: LoadedModel, folder: Path) -> StagedWeights:
 
 
 def _converted(model: LoadedModel, folder: Path) -> Mapping[str, torch.Tensor]:
-    # The class that serves already, which may be one that came with the model.
+    # The class that already serves, which may come with the model.
     module, report = type(model.module).from_pretrained(
         folder,
         config=model.module.config,
@@ -335,15 +340,16 @@ def _converted(model: LoadedModel, folder: Path) -> Mapping[str, torch.Tensor]:
         local_files_only=True,
         output_loading_info=True,
     )
-    # transformers makes these up at random and only warns.
+    # transformers initialises these at random and only warns.
     if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"they lack {missing[0]} and have {sorted(report['unexpected_keys'])[:1]}")
+        raise ValueError(f"the checkpoint lacks {missing[0]} and has {sorted(report['unexpected_keys'])[:1]}")
     state: dict[str, torch.Tensor] = module.state_dict()
     return state
 
 
 def same_kind(tensor: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether one can stand for the other: whole numbers where fractions belong are a code that nobody here can read."""
+    """Whether one tensor can replace the other. Integers in place of floats are a quantized encoding that is not
+    supported."""
     return tensor.is_floating_point() == own.is_floating_point()
 
 
@@ -356,10 +362,10 @@ def apply_weights(model: LoadedModel, staged: StagedWeights) -> None:
 
 
 class WeightOffloader:
-    """Releases the memory of a model's weights, and brings them back bit for bit.
+    """Releases the memory of a model's weights, and restores them bit for bit.
 
-    Weights of a GPU go to host memory, those of a CPU to a file under the system's temporary folder (`TMPDIR`). The file
-    has no name, so none is left behind however the process ends.
+    Weights of a GPU are moved to host memory, those of a CPU to a file in the system's temporary folder (`TMPDIR`). The
+    file has no name, so none is left behind however the process ends.
     """
 
     def __init__(self, model: LoadedModel) -> None:
@@ -368,7 +374,7 @@ class WeightOffloader:
         self._shapes: list[torch.Size] = []
 
     def offload(self) -> None:
-        """Free the weights' memory. Raises EngineError, and nothing has changed, when there is no room for the file."""
+        """Free the weights' memory. Raises EngineError if there is no room for the file; then nothing has changed."""
         model = self._model
         if model.shape.device.type != "cpu":
             model.module.to("cpu")
@@ -379,7 +385,7 @@ class WeightOffloader:
         model.asleep = True
 
     def _parameters(self) -> list[torch.nn.Parameter]:
-        # Tied ones once.
+        # Tied weights once.
         return list(self._model.module.parameters())
 
     def _spill(self) -> None:
@@ -392,9 +398,9 @@ class WeightOffloader:
         except OSError as error:
             file.close()
             raise EngineError(
-                f"the weights cannot be put aside ({error.strerror or error})",
+                f"cannot write the released weights to a file ({error.strerror or error})",
                 where=tempfile.gettempdir(),
-                fix="Make room there, or let TMPDIR name another folder",
+                fix="Free space there, or set TMPDIR to another folder",
             ) from error
         self._shapes = [parameter.shape for parameter in self._parameters()]
         for parameter in self._parameters():
@@ -402,7 +408,7 @@ class WeightOffloader:
         self._file = file
 
     def reload(self) -> None:
-        """The weights come back."""
+        """Restore the weights."""
         model = self._model
         if self._file is None:
             model.module.to(model.shape.device)
@@ -426,10 +432,11 @@ HOST_SHARE = 0.25
 DEVICE_SHARE = 0.8
 
 SMALLEST = 4096
-"""Tokens that a default cache has in any case."""
+"""Minimum tokens of a default cache."""
 
 UNMEASURED_BYTES_PER_TOKEN = 256 * 1024
-"""Of a token in a cache whose layers are not measured (the generic runner's): about that of a model of 7B parameters."""
+"""Assumed bytes per token of a cache with unmeasured layers (the generic runner's): about those of a model with 7B
+parameters."""
 
 MEMORY_FIX = (
     "Lower rollout.cache_tokens (what the cache holds), rollout.batch_slots (sequences at once) or "
@@ -437,30 +444,30 @@ MEMORY_FIX = (
 )
 
 UNKNOWN_HOST_BYTES = 2**32
-"""Taken for the free memory of a system that is not Linux."""
+"""Assumed free memory of a system other than Linux."""
 
 
 def default_cache_tokens(shape: CacheShape, free_bytes: int) -> int:
-    """Tokens that the cache may hold when the launch names no number.
+    """Return the tokens that the cache may hold if the launch sets no number.
 
-    Without `cache_tokens` in the launch the cache may take a part of the memory that is free once the model is
-    loaded: `HOST_SHARE` of a host's, which other engines, ranks and daemons share, `DEVICE_SHARE` of a GPU's. The
-    host's free memory is what the kernel calls available, or what the process's control group has left where that is
-    less. Nothing is set aside: the cache takes memory as it fills.
+    Without `cache_tokens` the cache may take a part of the memory that is free after the model was loaded: `HOST_SHARE`
+    of a host's, which other engines, ranks and daemons share, `DEVICE_SHARE` of a GPU's. The host's free memory is what
+    the kernel reports as available, or what the process's control group has left if that is less. Nothing is reserved:
+    the cache allocates memory as it fills.
     """
     share = HOST_SHARE if shape.device.type == "cpu" else DEVICE_SHARE
     return max(SMALLEST, int(share * free_bytes) // (shape.bytes_per_token or UNMEASURED_BYTES_PER_TOKEN))
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that could be taken now."""
+    """Return the memory that can be allocated now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return free_host_bytes(Path("/"))
 
 
 def free_host_bytes(root: Path) -> int:
-    """Of the host, or of the control group where that has less. `root`: where /proc and /sys are."""
+    """Return the free memory of the host, or of the control group if it has less. `root`: parent of /proc and /sys."""
     try:
         return host_memory(root / "proc/meminfo", root / "sys/fs/cgroup").available
     except (OSError, ValueError):
@@ -469,7 +476,7 @@ def free_host_bytes(root: Path) -> int:
 
 @contextmanager
 def explain_memory_error(when: str, fix: str = MEMORY_FIX) -> Iterator[None]:
-    """An allocation that fails inside becomes an EngineError that names what to lower."""
+    """Turn a failed allocation in the block into an EngineError that names the options to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -483,9 +490,9 @@ TOO_BIG = "Serve a smaller model, free memory on this machine, or set dtype bflo
 
 
 def device_of(launch: EngineLaunch) -> str:
-    """Where the model runs. Raises UsageError if that is not there."""
+    """Return the model's device. Raises UsageError if it does not exist."""
     device = launch.device or ("cuda" if torch.cuda.is_available() else "cpu")
     kind = device.partition(":")[0]
     if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
-        raise UsageError(f"device {device!r} is not there", where="--device", fix="Use --device cpu")
+        raise UsageError(f"device {device!r} is not available", where="--device", fix="Use --device cpu")
     return device

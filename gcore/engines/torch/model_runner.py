@@ -1,10 +1,10 @@
-"""Model runner: how a batch goes through the model. `runner_selection` chooses one of three at start.
+"""Model runner: how a batch passes through the model. `runner_selection` chooses one of three at start.
 
-- `FastRunner`: all rows write the same column of one key-value table; for models whose attention can be replaced.
-- `DeterministicRunner`: the same models in fixed tiles; a row's bits do not depend on its neighbours.
+- `FastRunner`: all rows write the same column of one KV table; for models whose attention can be replaced.
+- `DeterministicRunner`: the same models in fixed tiles; the bits of a row do not depend on other rows.
 - `GenericRunner`: any causal model of transformers, with its own attention and cache.
 
-A runner owns its cache and turns tokens into logits. It samples nothing and knows no request.
+A runner owns its cache and turns tokens into logits. It does not sample and knows no requests.
 """
 
 from __future__ import annotations
@@ -38,56 +38,57 @@ UNCUT = 2**62
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """Where a joining row's first `length` tokens come from: a prompt that has been read, or a running row."""
+    """Source of a joining row's first `length` tokens: a prefilled prompt, or a running row."""
 
     length: int
     logits: torch.Tensor
-    """[vocabulary]: what follows them."""
+    """[vocabulary]: the logits after them."""
     prompt: PromptPrefill | None = None
     row: int | None = None
 
 
 class ModelRunner(Protocol):
-    """See the module."""
+    """How a batch passes through the model; see the module docstring."""
 
     name: ClassVar[str]
     copies: ClassVar[bool]
-    """Whether a joining row can have the prompt of a running one."""
+    """Whether a joining row can copy the prompt of a running one."""
     replays: bool
-    """Whether a row that gave its place back makes its tokens again one by one, instead of being read at once."""
+    """Whether a preempted row generates its tokens again one by one, instead of prefilling them at once."""
     grid: int | None
-    """Prompts are cut at multiples of it only (`UNCUT`: not at all); None: anywhere."""
+    """Prompts are cut only at multiples of this (`UNCUT`: not at all); None: anywhere."""
 
     def footprint(self, size: BatchSize) -> int:
-        """Cells that rows of this size take."""
+        """Return the cells that rows of this size take."""
 
     def read(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Prompts, or parts of them, through the model."""
+        """Prefill prompts, or parts of them."""
 
     def enter(self, origins: Sequence[PrefillResult], active: int) -> Sequence[int]:
-        """New rows behind the first `active`, in an order of the lane's choice: which origin each of them is."""
+        """Add new rows after the first `active`, in an order of the lane's choice. Return which origin each of them
+        is."""
 
     def step(self, tokens: Ints, lengths: Ints) -> torch.Tensor:
-        """`[row, vocabulary]`, valid until the next call. `tokens`: each row's last; `lengths`: it and all before."""
+        """Return `[row, vocabulary]`, valid until the next call. `tokens`: each row's last. `lengths`: including it."""
 
     def leave(self, change: Compaction) -> None:
-        """Rows leave, others move into their places."""
+        """Remove rows and move others into their places."""
 
     def release(self) -> None:
-        """Give the cache's memory back; no row may be running."""
+        """Release the cache's memory; no row may be running."""
 
     def clean(self) -> None:
-        """What is not finite in the cache must not reach other rows."""
+        """Keep values that are not finite in the cache from reaching other rows."""
 
 
 class FastRunner:
-    """All rows in one table, with one write column. `slots`: rows at most; `budget`: cells at most, None for no bound.
+    """All rows in one table, with one write column. `slots`: maximum rows. `budget`: maximum cells, None for no limit.
 
-    `kv_cache` decides where everything stands and moves it. Needs a model whose attention can be replaced and
-    whose layers keep keys and values alike, and that takes positions as they are given (`runner_selection` tries it out).
+    `kv_cache` decides all positions and moves data. Needs a model whose attention can be replaced, whose layers all
+    keep keys and values, and that honours the given positions (`runner_selection` tests this).
 
-    Memory: the table has `rows x columns` cells and never more than the budget, as long as what runs fits it
-    (`scheduler`). Besides, what a pass over prompts makes stands in memory until its rows have joined: at most
+    Memory: the table has `rows x columns` cells, and never more than the budget while the running rows fit it
+    (`scheduler`). In addition, results of a prefill pass stay in memory until its rows have joined: at most
     `IDLE_TOKENS` tokens, or one longer prompt.
     """
 
@@ -108,15 +109,15 @@ class FastRunner:
         """The first column of each row's window."""
 
     def footprint(self, size: BatchSize) -> int:
-        """Cells that rows of this size take."""
+        """Return the cells that rows of this size take."""
         return table_footprint(size.rows, size.longest)
 
     def read(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Prompts through the model."""
+        """Prefill prompts."""
         prefill(self.model, chunks)
 
     def enter(self, origins: Sequence[PrefillResult], active: int) -> Sequence[int]:
-        """Rows that come from the same pass and are equally long are written at once."""
+        """Add rows. Rows from the same pass with equal lengths are written at once."""
         passes = {id(o.prompt.kept.prefix) for o in origins if o.prompt is not None}
         number = {one: i for i, one in enumerate(sorted(passes))}
 
@@ -145,7 +146,7 @@ class FastRunner:
         return order
 
     def _first(self) -> int:
-        """The leftmost live column; there must be a row."""
+        """Return the leftmost live column; there must be a row."""
         return int(self._starts[: self._active].min())
 
     def _make_room(self, *, longest: int, rows: int) -> None:
@@ -162,7 +163,7 @@ class FastRunner:
         self.column += room.shift
 
     def step(self, tokens: Ints, lengths: Ints) -> torch.Tensor:
-        """All rows write the same column."""
+        """Decode one token per row; all rows write the same column."""
         active, device = self._active, self.model.shape.device
         if self.column >= self.cache.columns:
             self._make_room(longest=0, rows=active)
@@ -179,19 +180,19 @@ class FastRunner:
         return logits
 
     def leave(self, change: Compaction) -> None:
-        """The last rows move into the holes."""
+        """Move the last rows into the holes."""
         if change.holes:
             self.cache.refill(change, first=self._first(), column=self.column)
             self._starts[list(change.holes)] = self._starts[list(change.sources)]
         self._active = change.active
 
     def release(self) -> None:
-        """Give the table's memory back."""
+        """Release the table's memory."""
         self.cache.release()
         self.column = 0
 
     def clean(self) -> None:
-        """Replace what is not finite."""
+        """Replace values that are not finite."""
         self.cache.clean()
 
 
@@ -200,7 +201,7 @@ TILE = 32
 
 
 class KVTile(Cache):  # type: ignore[misc]  # transformers is not typed
-    """Keys and values of one tile's rows, by layer `[row, kv_head, column, head_dim]`; position p stands at column p."""
+    """Keys and values of one tile's rows, by layer `[row, kv_head, column, head_dim]`; position p is at column p."""
 
     is_compileable = False
 
@@ -215,7 +216,7 @@ class KVTile(Cache):  # type: ignore[misc]  # transformers is not typed
         self._positions = torch.zeros(rows, dtype=torch.int64, device=shape.device)
 
     def reserve(self, columns: int) -> None:
-        """At least so many columns, in whole blocks."""
+        """Provide at least this many columns, in whole blocks."""
         if columns <= self.columns:
             return
         old, self.columns = self.columns, -(-columns // BLOCK) * BLOCK
@@ -227,7 +228,7 @@ class KVTile(Cache):  # type: ignore[misc]  # transformers is not typed
                 tables[number] = table
 
     def aim(self, positions: torch.Tensor) -> None:
-        """The next pass writes each row's token at its position."""
+        """Make the next pass write each row's token at its position."""
         self._positions = positions
 
     def update(
@@ -240,33 +241,32 @@ class KVTile(Cache):  # type: ignore[misc]  # transformers is not typed
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Nothing, as far as the model is concerned: it is told every position."""
+        """Return 0: the model receives every position and must not count tokens itself."""
         return 0
 
 
 class DeterministicRunner:
-    """`chunk`: the grid on which prompts are cut.
+    """Deterministic decoding. `chunk`: the grid on which prompts are cut.
 
-    Floating-point sums depend on their order, and a library chooses the order by the shapes it is given. So every
+    Floating-point sums depend on their order, and a library chooses the order by the shapes of its inputs. So every
     shape here is either fixed or a function of the row's own tokens:
 
-    - rows go through the model in tiles of `tile` rows, the last filled up with idle rows, so that every layer always
-      multiplies matrices of the same size;
-    - a row begins at column 0 of its own stretch, and attention goes over blocks of `BLOCK` columns of one shape,
-      joined in order (`attention.BlockDecodePass`): a block in which a row has nothing leaves its result as it is, to the bit;
-    - a prompt is read alone, cut only at multiples of `grid` from its beginning;
-    - a row that gave its place back makes its tokens again one by one, because reading them at once would sum
-      otherwise.
+    - rows pass through the model in tiles of `tile` rows, the last one filled up with idle rows, so that every layer
+      always multiplies matrices of the same size;
+    - a row begins at column 0 of its own range, and attention uses blocks of `BLOCK` columns of one shape, combined in
+      order (`attention.BlockDecodePass`): a block without columns of a row does not change a bit of its result;
+    - a prompt is prefilled alone, cut only at multiples of `grid` from its beginning;
+    - a preempted row generates its tokens again one by one, because prefilling them at once would sum in another order.
 
-    What was seen with torch 2.13 in float32 on an x86 CPU, with one and with two threads, at widths 32 to 3072:
-    matrix products with four or more rows give a row the same bits whatever the other rows hold, wherever the row
-    stands, and whatever their number; with one or two rows they give others. Batched products are the same for every
-    batch. Softmax, log_softmax and cumulative sums go row by row. The bits also depend on where weights lie in
-    memory: all begin at multiples of 64 bytes (`model`). Whether it holds for a model on a machine is tried out at
-    start (`select_runner`), and where a fixed size is not enough (layers that send each token to experts of its own) the tile
-    is one row. Models that cannot be served here take the plain lane, sample by sample.
+    Observed with torch 2.13 in float32 on an x86 CPU, with one and with two threads, at widths 32 to 3072: matrix
+    products with four or more rows give a row the same bits for any content of the other rows, any position of the row,
+    and any number of rows; with one or two rows they give others. Batched products are the same for every batch.
+    Softmax, log_softmax and cumulative sums work row by row. The bits also depend on the address of weights: all begin
+    at multiples of 64 bytes (`model`). A trial at start tests whether this holds for a model on a machine
+    (`select_runner`). If a fixed size does not suffice (layers that route each token to experts), the tile is one row.
+    Models that cannot be served here use the plain lane, sample by sample.
 
-    Slower than the shared lane: a full tile costs the same however few rows run, and attention takes more steps.
+    Slower than the shared lane: a full tile costs the same with few rows, and attention takes more steps.
     """
 
     name: ClassVar[str] = "tiled"
@@ -282,18 +282,18 @@ class DeterministicRunner:
         self._logits = torch.zeros(0)
 
     def footprint(self, size: BatchSize) -> int:
-        """Cells that rows of this size take: whole tiles of whole blocks, as long as the longest row."""
+        """Return the cells that rows of this size take: whole tiles of whole blocks, as long as the longest row."""
         return -(-size.rows // self.tile) * self.tile * -(-size.longest // BLOCK) * BLOCK
 
     def read(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Each prompt in passes of its own."""
+        """Prefill each prompt in separate passes."""
         prefill(self.model, chunks, grid=self.grid)
 
     def _at(self, row: int) -> tuple[KVTile, int]:
         return self._tiles[row // self.tile], row % self.tile
 
     def enter(self, origins: Sequence[PrefillResult], active: int) -> Sequence[int]:
-        """In the order in which they come."""
+        """Add rows in the given order."""
         for row, origin in enumerate(origins, active):
             if row // self.tile == len(self._tiles):
                 self._tiles.append(KVTile(self.model.shape, self.tile))
@@ -323,7 +323,7 @@ class DeterministicRunner:
                 table[place, :, :length] = other[source, :, :length]
 
     def step(self, tokens: Ints, lengths: Ints) -> torch.Tensor:
-        """Tile by tile."""
+        """Decode tile by tile."""
         active, device, tile_rows = self._active, self.model.shape.device, self.tile
         rows = -(-active // tile_rows) * tile_rows
         ids, positions = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
@@ -341,7 +341,7 @@ class DeterministicRunner:
         return self._logits[:active]
 
     def leave(self, change: Compaction) -> None:
-        """The last rows move into the holes; tiles that nobody needs any more are given back."""
+        """Move the last rows into the holes; release unused tiles."""
         for hole, source in zip(change.holes, change.sources, strict=True):
             tile, place = self._at(hole)
             other, origin = self._at(source)
@@ -351,12 +351,12 @@ class DeterministicRunner:
         del self._tiles[-(-change.active // self.tile) :]
 
     def release(self) -> None:
-        """Give the tiles back."""
+        """Release the tiles."""
         self._tiles.clear()
         self._logits = torch.zeros(0)
 
     def clean(self) -> None:
-        """Replace what is not finite."""
+        """Replace values that are not finite."""
         for tile in self._tiles:
             for table in (*tile.keys, *tile.values):
                 table.nan_to_num_(0.0, 0.0, 0.0)
@@ -364,14 +364,14 @@ class DeterministicRunner:
 
 @dataclass(slots=True, eq=False)
 class CachedPass:
-    """A model's own cache after a pass over equally long prompts."""
+    """A model's own cache after a pass over prompts of equal length."""
 
     cache: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class PassPosition:
-    """A read prompt is the i-th of a pass."""
+    """Index of a prefilled prompt in a pass."""
 
     one: CachedPass
     index: int
@@ -379,22 +379,23 @@ class PassPosition:
 
 @dataclass(slots=True, eq=False)
 class RowGroup:
-    """Rows in step: which rows they are, in the order in which the cache has them."""
+    """Rows that advance together, in the order of the cache."""
 
     rows: list[int]
     cache: Any
 
 
 class GenericRunner:
-    """Any causal model of transformers, with its own attention and the cache that it wants. Correct, not fast.
+    """Any causal model of transformers, with its own attention and cache. Correct, not fast.
 
-    `whole`: prompts are read in one piece, for models that cannot go on in the middle of one. Rows that joined together
-    with equally long prompts form a group that goes through the model in step: nothing is padded, so the model needs no
-    mask and counts positions itself. A group shrinks as its rows end, and groups are never joined; rows that come one by
-    one are decoded one by one. A model whose cache cannot be taken apart by rows (it has no `reorder_cache`) has every
-    row in a group of its own.
+    `whole`: prompts are prefilled in one piece, for models that cannot continue in the middle of one. Rows that joined
+    together with prompts of equal length form a group that passes through the model together: nothing is padded, so the
+    model needs no mask and counts positions itself. A group shrinks as its rows end, and groups are never merged; rows
+    that arrive one by one are decoded one by one. If a model's cache cannot be split by rows (it has no
+    `reorder_cache`), every row is its own group.
 
-    With `alone` no row shares a pass with another, which makes it deterministic. Knows nothing of what the cache holds.
+    With `alone` no row shares a pass with another, which makes decoding deterministic. The content of the cache is
+    opaque.
     """
 
     name: ClassVar[str] = "plain"
@@ -407,15 +408,15 @@ class GenericRunner:
         self._whole = whole
         self._alone = alone
         self._splits: bool | None = None
-        """Whether a cache can be taken apart by rows; None before the first was seen."""
+        """Whether a cache can be split by rows; None before the first one."""
         self._groups: list[RowGroup] = []
 
     def footprint(self, size: BatchSize) -> int:
-        """Every token of every row."""
+        """Return the cells: every token of every row."""
         return size.tokens
 
     def read(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Whole prompts of one length in one pass, unless rows must be alone; the rest one by one."""
+        """Prefill whole prompts of equal length in one pass, unless rows must be alone; the others one by one."""
         together = not self._alone and self._splits is True
         sharing = [c for c in chunks if together and not c.alone]
         for chunk in chunks:
@@ -429,7 +430,7 @@ class GenericRunner:
                 self._forward(prompts[begin : begin + most], count)
 
     def _forward(self, prompts: Sequence[PromptPrefill], count: int) -> None:
-        """The next `count` tokens of prompts that are equally far."""
+        """Process the next `count` tokens of prompts with equal progress."""
         first = prompts[0]
         if first.kept is None:
             one = CachedPass()
@@ -454,7 +455,7 @@ class GenericRunner:
             self._splits = hasattr(one.cache, "reorder_cache")
 
     def enter(self, origins: Sequence[PrefillResult], active: int) -> Sequence[int]:
-        """Rows of one pass are one group. All rows that come from a pass come at once."""
+        """Add rows. Rows of one pass are one group; all rows from a pass arrive together."""
 
         def together(index: int) -> int:
             prompt = origins[index].prompt
@@ -476,7 +477,7 @@ class GenericRunner:
         return order
 
     def step(self, tokens: Ints, lengths: Ints) -> torch.Tensor:
-        """Group by group."""
+        """Decode group by group."""
         device = self.model.shape.device
         logits: torch.Tensor | None = None
         for group in self._groups:
@@ -490,7 +491,7 @@ class GenericRunner:
         return logits
 
     def leave(self, change: Compaction) -> None:
-        """Rows keep their place in their group and get another number; the others go."""
+        """Remove rows. The others keep their place in their group and get new numbers."""
         moved = dict(zip(change.sources, change.holes, strict=True))
         gone = set(change.holes)
         for group in self._groups:
@@ -505,4 +506,4 @@ class GenericRunner:
         self._groups.clear()
 
     def clean(self) -> None:
-        """No row sees another's numbers."""
+        """Nothing to do: no row uses another's values."""

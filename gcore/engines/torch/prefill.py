@@ -1,8 +1,8 @@
-"""Prompts on their way through the model: keys and values, the logits after the last token, log-probabilities of the rest.
+"""Prefill of prompts: keys and values, the logits after the last token, and log-probabilities of the other tokens.
 
-A prompt may be read in several chunks; what of it is done stands in a buffer of its own until a row takes it over. Whole
-prompts share forward passes, padded on the right; attention is causal, so no real token sees the padding, and what stands
-there is never copied into the cache. Does not choose rows, plan chunks or draw tokens.
+A prompt may be prefilled in several chunks. Finished chunks stay in a separate buffer until a row takes them over.
+Whole prompts share forward passes, padded on the right. Attention is causal, so real tokens never attend to the
+padding, and the padding is never copied into the cache. This module does not choose rows, plan chunks or sample tokens.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from gcore.engines.torch.scheduler import IDLE_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class PrefillBatch:
-    """Prompts (as indices) that go through one forward pass, padded on the right to `width` tokens."""
+    """Prompts (as indices) of one forward pass, padded on the right to `width` tokens."""
 
     members: tuple[int, ...]
     width: int
 
 
 def prefill_batches(lengths: Sequence[int], *, most_tokens: int) -> tuple[PrefillBatch, ...]:
-    """Cut prompts into forward passes: neighbours in length together, at most `most_tokens` padded tokens in each.
+    """Divide prompts into forward passes: prompts of similar length together, at most `most_tokens` padded tokens in
+    each.
 
-    A prompt that alone is longer than `most_tokens` has a pass for itself. No pass is more than a quarter padding.
+    A prompt longer than `most_tokens` has its own pass. At most a quarter of a pass is padding.
     """
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     batches: list[PrefillBatch] = []
@@ -53,44 +54,44 @@ def prefill_batches(lengths: Sequence[int], *, most_tokens: int) -> tuple[Prefil
 
 
 LOGIT_CELLS = 32 * 1024 * 1024
-"""Logits in one pass, at most, where log-probabilities of prompt tokens are asked for."""
+"""Maximum number of logits in one pass if log-probabilities of prompt tokens are requested."""
 
 
 @dataclass(slots=True, eq=False)
 class PromptPrefill:
-    """A prompt, or the tokens of a sample that goes on. `kept`: what the lane keeps of it."""
+    """A prompt, or the tokens of a sample that continues. `kept`: data of the lane."""
 
     tokens: tuple[int, ...]
     logprobs_from: int | None = None
-    """Log-probabilities of its tokens are wanted from this position on."""
+    """First position whose log-probability is requested."""
     tops: int = 0
     names: tuple[int, ...] = ()
-    """Tokens whose log-probabilities are wanted at the same positions."""
+    """Tokens whose log-probabilities are requested at the same positions."""
     done: int = 0
-    """Tokens read."""
+    """Number of prefilled tokens."""
     kept: Any = None
     logits: torch.Tensor | None = None
-    """[vocabulary]: what follows the last token, once all are read."""
+    """[vocabulary]: logits after the last token, once all are prefilled."""
     stale: bool = False
-    """Other weights than the present ones read a part of it."""
+    """Whether other weights than the present ones prefilled a part of it."""
     values: list[float | None] = field(default_factory=list)
     likeliest: list[Top | None] = field(default_factory=list)
     named: list[tuple[float, ...] | None] = field(default_factory=list)
 
     @property
     def left(self) -> int:
-        """Tokens to read."""
+        """Number of tokens still to prefill."""
         return len(self.tokens) - self.done
 
     @property
     def logprobs(self) -> PromptLogprobs | None:
-        """Of its tokens; None when none are wanted."""
+        """Log-probabilities of its tokens; None if not requested."""
         if self.logprobs_from is None:
             return None
         return PromptLogprobs(self.logprobs_from, tuple(self.values), tuple(self.likeliest), tuple(self.named))
 
     def most(self, vocabulary: int) -> int | None:
-        """Tokens that one pass may read; None: any number."""
+        """Return the maximum number of tokens in one pass; None: no limit."""
         return None if self.logprobs_from is None else max(1, LOGIT_CELLS // vocabulary)
 
 
@@ -103,14 +104,15 @@ class PrefillChunk:
 
     @property
     def alone(self) -> bool:
-        """Whether it cannot share a pass: a part of a prompt, or one whose own tokens are to be judged."""
+        """Whether it cannot share a pass: it is a part of a prompt, or the log-probabilities of its tokens are
+        requested."""
         return self.count < len(self.prompt.tokens) or self.prompt.logprobs_from is not None
 
 
 class PrefillCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """Keys and values of prompts in one pass, by layer `[prompt, kv_head, token, head_dim]`.
 
-    With `length` it is a buffer for one prompt of so many tokens, read in several passes.
+    With `length` it is a buffer for one prompt of this many tokens, prefilled in several passes.
     """
 
     is_compileable = False
@@ -142,20 +144,20 @@ class PrefillCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return keys[:, :, :end], values[:, :, :end]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Nothing, as far as the model is concerned: it is told every position."""
+        """Return 0: the model receives every position and must not count tokens itself."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixSlice:
-    """Where a read prompt stands: the i-th of a prefix."""
+    """Index of a prefilled prompt in a pass."""
 
     prefix: PrefillCache
     index: int
 
 
 def prefill(model: Model, chunks: Sequence[PrefillChunk], *, grid: int | None = None) -> None:
-    """All chunks, in as few passes as is sensible; with a `grid` each in passes of its own that end at multiples of it."""
+    """Prefill all chunks in few passes; with a `grid` each chunk in separate passes that end at its multiples."""
     sharing = [chunk.prompt for chunk in chunks if grid is None and not chunk.alone]
     for chunk in chunks:
         if grid is not None or chunk.alone:
@@ -203,21 +205,21 @@ def _read_alone(model: Model, chunk: PrefillChunk, grid: int | None) -> None:
 
 
 def chunk_length(prompt: PromptPrefill, left: int, vocabulary: int, grid: int | None) -> int:
-    """Tokens in the next pass, of `left` that are to be read now."""
+    """Return the number of tokens in the next pass, of `left` to be prefilled now."""
     to_line = left if grid is None else grid - prompt.done % grid
     return min(left, to_line, prompt.most(vocabulary) or left)
 
 
 def logit_positions(prompt: PromptPrefill, begin: int, end: int) -> list[int]:
-    """Positions in [begin, end) whose logits are needed; at least one, for a pass must have some."""
+    """Return the positions in [begin, end) whose logits are needed; at least one, because a pass must have some."""
     if prompt.logprobs_from is None:
         return [end - 1]
-    # The logits at a position judge the token behind it.
+    # The logits at a position predict the next token.
     return list(range(min(max(begin, prompt.logprobs_from - 1), end - 1), end))
 
 
 def record_logits(prompt: PromptPrefill, positions: Sequence[int], logits: torch.Tensor) -> None:
-    """Keep what is wanted of `logits` [position, vocabulary], which stand at these positions of the prompt."""
+    """Record the requested parts of `logits` [position, vocabulary], which belong to these positions of the prompt."""
     length = len(prompt.tokens)
     if positions[-1] == length - 1:
         prompt.logits = logits[-1]
@@ -225,7 +227,7 @@ def record_logits(prompt: PromptPrefill, positions: Sequence[int], logits: torch
     if start is None or start >= length:
         return
     if start == 0 and not prompt.values:
-        # Before the first token there is nothing that could foretell it.
+        # The first token has no prediction.
         prompt.values.append(None)
         prompt.likeliest += [None] if prompt.tops else []
         prompt.named += [None] if prompt.names else []

@@ -1,14 +1,15 @@
-"""Which lane serves a model: found out at start, by trying.
+"""Choose the lane that serves a model, by a trial at start.
 
-Short prompts of different lengths are continued by the engine's own loop, with everything that it does to rows: a prompt
-is read in two pieces, a row joins late with a running row's prompt, rows leave and others move. The log-probabilities of
-what came out are compared with plain forward passes of the same module. A model whose positions, attention or states the
-lane does not honour gives other numbers; so no table of supported models has to be kept. The fast lane is tried first,
-then the plain one; a model that neither serves is refused. What shows only in long contexts is compared with what the
-configuration says: a sliding window that the attention function is not told of, or layers of other kinds, need the plain
+The engine's own loop continues short prompts of different lengths, with every operation on rows: a prompt is prefilled
+in two chunks, a row joins late with the prompt of a running row, rows leave and others move. The log-probabilities of
+the results are compared with plain forward passes of the same module. If the lane does not honour a model's positions,
+attention or states, the numbers differ. So no table of supported models is needed. The fast lane is tried first, then
+the generic one; a model that neither serves is refused. Features that show only in long contexts are found in the
+configuration: a sliding window that the attention function does not receive, or layers of other kinds, need the plain
 lane.
 
-For deterministic decoding samples are made alone and in a crowd that fills more than a tile, and compared bit by bit.
+For deterministic decoding, samples are generated alone and in a batch that fills more than a tile, and compared bit by
+bit.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ log = logging.getLogger("gcore.engine")
 LENGTHS = (3, 12)
 
 PIECE = 7
-"""Tokens in the first of two pieces that a prompt is read in: more than a state-space model's convolution spans."""
+"""Tokens in the first of two chunks of a prompt: more than the convolution of a state-space model spans."""
 
 COMPARED = 64
-"""Tokens, over all the vocabulary, whose log-probabilities are compared at each position."""
+"""Number of tokens, spread over the vocabulary, whose log-probabilities are compared at each position."""
 
 ALLOWED = {torch.float32: 3e-4}
 ALLOWED_HALF = 0.25
 CONTINUED = 4
 
 ROWS = 8
-"""More than a proof needs."""
+"""Rows of a shared lane in the trial; more than it needs."""
 
 SHORT_WINDOW = 64
-"""Up to here a sliding window is tried out with a prompt that is longer."""
+"""Up to this size a sliding window is tested with a longer prompt."""
 
 KINDS = frozenset({"full_attention", "sliding_attention"})
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -58,12 +59,12 @@ class RunnerUnproved(Exception):
 
 
 def select_runner(model: Model, *, deterministic: bool, chunk: int) -> ModelRunner:
-    """The lane that serves the model; a shared one has as few rows as the proof takes, and no budget.
+    """Return the lane that serves the model. A shared one has as few rows as the trial needs, and no budget.
 
-    Raises DataError when none serves it.
+    Raises DataError if no lane serves it.
     """
     if model.context < max(LENGTHS) + CONTINUED:
-        raise DataError(f"its context of {model.context} tokens is too short to serve", where=str(model.folder))
+        raise DataError(f"the model's context of {model.context} tokens is too short to serve", where=str(model.folder))
     reasons: list[str] = []
     for lane in _lanes(model, deterministic, chunk, reasons):
         try:
@@ -76,17 +77,15 @@ def select_runner(model: Model, *, deterministic: bool, chunk: int) -> ModelRunn
             reasons.append(" ".join(str(problem).split())[:300] or repr(problem))
         else:
             if lane.name == "plain":
-                log.warning(
-                    "%s is served by the plain lane, which is slow: %s", model.folder, reasons[0] if reasons else ""
-                )
+                log.warning("%s uses the plain lane, which is slow: %s", model.folder, reasons[0] if reasons else "")
             else:
-                log.info("%s is served by the %s lane", model.folder, lane.name)
+                log.info("%s uses the %s lane", model.folder, lane.name)
             return lane
     raise unservable_model(model.folder, reasons[-1])
 
 
 def _lanes(model: Model, deterministic: bool, chunk: int, reasons: list[str]) -> Iterator[ModelRunner]:
-    """What to try, best first; the model is set up for each as it is asked for."""
+    """Yield the lanes to try, best first; the model is set up for each as it is yielded."""
     if (why := _unfit(model)) is not None:
         reasons.append(why)
     else:
@@ -110,7 +109,7 @@ def _lanes(model: Model, deterministic: bool, chunk: int, reasons: list[str]) ->
 
 
 def _unfit(model: Model) -> str | None:
-    """Why the fast lanes cannot serve it, as far as it is known without trying."""
+    """Return why the fast lanes cannot serve the model, as far as known without a trial."""
     c = model.module.config
     if not getattr(model.module, "_supports_attention_backend", False):
         return f"a {c.model_type} has no attention that can be replaced"
@@ -121,7 +120,7 @@ def _unfit(model: Model) -> str | None:
 
 @torch.inference_mode()
 def _measure(model: Model) -> None:
-    """Run two tokens through it, to see what its layers keep. Raises RunnerUnproved where that is not alike in all of them."""
+    """Run two tokens through the model to see what its layers cache. Raises RunnerUnproved if the layers differ."""
     model.use_own_attention()
     model.attention.kind = PrefillPass()
     prefix, device = PrefillCache(), model.shape.device
@@ -142,7 +141,7 @@ def _measure(model: Model) -> None:
 
 
 def _window(model: Model) -> int | None:
-    """The sliding window that the configuration names, where it is shorter than the context."""
+    """Return the sliding window of the configuration if it is shorter than the context."""
     c = model.module.config
     window = getattr(c, "sliding_window", None) if getattr(c, "use_sliding_window", True) else None
     kinds = getattr(c, "layer_types", None)
@@ -159,7 +158,7 @@ def _work(model: Model, number: int, length: int, *, temperature: float = 0.0) -
 
 
 def _prove(model: Model, lane: ModelRunner) -> None:
-    """Raises RunnerUnproved when the lane's log-probabilities are not the model's own."""
+    """Raises RunnerUnproved if the lane's log-probabilities differ from the model's own."""
     window = _window(model)
     lengths = list(LENGTHS)
     if window is not None and window <= SHORT_WINDOW and window + 2 * CONTINUED < model.context:
@@ -169,18 +168,18 @@ def _prove(model: Model, lane: ModelRunner) -> None:
     leaver = SequenceState(GenerationRequest(len(works) + 1, "proof", (2 % model.vocabulary,), works[0].task.sampling))
     done = _run(model, lane, [leaver, *works], late)
     if window is not None and lane.name != "plain" and window not in model.attention.windows:
-        raise RunnerUnproved(f"its attention does not tell of its sliding window of {window} tokens")
+        raise RunnerUnproved(f"its attention does not receive its sliding window of {window} tokens")
     if lane.name != "plain":
         model.use_plain_attention()
     error = max(_error(model, work) for work in done)
     if lane.name != "plain":
         model.use_own_attention()
     if not error <= ALLOWED.get(model.shape.dtype, ALLOWED_HALF):
-        raise RunnerUnproved(f"its log-probabilities come out {error:.3g} off")
+        raise RunnerUnproved(f"its log-probabilities differ by {error:.3g}")
 
 
 def _run(model: Model, lane: ModelRunner, works: list[SequenceState], late: SequenceState) -> list[SequenceState]:
-    """Continue `works`, the first of which leaves early and whose last is read in two pieces; `late` joins later."""
+    """Continue `works`. The first leaves early, the last is prefilled in two chunks, and `late` joins later."""
     decoder = Decoder(model, lane, len(works) + 1)
     prompts = [decoder.prompt(work) for work in works]
     if lane.grid != UNCUT:
@@ -201,7 +200,7 @@ def _run(model: Model, lane: ModelRunner, works: list[SequenceState], late: Sequ
 
 @torch.inference_mode()
 def _error(model: Model, work: SequenceState) -> float:
-    """The largest difference between the work's log-probabilities and a plain forward pass."""
+    """Return the largest difference between the work's log-probabilities and a plain forward pass."""
     ids = torch.tensor([[*work.task.prompt, *work.tokens]], device=model.shape.device)
     logits: Any = model.module(input_ids=ids, use_cache=False).logits
     begin = len(work.task.prompt) - 1
@@ -210,8 +209,8 @@ def _error(model: Model, work: SequenceState) -> float:
 
 
 def _prove_bits(model: Model, lane: ModelRunner) -> None:
-    """Raises RunnerUnproved when a sample depends on those beside it."""
-    # One of them passes from a block of the cache into the next.
+    """Raises RunnerUnproved if a sample depends on others in the batch."""
+    # One of them crosses from one block of the cache to the next.
     lengths = [length for length in (1, 7, BLOCK - 2) if length + CONTINUED <= model.context]
     alone = [_sampled(model, lane, [_work(model, n, length, temperature=1.0)])[0] for n, length in enumerate(lengths)]
     crowd = [_work(model, 100 + n, 2 + n % 9, temperature=1.0) for n in range(getattr(lane, "tile", 2) + 2)]

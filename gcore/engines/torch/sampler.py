@@ -1,20 +1,20 @@
-"""From logits to tokens.
+"""Sample tokens from logits.
 
-Log-probabilities are those of `softmax(logits / T)` before anything is cut off (top-k, top-p, min-p, the minimum length):
-the distribution that the trainer computes too. Greedy rows (T = 0) take the likeliest token, and their log-probabilities
-are of the untempered softmax.
+Log-probabilities are those of `softmax(logits / T)` before any truncation (top-k, top-p, min-p, the minimum length):
+the distribution that the trainer computes too. Greedy rows (T = 0) take the most likely token, and their
+log-probabilities are those of the softmax at temperature 1.
 
-A token is drawn by the inverse of the cumulative distribution, in order of token id, at a uniform number that belongs to
-its request: the i-th number of the Philox stream whose key is the request's seed. So a sample's randomness depends on its
-seed alone, whatever else runs beside it, and every step here treats each row for itself: a row's token and
-log-probability do not depend on which rows stand beside it, bit for bit.
+A token is sampled by the inverse of the cumulative distribution, in order of token id, at a uniform number of its
+request: the i-th number of the Philox stream whose key is the request's seed. So the randomness of a sample depends on
+its seed alone, not on other requests. Every operation here treats each row separately: a row's token and
+log-probability are bitwise independent of other rows.
 
-A large vocabulary is worked through in slabs of rows that stay in the processor's cache, and summed in blocks first, so
-that the double-precision part touches one block a row. Nothing is sorted unless a row truncates, and then only its
-likeliest `CANDIDATES`, unless these do not suffice.
+A large vocabulary is processed in slabs of rows that stay in the processor's cache, and summed in blocks first, so that
+the double-precision part touches one block per row. Nothing is sorted unless a row truncates, and then only its
+`CANDIDATES` most likely tokens, unless these do not suffice.
 
-What is cut off: all but the `top_k` likeliest; what stands behind likelier tokens of more than `top_p` together; what is
-less likely than `min_p` times the likeliest. All three are of the whole distribution, as in SGLang.
+Truncation: all but the `top_k` most likely tokens; tokens after more likely ones with a total of more than `top_p`;
+tokens less likely than `min_p` times the most likely one. All three refer to the full distribution, as in SGLang.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from gcore.engines.request import Top
 from gcore.engines.torch.scheduler import BELOW_ONE, Doubles, Ints
 
 SMALL_VOCABULARY = 4096
-"""Up to here one cumulative sum over all of it costs less than the steps that avoid it."""
+"""Up to this vocabulary size one cumulative sum over all of it is faster than the steps that avoid it."""
 
 SLAB_CELLS = 512 * 1024
-"""Numbers worked on at once on a CPU: 2 MiB."""
+"""Numbers processed at once on a CPU: 2 MiB."""
 
 BLOCK = 512
 CANDIDATES = 1024
@@ -40,7 +40,8 @@ CANDIDATES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Rows whose truncation looks at the same number of candidates. `[row, 1]` each but `rows`, which is [row]."""
+    """Rows whose truncation needs the same number of candidates. Each field is `[row, 1]`, except `rows`, which is
+    [row]."""
 
     candidates: int
     rows: torch.Tensor
@@ -52,7 +53,7 @@ class Truncation:
     def groups(
         cls, rows: Ints, top_p: Doubles, top_k: Ints, min_p: Doubles, device: torch.device
     ) -> tuple[Truncation, ...]:
-        """By the number of candidates that a row itself asks for, so that its neighbours have no say in it."""
+        """Group rows by the number of candidates that a row itself requests, so that other rows do not influence it."""
         wanted = np.where((top_k > 0) & (top_k < CANDIDATES), top_k, CANDIDATES)
         made = []
         for count in np.unique(wanted[rows]):
@@ -69,16 +70,16 @@ class Truncation:
         return tuple(made)
 
     def only(self, places: torch.Tensor) -> Truncation:
-        """Some of the rows, with every token a candidate."""
+        """Select some of the rows, with every token a candidate."""
         return Truncation(0, self.rows[places], self.top_p[places], self.top_k[places], self.min_p[places])
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSamplingParams:
-    """How each of the running rows is sampled; tensors over rows, on the logits' device.
+    """Sampling parameters of the running rows: tensors over rows, on the logits' device.
 
-    `temperature` [row, 1] float32 (1 for a greedy row), None when all are 1; `greedy` [row] bool or None when no row is.
-    `truncating`: the rows that truncate, with their parameters.
+    `temperature` [row, 1] float32 (1 for a greedy row), None if all are 1. `greedy` [row] bool, or None if no row is.
+    `truncating`: rows that truncate, with their parameters.
     """
 
     temperature: torch.Tensor | None
@@ -90,7 +91,7 @@ class BatchSamplingParams:
     def of(
         cls, temperature: Doubles, top_p: Doubles, top_k: Ints, min_p: Doubles, device: torch.device
     ) -> BatchSamplingParams:
-        """From arrays over rows: temperature 0 is greedy; top_p 1, top_k 0 and min_p 0 cut nothing off."""
+        """Create from arrays over rows: temperature 0 is greedy; top_p 1, top_k 0 and min_p 0 truncate nothing."""
         greedy = temperature == 0
         scale = np.where(greedy, 1.0, temperature)
         cut = np.flatnonzero(~greedy & ((top_p < 1) | (top_k > 0) | (min_p > 0)))
@@ -112,7 +113,7 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class ForbiddenTokens:
-    """Cells that must not be drawn now: token `tokens[i]` in row `rows[i]`. Their log-probabilities stay as they are."""
+    """Cells that must not be sampled now: token `tokens[i]` in row `rows[i]`. Their log-probabilities are unchanged."""
 
     rows: torch.Tensor
     tokens: torch.Tensor
@@ -121,7 +122,7 @@ class ForbiddenTokens:
 def sample(
     logits: torch.Tensor, uniforms: torch.Tensor, params: BatchSamplingParams, forbidden: ForbiddenTokens | None = None
 ) -> SampledTokens:
-    """One token a row. `logits` [row, vocabulary], any float; `uniforms` [row] float64 in [0, 1)."""
+    """Sample one token per row. `logits` [row, vocabulary], any float; `uniforms` [row] float64 in [0, 1)."""
     rows, vocabulary = logits.shape
     if vocabulary <= SMALL_VOCABULARY:
         return _draw_small(logits, uniforms, params, forbidden)
@@ -133,7 +134,8 @@ def sample(
         temperature = None if params.temperature is None else params.temperature[own]
         scaled = _scaled(logits[own], temperature)
         weights = torch.softmax(scaled, dim=-1)
-        # The largest probability is 1 / sum(exp(scaled - largest)): the normaliser without another pass of exponentials.
+        # The largest probability is 1 / sum(exp(scaled - largest)), so the normaliser needs no second pass of
+        # exponentials.
         normaliser = scaled.amax(-1) - weights.amax(-1).log()
         tokens[own] = _choose(scaled, weights, uniforms[own], params, forbidden, begin)
         logprobs[own] = scaled.gather(-1, tokens[own, None])[:, 0] - normaliser
@@ -150,7 +152,7 @@ def _draw_small(
 
 
 def top_logprobs(logits: torch.Tensor, temperatures: Sequence[float], count: int) -> list[Top]:
-    """The `count` likeliest tokens of each row, of softmax(logits / T); temperature 0 reads as 1."""
+    """Return the `count` most likely tokens of each row, of softmax(logits / T); temperature 0 counts as 1."""
     values, tokens = _tempered(logits, temperatures).topk(min(count, logits.shape[-1]), dim=-1)
     return [
         tuple(zip(row, ids, strict=True)) for row, ids in zip(values.cpu().tolist(), tokens.cpu().tolist(), strict=True)
@@ -160,7 +162,7 @@ def top_logprobs(logits: torch.Tensor, temperatures: Sequence[float], count: int
 def token_logprobs(
     logits: torch.Tensor, temperatures: Sequence[float], tokens: Sequence[int]
 ) -> list[tuple[float, ...]]:
-    """Log-probabilities of these tokens in each row, of softmax(logits / T); temperature 0 reads as 1."""
+    """Return the log-probabilities of these tokens in each row, of softmax(logits / T); temperature 0 counts as 1."""
     picked = _tempered(logits, temperatures)[:, torch.tensor(tokens, device=logits.device)]
     return [tuple(row) for row in picked.cpu().tolist()]
 
@@ -183,7 +185,7 @@ def _choose(
     forbidden: ForbiddenTokens | None,
     first: int,
 ) -> torch.Tensor:
-    """Tokens of the rows from `first` on. `weights`: probabilities; None when all rows are greedy."""
+    """Choose the tokens of the rows from `first` on. `weights`: probabilities; None if all rows are greedy."""
     rows = scaled.shape[0]
     cells = None if forbidden is None else _within(forbidden, first, rows)
     tokens: torch.Tensor | None = None
@@ -200,7 +202,7 @@ def _choose(
     if params.greedy is None:
         assert tokens is not None
         return tokens
-    # The logits decide: normalising may round two of them together.
+    # Compare logits: normalisation may round two of them to the same value.
     if cells is not None:
         scaled = scaled.clone()
         scaled[cells] = float("-inf")
@@ -219,11 +221,12 @@ def _some(truncation: Truncation, inside: torch.Tensor) -> Truncation:
 
 
 def _inverse(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """[row]: the first index at which the cumulative weight passes uniform x total; `weights` [row, token]."""
+    """Return [row]: the first index at which the cumulative weight exceeds uniform x total. `weights` [row, token]."""
     rows, width = weights.shape
     if width <= SMALL_VOCABULARY:
         return _search(weights, uniforms).index
-    # In double precision, or a large vocabulary's tail would drown in rounding; over blocks, or that would be slow.
+    # In double precision, because the tail of a large vocabulary would be lost in rounding; over blocks, because that
+    # would be slow.
     whole = width // BLOCK
     sums = weights[:, : whole * BLOCK].view(rows, whole, BLOCK).sum(-1)
     if whole * BLOCK < width:
@@ -237,7 +240,8 @@ def _inverse(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class DrawPosition:
-    """Where uniform numbers came to stand among weights. `column` [row, 1] int64; the others as in `_search`."""
+    """Positions of uniform numbers among the cumulative weights. `column` [row, 1] int64; the others as in
+    `_search`."""
 
     column: torch.Tensor
     weights: torch.Tensor
@@ -250,14 +254,14 @@ class DrawPosition:
         return self.column[:, 0]
 
     def within(self) -> torch.Tensor:
-        """[row]: where between the two ends of its weight each came to stand, in [0, 1)."""
+        """[row]: position between the two ends of its weight, in [0, 1)."""
         own = self.weights.gather(-1, self.column).double()
         into = (self.target - (self.cumulative.gather(-1, self.column) - own)) / own
         return into[:, 0].nan_to_num_(0.0).clamp_(0.0, BELOW_ONE)
 
 
 def _search(weights: torch.Tensor, uniforms: torch.Tensor) -> DrawPosition:
-    """The first index at which the cumulative weight passes uniform x total, by row."""
+    """Find, by row, the first index at which the cumulative weight exceeds uniform x total."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = uniforms[:, None] * cumulative[:, -1:]
     column = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[-1] - 1)
@@ -265,7 +269,7 @@ def _search(weights: torch.Tensor, uniforms: torch.Tensor) -> DrawPosition:
 
 
 def _truncated(weights: torch.Tensor, uniforms: torch.Tensor, cut: Truncation) -> torch.Tensor:
-    """[row]: tokens drawn from what the truncation leaves of `weights` [row, token]."""
+    """Return [row]: tokens sampled from `weights` [row, token] after truncation."""
     width = weights.shape[-1]
     everything = cut.candidates == 0 or cut.candidates * 4 >= width
     if everything:
@@ -273,11 +277,11 @@ def _truncated(weights: torch.Tensor, uniforms: torch.Tensor, cut: Truncation) -
     else:
         ordered, index = weights.topk(cut.candidates, dim=-1)
     cumulative = ordered.cumsum(-1, dtype=torch.float64)
-    # What is forbidden weighs nothing, so the whole need not be 1.
+    # Forbidden tokens have weight 0, so the total may be less than 1.
     total = cumulative[:, -1:] if everything else weights.sum(-1, keepdim=True).double()
     rank = torch.arange(ordered.shape[-1], device=weights.device)[None, :]
     keep = (cut.top_k == 0) | (rank < cut.top_k)
-    # A row with top_p = 1 keeps all, even where rounding makes the sum exceed 1.
+    # A row with top_p = 1 keeps all tokens, even if rounding makes the sum exceed 1.
     keep &= (cut.top_p >= 1) | (cumulative - ordered <= cut.top_p * total)
     keep &= ordered >= cut.min_p * ordered[:, :1]
     keep[:, 0] = True

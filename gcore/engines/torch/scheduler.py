@@ -1,8 +1,8 @@
-"""Scheduler: which sequences run, which wait, which are preempted, and how much of the waiting prompts is prefilled now.
+"""Scheduler: which sequences run, wait or are preempted, and how much of the waiting prompts is prefilled now.
 
-Memory is counted in cells: the place of one token's keys and values. A runner's `footprint` says how many cells a batch takes;
-admission never exceeds the budget. `RunningBatch` keeps what is known of each running sequence in arrays, so that a decode
-step does no work per sequence in Python. Imports numpy, not torch.
+Memory is counted in cells: the keys and values of one token. A runner's `footprint` returns the cells of a batch;
+admission never exceeds the budget. `RunningBatch` keeps the data of running sequences in arrays, so that a decode step
+does no work per sequence in Python. Imports numpy, not torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gcore.engines.request import GenerationRequest, SequenceState
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """Row `sources[i]` is copied to `holes[i]`; then the first `active` rows are those that stay."""
+    """Row `sources[i]` is copied to `holes[i]`; afterwards the remaining rows are the first `active`."""
 
     holes: tuple[int, ...]
     sources: tuple[int, ...]
@@ -29,7 +29,7 @@ class Compaction:
 
 
 def plan_compaction(leaving: Sequence[int], active: int) -> Compaction:
-    """Which rows move into the places of those that leave, with as few copies as possible."""
+    """Choose which rows move into the places of leaving ones, with the fewest copies."""
     gone = set(leaving)
     stay = active - len(gone)
     holes = tuple(sorted(row for row in gone if row < stay))
@@ -47,23 +47,23 @@ class WaitingQueue:
         return len(self._queue)
 
     def put(self, works: Iterable[SequenceState]) -> None:
-        """At the end."""
+        """Append at the end."""
         self._queue.extend(works)
 
     def put_back(self, works: Sequence[SequenceState]) -> None:
-        """Before all others, in this order."""
+        """Insert before all others, in this order."""
         self._queue.extendleft(reversed(works))
 
     def peek(self, count: int) -> list[SequenceState]:
-        """The first `count`, which stay."""
+        """Return the first `count` without removing them."""
         return list(islice(self._queue, max(0, count)))
 
     def take(self, count: int) -> list[SequenceState]:
-        """The first `count`, or as many as there are."""
+        """Remove and return the first `count`, or as many as there are."""
         return [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
 
     def drop(self, unwanted: Callable[[GenerationRequest], bool]) -> list[SequenceState]:
-        """Take out those that are unwanted."""
+        """Remove and return the unwanted tasks."""
         dropped = [work for work in self._queue if unwanted(work.task)]
         if dropped:
             gone = {work.task.number for work in dropped}
@@ -72,13 +72,13 @@ class WaitingQueue:
 
 
 RESERVE = 64
-"""Tokens of growth that an admission sets aside."""
+"""Tokens of growth reserved at admission."""
 
 IDLE_TOKENS = 8192
-"""Prompt tokens in one cycle when no row decodes, and padded tokens in one forward pass of several prompts."""
+"""Maximum prompt tokens in one cycle if no row decodes, and padded tokens in one forward pass of several prompts."""
 
 SMALLEST_PIECE = 32
-"""A prompt is not begun for fewer tokens than this."""
+"""A prompt is not started for fewer tokens than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,60 +90,58 @@ class BatchSize:
     tokens: int = 0
 
     def plus(self, length: int) -> BatchSize:
-        """With one more row of `length` tokens."""
+        """Return the size with one more row of `length` tokens."""
         return BatchSize(self.rows + 1, max(self.longest, length), self.tokens + length)
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> BatchSize:
-        """Rows of these lengths."""
+        """Return the size of rows with these lengths."""
         return cls(len(lengths), max(lengths, default=0), sum(lengths))
 
 
 Footprint = Callable[[BatchSize], int]
-"""Cells that rows of this size take."""
+"""Returns the cells that rows of this size take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A waiting sample: tokens it has (prompt and what it made before), and the most it may still make."""
+    """A waiting sample: its tokens (prompt and generated ones), and the maximum it may still generate."""
 
     length: int
     growth: int
 
     @property
     def reserved(self) -> int:
-        """The length it is admitted with."""
+        """The length with which it is admitted."""
         return self.length + min(self.growth, RESERVE)
 
 
 def longest_request(most: int, *, budget: int, footprint: Footprint) -> int:
-    """The longest request, of at most `most` tokens, that can be served when nothing else runs; 0: none."""
+    """Return the length of the longest request, at most `most` tokens, that can be served alone; 0: none."""
     return bisect_right(range(1, most + 1), budget, key=lambda length: footprint(BatchSize().plus(length)))
 
 
 def num_admissible(
     waiting: Sequence[Admission], held: BatchSize, *, free: int, budget: int, footprint: Footprint
 ) -> int:
-    """How many of the first that wait may have a row, beside what is `held`; `free`: rows that are not taken.
+    """Return how many of the first waiting samples may get a row, in addition to those `held`. `free`: number of free
+    rows.
 
-    The first is admitted in any case when nothing is held.
+    The first is admitted in any case if nothing is held. The rules of admission, preemption and prefill are pure
+    functions of sizes:
 
-    Who gets a row, who gives it back, and how much of the waiting prompts is read now: pure decisions over sizes.
+    Memory is counted in cells: the keys and values of one token. The `footprint` of a lane returns the cells of rows
+    with given lengths; admission never exceeds the budget (`cache_tokens`).
 
-    Memory is counted in cells: places for one token's keys and values. A lane says with its footprint how many cells
-    rows of certain lengths take; the budget (`cache_tokens`) is never exceeded by what is admitted here.
-
-    - Requests are admitted in the order of their arrival. One that does not fit yet holds back those behind it, so none is
-      overtaken for ever by smaller ones.
-    - A request is admitted with `RESERVE` tokens of its growth, or all that it may still make, so that it does not have to
-      leave again at once.
-    - When the running rows outgrow the budget, the youngest give theirs back. They wait in front of all others, with their
-      tokens, so the queue stays in the order of arrival. The oldest never gives its row back, and whatever was accepted fits
-      alone: so each request comes to its end.
-    - While rows decode, a cycle reads at most `prefill_chunk_tokens` of waiting prompts, so that a long prompt delays nobody's
-      next token by more than that; when nothing decodes there is nobody to delay, and it reads up to `IDLE_TOKENS`.
-
-    Knows no torch, no cache and no clock.
+    - Requests are admitted in order of arrival. One that does not fit yet blocks those behind it, so smaller ones
+      cannot overtake it forever.
+    - A request is admitted with `RESERVE` tokens of growth, or all that it may still generate, so that it is not
+      preempted again at once.
+    - If the running rows outgrow the budget, the youngest are preempted. They wait before all others and keep their
+      tokens, so the queue stays in order of arrival. The oldest is never preempted, and every accepted request fits
+      alone, so each request finishes.
+    - While rows decode, a cycle prefills at most `prefill_chunk_tokens` of waiting prompts, which limits the delay of
+      other requests' next token. If no row decodes, it prefills up to `IDLE_TOKENS`.
     """
     count, size = 0, held
     for want in waiting[: max(0, free)]:
@@ -155,9 +153,9 @@ def num_admissible(
 
 
 def rows_to_preempt(lengths: Sequence[int], ages: Sequence[int], *, budget: int, footprint: Footprint) -> list[int]:
-    """Which rows (as indices) give theirs back, youngest first, so that the others fit; the oldest stays in any case.
+    """Return the rows (as indices) to preempt, youngest first, so that the others fit; the oldest always stays.
 
-    `ages`: numbers in the order of arrival.
+    `ages`: numbers in order of arrival.
     """
     if footprint(BatchSize.of(lengths)) <= budget:
         return []
@@ -171,11 +169,11 @@ def rows_to_preempt(lengths: Sequence[int], ages: Sequence[int], *, budget: int,
 def prefill_lengths(
     remaining: Sequence[int], *, budget: int, grid: int | None = None, done: Sequence[int] = ()
 ) -> list[int]:
-    """How many tokens of each of these prompts are read in this cycle, in order; 0 from where the budget ends.
+    """Return the tokens of each prompt to prefill in this cycle, in order; 0 after the budget is used up.
 
-    `remaining`: their unread tokens. With a `grid` a prompt is only cut at multiples of it, counted from its beginning
-    (`done`: what is read of each already): the pieces are then the same however busy the engine is. The first piece is
-    read even where it exceeds the budget.
+    `remaining`: tokens still to prefill. With a `grid` a prompt is cut only at multiples of it, counted from its
+    beginning (`done`: tokens already prefilled), so the chunks are the same however busy the engine is. The first chunk
+    is prefilled even if it exceeds the budget.
     """
     left = budget
     taken: list[int] = []
@@ -208,11 +206,12 @@ Flags = npt.NDArray[np.bool_]
 NO_TOKEN = -1
 
 BELOW_ONE = 1.0 - 2.0**-40
-"""Largest uniform number, so that times a total it stays below that total."""
+"""Largest uniform number, so that its product with a total stays below the total."""
 
 
 class PhiloxStreams:
-    """Uniform numbers in [0, 1) from Philox streams. One generator, set to the key each time: four times as fast."""
+    """Uniform numbers in [0, 1) from Philox streams. Reuses one generator and sets its key, which is four times as
+    fast."""
 
     def __init__(self) -> None:
         self._bits = np.random.Philox(key=0)
@@ -220,7 +219,7 @@ class PhiloxStreams:
         self._fresh = self._bits.state
 
     def draw(self, key: int, count: int) -> Doubles:
-        """The first `count` numbers of the stream with this key (its low 128 bits)."""
+        """Return the first `count` numbers of the stream with this key (its low 128 bits)."""
         state = self._fresh
         state["state"]["key"][:] = (key & (2**64 - 1), (key >> 64) & (2**64 - 1))
         self._bits.state = state
@@ -229,9 +228,10 @@ class PhiloxStreams:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRows:
-    """Rows that ended with the token just recorded: at their limit, or at a stop token; `suspects` may have met a string.
+    """Rows that ended with the recorded token: at their limit, or at a stop token. `suspects` may have completed a stop
+    string.
 
-    `replayed`: how many rows recorded a token that they had made before.
+    `replayed`: number of rows that recorded a token they had generated before.
     """
 
     by_count: Ints
@@ -241,10 +241,10 @@ class FinishedRows:
 
 
 FEW = 256
-"""Tokens that a row has places for at first."""
+"""Initial capacity of a row in tokens."""
 
 MOST_STOP_SETS = 64
-"""Sets of stop strings that are remembered, beyond those in use."""
+"""Maximum number of cached sets of stop strings, in addition to those in use."""
 
 PER_ROW = ("counts", "prompts", "temperature", "top_p", "top_k", "min_p", "_known", "_limits", "_minimums", "_sets")
 
@@ -252,12 +252,11 @@ PER_ROW = ("counts", "prompts", "temperature", "top_p", "top_k", "min_p", "_know
 class RunningBatch:
     """The running sequences.
 
-    Row `i` of every array belongs to `works[i]`. Padding cells of `stops` hold -1, which is no token's id. Imports
-    numpy, not torch. It answers which rows have ended by count or by token, and which may have met a
-    stop string.
+    Row `i` of every array belongs to `works[i]`. Padding cells of `stops` have -1, which is no token id. Imports numpy,
+    not torch. Determines which rows have ended by count or by token, and which may have completed a stop string.
 
-    A row may be replayed: what it made in an earlier life goes through the model again, token by token, and is kept
-    as it is instead of what would be drawn.
+    A row may be replayed: the tokens from before its preemption pass through the model again, one by one, and are kept
+    instead of sampled ones.
     """
 
     def __init__(self) -> None:
@@ -268,7 +267,7 @@ class RunningBatch:
         self._stop_sets: dict[tuple[str, ...], int] = {}
         self._suspect_tokens: Flags = np.zeros((1, 1), dtype=np.bool_)
         self.counts: Ints = np.zeros(0, np.int64)
-        """Tokens made so far; of a row that is replayed, those that went through the model again."""
+        """Generated tokens; for a replayed row, those that passed through the model again."""
         self.prompts: Ints = np.zeros(0, np.int64)
         """Tokens of each row's prompt."""
         self.temperature: Doubles = np.zeros(0)
@@ -277,7 +276,7 @@ class RunningBatch:
         """0: no limit."""
         self.min_p: Doubles = np.zeros(0)
         self._known: Ints = np.zeros(0, np.int64)
-        """Tokens made in an earlier life."""
+        """Tokens generated before a preemption."""
         self._limits: Ints = np.zeros(0, np.int64)
         self._minimums: Ints = np.zeros(0, np.int64)
         self._sets: Ints = np.zeros(0, np.int64)
@@ -288,29 +287,30 @@ class RunningBatch:
 
     @property
     def active(self) -> int:
-        """How many run."""
+        """Number of running sequences."""
         return len(self.works)
 
     @property
     def streaming(self) -> bool:
-        """Whether any of them delivers token by token."""
+        """Whether any of them streams token by token."""
         return self._streaming > 0
 
     @property
     def lengths(self) -> Ints:
-        """[row] tokens of each: prompt and what it made."""
+        """[row] tokens of each: prompt and generated ones."""
         return self.prompts[: self.active] + self.counts[: self.active]
 
     def made(self, row: int) -> int:
-        """Tokens that the row has made, in all its lives."""
+        """Return the number of tokens that the row has generated in total, including before preemptions."""
         return max(int(self.counts[row]), int(self._known[row]))
 
     def replays(self, row: int) -> bool:
-        """Whether the last token recorded was one that the row had made before."""
+        """Whether the last recorded token was a replayed one."""
         return bool(self.counts[row] <= self._known[row])
 
     def know_stop_strings(self, stop: tuple[str, ...], suspects: Flags) -> None:
-        """`suspects[t]`: whether a sequence may meet one of `stop` with token `t`. Needed before such a row joins."""
+        """Register stop strings. `suspects[t]`: whether token `t` may complete one of `stop`. Call it before such a row
+        joins."""
         if stop in self._stop_sets:
             return
         if self._suspect_tokens.shape[1] != len(suspects):
@@ -319,7 +319,7 @@ class RunningBatch:
         self._suspect_tokens = np.vstack([self._suspect_tokens, suspects])
 
     def forget_stop_strings(self) -> None:
-        """Once there are many sets of them, all but those of the running rows."""
+        """If many sets are registered, drop all but those of running rows."""
         if len(self._stop_sets) < MOST_STOP_SETS:
             return
         used = sorted({work.task.sampling.stop for work in self.works} & self._stop_sets.keys())
@@ -328,11 +328,11 @@ class RunningBatch:
         self._sets[: self.active] = [self._stop_sets.get(work.task.sampling.stop, 0) for work in self.works]
 
     def knows_stop_strings(self, stop: tuple[str, ...]) -> bool:
-        """Whether `know_stop_strings` was told of them, or there are none."""
+        """Whether `know_stop_strings` was called with them, or there are none."""
         return not stop or stop in self._stop_sets
 
     def join(self, works: Sequence[SequenceState], *, replay: bool = False) -> None:
-        """New rows at the end. With `replay` what they made before goes through the model again, token by token."""
+        """Add rows at the end. With `replay` their earlier tokens pass through the model again, one by one."""
         sampling = [work.task.sampling for work in works]
         before, after = self.active, self.active + len(works)
         self._reserve(
@@ -366,7 +366,7 @@ class RunningBatch:
         self._draw_uniforms(range(before, after))
 
     def _draw_uniforms(self, rows: Sequence[int]) -> None:
-        """As many as there are places. A stream begins with the same numbers however many are drawn of it."""
+        """Draw uniforms up to the capacity. A stream begins with the same numbers however many are drawn."""
         width = self._uniforms.shape[1]
         for row in rows:
             s = self.works[row].task.sampling
@@ -392,7 +392,7 @@ class RunningBatch:
             self._stops[: old.shape[0], : old.shape[1]] = old
 
     def refill(self, refill: Compaction) -> None:
-        """Rows left; the last ones move into the holes."""
+        """Rows have left; move the last ones into the holes."""
         holes, sources = list(refill.holes), list(refill.sources)
         if holes:
             for name in (*PER_ROW, "_stops", "_uniforms", "_tokens", "_logprobs"):
@@ -404,22 +404,22 @@ class RunningBatch:
         self._streaming = sum(work.task.streams for work in self.works) if self._streaming else 0
 
     def pending(self) -> Ints:
-        """Each row's last token: the next one to go through the model."""
+        """Return each row's last token, which passes through the model next."""
         rows = np.arange(self.active)
         return self._tokens[rows, self.counts[: self.active] - 1]
 
     def uniforms(self, first: int) -> Doubles:
-        """The numbers with which rows from `first` on draw their next token."""
+        """Return the numbers with which rows from `first` on sample their next token."""
         rows = np.arange(first, self.active)
         return self._uniforms[rows, self.counts[first : self.active]]
 
     def forbidden(self, first: int) -> list[tuple[int, int]]:
-        """Cells (row - first, token) that may not be drawn, because the row is shorter than its minimum."""
+        """Return cells (row - first, token) that must not be sampled, because the row is shorter than its minimum."""
         short = np.flatnonzero(self.counts[first : self.active] < self._minimums[first : self.active])
         return [(int(r), int(t)) for r in short for t in self._stops[first + r] if t != NO_TOKEN]
 
     def record(self, first: int, tokens: Ints, logprobs: npt.NDArray[np.float32]) -> FinishedRows:
-        """Rows from `first` on made these tokens. Which of them ended?"""
+        """Record the tokens of rows from `first` on. Return which of them ended."""
         rows = np.arange(first, self.active)
         counts = self.counts[first : self.active]
         replayed = counts < self._known[first : self.active] if self._replaying else None
@@ -435,7 +435,7 @@ class RunningBatch:
         suspected = self._suspect_tokens[sets, tokens] if self._stop_sets and sets.any() else np.zeros_like(by_count)
         again = 0
         if replayed is not None:
-            # They did not end there in their earlier life.
+            # Replayed rows did not end there before.
             by_token, by_count, suspected = by_token & ~replayed, by_count & ~replayed, suspected & ~replayed
             again = int(replayed.sum())
             self._replaying = bool((self.counts[: self.active] < self._known[: self.active]).any())
@@ -446,13 +446,13 @@ class RunningBatch:
         )
 
     def tail(self, row: int, count: int) -> list[int]:
-        """The last `count` tokens that the row has made, or all."""
+        """Return the last `count` generated tokens of the row, or all."""
         made = int(self.counts[row])
         tail: list[int] = self._tokens[row, max(0, made - count) : made].tolist()
         return tail
 
     def save(self, row: int) -> SequenceState:
-        """The row's work, with all that it has made."""
+        """Return the row's sequence with all generated tokens."""
         work, made = self.works[row], self.made(row)
         work.tokens = self._tokens[row, :made].tolist()
         work.logprobs = self._logprobs[row, :made].tolist()

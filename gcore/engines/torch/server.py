@@ -1,7 +1,8 @@
 """The torch engine's process: load a model, select its runner, listen, serve, stop.
 
-The port is taken before the model is loaded, so that a port in use is known at once; requests are answered when the model
-serves. A supervisor receives "serving", progress, and "failed" with a sentence; "stop" ends the process in order.
+The port is bound before the model is loaded, so that a port in use is detected at once. Requests are answered when the
+model serves. The supervisor receives "serving", progress, and "failed" with an explanation; "stop" ends the process in
+order.
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ from gcore.system.network import join_host_port, listen
 from gcore.worker.control import ControlLine
 
 SHORTEST = 2
-"""Tokens of a request: one of the prompt, one of the response."""
+"""Minimum tokens of a request: one of the prompt, one of the response."""
 
 
 def start_engine(launch: EngineLaunch, text: Detokenizer | None) -> EngineCore:
-    """From a launch to a core that serves: load the model, select its runner, bound its cache. Opens no port, starts no thread.
+    """Create a serving core from a launch: load the model, select its runner, limit its cache. Opens no port, starts no
+    thread.
 
-    Raises UsageError, DataError and EngineError, each in one sentence, for what cannot be served here.
+    Raises UsageError, DataError and EngineError, each in one sentence, if it cannot be served.
     """
     device = device_of(launch)
     with explain_memory_error("while it loaded the model", TOO_BIG):
@@ -72,20 +74,21 @@ def start_engine(launch: EngineLaunch, text: Detokenizer | None) -> EngineCore:
     core = EngineCore(model, text, lane, limits, version=launch.weight_version)
     if core.longest < SHORTEST:
         raise UsageError(
-            f"a cache of {budget} tokens holds no request, not even one of {SHORTEST} tokens",
+            f"a cache of {budget} tokens is too small even for a request of {SHORTEST} tokens",
             where="--cache-tokens",
-            fix="Raise rollout.cache_tokens, or leave it out and let the engine see what there is",
+            fix="Raise rollout.cache_tokens, or remove it to use the free memory",
         )
     return core
 
 
 SWITCH_S = 0.0005
-"""The interpreter's switch interval: the model's thread must not wait 5 ms for the event loop, or the loop for it."""
+"""The interpreter's switch interval in seconds: the model's thread and the event loop must not wait 5 ms for each
+other."""
 
 BACKLOG = 4096
 
 GRACE_S = 2
-"""Seconds that open connections have after "stop"."""
+"""Seconds before open connections are closed after "stop"."""
 
 DEATH_EXIT = 1
 
@@ -96,7 +99,7 @@ def serve_engine(launch: EngineLaunch, control: ControlLine | None, clock: Clock
     _raise_descriptor_limit()
     listener = _listen(launch.host, launch.port)
     torch.set_num_threads(launch.threads)
-    torch.set_num_interop_threads(1)  # nothing here runs operators side by side
+    torch.set_num_interop_threads(1)  # no operators run concurrently here
     torch.set_grad_enabled(False)
     text = Detokenizer.load(Path(launch.model))
     core = start_classifier(launch, text) if launch.task == "classify" else start_engine(launch, text)
@@ -107,7 +110,7 @@ def serve_engine(launch: EngineLaunch, control: ControlLine | None, clock: Clock
 def _facade(
     core: EngineCore | ClassifierCore, text: Detokenizer | None, launch: EngineLaunch, clock: Clock
 ) -> tuple[RequestHandler | ClassifierRequestHandler, ASGIApp]:
-    """The request handler before the model's thread, and the application with its routes."""
+    """Create the request handler in front of the model's thread, and the application with its routes."""
     keys = ApiKeys(launch.api_key, launch.admin_api_key)
     description = _description(core, launch)
     if isinstance(core, ClassifierCore):
@@ -166,7 +169,7 @@ async def _run(
     server = uvicorn.Server(config)
     runner.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    # The socket listens since before the model was loaded: whoever connects from here on is answered.
+    # The socket has been listening since before the model was loaded: connections from here on are answered.
     address = join_host_port(launch.host, listener.getsockname()[1])
     if control is None:
         print(f"serving on {address}", flush=True)  # noqa: T201
@@ -178,19 +181,20 @@ async def _run(
 
 
 def _raise_descriptor_limit() -> None:
-    """Each request under way is an open connection, and the limit that shells set, 1024, is for programs that select()."""
+    """Raise the limit of open files: each running request is an open connection, and shells set a limit of 1024 for
+    programs that use select()."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # a kernel may allow less than it says
+    with contextlib.suppress(OSError, ValueError):  # a kernel may allow less than the hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _listen(host: str, port: int) -> socket.socket:
     with explain_os_errors(
-        "cannot listen there", UsageError, where=join_host_port(host, port), fix="Choose another host or port"
+        "cannot listen at this address", UsageError, where=join_host_port(host, port), fix="Choose another host or port"
     ):
         listener = listen(host, port, BACKLOG)
-        # Inherited by each connection. asyncio sets it only on sockets that name their protocol, which these do not; and
-        # without it an answer's body waits for the receipt of its head, which a client delays by 40 ms.
+        # Inherited by each connection. asyncio sets it only on sockets that name their protocol, which these do not.
+        # Without it the body of a response waits for the acknowledgement of its head, which a client delays by 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
 
@@ -201,7 +205,8 @@ def _obey(control: ControlLine, server: uvicorn.Server) -> None:
 
 
 def _death(control: ControlLine | None) -> Callable[[Exception], None]:
-    """The model's thread has ended: nothing that this process could still answer is worth waiting for."""
+    """Return a callback for the end of the model's thread: the process ends, because it could not answer any
+    request."""
 
     def die(error: Exception) -> None:
         import traceback

@@ -1,8 +1,9 @@
-"""Routes for weights that a trainer broadcasts, and for reading a tensor of the served model.
+"""Routes for weights broadcast by a trainer, and for reading a tensor of the served model.
 
-A weight group is joined, an update begun, tensors received, the update ended. Each route answers
-`{"success": bool, "message": str}`, with status 400 when nothing of it was done; a broadcast that does not fit changes nothing.
-The group's blocking calls run in threads of their own, one after the other; the model's thread only writes what has arrived.
+The sequence: join a weight group, begin an update, receive tensors, end the update. Each route responds with
+`{"success": bool, "message": str}`, with status 400 if nothing was done; a broadcast that does not fit changes nothing.
+Blocking calls of the group run in a separate thread, one after the other; the model's thread only writes received
+tensors.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from gcore.rollout.api import TransferManifest
 T = TypeVar("T")
 
 JOIN_S = 120.0
-"""The longest wait for the other members of a weight group, and for each of their broadcasts."""
+"""Maximum wait in seconds for the other members of a weight group, and for each of their broadcasts."""
 
 
 class WeightRoutes:
-    """The handlers, and the weight groups that the engine is in."""
+    """The handlers, and the weight groups of the engine."""
 
     def __init__(self, engine: AsyncEngine[Any, Any]) -> None:
         self._engine = engine
@@ -51,7 +52,7 @@ class WeightRoutes:
         self._joining = asyncio.Lock()
 
     def routes(self) -> list[Route]:
-        """For the application."""
+        """Return the routes for the application."""
         table = {
             "/update_weights_from_distributed": self.from_distributed,
             "/init_weights_update_group": self.init_group,
@@ -69,7 +70,7 @@ class WeightRoutes:
         try:
             group = self._groups.get(body.group_name)
             if not self._begun:
-                raise EngineError("no weight update has begun", fix="Call /begin_weight_update first")
+                raise EngineError("no weight update is active", fix="Call /begin_weight_update first")
             if group is None:
                 raise EngineError(f"there is no group {body.group_name!r}", fix="Call /init_weights_update_group first")
             manifest = TransferManifest(
@@ -77,7 +78,7 @@ class WeightRoutes:
             )
             await engine.make_way(body.weight_version, flush=body.flush_cache, abort=body.abort_all_requests)
             async with engine.gate.changing():
-                # Received before it is checked: the sender is in the broadcast already, and would wait for ever.
+                # Receive before the check: the sender is already in the broadcast and would wait forever.
                 tensors = await _in_thread(lambda: group.receive(manifest))
                 staged = _part_of_model(engine.core.model.module.state_dict(), tensors)
                 await engine.install_weights(staged, body.weight_version, flush=body.flush_cache)
@@ -123,22 +124,22 @@ class WeightRoutes:
         """Accept broadcasts."""
         await read_fields(request, BeginBody)
         if self._begun:
-            return _outcome(False, "A weight update has begun already; call /end_weight_update first.")
+            return _outcome(False, "A weight update is already active; call /end_weight_update first.")
         async with self._engine.gate.changing():
             self._begun = True
         return _outcome(True, "Success")
 
     async def end(self, request: Request) -> Response:
-        """Accept no more broadcasts."""
+        """Stop accepting broadcasts."""
         await read_fields(request, EmptyBody)
         if not self._begun:
-            return _outcome(False, "No weight update has begun; call /begin_weight_update first.")
+            return _outcome(False, "No weight update is active; call /begin_weight_update first.")
         async with self._engine.gate.changing():
             self._begun = False
         return _outcome(True, "Success")
 
     async def by_name(self, request: Request) -> Response:
-        """A tensor's first rows, as float32."""
+        """Return a tensor's first rows as float32."""
         body = await read_fields(request, WeightsByNameBody)
         model = self._engine.core.model
 
@@ -154,7 +155,7 @@ class WeightRoutes:
 
 
 async def _in_thread(call: Callable[[], T]) -> T:
-    """In a thread that does not keep the process from ending: such a call may wait for two minutes."""
+    """Run the call in a thread that does not keep the process from ending: it may wait for two minutes."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -168,17 +169,17 @@ async def _in_thread(call: Callable[[], T]) -> T:
 
 
 def _part_of_model(own: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> StagedWeights:
-    """The received tensors, which may be a part of the model's. Raises EngineError when one does not fit."""
+    """Check the received tensors, which may be a part of the model's. Raises EngineError if one does not fit."""
     for name, tensor in tensors.items():
         if name not in own:
-            raise EngineError(f"the model has no tensor {name!r}; nothing of this broadcast was taken")
+            raise EngineError(f"the model has no tensor {name!r}; the whole broadcast was rejected")
         if tensor.shape != own[name].shape:
             raise EngineError(
-                f"{name} came as {list(tensor.shape)} and is {list(own[name].shape)}; "
-                "nothing of this broadcast was taken"
+                f"{name} has shape {list(tensor.shape)}, expected {list(own[name].shape)}; "
+                "the whole broadcast was rejected"
             )
         if not same_kind(tensor, own[name]):
-            raise EngineError(f"{name} came as whole numbers ({tensor.dtype}); nothing of this broadcast was taken")
+            raise EngineError(f"{name} has an integer type ({tensor.dtype}); the whole broadcast was rejected")
     return StagedWeights(tensors)
 
 

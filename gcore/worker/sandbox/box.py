@@ -1,8 +1,8 @@
-"""Foreign Python programs, run confined (`gcore.worker.sandbox.jail`), and the proof that they are.
+"""Runs untrusted Python programs in confinement (`gcore.worker.sandbox.jail`), and verifies the confinement.
 
-A sandbox runs one program at a time, each in a new process that it kills at the limit, and reads its output up to a bound.
-That the system calls succeeded does not show that programs are confined: `prove` runs a program that tries every escape that
-is promised not to be there, in the same way as any other program, and refuses if one works. Calls block.
+A sandbox runs one program at a time, each in a new process that it kills at the time limit, and reads its output up to
+a limit. Successful system calls do not prove confinement: `prove` runs a program that tries every escape that must not
+be possible, in the same way as any other program, and raises if one works. Calls block.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from gcore.worker.sandbox.jail import BEGUN
 JAIL, PROBE = Path(__file__).with_name("jail.py"), Path(__file__).with_name("probe.py")
 
 MOST_OUTPUT, MOST_REPORT, MOST_OF_A_TEST = 1 << 20, 1 << 16, 8
-"""Bytes of what a program prints, and of what is said of it and of each test. Whoever says more is ended."""
+"""Maximum bytes of a program's output, and of the report about it and each test. A program that exceeds it is ended."""
 
 THREADS = 64
-"""Of a program, its first one included."""
+"""Maximum threads of a program, including the main thread."""
 
 FIRST_USER, USERS = 1_000_000_000, 1_000_000
-"""Users that programs run as: one of these for each process that runs some."""
+"""Range of user ids for programs: one for each process that runs some."""
 
 SYSTEM_FILES = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"),
     *("/usr/share/zoneinfo", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"),
 )
-"""What Python itself opens, wherever it is there: shared libraries, time zones, the harmless devices."""
+"""Files that Python itself opens, if they exist: shared libraries, time zones, harmless devices."""
 
 PROOF_S = 30.0
 
@@ -51,7 +51,7 @@ class SandboxError(GcoreError):
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """What became of a program. `error`: what it raised, or how it was ended; `refused`: why it was not even begun."""
+    """The result of a program. `error`: what it raised, or how it was ended. `refused`: why it was not started."""
 
     output: str = ""
     passed: tuple[bool, ...] = ()
@@ -60,7 +60,8 @@ class ProgramResult:
 
 
 class ProgramSandbox:
-    """Runs programs. `memory_mb`: what one may take; `packages`: whether it may import what is installed beside gcore."""
+    """Runs programs. `memory_mb`: memory limit of a program. `packages`: whether it may import packages installed
+    beside gcore."""
 
     def __init__(self, memory_mb: int, *, packages: bool = False, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -70,7 +71,7 @@ class ProgramSandbox:
         self._readable = [*SYSTEM_FILES, paths["stdlib"], paths["platstdlib"], *self._paths]
 
     def prove(self) -> None:
-        """Raises SandboxError, naming what is missing, if programs cannot be shut in here."""
+        """Verify the confinement. Raises SandboxError that names what is missing."""
         fix = "It needs Linux 5.13 or later with Landlock and seccomp, and libseccomp (Debian: libseccomp2); see docs/use/rewards.md"
         with tempfile.TemporaryDirectory(prefix="gcore-outside-") as outside:
             os.chmod(outside, 0o755)
@@ -84,12 +85,12 @@ class ProgramSandbox:
         try:
             ways = json.loads(ran.output)
         except ValueError:
-            ways = ["do what cannot be told, for the proof did not come to its end"]
+            ways = ["possibly do anything, because the confinement test did not finish"]
         if ways:
             raise SandboxError(f"programs cannot be shut in here: one could {', '.join(ways)}", fix=fix)
 
     def run(self, program: str, tests: Sequence[str] = (), given: str = "", *, timeout_s: float) -> ProgramResult:
-        """Run a program, and then tests in its names. `given`: what it reads from standard input. Raises nothing of its own."""
+        """Run a program, and then tests in its namespace. `given`: standard input. Never raises."""
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         uid = _spare_user()
         request = {
@@ -109,7 +110,7 @@ class ProgramSandbox:
             process = self._spawn(json.dumps(request).encode("ascii"), theirs)
         except OSError as error:
             os.close(ours)
-            return ProgramResult(refused=f"no process can be started ({error.strerror or error})")
+            return ProgramResult(refused=f"cannot start a process ({error.strerror or error})")
         finally:
             os.close(theirs)
         assert process.stdout is not None
@@ -124,7 +125,7 @@ class ProgramSandbox:
             stream.write(request)
             stream.seek(0)
             return subprocess.Popen(
-                # Not -I: the environment is this one and no other, and its hash seed makes a program's run the same again.
+                # Not -I: this environment is explicit, and its hash seed makes runs of a program repeatable.
                 [sys.executable, "-s", "-P", "-S", "-B", "-X", "utf8", str(JAIL)],
                 env={**thread_environment(1), "PYTHONHASHSEED": "0", "LANG": "C.UTF-8"},
                 stdin=stream,
@@ -137,9 +138,9 @@ class ProgramSandbox:
     def _watch(
         self, process: subprocess.Popen[bytes], most: dict[int, int], timeout_s: float
     ) -> tuple[bytes, bytes, str]:
-        """Until it has ended, or is. What it printed, what was said of it, and why it was ended, if it was.
+        """Read until the process has ended or is ended. Return its output, its report, and why it was ended, if it was.
 
-        `most`: bytes that are read from its output, and from the report of it, by descriptor.
+        `most`: maximum bytes to read, by descriptor of its output and its report.
         """
         said = {fd: bytearray() for fd in most}
         deadline = self._clock.monotonic() + timeout_s
@@ -150,7 +151,7 @@ class ProgramSandbox:
                 for fd in (*said, ended):
                     ready.register(fd, selectors.EVENT_READ)
                     os.set_blocking(fd, False)
-                # Nobody but the process itself has the other ends: when it has ended, what it said ends too.
+                # Only the process itself has the other ends: when it has ended, its output ends too.
                 while len(ready.get_map()) > 0 and not cut:
                     events = ready.select(max(deadline - self._clock.monotonic(), 0.0))
                     if not events:
@@ -162,7 +163,7 @@ class ProgramSandbox:
                             continue
                         said[key.fd] += data
                         if len(said[key.fd]) > most[key.fd]:
-                            cut = f"said more than {most[key.fd] >> 10} KiB"
+                            cut = f"printed more than {most[key.fd] >> 10} KiB"
         finally:
             os.close(ended)
             process.kill()
@@ -177,7 +178,7 @@ def _ran(code: int, output: bytes, said: bytes, cut: str, tests: int) -> Program
         return ProgramResult(output=text, error=cut)
     begun = said.startswith(BEGUN)
     report: Any = None
-    with contextlib.suppress(ValueError, RecursionError):  # a program may have written it
+    with contextlib.suppress(ValueError, RecursionError):  # the program itself may have written it
         report = json.loads(said.removeprefix(BEGUN))
     ended = exit_sentence(code, "", out_of_memory=False)
     match report:
@@ -189,7 +190,8 @@ def _ran(code: int, output: bytes, said: bytes, cut: str, tests: int) -> Program
 
 
 def _spare_user() -> int | None:
-    """A user that nothing else runs as, if this is root and may become others; one for each process that asks."""
+    """Return a user without other processes, one per calling process, if this process is root and may change its
+    user."""
     if os.geteuid() != 0:
         return None
     ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -202,7 +204,7 @@ def _spare_user() -> int | None:
 
 
 def _threads_of_mine() -> int:
-    """How many threads this user runs: the kernel counts them all against a limit on one process."""
+    """Return the number of threads of this user: the kernel counts them all against the limit of one process."""
     count = 0
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):

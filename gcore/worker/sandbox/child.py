@@ -1,16 +1,16 @@
-"""The process's side of the line to its controller: loads foreign code once, then answers calls, in order.
+"""The child's end of the line to its controller: loads foreign code once, then responds to calls in order.
 
-A controller starts `python -m MODULE FD BEGUN` (`gcore.worker.sandbox.process`). Over the socket FD both send JSON, one value
-a line:
+A controller starts `python -m MODULE FD BEGUN` (`gcore.worker.sandbox.process`). Over the socket FD both send JSON, one
+value per line:
 
     controller -> process   {"memory_mb": 4096, ...}                   once: what to load
-    process -> controller   {"ready": true} or {"failed": {...}}       once: it is loaded, or cannot be
-    controller -> process   a call                                     what it holds, and what an answer is, MODULE says
-    process -> controller   its answers
+    process -> controller   {"ready": true} or {"failed": {...}}       once: loaded, or failed
+    controller -> process   a call                                     MODULE defines calls and responses
+    process -> controller   its responses
 
-Foreign code runs in the main thread, because libraries limit their time by signals. What it prints goes to standard error,
-which is the controller's log. The process ends when the socket does; no process that foreign code forks has the socket. BEGUN
-is memory that both see, for calls of many items: the process writes there which item it begins.
+Foreign code runs in the main thread, because libraries implement time limits with signals. Its output goes to standard
+error, which is the controller's log. The process ends when the socket closes; processes forked by foreign code do not
+have the socket. BEGUN is shared memory for calls of many items: the process writes which item it begins.
 """
 
 from __future__ import annotations
@@ -30,49 +30,50 @@ from gcore.errors import GcoreError
 from gcore.plugins import MAX_TRACE, PluginFault
 
 LONGEST_WORDS = 2000
-"""Characters of what an error says, where, and what to do: a reward's own may hold any text."""
+"""Maximum characters of an error's `what`, `where` and `fix`: a reward's own error may contain any text."""
 
 _BEGUN = struct.Struct("<QQ")
 BEGUN_BYTES = _BEGUN.size
 
 Answers = Callable[[int, Any], Iterable[bytes]]
-"""The encoded answers to a call, given its number (from 1) and what it holds; each item is sent as soon as it is there."""
+"""Yields the encoded responses to a call, given its number (from 1) and its content; each is sent as soon as it is
+yielded."""
 
 
 class ProgressCell:
-    """Which item of which call a process has begun last: memory that it shares with its controller."""
+    """Shared memory with the item of the call that the process has started last."""
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, BEGUN_BYTES)
 
     def write(self, call: int, item: int) -> None:
-        """The process: `item` of `call` is begun."""
+        """Record that `item` of `call` has started. Called by the process."""
         _BEGUN.pack_into(self._memory, 0, call, item)
 
     def read(self, call: int) -> int:
-        """The controller: the item of `call` that was begun last; 0 if the call was not."""
+        """Return the item of `call` that has started last; 0 if the call has not started. Called by the controller."""
         found, item = _BEGUN.unpack_from(self._memory)
         return item if found == call else 0
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._memory.close()
 
 
 def encode_line(value: Any) -> bytes:
-    """One line. ASCII, so that nothing in a text can end it or cannot be written."""
+    """Encode one line. ASCII, so that no text can end the line or fail to encode."""
     return json.dumps(value, separators=(",", ":")).encode("ascii") + b"\n"
 
 
 def error_fields(error: GcoreError, trace: str) -> dict[str, str | None]:
-    """An error as it is sent: `what`, `where`, `fix` and `trace`, each of bounded length."""
+    """Return an error as it is sent: `what`, `where`, `fix` and `trace`, each of limited length."""
     words = {"where": error.where, "fix": error.fix}
     said = {name: None if word is None else str(word)[:LONGEST_WORDS] for name, word in words.items()}
     return {"what": str(error.what)[:LONGEST_WORDS], **said, "trace": trace[-MAX_TRACE:]}
 
 
 def serve(load: Callable[[dict[str, Any]], Answers]) -> None:
-    """Run the process. `load`: given the setup; raises PluginFault for what cannot be had."""
+    """Run the process. `load` gets the setup; it raises PluginFault if the code cannot be loaded."""
     line = socket.socket(fileno=int(sys.argv[1]))
     guard_answers(line)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -85,16 +86,16 @@ def serve(load: Callable[[dict[str, Any]], Answers]) -> None:
             line.sendall(encode_line({"failed": error_fields(fault, fault.trace)}))
             return
         line.sendall(encode_line({"ready": True}))
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the controller has gone
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the controller is gone
             for number, call in enumerate(heard, 1):
                 for answer in answers(number, json.loads(call)):
                     line.sendall(answer)
 
 
 def serve_calls(load: Callable[[dict[str, Any]], Callable[[Any], Any]]) -> None:
-    """Run a process that is asked by `SandboxProcess.ask`: a call is [CALL, QUESTION], its answer [CALL, ANSWER].
+    """Run a process for `SandboxProcess.ask`: a call is [CALL, QUESTION], its response [CALL, ANSWER].
 
-    `load` gives the function from a question to its answer.
+    `load` returns the function from a question to its answer.
     """
 
     def answers(setup: dict[str, Any]) -> Answers:
@@ -105,14 +106,15 @@ def serve_calls(load: Callable[[dict[str, Any]], Callable[[Any], Any]]) -> None:
 
 
 def guard_answers(line: socket.socket) -> None:
-    """A process that foreign code forks cannot answer in this one's place: every answer after that would be another call's."""
+    """Prevent a process forked by foreign code from responding in place of this one, because every later response would
+    then belong to another call."""
     nothing = os.open(os.devnull, os.O_RDWR)
     os.set_inheritable(line.fileno(), False)
     os.register_at_fork(after_in_child=lambda: os.dup2(nothing, line.fileno(), inheritable=False))
 
 
 def limit_memory(megabytes: int) -> None:
-    """What the process may write to: its own data, not the libraries it shares or the addresses it reserves."""
+    """Limit the private data of the process; shared libraries and reserved addresses do not count."""
     most = megabytes << 20
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)

@@ -1,22 +1,23 @@
-"""Runs a foreign Python program so that it can compute, and nothing else: `jail.py < REQUEST`.
+"""Run an untrusted Python program so that it can compute and do nothing else: `jail.py < REQUEST`.
 
-The request is a JSON object: `program`; `tests`, a list of statements run after it; `input`, what the program reads from
-standard input; `memory_mb`, `cpu_s`, `threads`; `readable`, the files and folders that Python itself needs; `paths`, where
-packages may be imported from; `uid`, a user that nothing else runs as, or null if there is none to become; `parent`, with which
-it dies; `report`, a descriptor. Descriptor 1 is the program's output. To `report` goes either why the program was not begun, or
-BEGUN, and then what became of it and its tests: what stands behind BEGUN the program itself may have written. Between reading
-the request and running the program the process gives up, for ever and in this order:
+The request is a JSON object: `program`; `tests`, a list of statements run after it; `input`, the program's standard
+input; `memory_mb`, `cpu_s`, `threads`; `readable`, the files and folders that Python itself needs; `paths`, from where
+packages may be imported; `uid`, a user without other processes, or null if the process cannot change its user;
+`parent`, with which it dies; `report`, a descriptor. Descriptor 1 is the program's output. The process writes to
+`report` either why the program was not started, or BEGUN followed by the results of the program and its tests. The
+program itself may have written what follows BEGUN. Between reading the request and running the program, the process
+gives up the following permanently and in this order:
 
-1. resources (rlimits): addresses, processor time, processes and threads, open files; files cannot grow at all;
-2. its user, for one that nothing else runs as (if it is root), and every capability but to look into folders: Python may be
-   installed in root's;
-3. files (Landlock): nothing can be read but `readable`, nothing can be written, made or removed;
-4. system calls (seccomp): those on a list of what computing needs. No opening but for reading, no socket, no process, no
-   program, no signal to another process, no shared memory; what is not on the list does not exist.
+1. resources (rlimits): address space, processor time, processes and threads, open files; files cannot grow at all;
+2. its user, replaced by one without other processes (if it is root), and every capability except reading folders,
+   because Python may be installed in root's;
+3. files (Landlock): only `readable` can be read; nothing can be written, created or removed;
+4. system calls (seccomp): only a list of calls needed for computing. No opening except for reading, no socket, no
+   process, no program, no signal to another process, no shared memory; calls not on the list fail as unknown.
 
-Each step is refused by raising, so that nothing runs half shut in; and whether it holds is not believed but tried, by
-`gcore.worker.sandbox.box`, before the first program. Imports nothing of gcore and nothing that is not in Python: it is run by its path,
-by an interpreter that loads nothing else. Linux only.
+A step that fails raises, so that nothing runs partly confined. `gcore.worker.sandbox.box` tests the confinement before
+the first program. This file imports only the standard library: it is run by path, by an interpreter that loads nothing
+else. Linux only.
 """
 
 import ctypes
@@ -31,7 +32,7 @@ from typing import Any
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS = 1, 4, 8, 38
 
 LOOK_INTO_FOLDERS = (2, 1)
-"""CAP_DAC_READ_SEARCH, or else CAP_DAC_OVERRIDE: one of them is kept, if there is one."""
+"""CAP_DAC_READ_SEARCH, or else CAP_DAC_OVERRIDE: one of them is kept, if available."""
 
 CAPABILITY_VERSION_3 = 0x20080522
 
@@ -39,27 +40,27 @@ LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 4
 """The same on every architecture."""
 
 FILE_RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
-"""Every right over files that a version of Landlock knows of."""
+"""All file access rights that a version of Landlock knows."""
 
 READ_FILE, READ_DIR = 1 << 2, 1 << 3
 
 ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026
-"""What seccomp does with a call: let it be, or answer with an error."""
+"""What seccomp does with a call: allow it, or respond with an error."""
 
 EQUAL, MASKED_EQUAL = 4, 7
 CLONE_THREAD = 0x00010000
 TCGETS = 0x5401
 
 CHANGES = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
-"""Flags of opening, of which there must be none. Landlock sees to writing, but before Linux 6.2 not to O_TRUNC: that empties a
-file that was opened for reading only, if its mode or a capability allows it."""
+"""Flags of opening that must not be set. Landlock prevents writing, but before Linux 6.2 not O_TRUNC, which truncates a
+file opened for reading only, if its mode or a capability allows it."""
 
 BEGUN = b"begun\n"
 
 HARMLESS_FCNTL = (0, 1, 2, 3, 4, 1030)
-"""F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC; not F_SETOWN, which has signals sent."""
+"""F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC; not F_SETOWN, which can send signals."""
 
-# What a Python program computes with: memory, time, threads of its own, files it may open, its pipes.
+# System calls that a Python program needs: memory, time, its own threads, files it may open, its pipes.
 CALLS = """
     access arch_prctl brk chdir clock_getres clock_gettime clock_nanosleep close close_range dup dup2 dup3 epoll_create
     epoll_create1 epoll_ctl epoll_pwait epoll_pwait2 epoll_wait eventfd2 exit exit_group faccessat faccessat2 fchdir fstat
@@ -74,7 +75,7 @@ CALLS = """
 
 
 def main() -> None:
-    """The process."""
+    """Read the request, confine this process and run the program."""
     with open(0, "rb", closefd=False) as stream:
         request = json.loads(stream.read())
     try:
@@ -89,14 +90,14 @@ def main() -> None:
 
 
 def enter_jail(request: dict[str, Any]) -> None:
-    """Give up all that the program must not have. Raises OSError if a step of it cannot be done."""
+    """Give up all rights that the program must not have. Raises OSError if a step fails."""
     sys.path.extend(request["paths"])
-    # Libraries are opened before the files they lie in are out of reach.
+    # Open libraries before their files are out of reach.
     libc, seccomp = ctypes.CDLL(None, use_errno=True), ctypes.CDLL("libseccomp.so.2", use_errno=True)
     limit_resources(request["memory_mb"], request["cpu_s"], request["threads"])
     drop_privileges(libc, request["uid"])
     _checked(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "die with the parent")
-    if os.getppid() != request["parent"]:  # it died before we asked
+    if os.getppid() != request["parent"]:  # the parent died before the call
         os._exit(70)
     _checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "give up new privileges")
     restrict_files(libc, request["readable"])
@@ -104,7 +105,7 @@ def enter_jail(request: dict[str, Any]) -> None:
 
 
 def run_program(program: str, tests: list[str], report: int) -> None:
-    """Run the program, then each test in its names; say what became of them."""
+    """Run the program, then each test in its namespace, and report the results."""
     names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     error, passed = "", []
     try:
@@ -134,7 +135,7 @@ def _passes(test: str, names: dict[str, Any]) -> bool:
 
 
 def limit_resources(memory_mb: int, cpu_s: int, threads: int) -> None:
-    """Lower this process's limits, for good."""
+    """Lower this process's limits permanently."""
     wanted = {
         resource.RLIMIT_AS: memory_mb << 20,
         resource.RLIMIT_CPU: cpu_s,
@@ -153,10 +154,10 @@ def limit_resources(memory_mb: int, cpu_s: int, threads: int) -> None:
 
 
 def drop_privileges(libc: Any, uid: int | None) -> None:
-    """Become `uid`, of no group but its own; keep no capability but to look into folders."""
+    """Change to user `uid` without other groups; keep no capability except reading folders."""
     header = ctypes.create_string_buffer(struct.pack("<II", CAPABILITY_VERSION_3, 0))
     data = ctypes.create_string_buffer(24)
-    _checked(libc.capget(header, data), "see its capabilities")
+    _checked(libc.capget(header, data), "read its capabilities")
     permitted = struct.unpack("<IIIIII", data.raw[:24])[1]
     kept = next((1 << one for one in LOOK_INTO_FOLDERS if permitted & 1 << one), 0)
     if uid is not None:
@@ -169,21 +170,21 @@ def drop_privileges(libc: Any, uid: int | None) -> None:
             raise OSError(f"root may not become another user here ({error.strerror})") from error
     data = ctypes.create_string_buffer(struct.pack("<IIIIII", kept, kept, 0, 0, 0, 0))
     _checked(libc.capset(header, data), "give up its capabilities")
-    _checked(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "be nobody's to debug")
+    _checked(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "forbid debugging")
 
 
 def restrict_files(libc: Any, readable: list[str]) -> None:
-    """From now on only what is `readable` can be opened, and only for reading."""
+    """Allow only opening `readable` files, and only for reading."""
     version = libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if version < 1:
         raise OSError("the kernel has no Landlock (Linux 5.13 and later, with landlock among its security modules)")
     handled = FILE_RIGHTS[min(version, max(FILE_RIGHTS))]
-    # Later versions know of the network and of signals too; the older kernel reads a shorter record.
+    # Later versions also support the network and signals; an older kernel reads a shorter record.
     record = struct.pack("<Q", handled)
     record += struct.pack("<Q", 3) if version >= 4 else b""
     record += struct.pack("<Q", 3) if version >= 6 else b""
     rules = _checked(
-        libc.syscall(LANDLOCK_CREATE_RULESET, record, ctypes.c_size_t(len(record)), 0), "make rules for files"
+        libc.syscall(LANDLOCK_CREATE_RULESET, record, ctypes.c_size_t(len(record)), 0), "create file rules"
     )
     for path in readable:
         try:
@@ -192,9 +193,9 @@ def restrict_files(libc: Any, readable: list[str]) -> None:
             continue
         rights = READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE
         rule = struct.pack("<Qi", rights, beneath)
-        _checked(libc.syscall(LANDLOCK_ADD_RULE, rules, 1, rule, 0), f"make a rule for {path}")
+        _checked(libc.syscall(LANDLOCK_ADD_RULE, rules, 1, rule, 0), f"create a rule for {path}")
         os.close(beneath)
-    _checked(libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0), "shut the files")
+    _checked(libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0), "restrict file access")
     os.close(rules)
 
 
@@ -205,7 +206,7 @@ class Argument(ctypes.Structure):
 
 
 def restrict_calls(seccomp: Any) -> None:
-    """From now on only the calls that are listed here can be made."""
+    """Allow only the calls listed here."""
     seccomp.seccomp_init.restype = ctypes.c_void_p
     seccomp.seccomp_init.argtypes = (ctypes.c_uint32,)
     seccomp.seccomp_load.argtypes = (ctypes.c_void_p,)
@@ -216,12 +217,12 @@ def restrict_calls(seccomp: Any) -> None:
     )
     rules = seccomp.seccomp_init(EPERM)
     if not rules:
-        raise OSError("libseccomp cannot be used")
+        raise OSError("libseccomp cannot be initialised")
 
     def allow(name: str, *arguments: Argument, action: int = ALLOW) -> None:
         number = seccomp.seccomp_syscall_resolve_name(name.encode())
         if number < 0:
-            return  # this architecture has no such call
+            return  # the call does not exist on this architecture
         array = (Argument * max(len(arguments), 1))(*arguments)
         if seccomp.seccomp_rule_add_array(rules, action, number, len(arguments), array) != 0:
             raise OSError(f"libseccomp cannot restrict {name}")
@@ -231,7 +232,7 @@ def restrict_calls(seccomp: Any) -> None:
     allow("open", Argument(1, MASKED_EQUAL, CHANGES, 0))
     allow("openat", Argument(2, MASKED_EQUAL, CHANGES, 0))
     allow("clone", Argument(0, MASKED_EQUAL, CLONE_THREAD, CLONE_THREAD))
-    allow("clone3", action=ENOSYS)  # its flags lie where no rule can look; without it clone is used
+    allow("clone3", action=ENOSYS)  # rules cannot check its flags in memory; without it libc uses clone
     allow("tgkill", Argument(0, EQUAL, os.getpid(), 0))
     allow("kill", Argument(0, EQUAL, os.getpid(), 0))
     allow("prlimit64", Argument(0, EQUAL, 0, 0), Argument(2, EQUAL, 0, 0))
@@ -240,11 +241,11 @@ def restrict_calls(seccomp: Any) -> None:
         allow("fcntl", Argument(1, EQUAL, command, 0))
     loaded = seccomp.seccomp_load(rules)
     if loaded != 0:
-        raise OSError(f"the kernel does not take seccomp rules ({os.strerror(-loaded)})")
+        raise OSError(f"the kernel rejects the seccomp rules ({os.strerror(-loaded)})")
 
 
 def _given_input(text: str) -> int:
-    """A descriptor that has `text` to be read."""
+    """Return a descriptor from which `text` can be read."""
     memory = os.memfd_create("input", os.MFD_CLOEXEC)
     with open(memory, "wb", closefd=False) as stream:
         stream.write(text.encode("utf-8", errors="surrogatepass"))

@@ -1,9 +1,9 @@
-"""Processes of one program that runs foreign code: how they are started, and how callers share a few of them.
+"""Processes that run foreign code: their start, and how callers share them.
 
-A program that cannot be had, or takes too long to load, is the spec's fault for as long as none has been loaded here: no other
-process would do better, and the job fails in these words. Once one has been, it is the machine's that another cannot: it lacks memory,
-or has too much to do. Then, and whenever a process cannot be started at all, who needs one waits, and it is tried again: what waits is
-better late than lost. It is so with rewards (`gcore.reward.pool`), tools and agents alike.
+If a program cannot be loaded or takes too long, and none was ever loaded here, the spec is at fault: no other process
+would do better, and the job fails with this error. If one was loaded before, the machine is at fault: it lacks memory
+or is overloaded. Then, and whenever a process cannot be started, callers wait and the start is retried: waiting is
+better than losing the work. This holds for rewards (`gcore.reward.pool`), tools and agents.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gcore.worker.sandbox.process import ProcessEnded, SandboxProcess, check_rea
 
 @dataclass(frozen=True, slots=True)
 class PoolStatus:
-    """What a pool of rewards, or of other processes, is at: responses that wait, those it has served so far, and a sentence."""
+    """Status of a pool: waiting responses, responses served so far, and a sentence."""
 
     waiting: int
     scored: int
@@ -33,16 +33,16 @@ log = logging.getLogger(__name__)
 START_TRIES, START_AGAIN_S = 3, 0.5
 
 WAIT_S = 5.0
-"""Until a process that could not be started is tried again."""
+"""Seconds before a retry of a process that could not be started."""
 
 Holding = Callable[[], AbstractContextManager[None]]
-"""Makes what is entered for as long as a caller waits for a process."""
+"""Creates a context that is entered while a caller waits for a process."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxProgram:
-    """`module` is run with `python -m`, and told `setup` first. `what`: what it loads, for people; `section`: of the spec, which has
-    its `start_timeout_s` and `memory_mb`."""
+    """`module` is run with `python -m`, and gets `setup` first. `what`: what it loads, in words. `section`: the section
+    of the spec with its `start_timeout_s` and `memory_mb`."""
 
     module: str
     setup: bytes
@@ -50,11 +50,11 @@ class SandboxProgram:
     section: str
     start_timeout_s: float
     group: str = ""
-    """The control group (a folder) in which it runs; empty: this process's."""
+    """The control group (a folder) in which it runs; empty: that of this process."""
 
 
 class ProcessStarter:
-    """Starts the processes of one pool. One event loop."""
+    """Starts the processes of one pool. Belongs to one event loop."""
 
     def __init__(self, program: SandboxProgram, clock: Clock) -> None:
         self._program = program
@@ -62,7 +62,7 @@ class ProcessStarter:
         self._has_loaded = False
 
     async def started(self) -> SandboxProcess:
-        """A process that has loaded its program, after a few tries. Raises PluginFault, CannotStart."""
+        """Return a process that has loaded its program, after a few tries. Raises PluginFault, CannotStart."""
         for _ in range(START_TRIES - 1):
             try:
                 return await self._loaded()
@@ -94,14 +94,14 @@ class ProcessStarter:
     def _late(self) -> PluginFault | CannotStart:
         kind = CannotStart if self._has_loaded else PluginFault
         return kind(
-            f"to load {self._program.what} took longer than {self._program.start_timeout_s:g} s",
+            f"loading {self._program.what} took longer than {self._program.start_timeout_s:g} s",
             where=f"{self._program.section}.start_timeout_s",
-            fix="Raise it, or make the import quicker",
+            fix="Raise it, or make the import faster",
         )
 
 
 class Lease:
-    """A process that a caller has to itself. `fit`: whether the next may have it: it has answered what it was asked."""
+    """A process reserved for one caller. `fit`: whether it can be reused: it has answered its last call."""
 
     def __init__(self, process: SandboxProcess) -> None:
         self.process = process
@@ -109,10 +109,11 @@ class Lease:
 
 
 class WorkerPool:
-    """As many processes as there are `workers`, lent to one caller each at a time. One event loop; close it.
+    """`workers` processes, each used by one caller at a time. Belongs to one event loop; must be closed.
 
-    One that is not given back fit is ended: its answer would be taken for that to another's question. So is one that a caller's
-    question has made start processes which still run: what is left running belongs to nobody. No more are started than are needed at once.
+    A process that is not returned fit is ended, because a late response could be taken for that to another call. So is
+    a process whose last call started child processes that still run. No more processes are started than are needed at
+    once.
     """
 
     def __init__(self, program: SandboxProgram, workers: int, clock: Clock) -> None:
@@ -120,18 +121,18 @@ class WorkerPool:
         self._clock = clock
         self._starter = ProcessStarter(program, clock)
         self._free: asyncio.LifoQueue[SandboxProcess | None] = asyncio.LifoQueue()
-        """A place each; None: its process is still to be started."""
+        """One entry per worker; None: its process is not started yet."""
         for _ in range(workers):
             self._free.put_nowait(None)
         self._ending: set[asyncio.Task[str]] = set()
         self._running: dict[SandboxProcess, frozenset[int]] = {}
-        """And what each had started when it was loaded, which stays for all that it is asked."""
+        """Children that each process had when it was loaded, which stay for all its calls."""
         self._waiting = 0
         self._done = 0
         self._lacks = ""
 
     async def warm(self) -> None:
-        """Have one process loaded. Raises PluginFault for a program that cannot be had, CannotStart."""
+        """Load one process in advance. Raises PluginFault for a program that cannot be loaded, CannotStart."""
         place = await self._free.get()
         try:
             place = place or await self._started()
@@ -140,7 +141,8 @@ class WorkerPool:
 
     @asynccontextmanager
     async def lent(self, holding: Holding = nullcontext) -> AsyncIterator[Lease]:
-        """A process to oneself. Who finds none waits, within `holding()`. Raises PluginFault: this node does not have the program."""
+        """Reserve a process. If none is free, wait within `holding()`. Raises PluginFault if the program cannot be
+        loaded on this node."""
         with holding():
             loan = Lease(await self._taken())
         try:
@@ -154,7 +156,7 @@ class WorkerPool:
 
     @property
     def waits(self) -> PoolStatus:
-        """Who waits for a process now, and how many have been served."""
+        """Return how many callers wait for a process, and how many have been served."""
         count = "1 response waits" if self._waiting == 1 else f"{self._waiting} responses wait"
         why = f" ({self._lacks})" if self._lacks else ""
         return PoolStatus(self._waiting, self._done, f"{count} for a free process of {self._program.what}{why}")
@@ -166,18 +168,18 @@ class WorkerPool:
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def how_ended(self, process: SandboxProcess) -> str:
-        """How a process died, in a sentence; it is ended if it has not."""
+        """Describe in a sentence how a process died; end it if it lives."""
         task = self._end(process)
         return "ended with all the others" if task is None else await asyncio.shield(task)
 
     def _is_clean(self, process: SandboxProcess) -> bool:
-        """Whether nothing is left in it of what it was asked last."""
+        """Whether its last call left no processes behind."""
         if left := process.started() - self._running.get(process, frozenset()):
-            log.info("a process of %s is ended: what it was asked left %d processes", self._program.what, len(left))
+            log.info("ending a process of %s: its last call left %d processes", self._program.what, len(left))
         return not left and not process.says_more
 
     def _end(self, process: SandboxProcess) -> asyncio.Task[str] | None:
-        """Kill it, in the background; None: that has been begun before."""
+        """Kill it in the background. Return None if that has already begun."""
         if process not in self._running:
             return None
         del self._running[process]
@@ -191,7 +193,7 @@ class WorkerPool:
         try:
             place = await self._free.get()
             try:
-                if place is not None and (place.has_ended or place.says_more):  # while it had nothing to do
+                if place is not None and (place.has_ended or place.says_more):  # while it was idle
                     self._end(place)
                     place = None
                 return place or await self._found()
@@ -202,13 +204,13 @@ class WorkerPool:
             self._waiting -= 1
 
     async def _found(self) -> SandboxProcess:
-        """A process, as soon as one can be started. Raises PluginFault."""
+        """Return a process as soon as one can be started. Raises PluginFault."""
         while True:
             try:
                 process = await self._started()
             except CannotStart as error:
                 if self._lacks != str(error):
-                    log.warning("who needs a process of %s waits: %s", self._program.what, error)
+                    log.warning("waiting for a process of %s: %s", self._program.what, error)
                 self._lacks = str(error)
                 await self._clock.sleep(WAIT_S)
             else:

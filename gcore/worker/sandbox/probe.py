@@ -1,7 +1,7 @@
-"""The program with which a box is proved: it tries every way out that `docs/use/rewards.md` says is not there.
+"""The program that tests the confinement: it tries every escape that `docs/use/rewards.md` rules out.
 
-It is run like any other program (`gcore.worker.sandbox.box`), with KNOWN before it, and prints the ways that were open, in words that
-follow "one could". Runs shut in, so it imports nothing of gcore.
+It runs like any other program (`gcore.worker.sandbox.box`), with KNOWN in front, and prints the escapes that worked,
+each as a phrase that completes "one could". It runs confined, so it imports nothing of gcore.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ def attempt_memory(flags: int) -> Callable[[], object]:
 
 
 def attempt_call(name: str, *arguments: int) -> Callable[[], object]:
-    """A call of the C library that must fail."""
+    """Return a call of the C library that must fail."""
 
     def call() -> None:
         if getattr(ctypes.CDLL(None), name)(*arguments) == -1:
@@ -74,13 +74,13 @@ WAYS: dict[str, Callable[[], object]] = {
     "open a pair of sockets": socket.socketpair,
     "read another's file": lambda: attempt_read(KNOWN["secret"])(),
     "read /etc/passwd": attempt_read("/etc/passwd"),
-    "read about processes": attempt_read("/proc/self/status"),
+    "read process information": attempt_read("/proc/self/status"),
     "list folders": lambda: os.listdir("/tmp"),
-    "write where it is": attempt_write("gcore-probe"),
+    "write to its working folder": attempt_write("gcore-probe"),
     "write temporary files": attempt_write("/tmp/gcore-probe"),
     "write shared memory": attempt_write("/dev/shm/gcore-probe"),
     "change another's file": lambda: attempt_write(KNOWN["secret"])(),
-    "empty a file that it may read": lambda: os.open("/dev/null", os.O_RDONLY | os.O_TRUNC),
+    "truncate a readable file": lambda: os.open("/dev/null", os.O_RDONLY | os.O_TRUNC),
     "change a file's mode": lambda: os.chmod(KNOWN["secret"], 0o600),
     "remove a file": lambda: os.remove(KNOWN["secret"]),
     "make a folder": lambda: os.mkdir("/tmp/gcore-probe-folder"),
@@ -89,8 +89,8 @@ WAYS: dict[str, Callable[[], object]] = {
     "start a program": lambda: subprocess.run(["/bin/true"], check=False),
     "replace itself by a program": lambda: os.execv("/bin/true", ["true"]),
     "start a thousand threads": attempt_many_threads,
-    "take more memory than it may": attempt_memory(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
-    "take more shared memory than it may": attempt_memory(mmap.MAP_SHARED | mmap.MAP_ANONYMOUS),
+    "exceed its memory limit": attempt_memory(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
+    "exceed its shared memory limit": attempt_memory(mmap.MAP_SHARED | mmap.MAP_ANONYMOUS),
     "raise its limits": attempt_raise_limit,
     "signal another process": lambda: os.kill(KNOWN["parent"], 0),
     "signal all processes": lambda: os.kill(-1, 0),

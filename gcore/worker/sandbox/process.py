@@ -1,8 +1,9 @@
-"""One process that runs foreign code (rewards, tools, agents), from the controller's side: started, asked, and ended.
+"""One process that runs foreign code (rewards, tools, agents), from the controller's side: start, calls and end.
 
-Between it and the controller runs a warden (`gcore.system.guard`): however either of them ends, so does everything that
-foreign code has started, in whatever group or session. Answers come in the order of the calls (`gcore.worker.sandbox.child`).
-Its pool handles a process that cannot be started, hangs or dies (`gcore.worker.sandbox.pool`, `gcore.reward.pool`).
+A warden process (`gcore.system.guard`) runs between it and the controller: when either of them ends, all processes
+started by foreign code end, in any process group or session. Responses arrive in the order of the calls
+(`gcore.worker.sandbox.child`). Its pool handles a process that cannot be started, hangs or dies
+(`gcore.worker.sandbox.pool`, `gcore.reward.pool`).
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ from gcore.system.process import (
 from gcore.worker.sandbox.child import BEGUN_BYTES, ProgressCell, encode_line
 
 LONGEST_LINE = 1 << 22
-"""Bytes of an answer."""
+"""Maximum bytes of a response."""
 
 LATE_S = 0.25
-"""How much longer than its limit a response is waited for: the controller itself may have been held up."""
+"""Additional seconds to wait for a response beyond its limit, because the controller itself may have been delayed."""
 
 END_S = 10.0
-"""What the warden has to end everything; a process that hangs in the kernel is not waited for any longer."""
+"""Maximum seconds for the warden to end everything; a process that hangs in the kernel is not waited for any longer."""
 
 
 class ProcessEnded(GcoreError):
-    """The process has died, by itself or because it did not keep to what was agreed."""
+    """The process has died, by itself or because it violated the protocol."""
 
 
 class ProtocolBroken(ProcessEnded):
-    """It said what no such process says; it is of no use any more."""
+    """It sent a message that violates the protocol; it cannot be used any more."""
 
 
 def check_ready(value: Any) -> None:
-    """Raises PluginFault if the foreign code cannot be had, ValueError for anything that is no such message."""
+    """Raises PluginFault if the foreign code cannot be loaded, ValueError for an invalid message."""
     match value:
         case {"ready": True}:
             return
@@ -61,7 +62,7 @@ def check_ready(value: Any) -> None:
 
 
 class SandboxProcess(asyncio.Protocol):
-    """A started process; `of` starts one."""
+    """A started process, created by `of`."""
 
     def __init__(self) -> None:
         self._answers: deque[Any] = deque()
@@ -77,7 +78,7 @@ class SandboxProcess(asyncio.Protocol):
 
     @classmethod
     async def of(cls, module: str, setup: bytes, group: str = "") -> SandboxProcess:
-        """Start `python -m module FD BEGUN` in the control group `group`, and tell it `setup`. Raises CannotStart."""
+        """Start `python -m module FD BEGUN` in the control group `group`, and send it `setup`. Raises CannotStart."""
         ours, begun, warden = _spawn(module, group)
         ours.setblocking(False)
         try:
@@ -91,28 +92,28 @@ class SandboxProcess(asyncio.Protocol):
         return made
 
     def send_batch(self, line: bytes) -> None:
-        """Send a batch, after everything about the one before has been answered."""
+        """Send a batch, after the previous one has been answered completely."""
         self._batches += 1
         self.send(line)
 
     @property
     def begun(self) -> int:
-        """The number of the response of the last batch that it has begun last."""
+        """The number of the response of the last batch that it has started last."""
         assert self._begun is not None
         return self._begun.read(self._batches)
 
     def send(self, line: bytes) -> None:
-        """Send a line; to a dead process, nothing."""
+        """Send a line; a dead process gets nothing."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(line)
 
     async def answer(self, timeout_s: float) -> Any:
-        """The next answer. Raises ProcessEnded, and TimeoutError if it takes longer than `timeout_s`."""
+        """Return the next response. Raises ProcessEnded, and TimeoutError after `timeout_s`."""
         if not self._answers:
             with contextlib.suppress(TimeoutError):
                 async with limit_time(timeout_s):
                     await self._hear()
-            # Late to look, an answer may be there; or on its way, if this process was held up and that one was not.
+            # After a delayed timeout a response may have arrived, or be on its way if only this process was delayed.
             if not self._answers and not self._closed:
                 async with limit_time(LATE_S):
                     await self._hear()
@@ -121,20 +122,22 @@ class SandboxProcess(asyncio.Protocol):
         return self._answers.popleft()
 
     def ask(self, call: Any) -> None:
-        """Send a call, after the one before has been answered or given up. Calls have numbers, which their answers repeat."""
+        """Send a call, after the previous one has been answered or abandoned. Calls have numbers, which their responses
+        repeat."""
         self._asked += 1
         self.send(encode_line((self._asked, call)))
 
     async def told(self, timeout_s: float) -> Any:
-        """What it answers to the call. Raises as `answer`, and ProtocolBroken: what foreign code has written to the socket is no answer."""
+        """Return the response to the call. Raises like `answer`, and ProtocolBroken if foreign code has written to the
+        socket."""
         match await self.answer(timeout_s):
             case [int() as number, said] if number == self._asked:
                 return said
-        raise ProtocolBroken("it said what no such process says")
+        raise ProtocolBroken("it sent a message that violates the protocol")
 
     @property
     def says_more(self) -> bool:
-        """Whether it has said what nobody has asked for."""
+        """Whether it has sent a message without a call."""
         return bool(self._answers or self._half)
 
     async def _hear(self) -> None:
@@ -143,39 +146,39 @@ class SandboxProcess(asyncio.Protocol):
             await self._heard
 
     async def end(self) -> str:
-        """Kill it and all it started. How it died, in a sentence: by itself, if it had by now."""
+        """Kill it and all processes it started. Return how it died, as a sentence: by itself, if it had died before."""
         warden = self._warden
         assert warden is not None
         assert warden.stdin is not None
         try:
             if self._transport is not None:
                 self._transport.abort()
-            if self._closed:  # its death closes the socket a moment before it can be collected
+            if self._closed:  # its death closes the socket shortly before its exit status is available
                 await _ended_within(warden, LATE_S)
-            warden.stdin.close()  # the warden's sign
+            warden.stdin.close()  # tells the warden to end it
             await _ended_within(warden, END_S)
         finally:
             warden.stdin.close()
-            warden.kill()  # nothing happens to one that has ended; the process dies with it
+            warden.kill()  # no effect if it has ended; the process dies with the warden
             warden.wait()
         killed = out_of_memory_kills() > self._oom_kills
         return exit_sentence(warden.returncode, "", out_of_memory=killed)
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing will come from it any more."""
+        """Whether nothing more will arrive from it."""
         return self._closed
 
     @property
     def pid(self) -> int:
-        """Its pid; the warden's where the kernel does not tell it. For what has said something."""
+        """Its pid; the warden's if the kernel does not report it. Valid after it has sent a message."""
         assert self._warden is not None
         if not self._pid:
             self._pid = next(iter(_children(self._warden.pid)), self._warden.pid)
         return self._pid
 
     def started(self) -> frozenset[int]:
-        """The pids of what it has started and what lives, of its orphans too; not of their children."""
+        """The pids of its living children, including orphans but not their children."""
         assert self._warden is not None
         own = self.pid
         found = {*_children(self._warden.pid), *_children(own)} - {own}
@@ -204,7 +207,7 @@ class SandboxProcess(asyncio.Protocol):
         self._wake()
 
     def _break_off(self) -> None:
-        """It said what no such process says: a reward has written to its socket."""
+        """End the connection: it sent an invalid message, for example because a reward has written to its socket."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -214,17 +217,17 @@ class SandboxProcess(asyncio.Protocol):
 
 
 async def _ended_within(child: subprocess.Popen[bytes], limit_s: float) -> None:
-    """Until that child has ended, or `limit_s` is over."""
-    with contextlib.suppress(TimeoutError, RuntimeError):  # nor is a thread to be had
+    """Wait until the child has ended, or for `limit_s`."""
+    with contextlib.suppress(TimeoutError, RuntimeError):  # no thread is available either
         async with limit_time(limit_s):
             try:
                 await wait_child_ended(child.pid)
-            except OSError:  # no descriptor is left to wait with
+            except OSError:  # no descriptor is available to wait with
                 await asyncio.to_thread(child.wait)
 
 
 def _children(pid: int) -> list[int]:
-    """Of a process, by whichever of its threads, each one's first ones first."""
+    """Return the children of a process, over all of its threads, the oldest of each first."""
     found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -233,13 +236,13 @@ def _children(pid: int) -> list[int]:
 
 
 def _spawn(module: str, group: str) -> tuple[socket.socket, ProgressCell, subprocess.Popen[bytes]]:
-    """A process, this end of the line to it, and where it writes what it begins. Raises CannotStart."""
+    """Start a process. Return this end of its line, its progress cell, and the process. Raises CannotStart."""
     warden: tuple[str, ...] = (*GUARD, "warden", "")
     if group:
         warden = (*GUARD, "enter", group, *warden)
-    fix = "Free memory or descriptors, or have fewer workers"
+    fix = "Free memory or descriptors, or use fewer workers"
     with (
-        explain_os_errors("no process for foreign code can be started", CannotStart, fix=fix),
+        explain_os_errors("cannot start a process for foreign code", CannotStart, fix=fix),
         contextlib.ExitStack() as undo,
     ):
         ours, theirs = socket.socketpair()

@@ -200,7 +200,7 @@ async def test_a_client_that_goes_away_takes_its_questions_along(client: EngineC
 @pytest.mark.parametrize("serving", ["torch"], indirect=True)
 async def test_whoever_asks_a_classifier_for_words_is_told_what_it_is(client: EngineClient) -> None:
     params = SamplingParams(temperature=1.0, max_new_tokens=1)
-    with pytest.raises(EngineError, match="says one number and writes nothing"):
+    with pytest.raises(EngineError, match="does not generate text"):
         await client.generate([3], params, seeds=(1,), rid="words")
 
 
@@ -218,8 +218,10 @@ async def test_whoever_asks_a_classifier_for_words_is_told_what_it_is(client: En
         pytest.param({"input_ids": [-1]}, "token id -1 is not in the vocabulary", id="a negative token"),
         pytest.param({"input_ids": ["3"]}, "input_ids", id="tokens that are texts"),
         pytest.param({"input_ids": [[3], [4]], "rid": ["a"]}, "rid has 1 entries for 2 questions", id="too few names"),
-        pytest.param({"input_ids": [[3], [4]], "rid": ["a", "a"]}, "names two questions alike", id="names alike"),
-        pytest.param({"input_ids": [3], "lora_path": "x"}, "lora_path is not served by this engine", id="adapters"),
+        pytest.param(
+            {"input_ids": [[3], [4]], "rid": ["a", "a"]}, "rid has the same name for two questions", id="names alike"
+        ),
+        pytest.param({"input_ids": [3], "lora_path": "x"}, "lora_path is not supported by this engine", id="adapters"),
     ],
 )
 async def test_nonsense_is_refused_in_one_sentence(http: httpx.AsyncClient, body: dict[str, Any], said: str) -> None:
@@ -233,7 +235,7 @@ async def test_two_requests_of_one_name_are_not_under_way_together(client: Engin
     await client.pause("in_place")
     asked = asyncio.create_task(client.classify([prompt(5, 6)], rid="same"))
     await until_waiting(client, 1)
-    with pytest.raises(EngineError, match="a request called 'same-0' is under way"):
+    with pytest.raises(EngineError, match="a request with rid 'same-0' is already running"):
         await client.classify([prompt(5, 6)], rid="same")
     await client.resume()
     assert len(await asked) == 1

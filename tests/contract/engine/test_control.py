@@ -305,7 +305,7 @@ async def test_an_older_version_is_refused_and_changes_nothing(
     changing: httpx.AsyncClient, client: EngineClient, serving: Serving
 ) -> None:
     await client.update_weights(str(serving.weights[1]), Version(1, 4))
-    with pytest.raises(EngineError, match=r"0\.9 is older than 1\.4"):
+    with pytest.raises(EngineError, match=r"0\.9 is older than the served version 1\.4"):
         await client.update_weights(str(serving.weights[0]), Version(0, 9))
     assert (await changing.post("/update_weight_version", json={"new_version": "0.6"})).status_code == 400
     assert (await client.info()).version == Version(1, 4)

@@ -235,7 +235,7 @@ async def test_a_caller_that_waits_when_the_pool_is_closed_is_told(opened: Open)
         pytest.param(
             "import time\ntime.sleep(60)\n",
             PluginFault,
-            r"\.start_timeout_s: to load the \w+ took longer than 2 s",
+            r"\.start_timeout_s: loading the \w+ took longer than 2 s",
             id="takes too long",
         ),
     ],

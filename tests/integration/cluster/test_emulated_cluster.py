@@ -132,7 +132,7 @@ def test_a_job_whose_judge_is_never_readable_ends_early_and_says_why_unless_anot
             run.close()
         assert ended.code == code, ended.output
         assert ended.summary["audit"] == "clean"
-        assert ("answers and none of them can be read, such as" in run.log.read_text()) == bool(code)
+        assert ("answers and none of them can be parsed, such as" in run.log.read_text()) == bool(code)
         assert ended.summary["steps"] == (0 if code else STEPS)
 
 

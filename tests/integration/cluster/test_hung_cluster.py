@@ -52,7 +52,7 @@ def test_an_engine_that_is_stopped_is_left_named_and_replaced(spec: Path, home: 
     finally:
         run.close()
     said = [one["data"]["reason"] for one in events_of(home) if is_of("wait-engine-node-1", one)]
-    assert "has answered nothing for 3 s" in said[0]
+    assert "has not responded for 3 s" in said[0]
     assert not [one for one in events_of(home) if one["kind"] == "rollback"]  # nothing was trained twice for it
 
 

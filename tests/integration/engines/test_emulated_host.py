@@ -79,7 +79,7 @@ async def test_the_clients_update_serves_the_new_version_and_an_older_one_is_ref
         assert {span.version for span in sample.spans} == {Version(0, 3)}
         with pytest.raises(EngineError, match="older"):
             await client.update_weights(str(model), Version(0, 2))
-        with pytest.raises(EngineError, match="no model"):
+        with pytest.raises(EngineError, match="not a model"):
             await client.update_weights(str(model / "nothing"), Version(0, 4))
         assert (await client.info()).version == Version(0, 3)
         await client.generate((3,), PARAMS, seeds=(1,), rid="b")  # it goes on after a refusal
@@ -177,8 +177,8 @@ async def test_an_engine_sleeps_only_when_nothing_runs_and_requests_wait_until_i
         ("/generate", {"input_ids": [99]}, "not in the vocabulary"),
         ("/generate", {"input_ids": [3], "sampling_params": {"no_such": 1}}, "no_such"),
         ("/generate", {}, "exactly one of"),
-        ("/begin_weight_update", {}, "not served by an emulated engine"),
-        ("/v1/completions", {"prompt": "3"}, "not served by an emulated engine"),
+        ("/begin_weight_update", {}, "not supported by an emulated engine"),
+        ("/v1/completions", {"prompt": "3"}, "not supported by an emulated engine"),
     ],
 )
 async def test_what_it_cannot_tell_is_refused_in_words(

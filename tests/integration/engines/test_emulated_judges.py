@@ -112,7 +112,7 @@ async def test_a_judge_that_cannot_say_its_verdicts_has_failed_with_the_reason_a
     judges = (ServedJudge(name="tutor", model=str(mute), rows=16, longest=40, verdict=VERDICT),)
     async with hosting(model, TimingModel(speedup=50.0), PLACES, serving=1, judges=judges) as scene:
         records = await scene.until(1, "failed")
-        assert "no verdict that judge 'tutor' can say" in records["j0"].reason
+        assert "accepts no verdict that judge 'tutor' can express" in records["j0"].reason
         assert records["e0"].state == "serving"
         await scene.until(0, "failed")  # it does not stay for ever
 

@@ -67,7 +67,7 @@ async def test_a_stopped_engine_is_left_for_another_and_used_again_when_it_goes_
         await at.book.publish("a", FIRST, tmp_path)
         at.stubs["a"].stop()
         stuck = at.ask()  # a is the only one that serves
-        with pytest.raises(EngineUnreachable, match="a is left, for it answers nothing"):
+        with pytest.raises(EngineUnreachable, match="a does not respond"):
             await stuck
         assert at.book.views["a"].silent
         await at.book.publish("b", FIRST, tmp_path)
@@ -95,8 +95,8 @@ async def test_a_stopped_engine_that_stays_so_is_named_and_then_to_be_ended(tmp_
 
         await at.until(hung)
         assert [why.partition(";")[0] for why in said] == [
-            "has answered nothing for 0.6 s",
-            "has answered nothing for 3 s",
+            "has not responded for 0.6 s",
+            "has not responded for 3 s",
         ]
         assert isinstance((await asyncio.gather(stuck, return_exceptions=True))[0], EngineUnreachable)
 
@@ -109,7 +109,7 @@ async def test_an_engine_that_accepts_weights_and_never_answers_is_found_without
         with pytest.raises(EngineUnreachable):
             await at.book.publish("a", FIRST, tmp_path)
         await at.until(lambda: at.book.views["a"].hung)
-        assert "has answered nothing" in at.book.views["a"].why
+        assert "has not responded" in at.book.views["a"].why
 
 
 async def test_an_engine_that_tells_how_it_is_and_never_makes_a_response_is_found_by_that(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ async def test_an_engine_that_tells_how_it_is_and_never_makes_a_response_is_foun
             with pytest.raises(EngineUnreachable):
                 await at.ask()
         await at.until(lambda: at.book.views["a"].hung)
-        assert at.book.views["a"].why.startswith("answers, but no request within 3 s, twice in a row")
+        assert at.book.views["a"].why.startswith("responds, but two requests in a row timed out after 3 s")
 
 
 async def test_an_engine_that_is_slow_but_says_how_it_is_keeps_its_requests(tmp_path: Path) -> None:

@@ -181,8 +181,8 @@ def test_a_scheduler_that_does_not_answer_makes_no_progress(start: Callable[...,
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        pytest.param({"engine_args": ["--port", "1"]}, "--port is chosen by gcore", id="an argument of gcore's own"),
-        pytest.param({"model": "/nowhere"}, "no model folder", id="no model"),
+        pytest.param({"engine_args": ["--port", "1"]}, "--port is set by gcore", id="an argument of gcore's own"),
+        pytest.param({"model": "/nowhere"}, "not a model folder", id="no model"),
         pytest.param({"python": "/nowhere/bin/python"}, "cannot start '/nowhere/bin/python'", id="no Python"),
         pytest.param({"batch_slots": 0}, "batch_slots", id="a field that does not fit"),
     ],

@@ -171,7 +171,7 @@ async def test_a_serving_child_is_found_in_the_store_and_a_stop_ends_it_in_order
     await node.gone(spec)
     assert not is_running(child)
     assert node.log(spec).split("\n") == ["OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 EXTRA=1", "stopped as told", ""]
-    assert "stopping: asked to by SIGTERM" in node.supervisor_log(spec)
+    assert "stopping: received SIGTERM" in node.supervisor_log(spec)
 
 
 async def test_a_child_runs_on_its_cores_alone_in_its_jobs_group_and_folder(
@@ -219,7 +219,7 @@ async def test_a_child_that_does_not_stop_is_shown_as_stopping_and_killed_when_i
     supervisor = node.start(spec)
     child = child_of(await node.shown(spec, "serving"))
     send_signal(supervisor, signal.SIGTERM)
-    assert (await node.shown(spec, "stopping")).reason == "asked to by SIGTERM"
+    assert (await node.shown(spec, "stopping")).reason == "received SIGTERM"
     assert is_running(child)
     send_signal(supervisor, signal.SIGTERM)
     await ended(supervisor)
@@ -402,7 +402,7 @@ async def test_a_worker_that_never_found_the_store_goes_when_it_is_told_to(node:
         await asyncio.to_thread(until_it_handles_sigterm, supervisor)
         send_signal(supervisor, signal.SIGTERM)
         await ended(supervisor)
-    assert "stopping: asked to by SIGTERM" in node.supervisor_log(spec)
+    assert "stopping: received SIGTERM" in node.supervisor_log(spec)
     assert node.log(spec) == ""
 
 

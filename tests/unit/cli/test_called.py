@@ -98,9 +98,9 @@ def test_the_law_of_emulated_devices_gets_its_whole_path_and_one_that_is_none_is
     check_timing_model(environment)
     assert environment == {LAW_FILE: str(tmp_path / "law.json")}
     check_timing_model({})
-    with pytest.raises(UsageError, match=r"GCORE_EMULATED_LAW: .*/none\.json: no law: sped"):
+    with pytest.raises(UsageError, match=r"GCORE_EMULATED_LAW: .*/none\.json: invalid timing model: sped"):
         check_timing_model({LAW_FILE: "none.json"})
-    with pytest.raises(UsageError, match=r"GCORE_EMULATED_LAW=law\.json: a worker does not stand where.*whole path"):
+    with pytest.raises(UsageError, match=r"GCORE_EMULATED_LAW=law\.json: the path is relative.*absolute path"):
         read_timing_model({LAW_FILE: "law.json"})
 
 

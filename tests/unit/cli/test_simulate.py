@@ -241,11 +241,11 @@ def test_steps_that_were_rolled_back_are_not_replayed(tmp_path: Path) -> None:
 
 
 def test_a_run_without_books_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="books of 1 steps"):
+    with pytest.raises(UsageError, match="slot accounts of 1 steps"):
         read_run(a_run(tmp_path / "short", steps=3))
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="cannot read"):
         read_run(empty)
 
 
@@ -382,7 +382,7 @@ def test_numbers_that_no_job_has_and_what_is_no_yaml_are_told_in_a_sentence(scen
 
 
 def test_a_file_without_an_end_is_not_read_to_it() -> None:
-    with pytest.raises(SpecError, match="more than"):
+    with pytest.raises(SpecError, match="larger than"):
         read_scenario(Path("/dev/zero"))
 
 
@@ -417,7 +417,7 @@ def test_damaged_lines_of_a_run_are_passed_over(tmp_path: Path) -> None:
 
 def test_a_runs_records_that_no_job_can_have_are_told_in_a_sentence(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run", slots=60_000)
-    with pytest.raises(UsageError, match="is no job: slots"):
+    with pytest.raises(UsageError, match="valid job: slots"):
         read_run(folder)
 
 

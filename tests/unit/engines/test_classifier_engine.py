@@ -152,9 +152,9 @@ def test_other_weights_are_served_from_the_next_pass_on_and_never_older_ones(fol
     questions = questions_of(3, 20)
     core.change_weights(stage_weights(core.model, other), "0.3", flush=True, abort=False)
     assert run(core, questions) == [pytest.approx(plain(other, one), abs=1e-4) for one in questions]
-    with pytest.raises(EngineError, match=r"version 0\.1 is older than 0\.3"):
+    with pytest.raises(EngineError, match=r"version 0\.1 is older than the served version 0\.3"):
         core.change_weights(stage_weights(core.model, folder), "0.1", flush=True, abort=False)
-    with pytest.raises(EngineError, match="there are no weights"):
+    with pytest.raises(EngineError, match="the folder has no weights"):
         stage_weights(core.model, tmp_path)
 
 

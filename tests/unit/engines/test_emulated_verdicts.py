@@ -61,7 +61,7 @@ def test_the_parser_reads_the_best_and_the_worst_verdict_behind_whatever_stands_
 
 def test_a_judge_whose_tokens_cannot_say_a_verdict_is_refused_by_name() -> None:
     spec = VerdictSpec(parser="words", words={"Y": 1.0, "N": 0.0})
-    with pytest.raises(DataError, match="judge 'tutor' can say in its tokens is read by parser 'words'"):
+    with pytest.raises(DataError, match="parser 'words' accepts no verdict that judge 'tutor' can express"):
         find_emulated_verdict("tutor", spec, words_of("abc "), text_of("abc "))
     with pytest.raises(DataError, match="no tokenizer"):
         find_emulated_verdict("tutor", spec, words_of("abc "), None)

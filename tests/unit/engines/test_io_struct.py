@@ -44,7 +44,7 @@ def test_more_samples_than_an_engine_enters_at_once_are_refused() -> None:
     body = {"input_ids": [[1], [2]], "sampling_params": {"n": MOST_SAMPLES // 2}}
     assert generate_body(body).params[0].n == MOST_SAMPLES // 2
     body["sampling_params"] = {"n": MOST_SAMPLES // 2 + 1}
-    with pytest.raises(EngineError, match="asks for 65538 samples, and 65536 are the most"):
+    with pytest.raises(EngineError, match="asks for 65538 samples; the maximum is 65536"):
         generate_body(body)
 
 

@@ -111,11 +111,13 @@ def under_other_names(folder: Path) -> None:
     ("spoil", "says"),
     [
         pytest.param(truncate, "cannot read the weights", id="truncated"),
-        pytest.param(remove, "there are no weights", id="gone"),
+        pytest.param(remove, "the folder has no weights", id="gone"),
         pytest.param(lose_a_tensor, "lacks model.layers.1.mlp.up_proj.weight", id="a weight is missing"),
         pytest.param(reshape_a_tensor, "in another shape model.layers.0.mlp.up_proj.weight", id="of another shape"),
-        pytest.param(as_whole_numbers, "as whole numbers", id="quantised"),
-        pytest.param(under_other_names, "they lack lm_head.weight", id="of other names, which would come up random"),
+        pytest.param(as_whole_numbers, "as integers", id="quantised"),
+        pytest.param(
+            under_other_names, "the checkpoint lacks lm_head.weight", id="of other names, which would come up random"
+        ),
     ],
 )
 def test_new_weights_that_are_broken_are_refused_in_one_sentence(
@@ -132,12 +134,12 @@ def test_new_weights_that_are_broken_are_refused_in_one_sentence(
 
 @pytest.mark.parametrize("device", ["tpu", "cpux", "meta"])
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path, device: str) -> None:
-    with pytest.raises(UsageError, match="is not there"):
+    with pytest.raises(UsageError, match="is not available"):
         start_engine(EngineLaunch(model=str(make_tiny_model(tmp_path)), device=device), None)
 
 
 def test_a_cache_in_which_no_request_fits_is_refused_at_the_start(tmp_path: Path) -> None:
     folder = str(make_tiny_model(tmp_path / "m"))
-    with pytest.raises(UsageError, match=r"a cache of 1 tokens holds no request.*rollout\.cache_tokens"):
+    with pytest.raises(UsageError, match=r"a cache of 1 tokens is too small.*rollout\.cache_tokens"):
         start_engine(EngineLaunch(model=folder, device="cpu", cache_tokens=1), None)
     assert start_engine(EngineLaunch(model=folder, device="cpu", cache_tokens=200), None).longest >= 2

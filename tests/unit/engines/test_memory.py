@@ -135,6 +135,8 @@ def test_weights_that_find_no_room_to_sleep_stay_where_they_are(big: Path, monke
             return None
 
     monkeypatch.setattr("gcore.engines.torch.model.tempfile.TemporaryFile", lambda **_: Full())
-    with pytest.raises(EngineError, match=r"cannot be put aside \(No space left on device\).*TMPDIR"):
+    with pytest.raises(
+        EngineError, match=r"cannot write the released weights to a file \(No space left on device\).*TMPDIR"
+    ):
         core.release(frozenset({"weights"}))
     assert finish(core, [task(0, (3, 4), 5)])[0].tokens == expected.tokens

@@ -102,7 +102,7 @@ def test_what_the_job_says_comes_last_and_so_stands() -> None:
 @pytest.mark.parametrize("name", [*OURS, *GUARDS, "--api-k", "--ssl-cert", "--conf"])
 @pytest.mark.parametrize("form", ["{} x", "{}=x"])
 def test_what_gcore_must_choose_itself_is_refused_in_engine_args(name: str, form: str) -> None:
-    with pytest.raises(UsageError, match=rf"rollout\.engine_args: {name} is chosen by gcore"):
+    with pytest.raises(UsageError, match=rf"rollout\.engine_args: {name} is set by gcore"):
         server_command(launch(engine_args=tuple(form.format(name).split())), 1)
 
 

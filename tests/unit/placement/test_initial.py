@@ -64,15 +64,15 @@ def test_where_all_models_do_not_fit_on_a_slot_together_pools_have_slots_of_thei
 @pytest.mark.parametrize(
     ("snapshot", "models", "why"),
     [
-        pytest.param(gpus(), None, "what the job's models are was not kept", id="a job of before"),
+        pytest.param(gpus(), None, "the configurations of the job's models were not recorded", id="a job of before"),
         pytest.param(
             Snapshot((NodeSlots("n0", ("cuda:0", "cuda:1", "cuda:2")),)),
             SMALL_MODELS,
-            "n0 tells no memory",
+            "n0 reports no memory",
             id="a node of the version before",
         ),
         pytest.param(
-            Snapshot((*gpus().nodes, NodeSlots("old", ("cuda:0",)))), SMALL_MODELS, "old tells no memory", id="mixed"
+            Snapshot((*gpus().nodes, NodeSlots("old", ("cuda:0",)))), SMALL_MODELS, "old reports no memory", id="mixed"
         ),
     ],
 )
@@ -88,7 +88,7 @@ def test_where_something_is_not_known_a_job_begins_with_all_slots_in_turn_and_sa
 def test_of_devices_that_are_not_known_the_first_way_that_fits_is_taken() -> None:
     nodes = Snapshot((node("n0", *[80.0] * 8, device="NVIDIA X", host=2000.0),))
     found = make_initial_plan(nodes, job(memory="kept"), LARGE_MODELS)
-    assert "how fast NVIDIA X is is not known: " in found.plan.reason
+    assert "the speed of NVIDIA X is not known: " in found.plan.reason
     assert split_of(found.plan).mode == "coexisting", "all slots in turn would not fit"
     assert found.beginning.expected_s is None
 
@@ -96,25 +96,25 @@ def test_of_devices_that_are_not_known_the_first_way_that_fits_is_taken() -> Non
 def test_what_a_person_says_is_not_searched_for() -> None:
     said = make_initial_plan(gpus(), job(train=2, reward=3), SMALL_MODELS)
     assert split_of(said.plan) == Split("coexisting", 3, 3, 2)
-    assert said.plan.reason.endswith("; that is what the spec says to begin with")
+    assert said.plan.reason.endswith("; the spec sets it")
     fixed = make_initial_plan(gpus(), job(), SMALL_MODELS, pin=Pin(train=2))
     assert len(fixed.plan.ranks) == 2
-    assert fixed.plan.reason.endswith("; train has 2, as was asked")
+    assert fixed.plan.reason.endswith("; train has 2, as requested")
 
 
 @pytest.mark.parametrize(
     ("pin", "said"),
     [
-        pytest.param(Pin(rollout=3), "rollout has 3, as was asked", id="one pool"),
-        pytest.param(Pin(reward=4, train=2), "reward has 4, train has 2, as was asked", id="other than the spec says"),
-        pytest.param(Pin(rollout=9), "rollout has 9, and that cannot be had", id="more than there is"),
+        pytest.param(Pin(rollout=3), "rollout has 3, as requested", id="one pool"),
+        pytest.param(Pin(reward=4, train=2), "reward has 4, train has 2, as requested", id="other than the spec says"),
+        pytest.param(Pin(rollout=9), "rollout has 9, which is not possible now", id="more than there is"),
     ],
 )
 def test_a_job_begins_with_what_a_person_fixed_and_only_then_says_so(pin: Pin, said: str) -> None:
     for asked in (job(), job(train=1, reward=2)):
         found = make_initial_plan(gpus(), asked, SMALL_MODELS, pin=pin)
         assert found.plan.reason.endswith(f"; {said}")
-        assert (pin.off(split_of(found.plan)) == 0) == said.endswith("as was asked")
+        assert (pin.off(split_of(found.plan)) == 0) == said.endswith("as requested")
 
 
 def test_a_job_in_which_nothing_is_to_move_begins_with_what_is_predicted_to_be_best() -> None:
@@ -126,7 +126,7 @@ def test_a_job_in_which_nothing_is_to_move_begins_with_what_is_predicted_to_be_b
 def test_a_job_that_fits_nowhere_begins_all_the_same_and_says_who_exceeds_what() -> None:
     found = make_initial_plan(gpus(memory=8.0), job(), LARGE_MODELS)
     assert found.plan.ranks
-    assert found.beginning.warning.startswith("by what is estimated, no placement fits; the nearest to it: co-")
+    assert found.beginning.warning.startswith("by estimate no placement fits; the closest is co-")
     assert " exceeds 8 GiB on " in found.beginning.warning or " exceed 8 GiB on " in found.beginning.warning
 
 
@@ -135,7 +135,7 @@ def test_an_engine_that_would_take_more_for_its_cache_than_there_is_is_warned_of
     found = make_initial_plan(gpus(count=1, memory=30.0), asked, ModelConfigs(policy=QWEN))
     assert found.beginning.expected_s is not None
     said = re.fullmatch(
-        r"rollout has room for a cache of (\d+) tokens and takes more unless it is told not to \(rollout\.cache_tokens: (\d+)\)",
+        r"rollout has room for a cache of (\d+) tokens and by default takes more memory than that: set rollout\.cache_tokens: (\d+)",
         found.beginning.warning,
     )
     assert said is not None, found.beginning
@@ -221,5 +221,5 @@ async def test_a_job_whose_slots_do_not_move_has_no_move_to_begin_with() -> None
 async def test_that_nothing_fits_is_told_by_who_began_the_job(outcome: TxnOutcome) -> None:
     _, told = await started(job(), 8.0, outcome)
     assert [sentence.partition(";")[0] for sentence in told] == (
-        ["by what is estimated, no placement fits"] if outcome is TxnOutcome.WON else []
+        ["by estimate no placement fits"] if outcome is TxnOutcome.WON else []
     )

@@ -37,7 +37,7 @@ def test_every_name_is_of_a_device_that_there_is() -> None:
 def test_of_a_device_that_is_not_known_memory_alone_is() -> None:
     found = describe_nodes([node("a", 94.0, device="NVIDIA H100 NVL")])
     assert isinstance(found, KnownNodes)
-    assert found.untimed == "how fast NVIDIA H100 NVL is is not known"
+    assert found.untimed == "the speed of NVIDIA H100 NVL is not known"
     assert found.cluster.device.memory_gib == 94.0
 
 
@@ -51,12 +51,14 @@ def test_cores_share_their_hosts_memory() -> None:
 @pytest.mark.parametrize(
     ("nodes", "why"),
     [
-        pytest.param([], "no node is there", id="none"),
-        pytest.param([node("a", 80.0), silent("b")], "b tells no memory", id="one of the version before"),
-        pytest.param([silent("b"), silent("a")], "a and b tell no memory", id="two"),
-        pytest.param([silent(n) for n in "abcd"], "a, b and 2 more tell no memory", id="many"),
-        pytest.param([node("a", 80.0), node("b", None)], "some nodes have accelerators with memory", id="mixed"),
-        pytest.param([node("a", 80.0, None)], "a does not tell alike of all its slots", id="mixed on a node"),
+        pytest.param([], "no node is present", id="none"),
+        pytest.param([node("a", 80.0), silent("b")], "b reports no memory", id="one of the version before"),
+        pytest.param([silent("b"), silent("a")], "a and b report no memory", id="two"),
+        pytest.param([silent(n) for n in "abcd"], "a, b and 2 more report no memory", id="many"),
+        pytest.param([node("a", 80.0), node("b", None)], "nodes with GPUs and nodes with CPU cores", id="mixed"),
+        pytest.param(
+            [node("a", 80.0, None)], "a reports different devices or memory for its slots", id="mixed on a node"
+        ),
         pytest.param([node("a", 80.0, host=0.0)], "should be greater than 0", id="no memory at all"),
     ],
 )
@@ -98,9 +100,9 @@ def test_a_jobs_work_follows_from_what_was_kept_of_its_models() -> None:
 @pytest.mark.parametrize(
     ("models", "why"),
     [
-        pytest.param(None, "what the job's models are was not kept", id="a job of before"),
-        pytest.param(ModelConfigs(policy={"model_type": "gpt2"}), "architecture 'gpt2' are not known", id="policy"),
-        pytest.param(ModelConfigs(policy=QWEN), "judge right: no model's configuration", id="judge"),
+        pytest.param(None, "the configurations of the job's models were not recorded", id="a job of before"),
+        pytest.param(ModelConfigs(policy={"model_type": "gpt2"}), "architecture 'gpt2' is not supported", id="policy"),
+        pytest.param(ModelConfigs(policy=QWEN), "judge right: the model's config.json", id="judge"),
     ],
 )
 def test_a_model_whose_size_is_not_known_is_told(models: ModelConfigs | None, why: str) -> None:

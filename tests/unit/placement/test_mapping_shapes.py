@@ -93,14 +93,17 @@ def test_known_models_have_as_many_parameters_as_their_names_say() -> None:
 @pytest.mark.parametrize(
     ("tree", "said"),
     [
-        ({}, "no model's configuration"),
-        ({"model_type": "qwen"}, "'qwen' are not known, did you mean 'qwen[23]'?"),
-        ({"model_type": "gpt2"}, "'gpt2' are not known"),
+        ({}, "the model's config.json cannot be read"),
+        ({"model_type": "qwen"}, "'qwen' is not supported for planning, did you mean 'qwen[23]'?"),
+        ({"model_type": "gpt2"}, "'gpt2' is not supported"),
         ({"model_type": "llama"}, "hidden_size is missing"),
         ({"model_type": "llama", **SMALL, "hidden_size": -1}, "hidden_size is '-1'"),
         ({"model_type": "llama", **SMALL, "vocab_size": True}, "vocab_size is 'True'"),
         ({"model_type": "llama", **SMALL, "vocab_size": 1 << 40}, "vocab_size is"),
-        ({"model_type": "llama", **SMALL, "num_key_value_heads": 4}, "6 heads cannot share 4"),
+        (
+            {"model_type": "llama", **SMALL, "num_key_value_heads": 4},
+            "num_attention_heads 6 is not a multiple of num_key_value_heads 4",
+        ),
     ],
 )
 def test_a_configuration_that_says_no_size_is_refused(tree: dict[str, Any], said: str) -> None:

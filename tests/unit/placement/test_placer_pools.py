@@ -159,7 +159,7 @@ def test_a_judge_whose_node_stays_away_gets_a_slot_of_rollouts_which_keeps_one()
     assert of_judge(new, "a") == [("n3", "cpu:0")]
     assert of_judge(new, "") == [("n2", "cpu:0")]
     assert (new.ranks, new.world, new.generation) == (plan.ranks, "w", 2)
-    assert "a moved, for n1 stays away" in new.reason
+    assert "a moved, because n1 stays absent" in new.reason
     back = fill_plan(new, nodes, STATIC)
     assert back is not None
     assert of_judge(back, "") == [("n2", "cpu:0"), ("n1", "cpu:0")], "the node that comes back rolls out"

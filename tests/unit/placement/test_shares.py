@@ -68,7 +68,7 @@ def test_a_job_of_a_higher_priority_takes_what_it_needs_and_the_lower_has_the_re
     after = settled(cluster, claims, before)
     assert counts(after) == {"high": 4}
     assert queue_jobs(cluster, claims, after) == {
-        "low": QueuePosition(1, "it needs 1 slot, and of 4 slots others have 4")
+        "low": QueuePosition(1, "it needs 1 slot, and other jobs use 4 of 4 slots")
     }
 
 
@@ -90,7 +90,7 @@ def test_a_namespace_has_no_more_than_its_quota() -> None:
     assert counts(shares) == {"a": 2, "c": 6}
     assert (
         queue_jobs(cluster, claims, shares)["b"].reason
-        == "it needs 2 slots, and namespace 'small' may have 2 and has 2"
+        == "it needs 2 slots, but namespace 'small' has a quota of 2 and uses 2"
     )
 
 
@@ -211,7 +211,7 @@ def test_a_wide_engine_of_a_lower_priority_leaves_a_narrower_one_of_a_higher_its
     claims = {"first": Claim(priority=9, unit=2, least=2, most=2), "wide": Claim(unit=4, least=4, most=4, created=1.0)}
     assert counts(settled(cluster, claims)) == {"first": 2}
     said = queue_jobs(cluster, claims, settled(cluster, claims))["wide"].reason
-    assert said == "it needs 4 slots in engines of 4 that follow one another on a node, and of 6 slots others have 2"
+    assert said == "it needs 4 slots in engines of 4 adjacent slots, and other jobs use 2 of 6 slots"
 
 
 def test_slots_that_no_engine_of_two_can_have_go_to_jobs_of_single_ones_and_who_waits_is_told() -> None:
@@ -348,4 +348,4 @@ def test_who_takes_fewer_than_it_runs_on_waits_and_is_told_why() -> None:
     """Its fewest are rounded up to whole engines."""
     cluster, claims = ClusterSlots(nodes(n=4, m=4)), {"a": Claim(least=5, most=6, unit=4)}
     assert divide_slots(cluster, claims, Shares()) == Shares()
-    assert queue_jobs(cluster, claims, Shares())["a"].reason == "it needs 8 slots in engines of 4, and takes 6 at most"
+    assert queue_jobs(cluster, claims, Shares())["a"].reason == "it needs 8 slots in engines of 4, but its limit is 6"

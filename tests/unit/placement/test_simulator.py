@@ -326,9 +326,9 @@ def test_a_scenario_that_is_not_one_is_refused_with_its_key(tmp_path: Path) -> N
     with pytest.raises(SpecError, match="slots: input should be a valid integer"):
         read_scenario(wrong)
     wrong.write_text("{")
-    with pytest.raises(SpecError, match="not YAML"):
+    with pytest.raises(SpecError, match="not valid YAML"):
         read_scenario(wrong)
-    with pytest.raises(SpecError, match="cannot be read"):
+    with pytest.raises(SpecError, match="cannot read"):
         read_scenario(tmp_path / "none.yaml")
 
 

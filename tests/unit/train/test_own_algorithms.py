@@ -163,7 +163,7 @@ def test_the_contract_kit_finds_what_depends_on_the_split() -> None:
     check_loss("reinforce", options={"weight": 0.5})
     with pytest.raises(ContractBroken, match="depends on the samples' order"):
         check_advantage("first_counts")
-    with pytest.raises(ContractBroken, match="of a row depends on the rows beside it"):
+    with pytest.raises(ContractBroken, match="of a row depends on other rows of the batch"):
         check_loss("leans_on_neighbours")
 
 

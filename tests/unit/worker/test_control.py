@@ -60,7 +60,7 @@ def test_a_line_of_the_child_is_understood(said: dict[str, Any], event: WorkerEv
 def test_a_line_that_cannot_be_understood_is_a_failure_that_quotes_it(line: bytes) -> None:
     event = parse_event(line)
     assert isinstance(event, ChildFailed)
-    assert event.reason.startswith("said what its supervisor does not understand: ")
+    assert event.reason.startswith("sent a line that its supervisor cannot parse: ")
 
 
 @given(st.binary(max_size=300))

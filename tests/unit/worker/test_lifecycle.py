@@ -138,7 +138,7 @@ def test_a_failure_shown_before_the_child_has_died_lingers_from_its_death_on() -
     ("farewell", "reason"),
     [
         (e.ChildFailed("no such model"), "no such model"),
-        (e.LineClosed(), f"closed its control line and was still there {LINE_GRACE_S:.0f} s later"),
+        (e.LineClosed(), f"closed its control line and was still running {LINE_GRACE_S:.0f} s later"),
     ],
     ids=["said that it failed", "closed its line"],
 )
@@ -187,15 +187,15 @@ def test_a_supervisor_that_was_paused_itself_does_not_blame_the_child() -> None:
 
 def test_a_stop_lets_the_child_drain() -> None:
     story = serving()
-    assert story.meets(e.StopRequested("asked to by SIGTERM")) == [e.SendStop()]
-    assert (story.life.state, story.life.reason) == ("stopping", "asked to by SIGTERM")
+    assert story.meets(e.StopRequested("received SIGTERM")) == [e.SendStop()]
+    assert (story.life.state, story.life.reason) == ("stopping", "received SIGTERM")
     assert story.passes(9) == []
     assert story.meets(e.LineClosed(), e.ChildEnded("ended by itself with exit code 0")) == [e.EndSupervisor(STOPPED)]
 
 
 def test_a_child_that_does_not_stop_is_killed_after_the_grace() -> None:
     story = serving()
-    story.meets(e.StopRequested("asked to by SIGTERM"))
+    story.meets(e.StopRequested("received SIGTERM"))
     assert story.passes(10) == [e.KillChild()]
     assert story.meets(e.ChildEnded("killed by SIGKILL")) == [e.EndSupervisor(STOPPED)]
 
@@ -203,23 +203,23 @@ def test_a_child_that_does_not_stop_is_killed_after_the_grace() -> None:
 def test_who_does_not_serve_yet_has_nothing_to_drain_and_is_killed_at_once() -> None:
     story = Story()
     story.meets(e.Registered(), e.ChildStarted(7))
-    assert story.meets(e.StopRequested("asked to by SIGTERM")) == [e.SendStop(), e.KillChild()]
+    assert story.meets(e.StopRequested("received SIGTERM")) == [e.SendStop(), e.KillChild()]
     assert story.meets(e.ChildEnded("killed by SIGKILL")) == [e.EndSupervisor(STOPPED)]
 
 
 def test_who_asks_twice_does_not_want_to_wait() -> None:
     story = serving()
-    story.meets(e.StopRequested("asked to by SIGTERM"))
-    assert story.meets(e.StopRequested("asked to by SIGTERM")) == [e.KillChild()]
+    story.meets(e.StopRequested("received SIGTERM"))
+    assert story.meets(e.StopRequested("received SIGTERM")) == [e.KillChild()]
 
 
 def test_a_stop_before_the_child_was_started_leaves_at_once() -> None:
-    assert Story().meets(e.StopRequested("asked to by SIGTERM")) == [e.EndSupervisor(STOPPED)]
+    assert Story().meets(e.StopRequested("received SIGTERM")) == [e.EndSupervisor(STOPPED)]
 
 
 def test_a_hang_while_stopping_changes_nothing() -> None:
     story = serving(ENGINE.model_copy(update={"stop_grace_s": 1000.0}))
-    story.meets(e.ChildProgressed("update", 7), e.StopRequested("asked to by SIGTERM"))
+    story.meets(e.ChildProgressed("update", 7), e.StopRequested("received SIGTERM"))
     assert story.passes(999) == []
     assert story.life.state == "stopping"
 
@@ -260,7 +260,7 @@ def test_a_store_that_is_away_for_very_long_ends_the_worker() -> None:
     story.passes(500)
     story.meets(e.StoreSeen(False))
     assert story.passes(500) == [e.SendStop()]
-    assert story.life.reason == "the store has been away for 1000 s"
+    assert story.life.reason == "the store has been unreachable for 1000 s"
 
 
 def test_a_store_that_comes_back_is_forgiven() -> None:

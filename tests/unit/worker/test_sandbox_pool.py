@@ -76,7 +76,7 @@ async def test_a_program_that_takes_too_long_is_the_specs_fault_until_one_has_be
     clock, machine = FakeClock(), Machine(monkeypatch, LATE)
     crew = WorkerPool(PROGRAM, 2, clock)
     with pytest.raises(
-        PluginFault, match=r"environment\.tools\.start_timeout_s: to load the tools took longer than 60 s"
+        PluginFault, match=r"environment\.tools\.start_timeout_s: loading the tools took longer than 60 s"
     ):
         await clock.run(used(crew))
     await clock.run(used(crew, fit=False))

@@ -82,7 +82,7 @@ def test_a_job_that_noted_no_digest_still_knows_the_number_of_its_prompts(tmp_pa
 def test_an_engine_argument_that_gcore_chooses_is_refused_before_anything_is_read_or_written(tmp_path: Path) -> None:
     spec = {"name": "j", "model": {"path": "nowhere"}, "data": {"path": "nowhere"}, "flow": {"steps": 1}}
     spec |= {"rollout": {"max_new_tokens": 4, "engine": "sglang", "engine_args": ["--port=80"]}}
-    with pytest.raises(UsageError, match="--port is chosen by gcore"):
+    with pytest.raises(UsageError, match="--port is set by gcore"):
         check_submission(parse_spec(spec), tmp_path / "runs", tmp_path / "cache")
     assert list(tmp_path.iterdir()) == []
 

@@ -235,7 +235,7 @@ async def test_an_engine_that_gives_up_on_a_question_is_asked_again(spec: JobSpe
     await court.meet()
     court.engines["a"].reason = {"type": "abort"}
     asker = court.book.asker(judge_renderer(0, spec.judges[0]), None)
-    with pytest.raises(JudgeAway, match="gave up"):
+    with pytest.raises(JudgeAway, match="aborted the request"):
         await asker("1 2", [0])
     await court.book.close()
 
@@ -304,9 +304,9 @@ def test_unreadable_answers_are_told_at_the_first_and_then_more_and_more_rarely(
     for number in range(TOLD_AT**2):
         counts.unreadable("tutor", f"well {number}", "it has no stars")
     assert told == [
-        f"judge-tutor: judge 'tutor' gave an answer that cannot be read, such as 'well 0': it has no stars. {READABLE}",
-        f"judge-tutor: judge 'tutor' gave {TOLD_AT} answers that cannot be read, such as 'well 9': it has no stars. {READABLE}",
-        f"judge-tutor: judge 'tutor' gave {TOLD_AT**2} answers that cannot be read, such as 'well 99': it has no stars. {READABLE}",
+        f"judge-tutor: judge 'tutor' gave an answer that cannot be parsed, such as 'well 0': it has no stars. {READABLE}",
+        f"judge-tutor: judge 'tutor' gave {TOLD_AT} answers that cannot be parsed, such as 'well 9': it has no stars. {READABLE}",
+        f"judge-tutor: judge 'tutor' gave {TOLD_AT**2} answers that cannot be parsed, such as 'well 99': it has no stars. {READABLE}",
     ]
 
 
@@ -320,7 +320,7 @@ def test_a_judge_is_unreadable_until_one_answer_of_its_can_be_read() -> None:
         counts.unreadable("other", "oh", "it has no stars")
     why = "such as 'well 31': it has no stars"
     assert counts.unreadable_judge_reason({"other": 8}) == ""
-    said = f"judge 'tutor' gave 32 answers and none of them can be read, {why}. {READABLE}"
+    said = f"judge 'tutor' gave 32 answers and none of them can be parsed, {why}. {READABLE}"
     assert counts.unreadable_judge_reason(both) == said
     counts.verdict("tutor", 0.5)
     assert counts.unreadable_judge_reason(both) == ""

@@ -247,8 +247,8 @@ async def test_all_is_spent_when_the_sum_has_come_to_it_and_the_sentence_says_wh
     assert a.overdrawn("x") == ""
     pay(a)
     assert a.overdrawn("x") == (
-        "judge 'x' has spent 10.00 of the 10 that its external.most_cost allows, so nothing more is asked; a job's spec stays as it "
-        "is: cancel the job, export its model, and start one from that with more to spend"
+        "judge 'x' has spent 10.00 of its external.most_cost 10, so it gets no more requests; a job's spec cannot be "
+        "changed: cancel the job, export its model, and start a new job from it with a higher limit"
     )
 
 
@@ -257,7 +257,7 @@ async def test_a_small_sum_that_is_spent_is_told_as_more_than_nothing(house: Hou
     spec = parse_spec(TREE | {"judges": [{"name": "x", "template": "{{ response }}", "external": cheap}]})
     a = house.life("a", spec=spec)
     pay(a)
-    assert "has spent 0.0005123 of the 0.0005 that" in a.overdrawn("x")
+    assert "has spent 0.0005123 of its external.most_cost 0.0005," in a.overdrawn("x")
 
 
 class Office:
@@ -297,7 +297,7 @@ async def test_that_all_is_spent_is_told_once_by_one_of_the_members(house: House
     await house.look()
     join(house, "a.1", "b.1")
     await house.clock.advance(20)
-    assert a.told == [("judge-cost-x", "judge 'x' has spent the 10 that the job may spend on it, and the job waits")]
+    assert a.told == [("judge-cost-x", "judge 'x' has spent its budget of 10 (external.most_cost), and the job waits")]
     assert b.told == []
     after = Office(house)
     trouble = Trouble(topic="judge-cost-x", node="a", sentence=a.told[0][1])

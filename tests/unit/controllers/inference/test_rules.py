@@ -106,11 +106,11 @@ def test_one_that_owes_something_and_gives_no_sign_is_silent_then_hung_and_both_
     silent = pulse.look(PATIENCE, 1030.0, busy=True)
     assert silent.verdict(PATIENCE, 1030.0) is HealthState.SILENT
     assert (
-        silent.why(PATIENCE, 1030.0) == "has answered nothing for 30 s; its requests go to others, and it is asked on"
+        silent.why(PATIENCE, 1030.0) == "has not responded for 30 s; its requests go to other engines, and it is probed"
     )
     assert silent.verdict(PATIENCE, 1119.9) is HealthState.SILENT
     assert silent.verdict(PATIENCE, 1120.0) is HealthState.HUNG
-    assert silent.why(PATIENCE, 1120.0) == "has answered nothing for 120 s; it is ended, and another started"
+    assert silent.why(PATIENCE, 1120.0) == "has not responded for 120 s; the node ends it and starts another"
 
 
 def test_one_that_was_left_is_silent_until_it_answers_also_without_work_and_with_new_work() -> None:
@@ -147,7 +147,7 @@ def test_one_that_answers_but_no_request_twice_in_a_row_is_hung_though_it_lives(
     again = together.answers(150.0).fails(PATIENCE, begun=102.0, now=202.0)
     assert again.verdict(PATIENCE, 202.0) is HealthState.HUNG
     assert again.why(PATIENCE, 202.0) == (
-        "answers, but no request within 100 s, twice in a row; it is ended, and another started"
+        "responds, but two requests in a row timed out after 100 s; the node ends it and starts another"
     )
 
 

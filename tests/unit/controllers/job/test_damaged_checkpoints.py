@@ -237,7 +237,7 @@ async def test_a_folder_that_this_node_does_not_see_any_more_is_no_damage(tmp_pa
     )
     done = await apply_action(Rollback("rank 0 is gone"), view(newest), effects)
     assert (done.outcome, ledger.made) == (TxnOutcome.UNKNOWN, [])
-    assert "node-0 does not see the run's folder" in told_of["mount"]
+    assert "node-0 no longer sees the run's folder" in told_of["mount"]
     (run_dir / "logs").rmdir()
     run_dir.rmdir()
     (tmp_path / "unmounted").rename(run_dir)

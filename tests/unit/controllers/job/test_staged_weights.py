@@ -83,7 +83,7 @@ async def test_a_folder_that_hangs_holds_nobody_up_and_is_told(tmp_path: Path) -
         job.want(NEXT)
         await job.until(lambda: bool(job.told))  # which could not be reached if the event loop were held up
         assert job.told[0].startswith(
-            "b: the run's folder /mnt/runs/j does not answer for 0 s; engines here get no new"
+            "b: the run's folder /mnt/runs/j has not responded for 0 s; engines on this node get no new"
         )
         assert folder.looks == 1, "one thread hangs, not one for each look"
         assert job.staged.versions == {FIRST}

@@ -205,7 +205,7 @@ async def test_a_pin_that_cannot_be_had_is_told_of_and_moves_nothing(made: Any) 
     planner = made(Scripted(Decision(SECOND, "why")), job)
     await planner._turn()
     assert planner.proposal is None
-    assert "rollout has 6, and that cannot be had on 6 slots" in job.warnings.said[-1]
+    assert "rollout has 6, which is not possible on 6 slots" in job.warnings.said[-1]
 
 
 async def test_a_split_for_which_the_ranks_lie_in_the_way_of_whole_engines_is_told_of_for_as_long_as_it_is_wanted(
@@ -228,7 +228,7 @@ async def test_a_split_for_which_the_ranks_lie_in_the_way_of_whole_engines_is_to
     await planner._turn()
     assert planner.proposal is None
     (said,) = job.warnings.said
-    assert "no node has whole engines' slots for that" in said
+    assert "no node has enough adjacent slots for the engines" in said
     job.step(2)
     await planner._turn()
     assert job.warnings.said == [said, ""]
@@ -290,7 +290,7 @@ async def test_what_a_person_fixed_is_what_the_policy_gets(made: Any) -> None:
     assert planner.proposal is not None
     assert planner.proposal.plan is not None
     assert split_of(planner.proposal.plan).reward == 3
-    assert "as was asked" in planner.proposal.move.reason
+    assert "as requested" in planner.proposal.move.reason
 
 
 async def test_what_takes_long_on_many_slots_does_not_hold_up_the_event_loop(
@@ -318,8 +318,10 @@ async def test_what_takes_long_on_many_slots_does_not_hold_up_the_event_loop(
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        pytest.param(RuntimeError("no idea"), "failed, and nothing is moved: RuntimeError: no idea", id="it raises"),
-        pytest.param(Decision(Split("coexisting", 40, 1, 1), "more"), "which cannot be had on 6 slots", id="too much"),
+        pytest.param(RuntimeError("no idea"), "failed, so nothing moves: RuntimeError: no idea", id="it raises"),
+        pytest.param(
+            Decision(Split("coexisting", 40, 1, 1), "more"), "which is not possible on 6 slots", id="too much"
+        ),
     ],
 )
 async def test_a_policy_that_fails_moves_nothing_and_is_told_of(made: Any, said: Any, told: str) -> None:
@@ -406,7 +408,7 @@ async def test_a_policy_that_is_cancelled_where_it_is_made_is_told_of_and_the_pl
     job = Job()
     await Planner(job, job.view.spec, FakeClock(), tmp_path)._turn()  # type: ignore[arg-type]
     (said,) = job.warnings.said
-    assert said.endswith("failed, and nothing is moved: CancelledError: in the making")
+    assert said.endswith("failed, so nothing moves: CancelledError: in the making")
 
 
 async def test_several_judges_of_a_slot_count_as_one_engine_that_has_the_rows_of_all(
@@ -600,7 +602,7 @@ async def test_a_loan_that_only_a_guess_forbids_is_made_once_that_has_cost_as_mu
     assert gains[0] < 10.0, "no loan was worth what changes are taken to cost"
     made_at = next(one for one in proposals if one is not None)
     assert (made_at.move.kind, made_at.move.cost_s) == (MoveKind.LEND, 10.0)
-    assert made_at.move.reason.endswith("by now waiting has cost as much")
+    assert made_at.move.reason.endswith("the missed gains have reached the estimate")
 
 
 async def test_with_dry_run_a_loan_is_told_once_in_a_step_whatever_was_told_before_that(
@@ -818,6 +820,6 @@ async def test_a_world_that_was_lost_is_told_of_with_why_and_what_had_to_be_made
     move = planner.move_report.moves.newest
     assert (move.kind, move.before, move.after) == (MoveKind.MEND, split_part(FIRST), split_part(FIRST))
     assert move_in_words(move) == (
-        f"nodes or workers came or went, and what they had was placed anew, {FIRST} as before, because "
-        "rank 0 on node-1 is gone; 1 step had to be made again"
+        f"nodes or workers came or went, and they were placed again, {FIRST} as before, because "
+        "rank 0 on node-1 is gone; 1 step had to be repeated"
     )

@@ -61,7 +61,7 @@ def moved(step: int, kind: MoveKind = MoveKind.SPLIT) -> Move:
             id="cost",
         ),
         pytest.param(
-            1.0, 4.0, 0.0, 0.4, "save 1.0 s of 8.0 s a step, but 2.6 s of that may be luck with the newest steps", id="luck"
+            1.0, 4.0, 0.0, 0.4, "save 1.0 s of 8.0 s a step, but 2.6 s of that may be random variation of the newest steps", id="luck"
         ),
         pytest.param(
             -0.5, 0.0, 0.0, 0.4, f"quicker than 8.0 s a step: the next best, {BETTER}, would take 0.50 s more", id="best"

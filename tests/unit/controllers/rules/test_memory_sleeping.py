@@ -320,4 +320,4 @@ async def test_an_engine_that_was_left_between_awake_and_asleep_is_ended_after_a
     await clock.advance(LEFT_S)
     await ask()
     assert book.views["busy"].hung
-    assert "left on its way to sleep or awake" in book.views["busy"].why
+    assert "between asleep and awake" in book.views["busy"].why

@@ -192,12 +192,12 @@ def test_a_job_that_waits_for_its_first_slots_says_so_and_is_not_started() -> No
     pending = replace(
         view,
         share=share(NONE, NONE),
-        queued=QueuePosition(1, "it needs 1 slot, and of 2 slots others have 2"),
+        queued=QueuePosition(1, "it needs 1 slot, and other jobs use 2 of 2 slots"),
         mirror=replace(view.mirror, status=stored(JobStatus(phase=JobPhase.PENDING)), head=None, plan=None),
     )
     assert decide(pending) == ()
     assert [wait.what for wait in current_waits(pending)] == [
-        "the job waits for slots: it needs 1 slot, and of 2 slots others have 2"
+        "the job waits for slots: it needs 1 slot, and other jobs use 2 of 2 slots"
     ]
     assert intents(replace(pending, share=share(BOTH)), StartJob) == [StartJob()]
 

@@ -304,7 +304,7 @@ async def test_old_records_do_not_leave_the_store_for_a_folder_that_is_not_the_o
     prune: Any = SimpleNamespace(seqs=(0,))
     assert (await job_effects.prune_log(prune, running_job(), effects)).outcome is TxnOutcome.UNKNOWN
     (sentence,) = told
-    assert "node-0 does not see the run's folder" in sentence
+    assert "node-0 no longer sees the run's folder" in sentence
     assert "stay in the store" in sentence
 
 

@@ -107,7 +107,7 @@ def test_a_job_is_refused_where_a_nodes_slots_cannot_be_divided() -> None:
         check_spans(job, [even, odd])
     with pytest.raises(SpecError, match=r"judges\.0\.serving\.slots_per_engine"):
         check_spans(spec({}, judge(**WIDE)), [odd])
-    with pytest.raises(SpecError, match="no node has so many"):
+    with pytest.raises(SpecError, match="no node has that many"):
         make_initial_plan(Snapshot((NodeSlots("b", ("cuda:0",)),)), job, None)
 
 

@@ -247,7 +247,7 @@ async def test_what_was_used_within_the_hour_stays(tmp_path: Path) -> None:
     young = await node.job(A, JobPhase.SUCCEEDED, created=NOW - YOUNG_S + 1)
     old = await node.job(B, JobPhase.SUCCEEDED, created=NOW - YOUNG_S)
     found = await node.verdicts(**ALL)
-    assert found[".data.00.index"].why == found[young.name].why == "it was used within the hour"
+    assert found[".data.00.index"].why == found[young.name].why == "it was used within the last hour"
     assert found[old.name].goes
 
 
@@ -261,7 +261,7 @@ async def test_what_a_job_names_that_was_created_since_it_was_looked_at_stays(tm
     node.aged(cache, 0.01)
     cleared = {one.found.path.name: one for one in (await node.clear(found)).verdicts}
     assert (cleared[named.name].goes, cleared[named.name].why) == (False, "job name-c uses it")
-    assert (cleared[cache.name].goes, cleared[cache.name].why) == (False, "it was used within the hour")
+    assert (cleared[cache.name].goes, cleared[cache.name].why) == (False, "it was used within the last hour")
     assert (named.exists(), cache.exists(), other.exists()) == (True, True, False)
 
 
@@ -312,7 +312,7 @@ async def test_with_a_record_that_cannot_be_read_nothing_is_deleted(
     await node.store.transact((), [Put(JobKeys(B).job, b"{damaged")])
     await GarbageCollector(node.config(**ALL), node.store, FakeClock()).round()
     assert ended.exists()
-    assert "nothing more is deleted" in caplog.text
+    assert "garbage collection stops" in caplog.text
 
 
 async def test_what_cannot_be_deleted_is_told_and_the_rest_goes(
@@ -329,7 +329,7 @@ async def test_what_cannot_be_deleted_is_told_and_the_rest_goes(
 
     monkeypatch.setattr(Path, "unlink", refuse)
     going = {file.name: GarbageDecision(GarbageCandidate("cache", file, 1, 0.0), True, "old") for file in files}
-    assert (await node.clear(going)).problems == (f"{files[0]} cannot be deleted: Operation not permitted",)
+    assert (await node.clear(going)).problems == (f"cannot delete {files[0]}: Operation not permitted",)
     assert [file.exists() for file in files] == [True, False]
 
 
@@ -345,7 +345,7 @@ def test_nearly_full_comes_before_over_and_each_says_what_to_do(taken: int, quot
         assert "gcore resume" in found.sentence
     elif taken >= 0.9 * quota * BYTES_PER_GIB:
         assert found.level is QuotaLevel.NEARLY
-        assert "no more samples" in found.sentence
+        assert "stops recording samples" in found.sentence
     else:
         assert found == DiskUsage(QuotaLevel.FREE)
     assert not found.sentence or "limits.disk_gib" in found.sentence
@@ -385,7 +385,7 @@ async def test_each_level_is_told_once_and_only_beyond_the_quota_is_the_job_paus
     run = Measured(1, 2, 9.5, 9.6, 10.5, 11, 3)
     await run.looks()
     assert run.told == [QuotaLevel.NEARLY, QuotaLevel.OVER, QuotaLevel.FREE]
-    assert run.said[-1].endswith("has room again")
+    assert run.said[-1].endswith("is below its limit again")
     assert run.pauses == 2
 
 

@@ -317,7 +317,7 @@ async def test_a_disk_that_takes_nothing_is_told_and_ends_nothing(tmp_path: Path
     async with serving(tmp_path / "theirs") as address:
         outcome = await node.does(FetchWeights(Version(0, 1), "node-1"), view({"node-1": address}))
     assert outcome is TxnOutcome.UNKNOWN
-    assert "does not take what it is to keep" in node.told["copies"]
+    assert "cannot write to its run folder" in node.told["copies"]
 
 
 async def test_what_peers_do_not_give_for_a_while_is_told_until_they_do(tmp_path: Path) -> None:

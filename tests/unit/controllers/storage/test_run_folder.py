@@ -105,7 +105,7 @@ async def test_a_node_that_is_gone_need_not_be_seen(tmp_path: Path) -> None:
 
 async def test_a_folder_that_takes_nothing_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("no folder")
-    with pytest.raises(StorageNotShared, match=r"a cannot write in the job's folder \(.+\)"):
+    with pytest.raises(StorageNotShared, match=r"a cannot write to the job's folder \(.+\)"):
         await Nodes().prove("a", tmp_path / "runs" / "j-u")
 
 
