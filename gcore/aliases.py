@@ -88,6 +88,9 @@ RENAMED: dict[str, dict[str, str]] = {
         "whole_file": "replace_file",
         "whole_folder": "replace_folder",
     },
+    "gcore.config.cluster": {
+        "LocalCluster": "LocalClusterState",
+    },
     "gcore.metrics.declared": {
         "Declared": "MetricsBase",
     },

@@ -17,7 +17,7 @@ from rich.console import Console
 from three_nodes import free_ports
 
 from controllers.api.jobs import JobsService
-from controllers.cli.commands.run import FILE_NAME, EventFile
+from controllers.cli.view.event_file import FILE_NAME, EventFile
 from controllers.cli.view.screens import PlainScreen, trouble_lines
 from controllers.cli.view.state import ViewState, WaitPoint
 from controllers.daemon.keeper import ProcessKeeper

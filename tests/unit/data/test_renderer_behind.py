@@ -72,7 +72,7 @@ def test_a_template_that_leaves_answers_out_or_takes_no_tool_is_told_about(tmp_p
     refusing = CHATML.replace(
         "{% for", "{% if messages[-1].role == 'tool' %}{{ raise_exception('no') }}{% endif %}{% for", 1
     )
-    with pytest.raises(DataError, match="does not take"):
+    with pytest.raises(DataError, match="failed on the prompt"):
         renderer(tmp_path, byte_level(), refusing).behind(TOLD, {}, said=())
 
 

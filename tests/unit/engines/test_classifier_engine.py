@@ -190,14 +190,14 @@ def lose_the_head(folder: Path) -> None:
     [
         pytest.param(
             told(architectures=["LlamaForCausalLM"]),
-            r"no sequence-classification head \(config\.json says LlamaForCausalLM\)",
+            r"no sequence-classification head \(config\.json has LlamaForCausalLM\)",
             id="a model that writes",
         ),
-        pytest.param(told(architectures=None), "config.json says no architecture", id="no architecture"),
+        pytest.param(told(architectures=None), "config.json has no architecture", id="no architecture"),
         pytest.param(
-            told(id2label={"0": "bad", "1": "good"}), "head says 2 numbers, and a reward is one", id="two labels"
+            told(id2label={"0": "bad", "1": "good"}), "head returns 2 numbers, but a reward is one", id="two labels"
         ),
-        pytest.param(told(id2label=None, label2id=None), "head says 2 numbers", id="labels that nobody names"),
+        pytest.param(told(id2label=None, label2id=None), "head returns 2 numbers", id="labels that nobody names"),
         pytest.param(lose_the_head, r"the model's weights lack score\.weight", id="no head in the weights"),
         pytest.param(told(hidden_size=48), "cannot load this model", id="weights of another shape"),
     ],

@@ -71,7 +71,9 @@ def group(shard: int, *rewards: float, source: str = "sums", prompt: str = "1+1=
 @pytest.mark.parametrize("order", [99, -1])
 async def test_an_order_that_is_none_is_refused_and_not_taken_for_another(tmp_path: Path, order: int) -> None:
     request = pb.GetSamplesRequest(job="j", order=order)  # type: ignore[arg-type]
-    with pytest.raises(BadFields, match=f"order: {order} is no order. Use SAMPLE_ORDER_UNSPECIFIED") as caught:
+    with pytest.raises(
+        BadFields, match=f"order: {order} is not a sample order. Use SAMPLE_ORDER_UNSPECIFIED"
+    ) as caught:
         samples_of_folder(tmp_path, request)
     assert [one.field for one in caught.value.violations] == ["order"]
 

@@ -230,7 +230,7 @@ def test_one_that_ended_is_forgotten() -> None:
 
 def test_a_slot_that_is_granted_is_not_given_back() -> None:
     shares = Shares(jobs={"one": Share(granted={"n": ("cpu:0",)}, held={"n": ("cpu:0",)})})
-    with pytest.raises(ValueError, match="gives back only"):
+    with pytest.raises(ValueError, match="cannot give back"):
         shares.released("one", frozenset({("n", "cpu:0")}))
 
 
