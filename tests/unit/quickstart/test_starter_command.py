@@ -240,7 +240,7 @@ def test_a_model_of_ones_own_is_named_in_the_spec_and_none_is_made(tmp_path: Pat
         ({"task": "dance"}, "no task 'dance'.*sort, reverse"),
         ({"model": "nowhere"}, "no config.json"),
         ({"model": "hf://Qwen"}, "the owner or the model name is missing"),
-        ({"model": "s3://bucket/model"}, "neither a folder nor a hub's model"),
+        ({"model": "s3://bucket/model"}, "neither a folder nor a model of a hub"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: dict[str, str], said: str) -> None:
