@@ -1,4 +1,4 @@
-"""Waking up: something that others look at has changed."""
+"""A signal that wakes waiting tasks when something has changed."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from collections.abc import Callable
 from gcore.system.concurrency import limit_time
 
 REST = 2.0
+"""Pause after an evaluation, as a multiple of the time that it took; at most `LONGEST_REST_S` seconds."""
 LONGEST_REST_S = 0.05
 
 OFF_DUTY = 4.0
-"""So many times as long rests who has nothing to do before others have done what comes next."""
+"""Factor of the pause for a loop that waits for another controller to act first."""
 
 
 def rest_s(took: float, *, off_duty: bool = False) -> float:
-    """Seconds that whoever needed `took` seconds to look at everything lets pass before the next look.
+    """The pause in seconds before the next evaluation, if the last one took `took` seconds.
 
-    Where one look takes long, because there is much to see or many processes share a core, what changes meanwhile is seen
-    together, in place of one by one.
+    If evaluations are slow, because there is much data or many processes share a core, one evaluation then covers several changes.
     """
     return min(REST * took, LONGEST_REST_S) * (OFF_DUTY if off_duty else 1.0)
 
 
 class ChangeSignal:
-    """Says that something changed; who waits looks for itself what it was.
+    """Wakes tasks when something has changed. It does not say what; each task reads the state itself.
 
-    Within one event loop nothing is lost between a look and the wait that follows it without an await in between.
+    In one event loop, no change is lost between reading the state and a `wait` that follows without another await.
     """
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
         self.count = 0
-        """How many changes there were: what was computed at another count is out of date."""
+        """The number of changes. A result that was computed at another count is outdated."""
 
     def notify(self) -> None:
-        """Wake all who wait now."""
+        """Wake all tasks that wait now."""
         self.count += 1
         self._event.set()
         self._event = asyncio.Event()
 
     async def wait(self, timeout: float | None = None) -> None:
-        """Until the next change, or for `timeout` seconds."""
+        """Wait for the next change, at most `timeout` seconds."""
         event = self._event
         try:
             async with limit_time(timeout):
@@ -50,10 +50,10 @@ class ChangeSignal:
             return
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Until `condition` holds; it is looked at after each change."""
+        """Wait until `condition` is true; it is evaluated after each change."""
         while not condition():
             await self.wait()
 
 
 LOOK_AGAIN_S = 0.2
-"""After a lost compare or an unknown answer, until the action is tried again if nothing was heard."""
+"""Seconds before a retry after a lost compare or an unknown result, if no change arrives earlier."""

@@ -1,4 +1,4 @@
-"""How an incarnation is named (the node's name and a number that no other life has), and what one knows of itself."""
+"""Names of incarnations: the node's name and a random suffix. An incarnation is one run of a controller under one lease."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this controller is, for one life."""
+    """The identity of one incarnation. `address`: host:port for users; `lease`: the id of its lease."""
 
     node: str
     incarnation: str
     address: str
     lease: int
     peer_address: str = ""
-    """Where other nodes reach it, if that is elsewhere."""
+    """host:port for other nodes; empty: the same as `address`."""
 
 
 def new_incarnation(node: str) -> str:
-    """A name for one life of the controller of `node`."""
+    """A new name for an incarnation of the controller of `node`."""
     return f"{node}.{uuid.uuid4().hex[:8]}"
 
 
 def node_of(incarnation: str) -> str:
-    """The node of an incarnation, living or not."""
+    """The name of the node of an incarnation."""
     return incarnation.rpartition(".")[0] or incarnation

@@ -258,7 +258,7 @@ def plugin_files(tree: Any) -> list[tuple[str, PluginFile]]:
 
 
 def read_plugin_file(path: Path, where: str) -> bytes:
-    """The bytes of a file that belongs to the user of this process and that nobody else can write. Raises SpecError."""
+    """Read a file that belongs to the user of this process and that no other user can write. Raises SpecError."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())

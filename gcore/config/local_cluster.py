@@ -21,7 +21,7 @@ from gcore.system.process import ProcessId
 FILE_NAME = "cluster.json"
 
 KEY_FILE = "owner.key"
-"""In the home, readable by its owner alone. Whoever shows its content to a daemon of this cluster may submit specs that name plug-in files."""
+"""In the home, with mode 0600. A client that sends its content to a daemon of this cluster may submit specs that name plug-in files."""
 
 
 class _Process(BaseModel):

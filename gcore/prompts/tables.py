@@ -1,4 +1,4 @@
-"""`python -m gcore.prompts.tables`: converts Parquet and Arrow tables; started by whoever opens the data."""
+"""`python -m gcore.prompts.tables`: converts Parquet and Arrow tables; started by the process that opens the data."""
 
 from gcore.data.tables import main
 

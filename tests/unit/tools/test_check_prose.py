@@ -1,0 +1,104 @@
+"""The prose checker finds sentences whose form is hard to read, in pages, docstrings and messages of errors, and nothing in code."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tools import check_prose
+from tools.problem import ROOT
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("Whoever asks for a job gets it.", "relative clause"),
+        ("It is quiet. What a node holds is written down.", "relative clause"),
+        ("A job that nobody works on waits.", "sense of its own"),
+        ("The store was put back.", "sense of its own"),
+        ("The daemon reads; the rank waits; the engine stops.", "two semicolons"),
+        ("The " + "very " * 46 + "long sentence.", "more than 45 words"),
+        ("The the daemon reads.", "lexical illusion"),
+    ],
+)
+def test_a_sentence_of_a_bad_form_is_found(text: str, rule: str) -> None:
+    assert any(rule in message for message, _ in check_prose.findings(text)), text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The daemon reads the request.",
+        "What does a node hold?",
+        "Three states: open; sealed; ready.",
+        "X1 X2 is provided more than once, by X3",
+        "etcd, gRPC and etcd members",
+    ],
+)
+def test_a_plain_sentence_is_not_found(text: str) -> None:
+    assert list(check_prose.findings(text)) == []
+
+
+PAGE = """# What whoever reads
+
+A paragraph over
+two lines with `nobody`.
+
+| cell one | cell two |
+|---|---|
+
+- an item
+
+```console
+$ nobody
+```
+"""
+
+
+def test_a_page_is_read_by_paragraphs_items_and_cells_without_headings_and_code() -> None:
+    found = [(line, text) for line, text in check_prose.texts_of_page(PAGE) if text.strip("- ")]
+    assert found == [
+        (3, "A paragraph over two lines with X1."),
+        (6, "cell one"),
+        (6, "cell two"),
+        (9, "an item"),
+    ]
+
+
+MODULE = '''"""First.
+
+    an example of nobody
+
+Last."""
+
+LIMIT = 3
+"""Of a thing."""
+
+
+def raises(value):
+    raise ValueError(f"{value} is no number", fix="Write one")
+'''
+
+
+def test_a_module_is_read_by_docstrings_and_messages() -> None:
+    found = [text for _, text in check_prose.texts_of_module(ast.parse(MODULE))]
+    assert found == ["First.", "Last.", "Of a thing.", "X0 is no number", "Write one"]
+
+
+def test_an_area_with_more_findings_than_it_may_have_is_a_problem_and_so_is_one_with_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "README.md").write_text("A job that nobody works on waits.\n")
+    monkeypatch.setattr(check_prose, "ALLOWED", {})
+    assert [problem.path for problem in check_prose.check(tmp_path)] == ["README.md", "README.md"]
+    monkeypatch.setattr(check_prose, "ALLOWED", {"README.md": 1})
+    assert list(check_prose.check(tmp_path)) == []
+    monkeypatch.setattr(check_prose, "ALLOWED", {"README.md": 2})
+    (problem,) = check_prose.check(tmp_path)
+    assert "lower its number (2)" in problem.message
+
+
+def test_the_repository_has_no_more_findings_than_it_may_have() -> None:
+    assert list(check_prose.check(ROOT)) == []
