@@ -214,7 +214,7 @@ class FakeStep:
         """Return the values of all peers. Raises ValueError."""
         check_contribution(name, value)
         if name in self._told:
-            raise ValueError(f"{name!r} was used in this step already; use another name")
+            raise ValueError(f"{name!r} was already used in this step; use another name")
         self._told.add(name)
         given = self.state.gathered.setdefault(name, {})
         given.setdefault(self._peer.name, value)

@@ -243,7 +243,7 @@ async def test_alone_a_peer_gathers_what_it_gave_itself(make: Make) -> None:
 async def test_a_name_serves_once_in_a_step_and_what_is_no_small_json_is_refused(make: Make) -> None:
     step = await first_step(make())
     await step.gather("x", 1)
-    with pytest.raises(ValueError, match="was used in this step"):
+    with pytest.raises(ValueError, match="was already used in this step"):
         await step.gather("x", 2)
     with pytest.raises(ValueError, match="not JSON with finite numbers"):
         await step.gather("y", float("nan"))

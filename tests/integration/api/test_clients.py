@@ -209,7 +209,7 @@ def test_errors_carry_what_the_api_told_programs(cluster: Client, script: Script
     with pytest.raises(NotAllowed, match="a viewer may not") as denied:
         cluster.cancel("sums")
     assert denied.value.exit_code == 4
-    with pytest.raises(UsageError, match="no state"):
+    with pytest.raises(UsageError, match="not a job state"):
         cluster.list(states=["sleeping"])
 
 

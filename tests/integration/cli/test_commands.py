@@ -247,8 +247,8 @@ async def test_a_submission_that_is_no_longer_followed_says_that_the_job_goes_on
     process.send_signal(signal.SIGINT)
     _, err = await asyncio.to_thread(process.communicate)
     assert (process.returncode, err.count(b"\n")) == (130, 1)
-    assert b"job sums goes on" in err
-    assert b"cancel u1` ends it" in err
+    assert b"job sums continues" in err
+    assert b"cancel u1` cancels it" in err
     assert script.job.state == pb.JOB_STATE_RUNNING
 
 

@@ -232,7 +232,7 @@ def test_weights_that_were_never_uploaded_are_missed_before_any_weight_moves(ser
         "model.safetensors.index.json": json.dumps(index).encode(),
     }
     served.add("own/half", files)
-    with pytest.raises(ModelError, match=r"does not list \(model-00002-of-00002.safetensors, 1 in all"):
+    with pytest.raises(ModelError, match=r"does not list \(first model-00002-of-00002.safetensors, 1 in all"):
         resolve_model("hf://own/half", hub=on(served, tmp_path), weights=False)
     assert not any("model-0000" in request for request in served.requests)
 

@@ -305,7 +305,7 @@ async def test_an_engine_that_fails_is_the_callers_to_ask_again(acting: Open) ->
             await made.side_by_side(conversation(), (5,), "r")
         assert not told
     async with acting(Engines(reason="abort"), options={"how": "well"}) as (made, _, _):
-        with pytest.raises(EngineError, match="gave up"):
+        with pytest.raises(EngineError, match="aborted"):
             await made.side_by_side(conversation(), (5,), "r")
 
 

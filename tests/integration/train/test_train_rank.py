@@ -519,5 +519,5 @@ async def test_a_token_that_the_model_does_not_have_ends_the_rank_with_a_sentenc
         await world.feed(0, seal, groups)
         await world.apply(0, seal)
         reason = world.ranks[0].wait("failed")["reason"]
-    assert f"token {VOCABULARY} in the response of sample 0 is not in the model's vocabulary {VOCABULARY}" in reason
+    assert f"token {VOCABULARY} in the response of sample 0 is not in the model's vocabulary of {VOCABULARY}" in reason
     assert str(groups[1].ref) in reason

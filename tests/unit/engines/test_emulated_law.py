@@ -163,7 +163,7 @@ def test_a_file_that_holds_no_law_is_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(UsageError, match=str(file)):
         read_timing_model({LAW_FILE: str(file)})
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="cannot read"):
         read_timing_model({LAW_FILE: str(tmp_path / "none.json")})
 
 

@@ -64,7 +64,7 @@ def test_every_device_has_a_source_and_figures_above_zero() -> None:
         ({"nodes": [NODE | {"accelerators": 0}]}, "nodes.0.accelerators: .* greater than 0 .got 0."),
         ({"nodes": [NODE | {"memory_gib": -3}]}, "nodes.0.memory_gib: "),
         ({"nodes": [NODE | {"tflops": math.inf}]}, "nodes.0.tflops: it should be a number that is not infinite"),
-        ({"nodes": [NODE | {"count": True}]}, "quote the word"),
+        ({"nodes": [NODE | {"count": True}]}, "put quotes around it"),
         ({"nodes": [NODE | {"count": 99_999}]}, "has 799992 accelerators; gcore plans for at most 100000"),
         ({"nodes": [NODE, NODE | {"device": "cpu-core"}]}, "use one kind only"),
         ({"nodes": "h100"}, "nodes: it should be a list"),
