@@ -280,7 +280,7 @@ async def test_daemons_do_not_start_with_what_does_not_fit(tmp_path: Path) -> No
         await asyncio.to_thread(cluster.start)
         log = cluster.home("node-0") / "logs" / "daemon.log"
         async with asyncio.timeout(30):
-            while "others may read the key" not in (log.read_text() if log.exists() else ""):
+            while "other users may read the key" not in (log.read_text() if log.exists() else ""):
                 await CLOCK.sleep(0.1)
     finally:
         cluster.close()
