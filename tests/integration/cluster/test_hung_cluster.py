@@ -124,4 +124,4 @@ def test_a_full_disk_that_etcd_dies_of_is_told_and_the_run_goes_on_once_there_is
         check_ended(run, 8)
     finally:
         run.close()
-    assert "waiting: the cluster goes on, after" in run.log.read_text()
+    assert "waiting: the cluster recovered after" in run.log.read_text()
