@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
@@ -136,7 +137,7 @@ LOG_SHOWN = 6
 ANSWERS_SHOWN = 5
 WAITS_SHOWN = 2
 GAP = 3
-ROWS_WITH_ANSWERS = 35
+ROWS_WITH_ANSWERS = 37
 
 
 def render_view(state: ViewState, now: float, width: int = 100, height: int | None = None) -> RenderableType:
@@ -293,7 +294,7 @@ def _time_bar(state: ViewState, width: int) -> RenderableType:
         head.append("█" * cells.get(phase, 0), style=PHASE_COLOURS[phase])
     head.append_text(legend)
     if waits := waits_line(usual_waits(recent)):
-        head.append(f"\n       {waits}", style="dim")
+        return Group(head, Padding(Text(waits, style="dim"), (0, 0, 0, 7)))
     return head
 
 
