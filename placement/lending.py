@@ -386,7 +386,7 @@ def make_lending_move(
     now_slots = before_split.reward if to_judges else before_split.rollout
     gain = max(found.ends_s(*_awake(there)) - found.ends_s(*_awake(present_plan(after, loads))), 0.0)
     reason = (
-        f"{pool} had {count_noun(owed, 'request')} on {count_noun(now_slots, 'slot')}, {_about(left)} of work with what was to come, and {other} "
+        f"{pool} had {count_noun(owed, 'request')} on {count_noun(now_slots, 'slot')}, {_about(left)} of work including expected requests, and {other} "
         f"had {has}, {_about(spare)}"
     )
     names, more = changed_slots(plan, after)

@@ -37,8 +37,8 @@ from placement.slots import Snapshot, Split, count_noun
 MOVE_PRIOR_S, WORLD_PRIOR_S = 10.0, 60.0
 """Assumed costs until one was measured: engines that change their pool, and a train world of another size."""
 
-STEP_IS_OVER = "the step is over: what was lent goes back"
-BATCH_IS_WHOLE = "the batch is whole: what was lent goes back while it is trained on"
+STEP_IS_OVER = "the step ended, and reassigned slots return"
+BATCH_IS_WHOLE = "the batch is complete, and reassigned slots return during training"
 BETWEEN = (MoveKind.SPLIT, MoveKind.WORLD, MoveKind.MEND)
 WITHIN = (MoveKind.LEND, MoveKind.RETURN)
 

@@ -103,7 +103,7 @@ def test_a_proposal_is_written_by_who_leads_while_it_is_about_the_plan_and_the_s
     ("pin", "kind", "is_written"),
     [
         pytest.param(Pin(frozen=True), MoveKind.SPLIT, False, id="frozen since"),
-        pytest.param(Pin(frozen=True), MoveKind.RETURN, True, id="what was lent goes back"),
+        pytest.param(Pin(frozen=True), MoveKind.RETURN, True, id="reassigned slots return"),
         pytest.param(Pin(reward=9), MoveKind.SPLIT, False, id="another size"),
         pytest.param(Pin(rollout=2), MoveKind.SPLIT, True, id="the size that it has"),
         pytest.param(Pin(), MoveKind.SPLIT, True, id="nothing"),
