@@ -61,7 +61,7 @@ def idle(pool: Pool, cause: IdleCause) -> State:
 
 
 def switching(before: str, after: str) -> State:
-    """Return the state of changing from one role to another; either may be NOBODY."""
+    """Return the state of a slot that changes from one role to another. Either role may be NOBODY (no role)."""
     return f"switching {before}>{after}"
 
 

@@ -80,7 +80,7 @@ async def count_request(
 @dataclass
 class InFlightRequest:
     """A request for `count` responses that an engine has. `owing`: its outstanding work. `ended`: places of responses
-    whose end was reported. `taken_back`: when the engine was told to return it, so that another can continue it."""
+    whose end was reported. `taken_back`: when the engine was asked to return it, so that another can continue it."""
 
     count: int
     owing: OutstandingWork
@@ -150,7 +150,7 @@ node has about this many engines, so the last one to die is not the one that rep
 that kills engines kill more of them."""
 
 GIVES_BACK_S = 5.0
-"""Seconds after which an engine that was told to return a request, and has not, is assumed to continue it."""
+"""Seconds after which an engine that was asked to return a request, and has not, is assumed to continue it."""
 
 
 class RequestReturned(EngineUnreachable):

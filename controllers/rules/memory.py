@@ -7,7 +7,7 @@ before those that must sleep do.
 Order on a slot that engines and a rank share (`placement.memory`; staleness 0): when a batch is READY the engines sleep, the rank takes its
 memory and trains. After the commit the rank releases all of it (the committed state is in the run's folder), and only then the engines
 wake. The controller of the rank's node restores the rank and sends Apply; if it is away, others do so a little later. Every wait is
-bounded: a rank that is told to train takes its memory itself, and after `PATIENCE_S` it is told to train even if engines are awake; if a
+bounded: a rank that gets Apply takes its memory itself, and after `PATIENCE_S` it gets Apply even if engines are awake; if a
 rank cannot release its memory, the engines wake anyway.
 
 Management: an engine is managed by the controller of its node, or, while that is away, by the member that a hash selects. All engines of a
@@ -100,7 +100,7 @@ def take_turns(view: JobView) -> Iterator[Intent]:
 
 
 def train_delay_s(view: JobView, rank: int) -> float:
-    """Seconds to wait before a rank of a READY batch is told to train, so that it can take its memory and its engines can release theirs. A rank
+    """Seconds to wait before a rank of a READY batch gets Apply, so that it can take its memory and its engines can release theirs. A rank
     that has just loaded has its memory already. A controller that does not manage the rank's engines waits longer."""
     known, place = view.ranks.get(rank), ranks_taking_turns(view).get(rank)
     if known is None or place is None:

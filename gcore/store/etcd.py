@@ -249,7 +249,7 @@ class LocalEtcd:
 
     async def is_healthy(self) -> bool:
         """Return whether etcd answers and has a leader."""
-        import httpx  # only whoever starts an etcd needs it
+        import httpx  # needed only by processes that start an etcd
 
         try:
             async with http_client(2.0) as http:

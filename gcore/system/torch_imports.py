@@ -3,7 +3,7 @@
 transformers decorates functions for `torch.compile` and imports DTensor at load, and an optimizer's first step imports the compiler to mark
 graph breaks. gcore compiles nothing and shards with DeepSpeed, so this would cost each worker 1.5 s of CPU time and 70 MB at every start.
 `leave_compiler_out`, called before transformers is imported, replaces the compiler by a stub. Decorators for the compiler return functions
-unchanged; any other access loads the real compiler, which then stays. transformers is told that torch has no distributed package. The ranks' own
+unchanged; any other access loads the real compiler, which then stays. transformers sees a torch without a distributed package. The ranks' own
 use of it (`gcore.train.backends.distributed`, DeepSpeed) does not go through transformers.
 """
 

@@ -74,7 +74,7 @@ class FakePeer:
         while (number := max(self.cluster.head, number)) < steps:
             number += 1
             yield FakeStep(self, self.cluster.step(number))
-            await asyncio.sleep(0)  # noqa: TID251 - gives way, so that a flow that does nothing hangs nobody
+            await asyncio.sleep(0)  # noqa: TID251 - yields to the event loop, so that a flow that does nothing blocks no other task
 
     async def prompts(self, step: Any) -> AsyncIterator[Prompt]:
         """Yield this peer's prompts, oldest first, until the step is full."""

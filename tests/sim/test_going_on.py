@@ -1,4 +1,4 @@
-"""A job that has succeeded goes on to a higher goal, in made-up time, while its nodes still end it and while they are killed."""
+"""Simulate, in simulated time, a succeeded job that continues to a higher goal while its nodes end it and while they are killed."""
 
 from __future__ import annotations
 

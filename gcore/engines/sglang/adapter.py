@@ -167,7 +167,7 @@ class SglangAdapter:
         )
 
     async def run(self) -> None:
-        """Run until told to stop; then the server is gone. Raises EngineError if the server ended by itself."""
+        """Run until a stop is requested; then the server is gone. Raises EngineError if the server ended by itself."""
         loop = asyncio.get_running_loop()
         stop, ended = asyncio.Event(), asyncio.Event()
         _in_thread("stop", lambda: self._control.wait_for("stop"), loop, stop)

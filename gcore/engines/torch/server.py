@@ -94,7 +94,7 @@ DEATH_EXIT = 1
 
 
 def serve_engine(launch: EngineLaunch, control: ControlLine | None, clock: Clock | None = None) -> None:
-    """Serve until told to stop. Raises UsageError and DataError before that, each in one sentence."""
+    """Serve until a stop is requested. Raises UsageError and DataError before that, each in one sentence."""
     clock = clock or SystemClock()
     _raise_descriptor_limit()
     listener = _listen(launch.host, launch.port)

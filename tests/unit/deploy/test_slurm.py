@@ -98,7 +98,7 @@ def test_each_node_runs_a_daemon_and_all_stop_gracefully(batch: Batch) -> None:
     assert (cluster / "addresses").read_text().split() == [f"{node}:7700" for node in NODES]
     assert (cluster / "certs" / "users" / "ada" / "cert.pem").exists()
     assert (batch.folder / "authority" / "ca-key.pem").exists()
-    assert not list(cluster.rglob("ca-key.pem")), "whoever reads it can sign a certificate for anybody"
+    assert not list(cluster.rglob("ca-key.pem")), "a process that reads the authority's key can sign any certificate"
     assert cluster.stat().st_mode & 0o077 == 0
 
     process.send_signal(signal.SIGTERM)
