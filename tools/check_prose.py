@@ -41,9 +41,8 @@ LONGEST_SENTENCE = 45
 ALLOWED: dict[str, int] = {
     "controllers/api": 1,
     "controllers/cli": 2,
-    "controllers/inference": 1,
     "controllers/job": 1,
-    "controllers/rules": 3,
+    "controllers/rules": 1,
     "controllers/storage": 1,
     "docs/develop": 6,
     "docs/use": 9,
@@ -52,7 +51,6 @@ ALLOWED: dict[str, int] = {
     "gcore/ledger": 3,
     "gcore/reward": 2,
     "gcore/store": 1,
-    "gcore/system": 1,
     "gcore/train": 6,
     "gcore/types.py": 1,
     "gcore/worker": 3,
