@@ -257,7 +257,7 @@ def test_the_unit_passes_systemd_analyze(tmp_path: Path, options: tuple[str, ...
 
 
 def test_rules_and_dashboards_of_the_chart_are_those_beside_it() -> None:
-    manifests = rendered(VALUES["everything on"])
+    manifests = rendered(VALUES["all features"])
     for name in ("alerts", "recording", "etcd"):
         rule = one(manifests, "PrometheusRule", f"gcore-{name}")
         assert rule["spec"] == yaml.safe_load((DEPLOY / "prometheus" / "rules" / f"{name}.yml").read_text())
@@ -269,7 +269,7 @@ def test_rules_and_dashboards_of_the_chart_are_those_beside_it() -> None:
 
 
 def test_rdma_gets_its_devices_memory_lock_and_volumes() -> None:
-    found = container(one(rendered(VALUES["everything on"]), "DaemonSet"), "controller")
+    found = container(one(rendered(VALUES["all features"]), "DaemonSet"), "controller")
     assert found["resources"]["limits"]["rdma/hca"] == 1
     assert found["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
     assert {"name": "datasets", "mountPath": "/datasets", "readOnly": True} in found["volumeMounts"]
