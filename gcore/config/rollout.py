@@ -220,12 +220,12 @@ class AgentSpec(Section):
         description="Longest total time of one agent run, in seconds, not counting the time it waits for the policy",
     )
     max_turns: PositiveInt = Field(
-        16, le=MOST_TURNS, description="Most policy answers in one response. Further requests end the response"
+        16, le=MOST_TURNS, description="Maximum number of policy calls in one response. One more call ends the response"
     )
     max_tokens: PositiveInt | None = Field(
         None,
-        description="Longest response including what the agent adds after its first request, in tokens. max_new_tokens limits the "
-        "model's own tokens. Default: twice max_new_tokens",
+        description="Limit on a response, in tokens: the model's tokens and those that the agent adds after its first request, such "
+        "as tool results. max_new_tokens limits the model's own tokens. null: twice max_new_tokens",
     )
     history: Literal["refuse", "last"] = Field(
         "refuse",

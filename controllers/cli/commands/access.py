@@ -298,7 +298,7 @@ def revoke_token(
     epilog=examples("[dim]For auth.admin_token_file of every daemon:[/dim]  gcore token first-admin --to admin.token"),
 )
 def create_first_admin(to: Annotated[Path, typer.Option(help="File to write (mode 0600).")]) -> None:
-    """Create the token for auth.admin_token_file. It has the admin role as long as daemons are started with it. Contacts no cluster."""
+    """Create the token for auth.admin_token_file. It has the admin role while the daemons' configuration names its file. Contacts no cluster."""
     from gcore.api.tokens import new_token
 
     if to.exists():

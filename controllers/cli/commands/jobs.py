@@ -192,7 +192,7 @@ def resume(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, out
 def retry(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
     """Run an ended job again: create a new job with the same spec and name.
 
-    Repeating the command creates no second job. If an unfinished job has that name, that job continues.
+    It is safe to repeat: while a job of that name has not ended, no new job is created and that job goes on.
     """
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.client.calls import ENDED, job_state_name

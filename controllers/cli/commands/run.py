@@ -511,8 +511,8 @@ def run(
 ) -> None:
     """Run a job until it ends. Starts a local cluster if none is running, and stops it at the end.
 
-    Shows the job and prints a summary. An interrupted job continues. For a finished job, a new job is created; if only flow.steps or flow.epochs was raised, the finished job
-    continues. Ctrl-C stops the cluster in an orderly way, a second Ctrl-C kills it.
+    Shows the job and prints a summary. If the job of that name was interrupted, it continues. If it has ended, a new job is created; if it
+    succeeded and only flow.steps or flow.epochs was raised, it continues. Ctrl-C stops the cluster in an orderly way, a second Ctrl-C kills it.
     """
 
     from controllers.cli import local
