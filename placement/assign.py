@@ -1,13 +1,14 @@
-"""Assign a split to slots with as few role changes as possible.
+"""Assign a split (how many slots each pool gets) to slots of nodes, with as few role changes as possible.
 
 A pool keeps its slots where it can. It gives up slots on the nodes where it has the most, and receives slots on the
-nodes where it has the fewest. So every node keeps a rollout engine while there are enough of them; a node's own engines
-answer its prompts. Train ranks keep their slots while the size of the train world is unchanged. Only a rollback forms a
-world of another size. A replica has as many slots of one node as `ReplicaSizes` says.
+nodes where it has the fewest. So every node keeps a rollout engine while there are enough of them; this matters because
+each node sends its prompts to its own engines. Train ranks keep their slots while the size of the train world is
+unchanged. Only a rollback forms a world of another size. A replica has as many slots of one node as `ReplicaSizes`
+says.
 
-Where pools have slots of their own, every slot that does not train has a resident engine of each pool, and all but one
-of them sleep. A role change is then a sleep and a wake, not a load. In a co-located split all engines on a slot are
-awake.
+In a co-existing split (each pool has slots of its own), every slot that does not train holds an engine process of each
+pool, and all but one of them sleep (their weights and caches are not on the device). Moving a slot to another pool is
+then a sleep and a wake instead of a model load. In a co-located split all engines on a slot are awake.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ POOLS: tuple[Pool, ...] = ("train", "reward", "rollout")
 """Pools in the order in which they get slots: the most expensive to move first."""
 
 Dealt = Mapping[Pool, tuple[tuple[Slot, ...], ...]]
-"""Replicas by pool."""
+"""The replicas of each pool; a replica is the tuple of its slots."""
 
 
 def deal_replicas(
     split: Split, now: Dealt, snapshot: Snapshot, sizes: ReplicaSizes = SINGLE, *, ranks_stay: bool = False
 ) -> Dealt | None:
-    """Choose the replicas of a co-existing split, with as few new ones as possible. Return None if the slots of the
-    nodes cannot be divided that way. `ranks_stay`: train ranks must not move."""
+    """Choose the replicas of a co-existing split, with as few new ones as possible. `now`: the present replicas, which
+    are kept where possible. `ranks_stay`: train ranks must not move. Return None if the slots of the nodes cannot be
+    divided that way."""
     slots = _slots(snapshot)
     wanted = {"train": split.train, "reward": split.reward, "rollout": split.rollout}
     kept: dict[Pool, list[tuple[Slot, ...]]] = {}
@@ -74,7 +76,8 @@ def _groups_of(node: str, slots: tuple[str, ...], size: int) -> tuple[tuple[Slot
 
 
 def _keep(replicas: Sequence[tuple[Slot, ...]], most: int) -> list[tuple[Slot, ...]]:
-    """Choose at most `most` replicas to keep. Nodes with many replicas give up their last ones first."""
+    """Choose at most `most` of a pool's replicas to keep. The node with the most replicas gives up its last one, until
+    few enough are left."""
     if len(replicas) <= most:
         return list(replicas)
     on: dict[str, list[tuple[Slot, ...]]] = {}
@@ -92,6 +95,7 @@ def _keep(replicas: Sequence[tuple[Slot, ...]], most: int) -> list[tuple[Slot, .
 def _filled(
     kept: Mapping[Pool, Sequence[tuple[Slot, ...]]], wanted: Mapping[str, int], snapshot: Snapshot, sizes: ReplicaSizes
 ) -> Dealt | None:
+    """Add replicas to the `kept` ones until each pool has its `wanted` number of slots; None if they do not fit."""
     result: dict[Pool, list[tuple[Slot, ...]]] = {pool: list(kept[pool]) for pool in POOLS}
     taken = {slot for replicas in result.values() for replica in replicas for slot in replica}
     wide = {slot: group for node in snapshot.nodes for group in _groups(node, sizes.widest) for slot in group}
@@ -121,8 +125,11 @@ def _least_breaking(
     wide: Mapping[Slot, tuple[Slot, ...]],
     broken: Collection[tuple[Slot, ...]],
 ) -> tuple[bool, int]:
-    """Choose which of the free replicas to take, so that the fewest slots of wider replicas are broken. Return whether
-    it breaks one, and its index."""
+    """Choose one of a node's free replicas such that, if possible, the slots of no intact wider replica are used up.
+
+    `wide`: the widest replica that each slot belongs to. `broken`: widest replicas that already lost a slot to a
+    smaller one. Return whether the choice breaks another one, and the index of the choice in `free`.
+    """
     if not broken and len(free[0]) == len(wide.get(free[0][0], free[0])):
         return False, 0
     whole = (number for number, one in enumerate(free) if wide.get(one[0]) in broken or one[0] not in wide)
@@ -131,7 +138,7 @@ def _least_breaking(
 
 
 def plan_roles(plan: Plan) -> Dealt:
-    """List the slots of each pool in a plan: slots with awake engines, and slots of train ranks."""
+    """List the slots that each pool uses in a plan, by replica: those of awake engines and of train ranks."""
     ranks = [place.on for place in sorted(plan.ranks, key=lambda place: place.rank)]
     awake = [place for place in plan.engines if not place.asleep]
     return {
@@ -154,7 +161,8 @@ def split_of(plan: Plan, snapshot: Snapshot | None = None) -> Split:
 
 
 def unlikeness(one: Split, split: Split) -> tuple[int, ...]:
-    """Sort key for the difference of two splits: by mode, then train world size, then all pools."""
+    """Measure how much the split `one` differs from `split`, as a sort key (smaller is more alike): first whether the
+    mode differs, then the size of the train world, then the slots of all pools."""
     return (one.mode != split.mode, abs(one.train - split.train), split_distance(one, split), -one.rollout)
 
 
@@ -176,8 +184,9 @@ def assign_split(
 ) -> Plan | None:
     """Make the plan of a split with the fewest changes to `current`. Return None if the split cannot be placed.
 
-    If `world` is the world of `current`, its train ranks keep their slots. Engines on absent nodes keep their places,
-    so that they start again when the node returns, unless the world changes.
+    `judges`: names of the judge models that need engines. `world`: name of the train world; if it is that of `current`,
+    the train ranks keep their slots, and engines on absent nodes stay in the plan, so that they start again when the
+    node returns.
     """
     same_world = current is not None and current.world == world
     if same_world and current is not None and len(current.ranks) != split.train:
@@ -211,8 +220,8 @@ def _slots(snapshot: Snapshot) -> list[Slot]:
 
 
 def _dealt_ranks(split: Split, now: Dealt, snapshot: Snapshot, sizes: ReplicaSizes) -> list[Slot]:
-    """Assign slots to train ranks. Ranks fill all slots of one wide replica before the next, so that other pools can
-    have slots beside them later."""
+    """Choose the slots of the train ranks: slots that train now first, then further ones. Ranks fill all slots of one
+    of the widest replicas before the next, so that whole replicas stay free for engines."""
     slots = [slot for replica in _replicas(snapshot, sizes.widest) for slot in replica]
     there = frozenset(slots)
     kept = [slot for (slot,) in now.get("train", ()) if slot in there][: split.train]
@@ -227,6 +236,7 @@ def _ranks(slots: Sequence[Slot]) -> tuple[RankPlace, ...]:
 def _together(
     snapshot: Snapshot, judges: Sequence[str], current: Plan | None, sizes: ReplicaSizes
 ) -> tuple[EnginePlace, ...]:
+    """List the engines of a co-located split: one of each model on every slot, all awake."""
     placing = _Placing(current)
     places = [placing.of(one, judge) for judge in ("", *judges) for one in _replicas(snapshot, sizes.of(_pool(judge)))]
     return _in_order(places, current)
@@ -240,6 +250,8 @@ def _apart(
     current: Plan | None,
     sizes: ReplicaSizes,
 ) -> tuple[EnginePlace, ...]:
+    """List the engines of a co-existing split: one of each model on every slot that does not train. They are awake on
+    the slots of their own pool and asleep elsewhere."""
     awake = {pool: set(pools[pool]) for pool in POOLS}
     # Engines stay, asleep, on slots that no pool needs now.
     known = {slot for place in current.engines for slot in place.on} if current is not None else set()
@@ -259,13 +271,14 @@ def _pool(judge: str) -> ServingPool:
 
 
 class _Placing:
-    """Make the places of engines. Places of the current plan are reused, because creating a thousand places is slow."""
+    """Makes `EnginePlace` records. It reuses equal records of the current plan, because creating a thousand is slow."""
 
     def __init__(self, current: Plan | None) -> None:
         self._there = {place.key: place for place in current.engines} if current is not None else {}
 
     def of(self, replica: tuple[Slot, ...], judge: str, *, asleep: bool = False) -> EnginePlace:
-        """Return the place of an engine on the slots of a replica."""
+        """Return the record of an engine on the slots of a replica. `judge`: name of its judge model; empty: a rollout
+        engine."""
         first, further = replica[0], tuple(one.slot for one in replica[1:])
         there = self._there.get((first.node, first.slot, judge))
         if there is not None and (there.further, there.asleep) == (further, asleep):
@@ -274,7 +287,7 @@ class _Placing:
 
 
 def _replicas(snapshot: Snapshot, size: int) -> list[tuple[Slot, ...]]:
-    """List all possible replicas of a size, round robin over the nodes."""
+    """List all replicas of `size` slots that the nodes have room for, one of each node before the second of any."""
     return round_robin([list(_groups(node, size)) for node in sorted(snapshot.nodes, key=lambda one: one.node)])
 
 
@@ -288,7 +301,7 @@ def _in_order(places: Sequence[EnginePlace], current: Plan | None) -> tuple[Engi
 
 
 def role_changes(before: Plan, after: Plan) -> list[str]:
-    """List the slots that change their role, each as `NODE/SLOT was -> is`."""
+    """List the slots whose pools differ between two plans, each as `NODE/SLOT was -> is`, e.g. `rollout -> reward`."""
     was, now = _by_slot(before), _by_slot(after)
     return [
         f"{slot} {was.get(slot, 'nothing')} -> {now.get(slot, 'nothing')}"
@@ -298,6 +311,7 @@ def role_changes(before: Plan, after: Plan) -> list[str]:
 
 
 def _by_slot(plan: Plan) -> dict[Slot, str]:
+    """Return the pools that use each slot, joined by `+`."""
     found: dict[Slot, list[str]] = {}
     for pool, replicas in plan_roles(plan).items():
         for replica in replicas:

@@ -1,13 +1,13 @@
-"""Predict the seconds of a step on each split from the job's measurements.
+"""Predict the seconds of a step on each split (slots per pool) from the job's measurements.
 
-Response lengths are those of the newest steps since the last jump, each moved along its trend (`placement.laws`). An
-engine that serves `running` requests takes `token_s + sequence_s * running` seconds per token. Training takes `fixed_s
-+ slot_s * tokens / slots`. `laws` fits these numbers.
+Response lengths are those of the newest steps since lengths last jumped, extrapolated along their trend
+(`placement.laws`). An engine that serves `running` requests takes `token_s + sequence_s * running` seconds per token.
+Training takes `fixed_s + slot_s * tokens / slots`. `laws` fits these numbers.
 
-Production time of a batch: each replica gets an equal share of the responses that are still running; the share may be
-fractional. A judge request that arrives at some moment is served after that moment. Lending within a step reaches any
-better division of the same slots, at the cost of the change. The remaining model error is a factor that
-`policies.corrections` learns.
+The production time of a batch is the time to generate its responses and to judge them. The model: each replica serves
+an equal, possibly fractional, share of the unfinished responses; judging starts when a response is finished; lending
+slots within a step reaches a better division of the same slots, at the cost of the change. `policies.corrections`
+learns the remaining error as a factor.
 """
 
 from __future__ import annotations
@@ -25,28 +25,31 @@ from placement.measurements import MeasuredStep
 from placement.slots import Split
 
 POINTS = 40
-"""Number of responses that represent a batch, chosen by rank. Each of the longest responses represents only itself."""
+"""Number of responses that represent a batch, evenly spaced in the order of their lengths."""
 
 LONGEST = 12
+"""Number of longest responses that are represented individually in addition, because they determine the end."""
 
 SHARP = 6.0
-"""Exponent of the smooth maximum of two ends."""
+"""Exponent of the smooth maximum of two end times."""
 
 LEFT = 0.22
-"""Limit of the relative gap to the best split with the same train world that remains with lending. A small gap remains
-completely; a large gap shrinks to at most this share. Measured in the simulator with the lending rule, on the tuning
-seeds."""
+"""With lending, the largest gap in production time between a split and the best split with the same train world, as a
+share of the best one's time. Without lending a gap may be larger; small gaps hardly shrink. Measured in the simulator
+with the lending rule, on the tuning seeds."""
 
 LENT_LATE = 0.5
-"""Share of the lending cost that delays the end of the step. Other replicas continue to serve meanwhile."""
+"""Share of the lending cost that delays the end of the step. The rest is hidden, because other replicas serve on."""
 
 MOST_WORK = 500_000
-"""Limit of splits times points in one forecast. With more splits a forecast uses fewer steps of the window."""
+"""Limit of splits times points in one forecast. If there are more splits, the forecast uses fewer of the newest
+batches."""
 
 ROLLOUT, REWARD, TRAIN, TOGETHER = range(4)
-"""Features of a split: slots of each pool, and 1 if the split is co-located."""
+"""Columns of the features of a split: slots of each pool, and 1 if the split is co-located."""
 
 Shapes = NDArray[np.int64]
+"""Features of splits, [splits, 4]."""
 
 
 def shapes_of(splits: Sequence[Split]) -> Shapes:
@@ -67,8 +70,12 @@ class PoolLimits:
 
 @dataclass(frozen=True, slots=True)
 class LengthProfile:
-    """Responses of one step by length, as [p] points: tokens to the next point, responses that continue past it,
-    responses that end there, and trained tokens. `length`, `judgement`: means in tokens; 0 if nothing was judged."""
+    """Response lengths of one batch, reduced to [p] points (representative responses, shortest first).
+
+    `gaps`: tokens from the previous point to this one. `going`: responses that are unfinished in between, on average.
+    `after`: responses that are unfinished before this point ends. `length`, `judgement`: mean tokens of a response and
+    of its judgement; 0 if nothing was judged. `train_tokens`: tokens that the batch trains on.
+    """
 
     gaps: Floats
     going: Floats
@@ -79,7 +86,7 @@ class LengthProfile:
 
     @classmethod
     def of(cls, step: MeasuredStep) -> LengthProfile:
-        """Make the profile of a measured step."""
+        """Make the profile of a measured step's batch."""
         judgement = float(np.mean(np.asarray(step.judged))) if step.judged else 0.0
         return cls.made(np.asarray(step.lengths or (1.0,), dtype=np.float64), judgement, step.train_tokens)
 
@@ -101,17 +108,21 @@ class LengthProfile:
 
 @lru_cache(maxsize=64)
 def _ranks(count: int) -> NDArray[np.int64]:
-    """Return the ranks of the responses that represent all responses, ascending."""
+    """Return the indices of the responses that represent all `count` responses sorted by length, ascending."""
     spread = np.linspace(0, count - 1, min(POINTS, count)).round().astype(np.int64)
     return np.unique(np.concatenate((spread, np.arange(max(count - LONGEST, 0), count))))
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Forecast of a future step. `batches`: possible batches. `longer`, `wordier`: factors for response and judgement
-    lengths of each batch, [batches]. `apart_s`, `together_s`: seconds that are neither production nor training, in each
-    mode. `lend_s`: cost of lending within the step; None: no lending. `nodes`: number of nodes that share the prompts
-    equally."""
+    """Model of a future step, which predicts its seconds on any split.
+
+    `rollout`, `reward`, `train`: speed of the engines and of training. `batches`: recent batches, each a possible batch
+    of the future step. `longer`, `wordier`: factors on the response and judgement lengths of each, [batches].
+    `apart_s`, `together_s`: seconds that are neither production nor training, in a co-existing and a co-located split.
+    `overlaps`: in a co-existing split, the next batch is produced while this one trains. `lend_s`: cost of lending
+    within the step; None: no lending. `nodes`: number of nodes that share the prompts equally.
+    """
 
     pools: PoolLimits
     rollout: DecodeLaw
@@ -129,12 +140,12 @@ class Forecast:
     """Responses per prompt. One engine generates all of them."""
 
     def seconds(self, shapes: Shapes, off: Floats | None = None) -> Floats:
-        """Return the seconds of a step on each split, [splits]: the mean over the batches. `shapes`: features of the
-        splits. `off`: correction factor for production, [splits]."""
+        """Return the seconds of a step on each split, [splits]: the mean over the batches. `off`: learned factor on the
+        production time of each split, [splits]."""
         return np.asarray(self.each(shapes, off).mean(axis=0))
 
     def each(self, shapes: Shapes, off: Floats | None = None) -> Floats:
-        """Return the seconds of a step with each batch on each split, [batches, splits]."""
+        """Return the seconds of a step with each batch on each split, [batches, splits]. `off`: as in `seconds`."""
         produce = self.produce_s(shapes)
         if off is not None:
             produce = produce * off
@@ -181,7 +192,8 @@ class Forecast:
         return float(self.batches[-1].after[0]) / self.group if self.group > 1 else None
 
     def _lent(self, produced: Floats, shapes: Shapes, together: NDArray[np.bool_]) -> Floats:
-        """Apply lending: it recovers a part of the gap to the best split with the same train world, at its cost."""
+        """Return the production times with lending: a split comes closer to the best split with the same train world,
+        at the cost of lending. Where that does not pay, the time is unchanged."""
         if self.lend_s is None or self.pools.rollout_size != self.pools.reward_size:
             return produced
         worlds = np.where(together, -1, shapes[:, TRAIN])
@@ -195,8 +207,12 @@ class Forecast:
 
 
 def _worth(replicas: NDArray[np.int64], nodes: int, groups: float | None) -> Floats:
-    """Return the number of engines that would take as long if responses could be divided evenly. A node's surplus over
-    other nodes does not speed up the step, nor does an engine that gets one group fewer than others of its node."""
+    """Return the effective number of engines: so many would take as long if responses could be divided evenly.
+
+    Prompts are divided evenly between `nodes`, so engines that one node has more than another do not shorten the step.
+    One engine generates all responses to a prompt, so the engine with the most prompts determines the end. `groups`:
+    prompts of a step; None: no such rounding.
+    """
     alike = np.where(replicas >= nodes, replicas // nodes * nodes, replicas).astype(np.float64)
     if groups is None:
         return alike
@@ -206,21 +222,22 @@ def _worth(replicas: NDArray[np.int64], nodes: int, groups: float | None) -> Flo
 
 
 def _distinct(replicas: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return the distinct numbers, from 1 on, and the index of each input number."""
+    """Return the distinct numbers of replicas, 0 counted as 1, and for each input its index among them."""
     there, at = np.unique(np.maximum(replicas, 1), return_inverse=True)
     return there, at
 
 
 def _either(tail: Floats, crowd: Floats) -> Floats:
-    """Smooth maximum of two ends. The result is somewhat later than both if they are close, because the two pools then
-    delay each other."""
+    """Return the smooth maximum of two end times: the judging of the longest responses (`tail`) and that of the bulk of
+    the responses (`crowd`). If they are close, the result is somewhat later than both, because they delay each
+    other."""
     share = np.minimum(crowd / np.maximum(tail, 1e-9), 1.0)
     return np.asarray(tail * (1.0 + share**SHARP) ** (1.0 / SHARP))
 
 
 def drain_times(batch: LengthProfile, longer: float, replicas: NDArray[Any], law: DecodeLaw) -> Floats:
-    """Return when the responses of each point end on each number of replicas, if all are requested at once, [replicas,
-    points].
+    """Return the seconds until the response at each point is finished, for each number of replicas, [replicas, points].
+    All responses are requested at once.
 
     Requests beyond the capacity of a replica wait, first come first served. While requests wait, ends follow a renewal
     process: a row has ended `t / mean + (cv**2 - 1) / 2` responses by time `t` (Cox, Renewal Theory, 1962). The last
@@ -249,7 +266,8 @@ def drain_times(batch: LengthProfile, longer: float, replicas: NDArray[Any], law
 
 
 def judging_times(after: Floats, tokens: Floats, replicas: NDArray[np.int64], law: DecodeLaw) -> Floats:
-    """Return the seconds that judgements, [batches, points], of `tokens`, [batches], take on each number of replicas if
-    all requests are present, [batches, replicas, points]."""
+    """Return the seconds to judge the responses of each point and all longer ones, [batches, replicas, points], if they
+    are all finished at once. `after`: their number, [batches, points]. `tokens`: mean tokens of a judgement,
+    [batches]."""
     each = np.maximum(after[:, None] / replicas[:, None], 1.0)
     return np.asarray(each * tokens[:, None, None] * law.at(each) / np.minimum(each, law.most))

@@ -1,10 +1,10 @@
 """Make the first plan of a job on the present nodes.
 
-If a policy moves slots and neither the spec nor a pin sets the first split, the job starts with the fitting layout of
-the lowest predicted step time (`placement.mapping`). This needs known nodes and models; otherwise the job starts with
-the co-located split, or else the first feasible split. The reason of the plan names the case. If by the estimates no
-layout fits, the job starts with a warning: estimates may be wrong, nodes may still arrive, and a process that runs out
-of memory reports it itself.
+If a policy moves slots, and neither the spec nor a pin (a placement that a person fixed) sets the first split, the job
+starts with the layout that fits into memory and has the lowest predicted step time (`placement.mapping`). This needs
+the facts of nodes and models; without them the job starts with the co-located split, or else the first feasible split.
+The plan's `reason` says which of these cases applied. If by the estimates no layout fits, the job starts nevertheless,
+with a warning: estimates may be wrong, nodes may still arrive, and a process that runs out of memory reports it itself.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ WORLD = "w"
 
 @dataclass(frozen=True, slots=True)
 class InitialSplit:
-    """The first split and its reason. `split` None: use any split that can be placed. `expected_s`: predicted seconds
-    of a step. `warning`: shown before the start."""
+    """The first split of a job and its reason. `split` None: use any split that can be placed. `expected_s`: predicted
+    seconds of a step; None: not predicted. `warning`: shown to the user before the job starts; empty: none."""
 
     split: Split | None
     reason: str

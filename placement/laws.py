@@ -1,13 +1,14 @@
-"""Seconds per token and per step as functions of load, and jumps and trends in measurements.
+"""Speed laws (seconds per token by load, seconds of training by tokens and slots), and the detection of jumps and
+trends in measurements.
 
-`DecodeLaw` and `TrainLaw` are lines fitted to the newest steps by least squares of relative errors. If a fitted line
-does not rise, or the loads hardly differ, only its level is taken from the measurements, and its slope is a prior. A
-pool without measurements has a pessimistic law.
+`DecodeLaw` and `TrainLaw` are lines fitted to the newest steps by least squares of relative errors. If the loads hardly
+differ, or the fitted line does not rise, only the level comes from the measurements, and the slope is a prior. A pool
+without measurements gets a pessimistic law.
 
-Jumps and trends are found in series of logarithms, oldest first, so that a factor of 2 and a factor of 1/2 are equally
-far. A jump counts only if it exceeds the noise of the series. Jumps are not predicted. `PaceTracker` finds the step
-since which a pool's engines have had their present speed, because engines may become slower or faster from one step to
-the next. Measurements from before a jump only show how the speed depends on the load.
+Jumps and trends are found in series of logarithms, oldest first, so that doubling and halving are equally large. A jump
+counts only if it exceeds the noise of the series. Jumps are not predicted. Engines may become slower or faster from one
+step to the next; `PaceTracker` finds the step since which a pool's engines have had their present speed. Measurements
+from before that step only show how the speed depends on the load.
 """
 
 from __future__ import annotations
@@ -30,28 +31,29 @@ SPEEDS = 24
 
 @dataclass(frozen=True, slots=True)
 class DecodeLaw:
-    """Seconds per token of an engine with `running` requests, at most `most`."""
+    """Law of an engine's speed: `token_s + sequence_s * running` seconds per token of each of its `running` requests.
+    `most`: maximum of concurrent requests; further ones wait."""
 
     token_s: float
     sequence_s: float
     most: int
 
     def at(self, running: Floats) -> Floats:
-        """Return the seconds per token at these loads, [n]."""
+        """Return the seconds per token at these numbers of requests per engine, [n]."""
         return self.token_s + self.sequence_s * np.clip(running, 1.0, self.most)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainLaw:
-    """Seconds of training a step with this many tokens on this many slots."""
+    """Law of training time: `fixed_s + slot_s * tokens / slots` seconds for a step."""
 
     fixed_s: float
     slot_s: float
 
 
 def fit_decode_law(history: Sequence[MeasuredStep], pool: str, most: int, since: int = 0) -> DecodeLaw:
-    """Fit the law to steps from `since` on. If the pool ran at one load only, the cost of one more request relative to
-    the level comes from earlier steps, or else from the prior."""
+    """Fit a pool's `DecodeLaw` to the steps from `since` on. If their loads hardly differ, the ratio of slope to level
+    comes from earlier steps, or else from a prior. `most`: maximum of concurrent requests per engine."""
     newest = history[-SPEEDS:]
     points = pool_points([one for one in newest if one.step >= since], pool)
     if not points:
@@ -72,13 +74,13 @@ def fit_decode_law(history: Sequence[MeasuredStep], pool: str, most: int, since:
 
 
 def pool_points(steps: Sequence[MeasuredStep], pool: str) -> list[tuple[float, float]]:
-    """Return the measured points of a pool: running requests per engine, and seconds per token."""
+    """Return a pool's measured points: mean running requests per engine, and seconds per token at that load."""
     return [(s.running, s.token_s) for one in steps for s in one.speed if s.pool == pool and s.token_s > 0]
 
 
 def fit_train_law(history: Sequence[MeasuredStep]) -> TrainLaw:
-    """Fit the law by least squares. While the tokens per slot hardly varied, a tenth of the time counts as fixed
-    cost."""
+    """Fit the `TrainLaw` to the newest steps. If the tokens per slot hardly varied, a tenth of the median time counts
+    as fixed."""
     told = [(one.train_tokens / one.split.train, one.train_s) for one in history[-64:] if one.train_s is not None]
     if not told:
         return TrainLaw(0.0, 1e-3)
@@ -106,16 +108,16 @@ def fit_line(at: Floats, seconds: Floats) -> tuple[float, float] | None:
 
 
 PLAIN = 4.0
-"""A jump is significant when the newest steps are off by this many standard deviations."""
+"""Number of standard deviations by which the newest steps must differ from the earlier ones to be a jump."""
 
 LEAST_SPREAD = 0.03
 """Minimum standard deviation of logarithms of means from step to step."""
 
 
 def plain_offset(before: Sequence[float], after: Sequence[float], least: float, times: float = PLAIN) -> float:
-    """Return the offset of the mean of `after` from the median of `before`, or 0 if it is not significant: less than
-    `times` the spread of `before`. With only one or two values in `after` the threshold is higher. `least`: minimum
-    spread."""
+    """Return the difference of the mean of `after` from the median of `before`; 0 if it is not significant, that is
+    below about `times` standard deviations of `before`. The fewer values `after` has, the higher the threshold.
+    `least`: lower limit of the standard deviation that is used."""
     middle, count = median(before), len(after)
     spread = max(sqrt(sum((one - middle) ** 2 for one in before) / len(before)), least)
     off = sum(after) / count - middle
@@ -123,8 +125,8 @@ def plain_offset(before: Sequence[float], after: Sequence[float], least: float, 
 
 
 def since_jump(logs: Sequence[float]) -> int:
-    """Return the index at which the newest stretch without a significant jump begins. `logs`: logarithms of means,
-    oldest first."""
+    """Return the index of the first value after the newest significant jump; 0 if there is none among the last four.
+    `logs`: logarithms of a quantity's mean in each step, oldest first."""
     for newest in (1, 2, 3, 4):
         at = len(logs) - newest
         if at < 4:
@@ -135,7 +137,8 @@ def since_jump(logs: Sequence[float]) -> int:
 
 
 def slope(logs: NDArray[np.float64]) -> float:
-    """Return the slope of the logarithm per step, reduced by its uncertainty."""
+    """Return the fitted slope of a series of logarithms per step, shrunk towards 0 by its uncertainty; 0 for a short
+    series."""
     if logs.size < 8:
         return 0.0
     at = np.arange(logs.size) - (logs.size - 1) / 2
@@ -149,10 +152,10 @@ POOLS = ("rollout", "reward")
 """Pools whose engines have a tracked speed."""
 
 FEWEST = 3
-"""Minimum number of steps before a speed jump; without them no jump is detected."""
+"""Number of measured steps that a jump of speed must have before it; with fewer no jump is detected."""
 
 LEAST_UNEVEN = 0.05
-"""Minimum standard deviation of the token time at one load from step to step."""
+"""Lower limit of the assumed standard deviation of the logarithm of the token time from step to step at one load."""
 
 
 class PaceTracker:
@@ -164,7 +167,8 @@ class PaceTracker:
         self._shown: tuple[MeasuredStep, ...] = ()
 
     def see(self, history: Sequence[MeasuredStep]) -> None:
-        """Update with the measured steps, oldest first."""
+        """Detect jumps of speed in the new steps of the history, oldest first. Steps that a rollback removed from the
+        history are forgotten."""
         newest = self._shown[-1].step if self._shown else -1
         if (
             history and history[-1].step < newest
@@ -178,14 +182,14 @@ class PaceTracker:
         self._shown = tuple(history)
 
     def since(self, pool: str) -> int:
-        """Return the step; 0: since the beginning."""
+        """Return the number of the step since which `pool` has had its present speed; 0: since the beginning."""
         return self._since.get(pool, 0)
 
 
 def pace_start(history: Sequence[MeasuredStep], pool: str, since: int) -> int:
-    """Return the step since which a pool's engines have had their present speed: `since`, or one of the newest steps at
-    which the token time changed significantly, if neither the earlier token times nor another load explains the
-    change."""
+    """Return the step since which a pool's engines have had their present speed. `since`: the step known so far. It is
+    replaced by one of the newest steps if the token time changed there significantly, and a change of the load does not
+    explain it."""
     told = [
         (one.step, points) for one in history[-SPEEDS:] if one.step >= since and (points := pool_points([one], pool))
     ]
@@ -203,8 +207,9 @@ def pace_start(history: Sequence[MeasuredStep], pool: str, since: int) -> int:
 
 
 def _level(points: Floats, every: Floats, begins: NDArray[np.int64]) -> list[float]:
-    """Return the mean logarithm of each step's token times relative to the line through `points`, [2, n]. `begins`:
-    index in `every` at which the points of each step begin."""
+    """Return for each step the mean logarithm of its token times relative to a line fitted to `points`, [2, n] (load
+    and seconds per token). `every`: the points of all steps, [2, m]. `begins`: index in `every` at which the points of
+    each step begin, and their total number."""
     running, seconds = points
     line = fit_line(running, seconds) if float(running.max()) > 1.2 * float(running.min()) else None
     start, rise = line or (1.0, 0.03)

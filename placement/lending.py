@@ -1,15 +1,16 @@
-"""Elastic reassignment within a step: decide whether and which replicas are lent from rollout to the judges or back.
+"""Elastic reassignment within a step ("lending"): decide how many and which replicas move from rollout to the judges
+or back.
 
-With few concurrent requests a request hardly gets faster on another replica, so a pool's end time is proportional to
-the token cost at its load. For each number of replicas to reassign, the rule computes the end of the step: the later
-end of the two pools. It lends the number with the earliest end (`replicas_to_lend`), if that saves more than the cost
-of putting one model to sleep and waking the other. A pool with outstanding requests keeps one replica.
+The seconds per token grow with the requests per replica, so the time that a pool still needs is proportional to the
+seconds per token at its load. For each number of replicas to reassign, the rule computes when the later of the two
+pools finishes. It chooses the number with the earliest end (`replicas_to_lend`), if that saves more than the cost of
+putting one model to sleep and waking the other. A pool with outstanding requests keeps one replica.
 
-The progress of a request is not known, so the remaining tokens of a pool are computed from counts: how many responses
-of the step are outstanding, and how long the responses of the newest steps were. The last responses are expected to
-have the mean excess over the finished ones left. If other responses to the same prompts are finished
-(`gcore.rollout.length_prediction`), these lengths are scaled. Nothing is lent before a step was measured. The slots
-with the least load are lent, and a pool keeps one slot where it needs one.
+The progress of a request is not known. So the remaining tokens of a pool are estimated from counts: how many responses
+of the step are outstanding, and how much longer than the finished ones the longest responses of the newest steps were.
+If other responses to the same prompts are finished (`gcore.rollout.length_prediction`), the estimate is scaled by their
+lengths. Nothing is lent before the first measured step. The replicas with the fewest requests are lent, and each node
+whose prompts need a rollout engine keeps one.
 
 The rule works on numbers only: the simulator compiles it, and a live cluster calls the same code.
 """
@@ -45,10 +46,12 @@ def replicas_to_lend(
     reward_saturating: float,
     reward_left_s: float,
 ) -> int:
-    """Return the number of replicas to reassign now: above 0 from rollout to the judges, below 0 from the judges back.
+    """Return the number of replicas to reassign now: above 0 from rollout to the judges, below 0 from the judges to
+    rollout.
 
-    `owed`: running and waiting requests; for the judges this includes future requests for rollout's outstanding
-    responses. `saturating`: concurrent requests per replica at which a token takes twice as long as alone. `left_s`:
+    `cost_s`: seconds of putting one model to sleep and waking the other. Of each pool: `awake`: its replicas. `owed`:
+    its running and waiting requests; for the judges also the requests that rollout's outstanding responses will cause.
+    `saturating`: concurrent requests per replica at which a token takes twice as long as for a request alone. `left_s`:
     seconds until the pool finishes with its present replicas.
     """
     if rollout_awake + reward_awake < 1:
@@ -83,12 +86,13 @@ def remaining_s(
     alone_s: float,
     saturating: float,
 ) -> float:
-    """Return the seconds until `engines` finish the outstanding requests of a pool. Waiting requests run after the
-    running ones.
+    """Return the seconds until `engines` finish the `owed` outstanding requests of a pool. Waiting requests run after
+    the running ones.
 
-    `rows`: maximum of concurrent requests per engine. `tokens`: tokens of a request. `residual`: mean remaining tokens
-    of a running request. `longest`: remaining tokens of the last request; the other requests run beside it. `alone_s`:
-    seconds per token of a request alone. `saturating`: concurrent requests that double the time of a token.
+    `rows`: maximum of concurrent requests per engine. `tokens`: mean tokens of a whole request. `residual`: mean
+    remaining tokens of a running request. `longest`: remaining tokens of the request that ends last; the others run
+    beside it. `alone_s`: seconds per token of a request that runs alone. `saturating`: concurrent requests that double
+    the time of a token.
     """
     if owed <= 0:
         return 0.0
@@ -101,8 +105,8 @@ def remaining_s(
 def doubling_requests(
     owed: float, engines: int, rows: int, tokens: float, residual: float, longest: float, saturating: float
 ) -> float:
-    """Return the number of requests per replica that doubles the time until the pool's end: the `saturating` of
-    `replicas_to_lend`."""
+    """Return the number of requests per replica that doubles the time until the pool finishes (`saturating` of
+    `replicas_to_lend`). Parameters as in `remaining_s`; `saturating` there is about the time of a token."""
     each = max(owed / max(engines, 1), 1.0)
     queue = (each / min(each, float(rows)) - 1.0) * tokens
     others = residual + queue
@@ -110,7 +114,8 @@ def doubling_requests(
 
 
 def mean_tokens_left(owed: float, begun: float, tokens: float, residual: float) -> float:
-    """Return the mean remaining tokens of a request, over started and waiting requests."""
+    """Return the mean remaining tokens over all `owed` requests, of which `begun` are running with a mean of `residual`
+    remaining tokens, and the others still need all of their `tokens`."""
     return tokens - (tokens - residual) * min(begun / owed, 1.0) if owed > 0 else tokens
 
 
@@ -123,20 +128,20 @@ def spare_replicas(
     reward_asked: float,
     reward_rows: int,
 ) -> int:
-    """Return how many of `count` replicas are reassigned: the giving pool keeps so many replicas that no running
-    request has to wait. `asked`: present requests to the judges."""
+    """Reduce `count` (the result of `replicas_to_lend`) so that no running request of the giving pool has to wait.
+    `rows`: maximum of concurrent requests per engine. `reward_asked`: requests that the judges have at present."""
     if count > 0:
         return max(min(count, rollout_awake - ceil(rollout_owed / rollout_rows)), 0)
     return min(max(count, ceil(reward_asked / reward_rows) - reward_awake), 0)
 
 
 STEPS = 2
-"""Number of newest steps that lengths are taken from."""
+"""Number of newest steps whose response and judgement lengths are used."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRows:
-    """Maximum of concurrent requests per engine of each pool."""
+    """Maximum number of concurrent requests per engine, for each pool."""
 
     rollout: int
     reward: int
@@ -144,10 +149,13 @@ class EngineRows:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpeed:
-    """Speed of a pool's engines: seconds per token of a request alone, number of concurrent requests that doubles it,
-    tokens per request, and `rows`: maximum of concurrent requests. `tail`: for a pool whose requests all exist when a
-    step begins: by number of outstanding requests, the remaining tokens of the last one and the mean remaining tokens;
-    empty for a pool whose requests arrive one after another."""
+    """Speed of a pool's engines and lengths of its requests.
+
+    `alone_s`: seconds per token of a request that runs alone. `saturating`: concurrent requests that double it.
+    `tokens`: mean tokens of a request. `rows`: maximum of concurrent requests per engine. `tail`: for a pool whose
+    requests all exist when a step begins (rollout); item n is for n outstanding requests: the remaining tokens of the
+    one that ends last, and the mean remaining tokens. Empty for a pool whose requests arrive one after another.
+    """
 
     alone_s: float
     saturating: float
@@ -158,7 +166,8 @@ class PoolSpeed:
     tail: tuple[tuple[float, float], ...] = ()
 
     def to_come(self, owed: float, begun: float) -> tuple[float, float, float]:
-        """Return tokens: of a request, mean remaining of a running request, remaining of the request that ends last."""
+        """Return three numbers of tokens: mean of a whole request; mean that a running request has left; those that the
+        request that ends last has left. `owed`: outstanding requests, of which `begun` are running."""
         if self.tail:
             longest, residual = self.tail[min(int(owed), len(self.tail) - 1)]
             return self.tokens, residual, longest
@@ -171,13 +180,15 @@ class PoolSpeed:
         return remaining_s(owed, engines, self.rows, *self.to_come(owed, begun), self.alone_s, self.saturating)
 
     def doubling(self, owed: float, begun: float, engines: int) -> float:
-        """Return the `saturating` argument of `replicas_to_lend`."""
+        """Return the number of requests per replica that doubles the time until the pool finishes (the `saturating`
+        argument of `replicas_to_lend`). Parameters as in `left_s`."""
         return doubling_requests(owed, engines, self.rows, *self.to_come(owed, begun), self.saturating)
 
 
 def response_tail(steps: Sequence[Sequence[float]]) -> tuple[tuple[float, float], ...]:
-    """Return, by number of outstanding responses of a step, the remaining tokens of the last one and the mean remaining
-    tokens: the mean over steps whose responses were all requested at once."""
+    """Return the `tail` of `PoolSpeed`: item n has, for n outstanding responses, the remaining tokens of the one that
+    ends last and the mean remaining tokens. `steps`: response lengths of each step; the result is the mean over them.
+    All responses of a step are assumed to start together."""
     sizes = [len(step) for step in steps if step]
     found = [(0.0, 0.0)] * (min(sizes, default=0) + 1)
     for step in (sorted(step, reverse=True) for step in steps if step):
@@ -192,8 +203,9 @@ def response_tail(steps: Sequence[Sequence[float]]) -> tuple[tuple[float, float]
 
 
 def pool_speed(history: Sequence[MeasuredStep], pool: str, rows: int, since: int) -> PoolSpeed | None:
-    """Return the pool's speed from the newest steps, by the same law as step forecasts; None if nothing is known.
-    `since`: the step since which the pool has its present speed (`PaceTracker`)."""
+    """Estimate the speed of a pool from the newest steps, with the law that step forecasts use; None if nothing is
+    measured. `rows`: maximum of concurrent requests per engine. `since`: the step since which the pool has its present
+    speed (`PaceTracker`)."""
     from placement.laws import fit_decode_law  # imports numpy: a daemon without lending does not load it
 
     newest = history[-STEPS:]
@@ -213,7 +225,7 @@ def pool_speed(history: Sequence[MeasuredStep], pool: str, rows: int, since: int
 
 @dataclass(frozen=True, slots=True)
 class PoolSpeeds:
-    """Speeds of both pools. `asked_each`: judge requests per response."""
+    """Speeds of both pools. `asked_each`: mean number of judge requests per response."""
 
     rollout: PoolSpeed
     reward: PoolSpeed
@@ -223,7 +235,8 @@ class PoolSpeeds:
 def pool_speeds(
     history: Sequence[MeasuredStep], rows: EngineRows, rollout_since: int, reward_since: int
 ) -> PoolSpeeds | None:
-    """Return the speeds of both pools; None if one is not known. `rollout_since`, `reward_since`: see `pool_speed`."""
+    """Estimate the speeds of both pools; None if one is not known. `rollout_since`, `reward_since`: `since` of
+    `pool_speed`."""
     rollout = pool_speed(history, "rollout", rows.rollout, rollout_since)
     reward = pool_speed(history, "reward", rows.reward, reward_since)
     if rollout is None or reward is None:
@@ -233,13 +246,13 @@ def pool_speeds(
 
 
 MOST_OFF = 2.0
-"""Maximum factor by which finished responses to the same prompts change a forecast: 2 or 1/2."""
+"""Limit of the factor by which finished responses to the same prompts change the expected lengths: from 1/2 to 2."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """One engine as its node reports it. `ready`: it is awake and receives requests. `asleep`: it has released its
-    memory."""
+    """Load of one engine as its node reports it. `judge`: its judge model; empty: a rollout engine. `running`,
+    `waiting`: requests. `ready`: it is awake and receives requests. `asleep`: it has released its memory."""
 
     node: str
     slot: str
@@ -251,15 +264,17 @@ class EngineLoad:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Return the key of its place in the plan."""
+        """Return what identifies the engine in a plan: node, first slot, judge."""
         return self.node, self.slot, self.judge
 
 
 @dataclass(frozen=True, slots=True)
 class JobLoads:
-    """Load of all engines of a job at one moment. `unseated`: requests without an engine, by pool. `foreseen`: rollout
-    requests whose length is predicted from other responses to their prompts. `left_tokens`: predicted remaining tokens
-    of all of these."""
+    """Load of all engines of a job at one moment.
+
+    `unseated`: requests that no engine has yet, by pool. `foreseen`: rollout requests whose length is predicted from
+    finished responses to the same prompts. `left_tokens`: predicted remaining tokens of these together.
+    """
 
     engines: tuple[EngineLoad, ...]
     unseated: Mapping[str, int]
@@ -267,7 +282,7 @@ class JobLoads:
     foreseen: int = 0
 
     def by_key(self) -> dict[tuple[str, str, str], EngineLoad]:
-        """Return the engines by the key of their place in the plan."""
+        """Return the engines by their key in the plan: node, first slot, judge."""
         return {one.key: one for one in self.engines}
 
     def of(self, pool: str) -> list[EngineLoad]:
@@ -288,8 +303,8 @@ def present_plan(plan: Plan, loads: JobLoads) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class LendingDecision:
-    """Replicas to lend now (above 0 from rollout to the judges, below 0 back), and the remaining seconds of each
-    pool."""
+    """Result of the lending rule. `count`: replicas to lend now, above 0 from rollout to the judges, below 0 from the
+    judges to rollout. `left_s`: seconds until each pool finishes without that. `owed`: outstanding requests."""
 
     count: int
     speeds: PoolSpeeds
@@ -299,7 +314,7 @@ class LendingDecision:
     reward_owed: int
 
     def ends_s(self, rollout: int, reward: int) -> float:
-        """Return the seconds until both pools finish with these numbers of engines."""
+        """Return the seconds until both pools finish if they have these numbers of engines."""
         to_come = self.reward_owed + self.rollout_owed * self.speeds.asked_each
         mine, theirs = self.speeds.rollout, self.speeds.reward
         owed, begun = float(self.rollout_owed), float(min(self.reward_owed, reward * theirs.rows))
@@ -307,8 +322,8 @@ class LendingDecision:
 
 
 def scale_tail(rollout: PoolSpeed, loads: JobLoads) -> PoolSpeed:
-    """Scale the tail of the newest steps by the predicted lengths of responses to the same prompts. A request without a
-    prediction counts as average; if most have none, nothing changes."""
+    """Scale the `tail` of rollout's speed so that its mean remaining tokens match those predicted for the outstanding
+    requests. A request without a prediction counts with the mean length; if most have none, nothing changes."""
     owed = loads.owed("rollout")
     if not rollout.tail or not 0 < owed < 2 * loads.foreseen:
         return rollout
@@ -323,8 +338,9 @@ def scale_tail(rollout: PoolSpeed, loads: JobLoads) -> PoolSpeed:
 def decide_lending(
     plan: Plan, loads: JobLoads, speeds: PoolSpeeds, cost_s: float, rows: EngineRows
 ) -> LendingDecision | None:
-    """Decide what to lend, from the engines that are present (`present_plan`). Return None if nothing can be lent, for
-    example if engines of the two pools span different numbers of slots."""
+    """Apply the lending rule. `plan`: without absent engines (`present_plan`). `cost_s`: seconds to reassign a replica.
+    Return None if nothing can be lent: the split is co-located, a pool has no engine, or engines of the two pools span
+    different numbers of slots."""
     awake, (here, there) = plan_roles(plan), _awake(plan)
     alike = len({len(replica) for pool in POOLS if pool != "train" for replica in awake[pool]}) == 1
     if split_of(plan).mode == "colocated" or not here or not there or not alike:
@@ -360,8 +376,8 @@ def make_lending_move(
     rows: EngineRows,
     at: DecisionContext,
 ) -> MoveProposal | None:
-    """Return the move that lends slots now. `needed`: nodes that keep a rollout engine, because their prompts are
-    answered there."""
+    """Return the change of the plan that the lending rule wants now; None if there is none. `needed`: nodes that keep a
+    rollout engine, because their own engines answer their prompts. `at`: step, author and time of the decision."""
     there = present_plan(plan, loads)
     found = decide_lending(there, loads, speeds, cost_s, rows)
     if found is None or found.count == 0:
@@ -420,24 +436,24 @@ def _about(seconds: float) -> str:
 
 
 def _base_there(plan: Plan, there: Plan) -> Split:
-    """Return the split with which the present slots began the step. Which slots are lent is not known, so all lent
-    slots count as present."""
+    """Return the split at the beginning of the step, counting only engines in `there` (the plan without absent
+    engines). The plan does not record which slots are lent, so all of them are assumed to be present."""
     now, all_now, base = split_of(there), split_of(plan), base_split(plan)
     lent = all_now.reward - base.reward
     return replace(now, rollout=now.rollout + lent, reward=now.reward - lent)
 
 
 def _gained(before: Split, after: Split, base: Split) -> bool:
-    """Whether the receiving pool then has more slots than at the beginning of the step. A change towards the beginning
-    is a return."""
+    """Whether the pool that gets slots has more of them afterwards than at the beginning of the step (`base`). If not,
+    the change is a return and not a loan."""
     if after.reward > before.reward:
         return after.reward > base.reward
     return after.rollout > base.rollout
 
 
 def follows_plan(plan: Plan, loads: JobLoads, nodes: Collection[str]) -> bool:
-    """Whether every engine on the present `nodes` is as the plan says: awake engines receive requests, and sleeping
-    engines sleep."""
+    """Whether every engine on the present `nodes` has reached the state that the plan sets: those that should be awake
+    receive requests, and those that should sleep do."""
     told = loads.by_key()
     for place in (place for place in plan.engines if place.node in nodes):
         known = told.get(place.key)
@@ -447,14 +463,14 @@ def follows_plan(plan: Plan, loads: JobLoads, nodes: Collection[str]) -> bool:
 
 
 def _awake(plan: Plan) -> tuple[int, int]:
-    """Count the awake rollout engines and the places of awake judge engines."""
+    """Count the replicas with an awake rollout engine, and those with an awake judge engine."""
     awake = plan_roles(plan)
     return len(awake["rollout"]), len(awake["reward"])
 
 
 def _firsts(plan: Plan, loads: JobLoads, rows: int, *, to_judges: bool, needed: frozenset[str]) -> list[Slot]:
-    """List the first slots of the replicas that can be reassigned, least loaded first. On each of them the engine to be
-    woken sleeps and is healthy."""
+    """List the replicas that can be reassigned, each by its first slot, those with the fewest requests first. `rows`:
+    maximum of concurrent requests per rollout engine. On each of them the engine to be woken exists and sleeps."""
     told = loads.by_key()
     on: dict[Slot, list[EnginePlace]] = {}
     for place in plan.engines:

@@ -1,17 +1,18 @@
-"""Measurements of a committed step for placement policies.
+"""Measurements of a committed step, as input of placement policies.
 
-Sources: the log entry of the step has its seconds, as measured by the controller that committed it; its seal has the
-lengths of its responses; the slot accounts of the nodes have what their engines did. A value that was not measured is
-None or missing, never a guess.
+They come from three records: the log entry of the step (seconds, measured by the controller that committed it), its
+seal (the list of trained groups, with the lengths of their responses), and the slot accounts of the nodes (what their
+engines did). A value that was not measured is None or missing, never a guess.
 
-**If batches are generated ahead** (staleness > 0), a commit waits only for the rest of the batch's production. If the
-train ranks had to wait, production took the whole step. If not, engines become idle once they may start nothing more,
-so production took as long as they had requests. If the engines share slots with working train ranks, or an account is
-missing, the length of the step is an upper bound. Weight sync runs concurrently.
+**If batches are generated ahead** (staleness > 0), production overlaps with the training of the previous batch. If the
+train ranks had to wait for the batch, its production took the whole step. If not, the engines became idle at the limit
+of staleness, so production took as long as they had requests. If the engines share slots with working train ranks, or
+an account is missing, production is only known to take no longer than the step. Weight sync runs concurrently.
 
-**In a co-located split** engines of several pools may compute on one slot at once, and each gets slower. The conversion
-to the speed of an engine with a slot of its own assumes that they share the slot evenly. Without it, slots of their own
-would look as slow as shared ones, and a job that started co-located would stay so.
+**In a co-located split** engines of several pools may compute on one slot at once, and slow each other down. Their
+measured speed is converted to that of an engine with a slot of its own, assuming that they share the slot evenly.
+Without the conversion, co-existing splits would look as slow as the co-located one, and a job that started co-located
+would stay so.
 
 **Filtered groups** were generated and judged like the others. Their number and mean length are known; their individual
 lengths are assumed to be distributed like those of the kept groups.
@@ -29,7 +30,8 @@ from placement.slots import SINGLE, ReplicaSizes, Split
 
 
 def load_class(running: float) -> int:
-    """Return the load class: 0 is 1 concurrent request, 1 is 2 to 3, 2 is 4 to 7 and so on."""
+    """Return the load class of `running` concurrent requests: class 0 is 1 request, 1 is 2 to 3, 2 is 4 to 7 and so
+    on."""
     return max(int(running), 1).bit_length() - 1
 
 
@@ -40,7 +42,8 @@ def least_requests(load: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpeed:
-    """Speed of a pool's engines: mean concurrent requests per engine, and seconds per token of each request."""
+    """Measured speed of a pool's engines. `running`: mean concurrent requests per engine. `token_s`: seconds per token
+    of each of these requests."""
 
     pool: str
     running: float
@@ -49,13 +52,13 @@ class EngineSpeed:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step. Times are None if not measured. `lengths`, `judged`: tokens of each response and of its judgement,
-    including filtered groups.
+    """Measurements of one step. Times are None if not measured.
 
-    `produce_s`: production time of a batch; `train_s`: training; `other_s`: other time that delays the ranks. `busy`:
-    slot-seconds by pool. `speed`: of each pool at each observed load. `step_s`: from commit to commit if the next batch
-    is generated concurrently; then it is not the sum of the other times, and no batch takes longer.
-    `asked_per_response`: requests to judge engines per response.
+    `lengths`, `judged`: tokens of each response and of its judgement, including filtered groups. `produce_s`: seconds
+    to generate and judge the batch. `train_s`: seconds of training. `other_s`: other seconds that delay the ranks.
+    `busy`: slot-seconds of work by pool. `speed`: of each pool's engines at each observed load. `step_s`: seconds from
+    commit to commit, set only if the next batch is generated while this one trains; then it is an upper bound of
+    `produce_s`, and not the sum of the parts. `asked_per_response`: requests to judge engines per response.
     """
 
     step: int
@@ -82,14 +85,14 @@ class MeasuredStep:
 
 
 BUSY = "busy "
-"""Prefixes of busy states in an account; the pool follows."""
+"""Prefix of the states in which a slot works, in a slot account; the name of the pool follows."""
 
 LEAST_TOKENS = 16
-"""Minimum number of tokens for a measured speed."""
+"""Minimum number of tokens from which a speed is computed."""
 
 WAITED = 0.1
-"""Minimum share of a step that the ranks waited for the batch, above which production determined the length of the
-step. A shorter wait is the time to seal a finished batch."""
+"""If the ranks waited for the batch for more than this share of the step, production determined the length of the step.
+A shorter wait is the time to seal a finished batch."""
 
 MOST_REPEATED = 16.0
 """Maximum of generated responses per kept response. A step that was filtered almost completely does not predict the
@@ -114,13 +117,13 @@ def measure_step(
     *,
     least: int = 0,
 ) -> MeasuredStep:
-    """Measure one committed step. `books`: the accounts of the nodes
-    (`gcore.ledger.records.slot_accounting.group_by_version`); late ones may be missing.
+    """Collect the measurements of one committed step.
 
-    `sealed`: response lengths from the step's seal (`trained_lengths`). None if the seal is deleted: every response
-    then counts with the mean length. `split`: the split that the step ran with, with engines of `sizes`. The mean
-    judgement length is known once all slots of the step, and at least `least` of them, are accounted, because a part of
-    the judge tokens divided by all responses would be wrong. Every judgement counts with the mean length.
+    `books`: the slot accounts of the nodes (`gcore.ledger.records.slot_accounting.group_by_version`); those that arrive
+    late may be missing. `sealed`: response lengths from the step's seal (`trained_lengths`); None if the seal is
+    deleted, so that every response counts with the mean length. `split`, `sizes`: slots per pool and per engine in the
+    step. `least`: number of slots that the accounts must cover at least before the mean judgement length is computed;
+    with an account missing, the mean would be too low. Every judgement counts with the mean length.
     """
     found = list(books)
     stats, sums = entry.stats, sum_engines(found)
@@ -144,13 +147,13 @@ def measure_step(
 
 
 def _in_turn(stats: Mapping[str, float]) -> _Times:
-    """Times of a step whose batch was started after the previous commit."""
+    """Return the times of a step whose batch was started after the previous commit. `stats`: of its log entry."""
     exchange, publish = stats.get("exchange_s"), stats.get("publish_s")
     return _Times(stats.get("collect_s"), None if exchange is None or publish is None else exchange + publish)
 
 
 def _ahead(stats: Mapping[str, float], split: Split, books: Sequence[StepAccount], sizes: ReplicaSizes) -> _Times:
-    """Times of a step whose batch was generated while ranks trained on the previous one."""
+    """Return the times of a step whose batch was generated while ranks trained on the previous one."""
     seconds, waited = stats.get("seconds"), stats.get("collect_s")
     if seconds is None or waited is None:
         return _Times(None, None)
@@ -161,7 +164,8 @@ def _ahead(stats: Mapping[str, float], split: Split, books: Sequence[StepAccount
 
 
 def _at_work_s(books: Sequence[StepAccount], split: Split, sizes: ReplicaSizes) -> float | None:
-    """Return the longest time that engines of a pool had work; None if accounts are missing."""
+    """Return the seconds for which an engine had requests, on average over a pool, of the pool with the longest time;
+    None if accounts are missing."""
     if not _is_whole(books, split):
         return None
     sums = sum_engines(books)
@@ -170,15 +174,15 @@ def _at_work_s(books: Sequence[StepAccount], split: Split, sizes: ReplicaSizes) 
 
 
 def _is_whole(books: Iterable[StepAccount], split: Split, least: int = 0) -> bool:
-    """Whether all slots of the step, and at least `least`, are accounted. The slots of a node that was lost within the
-    step never are."""
+    """Whether the accounts cover all slots of the split, and at least `least` slots. A node that was lost within the
+    step never sends its account."""
     pools = split.rollout, split.reward, split.train
     had = max(pools) if split.mode == "colocated" else sum(pools)
     return sum(book.slots for book in books) >= max(had, least)
 
 
 def _at_once(books: Sequence[StepAccount], split: Split, produce_s: float | None, sizes: ReplicaSizes) -> float:
-    """Return the mean number of concurrently working engines per slot during production: 1 if each has its own slot."""
+    """Return how many engines worked on a slot at once during production, on average; 1 if each has its own slot."""
     slots = sum(book.slots for book in books)
     if split.mode != "colocated" or not produce_s or not slots:
         return 1.0
@@ -217,12 +221,13 @@ def trained_lengths(seal: Seal) -> tuple[float, ...]:
 
 
 def _means(entry: LogEntry) -> tuple[float, ...]:
-    """Return the lengths if only their mean is known."""
+    """Return the mean response length of a step once for each of its trained responses."""
     return (entry.stats.get("response_length", 0.0),) * int(entry.stats.get("samples", 0.0))
 
 
 def _with_filtered(kept: tuple[float, ...], stats: Mapping[str, float]) -> Iterator[float]:
-    """Add the lengths of filtered groups: their reported mean, distributed like the kept ones."""
+    """Yield the `kept` lengths, then assumed lengths of the filtered responses: distributed like the kept ones and
+    scaled to the reported mean."""
     yield from kept
     times = min(stats.get("prompts_per_group", 1.0), MOST_REPEATED)
     count = round(len(kept) * (times - 1.0))

@@ -1,14 +1,17 @@
-"""Moves of a job's placement: their kinds, outcomes and sentences, and periods without a move.
+"""Changes of a job's placement ("moves"): how they are recorded, what their effect was, how they are put into words,
+and the periods without one.
 
 A move is decided between two steps (engines change their pool; the train world gets another size) or within a step
-(slots are lent). Its reason has the numbers that were known then. Its outcome is recorded beside the expectation.
+(slots are lent). Its reason contains the numbers that were known at the decision. Later the measured effect is recorded
+beside the expected one: the outcome.
 
-Outcomes: step numbers recur after a rollback, so steps are ordered by the sequence number of their log entry. A move is
-credited with the steps committed after the head at its decision, until the next move between steps. The work of steps
-differs too (longer responses, slower judges), so these differences are recorded beside the seconds.
+For the outcome, the seconds of the steps after a move are compared with those before. Step numbers recur after a
+rollback, so steps are ordered by the sequence number of their log entry (`seq`). A move is credited with the steps
+committed after its decision, until the next move between steps. The work of steps differs too (longer responses, slower
+judges), so these differences are recorded beside the seconds.
 
-A hold period is a run of steps after which the policy was called and nothing moved. A move between steps ends it; a
-loan does not. It keeps its newest decision, and compares the expected with the actual time of each step.
+A hold period is a series of steps after each of which the policy was called and nothing moved. A move between steps
+ends it; a loan does not. The record has the newest decision, and sums of the expected and the actual time of the steps.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from placement.policies.base import Decision, SwitchCosts
 from placement.slots import Snapshot, Split, count_noun
 
 MOVE_PRIOR_S, WORLD_PRIOR_S = 10.0, 60.0
-"""Assumed costs until one was measured: engines that change their pool, and a train world of another size."""
+"""Assumed seconds of a change until one was measured: engines that change their pool; a train world of another size."""
 
 STEP_IS_OVER = "the step ended, and reassigned slots return"
 BATCH_IS_WHOLE = "the batch is complete, and reassigned slots return during training"
@@ -43,13 +46,13 @@ BETWEEN = (MoveKind.SPLIT, MoveKind.WORLD, MoveKind.MEND)
 WITHIN = (MoveKind.LEND, MoveKind.RETURN)
 
 CHANGING = (MoveKind.SPLIT, *WITHIN)
-"""Engines change their pool, and the train world stays."""
+"""Kinds of moves in which engines change their pool and the train world stays."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoveProposal:
-    """A move that the leader wants, and the resulting plan. Plan None: a rollback forms the new world, or the move is
-    only reported."""
+    """A move that the controller with the placement lead wants to make, and the resulting plan. Plan None: the move
+    needs a rollback that forms a new train world, or it is only reported (`placement.dry_run`)."""
 
     move: Move
     plan: Plan | None
@@ -57,7 +60,8 @@ class MoveProposal:
 
 @dataclass(frozen=True, slots=True)
 class MoveReport:
-    """The moves with their known outcomes, and the revision of the record they are based on (0: no record)."""
+    """An update of the job's record of moves. `since`: store revision of the record that `moves` is based on; 0: there
+    is none yet."""
 
     moves: Moves
     since: int
@@ -69,13 +73,13 @@ def split_part(split: Split) -> SplitPart:
 
 
 def split_from(part: SplitPart) -> Split:
-    """Convert a stored split to the planning type."""
+    """Convert the stored form of a split to a `Split`."""
     return Split(part.mode, part.rollout, part.reward, part.train)
 
 
 def base_split(plan: Plan, snapshot: Snapshot | None = None) -> Split:
-    """Return the split at the beginning of the step, without loans. `snapshot`: the present nodes; if fewer slots are
-    present than were lent, the present ones count."""
+    """Return the split that the step began with, before slots were lent. `snapshot`: the present nodes; if they have
+    fewer slots than that split, return the present split instead."""
     now = split_of(plan, snapshot)
     if plan.lent_from is None:
         return now
@@ -85,14 +89,16 @@ def base_split(plan: Plan, snapshot: Snapshot | None = None) -> Split:
 
 
 def changed_slots(before: Plan, after: Plan) -> tuple[tuple[str, ...], int]:
-    """Return the names of the first changed slots, and how many more changed."""
+    """Describe the slots whose pools differ between two plans (`role_changes`): the first few, and the number of the
+    others."""
     lines = role_changes(before, after)
     return tuple(lines[:MOST_SLOTS_TOLD]), max(len(lines) - MOST_SLOTS_TOLD, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionContext:
-    """Position and author of a decision."""
+    """When and by whom a decision is made: step and log entry number of head, the controller, its time in seconds.
+    `dry`: decisions are reported but not carried out."""
 
     step: int
     seq: int
@@ -104,10 +110,10 @@ class DecisionContext:
 def propose_move(
     decision: Decision, plan: Plan, after: Plan | None, base: Split, at: DecisionContext, back_for: str = STEP_IS_OVER
 ) -> MoveProposal | None:
-    """Turn a policy's decision into a move of `plan`. `after`: the plan of the decided split; None if it needs a train
-    world of another size. `back_for`: reason if lent slots only return.
+    """Turn a policy's decision into a move of `plan`. Return None if nothing changes.
 
-    Return None if nothing changes.
+    `after`: the plan of the decided split; None if it needs a train world of another size. `base`: the split before
+    slots were lent. `back_for`: the reason to record if the decision only returns lent slots.
     """
     back = decision.split == base
     if back and after is None:
@@ -140,7 +146,7 @@ def propose_move(
 
 
 def initial_move(plan: Plan, reason: str, expected_s: float | None, at: DecisionContext) -> Move:
-    """Return the move that describes the first plan. `expected_s`: predicted seconds of a step."""
+    """Return the record of the first plan as a move. `expected_s`: predicted seconds of a step; None: not predicted."""
     split = split_of(plan)
     return Move(
         generation=plan.generation,
@@ -159,8 +165,8 @@ def initial_move(plan: Plan, reason: str, expected_s: float | None, at: Decision
 def add_unrequested(
     moves: Moves, before: Plan | None, plan: Plan, at: DecisionContext, formed_because: str = ""
 ) -> Moves:
-    """Add the newest change of the plan if no policy requested it: nodes came or went, or a train world was lost.
-    `formed_because`: reason of the plan's train world, if it is not the first."""
+    """Add a record of the change from plan `before` to `plan` if no policy requested it: nodes came or went, or a train
+    world was lost. `formed_because`: why the plan's train world was formed; empty for the first."""
     if before is None or any(move.generation >= plan.generation and move.state == "done" for move in moves.moves):
         return moves
     is_formed = before.world != plan.world
@@ -188,20 +194,20 @@ def add_unrequested(
 
 
 def _roles(plan: Plan) -> dict[tuple[str, str, str], bool]:
-    """Return which engines are awake. The order is ignored: for a while, engines of absent nodes are listed last."""
+    """Return for each engine whether it is awake, to compare plans regardless of the order of their engines."""
     return {place.key: not place.asleep for place in plan.engines}
 
 
 def is_repeated(moves: Moves, move: Move) -> bool:
-    """Whether the newest move is the same, in a placement that only reports what it would do."""
+    """Whether `move` repeats the newest recorded move of a placement that only reports what it would do."""
     newest = moves.newest
     return newest is not None and newest.state == "would" and (newest.kind, newest.after) == (move.kind, move.after)
 
 
 def switch_costs(moves: Moves, start_s: float | None, told_s: float | None = None) -> SwitchCosts:
-    """Return the costs of changes. `start_s`: newest start of a train world. `told_s`: seconds of a sleep and a wake as
-    reported by the nodes. A restarted controller has not measured a wake and reports a guess, so if the job's own moves
-    took less, their time counts."""
+    """Estimate the costs of changes in seconds. `start_s`: duration of the newest start of a train world. `told_s`:
+    duration of a sleep and a wake as the nodes report it. A restarted node has not measured one and reports a guess, so
+    the smaller of that and the measured duration of the job's own moves is used."""
     took_s = engine_change_s(moves)
     held = MOVE_PRIOR_S if took_s is None else took_s
     worlds = [cost for cost in (_took(moves).get(MoveKind.WORLD), start_s) if cost is not None]
@@ -212,26 +218,26 @@ def switch_costs(moves: Moves, start_s: float | None, told_s: float | None = Non
 
 
 def engine_change_s(moves: Moves) -> float | None:
-    """Return the seconds for engines to change their pool: the longest of the newest moves of each kind; None if never
-    measured."""
+    """Return how many seconds it takes until engines have changed their pool: the longest among the newest measured
+    moves of each kind in `CHANGING`; None if none was measured."""
     took = _took(moves)
     return max((took[kind] for kind in CHANGING if kind in took), default=None)
 
 
 def _took(moves: Moves) -> dict[MoveKind, float]:
-    """Return the seconds of the newest measured move of each kind."""
+    """Return for each kind of move how many seconds the newest measured one took."""
     outcomes = [(move.kind, move.outcome) for move in moves.moves]
     return {kind: found.took_s for kind, found in outcomes if found is not None and found.took_s is not None}
 
 
 MOST_AFTER = 5
-"""Maximum number of steps over which an outcome is measured, and of earlier steps it is compared with."""
+"""Maximum number of steps after a move, and of steps before it, whose means are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommittedStep:
-    """A committed step, on head's chain or not. `seq`: of its log entry. `tokens`: mean per response. `question_s`:
-    seconds of a judge engine per question. None: not measured."""
+    """Measurements of a committed step, which a rollback may have discarded since. `seq`: number of its log entry.
+    `tokens`: mean per response. `question_s`: seconds of a judge engine per request. None: not measured."""
 
     step: int
     seq: int
@@ -243,10 +249,11 @@ class CommittedStep:
 def add_outcomes(
     moves: Moves, steps: Sequence[CommittedStep], took: Mapping[int, float], head_seq: int, plan: Plan
 ) -> Moves:
-    """Update the outcomes of the moves.
+    """Record what the steps after each move showed: its effect on the step time, and how long it took.
 
-    `steps`: oldest first. `took`: seconds until a move had taken effect, by generation. `head_seq`, `plan`: present
-    values; they show whether a wanted world was formed or never will be.
+    `steps`: measured steps, oldest first. `took`: seconds from the decision until the move took effect, by plan
+    generation. `head_seq`, `plan`: sequence number of head and the present plan; they show whether a train world that
+    was wanted has been formed, or a step was committed without it. Return the same record if nothing changes.
     """
     known = list(moves.moves)
     for number, move in enumerate(known):
@@ -265,7 +272,8 @@ def _is_between(move: Move) -> bool:
 
 
 def _formed_or_lapsed(move: Move, others: Collection[int], head_seq: int, plan: Plan) -> Move:
-    """Set a wanted move to done or lapsed. `others`: generations of plans that other moves made."""
+    """Set the state of a move that waits for a new train world: `done` if the world was formed, `lapsed` if a step was
+    committed without it. `others`: generations of the plans that other moves made."""
     if move.state != "wanted" or head_seq == move.seq:
         return move
     # A rollback advances head and forms the world, with as many ranks as can be placed; or a step was committed
@@ -275,7 +283,8 @@ def _formed_or_lapsed(move: Move, others: Collection[int], head_seq: int, plan: 
 
 
 def _after(move: Move, steps: Sequence[CommittedStep], later: Move | None) -> list[CommittedStep]:
-    """Return the steps credited to a move. `later`: the next move between steps; steps after it are not credited."""
+    """Return the steps that show the effect of a move. `later`: the next move between steps; steps after it are
+    excluded."""
     within, first = move.kind in WITHIN, move.step + 1
     made: dict[int, CommittedStep] = {}
     for one in steps:
@@ -289,8 +298,8 @@ def _after(move: Move, steps: Sequence[CommittedStep], later: Move | None) -> li
 
 
 def _before(move: Move, steps: Sequence[CommittedStep], earlier: Move | None) -> list[CommittedStep]:
-    """Return the steps that the outcome is compared with. `earlier`: the previous move between steps; steps before it
-    are excluded."""
+    """Return the steps before a move, with which those after it are compared. `earlier`: the previous move between
+    steps; steps before it are excluded."""
     made = {one.step: one for one in steps if one.seq <= move.seq and (earlier is None or one.seq > earlier.seq)}
     if earlier is not None:
         made.pop(earlier.step + 1, None)
@@ -299,6 +308,8 @@ def _before(move: Move, steps: Sequence[CommittedStep], earlier: Move | None) ->
 
 
 def _measured(move: Move, took: float | None, after: Sequence[CommittedStep], before: Sequence[CommittedStep]) -> Move:
+    """Return the move with its outcome from these steps. `took`: seconds until it took effect. A recorded outcome is
+    only replaced by one over at least as many steps."""
     known = move.outcome or MoveOutcome()
     outcome = known
     if took is not None and known.took_s is None:
@@ -322,17 +333,18 @@ def _measured(move: Move, took: float | None, after: Sequence[CommittedStep], be
 
 
 def _mean(steps: Sequence[CommittedStep], number: Callable[[CommittedStep], float | None]) -> float | None:
-    """Return the mean over the steps with a known value."""
+    """Return the mean of `number` over the steps in which it was measured; None if it never was."""
     found = [one for one in map(number, steps) if one is not None]
     return round(fmean(found), 3) if found else None
 
 
 OTHER_WORK = 0.1
-"""Minimum relative difference of the work of steps that is mentioned."""
+"""Relative difference between the work of the steps after a move and before it, above which it is mentioned."""
 
 
 def move_in_words(move: Move) -> str:
-    """Say what was done and why, in one sentence."""
+    """Describe a move and its reason in one sentence without a subject, e.g. `lent 2 slots from rollout to the judges,
+    because ...`."""
     before, after = split_from(move.before), split_from(move.after)
     match move.kind:
         case MoveKind.BEGIN:
@@ -358,7 +370,8 @@ def move_in_words(move: Move) -> str:
 
 
 def _in_its_state(move: Move, done: tuple[str, str, str], rest: str) -> str:
-    """`done`: the verb in present tense, past tense and as participle."""
+    """Build the verb phrase for the state of a move. `done`: the verb as infinitive, past tense and participle. `rest`:
+    the words after the verb."""
     now, was, been = done
     match move.state:
         case "would":
@@ -377,7 +390,7 @@ def _because(what: str, move: Move) -> str:
 
 
 def numbers_in_words(move: Move) -> str:
-    """Say what was expected of the move."""
+    """Describe the gain and the cost that were expected of a move; empty if nothing was."""
     said = []
     if move.kind is MoveKind.BEGIN and move.expected_s is not None:
         said.append(f"a step was to take {move.expected_s:.3g} s")
@@ -391,7 +404,7 @@ def numbers_in_words(move: Move) -> str:
 
 
 def outcome_in_words(move: Move) -> str:
-    """Say what the outcome of the move was."""
+    """Describe the measured outcome of a move: how long it took, and the step times after and before it."""
     outcome = move.outcome
     if move.state != "done":
         return ""
@@ -409,8 +422,8 @@ def outcome_in_words(move: Move) -> str:
 
 
 def _other_work(outcome: MoveOutcome) -> str:
-    """Say how the work of the steps after the move differed from the steps before. Otherwise the change in seconds
-    would be credited to the move."""
+    """Describe how the work of the steps after a move differed from that before; empty if it hardly did. Without this
+    a reader would attribute the whole change of the step time to the move."""
     said = []
     if _differ(outcome.tokens, outcome.before_tokens):
         said.append(f"responses of {outcome.tokens:.0f} tokens instead of {outcome.before_tokens:.0f}")
@@ -427,14 +440,15 @@ def _differ(after: float | None, before: float | None) -> bool:
 
 
 def _gains(before: Split, after: Split) -> str:
+    """Return the name of the pool that has more slots after a loan or return."""
     return "rollout" if after.rollout > before.rollout else "the judges"
 
 
 def extend_stay(
     newest: HoldPeriod | None, moves: Moves, at: DecisionContext, reason: str, expected_s: float | None = None
 ) -> HoldPeriod:
-    """Extend the hold period `newest` with this decision, or begin a new one. `expected_s`: expected seconds of the
-    next step."""
+    """Record a decision not to move: extend the hold period `newest`, or begin a new one if a move or a rollback came
+    after it. `expected_s`: expected seconds of the next step."""
     expected = None if expected_s is None or not math.isfinite(expected_s) else round(expected_s, 3)
     more = {"step": at.step, "seq": at.seq, "reason": reason, "by": at.by, "time": at.time, "expected_s": expected}
     if newest is None or newest.step >= at.step or _is_over(newest, moves):
@@ -445,7 +459,8 @@ def extend_stay(
 
 
 def add_taken(stay: HoldPeriod, took_s: float | None) -> HoldPeriod:
-    """Record the actual time of the step after the newest decision. `took_s` None: not known yet."""
+    """Add the actual time of the step after the newest decision to the hold period, to compare it with the expected
+    time. `took_s`: its seconds; None: not known yet."""
     before, step = stay.foretold, stay.step + 1
     if took_s is None or stay.expected_s is None or before.newest >= step:
         return stay
@@ -460,23 +475,25 @@ def add_taken(stay: HoldPeriod, took_s: float | None) -> HoldPeriod:
 
 
 def _is_over(stay: HoldPeriod, moves: Moves) -> bool:
+    """Whether a move between steps ended the hold period."""
     return any(move.kind in BETWEEN and move.seq >= stay.seq for move in moves.moves)
 
 
 def add_stay(moves: Moves, stay: HoldPeriod) -> Moves:
-    """Add or replace a hold period in the record."""
+    """Add a hold period to the record of moves, or replace the one that began at the same time."""
     others = tuple(one for one in moves.stays if one.began != stay.began)
     return moves.model_copy(update={"stays": (*others, stay)[-NEWEST_STAYS:]})
 
 
 def stay_in_words(stay: HoldPeriod) -> str:
-    """Say why nothing moved, without the span (`span_in_words`)."""
+    """Say why nothing moved in a hold period. `span_in_words` says after which steps."""
     newest = ", the last time" if stay.step > stay.since else ","
     return f"nothing moved{newest} because {stay.reason}" if stay.reason else "nothing moved"
 
 
 def foretold_in_words(foretold: ForecastAccuracy) -> str:
-    """Compare actual and expected seconds of the steps after the decisions; empty if nothing was expected."""
+    """Compare the actual with the expected seconds of the steps in a hold period in words; empty if nothing was
+    expected."""
     if not foretold.steps:
         return ""
     took = f"took {foretold.took_s:.1f} s where {foretold.expected_s:.1f} s were expected"
@@ -487,5 +504,5 @@ def foretold_in_words(foretold: ForecastAccuracy) -> str:
 
 
 def span_in_words(stay: HoldPeriod) -> str:
-    """Say after which steps nothing moved."""
+    """Say after which steps nothing moved, e.g. `after steps 3 to 9`."""
     return f"after steps {stay.since} to {stay.step}" if stay.step > stay.since else f"after step {stay.step}"

@@ -1,13 +1,14 @@
 """Make plans of a job: the first plan of fixed pools, new plans when nodes come or go, and train worlds.
 
-Fixed placements. `colocated`: one rollout engine on every slot, train ranks on the first slots of the nodes (one per
-node by default), and an engine of each judge on every slot, or on as many as the spec sets. `static`: each pool has
-slots of its own for the whole job. Slots are assigned round robin, one of each node before the second of any. If
-engines span several slots, read "replica" for "slot". At staleness 0 the order of the step gives the turns: ranks
-compute only between READY and commit, when no group is in flight.
+There are two fixed placements. `colocated`: one rollout engine on every slot, train ranks on the first slots of the
+nodes (one per node by default), and an engine of each judge on every slot, or on as many as the spec sets. `static`:
+each pool has slots of its own for the whole job. Slots are assigned round robin, one of each node before the second of
+any. If engines span several slots, read "replica" for "slot". Co-located ranks and engines do not compute at the same
+time at staleness 0: ranks compute only between READY (they hold the batch) and commit, when no group is in flight.
 
-Movable placements (`spec.placement.is_live`). A policy chooses splits within `SplitBounds`; `placement.assign` finds
-the slots. A user's pin overrides the policy, unless the job could not continue with it.
+In a movable placement (`spec.placement.is_live`) a policy chooses splits within `SplitBounds`, and `placement.assign`
+finds the slots. A pin (a placement that a person fixed) overrides the policy, unless the job could not continue with
+it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from placement.slots import (
 
 
 def first_plan(snapshot: Snapshot, wanted: PlacementRequest, *, world: str, generation: int) -> Plan:
-    """Place a job. Raises SpecError if there are too few slots."""
+    """Place a job with a fixed placement (`colocated` or `static`). `world`: name of its train world. `generation`:
+    number of the plan. Raises SpecError if there are too few slots."""
     nodes = sorted(snapshot.nodes, key=lambda n: n.node)
     places, ranks = _round_robin(nodes), count_ranks(snapshot, wanted)
     if count_lacking_slots(snapshot, wanted):
@@ -71,6 +73,7 @@ def first_plan(snapshot: Snapshot, wanted: PlacementRequest, *, world: str, gene
 
 
 def _in_words(wanted: PlacementRequest, ranks: int) -> str:
+    """Describe the minimum that a job needs, for an error message."""
     if not wanted.has_own_slots:
         return count_noun(ranks, "train rank")
     reward = f", {count_noun(wanted.reward, 'slot')} for judges" if wanted.reward else ""
@@ -86,7 +89,9 @@ def _to_lower(wanted: PlacementRequest) -> str:
 def _judge_places(
     judges: Mapping[str, int | None], slots: Sequence[EnginePlace], there: Sequence[EnginePlace]
 ) -> list[EnginePlace]:
-    """Place judge engines on `slots`, in addition to those `there`. The judges start on different slots."""
+    """Return engines of judges on `slots`, in addition to the engines `there`, so that each judge has as many as
+    requested. `judges`: number of engines by name; None: one on every slot. Each judge begins at another slot, so that
+    few engines spread over all slots."""
     more = []
     for number, (judge, replicas) in enumerate(judges.items()):
         have = [place for place in there if place.judge == judge]
@@ -98,7 +103,7 @@ def _judge_places(
 
 
 def _round_robin(nodes: Sequence[NodeSlots], size: int = 1) -> list[EnginePlace]:
-    """List the slots, or replicas of `size` slots, one of each node before the second of any."""
+    """List all places for an engine of `size` slots, one of each node before the second of any."""
     found = round_robin([[(one.node, group) for group in replica_groups(one.slots, size)] for one in nodes])
     return [EnginePlace(node=node, slot=first, further=tuple(more)) for node, (first, *more) in found]
 
@@ -110,20 +115,19 @@ def _free(places: Sequence[EnginePlace], taken: Iterable[EnginePlace]) -> list[E
 
 
 MARGIN = 2.0
-"""Minimum ratio of saved seconds to the start time of a larger world."""
+"""A larger train world is formed if it saves at least this many times the seconds that it takes to start."""
 
 UNKNOWN_STEPS_LEFT = 100
 """Assumed remaining steps of a job limited by epochs; its number of steps is not known before its end."""
 
 
 def fill_plan(plan: Plan, snapshot: Snapshot, wanted: PlacementRequest) -> Plan | None:
-    """Add engines to each present slot that serves nothing. The world and its ranks stay. Return None if there is no
-    such slot. If a policy moves slots, a new slot belongs to rollout until the policy is called, with sleeping judges,
-    unless the split is co-located.
+    """Add engines on present slots without any, for example those of a new node. The train world stays. Return None if
+    there is no such slot.
 
-    Engines of absent nodes keep their places and start again when the node returns, unless they are judges and were
-    moved (`move_judges`) meanwhile. If pools have slots of their own, a new slot belongs to rollout, and judges keep
-    the number of engines of the first plan.
+    In a co-located split a new slot gets an engine of each model. In a static placement it gets a rollout engine. In a
+    movable placement it belongs to rollout, beside sleeping judge engines, until the policy is called. Engines of
+    absent nodes stay in the plan and start again when the node returns.
     """
     ranks = [EnginePlace(node=place.node, slot=place.slot) for place in plan.ranks]
     on = {slot for place in plan.engines for slot in place.on}
@@ -149,11 +153,11 @@ def fill_plan(plan: Plan, snapshot: Snapshot, wanted: PlacementRequest) -> Plan 
 
 
 def move_judges(plan: Plan, snapshot: Snapshot, wanted: PlacementRequest) -> Plan | None:
-    """Move judges off nodes that are lost. World, ranks and rollout places stay. Return None if no judge lacks an
-    engine that it can have.
+    """Move judge engines from lost nodes to present ones. The train world and rollout engines stay. Return None if no
+    judge engine has to or can move.
 
-    If pools have slots of their own, a judge without an engine shares the slots of other judges, or else gets a rollout
-    slot; rollout keeps at least one.
+    In a static placement, a judge moves only if it has no engine left. Its engines then share the slots of other
+    judges. If there are none, it gets the slots of a rollout engine, unless that is the last one.
     """
     there = [place for place in plan.engines if snapshot.places.issuperset(place.on)]
     rollout = [place for place in there if not place.judge]
@@ -188,8 +192,8 @@ def move_judges(plan: Plan, snapshot: Snapshot, wanted: PlacementRequest) -> Pla
 def _given_up(
     rollout: Sequence[EnginePlace], nodes: Sequence[NodeSlots], sizes: ReplicaSizes
 ) -> tuple[list[EnginePlace], list[EnginePlace]]:
-    """Choose the last rollout engines whose slots a judge engine can take if one rollout engine remains. Return them
-    and the new place."""
+    """Choose rollout engines that give their slots to a judge engine; at least one rollout engine remains. Those at the
+    end of the plan are chosen first. Return them and the place of the judge engine; both empty if there are none."""
     ranked = {place: number for number, place in enumerate(rollout)}
     found: list[tuple[int, list[EnginePlace], EnginePlace]] = []
     for wide in _round_robin(nodes, sizes.reward):
@@ -202,8 +206,12 @@ def _given_up(
 
 @dataclass(frozen=True, slots=True)
 class GrowthMeasurements:
-    """Measurements to decide on a larger world. `train_s`: of the newest step, from READY to commit. `start_s`: of the
-    newest start of a rank, until it serves. None if not measured. `steps_left` None: not known."""
+    """Input of the decision to form a larger train world.
+
+    `now`, `wanted`: present and possible number of ranks. `train_s`: seconds of training in the newest step, from READY
+    to commit. `start_s`: seconds of the newest start of a rank, until it serves requests. `steps_left`: steps until the
+    end of the job. None: not known.
+    """
 
     now: int
     wanted: int
@@ -213,10 +221,11 @@ class GrowthMeasurements:
 
 
 def worth_forming(growth: GrowthMeasurements) -> str:
-    """Return why a larger world is worth its start, or an empty string. Without measurements it is not.
+    """Decide whether a larger train world saves more time than its start takes. Return the reason, or an empty string
+    if it does not or nothing is measured.
 
-    The saved time per step is an upper bound, because ranks do not divide all costs of a step; the margin covers the
-    rest.
+    The saving is computed as if all training time were divided between the ranks. Some is not, so `MARGIN` requires a
+    multiple.
     """
     if growth.wanted <= growth.now or growth.train_s is None or growth.start_s is None:
         return ""
@@ -233,14 +242,15 @@ def worth_forming(growth: GrowthMeasurements) -> str:
 NOTHING_FIXED = Pin()
 
 ALL_SIZES = 16
-"""Up to this many slots every train world size is tried; above, powers of two and 1.5 times powers of two."""
+"""Up to this many slots every size of the train world is allowed; with more, only 2**n and 3 * 2**n."""
 
 
 def find_bounds(
     snapshot: Snapshot, job: PlacementRequest, pin: Pin | None = None, now: int | None = None
 ) -> SplitBounds:
-    """Return the bounds of splits on the present nodes, restricted to what fits into memory as far as that is known.
-    `now`: ranks of the present world; this size stays allowed."""
+    """Return the bounds of the splits that a policy may choose on the present nodes. Splits that do not fit into memory
+    are excluded if the models and nodes are known. `now`: number of ranks of the present world; this size stays
+    allowed."""
     from placement.mapping.memory import bound_by_memory
     from placement.mapping.search import describe_nodes
 
@@ -254,7 +264,8 @@ def find_bounds(
 def slot_bounds(
     snapshot: Snapshot, job: PlacementRequest, pin: Pin | None = None, now: int | None = None
 ) -> SplitBounds:
-    """Return the bounds of splits without regard to memory."""
+    """Return the bounds of the splits that a policy may choose, without regard to memory. `now`: as in
+    `find_bounds`."""
     slots = snapshot.slots
     if job.ranks is not None:
         sizes: tuple[int, ...] = (job.ranks,)
@@ -285,7 +296,8 @@ def _is_round(size: int) -> bool:
 
 
 def first_split(bounds: SplitBounds, job: PlacementRequest, pin: Pin = NOTHING_FIXED) -> Split | None:
-    """Return the first split: the pinned sizes, else those of the spec, else co-located. None if it does not fit."""
+    """Return the first split of a job: that of the spec if it sets one, else the co-located one, else the first
+    feasible one; in each case as close to the pin as possible. None if no split is feasible."""
     if job.train is not None:
         reward = job.reward
         wanted = Split("coexisting", bounds.slots - job.train - reward, reward, job.train)
@@ -298,8 +310,8 @@ def first_split(bounds: SplitBounds, job: PlacementRequest, pin: Pin = NOTHING_F
 
 
 def nearest_to_pin(split: Split, bounds: SplitBounds, pin: Pin) -> Split | None:
-    """Return the split within `bounds` that is closest to the pin, and among those the most similar to `split`. None if
-    `bounds` allows none."""
+    """Return the split within `bounds` that is closest to the pin, and among equally close ones the most similar to
+    `split`. None if no split is feasible."""
     return min(feasible(bounds), key=lambda one: (pin.off(one), unlikeness(one, split)), default=None)
 
 
@@ -313,8 +325,8 @@ def place_split(
     wanted: Split | None = None,
     pin: Pin | None = None,
 ) -> Plan | None:
-    """Make a plan with a new train world, of the `wanted` split, else of the split closest to the present one that
-    satisfies the pin. Return None if there are too few slots."""
+    """Make a plan with a new train world. Its split is close to `wanted` if given, else to that of the `current` plan,
+    and satisfies the pin if the job can continue with it. Return None if there are too few slots."""
     limits = find_bounds(snapshot, job, pin, None if current is None else len(current.ranks))
     if wanted is None and current is not None:
         wanted = _spread(split_of(current), snapshot)
@@ -336,7 +348,7 @@ def place_split(
 
 
 def too_few_slots(snapshot: Snapshot) -> SpecError:
-    """Return the error that explains why nothing can be placed."""
+    """Return the error to raise when the job's pools do not fit on the present slots."""
     return SpecError(
         f"the pools do not fit on {count_noun(snapshot.slots, 'slot')}",
         where="placement",
@@ -345,7 +357,7 @@ def too_few_slots(snapshot: Snapshot) -> SpecError:
 
 
 def _spread(split: Split, snapshot: Snapshot) -> Split:
-    """Scale the shares of a split to the present slots."""
+    """Scale a split to the number of present slots; pools keep their proportions."""
     slots = snapshot.slots
     if split.mode == "colocated":
         return Split("colocated", slots, slots if split.reward else 0, min(split.train, slots))
@@ -355,8 +367,8 @@ def _spread(split: Split, snapshot: Snapshot) -> Split:
 
 
 def mend_plan(plan: Plan, snapshot: Snapshot, job: PlacementRequest) -> Plan | None:
-    """Add an engine for each pool whose engines are all on absent nodes. The world stays. Return None if no pool lacks
-    an engine."""
+    """Make a plan in which each pool has an engine again, after all engines of a pool were lost with their nodes. The
+    train world stays. Return None if every pool has an engine, or no such plan exists."""
     here = snapshot.places
     awake = {place.judge for place in plan.engines if not place.asleep and here.issuperset(place.on)}
     if not here or not {"", *job.judges} - awake:
@@ -383,8 +395,8 @@ def mend_plan(plan: Plan, snapshot: Snapshot, job: PlacementRequest) -> Plan | N
 
 
 def apply_pin(decision: Decision, limits: SplitBounds, pin: Pin) -> Decision | None:
-    """Return the policy's decision, or the closest split that satisfies the pin, without an expected time. Return None
-    if the pin cannot be satisfied."""
+    """Return the policy's decision if it satisfies the pin; else a decision for the closest split that does, without an
+    expected time. Return None if no split within `limits` satisfies the pin."""
     if not pin.off(decision.split):
         return decision
     found = nearest_to_pin(decision.split, limits, pin)
@@ -395,32 +407,33 @@ def apply_pin(decision: Decision, limits: SplitBounds, pin: Pin) -> Decision | N
 
 @dataclass(frozen=True, slots=True)
 class Placer(ABC):
-    """Makes new plans of a running job from its request."""
+    """Makes new plans for a running job, when nodes come or go or a train world has to be formed."""
 
     request: PlacementRequest
 
     def with_new_nodes(self, plan: Plan, snapshot: Snapshot) -> Plan | None:
-        """Add engines on new slots. Return None if there are none."""
+        """Return a plan with engines on present slots that have none; None if there are no such slots."""
         return fill_plan(plan, snapshot, self.request)
 
     @abstractmethod
     def without_nodes(self, plan: Plan, snapshot: Snapshot) -> Plan | None:
-        """Move engines off lost nodes; the world stays. Return None if nothing has to move."""
+        """Return a plan in which engines of lost nodes run elsewhere, with the same train world; None if no engine has
+        to move."""
 
     @abstractmethod
     def for_new_world(
         self, snapshot: Snapshot, current: Plan | None, wanted: Split | None, pin: Pin, *, world: str, generation: int
     ) -> Plan:
-        """Make a plan with a new train world. `wanted`: the policy's split. Raises SpecError if there are too few
-        slots."""
+        """Make a plan with a new train world, named `world`. `wanted`: the split that the policy chose, if any. Raises
+        SpecError if there are too few slots."""
 
     @abstractmethod
     def fits(self, snapshot: Snapshot) -> bool:
-        """Whether a train world can be placed."""
+        """Whether the job can be placed on the present nodes."""
 
 
 class FixedPlacer(Placer):
-    """Pools keep their slots (`colocated`, `static`)."""
+    """Placer of jobs whose pools keep their slots (placements `colocated` and `static`)."""
 
     __slots__ = ()
 
@@ -437,7 +450,7 @@ class FixedPlacer(Placer):
 
 
 class MovablePlacer(Placer):
-    """A policy moves slots between pools."""
+    """Placer of jobs whose slots a policy moves between pools."""
 
     __slots__ = ()
 
@@ -459,14 +472,14 @@ class MovablePlacer(Placer):
 
 
 def movable_request(spec: JobSpec, models: ModelConfigs | None = None) -> PlacementRequest:
-    """Return the request of a spec, with the work of a step with these models."""
+    """Return the placement request of a spec, including the work of a step. `models`: configurations of its models."""
     from placement.mapping.search import describe_workload  # not loaded in a daemon without a job
 
     return replace(PlacementRequest.by(spec), work=describe_workload(spec, models))
 
 
 def new_placer(spec: JobSpec, models: ModelConfigs | None = None) -> Placer:
-    """Return the placer of a job with these models."""
+    """Return the placer of a job. `models`: configurations of its models, for memory and time estimates."""
     return (
         MovablePlacer(movable_request(spec, models))
         if spec.placement.is_live

@@ -1,7 +1,7 @@
-"""What a job requests from placement, and how many slots are missing.
+"""What a job requests from placement (ranks, judges, slots per pool and engine), and how many slots it lacks.
 
-One request serves both kinds of placement: pools that stay on their slots, and pools between which a policy moves
-slots. `placement.placer` makes plans from it, and `placement.shares` a claim.
+The request covers fixed placements, in which pools keep their slots, and movable ones, in which a policy moves slots
+between pools. `placement.placer` makes plans from it; `placement.shares` makes the job's claim on slots of the cluster.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ if TYPE_CHECKING:  # loaded with the first job only
 class PlacementRequest:
     """What a job requests from placement.
 
-    `ranks` of a train world. None: one per node, or, if a policy `moves` slots, any size up to `most_ranks`, the
-    samples of an update. `judges` served by the cluster: number of engines by name; None: one on each slot of the pool.
-    `train`, `reward`: slots of these pools, or their first slots if a policy moves slots; `train` None: all pools share
-    all slots. `group`: responses per prompt. `work` of a step, for a policy, or why it is not known.
+    `moves`: a policy moves slots between pools. `ranks`: size of the train world; None: one per node, or, with `moves`,
+    any number up to `most_ranks` (the samples of an optimizer update). `judges`: number of engines of each judge that
+    the cluster serves, by name; None: one on each slot of the pool. `train`, `reward`: slots of these pools, at the
+    start only with `moves`; `train` None: the pools share all slots. `sizes`: slots per engine. `group`: responses per
+    prompt. `work`: the work of a step, for predictions, or a sentence that says why it is not known.
     """
 
     ranks: int | None = None
@@ -39,7 +40,7 @@ class PlacementRequest:
 
     @classmethod
     def by(cls, spec: JobSpec) -> PlacementRequest:
-        """Make the request of a spec, without `work`."""
+        """Make the request of a job from its spec, without `work`."""
         placement, sizes = spec.placement, sizes_of(spec)
         judges = {judge.name: judge.serving.replicas for judge in spec.served_judges}
         if placement.policy == "static":
@@ -61,18 +62,18 @@ class PlacementRequest:
 
     @property
     def has_own_slots(self) -> bool:
-        """Whether each pool has its own slots for the whole job."""
+        """Whether each pool has slots of its own for the whole job (placement `static`)."""
         return self.train is not None and not self.moves
 
 
 def count_ranks(snapshot: Snapshot, wanted: PlacementRequest) -> int:
-    """Return the number of ranks of a world formed now."""
+    """Return the number of ranks of a train world formed on these nodes: that of the request, else one per node."""
     return wanted.ranks if wanted.ranks is not None else sum(1 for node in snapshot.nodes if node.slots)
 
 
 def count_lacking_slots(snapshot: Snapshot, wanted: PlacementRequest, *, first: bool = False) -> int:
-    """Return the number of slots missing before the job can be placed; 0 if it fits. `first`: the job has no plan
-    yet."""
+    """Return how many slots must be added before the job can be placed; 0 if it fits. `first`: the job has no plan yet,
+    so the spec's initial split must fit."""
     if wanted.train is not None and (first or not wanted.moves):
         need = (wanted.train or 1) + wanted.reward + wanted.sizes.rollout
     else:

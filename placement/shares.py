@@ -1,23 +1,25 @@
-"""Divide the slots of a cluster between jobs. Input: the slots and the claims; output: which job has which slots.
+"""Divide the slots of a cluster between jobs. The input is the cluster's slots and the claims of the jobs; the output
+is which job has which slots (its share).
 
-The order, as numbered in the code:
+The steps, numbered as in the code:
 
-1. A job that has ended, is paused or is to end gets nothing. Slots of a draining node and faulty slots are not
+1. A job that has ended, is paused or was asked to end gets nothing. Slots of a draining node and faulty slots are not
    assigned.
-2. Each job in turn gets the minimum of slots that it needs, or none: higher priority first; at equal priority running
-   jobs before waiting ones, so that no job is interrupted for an equal one; then the older job. A namespace gets no
-   more than its quota.
-3. The remaining slots go, per priority and slot by slot, to the namespace with the fewest slots at that priority, and
-   in it to the job with the fewest; on a tie to the job that would keep a slot, so that slots do not move without gain.
-   Slots are given in whole engines, and no more than a job takes.
-4. Choice of slots: those that the job has, then free ones, on nodes where it already runs, and where the fewest would
-   be left over.
+2. Each job gets the minimum of slots that it needs, or none. Jobs with higher priority come first. At equal priority
+   running jobs come before waiting ones, so that no job is interrupted for an equal one, and older jobs before younger
+   ones. The jobs of a namespace together get no more than its quota.
+3. The remaining slots are given slot by slot, for the highest priority first. Each goes to the namespace with the
+   fewest slots at that priority, and in it to the job with the fewest. On a tie it goes to a job that would otherwise
+   lose a slot, so that slots do not move without gain. Slots are given in multiples of the job's engine size, up to the
+   job's maximum.
+4. The counted slots are chosen: first those that the job has, then free ones, preferably on nodes where it already
+   runs, then on those with the fewest slots left over.
 
-A slot that another job may still be using is not assigned, nor are slots that would belong to the same engine. It
-becomes free when that job has returned it; then the division runs again. A job keeps its slots on an absent node, up to
-its limit (`most`, the quota) minus its slots elsewhere. While the node may soon return (`absent`), the job gets no
-replacement. Wide engines choose before narrow ones, which may have to move. So steps 2 and 3 count a slot for a job
-only if all jobs counted earlier can still find their slots.
+A slot that another job may still be using is not assigned, nor the other slots of an engine that would include it. When
+that job has returned the slot, the division runs again. A job keeps its slots on an absent node, up to its limit (its
+maximum and the quota, minus its slots elsewhere). While the node may soon return (`absent`), the job gets no
+replacement. Jobs with wide engines choose slots before those with narrow ones, which may have to move. So steps 2 and 3
+count a slot for a job only if all jobs counted earlier can still find their slots.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ Unit = tuple[Slot, ...]
 
 
 def new_claim(spec: JobSpec, *, created: float, owner: str = "") -> Claim:
-    """Make the claim of a job that is created now."""
+    """Make the claim on slots of a job that is created now. `created`: seconds since the epoch. `owner`: the user who
+    submitted it."""
     wanted = PlacementRequest.by(spec)
     unit = wanted.sizes.widest
     needed = max(count_lacking_slots(Snapshot(()), wanted, first=True), spec.scheduling.slots_min)
@@ -56,7 +59,8 @@ def new_claim(spec: JobSpec, *, created: float, owner: str = "") -> Claim:
 
 @dataclass(frozen=True)
 class ClusterSlots:
-    """The slots of a cluster. `nodes`: slots of each present node, in order. `out`: slots that must not be assigned."""
+    """The slots of a cluster. `nodes`: slots of each present node, in order. `out`: slots that must not be assigned,
+    because they are faulty or their node is draining."""
 
     nodes: Mapping[str, tuple[str, ...]]
     out: frozenset[Slot] = frozenset()
@@ -73,12 +77,13 @@ class ClusterSlots:
         sick: Mapping[str, Iterable[str]],
         quotas: Mapping[str, int],
     ) -> ClusterSlots:
-        """Make the cluster's slots without those of draining nodes and without faulty ones (by node)."""
+        """Make the cluster's slots. `drained`: draining nodes. `sick`: faulty slots by node. `quotas`: maximum slots by
+        namespace."""
         out = {Slot(node, slot) for node in drained for slot in nodes.get(node, ())}
         return cls(nodes, frozenset(out | slots_of_share(sick)), quotas)
 
     def units(self, size: int) -> list[Unit]:
-        """List all assignable units of this many slots."""
+        """List all units of `size` adjacent slots that may be assigned."""
         found = [
             tuple(Slot(node, slot) for slot in group)
             for node, slots in sorted(self.nodes.items())
@@ -88,7 +93,8 @@ class ClusterSlots:
 
 
 def divide_slots(cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Shares) -> Shares:
-    """Divide the slots. Return the same record if nothing changes."""
+    """Divide the slots between the jobs that claim some. `claims`: by job ID. `shares`: the present division. Return
+    the same record if nothing changes."""
     wanting, has, turns, counting = _counted(cluster, claims, shares)
     # 4. Choose slots; exclude those that another job may still be using.
     holders = {slot: uid for uid in claims if uid in shares.jobs for slot in slots_of_share(shares.jobs[uid].held)}
@@ -108,7 +114,7 @@ def divide_slots(cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Sha
 
 
 def queue_jobs(cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Shares) -> dict[str, QueuePosition]:
-    """List the jobs that wait for slots in their order, with the reason of each."""
+    """Return the queue position of each job that waits for slots, by job ID, with the reason why it waits."""
     _, _, turns, counting = _counted(cluster, claims, shares)
     waiting = [uid for uid in turns if not counting.has_any(uid)]
     return {uid: QueuePosition(position, counting.why(uid)) for position, uid in enumerate(waiting, 1)}
@@ -117,6 +123,8 @@ def queue_jobs(cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Share
 def _counted(
     cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Shares
 ) -> tuple[dict[str, Claim], dict[str, frozenset[Slot]], list[str], _Counting]:
+    """Do steps 1 to 3. Return the claims that want slots, the slots that each job has now, the order of the jobs, and
+    the counts."""
     # 1. Which jobs claim slots, what they have, and their order.
     wanting = {uid: claim for uid, claim in claims.items() if claim.wants}
     has = {uid: slots_of_share(shares.jobs[uid].granted) if uid in shares.jobs else frozenset() for uid in claims}
@@ -130,20 +138,20 @@ def _counted(
 
 
 class _Counting:
-    """Counts how many slots each job gets."""
+    """Counts how many slots each job gets (steps 2 and 3), without choosing which."""
 
     def __init__(
         self, cluster: ClusterSlots, claims: Mapping[str, Claim], has: Mapping[str, int], absent: Mapping[str, int]
     ) -> None:
-        """`has`: slots of each job. `absent`: those of them on absent nodes, which the job keeps in addition to its
-        count."""
+        """`has`: number of slots that each job has now. `absent`: number of those on absent nodes that may soon return;
+        the job keeps them in addition to its count."""
         self._claims = claims
         self._absent = absent
         self._quotas = cluster.quotas
         self._has = has
         self._all = sum(len(unit) for unit in cluster.units(1))
         self._room = {size: len(cluster.units(size)) for size in {1, *(claim.unit for claim in claims.values())}}
-        """Remaining units by size."""
+        """Number of units that are still free, by unit size."""
         self._left = self._all
         self._used: dict[str, int] = defaultdict(int)
         for uid, slots in absent.items():
@@ -169,7 +177,8 @@ class _Counting:
         return self._slots(uid) > 0
 
     def keep(self, uid: str, slots: int) -> int:
-        """Let a job keep this many slots in addition to its count, in whole units. Return how many it may keep."""
+        """Let a job keep up to `slots` slots on absent nodes in addition to its count, in whole units and within its
+        limits. Return how many it may keep."""
         claim = self._claims[uid]
         quota = self._quotas.get(claim.namespace)
         room = [slots]
@@ -197,11 +206,12 @@ class _Counting:
         return f"{needs}, and other jobs use {self._all - self._left} of {count_noun(self._all, 'slot')}"
 
     def _least(self, uid: str) -> int:
+        """Return the minimum of slots that a job needs, in whole units."""
         claim = self._claims[uid]
         return -(-claim.least // claim.unit) * claim.unit
 
     def give_rest(self, turns: Sequence[str]) -> None:
-        """Give the remaining slots, by priority, to the job with the fewest."""
+        """Give the remaining slots, highest priority first, unit by unit to the job with the fewest (step 3)."""
         place = {uid: number for number, uid in enumerate(turns)}
         for priority in sorted({self._claims[uid].priority for uid in turns}, reverse=True):
             level = [uid for uid in turns if self._claims[uid].priority == priority and self.has_any(uid)]
@@ -215,6 +225,8 @@ class _Counting:
                 self._give(uid, self._claims[uid].unit)
 
     def _poverty(self, uid: str, of_level: Mapping[str, int], place: Mapping[str, int]) -> tuple[int, int, bool, int]:
+        """Return the sort key by which the next unit is given: the smallest gets it. `of_level`: slots of each
+        namespace at this priority. `place`: position of each job in the order of step 2."""
         slots = self._slots(uid)
         return of_level[self._claims[uid].namespace], slots, slots >= self._has[uid], place[uid]
 
@@ -228,13 +240,15 @@ class _Counting:
         )
 
     def _has_room(self, unit: int, slots: int) -> bool:
-        """Whether `slots` more fit in addition to all that was given. Wide engines choose first (`_chosen`) and reduce
-        what is left for narrow ones, so a later job must not take what earlier ones were counted."""
+        """Whether `slots` more slots in units of `unit` can be found beside all that were counted so far. Jobs with
+        wide engines choose first (`_chosen`) and reduce what is left for narrow ones, so a job counted later must not
+        use slots that one counted earlier needs."""
         return all(self._room[size] >= taken for size, taken in self._takes(unit, slots))
 
     def _takes(self, unit: int, slots: int) -> Iterator[tuple[int, int]]:
-        """Yield, for each size that is not wider, the units used by this many slots. If the sizes do not divide each
-        other, an engine may break one more unit than it covers."""
+        """Yield, for each unit size up to `unit`, how many units of that size can no longer be used when `slots` slots
+        are given in units of `unit`. If one size does not divide the other, a unit may overlap one more than it
+        covers."""
         for size in self._room:
             if size <= unit:
                 each = unit // size if unit % size == 0 else (unit + size - 2) // size + 1
@@ -256,7 +270,8 @@ def _chosen(
     holders: Mapping[Slot, str],
     has: Mapping[str, frozenset[Slot]],
 ) -> dict[str, list[Unit]]:
-    """Choose the slots of each job: its count, or as many as can be found in whole units."""
+    """Choose the slots of each job (step 4): as many as were counted for it, or as can be found in whole units.
+    `holders`: the job that may still be using each slot. `has`: the slots that each job has now."""
     found: dict[str, list[Unit]] = {uid: [] for uid in turns}
     taken: set[Slot] = set()
     for size in sorted({claims[uid].unit for uid in turns}, reverse=True):
@@ -276,8 +291,9 @@ def _chosen(
 def _kept_away(
     cluster: ClusterSlots, claims: Mapping[str, Claim], has: Mapping[str, frozenset[Slot]], counting: _Counting
 ) -> dict[str, frozenset[Slot]]:
-    """Return the slots that each job keeps on nodes that are not present: all slots on absent nodes, and whole units on
-    the others, within the job's limit. Jobs with the fewest slots elsewhere come first."""
+    """Return the slots that each job keeps on nodes that are not present: all slots on nodes that may soon return
+    (`cluster.absent`), and whole units on other nodes, within the job's limit. Jobs with the fewest slots elsewhere
+    come first."""
     found: dict[str, frozenset[Slot]] = {}
     for uid in sorted(claims, key=lambda uid: (counting.counts[uid], uid)):
         gone = [slot for slot in has[uid] if slot.node not in cluster.nodes and slot.node not in cluster.absent]
@@ -288,7 +304,7 @@ def _kept_away(
 
 
 def _in_order(slot: Slot) -> tuple[str, list[tuple[int, str]]]:
-    """Sort key of slots on their node: `cpu:9` before `cpu:10`."""
+    """Return the sort key of a slot: by node, then by name with numbers in numeric order (`cpu:9` before `cpu:10`)."""
     return slot.node, [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", slot.slot)]
 
 
@@ -300,10 +316,10 @@ def _added(
     holders: Mapping[Slot, str],
     taken: set[Slot],
 ) -> list[Unit]:
-    """Choose up to `lacking` more slots in whole units, and add them to `taken`.
+    """Choose up to `lacking` more units for a job, and add their slots to `taken`.
 
-    Order: slots that no other job may still be using; then nodes where the job already runs; then nodes where the
-    fewest slots would be left over. A node is filled before the next.
+    Preferred are units that no other job may still be using, then nodes where the job already runs (`own`: its units),
+    then nodes with the fewest free units. One node is filled before the next.
     """
     free: dict[str, list[Unit]] = defaultdict(list)
     for unit in units:

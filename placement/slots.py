@@ -1,13 +1,13 @@
-"""Slots of a job: nodes with their slots, replicas, splits between the pools and their bounds.
+"""Slots of a job: nodes with their slots, replicas, splits (how many slots each pool gets) and their bounds.
 
-A split has one of two modes. *Co-existing*: each pool has slots of its own. *Co-located*: every slot goes through the
-phases of a step: rollout, then judges, then train. Co-location costs a wake and a sleep at each phase change, and needs
-the memory of all pools.
+A split has one of two modes. *Co-existing*: each pool has slots of its own. *Co-located*: the pools share all slots
+over time; every slot goes through the phases of a step: rollout, judges, train. Co-location costs a wake and a sleep at
+each phase change, and needs the memory of all pools.
 
 A replica is the set of slots that together run one engine (tensor parallel): adjacent slots of one node, beginning at a
-multiple of its size. So if one of two sizes divides the other, the smaller replicas are contained in the larger ones,
-either size fills a node whose slots it divides, and engines of another pool can be resident, asleep, on a replica's
-slots. The remaining slots of a node belong to no replica. A train rank has one slot.
+multiple of its size. So if one of two sizes divides the other, each larger replica consists of whole smaller ones, and
+a sleeping engine of another pool can stay on its slots. Slots that remain at the end of a node belong to no replica. A
+train rank has one slot.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Mode = Literal["coexisting", "colocated"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Split:
-    """Slots of each pool. In a co-located split each pool has all of them."""
+    """How many slots each pool has. In a co-located split each pool has all of them."""
 
     mode: Mode
     rollout: int
@@ -47,16 +47,19 @@ def count_turns(*, judged: bool) -> int:
 
 
 def split_distance(one: Split, other: Split) -> int:
-    """Return the number of slots by which two splits differ, over all pools."""
+    """Return the sum over the pools of the number of slots by which two splits differ."""
     return abs(one.rollout - other.rollout) + abs(one.reward - other.reward) + abs(one.train - other.train)
 
 
 @dataclass(frozen=True, slots=True)
 class SplitBounds:
-    """Limits of splits. `rollout_size`, `reward_size`: slots per replica. `train_sizes`: allowed train world sizes in
-    slots. `judged`: whether the reward pool has work. `nodes`: number of nodes that share the prompts equally; each
-    node's engines answer its prompts, so a step waits for the node with the fewest engines. `group`: responses per
-    prompt; one engine generates all of them."""
+    """Defines which splits are feasible, and what forecasts need to know about the nodes.
+
+    `slots`: number of present slots. `rollout_size`, `reward_size`: slots per replica. `train_sizes`: allowed train
+    world sizes in slots. `judged`: whether the reward pool has work. `colocated`: whether a slot can hold all models.
+    `nodes`: number of nodes that share the prompts equally; each node's engines answer its prompts, so a step waits for
+    the node with the fewest engines. `group`: responses per prompt; one engine generates all of them.
+    """
 
     slots: int
     rollout_size: int = 1
@@ -68,13 +71,13 @@ class SplitBounds:
     group: int = 1
 
     def sizes(self) -> tuple[int, ...]:
-        """The train world sizes that fit beside one replica of each other pool."""
+        """Return the allowed train world sizes that leave room for one replica of each other pool."""
         least = self.rollout_size + (self.reward_size if self.judged else 0)
         return tuple(size for size in self.train_sizes if size <= self.slots - least)
 
     def all_together(self) -> Split | None:
-        """Return the co-located split if there is one: the largest world that fits, and engines on as many slots as
-        replicas fill."""
+        """Return the co-located split: the largest allowed train world, and engines on all slots that whole replicas
+        fill. None if it is not feasible."""
         fitting = [size for size in self.train_sizes if size <= self.slots]
         if not self.colocated or not fitting or self.slots < max(self.rollout_size, self.reward_size):
             return None
@@ -83,7 +86,7 @@ class SplitBounds:
         return Split("colocated", rollout, reward, max(fitting))
 
     def allows(self, split: Split) -> bool:
-        """Whether the split is one of `feasible`, without enumerating them."""
+        """Whether the split is feasible, without enumerating all feasible splits."""
         if split.mode == "colocated":
             return split == self.all_together()
         if split.train not in self.sizes():
@@ -98,7 +101,7 @@ class SplitBounds:
 
 
 def feasible(bounds: SplitBounds) -> Iterator[Split]:
-    """Enumerate every split within the bounds that leaves no whole replica unused.
+    """Enumerate the feasible splits: the co-located one, and every co-existing one that uses all slots.
 
     Slots that are too few for a replica of either pool stay unused.
     """
@@ -134,8 +137,8 @@ def nearest_split(bounds: SplitBounds, split: Split) -> Split:
 
 
 def even_split(bounds: SplitBounds) -> Split:
-    """Return the split that a user would choose without measurements: half for rollout, the other half divided between
-    the other pools."""
+    """Return a split without regard to measurements, as a user might choose it: half of the slots for rollout, a
+    quarter each for reward and train."""
     quarter = bounds.slots // 4
     reward = quarter if bounds.judged else 0
     return nearest_split(bounds, Split("coexisting", bounds.slots - 2 * quarter, reward, quarter))
@@ -154,7 +157,7 @@ class ReplicaSizes:
 
     @property
     def widest(self) -> int:
-        """The larger size."""
+        """The larger of the two sizes."""
         return max(self.rollout, self.reward)
 
 
@@ -163,19 +166,19 @@ SINGLE = ReplicaSizes()
 
 
 def sizes_of(spec: JobSpec) -> ReplicaSizes:
-    """Return the sizes set in a spec. All judges served by the cluster have the same size."""
+    """Return the slots per replica that a spec sets. All judges that the cluster serves have the same size."""
     served = (judge.serving.slots_per_engine for judge in spec.served_judges)
     return ReplicaSizes(spec.rollout.slots_per_engine, max(served, default=1))
 
 
 def plan_sizes(plan: Plan) -> ReplicaSizes:
-    """Return the sizes used in a plan. All engines of a pool have one size."""
+    """Return the slots per replica in a plan. All engines of a pool have the same size."""
     found = {place.pool: len(place.slots) for place in plan.engines}
     return ReplicaSizes(found.get("rollout", 1), found.get("reward", 1))
 
 
 def replica_groups(slots: Sequence[str], size: int) -> Iterator[tuple[str, ...]]:
-    """Divide a node's slots into replicas of `size`; remaining slots belong to none."""
+    """Divide a node's slots into replicas of `size` adjacent slots; slots that remain belong to none."""
     for begin in range(0, len(slots) - size + 1, size):
         yield tuple(slots[begin : begin + size])
 
@@ -188,7 +191,7 @@ def round_robin(of_nodes: Sequence[Sequence[T]]) -> list[T]:
 
 @dataclass(frozen=True, slots=True)
 class NodeSlots:
-    """A present node and its slots. `facts`: what it reports of them; None: nothing."""
+    """A present node and its slots. `facts`: devices and memory as the node reports them; None: not reported."""
 
     node: str
     slots: tuple[str, ...]
@@ -197,23 +200,23 @@ class NodeSlots:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The nodes and slots available to the job."""
+    """The present nodes with the slots that a job may use."""
 
     nodes: tuple[NodeSlots, ...]
 
     @property
     def slots(self) -> int:
-        """Number of slots."""
+        """Total number of slots."""
         return sum(len(node.slots) for node in self.nodes)
 
     @property
     def places(self) -> frozenset[Slot]:
-        """All slots."""
+        """All slots, each with its node."""
         return frozenset(Slot(node.node, slot) for node in self.nodes for slot in node.slots)
 
 
 def trim_to_replicas(snapshot: Snapshot, sizes: ReplicaSizes) -> Snapshot:
-    """Remove the slots of each node that remain when it is divided into replicas."""
+    """Remove the slots of each node that are left over when it is divided into replicas of the widest size."""
     if sizes.widest == 1:
         return snapshot
     return Snapshot(

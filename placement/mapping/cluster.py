@@ -1,11 +1,12 @@
-"""The cluster that a job is planned for, and the known accelerators. A user writes it in the file for `gcore plan
---cluster`:
+"""Description of the cluster that a job is planned for, and the table of known accelerators. A user writes the
+description in the file for `gcore plan --cluster`:
 
     nodes:
-      - { name: gpu, count: 2, accelerators: 8, device: h100, host_memory_gib: 1800 } network_gb_s: 50
+      - { name: gpu, count: 2, accelerators: 8, device: h100, host_memory_gib: 1800 }
+    network_gb_s: 50
 
-A device is given by name or by its figures. Figures beside a name override those of the named device. Nodes may differ:
-the plan then uses the weakest one, because any node may get any pool.
+A device is given by its name in `DEVICES` or by its figures. Figures beside a name override those of the named device.
+Nodes may differ: the plan then assumes the weakest device everywhere, because any node may get any pool.
 
 The figures of accelerators are those of their makers: dense bfloat16 operations without sparsity, memory as the driver
 reports it, and half of a link's bidirectional bandwidth. `cpu-core` is a core of a virtual machine as gcore's own
@@ -31,11 +32,11 @@ NODE_GIB = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One accelerator. `memory_gib` None: a share of the host's memory. `launch_s`: minimum time of a layer, in
-    seconds.
+    """Figures of one accelerator.
 
-    `tflops`: 1e12 operations per second. `bandwidth_gb_s`: memory bandwidth, 1e9 bytes per second. `link_gb_s`: to
-    another accelerator of the node, in one direction. `source`: where the figures come from.
+    `memory_gib` None: it uses a share of the host's memory. `tflops`: 1e12 operations per second. `bandwidth_gb_s`: of
+    its memory, 1e9 bytes per second. `link_gb_s`: bandwidth to another accelerator of the node, in one direction.
+    `launch_s`: minimum seconds of one layer (kernel launches). `source`: where the figures come from.
     """
 
     memory_gib: float | None
@@ -94,17 +95,17 @@ class NodeKind(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")] = "node"
     count: Annotated[PositiveInt, Field(le=MOST_SLOTS)] = 1
     accelerators: Annotated[PositiveInt, Field(le=1024)]
-    """Slots per node."""
+    """Accelerators (slots) per node."""
     device: str | None = None
-    """A key of `DEVICES`."""
+    """Name of the accelerator: a key of `DEVICES`."""
     memory_gib: Gib | None = None
-    """Per accelerator."""
+    """Memory per accelerator."""
     tflops: Tflops | None = None
     bandwidth_gb_s: GbPerS | None = None
     link_gb_s: GbPerS | None = None
     launch_s: PositiveFloat | None = None
     host_memory_gib: Gib
-    """Per node."""
+    """Host memory per node."""
 
     @model_validator(mode="after")
     def _is_described(self) -> NodeKind:
@@ -121,7 +122,7 @@ class NodeKind(Section):
 
     @property
     def each(self) -> Accelerator:
-        """One accelerator of this kind of node."""
+        """Figures of one accelerator of these nodes."""
         base = None if self.device is None else DEVICES[self.device]
         given = {
             name: getattr(self, name) for name in ("memory_gib", "tflops", "bandwidth_gb_s", "link_gb_s", "launch_s")
@@ -172,7 +173,7 @@ class ClusterSpec(Section):
 
     @property
     def device(self) -> Accelerator:
-        """An accelerator with the worst figure of all devices in each respect."""
+        """An accelerator that has, in each respect, the worst figure of all devices."""
         every = [kind.each for kind in self.nodes]
         return Accelerator(
             memory_gib=min((one.memory_gib for one in every if one.memory_gib is not None), default=None),

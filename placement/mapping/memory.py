@@ -1,18 +1,18 @@
-"""Memory of engines and train ranks on a slot, whether a layout fits, and which splits fit.
+"""Estimate the memory of engines and train ranks, and check which layouts and splits fit on the slots.
 
-Train rank: DeepSpeed partitions the optimizer state between the ranks at stage 1, also the gradients at stage 2, and
-also the weights at stage 3, where it gathers them while it uses them. A gradient bucket is as large as the model, up to
-`BUCKET`. Activations are those of a transformers decoder, layer by layer, as autograd keeps them. `make bench-memory`
-compares these numbers with real processes.
+Memory of a train rank: DeepSpeed partitions the optimizer state between the ranks at ZeRO stage 1, also the gradients
+at stage 2, and also the weights at stage 3, where it gathers them while it uses them. A gradient bucket is as large as
+the model, up to `BUCKET`. Activations are those that autograd keeps in each layer of a transformers decoder. `make
+bench-memory` compares these numbers with real processes.
 
-Layout: a slot holds the memory of its pools: a rank with the models that it trains, engines with weights and KV cache.
-Each engine gets the cache that it wants if there is room, else a proportional part of the rest. No engine gets less
-than one longest request needs.
+A layout fits if each slot holds the processes that share it: a rank with the models that it trains, engines with
+weights and KV cache. Each engine gets the cache that it wants if there is room, else a proportional part of what is
+left, but never less than one request of maximum length needs.
 
-Bounds of splits exclude only what cannot fit in any case: a train world with a rank that does not fit on a slot of its
-own or its host, and co-location if ranks and engines do not fit together. The number of engines of a pool hardly
-changes the memory of one engine. If nothing would remain, nothing is excluded, because these are estimates and a
-running job must continue.
+`bound_by_memory` removes splits that cannot fit. It only removes train worlds whose ranks do not fit on slots of their
+own or into host memory, and co-location if ranks and engines do not fit together; the number of a pool's engines hardly
+changes the memory of one. If no split would remain, it removes none, because these are estimates and a running job must
+continue.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GATHERED = 1_000_000_000
 """Maximum number of parameters that stage 3 keeps gathered (DeepSpeed's `stage3_max_live_parameters`)."""
 
 MASTER, MOMENTS = 4, 8
-"""Bytes per parameter of the optimizer's own weights and Adam's two moments."""
+"""Bytes per parameter of the optimizer's float32 weights, and of Adam's two moments."""
 
 PIECE = 1 << 22
 """Number of logits whose log-probabilities are computed together, in float32."""
@@ -40,18 +40,19 @@ IDLE_TOKENS = 8192
 """Maximum number of prompt tokens that the torch engine prefills at once."""
 
 SGLANG_CPU_TOKENS = 65536
-"""Minimum number of cache cells of SGLang on a CPU if the spec sets none."""
+"""Minimum tokens of SGLang's KV cache on a CPU if the spec sets no number."""
 
 COLUMNS = 64
-"""Columns of the torch engine's cache table beyond twice the longest row."""
+"""The torch engine's KV cache is a table of requests by token positions. Full size: twice the longest request plus this
+many positions."""
 
 SLACK = 32
-"""Minimum number of columns of the table beyond the longest row."""
+"""Minimum size of that table: the longest request plus this many positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes that one process needs on its slot. `stays`: always. `works`: in addition while it computes."""
+    """Bytes that one model needs on its slot. `stays`: at all times. `works`: in addition while it computes."""
 
     name: str
     stays: int
@@ -59,7 +60,7 @@ class MemoryNeed:
 
 
 def activation_bytes(shape: ModelShape, training: TrainWorkload, ranks: int) -> int:
-    """Return the bytes of activations and logits for the backward pass of the largest micro-batch."""
+    """Return the bytes that a rank keeps for the backward pass of the largest micro-batch: activations and logits."""
     item = 2 if training.half else 4
     tokens = micro_tokens(training, ranks)
     layer = item * (6 * shape.width + 4 * shape.inner + _attention_numbers(shape))
@@ -81,7 +82,7 @@ class TrainMemory:
 
     @property
     def need(self) -> tuple[int, int]:
-        """Bytes that stay, and additional bytes during computation."""
+        """Bytes at all times (weights, optimizer), and additional bytes during computation (gradients, activations)."""
         return self.weights + self.optimizer, self.gradients + self.activations
 
 
@@ -106,15 +107,15 @@ def train_memory(shape: ModelShape, training: TrainWorkload, ranks: int, *, gpu:
 
 
 def _attention_numbers(shape: ModelShape) -> int:
-    """Count the values kept per token in one layer: queries, keys and values as used by attention, and its output. Head
-    norms keep queries and keys once more."""
+    """Count the values that attention keeps per token and layer for the backward pass: queries, keys, values and the
+    output. Norms of queries and keys keep these once more."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return 3 * queries + 2 * keys + 2 * (queries + keys) * shape.head_norms
 
 
 def micro_tokens(training: TrainWorkload, ranks: int) -> int:
-    """Return the tokens of the largest micro-batch: the limit of the spec, if a rank has that many tokens, but at least
-    the longest sample."""
+    """Return the tokens of the largest micro-batch: the spec's limit or all tokens of the rank's mini-batch, whichever
+    is smaller, but at least the longest sample."""
     own = -(-training.samples // (ranks * training.mini_batches)) * training.longest
     return max(training.longest, min(training.micro_tokens, own))
 
@@ -126,8 +127,8 @@ def reference_bytes(shape: ModelShape, training: TrainWorkload, ranks: int) -> i
 
 
 def rank_needs(training: TrainWorkload, ranks: int, *, gpu: bool) -> tuple[MemoryNeed, ...]:
-    """List the memory of one rank: each trained model, and the reference model, which may wait in host memory on a
-    GPU."""
+    """List the memory of one rank by model: each trained model, and the reference model. On a GPU the reference model
+    may be kept in host memory while it does not compute."""
     needs = [
         MemoryNeed(name, *train_memory(shape, training, ranks, gpu=gpu).need) for name, shape in training.models.items()
     ]
@@ -140,8 +141,8 @@ def rank_needs(training: TrainWorkload, ranks: int, *, gpu: bool) -> tuple[Memor
 
 
 def rank_host_bytes(training: TrainWorkload) -> int:
-    """Return the host memory that a GPU rank needs while it loads: all of its models whole in float32, and the
-    reference model."""
+    """Return the host memory in bytes that a GPU rank needs while it loads: complete float32 weights of all trained
+    models, and of the reference model if it is offloaded."""
     loading = sum(4 * shape.parameters for shape in training.models.values())
     return loading + (
         4 * training.models["policy training"].parameters if training.reference and training.offloads else 0
@@ -149,16 +150,18 @@ def rank_host_bytes(training: TrainWorkload) -> int:
 
 
 def checkpoint_bytes(training: TrainWorkload) -> int:
-    """Return the host memory of rank 0 for the checkpoint copy that is written in the background: twelve bytes per
-    parameter."""
+    """Return the host memory in bytes that rank 0 needs for the copy of a checkpoint that it writes in the background:
+    twelve bytes per trained parameter."""
     return sum((MASTER + MOMENTS) * shape.parameters for shape in training.models.values())
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Bytes of an engine on each slot that it spans. `cell`: the KV cache of one token.
+    """Bytes of an engine on each slot that it spans.
 
-    `least` and `wanted`: cells for one longest request, and for all concurrent requests.
+    `works`: bytes in addition to weights and cache while it computes or loads. `cell`: bytes of one token in the KV
+    cache. `least`, `wanted`: tokens that the cache must hold for one request of maximum length, and those that it
+    should hold for all concurrent requests.
     """
 
     name: str
@@ -169,12 +172,12 @@ class EngineMemory:
     wanted: int
 
     def stays(self, cells: int) -> int:
-        """Return the bytes that stay, with a cache of this many cells."""
+        """Return the bytes that the engine holds at all times with a KV cache of `cells` tokens."""
         return self.weights + self.cell * cells
 
 
 def engine_memory(served: EngineWorkload, *, size: int, rows: int, gpu: bool) -> EngineMemory:
-    """Compute the memory of an engine over `size` slots with at most `rows` concurrent requests."""
+    """Compute the memory of an engine that spans `size` slots and serves at most `rows` concurrent requests."""
     item, shape = 2 if gpu else 4, served.shape
     if served.longest_written == 0:  # a classifier has no KV cache
         least = wanted = 0
@@ -205,7 +208,7 @@ def engine_memory(served: EngineWorkload, *, size: int, rows: int, gpu: bool) ->
 
 
 def rows_in_cache(served: EngineWorkload, cells: int, rows: int) -> int:
-    """Return the number of concurrent requests that fit into a cache of this many cells."""
+    """Return the number of concurrent requests, at most `rows`, that fit into a KV cache of `cells` tokens."""
     if served.longest_written == 0:
         return rows
     if served.engine == "torch":
@@ -223,14 +226,17 @@ RESERVE = 0.05
 """Share of GPU memory that allocators lose to fragmentation."""
 
 HOST_RESERVE = 0.1
-"""Share of a slot's host memory that is kept free: estimates may be this much too low
+"""Share of a CPU slot's memory that is kept free, because estimates may be this much too low
 (docs/operate/scheduling.md#the-first-placement-gcore-plan)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryExcess:
-    """Processes that share each of `slots` slots, and the bytes by which they exceed `memory`. `where`: which memory,
-    if not that of the slots. `engines`: whether engines are among them."""
+    """Models that together need too much memory: `over` bytes more than `memory`, on each of `slots` slots.
+
+    `names`: the models. `engines`: whether engines are among them. `where`: describes the memory if it is not that of a
+    slot (host memory, or SGLang's share).
+    """
 
     names: tuple[str, ...]
     slots: int
@@ -247,8 +253,12 @@ class MemoryExcess:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFit:
-    """A layout that fits. `used`: bytes on the fullest slot of each pool. `cells`, `rows`: cache cells and concurrent
-    requests of each engine, by name. `bound`: engines that get less cache than they want."""
+    """Memory use of a layout that fits.
+
+    `used`: bytes on a slot of each pool. `cells`, `rows`: by engine name, the tokens of its KV cache and the concurrent
+    requests that fit into it. `bound`: engines whose cache is smaller than wanted. `slept`: bytes per slot that move to
+    host memory when models sleep.
+    """
 
     used: tuple[tuple[str, float], ...]
     cells: tuple[tuple[str, int], ...]
@@ -259,7 +269,8 @@ class MemoryFit:
 
 @dataclass(frozen=True, slots=True)
 class SlotMemory:
-    """Memory of one slot in bytes. `limit`: available for planning. `all_of_it`: total."""
+    """Memory of one slot in bytes. `all_of_it`: total. `limit`: total without the reserve. `process`: used by each
+    process besides its model. `gpu`: whether the device has its own memory."""
 
     limit: float
     all_of_it: float
@@ -280,7 +291,8 @@ class SlotMemory:
 def fit_memory(
     layout: PoolLayout, workload: Workload, cluster: ClusterSpec, memory: SlotMemory
 ) -> MemoryFit | MemoryExcess:
-    """Check whether the layout fits into the memory of slots and hosts. Return the fit, or the worst excess."""
+    """Check whether the layout fits into the memory of slots and hosts. Return its memory use, or the largest
+    excess."""
     found = _on_slots(layout, workload, memory)
     if isinstance(found, MemoryExcess):
         return found
@@ -290,7 +302,7 @@ def fit_memory(
 def world_excess(
     layout: PoolLayout, workload: Workload, cluster: ClusterSpec, memory: SlotMemory
 ) -> MemoryExcess | None:
-    """Return the excess if the ranks do not fit even on slots of their own, else None."""
+    """Return the excess of memory if the train ranks do not fit even without engines beside them, else None."""
     alone = _together("train", rank_needs(workload.training, layout.ranks, gpu=memory.gpu), [], layout.ranks, memory)
     return alone if isinstance(alone, MemoryExcess) else _host_excess(layout, workload, cluster, memory)
 
@@ -314,13 +326,15 @@ def _on_slots(layout: PoolLayout, workload: Workload, memory: SlotMemory) -> Mem
 
 
 def judge_replicas(judge: EngineWorkload, layout: PoolLayout) -> int:
-    """Return the number of engines of a judge."""
+    """Return how many engines a judge gets: as many replicas as the pool has room for, up to the number in the spec."""
     most = max(1, layout.split.reward // layout.reward_size)
     return most if judge.replicas is None else min(most, judge.replicas)
 
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
+    """An engine with its memory need. `rows`: maximum of concurrent requests."""
+
     served: EngineWorkload
     need: EngineMemory
     rows: int
@@ -340,10 +354,11 @@ def _together(
     *,
     asleep: int = 0,
 ) -> MemoryFit | MemoryExcess:
-    """Fit processes that share one slot at the same time. Ranks and engines compute in turns; engines compute
-    concurrently.
+    """Check whether ranks and engines fit on one slot if all of them keep their memory. Ranks do not compute while
+    engines do; engines compute concurrently.
 
-    `asleep`: number of further engines that sleep on the slot; only their processes remain.
+    `pool`: label of the result. `slots`: number of such slots. `asleep`: number of further engines that sleep on the
+    slot; of these only the memory of the process without its model counts.
     """
     processes = memory.process * (len(engines) + bool(ranks) + asleep)
     working = max(sum(one.need.works for one in engines), max((need.works for need in ranks), default=0))
@@ -354,7 +369,8 @@ def _together(
 def _asleep(
     layout: PoolLayout, ranks: Sequence[MemoryNeed], engines: Sequence[_Engine], memory: SlotMemory
 ) -> MemoryFit | MemoryExcess:
-    """Fit engines while ranks sleep, and ranks while engines sleep. A sleeping model keeps its process."""
+    """Check whether a co-located layout fits if ranks and engines sleep in turns: engines while the ranks sleep, and
+    the ranks while the engines sleep. A process whose model sleeps still takes `memory.process`."""
     processes = memory.process * (len(engines) + 1)
     training = processes + sum(need.stays for need in ranks) + max(need.works for need in ranks)
     serving = processes + sum(one.need.works for one in engines)
@@ -372,8 +388,9 @@ def _asleep(
 def _with_caches(
     pool: str, names: Sequence[str], engines: Sequence[_Engine], held: float, slots: int, memory: SlotMemory
 ) -> MemoryFit | MemoryExcess:
-    """Divide the memory beside `held` bytes between engines. Engines with a fixed share take it in any case; the others
-    get the rest."""
+    """Divide what `held` bytes leave of a slot's memory between its engines. Engines with a fixed share of
+    the device take it in any case; the others divide the rest. `names`: models that use the `held` bytes, for the error
+    message."""
     shared = [one for one in engines if memory.gpu and one.served.share is not None]
     free = [one for one in engines if one not in shared]
     problems = [_share_excess(one, slots, memory) for one in shared]
@@ -398,11 +415,13 @@ def _with_caches(
 
 
 def _share(one: _Engine, memory: SlotMemory) -> float:
+    """Return the bytes of an engine's fixed share of its device."""
     return (one.served.share or 0.0) * memory.all_of_it
 
 
 def _share_excess(one: _Engine, slots: int, memory: SlotMemory) -> MemoryExcess | None:
-    """Return the excess if an engine's fixed memory share is less than its minimum, else None."""
+    """Return the excess if the fixed share of an engine is too small for its weights and one request of maximum length,
+    else None."""
     share, least = _share(one, memory), one.need.stays(one.need.least)
     if least <= share:
         return None
@@ -429,8 +448,8 @@ def _joined(rooms: Sequence[MemoryFit]) -> MemoryFit:
 def _host_excess(
     layout: PoolLayout, workload: Workload, cluster: ClusterSpec, memory: SlotMemory
 ) -> MemoryExcess | None:
-    """Return the excess of host memory of GPU nodes, if any: ranks load whole models there, and rank 0 keeps a copy of
-    the checkpoint being written."""
+    """Return the excess of host memory on a GPU node, or None. There ranks load complete models, rank 0 keeps a copy of
+    the checkpoint that it writes, and sleeping models keep their weights."""
     if not memory.gpu:
         return None
     kind = min(cluster.nodes, key=lambda one: one.host_memory_gib / one.accelerators)
@@ -449,7 +468,7 @@ def _host_excess(
 
 
 def _slept_of_engines(layout: PoolLayout, workload: Workload) -> float:
-    """Return the maximum bytes of sleeping weights in host memory, per GPU slot."""
+    """Return the maximum bytes of sleeping engines' weights in host memory, per GPU slot."""
     policy = 2 * workload.rollout.shape.parameters / layout.rollout_size
     judges = sum(2 * judge.shape.parameters for judge in workload.judges) / layout.reward_size
     if layout.asleep:
@@ -467,8 +486,8 @@ def format_gib(size: float) -> str:
 def bound_by_memory(
     bounds: SplitBounds, workload: Workload, cluster: ClusterSpec, now: int | None = None
 ) -> SplitBounds:
-    """Remove the splits that do not fit into memory from `bounds`. `now`: ranks of the present world, which counts as
-    fitting."""
+    """Restrict `bounds` to the splits that fit into memory (see the module docstring). `now`: number of ranks of the
+    present train world, which evidently fits."""
     memory = SlotMemory.of(cluster)
     together = bounds.all_together()
     colocated = False

@@ -1,14 +1,17 @@
-"""Find the first placement of a job: enumerate all layouts and rank those that fit by predicted step time.
+"""Find the first placement of a job: enumerate all layouts (split, slots per engine, memory mode) and rank those that
+fit into memory by predicted step time.
 
-Of the layouts that do not fit, the closest of each kind is kept, with the process that exceeds the memory and by how
+Of the layouts that do not fit, the closest one of each kind is kept, with the models that exceed the memory and by how
 much. Hints name the fields of the spec that would change the result.
 
-Predicted times (seconds) follow from the computation, memory traffic and communication of each part of a step. Device
-figures are the maker's; real programs reach only a part of them, given by the assumptions below. So predictions can
-rank layouts, but their absolute values are rough. Measurements of the job replace them from its first steps on.
+A predicted time (seconds) is the sum of the computation, memory traffic and communication of each part of a step.
+Device figures are the maker's; the constants below say which share of them real programs are assumed to reach. So
+predictions can rank layouts, but their absolute values are rough. Measurements of the job replace them from its first
+steps on.
 
-Facts that nodes and jobs do not report are not guessed: a sentence says what is missing. If the speed of an accelerator
-is not known, only memory is planned. Networks and the shared folder have the defaults of a cluster file.
+If a node or a job does not report a fact, it is not guessed: the result is then a sentence that says what is missing.
+If the speed of an accelerator is not known, only memory is planned. Networks and the shared folder are assumed to have
+the default bandwidths of a cluster file.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ UPDATE_BYTES = 28
 
 @dataclass(frozen=True, slots=True)
 class EngineReplica:
-    """One engine: slots that it spans, and its concurrent requests."""
+    """One engine. `size`: slots that it spans. `rows`: its maximum of concurrent requests."""
 
     size: int
     rows: int
@@ -87,9 +90,9 @@ class MachineSpeed:
         return 2 if self.device.is_gpu else 4
 
     def serve_s(self, served: EngineWorkload, replicas: int, replica: EngineReplica) -> float:
-        """Return the seconds until `replicas` engines answer all requests of a step to one model.
+        """Return the seconds until `replicas` engines have answered all requests of a step to one model.
 
-        The last response has the maximum length and runs alone at its end.
+        The longest response is assumed to run alone from the mean length on.
         """
         if not served.requests:
             return 0.0
@@ -106,7 +109,8 @@ class MachineSpeed:
         )
 
     def _decode_s(self, shape: ModelShape, rows: float, context: float, size: int) -> float:
-        """Return the seconds of one decode step for `rows` requests."""
+        """Return the seconds in which an engine of `size` slots decodes one token of each of `rows` requests.
+        `context`: tokens in the KV cache per request."""
         device = self.device
         read = self.item * (shape.computing + rows * context * shape.cache_numbers)
         reading = read / size / (device.bandwidth_gb_s * 1e9 * DECODING_SHARE)
@@ -114,20 +118,22 @@ class MachineSpeed:
         return max(reading, computing) + shape.layers * device.launch_s + self._share_s(shape, rows, size)
 
     def _read_s(self, shape: ModelShape, tokens: float, length: float, size: int) -> float:
+        """Return the seconds to prefill `tokens` tokens of prompts that are `length` tokens long."""
         speed = self.device.tflops * 1e12 * READING_SHARE
         body = shape.layers * shape.layer_parameters
         return tokens * (2 * body + attention_ops(shape, length)) / size / speed + self._share_s(shape, tokens, size)
 
     def _share_s(self, shape: ModelShape, tokens: float, size: int) -> float:
-        """Return the seconds of communication between the slots of one replica for `tokens`: two all-reduces per
-        layer."""
+        """Return the seconds of communication between the `size` slots of one engine while it computes `tokens`: two
+        all-reduces per layer (tensor parallel)."""
         if size == 1:
             return 0.0
         sent = 2 * tokens * shape.width * self.item * (size - 1) / size
         return 2 * shape.layers * (SEND_S + sent / (self.device.link_gb_s * 1e9 * SENDING_SHARE))
 
     def train_s(self, training: TrainWorkload, ranks: int) -> float:
-        """Return the seconds of a step's passes and updates on this many ranks."""
+        """Return the seconds of training on a step's samples: forward and backward passes, optimizer updates and the
+        communication between `ranks` ranks."""
         device, total = self.device, 0.0
         tokens = training.samples * training.tokens
         for name, shape in training.models.items():
@@ -145,8 +151,9 @@ class MachineSpeed:
     def _exchange_s(
         self, shape: ModelShape, training: TrainWorkload, ranks: int, updates: float, micro: float
     ) -> float:
-        """Return the seconds of communication between ranks: gradients and new weights per update; at stage 3 also the
-        weights of each pass."""
+        """Return the seconds of communication between ranks. At ZeRO stages 1 and 2 they exchange gradients and updated
+        weights; at stage 3 also the weights for each pass. `updates`: optimizer updates; `micro`: micro-batches of a
+        rank."""
         if ranks == 1:
             return 0.0
         weights = (2 if training.half else 4) * shape.parameters * (ranks - 1) / ranks
@@ -154,8 +161,8 @@ class MachineSpeed:
         return times * (weights / (self._between_ranks(ranks) * 1e9 * SENDING_SHARE) + SEND_S * shape.layers)
 
     def _between_ranks(self, ranks: int) -> float:
-        """Return the bandwidth in GB/s. Ranks are distributed round robin, so with two nodes they communicate over the
-        network."""
+        """Return the bandwidth between two ranks in GB/s. Ranks are placed round robin over the nodes, so if there are
+        several nodes they communicate over the network."""
         link = self.device.link_gb_s
         return link if self.network_gb_s is None or ranks == 1 else min(link, self.network_gb_s)
 
@@ -164,12 +171,13 @@ class MachineSpeed:
         return 2 * self.item * served.shape.parameters / (self.storage_gb_s * 1e9)
 
     def switch_s(self, slept: float) -> float:
-        """Return the seconds to move this many bytes of a slot to host memory and back."""
+        """Return the seconds to move `slept` bytes of a slot's memory to host memory and back."""
         return 2 * slept / (SWITCH_GB_S * 1e9)
 
 
 def attention_ops(shape: ModelShape, length: float) -> float:
-    """Return the operations of a token's attention over half of `length` tokens, in all layers."""
+    """Return the operations per token of attention in all layers, in a sequence of `length` tokens: with a causal mask
+    a token attends to half of them on average."""
     return 2 * shape.layers * shape.heads * shape.head_dim * length
 
 
@@ -179,7 +187,9 @@ BETTER = 0.95
 
 @dataclass(frozen=True, slots=True)
 class PredictedTimes:
-    """Predicted seconds of the parts of a step. `ahead`: the next responses are generated while this step trains."""
+    """Predicted seconds of the parts of a step. `publishing`: weight sync. `switching`: sleep and wake at phase
+    changes. `in_turn`: co-located, so the parts follow each other. `ahead`: the next responses are generated while this
+    step trains."""
 
     rollout: float
     judging: float
@@ -191,8 +201,8 @@ class PredictedTimes:
 
     @property
     def step(self) -> float:
-        """Seconds from commit to commit. Judges on their own slots work concurrently with rollout, otherwise after
-        it."""
+        """Seconds of a whole step, from commit to commit. Judges with slots of their own work concurrently with
+        rollout, otherwise after it."""
         produced = self.rollout + self.judging if self.in_turn else max(self.rollout, self.judging)
         learned = self.training + self.publishing
         if self.ahead and not self.in_turn:
@@ -202,7 +212,7 @@ class PredictedTimes:
 
 @dataclass(frozen=True, slots=True)
 class FittingLayout:
-    """A layout that fits, with its predicted times."""
+    """A layout that fits (`way`), with its memory use (`room`) and predicted times."""
 
     way: PoolLayout
     room: MemoryFit
@@ -211,7 +221,7 @@ class FittingLayout:
 
 @dataclass(frozen=True, slots=True)
 class RejectedLayouts:
-    """Layouts of one kind that do not fit: the closest one, and their number."""
+    """Layouts of one kind that do not fit: the one with the smallest excess of memory, and how many there are."""
 
     way: PoolLayout
     excess: MemoryExcess
@@ -220,7 +230,8 @@ class RejectedLayouts:
 
 @dataclass(frozen=True, slots=True)
 class LayoutSearchResult:
-    """`fits`: best first. `misfits`: closest first. `hints`: sentences about the spec."""
+    """Result of a search. `fits`: layouts that fit, the fastest first. `misfits`: kinds of layouts that do not fit,
+    smallest excess first. `hints`: sentences that name changes of the spec which would help."""
 
     fits: tuple[FittingLayout, ...]
     misfits: tuple[RejectedLayouts, ...]
@@ -228,20 +239,20 @@ class LayoutSearchResult:
 
     @property
     def first(self) -> FittingLayout | None:
-        """The best layout with which the job can start."""
+        """The fastest layout with which the job can start without a change of its spec."""
         return next((fit for fit in self.fits if fit.way.starts), None)
 
 
 def search_layouts(workload: Workload, cluster: ClusterSpec) -> LayoutSearchResult:
-    """Evaluate all layouts."""
+    """Check and rank all layouts of a job on a cluster."""
     fits, misfits = _tried(all_layouts(cluster, workload), workload, cluster)
     return LayoutSearchResult(fits, misfits, tuple(_hints(workload, cluster, fits)))
 
 
 @dataclass(frozen=True, slots=True)
 class FirstLayout:
-    """The layout with which a job starts before any measurement: the best of `count` layouts that fit. `untimed`: why
-    no times are predicted; then it is only the first layout that fits."""
+    """The layout with which a job starts before any measurement: the fastest of `count` layouts that fit. `untimed`:
+    why no times could be predicted, in which case it is just the first layout that fits; empty: times are predicted."""
 
     fit: FittingLayout
     count: int
@@ -259,7 +270,7 @@ class FirstLayout:
 
     @property
     def reason(self) -> str:
-        """Why the layout was chosen."""
+        """Sentence that says why the layout was chosen."""
         if self.untimed:
             which = f"it is the first of {self.count} ways that fit" if self.count > 1 else "it alone fits"
             return f"nothing is measured yet, and {self.untimed}: {which}"
@@ -269,7 +280,8 @@ class FirstLayout:
 
     @property
     def cut(self) -> str:
-        """Return which engines get less cache than they want and how to set that in the spec, or an empty string."""
+        """Warning that names engines whose KV cache must be smaller than their default, and the fields of the spec to
+        set; empty if there are none."""
         cells, bound = dict(self.fit.room.cells), self.fit.room.bound
         keys = {
             name: "rollout.cache_tokens" if name == "rollout" else f"serving.cache_tokens of {name}" for name in bound
@@ -282,9 +294,12 @@ class FirstLayout:
 def choose_first_layout(
     workload: Workload, cluster: ClusterSpec, bounds: SplitBounds, untimed: str = ""
 ) -> FirstLayout | RejectedLayouts | None:
-    """Choose the layout with which a job starts under its present spec. Layouts in which an engine would by default
-    take more memory than available come last. Return RejectedLayouts (the closest one) if nothing fits, None if there
-    are too few slots. `untimed`: why no times can be predicted."""
+    """Choose the layout with which a job starts under its present spec.
+
+    Layouts in which an engine's default KV cache would not fit are chosen only if there is no other. `untimed`: why no
+    times can be predicted; empty if they can. Return RejectedLayouts (the closest layout) if nothing fits, and None if
+    there are too few slots for any layout.
+    """
     gpu = cluster.device.is_gpu
     fits, misfits = _tried(layouts_within(bounds, workload, gpu=gpu), workload, cluster)
     if not fits:
@@ -298,6 +313,7 @@ def choose_first_layout(
 def _tried(
     some: Iterable[PoolLayout], workload: Workload, cluster: ClusterSpec
 ) -> tuple[tuple[FittingLayout, ...], tuple[RejectedLayouts, ...]]:
+    """Return the layouts that fit, the fastest first, and the others by kind, smallest excess first."""
     memory, machine = SlotMemory.of(cluster), MachineSpeed.of(cluster)
     fits: list[FittingLayout] = []
     failed: dict[tuple[object, ...], RejectedLayouts] = {}
@@ -321,7 +337,7 @@ def _tried(
 
 
 def predict_times(way: PoolLayout, room: MemoryFit, workload: Workload, machine: MachineSpeed) -> PredictedTimes:
-    """Predict the times of the parts of a step."""
+    """Predict the seconds of each part of a step with a layout. `room`: its memory use."""
     rows = dict(room.rows)
     rollout = EngineReplica(way.rollout_size, rows["rollout"])
     judging = sum(
@@ -340,6 +356,7 @@ def predict_times(way: PoolLayout, room: MemoryFit, workload: Workload, machine:
 
 
 def _hints(workload: Workload, cluster: ClusterSpec, fits: Sequence[FittingLayout]) -> Iterator[str]:
+    """Yield sentences that name changes of the spec with which a layout would fit or be faster."""
     now = next((fit for fit in fits if fit.way.starts), None)
     for words, training in _alternatives(workload.training):
         other = replace(workload, training=training)
@@ -356,6 +373,7 @@ def _hints(workload: Workload, cluster: ClusterSpec, fits: Sequence[FittingLayou
 
 
 def _alternatives(training: TrainWorkload) -> Iterator[tuple[str, TrainWorkload]]:
+    """Yield changes of the spec's `train` section that reduce memory or communication, with the resulting work."""
     for stage in (1, 2, 3):
         if stage != training.stage:
             yield f"train.zero_stage: {stage}", replace(training, stage=stage)
@@ -378,24 +396,25 @@ CALLED: Mapping[str, str] = {
     "NVIDIA L4": "l4",
     "NVIDIA L40S": "l40s",
 }
-"""Names in `placement.mapping.cluster`, by the name that the driver reports."""
+"""Keys of `placement.mapping.cluster.DEVICES`, by the device name that the driver reports."""
 
 CORE = "cpu-core"
 
 NO_FIGURES: dict[str, Any] = {"tflops": 1.0, "bandwidth_gb_s": 1.0, "link_gb_s": 1.0}
-"""Placeholder for an unknown speed. Times that use it are ignored."""
+"""Placeholder figures of an accelerator whose speed is not known. Times predicted with them are not used."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownNodes:
-    """The present nodes. `untimed`: why no time can be predicted; empty if it can."""
+    """Description of the present nodes. `untimed`: why no times can be predicted for them; empty if they can."""
 
     cluster: ClusterSpec
     untimed: str = ""
 
 
 def describe_nodes(nodes: Sequence[NodeSlots]) -> KnownNodes | str:
-    """Describe the present nodes. Return a reason if their facts are not known."""
+    """Describe the present nodes as a cluster, from the facts that they report. If facts are missing or contradictory,
+    return a sentence that says which."""
     there = [node for node in nodes if node.slots]
     silent = sorted(node.node for node in there if node.facts is None)
     if silent or not there:
@@ -424,7 +443,8 @@ def describe_nodes(nodes: Sequence[NodeSlots]) -> KnownNodes | str:
 
 
 def describe_workload(spec: JobSpec, models: ModelConfigs | None) -> Workload | str:
-    """Describe the work of a step of the job. Return a reason if it is not known."""
+    """Describe the work of one step of a job. `models`: configurations of its models. If they are missing or not
+    supported, return a sentence that says so."""
     if models is None:
         return "the configurations of the job's models were not recorded"
     served = [judge.name for judge in spec.served_judges]
@@ -440,6 +460,7 @@ def describe_workload(spec: JobSpec, models: ModelConfigs | None) -> Workload | 
 
 
 def _silent(nodes: Sequence[str]) -> str:
+    """Return the sentence that names nodes which report no facts."""
     if len(nodes) < 2:
         return f"{nodes[0]} reports no memory" if nodes else "no node is present"
     more = f" and {len(nodes) - 2} more" if len(nodes) > 2 else ""
@@ -447,7 +468,7 @@ def _silent(nodes: Sequence[str]) -> str:
 
 
 def _device(slots: Sequence[SlotFacts]) -> str:
-    """Return the device name if all slots report the same name."""
+    """Return the device name if all slots report the same one, else an empty string."""
     names = {slot.device for slot in slots}
     return names.pop() if len(names) == 1 else ""
 

@@ -1,4 +1,5 @@
-"""The work of one step of a job per model, model sizes, and layouts of pools, as known before the job has run.
+"""Models, work and layouts of a job that has not run yet: model sizes, the work of one step for each model, and all
+layouts of the pools.
 
 Response lengths are not known yet: they are guessed, or given by the user. Memory is planned for the longest response,
 time for the mean.
@@ -8,9 +9,9 @@ the architectures in `KNOWN`: decoders with one-vector norms, a gated feed-forwa
 Other architectures are rejected, because a wrong count would look like a correct one. Missing fields of a configuration
 have the defaults of transformers.
 
-Layouts: a replica spans 1, 2, 4 or more slots of one node, so that its heads can be divided. Pools have slots of their
-own (co-existing), or all slots go through the phases together (co-located), either with every model awake or with only
-the active one awake.
+A layout says how many slots each pool gets and how many slots of one node an engine spans (1, 2, 4 and so on, a divisor
+of its attention heads). Pools have slots of their own (co-existing), or all pools share all slots (co-located), either
+with all models in memory or with only the active ones, while the others sleep.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ QWEN3_HEAD_DIM = 128
 """Head dimension of a qwen3 configuration without one."""
 
 MOST = 1 << 24
-"""Maximum of a size in a configuration. Keeps products of a few sizes printable."""
+"""Largest size that is accepted in a configuration, so that products of a few sizes stay printable."""
 
 READ = (
     "model_type",
@@ -53,16 +54,18 @@ READ = (
 """Fields of a configuration that `read_shape` reads."""
 
 LONGEST_WORD = 64
-"""Maximum characters of a value that is kept. A longer value is wrong, and its beginning suffices for the error."""
+"""Number of characters of a configuration value that are stored. A longer value is invalid anyway; its beginning is
+enough for the error message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Shape of a decoder. `qkv_biases`, `output_bias`, `mlp_biases`: whether the matrices have biases. `head_norms`:
-    norms of queries and keys.
+    """Sizes of a decoder model.
 
-    `outputs`: rows of the output layer: the vocabulary size of a language model, 1 for a critic or classifier. `tied`:
-    the output layer shares the embedding matrix.
+    `width`: hidden size. `inner`: size of the feed-forward layer. `context`: maximum tokens of a sequence.
+    `qkv_biases`, `output_bias`, `mlp_biases`: whether these matrices have biases. `head_norms`: queries and keys are
+    normalized. `outputs`: rows of the output layer: the vocabulary size of a language model, 1 for a critic or
+    classifier; `head_bias`: whether it has a bias. `tied`: the output layer shares the embedding matrix.
     """
 
     layers: int
@@ -92,12 +95,12 @@ class ModelShape:
 
     @property
     def head_parameters(self) -> int:
-        """Parameters of the output layer, even if tied to the embedding."""
+        """Parameters of the output layer, including a matrix that is shared with the embedding."""
         return self.outputs * self.width + self.outputs * self.head_bias
 
     @property
     def parameters(self) -> int:
-        """All parameters; a tied matrix counts once."""
+        """All parameters. A matrix that embedding and output layer share counts once."""
         body = self.vocabulary * self.width + self.layers * self.layer_parameters + self.width
         return body + (0 if self.tied else self.head_parameters)
 
@@ -108,7 +111,7 @@ class ModelShape:
 
     @property
     def cache_numbers(self) -> int:
-        """Cached keys and values of one token in all layers."""
+        """Number of values that the KV cache keeps per token, over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     def with_one_output(self, *, bias: bool) -> ModelShape:
@@ -156,8 +159,8 @@ def read_shape(config: Mapping[str, Any], *, where: str) -> ModelShape:
 
 
 def relevant_sizes(config: Mapping[str, Any]) -> dict[str, ConfigValue]:
-    """Select the fields of `config` that are stored. `read_shape` gives the same result for them as for the whole; long
-    values are cut off."""
+    """Select the fields of a model's configuration that are stored in the job's record: those that `read_shape` reads.
+    Long values are cut off."""
     kept: dict[str, ConfigValue] = {}
     for name in READ:
         value = config.get(name)
@@ -169,6 +172,8 @@ def relevant_sizes(config: Mapping[str, Any]) -> dict[str, ConfigValue]:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
+    """Reads fields of a config.json. `where`: the model, for error messages."""
+
     config: Mapping[str, Any]
     where: str
 
@@ -193,7 +198,7 @@ SGLANG_SHARE = 0.5
 """Share of GPU memory that SGLang takes at start for weights and cache, unless `engine_args` set another."""
 
 LONGEST_GUESSED = 512
-"""Prompt tokens if the spec sets no smaller limit."""
+"""Assumed maximum of prompt tokens if the spec sets none."""
 
 CHARACTERS_OF_A_TOKEN = 4
 """Characters per token in the fixed text of a judge's template."""
@@ -201,8 +206,8 @@ CHARACTERS_OF_A_TOKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class JobShapes:
-    """Shapes of the job's models. `critic` None: no critic, or it starts from the policy. Judges by name, only those
-    served by the cluster."""
+    """Shapes of a job's models. `critic` None: the job has no critic, or the critic starts as a copy of the policy.
+    `judges`: by name; only judges that the cluster serves."""
 
     policy: ModelShape
     critic: ModelShape | None
@@ -220,7 +225,7 @@ class MeanLengths:
     def guessed(
         cls, spec: JobSpec, shape: ModelShape, prompt: float | None = None, response: float | None = None
     ) -> MeanLengths:
-        """Use the given lengths; default to half of the maximum."""
+        """Return the lengths that the user gave; half of the spec's maximum for a length that is None."""
         longest = spec.rollout.max_new_tokens
         return cls(
             longest_prompt(spec, shape) / 2 if prompt is None else prompt,
@@ -230,12 +235,14 @@ class MeanLengths:
 
 @dataclass(frozen=True, slots=True)
 class EngineWorkload:
-    """A model served by engines. A step sends `requests` to it, with `read` prompt tokens and `written` response tokens
-    on average.
+    """One step's requests to a model that engines serve: `requests` requests, with `read` prompt tokens and `written`
+    response tokens on average.
 
-    `longest`: maximum of prompt and response together. `longest_written`: maximum of the response alone. `shared`:
-    requests with a common prefix, which is prefilled once. `share`: share of GPU memory that the engine takes in any
-    case; None: as much as it needs.
+    `rows`: maximum of concurrent requests per engine. `cache_tokens`: tokens of its KV cache, if the spec sets them.
+    `replicas`: number of engines, if the spec sets it. `longest`: maximum tokens of prompt and response together.
+    `longest_written`: maximum tokens of the response alone; 0: a classifier. `shared`: number of requests with the same
+    prompt, which is prefilled once. `share`: share of GPU memory that the engine takes in any case; None: as much as it
+    needs.
     """
 
     name: str
@@ -255,10 +262,13 @@ class EngineWorkload:
 
 @dataclass(frozen=True, slots=True)
 class TrainWorkload:
-    """The work of the train ranks in a step. `models`: trained models by name. `samples` of `tokens` each, on average.
+    """The work of the train ranks in one step: `samples` samples of `tokens` tokens each on average.
 
-    `scored`: maximum share of a micro-batch's tokens whose logits are computed. `forwards`: forward passes over the
-    step without gradient, in addition to those of the updates.
+    `models`: trained models by name. `reference`: a frozen reference model is evaluated; `offloads`: it is kept in host
+    memory between uses. `stage`: ZeRO stage. `half`: bfloat16. `recomputes`: activation checkpointing. `micro_tokens`:
+    limit of a micro-batch. `longest`: maximum tokens of a sample. `scored`: maximum share of a micro-batch's tokens
+    whose logits are computed. `forwards`: passes over the step's samples without gradient, in addition to those of the
+    updates.
     """
 
     models: Mapping[str, ModelShape]
@@ -279,9 +289,12 @@ class TrainWorkload:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The work of a step. `ahead`: the next step's responses are generated while this one trains. `turns`: on
-    co-located slots, whether ranks and engines release memory in turns; both values if the spec leaves it open.
-    `resident`: whether each model has an engine, awake or asleep, on every slot that does not train."""
+    """The work of one step of a job.
+
+    `ahead`: the next step's responses are generated while this one trains. `turns`: allowed memory modes of co-located
+    slots; True: inactive ranks and engines sleep and release their memory. `resident`: in a co-existing split each
+    model has an engine, awake or asleep, on every slot that does not train.
+    """
 
     rollout: EngineWorkload
     judges: tuple[EngineWorkload, ...]
@@ -297,7 +310,7 @@ class Workload:
 
 
 def make_workload(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths) -> Workload:
-    """Compute the work of a step from the spec."""
+    """Compute the work of one step from a spec, the shapes of its models, and mean lengths."""
     samples = spec.flow.groups_per_step * spec.flow.samples_per_prompt
     longest = min(_context(spec, shapes.policy), longest_prompt(spec, shapes.policy) + spec.rollout.max_new_tokens)
     rollout = EngineWorkload(
@@ -332,6 +345,7 @@ def make_workload(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths) -> Wor
 
 
 def _turns(spec: JobSpec) -> tuple[bool, ...]:
+    """Return `Workload.turns`: the memory mode that the spec sets, or those that are possible."""
     if spec.placement.memory is not None:
         return (spec.placement.memory == "in_turns",)
     overlaps = spec.rollout.staleness > 0 or spec.train.stream
@@ -339,7 +353,8 @@ def _turns(spec: JobSpec) -> tuple[bool, ...]:
 
 
 def longest_prompt(spec: JobSpec, shape: ModelShape) -> int:
-    """Return the maximum prompt tokens, as far as the spec limits them."""
+    """Return the maximum tokens of a prompt: the limit of the spec or a guess, and what the model's context leaves
+    beside a response of maximum length."""
     said = max(source.max_prompt_tokens or LONGEST_GUESSED for source in training_sources(spec))
     return max(1, min(said, _context(spec, shape) - spec.rollout.max_new_tokens))
 
@@ -349,6 +364,7 @@ def _context(spec: JobSpec, shape: ModelShape) -> int:
 
 
 def _judge(judge: JudgeSpec, shape: ModelShape, spec: JobSpec, lengths: MeanLengths, longest: int) -> EngineWorkload:
+    """Compute the requests of one step to a judge. `longest`: maximum tokens of the policy's prompt and response."""
     assert judge.model is not None
     classifies = judge.kind == "classifier"
     template = _template_tokens(judge)
@@ -380,6 +396,7 @@ def _template_tokens(judge: JudgeSpec) -> int:
 
 
 def _share(engine: str, arguments: Sequence[str]) -> float | None:
+    """Return the share of GPU memory that SGLang takes, as set by its arguments or by default; None: another engine."""
     if engine != "sglang":
         return None
     words = [word for argument in arguments for word in argument.split("=", 1)]
@@ -419,16 +436,15 @@ def _training(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths, longest: i
 
 
 FEW = 64
-"""Up to this many slots every division is tried; with more slots, about `GRID` sizes of each pool."""
+"""Up to this many slots every split is tried; with more slots, about `GRID` sizes of each pool."""
 
 GRID = 24
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class PoolLayout:
-    """One layout. `rollout_size`, `reward_size`: slots per replica. `ranks`: train ranks, one slot each. `asleep`:
-    co-located, and inactive models sleep. `starts`: whether the engines of the spec can span this many slots; only
-    SGLang supports more than one."""
+    """One layout of the pools. `rollout_size`, `reward_size`: slots per engine. `asleep`: the split is co-located, and
+    inactive models sleep. `starts`: whether the job can start with it: only SGLang engines can span several slots."""
 
     split: Split
     rollout_size: int
@@ -438,7 +454,7 @@ class PoolLayout:
 
     @property
     def ranks(self) -> int:
-        """Number of train ranks."""
+        """Number of train ranks; each has one slot."""
         return self.split.train
 
     def __str__(self) -> str:
@@ -456,8 +472,8 @@ class PoolLayout:
 
 
 def all_layouts(cluster: ClusterSpec, workload: Workload) -> Iterator[PoolLayout]:
-    """Enumerate all layouts. If slots use host memory, sleeping saves nothing, so it is only tried if the spec requires
-    it."""
+    """Enumerate all layouts on a cluster. On CPU slots sleeping saves no memory, so layouts with sleeping models are
+    only tried if the spec requires them."""
     slots, judged = cluster.slots, bool(workload.judges)
     trains = _sizes(max(1, min(slots, workload.training.samples // workload.training.mini_batches)))
     turns = workload.turns if cluster.device.is_gpu else workload.turns[:1]
@@ -478,21 +494,23 @@ def all_layouts(cluster: ClusterSpec, workload: Workload) -> Iterator[PoolLayout
 
 
 def layouts_within(bounds: SplitBounds, workload: Workload, *, gpu: bool) -> Iterator[PoolLayout]:
-    """Enumerate the layouts with which a job can start under its present spec: within `bounds`, and with the memory
-    mode that the job would use on shared slots: in turns on GPUs if the spec leaves it open."""
+    """Enumerate the layouts with which a job can start under its present spec: the splits within `bounds`, with the
+    memory mode that the job would use on co-located slots (if the spec leaves it open, models sleep in turns on
+    GPUs)."""
     asleep = workload.turns[-1 if gpu else 0]
     for split in _splits(bounds):
         yield PoolLayout(split, bounds.rollout_size, bounds.reward_size, asleep if split.mode == "colocated" else False)
 
 
 def _starts(workload: Workload, rollout_size: int, reward_size: int) -> bool:
+    """Whether the spec's engines can span this many slots."""
     wide = [workload.rollout] * (rollout_size > 1) + list(workload.judges) * (reward_size > 1)
     return all(served.engine == "sglang" for served in wide)
 
 
 def _splits(bounds: SplitBounds) -> Iterator[Split]:
-    """Enumerate the splits of `feasible`. With many slots, generate only those with one of the judge counts that are
-    tried: 100,000 slots have a billion splits."""
+    """Enumerate the splits within `bounds`. With more than `FEW` slots, only those whose number of judge engines is one
+    of `_sizes`, because 100,000 slots have a billion splits."""
     if bounds.slots <= FEW or not bounds.judged:
         yield from feasible(bounds)
         return
@@ -519,8 +537,8 @@ def _sizes(most: int) -> tuple[int, ...]:
 
 
 def _spans(cluster: ClusterSpec, shapes: Sequence[ModelShape]) -> tuple[int, ...]:
-    """Return the slots that a replica of each of these models may span: within a node, and a divisor of the numbers of
-    heads."""
+    """Return the numbers of slots that an engine of these models may span: powers of two that divide the slots of every
+    node and the attention and KV heads of every model. On CPUs only 1."""
     if not cluster.device.is_gpu:
         return (1,)
     return tuple(

@@ -1,9 +1,9 @@
 """The interface of placement policies, and the lookup of a policy by its name in the spec.
 
-The policies of gcore and of other packages are entry points of the group `gcore.placement`: a function that takes a
-`PolicyStart` and returns a `Policy`. A policy decides on splits only; `placement.assign` finds the slots. A policy may
-remember its own moves; all other input is in the `Situation`. The same calls with the same situations must give the
-same decisions.
+A policy, gcore's own or that of another package, is registered as an entry point of the group `gcore.placement`: a
+function that takes a `PolicyStart` and returns a `Policy`. A policy decides only how many slots each pool gets (the
+split); `placement.assign` chooses the slots. A policy may keep state between calls, but must be deterministic: the same
+sequence of situations gives the same decisions.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from placement.slots import SINGLE, ReplicaSizes, Split, SplitBounds
 
 @dataclass(frozen=True, slots=True)
 class SwitchCosts:
-    """Costs of changes in seconds, from the newest measurements: engines that move, and a train world of another size.
-    `turn_s`: sleep and wake at a phase change on co-located slots; 0 if all models stay in memory."""
+    """Seconds that changes cost, from the newest measurements. `move_s`: engines change their pool. `world_s`: a train
+    world of another size is formed. `turn_s`: sleep and wake at a phase change on co-located slots; 0 if all models
+    stay in memory."""
 
     move_s: float
     world_s: float
     turn_s: float = 3.0
 
     def of(self, before: Split, after: Split) -> float:
-        """Return the seconds that the change takes."""
+        """Return the seconds that the change from split `before` to split `after` costs."""
         if before == after:
             return 0.0
         moved = (before.mode, before.rollout, before.reward) != (after.mode, after.rollout, after.reward)
@@ -36,9 +37,12 @@ class SwitchCosts:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """The state between two steps. `history`: measured steps, oldest first. `now`: the present split, None before the
-    first. `steps_left` None: not known. `overlaps`: pools with slots of their own generate a batch while they train on
-    the previous one. `lends`: replicas are lent within a step."""
+    """Input of a policy's decision between two steps.
+
+    `bounds`: the allowed splits. `now`: the present split; None before the first. `history`: measured steps, oldest
+    first. `steps_left`: steps until the end of the job; None: not known. `overlaps`: in a co-existing split, the next
+    batch is generated while this one trains. `lends`: replicas are lent between rollout and judges within a step.
+    """
 
     bounds: SplitBounds
     now: Split | None
@@ -51,9 +55,13 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The split of the next step, and the reason. Numbers, if the policy has any: `expected_s`, expected seconds of a
-    step; `before_s`, the same on the present split; `cost_s` of the change; `gain_s` over the steps considered, without
-    the cost; `idle`, unused share of each pool's slot-seconds in the newest step."""
+    """A policy's decision: the split of the next step, and the reason.
+
+    The numbers are for reports; a policy may leave them out. `expected_s`: expected seconds of a step. `before_s`: the
+    same if the present split stayed. `cost_s`: seconds that the change takes once. `gain_s`: seconds saved over the
+    steps that the policy considered, without the cost. `idle`: unused share of each pool's slot-seconds in the newest
+    step.
+    """
 
     split: Split
     reason: str
@@ -65,7 +73,7 @@ class Decision:
 
 
 class Policy(Protocol):
-    """Decides on the split of each step."""
+    """Decides how many slots each pool gets, between steps."""
 
     def plan(self, situation: Situation) -> Decision:
         """Decide on the split of the next step."""
@@ -74,7 +82,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PolicyStart:
-    """Arguments to create a policy. `first`: the split that the spec sets for the start, else co-located.
+    """Arguments of a policy's factory. `first`: the split before any measurement: that of the spec, else co-located.
     `rollout_rows`, `reward_rows`: maximum of concurrent requests per engine. `sizes`: slots per engine."""
 
     first: Split
@@ -95,5 +103,5 @@ KIND = PluginKind("placement policy", "gcore.placement", "placement.policy")
 
 
 def find_policy(name: str) -> PolicyFactory:
-    """Find the factory of a policy by name. Raises PluginFault."""
+    """Find the factory of the policy with this name in `placement.policy`. Raises PluginFault if there is none."""
     return cast(PolicyFactory, find_plugin(KIND, name))

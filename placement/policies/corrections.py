@@ -1,17 +1,19 @@
-"""Learn the errors of forecasts, and correct later forecasts by them.
+"""Learn the errors of step-time forecasts, and correct later forecasts by them.
 
-A split that was tried has its own error, shrunk towards that of its mode. Any other split has the error of its mode. If
-a split is significantly worse than the others of its mode for two steps in a row, its own error counts fully at once,
-so that the policy does not need dozens of steps to leave it. (The co-located mode has one split only, which is compared
-with the other mode.) The spread of the remaining errors after correction is the width of the dead band.
+`ForecastErrors`: the error of a forecast is the logarithm of measured over predicted production time. A split on which
+steps ran has its own mean error, shrunk towards that of its mode (co-existing or co-located). Any other split has the
+mean error of its mode. If a split is significantly worse than the others of its mode for two steps in a row, its own
+error counts fully at once, so that the policy does not need dozens of steps to leave it. (The co-located mode has one
+split only; it is compared with the other mode.) The error that remains after correction sets the dead band of the
+policy: smaller savings are ignored.
 
-`ModeSlowdown`: in a co-located split, engines of several pools may be awake on one slot and slow each other down. By
-their times alone they seem to have become slower. The slowdown of the mode that was measured second is learned from its
-first steps and divided out of its times, so that laws and speeds refer to the mode measured first. The remaining
-slowdown of a mode is part of its error. If the speed of a pool changes in the same steps as the mode, the change is
-attributed to the mode until the mode changes again.
+`ModeSlowdown`: in a co-located split, engines of several pools may be awake on one slot and slow each other down, so
+that they seem to have become slower. The slowdown of the mode that the job ran in second is learned from its first
+steps and divided out of its times, so that fitted laws refer to the mode that the job ran in first. Any remaining
+difference is part of the mode's forecast error. If the speed of a pool changes in the same steps as the mode, the
+change is attributed to the mode until the mode changes again.
 
-`SplitChoices`: all splits within bounds, by index and as arrays: 1000 slots have tens of thousands of splits.
+`SplitChoices`: all splits within bounds as arrays, because 1000 slots have tens of thousands of splits.
 """
 
 from __future__ import annotations
@@ -33,24 +35,25 @@ from placement.policies.base import SwitchCosts
 from placement.slots import Mode, Split, SplitBounds, feasible_splits
 
 LEARNED = 3
-"""Number of first steps in the other mode from which the slowdown is learned."""
+"""Number of first steps in the second mode from which the slowdown is learned."""
 
 LEAST = 1.25
-"""Factor of slowdown or speedup below which nothing is corrected, because engines and steps differ."""
+"""A slowdown or speedup below this factor is not corrected, because engines and steps always differ a little."""
 
 
 @dataclass
 class ModeSlowdown:
-    """Slowdown of one job's engines in the mode that was measured second."""
+    """Learns by which factor a job's engines are slower in the mode (co-existing, co-located) that it ran in second."""
 
     _first: Mode | None = None
-    """The mode in which engines were measured first."""
+    """The mode in which engines were measured first; times are converted to it."""
     _times: dict[str, dict[int, float]] = field(default_factory=dict)
-    """By pool and step in the other mode: measured token time relative to the law of the first mode."""
+    """By pool and step in the second mode: measured token time relative to that expected in the first mode."""
 
     def righted(self, step: MeasuredStep, law: Callable[[str], DecodeLaw | None]) -> MeasuredStep:
-        """Convert the times of a step to the mode that was measured first. Return the same step if nothing is
-        corrected. `law`: returns a pool's law from earlier steps, or None if there is none."""
+        """Convert the token times of a step to those of the mode that was measured first. Return the same step if
+        nothing is corrected. `law`: returns the decode law fitted to a pool's earlier steps, or None if there are
+        none."""
         if not step.speed:
             return step
         self._first = self._first or step.split.mode
@@ -65,7 +68,7 @@ class ModeSlowdown:
         return replace(step, speed=speed)
 
     def times(self, pool: str) -> float:
-        """Return the factor of a pool's token time in the other mode."""
+        """Return by which factor a pool's token time is longer in the second mode; 1 if it is not significant."""
         seen = [times for _, times in sorted(self._times.get(pool, {}).items())]
         found = median(seen[:LEARNED]) if seen else 1.0
         return found if not 1 / LEAST <= found <= LEAST else 1.0
@@ -86,24 +89,27 @@ class ModeSlowdown:
 
 
 def _times_as_long(seen: list[EngineSpeed], law: DecodeLaw) -> float:
+    """Return the median ratio of the measured token times to those of `law`."""
     said = law.at(np.array([one.running for one in seen]))
     return float(median((np.array([one.token_s for one in seen]) / np.maximum(said, 1e-9)).tolist()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitChoices:
-    """`splits`: in order. `at`: index of a split. `shapes`: forecast features of each."""
+    """The splits that a policy chooses from. `at`: index of each in `splits`. `shapes`: their features for the
+    forecast, [splits, 4]."""
 
     splits: tuple[Split, ...]
     at: Mapping[Split, int]
     shapes: Shapes
 
     def is_mode(self, mode: str) -> NDArray[np.bool_]:
-        """Return which splits have this mode, [splits]."""
+        """Return for each split whether it has this mode, [splits]."""
         return np.asarray(self.shapes[:, TOGETHER] == (mode == "colocated"))
 
     def is_like(self, mode: str, rollout: int, reward: int) -> NDArray[np.bool_]:
-        """Return which splits have this mode and these engines, with any train world, [splits]."""
+        """Return for each split whether it has this mode and these slots for engines, with any train world,
+        [splits]."""
         shapes = self.shapes
         return np.asarray(self.is_mode(mode) & (shapes[:, ROLLOUT] == rollout) & (shapes[:, REWARD] == reward))
 
@@ -112,7 +118,8 @@ class SplitChoices:
         return np.concatenate((shapes_of((split,)), self.shapes[self.shapes[:, TRAIN] == split.train]))
 
     def cost(self, costs: SwitchCosts, now: Split) -> Floats:
-        """Return the seconds of the change from `now` to each split, [splits]: `SwitchCosts.of`."""
+        """Return the seconds that the change from `now` to each split costs, [splits]: `SwitchCosts.of` as an
+        array."""
         stays = self.is_like(now.mode, now.rollout, now.reward)
         world = np.where(self.shapes[:, TRAIN] == now.train, 0.0, costs.world_s)
         cost = np.maximum(world, np.where(stays, 0.0, costs.move_s))
@@ -127,64 +134,70 @@ def list_choices(bounds: SplitBounds) -> SplitChoices:
 
 
 DRAWN = 20.0
-"""Number of own steps of a split that weigh as much as the error of its mode."""
+"""Weight of the mode's mean error in the error of a split, in steps: a split with this many steps of its own has the
+mean of its own error and that of its mode."""
 
 RIGHT = 4.0
-"""Number of steps of a mode that weigh as much as the prior of no error. Kept small: otherwise a common error of all
-forecasts would count against the tried splits only, and every untried split would look better."""
+"""Weight of the prior "no error" in the mean error of a mode, in steps. It is small, because otherwise an error that
+all forecasts share would count against the tried splits only, and every untried split would look better."""
 
 FADE = 0.9
-"""Weight of a step relative to the next step."""
+"""Weight of a step in a mean relative to the step after it."""
 
 UNTRIED = 0.05
-"""Assumed error of forecasts before any step was compared with its forecast."""
+"""Assumed relative error of forecasts before any step was compared with its forecast."""
 
 PLAIN = 2.5
-"""A split is significantly worse if it exceeds the others of its mode by this many standard deviations."""
+"""A split is significantly worse if its error exceeds that of the others by this many standard deviations."""
 
 LEAST_SPREAD = 0.1
+"""Lower limit of that standard deviation."""
 
 OWN, OTHERS = 5, 16
-"""Maximum number of newest steps of a split and of the others in the comparison."""
+"""Maximum number of newest steps, of a split and of the others, that are compared."""
 
 FEWEST_OWN, FEWEST_OTHERS = 2, 3
+"""Minimum number of these steps; with fewer nothing is significant."""
+
 REMEMBERED = 64
+"""Number of newest steps that are kept."""
 
 UNTRIED_SLOTS = 0
-"""Slots of each pool of a split on which no step can have run."""
+"""Slots per pool of an imaginary split on which no step can have run, to look up the error of untried splits."""
 
 Shape = tuple[str, int, int]
+"""Key of the learned errors: mode, rollout slots and reward slots, with any train world."""
 
 
 @dataclass
 class _Mean:
-    """Weighted sum of logarithms, and the total weight."""
+    """Mean of logarithms in which older values weigh less: weighted sum and total weight."""
 
     total: float = 0.0
     weight: float = 0.0
 
     def add(self, value: float) -> None:
-        """Add one step."""
+        """Add the value of the newest step."""
         self.total = FADE * self.total + value
         self.weight = FADE * self.weight + 1.0
 
     def drawn_to(self, other: float, drawn: float) -> float:
-        """Return the mean, shrunk towards `other`, which weighs as much as `drawn` steps."""
+        """Return the mean, shrunk towards `other`, which has the weight of `drawn` steps."""
         return (self.total + drawn * other) / (self.weight + drawn)
 
 
 @dataclass
 class ForecastErrors:
-    """Forecast errors of one job, as logarithms."""
+    """Errors of the production-time forecasts of one job, as logarithms of measured over predicted time."""
 
     spread: float = UNTRIED
-    """Remaining error of corrected forecasts: a mean over the newest steps."""
+    """Mean absolute error of the corrected forecasts; newer steps weigh more."""
     _of_split: dict[Shape, _Mean] = field(default_factory=dict)
     _of_mode: dict[str, _Mean] = field(default_factory=dict)
     _newest: deque[tuple[int, Shape, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
     def add(self, step: int, split: Split, off: float) -> None:
-        """Record that the production of `step` on `split` took exp(off) times the model's time."""
+        """Record the forecast error of a step on `split`: its production took exp(`off`) times the predicted time."""
         self._count(step, _shape(split), off)
 
     def forget(self, since: int) -> None:
@@ -205,11 +218,12 @@ class ForecastErrors:
         self._of_mode.setdefault(shape[0], _Mean()).add(off)
 
     def factor(self, split: Split) -> float:
-        """Return the factor by which the forecast of a split's production is multiplied."""
+        """Return the factor that corrects the predicted production time on a split."""
         return self._factor(_shape(split))
 
     def factors(self, there: SplitChoices) -> Floats:
-        """Return the factors of all splits, [splits]. Splits that were never tried have the factor of their mode."""
+        """Return the correction factors of all splits, [splits]. Splits on which no step ran have that of their
+        mode."""
         found = np.empty(len(there.splits))
         for mode in ("coexisting", "colocated"):
             found[there.is_mode(mode)] = self._factor((mode, UNTRIED_SLOTS, UNTRIED_SLOTS))
@@ -227,8 +241,8 @@ class ForecastErrors:
         return exp(own.drawn_to(of_mode, DRAWN) if own is not None else of_mode)
 
     def _plainly_worse(self, shape: Shape) -> float | None:
-        """Return the split's own error if it is significantly above those of the other splits of its mode, or of the
-        other mode if it is the only split of its own."""
+        """Return the own error of a split if it is significantly above that of the other splits of its mode (of all
+        others if its mode has no other), else None."""
         own = [off for _, of, off in self._newest if of == shape][-OWN:]
         others = [off for _, of, off in self._newest if of != shape and of[0] == shape[0]][-OTHERS:]
         if not others:

@@ -1,16 +1,16 @@
-"""`dynamic`: choose the split with which the job is expected to finish first, including the costs of changes. The
-default policy.
+"""`dynamic`, the default policy: choose the split with which the job is expected to finish first, including the costs
+of changes.
 
-1. Each feasible split gets a forecast (`placement.forecast`), with its production time corrected by learned errors
-   (`placement.policies.corrections`). Errors are measured against the model's time for the actual lengths of the step,
-   so random variation of lengths is not an error.
-2. A change must save more than it costs within the steps ahead. Their number is the number of steps since the job's
-   lengths last jumped: a period that has lasted so long is expected to last as long again. The saving is the mean over
-   the batches of a forecast, minus its standard error.
-3. A change must also save more in each step than the dead band: the relative error of production forecasts.
+1. The policy forecasts the step time on each feasible split (`placement.forecast`), and corrects it by the errors of
+   earlier forecasts (`placement.policies.corrections`). An error is measured against the predicted time for the actual
+   lengths of a step, so random variation of lengths is not an error.
+2. A change must save more than it costs within the steps ahead. The policy looks as many steps ahead as have passed
+   since response lengths last jumped: a period that has lasted so long is expected to last as long again. The saving is
+   the mean over recent batches, minus its standard error.
+3. A change must also save more per step than the dead band, a share of the typical forecast error.
 4. After a change a few steps must pass before the next one, unless the present split has become impossible.
-5. A change for the worse is reverted by the same rules, because the split's own error has been measured by then. If
-   co-located engines slow each other down, other splits do not look worse for it.
+5. A change for the worse is reverted by the same rules, because the forecast error of the new split has been measured
+   by then. A slowdown that only the co-located mode has does not count against other splits.
 
 Lending within a step is decided in `placement.lending`; the forecast includes it. Nothing is random.
 """
@@ -44,7 +44,7 @@ from placement.slots import Split, count_turns
 
 
 def dynamic(start: PolicyStart) -> Policy:
-    """Create the policy."""
+    """Create the policy for one job (entry point `dynamic` of `gcore.placement`)."""
     from placement.forecast import PoolLimits
 
     sizes = start.sizes
@@ -55,17 +55,20 @@ MARGIN = 1.2
 """A change must save this many times its cost."""
 
 SURE = 1.3
-"""Number of standard errors subtracted from an expected saving."""
+"""Number of standard errors that are subtracted from an expected saving."""
 
 FEWEST = 2
-"""Minimum number of batches to estimate the standard error of a saving."""
+"""Minimum number of batches from which the standard error of a saving is computed; with fewer it counts as 0."""
 
 
 @dataclass(frozen=True)
 class SplitSavings:
-    """`splits`: all choices; `here`: index of the present one. `each`: seconds of a step per batch and split, [batches,
-    splits]. `cost`: seconds of the change to each split, [splits]. `ahead`: steps in which a change must pay off.
-    `band`: error of forecasts in seconds per step."""
+    """Compares the present split with all others.
+
+    `splits`: the choices; `here`: index of the present one. `each`: predicted seconds of a step per batch and split,
+    [batches, splits]. `cost`: seconds that the change to each split costs, [splits]. `ahead`: number of steps in which
+    a change must pay off. `band`: saving in seconds per step up to which a change is ignored.
+    """
 
     splits: Sequence[Split]
     here: int
@@ -76,17 +79,17 @@ class SplitSavings:
 
     @cached_property
     def expected(self) -> Floats:
-        """Expected seconds of a step on each split."""
+        """Expected seconds of a step on each split, [splits]: the mean over the batches."""
         return np.asarray(self.each.mean(axis=0))
 
     @cached_property
     def saved(self) -> Floats:
-        """Saved seconds per step on each split."""
+        """Seconds that each split saves per step compared with the present one, [splits]."""
         return np.asarray(self.expected[self.here] - self.expected)
 
     @cached_property
     def unsure(self) -> Floats:
-        """Uncertainty of the saving in seconds: the counted number of standard errors."""
+        """Uncertainty of the saving per step in seconds, [splits]: `SURE` standard errors of its mean over batches."""
         batches = len(self.each)
         if batches < FEWEST:
             return np.zeros(len(self.splits))
@@ -95,18 +98,20 @@ class SplitSavings:
 
     @cached_property
     def worth(self) -> Floats:
-        """Value of a change to each split, in seconds: the certain saving in all steps ahead minus the cost."""
+        """Net gain of a change to each split in seconds, [splits]: the certain saving in all steps ahead minus `MARGIN`
+        times the cost."""
         return np.asarray((self.saved - self.unsure) * self.ahead - MARGIN * self.cost)
 
     @cached_property
     def best(self) -> int:
-        """Index of the most valuable split; `here` if no change is worth it."""
+        """Index of the split with the largest positive net gain whose saving exceeds the band; `here` if there is
+        none."""
         worth = np.where(self.saved > self.band, self.worth, -np.inf)
         best = int(worth.argmax())
         return best if worth[best] > 0 else self.here
 
     def why_not(self) -> str:
-        """Explain why `here` is best: what the best other split would save, and why it is not chosen."""
+        """Explain why the present split is kept: what the next best split would save, and why it is not chosen."""
         nearest, before = self._nearest(), _seconds(float(self.expected[self.here]))
         if nearest is None:
             return "no other split is possible"
@@ -123,8 +128,8 @@ class SplitSavings:
         return f"{would}, {whole} in {steps}, too little for a change that costs {_seconds(cost)}"
 
     def _nearest(self) -> int | None:
-        """Return the other split that came closest to being chosen: the most valuable change, or else the fastest
-        split. None if there is no other."""
+        """Return the index of the other split that came closest to being chosen: the one with the largest net gain, or
+        the fastest one if no net gain is positive. None if there is no other split."""
         if len(self.splits) < 2:
             return None
         others = np.arange(len(self.splits)) != self.here
@@ -143,16 +148,19 @@ DWELL = 3
 """Minimum number of steps for which a split is kept."""
 
 BAND = 0.2
-"""Share of the forecast error by which a change must be better in each step."""
+"""Dead band: a change must save at least this share of the typical forecast error in each step."""
 
 LEAST_BAND = 0.003
+"""Lower limit of the dead band, as a share of the step time."""
+
 REMEMBERED = 64
+"""Number of newest steps that are kept."""
 
 WINDOW = 8
-"""Number of newest steps from which batches are taken."""
+"""Maximum number of newest steps whose batches a forecast uses."""
 
 TREND = 32
-"""Number of newest steps to which the trend of lengths is fitted."""
+"""Maximum number of newest steps to which the trend of lengths is fitted."""
 
 TREND_AHEAD = 8
 """Maximum number of steps ahead for which lengths are forecast."""
@@ -160,14 +168,14 @@ TREND_AHEAD = 8
 
 @dataclass
 class DynamicPolicy:
-    """Keeps the learned forecast errors of a job. `first`: the split before any measurement."""
+    """The policy with what it has learned about one job. `first`: the split before any measurement."""
 
     pools: PoolLimits
     first: Split
     _steps: list[MeasuredStep] = field(default_factory=list)
-    """Known steps, with the co-location slowdown divided out of their times."""
+    """Newest steps, with the slowdown of the second mode divided out of their times."""
     _told: dict[int, MeasuredStep] = field(default_factory=dict)
-    """The same steps as reported, by number."""
+    """The same steps as they were measured, by step number."""
     _hindered: ModeSlowdown = field(default_factory=ModeSlowdown)
     _batches: list[LengthProfile] = field(default_factory=list)
     _errors: ForecastErrors = field(default_factory=ForecastErrors)
@@ -175,6 +183,7 @@ class DynamicPolicy:
     _since: int = 0
     """Number of steps for which the last split has been in use."""
     _stretch: int = 0
+    """Number of steps since response or judgement lengths last jumped."""
     _paces: PaceTracker = field(default_factory=PaceTracker)
 
     def plan(self, situation: Situation) -> Decision:
@@ -193,7 +202,8 @@ class DynamicPolicy:
         return self._decided(situation, there, forecast.each(there.shapes, self._errors.factors(there)), ahead)
 
     def _decided(self, situation: Situation, there: SplitChoices, each: Floats, ahead: int) -> Decision:
-        """Decide from the seconds of a step per batch and split, [batches, splits]."""
+        """Decide from the predicted seconds of a step. `there`: the allowed splits. `each`: seconds per batch and
+        split, [batches, splits]. `ahead`: number of steps in which a change must pay off."""
         now, idle, splits = situation.now, _idle(situation.history[-1]), there.splits
         assert now is not None
         cost = there.cost(situation.costs, now)
@@ -221,7 +231,8 @@ class DynamicPolicy:
         return Decision(splits[best], why, float(weighed.expected[best]), before, price, gain, idle)
 
     def _taken_in(self, situation: Situation) -> int:
-        """Add new steps of the history. Return the number of steps since lengths or judgements last jumped."""
+        """Learn from the steps of the history that are new or changed. Return the number of steps since response or
+        judgement lengths last jumped."""
         self._give_up(situation.history)
         at = {step.step: i for i, step in enumerate(self._steps)}
         newest = self._steps[-1].step if self._steps else -1
@@ -242,6 +253,7 @@ class DynamicPolicy:
         return self._stretch
 
     def _righted(self, step: MeasuredStep) -> MeasuredStep:
+        """Return the step with the slowdown of the second mode divided out of its token times (`ModeSlowdown`)."""
         self._told[step.step] = step
         before = [one for one in self._steps if one.step < step.step]
 
@@ -252,7 +264,8 @@ class DynamicPolicy:
         return self._hindered.righted(step, law)
 
     def _give_up(self, history: Sequence[MeasuredStep]) -> None:
-        """Discard rolled-back steps, whether or not they were repeated since. Repeated steps count as new."""
+        """Forget the steps that a rollback discarded: those missing at the end of the history, and those that were
+        repeated with another result, which then count as new."""
         there, newest = {one.step: one for one in history}, history[-1].step
         gone = (i for i, one in enumerate(self._steps) if one.step > newest or _is_another(there.get(one.step), one))
         first = next(gone, None)
@@ -270,26 +283,28 @@ class DynamicPolicy:
             self._paces.see(self._steps)
 
     def _count(self) -> None:
-        """Count a new batch, and detect whether it begins a new period."""
+        """Count the newest batch, and detect whether lengths have jumped in it."""
         self._stretch += 1
         self._stretch = min(self._stretch, *(logs.size - since_jump(logs.tolist()) for logs in self._logs()))
 
     def _batch(self, step: MeasuredStep, at: int) -> LengthProfile:
-        """Return the profile of a step. While its judgement lengths are not known, those of earlier steps are used."""
+        """Return the length profile of a step's batch. `at`: its index among the kept batches. If its judgement lengths
+        are not known (yet), those of the previous batch are used."""
         batch = LengthProfile.of(step)
         if batch.judgement > 0 or at == 0:
             return batch
         return replace(batch, judgement=self._batches[at - 1].judgement)
 
     def _logs(self) -> tuple[Floats, Floats]:
-        """Return the logarithms of mean lengths and judgements since the last jump."""
+        """Return the logarithms of the mean response lengths and of the mean judgement lengths in each step since the
+        last jump."""
         kept = self._batches[-min(self._stretch, TREND) :]
         lengths = np.log([max(batch.length, 1e-9) for batch in kept])
         return lengths, np.log([max(batch.judgement, 1e-9) for batch in kept])
 
     def _forecast(self, situation: Situation, stretch: int, forward: float) -> Forecast:
-        """Forecast the next steps: the batches since the last jump, each moved along the trend to `forward` steps from
-        now."""
+        """Return a model of the next steps. It uses the batches since lengths last jumped, with their lengths
+        extrapolated along the trend to `forward` steps from now."""
         batches = tuple(self._batches[-min(stretch, WINDOW) :])
         age = np.arange(len(batches), 0, -1) - 1 + max(forward, 1.0)
         lengths, judgements = self._logs()
@@ -303,6 +318,8 @@ class DynamicPolicy:
     def _forecast_of(
         self, situation: Situation, batches: tuple[LengthProfile, ...], longer: Floats, wordier: Floats
     ) -> Forecast:
+        """Return a model of the next steps from these batches. `longer`, `wordier`: factors on the response and
+        judgement lengths of each batch."""
         in_turn_s = count_turns(judged=situation.bounds.judged) * situation.costs.turn_s
         apart, together = self._others(in_turn_s)
         return Forecast(
@@ -322,9 +339,9 @@ class DynamicPolicy:
         )
 
     def _learn(self, situation: Situation, newest: MeasuredStep) -> None:
-        """Compare the newest step's production time with the model's time for its lengths and split. If batches are
-        generated ahead and the time was not measured, it was at most the length of the step: a longer forecast is wrong
-        by at least the difference."""
+        """Record the forecast error of the newest step: its production time relative to the one predicted for its
+        lengths and split. If only the length of the step is known, production took at most that long, so only a
+        prediction that is longer is an error."""
         took = newest.produce_s if newest.produce_s is not None else newest.step_s
         if took is None or took <= 0:
             return
@@ -337,8 +354,9 @@ class DynamicPolicy:
         self._errors.add(newest.step, newest.split, off)
 
     def _others(self, in_turn_s: float) -> tuple[float, float]:
-        """Return the seconds that are neither production nor training, apart and together. For a mode that was never
-        tried, use the other mode's value, adjusted by the `in_turn_s` of the phase changes."""
+        """Return the seconds of a step that are neither production nor training, for co-existing and co-located splits.
+        If one mode was never measured, its value follows from the other's. `in_turn_s`: seconds of the phase changes in
+        a co-located step."""
         found = {
             mode: [s.other_s for s in self._steps if s.split.mode == mode and s.other_s is not None][-SPEEDS:]
             for mode in ("coexisting", "colocated")
@@ -351,22 +369,24 @@ class DynamicPolicy:
 
 
 def _idle(newest: MeasuredStep) -> dict[str, float]:
-    """Return the unused share of each pool's time; empty if not measured."""
+    """Return the unused share of each pool's slot-seconds in a step; empty if not measured."""
     if not newest.busy or not newest.seconds:
         return {}
     return {pool: 1.0 - share for pool, share in utilisation(newest).items()}
 
 
 def _is_another(told: MeasuredStep | None, known: MeasuredStep) -> bool:
-    """Whether a step differs from the known step of the same number, for example because accounts arrived."""
+    """Whether a step of the history is another run of the step `known`, repeated after a rollback: they differ in split
+    or training. Accounts that arrive late do not count as a difference."""
     if told is None or told is known:
         return False
     return (told.split, told.train_tokens, told.train_s) != (known.split, known.train_tokens, known.train_s)
 
 
 def _said(idle: Mapping[str, float], now: Split, then: Split) -> str:
-    """Begin a reason: which pools give and get slots, and how idle each was in the newest step. Between the two modes
-    no pool gives slots: name the idle share of each."""
+    """Return the beginning of a reason for the change from split `now` to `then`: which pools give and get slots, and
+    the idle share of each in the newest step. If the mode changes, only the idle shares. `idle`: by pool; empty if not
+    measured."""
     if not idle:
         return ""
     if now.mode != then.mode:

@@ -1,8 +1,9 @@
 """Policies that do not forecast: `static` and `colocated` never move; two rules serve as baselines for `dynamic`.
 
-`hill_climb`: after each step one unit moves from the least used pool to the most used one (the utilization rule of the
-G-Core paper). `threshold`: the same, but only if one pool is used less than `LOW` and another more than `HIGH` (the
-rule of RLinf). Neither considers the cost of a change, or lends within a step.
+`hill_climb`: after each step, move the fewest slots that are possible from the pool with the lowest utilization to the
+one with the highest (the rule of the G-Core paper). `threshold`: the same, but only if one pool's utilization is below
+`LOW` and another's above `HIGH` (the rule of RLinf). Neither considers the cost of a change, or lends slots within a
+step.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from placement.policies.base import Decision, Policy, PolicyStart, Situation
 from placement.slots import Split, SplitBounds, feasible_splits, nearest_split, split_distance
 
 LOW, HIGH = 0.4, 0.7
-"""Utilization limits between which `threshold` moves nothing."""
+"""`threshold` moves slots only from a pool with a utilization below `LOW` to one with a utilization above `HIGH`."""
 
 
 @dataclass(frozen=True)
 class StaticPolicy:
-    """Keeps one split; while slots are absent, the closest possible one."""
+    """Always chooses one split, or the most similar feasible one while slots are absent."""
 
     split: Split
 
@@ -34,7 +35,7 @@ class StaticPolicy:
 
 @dataclass(frozen=True)
 class ColocatedPolicy:
-    """Uses the co-located split; if it is impossible, the split closest to `otherwise`."""
+    """Always chooses the co-located split, or the one most similar to `otherwise` if a slot cannot hold all models."""
 
     otherwise: Split
 
@@ -48,7 +49,8 @@ class ColocatedPolicy:
 
 @dataclass(frozen=True)
 class HillClimbPolicy:
-    """Moves one unit at a time. `low`, `high`: move only from pools below and to pools above these utilizations."""
+    """Moves the fewest possible slots after each step, by utilization. `first`: the split before the first step. `low`,
+    `high`: move only from a pool with a utilization of at most `low` to one of at least `high`."""
 
     first: Split
     low: float = 1.0
@@ -72,19 +74,20 @@ class HillClimbPolicy:
 
 
 def new_threshold_policy(first: Split) -> HillClimbPolicy:
-    """Create RLinf's rule."""
+    """Create the hill-climbing policy with the utilization limits `LOW` and `HIGH` (RLinf's rule)."""
     return HillClimbPolicy(first, LOW, HIGH)
 
 
 def utilisation(step: MeasuredStep) -> dict[str, float]:
-    """Return the busy share of each pool's slot-seconds."""
+    """Return each pool's utilization in a step: busy slot-seconds divided by all slot-seconds."""
     split, seconds = step.split, step.seconds or 1.0
     slots = {"rollout": split.rollout, "reward": split.reward, "train": split.train}
     return {pool: min(step.busy.get(pool, 0.0) / (count * seconds), 1.0) for pool, count in slots.items() if count}
 
 
 def shift_slots(bounds: SplitBounds, now: Split, source: str, target: str) -> Split | None:
-    """Return the closest split with more slots for `target` and fewer for `source`."""
+    """Return the feasible split most similar to `now` with more slots for the pool `target` and fewer for `source`;
+    None if there is none."""
     fitting = [
         one
         for one in feasible_splits(bounds)
@@ -111,5 +114,5 @@ def hill_climb(start: PolicyStart) -> Policy:
 
 
 def threshold(start: PolicyStart) -> Policy:
-    """Create the same policy with utilization limits."""
+    """Create a policy like `hill_climb` that moves slots only beyond the utilization limits `LOW` and `HIGH`."""
     return new_threshold_policy(start.first)

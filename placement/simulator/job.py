@@ -1,16 +1,16 @@
-"""A simulated job: the work of its steps, the time of each step on a split with and without lending, and its
-measurements.
+"""A simulated job: the work of its steps, the time of each step on a split with and without lending, and what
+controllers would measure.
 
 The work of a step is sampled once per scenario, seed and step, and is the same for every policy. A step at staleness 0
-is production, then training, then weight sync; co-located pools also change over in between. At staleness 1, pools with
-slots of their own generate a batch while they train on the previous one, and the longer of the two is the step. The
-model ignores that the two phases belong to different batches, and that the end of one batch can overlap with the
-beginning of the next.
+is production (generate and judge), then training, then weight sync; in a co-located split models also sleep and wake in
+between. At staleness 1 in a co-existing split, a batch is produced while the previous one is trained, and the step
+takes as long as the longer of the two. The model ignores that these belong to different batches, and that the end of
+one batch can overlap with the beginning of the next.
 
-Slots lent at the end of a step at staleness 0 return while ranks train; a longer return delays the next step. At
-staleness 1 they return at the beginning of the next production, which those replicas start late. The lending rule uses
-earlier measurements, as in a live cluster; with true knowledge it uses the step's own lengths and speeds without
-errors.
+At staleness 0, slots that are lent at the end of production return while ranks train; if the return takes longer, it
+delays the next step. At staleness 1 they return at the beginning of the next production, and those replicas start late.
+The lending rule uses earlier measurements, as in a live cluster. With "true knowledge" it uses the step's own lengths
+and speeds without errors.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from placement.slots import Split, count_turns, feasible
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWorkload:
-    """`lengths`, `judged`: tokens of each response and of its judgement, [n]. `train_tokens`: of the kept groups.
-    `pace`: training time of this step relative to the usual one."""
+    """The work of one step. `lengths`, `judged`: tokens of each response and of its judgement, [n]. `train_tokens`:
+    tokens of the groups that are not filtered. `pace`: random factor on the training time."""
 
     lengths: Floats
     judged: Floats
@@ -42,7 +42,7 @@ class SimulatedWorkload:
 
 
 def draw_workload(scenario: Scenario, seed: int, step: int) -> SimulatedWorkload:
-    """Sample the work of a step, counted from 0."""
+    """Sample the work of a step, numbered from 0. The same arguments give the same work."""
     draw = np.random.default_rng((seed, step, 1))
     groups = max(scenario.groups, round(scenario.groups / (1 - scenario.filtered)))
     lengths = _lengths(scenario, draw, groups, step)
@@ -54,7 +54,7 @@ def draw_workload(scenario: Scenario, seed: int, step: int) -> SimulatedWorkload
 
 
 def replica_pace(scenario: Scenario, seed: int) -> Floats:
-    """Return the factor on the token time of each slot's replica, [slots]. Hidden from policies."""
+    """Sample a constant factor on the token time of the replica on each slot, [slots]. Policies do not know it."""
     return np.exp(np.random.default_rng((seed, 0, 2)).normal(0.0, scenario.noise.replica, scenario.slots))
 
 
@@ -82,15 +82,19 @@ def _judged(scenario: Scenario, draw: np.random.Generator, count: int, step: int
 
 
 LOADS = (1.0, 3.0, 9.0)
-"""Engines with a known law: a line is fitted to its values."""
+"""Numbers of concurrent requests at which the true token times are computed for the rule with true knowledge."""
 
 NOBODYS = MeasuredStep(0, Split("coexisting", 1, 1, 1), (), (), 0.0, None, None, None, (), {})
+"""A measured step without values, to be filled in."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LendingKnowledge:
-    """Input of the lending rule by pool, [2, 4], and by number of outstanding responses, [2, left], as `play_batch`
-    takes it. All zeros: nothing is known."""
+    """Input of the lending rule as arrays for `play_batch`. All zeros: nothing is known, so nothing is lent.
+
+    `pools`: by pool, [2, 4]: the columns `ALONE_S`, `SATURATING`, `TOKENS`, `RESIDUAL` of the kernel. `tail`: by number
+    of outstanding responses, [2, n]: remaining tokens of the last one, and mean remaining tokens.
+    """
 
     pools: Floats = field(default_factory=lambda: np.zeros((2, 4)))
     tail: Floats = field(default_factory=lambda: np.zeros((2, 1)))
@@ -101,9 +105,9 @@ UNKNOWN = LendingKnowledge()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LendingSetup:
-    """Lending within a step: the cost per replica, and the input of the rule (`placement.simulator.kernel`). `late`:
-    replicas lent in the previous step that return in the first `late_s` seconds; above 0 to rollout, below 0 to the
-    judges."""
+    """Settings of lending within a step. `cost_s`: seconds in which a lent replica serves nothing. `told`: input of the
+    lending rule. `late`: number of replicas, lent in the previous step, that return `late_s` seconds after the start of
+    this one; above 0 to rollout, below 0 to the judges."""
 
     cost_s: float
     told: LendingKnowledge
@@ -112,7 +116,8 @@ class LendingSetup:
 
 
 def estimated_knowledge(history: Sequence[MeasuredStep], scenario: Scenario, paces: PaceTracker) -> LendingKnowledge:
-    """Return the rule's input after these measurements. `paces`: updated with the history."""
+    """Return the input of the lending rule that a live controller would have after these measurements. `paces`: a
+    tracker that has seen the history."""
     rows = EngineRows(scenario.rollout.running, scenario.reward.running)
     speeds = pool_speeds(history, rows, paces.since("rollout"), paces.since("reward"))
     if speeds is None:
@@ -123,7 +128,8 @@ def estimated_knowledge(history: Sequence[MeasuredStep], scenario: Scenario, pac
 
 
 def true_knowledge(step: int, scenario: Scenario, work: SimulatedWorkload) -> LendingKnowledge:
-    """Return the step's true values, which are unknown to a live cluster."""
+    """Return the input of the lending rule from the step's true lengths and speeds, which a live controller cannot
+    know."""
     speed = (*_exact(scenario.rollout, "rollout"), *_exact(scenario.reward_at(step), "reward"))
     lengths, judged = tuple(work.lengths.tolist()), tuple(work.judged.tolist())
     return estimated_knowledge([replace(NOBODYS, lengths=lengths, judged=judged, speed=speed)], scenario, PaceTracker())
@@ -141,8 +147,9 @@ NO_MOVES = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class SimulatedBatch:
-    """One batch. `spans`: replica-seconds by pool and number of running requests. `moves`: lent replicas. `away`:
-    replicas still lent at the end, above 0 with the judges. `back_s`: seconds until all are back."""
+    """Result of producing one batch. `seconds`: until it was complete. `spans`: replica-seconds by pool and number of
+    running requests, [2, n]. `moves`: number of replicas that changed their pool. `away`: replicas still lent at the
+    end; above 0: to the judges. `back_s`: seconds until all of them have returned."""
 
     seconds: float
     spans: Floats
@@ -153,7 +160,8 @@ class SimulatedBatch:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPhases:
-    """Seconds of the parts of a step. `busy`: slot-seconds by pool."""
+    """Seconds of a step and of its parts. `busy`: slot-seconds of work by pool. `speed`: true speeds of the engines at
+    the loads that they had."""
 
     produce_s: float
     train_s: float
@@ -164,7 +172,7 @@ class SimulatedPhases:
 
 
 class SimulatedJob:
-    """One scenario with one seed. The times of a step on a split are computed once."""
+    """A scenario with one seed. The result of each step on each split is cached."""
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.scenario, self.seed = scenario, seed
@@ -180,16 +188,16 @@ class SimulatedJob:
         self._lent: dict[tuple[int, Split], dict[float, SimulatedBatch]] = {}
 
     def seconds(self, step: int, split: Split, produced: SimulatedBatch | None = None) -> float:
-        """Return the seconds of a step, without the cost of a change to the split. `produced`: its batch; None: without
-        lending."""
+        """Return the seconds of a step on a split, without the cost of changing to that split. `produced`: result of
+        its batch; None: its batch without lending."""
         made = produced or self.produced(step, split)
         train_s, other_s = self._others(step, split, made)
         return self._whole(split, made.seconds, train_s, other_s)
 
     def table(self, lend_s: float | None = None) -> Floats:
-        """Return the seconds of each step on each of `splits`, [steps, splits]; infinite if not possible. `lend_s`:
-        cost of lending by the rule with true knowledge; at staleness 1, slots lent in the previous step are back. None:
-        no lending."""
+        """Return the seconds of each step on each split of `self.splits`, [steps, splits]; infinite where the split is
+        not possible. `lend_s`: None: no lending; else lending with true knowledge and this cost in seconds. At
+        staleness 1, slots lent in the previous step are assumed to have returned."""
         known = self._tables.get(lend_s)
         if known is None:
             known = self._tables[lend_s] = self._table(lend_s)
@@ -209,7 +217,7 @@ class SimulatedJob:
         )
 
     def _knowing(self, step: int, split: Split, lend_s: float | None) -> SimulatedBatch:
-        """Return the batch with lending by true knowledge."""
+        """Return the result of the step's batch with lending by true knowledge; `lend_s` None: without lending."""
         if lend_s is None or not self._lends(split):
             return self.produced(step, split)
         lent = self._lent.setdefault((step, split), {})
@@ -223,7 +231,7 @@ class SimulatedJob:
         return split.mode == "coexisting" and self.scenario.lendable
 
     def produced(self, step: int, split: Split, lend: LendingSetup | None = None) -> SimulatedBatch:
-        """Return the step's batch on the split. All responses are requested at its start."""
+        """Simulate the production of the step's batch on the split. All responses are requested at its start."""
         if lend is not None and self._lends(split):
             return self._played(step, split, lend)
         known = self._plain.get((step, split))
@@ -232,7 +240,7 @@ class SimulatedJob:
         return known
 
     def phases(self, step: int, split: Split, produced: SimulatedBatch) -> SimulatedPhases:
-        """Return the parts of the step on the split."""
+        """Return the times of the parts of a step on the split. `produced`: result of its batch."""
         told = self.scenario
         train_s, other_s = self._others(step, split, produced)
         spans = produced.spans
@@ -251,8 +259,8 @@ class SimulatedJob:
         )
 
     def measured(self, step: int, split: Split, produced: SimulatedBatch | None = None) -> MeasuredStep:
-        """Return what controllers would measure of the step: with errors, and sometimes without speeds and times.
-        `produced`: its batch; None: without lending."""
+        """Return what controllers would measure in a step: with random errors, and sometimes with times and speeds
+        missing. `produced`: result of its batch; None: its batch without lending."""
         plain = self.produced(step, split)
         if produced is not None and produced is not plain:
             return self._seen(step, split, produced)
@@ -284,7 +292,7 @@ class SimulatedJob:
         )
 
     def _others(self, step: int, split: Split, produced: SimulatedBatch) -> tuple[float, float]:
-        """Return the seconds of training, and those that are neither training nor production."""
+        """Return the seconds of training, and the seconds that are neither training nor production."""
         told, work = self.scenario, self.work(step)
         train_s = (told.training.fixed_s + work.train_tokens / (told.training.rate * split.train)) * work.pace
         changes = 0 if split.mode == "coexisting" else count_turns(judged=told.judging is not None)
@@ -367,14 +375,16 @@ NOTHING = SimulatedBatch(0.0, np.zeros((2, 1)))
 
 
 def _busy(spans: Floats, engine: ScenarioEngine) -> float:
-    """Return the busy slot-seconds, weighted by the engine's saturation."""
+    """Return the busy slot-seconds of a pool. An engine counts in full from the number of requests at which a token
+    takes twice as long as alone, and in proportion below. `spans`: replica-seconds by running requests."""
     running = np.arange(spans.size)
     saturating = min(engine.token_s / engine.sequence_s, engine.running)
     return float((spans * np.minimum(running / saturating, 1.0)).sum()) * engine.size
 
 
 def _speeds(spans: Floats, engine: ScenarioEngine, pool: str) -> tuple[EngineSpeed, ...]:
-    """Return the measured speeds of a pool's engines: token times at the loads they had."""
+    """Return the true token times of a pool's engines at the loads that they had for more than 2 % of the time.
+    `spans`: replica-seconds by running requests."""
     found, load, whole = [], 0, float(spans[1:].sum())
     while (least := least_requests(load)) < spans.size:
         span = spans[least : least_requests(load + 1)]

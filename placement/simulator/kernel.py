@@ -1,18 +1,28 @@
-"""Discrete-event simulation of a step's production: replicas of one pool generate responses, those of another judge
-them.
+"""Discrete-event simulation of a step's production: the replicas of one pool generate responses, those of another pool
+judge them.
 
-All requests of a replica progress at the same speed: one token each takes `token_s + sequence_s * running` seconds,
-times the replica's own factor. The replica with the fewest running requests takes waiting requests, first come first
-served. Aborted requests continue first, with their tokens. The simulation is exact for this model: time advances from
-one end of a request to the next. Every `every_s` seconds replicas may be lent, by the rule of `placement.lending` or by
-a schedule: their requests continue elsewhere, and they serve nothing for `cost_s` seconds. The rule knows earlier
-measurements and present counts only. Late replicas get their share of the requests at once and start on arrival;
-nothing is lent before then.
+All requests of a replica progress at the same speed: one token of each takes `token_s + sequence_s * running` seconds,
+times the replica's own factor. A waiting request goes to the replica with the fewest running ones, first come first
+served. Time advances from the end of one request to the next, so the simulation is exact for this model. Every
+`every_s` seconds replicas may be lent, by the rule of `placement.lending` or by a schedule. A lent replica serves
+nothing for `cost_s` seconds; its requests go to the front of the queue and keep their tokens. The rule knows earlier
+measurements and present counts only. Late replicas (lent in the previous step) get requests at once and begin with them
+when they arrive; nothing is lent before that.
 
-Uses numbers and arrays only, compiled by numba if installed (the extra `simulate`). Without numba the results are the
-same, about 100 times slower. Rows of `clock`: progress of each running request since the replica started, the time of
-that progress, the time of the next end, the time when the replica has changed over. Rows of `seats`: pool, number of
-running requests, the seat that ends next, the pool it changes to.
+The functions use numbers and arrays only, compiled by numba if installed (the extra `simulate`). Without numba the
+results are the same, about 100 times slower.
+
+Shared arrays, with one column or row per replica `k`:
+
+- `clock`, [4, replicas]. `MADE`: tokens that each running request has made since the replica was last empty. `SEEN`:
+  the time up to which that is computed. `NEXT`: when its next request ends. `READY`: when it has changed its pool.
+- `seats`, [4, replicas]. `POOL`; `RUNNING`: number of running requests; `FIRST`: the seat whose request ends next;
+  `TARGET`: the pool that it changes to. A seat is an index from 0 to `RUNNING` - 1.
+- `aims`, [replicas, seats]: value of `MADE` at which the request ends. `whose`: index of the request.
+- `line`, [2, n]: queue of waiting requests by pool, from `ends[pool, 0]` to `ends[pool, 1]`. `left`: remaining tokens
+  of each waiting request.
+- `laws`, [2, 2]: `token_s` and `sequence_s` by pool. `pace`: factor of each replica. `most`: maximum of running
+  requests by pool. `spans`: replica-seconds by pool and number of running requests.
 """
 
 from __future__ import annotations
@@ -33,7 +43,7 @@ COMPILES = find_spec("numba") is not None
 
 
 def compile_lazily(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function, compiled at its first call."""
+    """Return a version of the function that numba compiles at its first call; without numba the function itself."""
     if not COMPILES:
         return function
     from numba import njit
@@ -43,7 +53,8 @@ def compile_lazily(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def compile_inline(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function, inlined into its callers: passing many arrays would take longer than its body."""
+    """Return a version of the function that numba inlines into its callers, because passing many arrays would take
+    longer than the body; without numba the function itself."""
     if not COMPILES:
         return function
     from numba import njit
@@ -59,8 +70,8 @@ POOL, RUNNING, FIRST, TARGET = 0, 1, 2, 3
 NEVER, BY_RULE, BY_SCHEDULE = 0, 1, 2
 
 ALONE_S, SATURATING, TOKENS, RESIDUAL = 0, 1, 2, 3
-"""Columns of the rule's input for a pool, arguments of `placement.lending.remaining_s`. `ALONE_S` 0: nothing is
-known."""
+"""Columns of the lending rule's input for a pool; the meaning is that of the arguments of
+`placement.lending.remaining_s`. `ALONE_S` 0: nothing is known."""
 
 _lent, _left_s, _spared = compile_lazily(replicas_to_lend), compile_lazily(remaining_s), compile_lazily(spare_replicas)
 _doubling, _of_each = compile_lazily(doubling_requests), compile_lazily(mean_tokens_left)
@@ -68,13 +79,14 @@ _doubling, _of_each = compile_lazily(doubling_requests), compile_lazily(mean_tok
 
 @compile_inline
 def _token_s(k: int, seats: Ints, laws: Floats, pace: Floats) -> float:
+    """Return the seconds per token of each running request of replica `k`."""
     pool = seats[POOL, k]
     return float((laws[pool, 0] + laws[pool, 1] * seats[RUNNING, k]) * pace[k])
 
 
 @compile_inline
 def _catch_up(k: int, now: float, clock: Floats, seats: Ints, laws: Floats, pace: Floats, spans: Floats) -> None:
-    """Advance the replica's requests to `now`. A late replica does not advance before its arrival."""
+    """Advance the requests of replica `k` to the time `now`. A late replica does not advance before its arrival."""
     running, spent = seats[RUNNING, k], max(now - clock[SEEN, k], 0.0)
     if running > 0:
         clock[MADE, k] += spent / _token_s(k, seats, laws, pace)
@@ -84,7 +96,7 @@ def _catch_up(k: int, now: float, clock: Floats, seats: Ints, laws: Floats, pace
 
 @compile_inline
 def _look_ahead(k: int, clock: Floats, seats: Ints, aims: Floats, laws: Floats, pace: Floats) -> None:
-    """Compute when the replica's next request ends."""
+    """Compute when the next request of replica `k` ends; infinite if it has none."""
     clock[NEXT, k] = np.inf
     if seats[RUNNING, k] > 0:
         left = max(aims[k, seats[FIRST, k]] - clock[MADE, k], 0.0)
@@ -93,7 +105,7 @@ def _look_ahead(k: int, clock: Floats, seats: Ints, aims: Floats, laws: Floats, 
 
 @compile_inline
 def _sit(k: int, request: int, tokens: float, clock: Floats, seats: Ints, aims: Floats, whose: Ints) -> None:
-    """Start a request on the replica, which has been advanced to the present."""
+    """Start a request with `tokens` remaining tokens on replica `k`. Call `_catch_up` first."""
     at = seats[RUNNING, k]
     if at == 0:
         clock[MADE, k] = 0.0
@@ -106,7 +118,8 @@ def _sit(k: int, request: int, tokens: float, clock: Floats, seats: Ints, aims: 
 
 @compile_inline
 def _stand_up(k: int, at: int, seats: Ints, aims: Floats, whose: Ints) -> int:
-    """Remove the request in this seat. The last request moves to the seat."""
+    """Remove the request in seat `at` of replica `k` and return its index. The request in the last seat takes its
+    seat."""
     request = whose[k, at]
     last = seats[RUNNING, k] - 1
     aims[k, at], whose[k, at] = aims[k, last], whose[k, last]
@@ -135,7 +148,7 @@ def _admit(
     pace: Floats,
     spans: Floats,
 ) -> None:
-    """Start waiting requests of the pool, as far as there is room. `ends`: begin and end of each pool's queue."""
+    """Start waiting requests of the pool until its queue is empty or its replicas are full."""
     room = True
     while room and ends[pool, 0] < ends[pool, 1]:
         k = -1
@@ -173,8 +186,8 @@ def _leave(
     pace: Floats,
     spans: Floats,
 ) -> None:
-    """Reassign this many replicas of the pool, those with the fewest requests. Their requests move to the front of the
-    queue and keep their tokens."""
+    """Reassign `count` replicas of the pool to the other pool, those with the fewest requests. Their requests move to
+    the front of the queue and keep their tokens."""
     for _ in range(count):
         k = -1
         for i in range(seats.shape[1]):
@@ -196,7 +209,8 @@ def _leave(
 
 @compile_lazily
 def _by_rule(cost_s: float, ends: Ints, told: Floats, tail: Floats, most: Ints, seats: Ints) -> int:
-    """Evaluate the lending rule from counts, as a controller that polls every engine has them."""
+    """Evaluate the lending rule with the counts that a controller gets by polling every engine. Return the number of
+    replicas to lend (`replicas_to_lend`); 0 while a replica changes its pool."""
     awake, asked = np.zeros(2, np.int64), np.zeros(2)
     for k in range(seats.shape[1]):
         if seats[POOL, k] == SWITCHING:
@@ -240,15 +254,18 @@ def play_batch(
     late: int,
     late_s: float,
 ) -> tuple[float, float, Floats, int, int, float]:
-    """Simulate responses of `lengths` tokens, [n], all requested at once, and their judgements, [n] or none. The first
-    `rollout` replicas generate, the others judge. `laws`: seconds per token by pool. `most`: maximum of running
-    requests. `how`: whether replicas are lent. `told`, `tail`: input of the rule, [2, 4], and by number of outstanding
-    responses, [2, left]: remaining tokens of the last and of all on average (`placement.lending.response_tail`).
-    `late`: number of replicas that arrive `late_s` seconds late: above 0 generating ones, below 0 judging ones.
+    """Simulate the production of one batch: responses of `lengths` tokens, [n], all requested at once, and their
+    judgements of `judged` tokens, [n] or none.
 
-    Returns the time when the last response was judged, the time when the last was generated, replica-seconds by pool
-    and number of running requests, the number of moves, the number of replicas lent at the end (above 0: to the
-    judges), and the seconds until those that are then changing over have finished.
+    The first `rollout` replicas generate, the others judge. `how`: `NEVER` lend replicas, or lend them `BY_RULE` or
+    `BY_SCHEDULE`; `schedule`: replicas to lend at each evaluation. `told`, [2, 4], and `tail`, [2, left]: input of the
+    rule by pool and by number of outstanding responses (remaining tokens of the last one and mean remaining tokens,
+    `placement.lending.response_tail`). `late`: number of replicas that arrive `late_s` seconds late: above 0 generating
+    ones, below 0 judging ones.
+
+    Return the time when the last response was judged, the time when the last one was generated, replica-seconds by pool
+    and number of running requests, the number of replicas that changed their pool, the number of replicas lent at the
+    end (above 0: to the judges), and the seconds until those that are then changing their pool have finished.
     """
     count, replicas = lengths.shape[0], pace.shape[0]
     room = max(most[0], most[1])

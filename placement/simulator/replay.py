@@ -1,16 +1,16 @@
-"""A recorded run as a job to simulate: what another policy would have planned, or what other slots would have changed.
+"""Turn a recorded run into a simulated job, to see how it would have run under another policy or on other slots.
 
-Input from the run's folder: `metrics.jsonl` has each step's mean length, tokens and seconds; `books/` has the work of
-engines and slots; `samples/` has the lengths of recorded responses. Engine speeds and training are fitted as a policy
+The run folder has three inputs: `metrics.jsonl` (each step's mean length, tokens and seconds), `books/` (the work of
+engines and slots) and `samples/` (the lengths of recorded responses). Engine and training speeds are fitted as a policy
 would fit them.
 
-A simulated step has as many responses as the recorded one: trained and filtered responses, which were generated and
-judged too. The recorded samples are a part of the trained ones; the other lengths are resampled from them and scaled to
-the recorded means. Steps without recorded samples get the spread of steps with them. The same run always gives the same
-job. Only the mean of judgements is known.
+A simulated step has as many responses as the recorded one, including the filtered ones, which were generated and judged
+too. Only some trained responses are recorded individually; the other lengths are resampled from them and scaled to the
+recorded means. Steps without recorded samples get random lengths with the spread of the other steps. The same run
+always gives the same job. Only the mean judgement length is known.
 
-Not in the records: the speed of an engine with more requests than it ever had (extrapolated by the fitted line), and
-differences between slots (assumed to be of one kind).
+The records do not show the speed of an engine with more requests than it ever had (the fitted line is extrapolated),
+nor differences between slots (all are assumed to be equal).
 """
 
 from __future__ import annotations
@@ -45,27 +45,31 @@ from placement.simulator.scenario import (
 from placement.slots import SINGLE, ReplicaSizes, Split
 
 LEAST_STEPS = 4
-"""Minimum number of recorded steps."""
+"""Minimum number of recorded steps, without the skipped ones."""
 
 SKIPPED = 2
 """Number of first steps that are skipped: engines and ranks start in them."""
 
 NEEDED = {"seconds", "tokens", "response_length"}
+"""Metrics that a recorded step must have."""
 
 MOST_NUMBER = 1e9
-"""Maximum of tokens, responses or seconds in a step."""
+"""Largest recorded value of a metric that is accepted."""
 
 MOST_FILTERED = 0.99
 """Maximum share of a step's responses that count as filtered."""
 
 SPREAD = 0.8
-"""Relative spread of lengths if no sample was recorded."""
+"""Assumed standard deviation of response lengths relative to their mean, if no sample was recorded."""
 
 
 @dataclass(frozen=True)
 class ReplayScenario:
-    """A run as a scenario, with the recorded steps, their seconds, and the slots they were trained on. `lend_s`: median
-    time of its role changes."""
+    """A recorded run as input of the simulator.
+
+    `steps`: work of each recorded step. `taken_s`: its recorded seconds. `trained_on`: number of slots with train
+    ranks. `lend_s`: median seconds of the run's role changes of slots; None: there was none.
+    """
 
     scenario: Scenario
     steps: tuple[SimulatedWorkload, ...]
@@ -84,7 +88,7 @@ class ReplayedJob(SimulatedJob):
 
 @dataclass(frozen=True)
 class _Step:
-    """A step of the run."""
+    """A recorded step: its metrics, and the slot accounts of all nodes."""
 
     version: Version
     metrics: Mapping[str, float]
@@ -112,15 +116,15 @@ class _Step:
 
     @property
     def trained_on(self) -> int:
-        """Number of slots with working ranks; 1 if no account shows any."""
+        """Number of slots on which train ranks worked; 1 if no account shows any."""
         return len({(line.node, slot) for line in self.books for slot in _slots_at(line, "busy train")}) or 1
 
 
 def read_run(
     run_dir: Path, *, slots: int | None = None, staleness: int = 0, sizes: ReplicaSizes = SINGLE
 ) -> ReplayScenario:
-    """Read the run in this folder. `slots`: of the simulated job, if different from the run. `sizes`: slots of its
-    engines, whose speed was measured. Raises UsageError."""
+    """Read the run in this folder. `slots`: number of slots of the simulated job, if different from the run. `sizes`:
+    slots per engine in the run. Raises UsageError if the folder cannot be read or has too few steps."""
     with explain_os_errors("cannot read the run's folder", UsageError, where=run_dir):
         steps = _steps(run_dir)[SKIPPED:]
         drawn = _lengths(run_dir, steps)
@@ -147,7 +151,8 @@ def read_run(
 
 
 def _steps(run_dir: Path) -> list[_Step]:
-    """List the steps on the run's chain that have metrics and accounts, in order. Of a repeated step, the newest."""
+    """List the steps that have metrics and accounts, in order. If a step was repeated after a rollback, only its newest
+    run counts."""
     booked: dict[Version, list[AccountLine]] = {}
     for line in read_lines(run_dir):
         booked.setdefault(line.book.version, []).append(line)
@@ -168,13 +173,13 @@ def _steps(run_dir: Path) -> list[_Step]:
 
 
 def _metrics(tree: Any) -> dict[str, float]:
-    """Select the metrics with a valid number."""
+    """Select the metrics whose value is a number from 0 to `MOST_NUMBER`."""
     found = tree.items() if isinstance(tree, dict) else ()
     return {name: value for name, value in found if isinstance(value, int | float) and 0 <= value <= MOST_NUMBER}
 
 
 def _lengths(run_dir: Path, steps: Iterable[_Step]) -> Iterator[Floats]:
-    """Yield the tokens of each step's responses, [n]."""
+    """Yield the lengths in tokens of each step's responses, [n]: recorded ones and resampled ones."""
     there = set(folder.kept_steps(run_dir))
     found, spreads = [], []
     for step in steps:
@@ -189,8 +194,8 @@ def _lengths(run_dir: Path, steps: Iterable[_Step]) -> Iterator[Floats]:
 
 
 def _all_of(step: _Step, kept: Floats, width: float) -> Floats:
-    """Return as many lengths as the step had responses, based on the `kept` ones. `width`: relative spread if none were
-    kept."""
+    """Return as many lengths as the step had responses, based on those that were recorded (`kept`). `width`: standard
+    deviation of the logarithm of lengths, used if none were recorded."""
     draw = np.random.default_rng((step.version.lineage, step.version.step, 6))
     trained = max(step.trained or 1, kept.size)
     count = min(round(trained / (1.0 - step.filtered)), MOST_RESPONSES)
@@ -206,9 +211,9 @@ def _all_of(step: _Step, kept: Floats, width: float) -> Floats:
 
 
 def resample_lengths(kept: Floats, count: int, times: float, draw: np.random.Generator) -> Floats:
-    """Resample `count` lengths, distributed like the kept ones and scaled by `times`. Each kept length is used equally
-    often; the remainder is sampled at random. With `count` equal to the number of kept lengths and `times` 1 they are
-    returned unchanged."""
+    """Resample `count` lengths from the recorded lengths `kept`, scaled by `times`. Each recorded length is used
+    equally often; the remainder is chosen at random. If `count` is their number and `times` is 1, they are returned
+    unchanged."""
     whole, over = divmod(count, kept.size)
     found = np.concatenate((np.tile(kept, whole), kept[draw.permutation(kept.size)[:over]]))
     return found if times == 1.0 else np.maximum(np.rint(found * times), 1.0)
@@ -262,7 +267,7 @@ def _scenario(
 
 
 def _spread_of(work: tuple[SimulatedWorkload, ...]) -> ScenarioLengths:
-    """Return the spread of lengths over all steps of the run. The first split is chosen by it."""
+    """Return mean and spread of the response lengths over all steps of the run. The first split is chosen by them."""
     every = np.concatenate([one.lengths for one in work])
     mean = max(float(every.mean()), 1.0)
     return ScenarioLengths(mean=mean, spread=max(float(every.std()) / mean, 0.01))
@@ -284,7 +289,7 @@ def _engine(history: list[MeasuredStep], pool: str, size: int) -> ScenarioEngine
 
 
 def _measured(step: _Step) -> MeasuredStep:
-    """Convert to the fields needed to fit engines and training."""
+    """Return the measurements of a recorded step that are needed to fit engine and training speeds."""
     speed = tuple(
         EngineSpeed(pool, one.running_s / one.active_s, one.running_s / one.tokens)
         for line in step.books
@@ -299,13 +304,14 @@ def _measured(step: _Step) -> MeasuredStep:
 
 
 def _slots_at(line: AccountLine, state: str) -> Iterator[tuple[str, str]]:
+    """Yield node and name of each slot that was in `state` for some time."""
     for slot, spans in line.spans.items():
         if any(state in span.seconds for span in spans):
             yield line.node, slot
 
 
 def _switch_s(steps: Iterable[_Step]) -> float | None:
-    """Return the median seconds of role changes."""
+    """Return the median seconds in which a slot changed its pool; None if none did."""
     found = [
         seconds
         for step in steps

@@ -1,8 +1,9 @@
-"""Run a policy on a simulated job step by step, and compare it with the best possible.
+"""Run a policy on a simulated job step by step, and compute the best possible runs for comparison.
 
-`best_static` and `best_each_step` find the best fixed split in hindsight and the best split for each step, including
-the costs of changes, exactly, over all feasible splits. They do not search over lending: each step is taken without
-lending or with the rule under true knowledge, whichever is shorter. At staleness 1, lent slots return at no cost here.
+`best_static` finds the best single split in hindsight, and `best_each_step` the best split for each step, including the
+costs of changes. Both are exact over all feasible splits. They do not optimize lending: `best_each_step` takes each
+step without lending or with the lending rule under true knowledge, whichever is shorter. At staleness 1, lent slots
+return at no cost in it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ KNOWN = 64
 
 @dataclass(frozen=True, slots=True)
 class SimulatedMove:
-    """A change before a step, and its cost."""
+    """A change of the split before a step. `cost_s`: seconds that it took."""
 
     step: int
     decision: Decision
@@ -49,7 +50,8 @@ class SimulatedMove:
 
 @dataclass(frozen=True, slots=True)
 class JobRun:
-    """A complete run. `step_s`: seconds of each step without the costs of changes."""
+    """A complete run under a policy. `seconds`: total. `step_s`: seconds of each step without the costs of changes.
+    `splits`: the split of each step."""
 
     seconds: float
     step_s: tuple[float, ...]
@@ -58,7 +60,8 @@ class JobRun:
 
 
 class _Lending:
-    """Input of the lending rule during a run, and the replicas that it has lent. Mutable."""
+    """Prepares the input of the lending rule for each step of a run, and keeps track of replicas that are still lent
+    when a step ends. `cost_s`: seconds to lend a replica."""
 
     def __init__(self, job: SimulatedJob, cost_s: float) -> None:
         self._job, self._cost_s = job, cost_s
@@ -66,7 +69,7 @@ class _Lending:
         self._before: tuple[Split, SimulatedBatch] | None = None
 
     def now(self, split: Split, history: list[MeasuredStep]) -> LendingSetup:
-        """Return the lending setup of the next step."""
+        """Return the lending settings of the next step, on this split and with these measured steps."""
         self._paces.see(history)
         told, before = estimated_knowledge(history, self._job.scenario, self._paces), self._before
         if before is None or before[0] != split or not self._job.scenario.overlaps:
@@ -74,15 +77,15 @@ class _Lending:
         return LendingSetup(self._cost_s, told, before[1].away, before[1].back_s)
 
     def after(self, split: Split, produced: SimulatedBatch) -> None:
-        """Record the lent replicas when the step's batch is complete."""
+        """Record which replicas were still lent when the step's batch was complete."""
         self._before = split, produced
 
 
 def play_job(
     job: SimulatedJob, policy: Policy, costs: SwitchCosts, prior: SwitchCosts, *, lends: bool = False
 ) -> JobRun:
-    """Run the whole job. `prior`: assumed costs of changes before the first one. `lends`: whether replicas are lent
-    within steps."""
+    """Run a whole job under a policy. `costs`: true costs of changes. `prior`: the costs that the policy assumes until
+    its first change. `lends`: whether replicas are lent within steps."""
     now: Split | None = None
     history: list[MeasuredStep] = []
     moves: list[SimulatedMove] = []
@@ -112,7 +115,8 @@ def play_job(
 
 @dataclass(frozen=True, slots=True)
 class OracleRun:
-    """Seconds of the whole run, and the split of each step. `step_s`: without the costs of changes."""
+    """A best possible run. `seconds`: total. `splits`: the split of each step. `step_s`: seconds of each step without
+    the costs of changes."""
 
     seconds: float
     splits: tuple[Split, ...]
@@ -120,8 +124,8 @@ class OracleRun:
 
 
 def best_static(job: SimulatedJob, costs: SwitchCosts) -> OracleRun:
-    """Return the best single split for all steps, without lending. While slots are absent, use the closest possible
-    split."""
+    """Return the run with the single split that is best for all steps, without lending. While slots are absent, the
+    most similar feasible split is used."""
     table, at = job.table(), {split: i for i, split in enumerate(job.splits)}
     found = []
     for split in job.splits:
@@ -133,9 +137,10 @@ def best_static(job: SimulatedJob, costs: SwitchCosts) -> OracleRun:
 
 
 def best_each_step(job: SimulatedJob, costs: SwitchCosts, runs: Iterable[JobRun] = ()) -> OracleRun:
-    """Return the best split for each step, with or without lending by the rule, including the costs of changes. Dynamic
-    programming over splits; the first split is free. `runs`: runs of policies at the same costs. If one of them
-    finished a step sooner on the same split (the rule can be lucky with estimated input), its time is used."""
+    """Return the run with the best sequence of splits, including the costs of changes (dynamic programming over splits;
+    the first split costs nothing). Each step is taken with or without lending by the rule. `runs`: runs of policies at
+    the same costs; if one finished a step sooner on the same split (the lending rule can be lucky with estimated
+    input), its time is used."""
     table = np.minimum(job.table(), job.table(costs.move_s))
     at = {split: i for i, split in enumerate(job.splits)}
     for run in runs:
@@ -157,28 +162,30 @@ def best_each_step(job: SimulatedJob, costs: SwitchCosts, runs: Iterable[JobRun]
 
 
 def change_costs(splits: tuple[Split, ...], of: Callable[[Split, Split], float]) -> Floats:
-    """Return the cost of each change, [before, after]."""
+    """Return the cost of each change between two splits as a matrix, [before, after]. `of`: computes one cost."""
     return np.array([[of(one, other) for other in splits] for one in splits])
 
 
 PRIOR = SwitchCosts(10.0, 20.0)
-"""Assumed costs of changes before the first one; too high for most engines."""
+"""Costs that policies assume before their first change, in seconds. They are too high for most engines."""
 
 GUESSED = 0.3
-"""Relative error of each estimate used for the first placement."""
+"""Standard deviation of the relative error of each estimate from which the first split is chosen."""
 
 LENDS = frozenset({"dynamic"})
+"""Policies under which replicas are lent within steps."""
 
 
 def switch_costs(scenario: Scenario, seed: int, move_s: float) -> SwitchCosts:
-    """Return the costs of changes. The cost of a co-located phase change is known up to an error: it was measured once
-    when the engines started."""
+    """Return the costs of changes in a simulated run. `move_s`: seconds until engines have changed their pool; a train
+    world of another size costs twice as much. The cost of a phase change on co-located slots has a random error,
+    because a live cluster measures it only once, when the engines start."""
     error = float(np.exp(np.random.default_rng((seed, 0, 4)).normal(0.0, 0.3)))
     return SwitchCosts(move_s, 2.0 * move_s, scenario.wake_s * error)
 
 
 def policies(scenario: Scenario, seed: int) -> Mapping[str, Callable[[], Policy]]:
-    """Return the policies by name. All start with the same split, the first placement."""
+    """Return factories of gcore's policies by name. All policies start with the same split (`choose_start`)."""
     first, pools = choose_start(scenario, seed), pool_limits(scenario)
     return {
         "static": lambda: StaticPolicy(first),
@@ -190,13 +197,13 @@ def policies(scenario: Scenario, seed: int) -> Mapping[str, Callable[[], Policy]
 
 
 def pool_limits(scenario: Scenario) -> PoolLimits:
-    """Return the constant limits of the pools."""
+    """Return the slots per engine and the maximum of concurrent requests per engine, for each pool."""
     return PoolLimits(scenario.rollout.size, scenario.reward.size, scenario.rollout.running, scenario.reward.running)
 
 
 def choose_start(scenario: Scenario, seed: int) -> Split:
-    """Return the best split by estimates from before the job: of speeds, lengths and judgements, each with its own
-    error."""
+    """Return the split that the first placement would choose: the best one by estimates of speeds and lengths, each
+    with a random error."""
     draw = np.random.default_rng((seed, 0, 5))
 
     def guess(value: float) -> float:
@@ -227,7 +234,8 @@ def choose_start(scenario: Scenario, seed: int) -> Split:
 
 
 def new_policy(name: str, scenario: Scenario, seed: int) -> Policy:
-    """Create one of `policies`, or a policy of another package as a controller creates it. Raises PluginFault."""
+    """Create one of `policies`, or a policy of another package in the way in which a controller does. Raises
+    PluginFault if there is no policy of this name."""
     own = policies(scenario, seed).get(name)
     if own is not None:
         return own()
@@ -238,7 +246,8 @@ def new_policy(name: str, scenario: Scenario, seed: int) -> Policy:
 
 
 def play_policy(job: SimulatedJob, name: str, move_s: float) -> JobRun:
-    """Run one policy on the job. Raises PluginFault."""
+    """Run the job under the policy `name`. `move_s`: seconds until engines have changed their pool. Raises PluginFault
+    if there is no such policy."""
     costs = switch_costs(job.scenario, job.seed, move_s)
     prior = SwitchCosts(PRIOR.move_s, PRIOR.world_s, costs.turn_s)
     return play_job(job, new_policy(name, job.scenario, job.seed), costs, prior, lends=name in LENDS)

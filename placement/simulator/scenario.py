@@ -24,7 +24,7 @@ Proportion = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
 
 Longer = Annotated[float, Field(gt=0, le=1e6)]
-"""Upper bounds of seconds and of factors."""
+"""A positive number of seconds, or a factor."""
 
 Spread = Annotated[float, Field(ge=0, le=10)]
 Tokens = Annotated[float, Field(gt=0, le=1e7)]
@@ -37,7 +37,8 @@ class _Section(BaseModel):
 
 
 class ScenarioEngine(_Section):
-    """A token of `b` running requests takes `token_s + sequence_s * b` seconds; requests beyond `running` wait."""
+    """Speed of an engine: with `b` running requests, a token of each takes `token_s + sequence_s * b` seconds. Requests
+    beyond `running` wait."""
 
     token_s: Longer = 0.02
     sequence_s: Longer = 0.001
@@ -46,8 +47,8 @@ class ScenarioEngine(_Section):
 
 
 class ScenarioLengths(_Section):
-    """Log-normal lengths, cut off at `cap`. `same_prompt`: correlation of the logarithms of two responses to one
-    prompt."""
+    """Response lengths in tokens: log-normal, cut off at `cap`. `same_prompt`: correlation between the logarithms of
+    two responses to the same prompt. `jump`: factor on the mean from step `jump_at` on."""
 
     mean: Tokens = 500.0
     spread: Annotated[Spread, Field(gt=0)] = Field(0.9, description="Standard deviation, beside the mean")
@@ -59,8 +60,8 @@ class ScenarioLengths(_Section):
 
 
 class ScenarioJudging(_Section):
-    """Tokens of a judgement. In steps `slow_from` to `slow_until` a judgement has `slow` times as many tokens, and each
-    takes `paced` times as long."""
+    """Judgement lengths in tokens: mean, and standard deviation relative to it. From step `slow_from` until before step
+    `slow_until`, a judgement has `slow` times as many tokens, and each token takes `paced` times as long."""
 
     tokens: Tokens = 64.0
     spread: Annotated[Spread, Field(gt=0)] = 0.3
@@ -71,7 +72,8 @@ class ScenarioJudging(_Section):
 
 
 class ScenarioTraining(_Section):
-    """Training takes `fixed_s + tokens / (rate * slots)`, then `sync_s` until the engines have the new weights."""
+    """Training of a step takes `fixed_s + tokens / (rate * slots)` seconds, then weight sync takes `sync_s`. `sizes`:
+    possible train world sizes."""
 
     fixed_s: Seconds = 2.0
     rate: Annotated[float, Field(ge=1e-6, le=1e15)] = 1500.0
@@ -80,7 +82,7 @@ class ScenarioTraining(_Section):
 
 
 class ScenarioLoss(_Section):
-    """Slots that are absent from step `at` to step `until`."""
+    """A loss of slots: `slots` slots are absent from step `at` until before step `until`."""
 
     at: Annotated[StepNumber, Field(ge=1)]
     until: Annotated[StepNumber, Field(ge=1)]
@@ -88,8 +90,9 @@ class ScenarioLoss(_Section):
 
 
 class ScenarioNoise(_Section):
-    """Relative standard deviations: of a replica's speed (hidden and constant), of each training step, of measurements.
-    `missing`: probability that the measurements of a step are missing."""
+    """Relative standard deviations of random errors. `replica`: of a replica's speed, constant in a run and not known
+    to policies. `train`: of each step's training time. `measured`: of measurements. `missing`: probability that the
+    measurements of a step are missing."""
 
     replica: Spread = 0.05
     train: Spread = 0.03
@@ -98,7 +101,8 @@ class ScenarioNoise(_Section):
 
 
 class Scenario(_Section):
-    """A job of `steps` steps on `slots` slots. With a `staleness` the next batch is generated while this one trains."""
+    """A simulated job of `steps` steps on `slots` slots, with `groups` prompts per step and `samples` responses per
+    prompt. With `staleness` above 0 the next batch is generated while this one trains."""
 
     name: str
     what: str
@@ -128,16 +132,17 @@ class Scenario(_Section):
 
     @property
     def overlaps(self) -> bool:
-        """Whether pools with slots of their own generate a batch while they train on the previous one."""
+        """Whether in a co-existing split the next batch is generated while this one trains."""
         return self.staleness > 0
 
     @property
     def lendable(self) -> bool:
-        """Whether replicas can be lent within a step: replicas of both pools have the same size."""
+        """Whether replicas can be lent within a step: there is a judge, and engines of both pools span equally many
+        slots."""
         return self.judging is not None and self.rollout.size == self.reward.size
 
     def reward_at(self, step: int) -> ScenarioEngine:
-        """Return a judge's engine in this step."""
+        """Return the speed of a judge's engine in this step."""
         told = self.judging
         if told is None or told.paced == 1.0 or not told.slow_from <= step < told.slow_until:
             return self.reward
@@ -145,7 +150,7 @@ class Scenario(_Section):
         return self.reward.model_copy(update=slower)
 
     def slots_at(self, step: int) -> int:
-        """Return the number of slots in a step."""
+        """Return the number of slots that are present in a step."""
         return self.slots - sum(loss.slots for loss in self.losses if loss.at <= step < loss.until)
 
     def bounds(self, step: int) -> SplitBounds:
@@ -153,7 +158,7 @@ class Scenario(_Section):
         return self.bounds_of(self.slots_at(step))
 
     def bounds_of(self, slots: int) -> SplitBounds:
-        """Return the bounds of splits with this many slots."""
+        """Return the bounds of splits if this many slots are present."""
         return SplitBounds(
             slots,
             self.rollout.size,
@@ -168,7 +173,7 @@ class Scenario(_Section):
         return Scenario.model_validate({**self.model_dump(), **fields})
 
 
-SECTIONS: Mapping[str, type[BaseModel]] = {
+SECTIONS: Mapping[str, type[BaseModel]] = {  # for the names that an error message suggests
     "rollout": ScenarioEngine,
     "reward": ScenarioEngine,
     "lengths": ScenarioLengths,
@@ -180,7 +185,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
 
 
 def read_scenario(path: Path) -> Scenario:
-    """Read a YAML file. Raises SpecError that names the mistake."""
+    """Read a scenario from a YAML file. Raises SpecError that names the mistake."""
     try:
         with path.open("rb") as file:
             raw = file.read(MOST_SCENARIO_BYTES + 1)
@@ -205,7 +210,7 @@ def read_scenario(path: Path) -> Scenario:
 
 
 def scenario_problem(error: ValidationError) -> str:
-    """Describe the first validation error."""
+    """Describe the first mistake in a scenario in words, with its key."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
