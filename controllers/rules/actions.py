@@ -1,4 +1,9 @@
-"""The actions that a job's rules may decide on. `controllers.job.executor` executes them."""
+"""The actions that a job's rules may decide on, one class each. `controllers.job.executor` executes them.
+
+Step protocol in short: a *seal* is the record that fixes which groups form a step; READY means that every train rank
+holds its share; a *commit* moves *head* (the newest log entry) to the next step. A *peer* is a controller that works on
+the job.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,8 @@ from placement.moves import MoveProposal, MoveReport
 
 @dataclass(frozen=True, slots=True)
 class ActionResult:
-    """The result of an action: an outcome for metrics and a sentence for the log."""
+    """The result of an action: `outcome` for metrics, `sentence` for the log. `revision`: store revision of its write;
+    0: it wrote nothing."""
 
     outcome: TxnOutcome
     sentence: str
@@ -27,8 +33,12 @@ class ActionResult:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One transaction or one call. `runs_in_background`: it reads or writes many bytes. `seen_at_once`: it writes nothing to the store and its
-    effect is in the view as soon as it is done, so the reconciler need not wait for a watch event."""
+    """One transaction on the store, or one call to a worker.
+
+    `runs_in_background`: it takes long, because it reads or writes many bytes, so it runs beside the cycles of the job.
+    `seen_at_once`: the view shows its effect as soon as it is done; for other actions the reconciler waits until a
+    watch of the store has reported the effect.
+    """
 
     runs_in_background: ClassVar[bool] = False
     seen_at_once: ClassVar[bool] = False
@@ -43,7 +53,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class BackgroundAction(Action):
-    """An action that reads or writes many bytes."""
+    """An action that runs beside the cycles of the job, because it reads or writes many bytes."""
 
     runs_in_background: ClassVar[bool] = True
 
@@ -57,58 +67,59 @@ class EngineAction(BackgroundAction):
 
 @dataclass(frozen=True, slots=True)
 class FolderAction(BackgroundAction):
-    """An action on this node's own folder of a run, if nodes share no folder."""
+    """An action on this node's own run folder. Used only if nodes share no folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartJob(Action, kind="startjob"):
-    """Write the base entry and the first plan."""
+    """Start a pending job: write its first log entry (the base model) and its first plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinJob(Action, kind="join"):
-    """Register this incarnation as a member of the job."""
+    """Register this controller (this run of it) as a member of the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveJob(Action, kind="leave"):
-    """Mark this incarnation's membership as leaving."""
+    """Mark this controller's membership as leaving, so that other members take its shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class AssignShards(Action, kind="assign"):
-    """Write a new assignment."""
+    """Write which member generates for which shard of the prompts."""
 
     assignment: Assignment
 
 
 @dataclass(frozen=True, slots=True)
 class PutOffer(Action, kind="putoffer"):
-    """Write this peer's offer: the groups that it holds."""
+    """Write this peer's offer: the finished groups that it holds, and the outcomes of prompts that ended without
+    one."""
 
     offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
 class MakeSeal(Action, kind="makeseal"):
-    """Seal the batch of `step`, or one more part of it."""
+    """Seal the batch of `step` (fix which groups form it), or one more part of it."""
 
     step: int
     chosen: SealStep | SealPart
     checkpoint: bool = False
-    """Whether the step gets a checkpoint regardless of the spec."""
+    """Whether a checkpoint is written after the step even if the spec's schedule does not require one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordOutcomes(Action, kind="account"):
-    """Write an account entry: outcomes without a step."""
+    """Write an account entry: the outcomes of filtered and failed prompts, when no step is due."""
 
     outcomes: tuple[EndedRef, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUpBatch(Action, kind="reseal"):
-    """Reopen the slot of a sealed batch, or its part that is not READY; the groups can be sealed again."""
+    """Give up a sealed batch, or the part of it that is not READY yet. Its groups can be sealed again."""
 
     step: int
     reason: str
@@ -116,7 +127,7 @@ class GiveUpBatch(Action, kind="reseal"):
 
 @dataclass(frozen=True, slots=True)
 class FeedRank(BackgroundAction, kind="feed"):
-    """Send this peer's groups of the seal to one rank."""
+    """Send the samples that this peer holds of the sealed batch `token` to one train rank."""
 
     rank: int
     token: Token
@@ -124,14 +135,14 @@ class FeedRank(BackgroundAction, kind="feed"):
 
 @dataclass(frozen=True, slots=True)
 class MarkBatchReady(Action, kind="ready"):
-    """Mark the seal READY: every rank holds its share of it."""
+    """Mark the sealed batch of `step` READY: every train rank holds its share."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch(BackgroundAction, kind="apply"):
-    """Tell one rank to train on the READY seal."""
+    """Tell one train rank to train on the READY batch `token`."""
 
     rank: int
     token: Token
@@ -139,7 +150,7 @@ class TrainBatch(BackgroundAction, kind="apply"):
 
 @dataclass(frozen=True, slots=True)
 class AccumulateParts(BackgroundAction, kind="accumulate"):
-    """Tell one rank to add the READY parts of the next step to its gradients."""
+    """Tell one train rank to compute the gradients of the READY parts of the next step and to add them up."""
 
     rank: int
     token: Token
@@ -147,7 +158,7 @@ class AccumulateParts(BackgroundAction, kind="accumulate"):
 
 @dataclass(frozen=True, slots=True)
 class ReleaseRank(BackgroundAction, kind="releaserank"):
-    """Release a rank's memory until its next step; `step`: the last step it has trained."""
+    """Have a train rank release its device memory until its next step. `step`: the last step that it has trained."""
 
     rank: int
     step: int
@@ -155,35 +166,35 @@ class ReleaseRank(BackgroundAction, kind="releaserank"):
 
 @dataclass(frozen=True, slots=True)
 class RestoreRank(BackgroundAction, kind="restorerank"):
-    """Restore a rank's memory."""
+    """Have a train rank load its released state into device memory again."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class CommitStep(Action, kind="commit"):
-    """Move head to `step`."""
+    """Commit `step`: move head to it and record the outcomes of its prompts."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class RegisterCheckpoint(Action, kind="register"):
-    """Write a whole checkpoint into the record of checkpoints."""
+    """Register a checkpoint whose files are complete, so that a rollback can use it."""
 
     checkpoint: Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class RetainCheckpoints(BackgroundAction, kind="retain"):
-    """Keep these checkpoints, unregister the others, then delete their files."""
+    """Unregister all checkpoints except `kept`, then delete their files."""
 
     kept: tuple[Checkpoint, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PostWarning(Action, kind="warn"):
-    """Write a warning that does not stop the run; only the newest warning of a topic is kept."""
+    """Write a warning for the user to the store; only the newest warning of a topic is kept."""
 
     topic: str
     sentence: str
@@ -198,21 +209,23 @@ class PruneLog(BackgroundAction, kind="prune"):
 
 @dataclass(frozen=True, slots=True)
 class SweepKeys(BackgroundAction, kind="sweep"):
-    """Delete keys of past worlds and of discarded branches from the store, then discarded checkpoints from the run's folder."""
+    """Delete what replaced train worlds and rolled-back steps have left: keys in the store, then checkpoints in the
+    run's folder."""
 
     swept: SweptKeys
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetEvaluations(BackgroundAction, kind="forgetevaluations"):
-    """Move these versions' evaluations from the store to the run's folder."""
+    """Move the evaluations of these weight versions from the store to the run's folder."""
 
     versions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class BeginEpoch(Action, kind="beginepoch"):
-    """Record the statistics of a data epoch, and delete records of epochs that are no longer needed."""
+    """Begin a data epoch of a job with a curriculum: record the statistics that its order is computed from, and delete
+    records of epochs that no rollback needs."""
 
     record: EpochRecord
     forgotten: tuple[int, ...]
@@ -220,11 +233,13 @@ class BeginEpoch(Action, kind="beginepoch"):
 
 @dataclass(frozen=True, slots=True)
 class Rollback(BackgroundAction, kind="rollback"):
-    """Start a new world: from copies of head's state if they are available, else from the newest complete checkpoint on its chain.
+    """Replace the train world: the new one starts from in-memory copies of head's state if they are available, else
+    from the newest complete checkpoint.
 
-    `between_steps`: only from head's own state, because the current world is healthy. `slots_as_seen`: only if the open steps are unchanged.
-    `split`: the division of slots that a policy wants; None: unchanged, or as in the spec. `stands_still`: the new world has no ranks and
-    nothing else is placed, until another world follows.
+    `between_steps`: do it only if no committed step is lost, because the present world is healthy. `slots_as_seen`: do
+    it only if the records of open steps have not changed since the view. `split`: slots per pool that a placement
+    policy wants; None: unchanged, or as in the spec. `stands_still`: suspend the job: the new plan places neither ranks
+    nor engines until another world follows.
     """
 
     reason: str
@@ -236,7 +251,7 @@ class Rollback(BackgroundAction, kind="rollback"):
 
 @dataclass(frozen=True, slots=True)
 class ReportCopies(BackgroundAction, kind="takestock"):
-    """Report which copies of train states this node's memory holds, for head's entry `seq`."""
+    """Report which in-memory copies of train states this node holds, for the log entry `seq` of head."""
 
     seq: int
 
@@ -248,7 +263,8 @@ class ReportFolder(FolderAction, kind="sayfolder"):
 
 @dataclass(frozen=True, slots=True)
 class FetchWeights(FolderAction, kind="fetchweights"):
-    """Copy staged weights to this node, from `source` if possible."""
+    """Copy the weights of `version`, which rank 0 wrote for weight sync, to this node. `source`: the node to ask
+    first."""
 
     version: Version
     source: str
@@ -256,14 +272,15 @@ class FetchWeights(FolderAction, kind="fetchweights"):
 
 @dataclass(frozen=True, slots=True)
 class FetchCheckpoint(FolderAction, kind="fetchcheckpoint"):
-    """Copy a checkpoint to this node."""
+    """Copy a checkpoint from another node to this node's folder."""
 
     checkpoint: SavedCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
 class FetchStart(FolderAction, kind="bringstart"):
-    """Verify every byte of this node's copy of the checkpoint that `world` starts from; fetch it again if it is damaged."""
+    """Verify this node's copy of the checkpoint that the train world `world` starts from; fetch it (again) if it is
+    missing or damaged."""
 
     checkpoint: SavedCheckpoint
     world: str
@@ -271,14 +288,14 @@ class FetchStart(FolderAction, kind="bringstart"):
 
 @dataclass(frozen=True, slots=True)
 class GatherReceipts(FolderAction, kind="gather"):
-    """Fetch the receipts of all ranks up to `token` to this node."""
+    """Copy the receipts (what each train rank has trained, step by step) up to `token` to this node's folder."""
 
     token: Token
 
 
 @dataclass(frozen=True, slots=True)
 class ArchiveRecords(FolderAction, kind="archive"):
-    """Write these log entries and evaluations into this node's own folder."""
+    """Write these log entries and evaluations to this node's own folder, before they are deleted from the store."""
 
     seqs: tuple[int, ...] = ()
     evaluations: tuple[str, ...] = ()
@@ -293,21 +310,21 @@ class DiscardCheckpoints(FolderAction, kind="discard"):
 
 @dataclass(frozen=True, slots=True)
 class ChangePlan(Action, kind="replan"):
-    """Change which slots run engines."""
+    """Change the plan: which slots run engines. The train world stays."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class ReturnSlots(Action, kind="giveback"):
-    """Return slots that the job no longer uses to the cluster."""
+    """Tell the cluster that the job no longer uses these slots."""
 
     slots: frozenset[Slot]
 
 
 @dataclass(frozen=True, slots=True)
 class PublishWeights(EngineAction, kind="publish"):
-    """Load the committed weights into one engine."""
+    """Weight sync: load the committed weights of `version` into one engine."""
 
     instance: str
     version: Version
@@ -315,26 +332,27 @@ class PublishWeights(EngineAction, kind="publish"):
 
 @dataclass(frozen=True, slots=True)
 class TakeLead(Action, kind="lead"):
-    """Become the peer that plans the job's placement."""
+    """Become the leader: the controller that plans the job's placement."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteMove(Action, kind="place"):
-    """Change the plan as a policy decided, or record which train world it wants, or what it would do."""
+    """Carry out a placement change that a policy decided. Depending on the proposal this changes the plan, records that
+    a train world of another size is wanted, or only records what the policy would do."""
 
     proposal: MoveProposal
 
 
 @dataclass(frozen=True, slots=True)
 class ReportMoves(Action, kind="tellmoves"):
-    """Record the results of placement changes, if the record is unchanged."""
+    """Record the measured results of placement changes, unless another controller has changed the record meanwhile."""
 
     report: MoveReport
 
 
 @dataclass(frozen=True, slots=True)
 class SleepEngine(EngineAction, kind="sleep"):
-    """Release an engine's memory. `judge`: the judge it serves; empty: the policy."""
+    """Put an engine to sleep, so that it releases its memory. `judge`: the judge that it serves; empty: the policy."""
 
     instance: str
     judge: str
@@ -342,7 +360,7 @@ class SleepEngine(EngineAction, kind="sleep"):
 
 @dataclass(frozen=True, slots=True)
 class WakeEngine(EngineAction, kind="wake"):
-    """Restore an engine's memory."""
+    """Wake an engine, so that it allocates its memory again. `judge`: the judge that it serves; empty: the policy."""
 
     instance: str
     judge: str
@@ -350,7 +368,8 @@ class WakeEngine(EngineAction, kind="wake"):
 
 @dataclass(frozen=True, slots=True)
 class GiveUpPrompt(Action, kind="giveup"):
-    """Cancel the requests in flight here for `ref`. `stale`: count it as a failed attempt."""
+    """Cancel this peer's requests for the prompt `ref`, which is then sampled again. `stale`: count this as a failed
+    attempt of the prompt."""
 
     ref: PromptRef
     reason: str
@@ -359,7 +378,8 @@ class GiveUpPrompt(Action, kind="giveup"):
 
 @dataclass(frozen=True, slots=True)
 class SetPhase(Action, kind="setphase"):
-    """End the job. `at_head`: only if head and the open steps are unchanged."""
+    """End the job in the state `phase`. `at_head`: only if head and the records of open steps have not changed since
+    the view."""
 
     phase: JobPhase
     reason: str
@@ -368,9 +388,11 @@ class SetPhase(Action, kind="setphase"):
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """An action, its condition, and this peer's turn.
+    """An action that a rule wants, and when it is executed.
 
-    It is executed when the condition has held for `after` seconds plus the delay of this peer's turn.
+    `condition`: names the situation that requires the action; the same text in the next cycle means that the situation
+    persists. The action is executed when the condition has persisted for `after` seconds plus the delay of this peer's
+    `turn` (0: no delay; `view.TURN_SECONDS`).
     """
 
     action: Action

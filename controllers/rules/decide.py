@@ -1,15 +1,18 @@
-"""Decides what a job should do now, from one view: the applicable rules, the assignment of shards, the hand-over of a leaving controller.
+"""Decides what a job should do now, from one view: which rules apply, how shards are assigned, and how a leaving
+controller hands over.
 
-Each rule is independent and yields intents. A hash decides whose turn it is; `Timers` record how long a condition has held. The view may be
-outdated, so a rule may be wrong: its transaction compares, and after a lost compare the controller reads again. No rule relies on another
-having run before. The reconciler executes the ripe intents one after the other in the order of the rules.
+Each rule is independent of the others and yields intents. A hash selects which controller acts first; `Timers` record
+how long a condition has held. The view may be outdated, so a rule may be wrong. This does no harm: every transaction
+compares the records that the rule has read, and after a failed compare the controller reads again. The reconciler
+executes the intents whose delay is over, in the order of the rules.
 
-Assignment of shards: sticky and balanced. Loads differ by at most one, and no shard moves without need. An assignment is a hint; the
-seal's check prevents a prompt from being trained twice.
+Assignment of shards (parts of the prompt stream) to controllers: the numbers of shards differ by at most one, and no
+shard moves without need. An assignment is a hint; the check of the seal prevents a prompt from being trained twice.
 
-Hand-over: a controller that is asked to end marks its membership, and the others take its shards at once. It starts nothing new and gives up
-its prompts in flight. Its finished groups stay in its offer until they are sealed and fed, for at most `LEAVE_WITHIN_S`. If it is the last
-member, it does not wait: the prompts are sampled again. Its engines and ranks keep running.
+Hand-over: a controller that is asked to end marks its membership as leaving, and the others take its shards at once. It
+starts nothing new and gives up its prompts in flight. Its finished groups stay in its offer until they are sealed and
+sent to the ranks, for at most `LEAVE_WITHIN_S`. If it is the last member, it does not wait: the prompts are sampled
+again. Its engines and ranks keep running.
 """
 
 from __future__ import annotations
@@ -62,10 +65,11 @@ from gcore.types import PromptRef
 
 
 def shard_assignment(members: Sequence[str], shards: int, old: Assignment | None) -> Assignment:
-    """Give every shard an owner, or None without members.
+    """Assign every shard to a member; to none if there are no members. `old`: the present assignment.
 
-    Initially shards are dealt out in turn, so that every section of the stream is spread over all peers. Later only unowned shards and those above
-    a peer's fair share move; an overfull peer gives up every k-th shard, for the same reason.
+    Without an old one, shards are assigned round robin, so that every section of the prompt stream is spread over all
+    peers. Later only shards without an owner and those above a peer's fair share move. A peer with too many gives up
+    evenly spaced ones, for the same reason.
     """
     ordered = tuple(sorted(members))
     if not ordered:
@@ -97,14 +101,15 @@ def shard_assignment(members: Sequence[str], shards: int, old: Assignment | None
 
 
 def _spread(shards: list[int], count: int) -> list[int]:
-    """`count` of `shards`, evenly spread over them."""
+    """Choose `count` evenly spaced items of `shards`."""
     if count <= 0:
         return []
     return [shards[i * len(shards) // count] for i in range(count)]
 
 
 def decide(view: JobView) -> tuple[Intent, ...]:
-    """All intents for now, in the order of the rules."""
+    """All intents of the rules that apply to the job's present state, in the order of the rules. Intents whose action
+    already runs in the background are left out."""
     status = view.mirror.status
     if status is None or status.record.phase.ended:
         return ()
@@ -171,7 +176,8 @@ def leave(view: JobView) -> Iterator[Intent]:
 
 
 def assign_shards(view: JobView) -> Iterator[Intent]:
-    """Assign every shard to a member whose node has engines in the plan; otherwise its prompts would never be sampled.
+    """Assign every shard to a member whose node has engines in the plan; prompts of other members would never be
+    sampled.
 
     A node that joined or returned after the plan was made has no engines. A leaving member gets no shards if there are others.
     """
@@ -185,7 +191,7 @@ def assign_shards(view: JobView) -> Iterator[Intent]:
 
 
 def _assignment(view: JobView) -> Assignment | None:
-    """The new assignment, or None if the current one is correct."""
+    """The assignment to write, or None if the present one is correct."""
     old = view.mirror.assign
     nodes = view.plan.rollout_nodes
     staying = {name: m for name, m in view.mirror.members.items() if not m.record.leaving} or view.mirror.members
@@ -197,7 +203,8 @@ def _assignment(view: JobView) -> Assignment | None:
 
 
 def has_handed_over(view: JobView) -> bool:
-    """Whether this controller may end without loss of finished work."""
+    """Whether this leaving controller may end: other members have its shards, and no finished group would be lost with
+    it. Also true if no other member can take over."""
     members = view.mirror.members
     mine = members.get(view.me)
     others = [name for name, member in members.items() if name != view.me and not member.record.leaving]
@@ -211,7 +218,8 @@ def has_handed_over(view: JobView) -> bool:
 
 
 def undelivered_refs(view: JobView) -> frozenset[PromptRef]:
-    """The refs whose finished results only this controller holds. They would be lost with it."""
+    """The prompts whose groups or outcomes only this controller holds, because they are neither committed nor on every
+    train rank."""
     if view.mirror.head is None:
         return frozenset()
     head = view.mirror.head.record

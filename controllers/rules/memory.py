@@ -1,18 +1,21 @@
-"""Which engines and train ranks sleep and wake, which of them uses a shared slot, and which controller manages an engine.
+"""Decides which engines and train ranks sleep and wake, which of them uses the memory of a shared slot, and which
+controller manages an engine.
 
-Order on a slot that engines share: an engine that will sleep gets no new requests, returns its running requests with their tokens, and
-releases its memory. To wake, it first gets its memory, then the current weights by a publication, then requests. No engine of a slot wakes
-before those that must sleep do.
+Slots that several engines share: an engine that will sleep gets no new requests, hands its running requests with their
+tokens to other engines, and releases its memory. An engine that wakes allocates its memory, then gets the current
+weights by weight sync, then requests. No engine of a slot wakes before those that must sleep there do.
 
-Order on a slot that engines and a rank share (`placement.memory`; staleness 0): when a batch is READY the engines sleep, the rank takes its
-memory and trains. After the commit the rank releases all of it (the committed state is in the run's folder), and only then the engines
-wake. The controller of the rank's node restores the rank and sends Apply; if it is away, others do so a little later. Every wait is
-bounded: a rank that gets Apply takes its memory itself, and after `PATIENCE_S` it gets Apply even if engines are awake; if a
-rank cannot release its memory, the engines wake anyway.
+Slots that engines and a train rank share over time (`placement.memory`; staleness 0): when a batch is READY, the
+engines sleep, and the rank loads its state into device memory and trains. After the commit the rank releases all of it
+(the committed state is in the run's folder), and only then the engines wake. The controller of the rank's node restores
+the rank and sends Apply (the request to train); if it is away, others do so a little later. Every wait is bounded: a
+rank that gets Apply loads its state itself, and after `PATIENCE_S` it gets Apply even if engines are awake; if a rank
+cannot release its memory, the engines wake anyway.
 
-Management: an engine is managed by the controller of its node, or, while that is away, by the member that a hash selects. All engines of a
-slot, and of all slots that one of them spans, have the same manager. While a node's controller is registered but has not joined yet, its
-engines have no manager: otherwise the first member of a large job would briefly manage all of them. Two managers at once do no harm.
+Management (sleep, wake, weight sync): an engine is managed by the controller of its node, or, while that is away, by
+the member that a hash selects. All engines of a slot, and of all slots that one of them spans, have the same manager.
+While a node's controller is registered but has not joined the job yet, its engines have no manager: otherwise the first
+member of a large job would briefly manage all of them. Two managers at once do no harm.
 """
 
 from __future__ import annotations
@@ -33,11 +36,13 @@ PATIENCE_S = 60.0
 """After this time a READY batch is trained even if engines have not released their memory."""
 
 AWAY_S = 5.0
-"""Delay before another peer acts for an absent controller: releases the memory of its node's ranks or tells them to train."""
+"""Delay before another peer acts for an absent controller: has the ranks of its node release their memory, or tells
+them to train."""
 
 
 def takes_turns(spec: JobSpec, slot: str) -> bool:
-    """Whether an engine and a rank of the job that share `slot` use its memory in turns."""
+    """Whether engines and train ranks of the job that share `slot` use its memory one after the other, so that one of
+    them sleeps."""
     if spec.placement.memory is not None:
         return spec.placement.memory == "in_turns"
     apart = spec.placement.policy == "static" or spec.rollout.staleness > 0 or spec.train.stream
@@ -45,7 +50,7 @@ def takes_turns(spec: JobSpec, slot: str) -> bool:
 
 
 def ranks_taking_turns(view: JobView) -> Mapping[int, RankPlace]:
-    """The ranks of head's world that use their slot in turns, by rank."""
+    """The places of train ranks that share the memory of their slot with engines over time, by rank."""
     plan = view.mirror.plan
     if plan is None:
         return {}
@@ -57,7 +62,7 @@ def ranks_taking_turns(view: JobView) -> Mapping[int, RankPlace]:
 
 
 def engines_asleep_for_ranks(view: JobView) -> frozenset[str]:
-    """The engines of the job that sleep because it is a rank's turn."""
+    """The engines (by instance) that must sleep now, because a train rank uses the memory of their slot."""
     places = ranks_taking_turns(view)
     if not places or view.mirror.head is None:
         return frozenset()
@@ -76,7 +81,8 @@ def engines_asleep_for_ranks(view: JobView) -> frozenset[str]:
 
 
 def _its_turn(view: JobView, rank: int) -> bool | None:
-    """Whether the slot's memory belongs to the rank; None: unknown yet."""
+    """Whether the memory of the rank's slot is the rank's now: a batch is READY, or the rank is loading, or it has not
+    released its memory yet. None: the rank has not reported."""
     if _is_ready(view) or not _serves(view, rank):
         return True
     known = view.ranks.get(rank)
@@ -84,7 +90,8 @@ def _its_turn(view: JobView, rank: int) -> bool | None:
 
 
 def take_turns(view: JobView) -> Iterator[Intent]:
-    """Have ranks release their memory after a commit, and take it again before they train."""
+    """Have train ranks release their memory after a commit, and load their state again when a batch is READY and the
+    engines sleep."""
     for rank, place in ranks_taking_turns(view).items():
         known = view.ranks.get(rank)
         if known is None or not _serves(view, rank):
@@ -100,8 +107,9 @@ def take_turns(view: JobView) -> Iterator[Intent]:
 
 
 def train_delay_s(view: JobView, rank: int) -> float:
-    """Seconds to wait before a rank of a READY batch gets Apply, so that it can take its memory and its engines can release theirs. A rank
-    that has just loaded has its memory already. A controller that does not manage the rank's engines waits longer."""
+    """Seconds that this controller waits before it tells a rank to train a READY batch, so that the engines on the slot
+    can release their memory and the rank can load its state. 0 if the rank has its memory and the engines sleep, or if
+    it shares no slot. A controller of another node waits longer."""
     known, place = view.ranks.get(rank), ranks_taking_turns(view).get(rank)
     if known is None or place is None:
         return 0.0
@@ -113,8 +121,8 @@ def train_delay_s(view: JobView, rank: int) -> float:
 
 
 def blocking_nodes(view: JobView) -> tuple[str, ...]:
-    """The nodes whose engines have not released memory for the ranks of a READY batch, or whose ranks have not taken it, as seen by this
-    controller."""
+    """The nodes whose ranks cannot train the READY batch yet, because engines there have not released memory or the
+    ranks have not loaded their state, as far as this controller knows."""
     if not _is_ready(view):
         return ()
     resting = {rank for rank, known in view.ranks.items() if known.released}
@@ -127,12 +135,12 @@ def _is_ready(view: JobView) -> bool:
 
 
 def _is_at_head(view: JobView, known: RankView) -> bool:
-    """Whether a rank's state equals what is committed. A rank that has trained nothing has just loaded that state."""
+    """Whether a rank's state is the committed one. A rank that has trained nothing has just loaded that state."""
     return known.applied is None or (known.applied.lineage, known.applied.step) == (view.head.lineage, view.head.step)
 
 
 def _serves(view: JobView, rank: int) -> bool:
-    """Whether a rank of head's world is loaded."""
+    """Whether the process of this rank is loaded and serves requests."""
     if view.plan.world != view.head.world:
         return False
     claim = view.mirror.claim(view.head.world, rank)
@@ -141,7 +149,7 @@ def _serves(view: JobView, rank: int) -> bool:
 
 
 def _engines_on(view: JobView, place: RankPlace) -> Iterator[str]:
-    """The job's engines on a rank's slot, including its judges'."""
+    """The job's engines on a rank's slot (by instance), including engines of judges."""
     by_slot = view.remembered.get(
         "engines by slot", (view.workers,), lambda: _by_slot(view.workers, view.mirror.keys.uid)
     )
@@ -149,6 +157,7 @@ def _engines_on(view: JobView, place: RankPlace) -> Iterator[str]:
 
 
 def _by_slot(workers: Mapping[str, WorkerRecord], job_uid: str) -> dict[tuple[str, str], list[str]]:
+    """The serving engines of a job by node and slot."""
     found: dict[tuple[str, str], list[str]] = {}
     for instance, worker in sorted(workers.items()):
         if worker.role != "train" and worker.job_uid == job_uid and worker.state == "serving":
@@ -158,13 +167,13 @@ def _by_slot(workers: Mapping[str, WorkerRecord], job_uid: str) -> dict[tuple[st
 
 
 def _all_sleep(view: JobView, place: RankPlace) -> bool:
-    """Whether this controller sees every engine on a rank's slot asleep."""
+    """Whether every engine on a rank's slot is asleep, as far as this controller knows."""
     known = {**view.engines, **view.judges}
     return all(name in known and known[name].asleep for name in _engines_on(view, place))
 
 
 def _patience(view: JobView, place: RankPlace) -> float:
-    """The delay of this controller for a rank: none on the same node."""
+    """Seconds that this controller waits before it acts on a rank: 0 on its own node, else `AWAY_S`."""
     return 0.0 if place.node == view.node else AWAY_S
 
 
@@ -176,9 +185,11 @@ def owned_engines(
     joining: Collection[str] = (),
     role: ServingPool = "rollout",
 ) -> dict[str, WorkerRecord]:
-    """The serving engines of the job that this controller manages: those of its node, and by hash those of nodes without a member.
+    """The serving engines of a job that the controller `me` manages, by instance: those of its node, and by hash those
+    of nodes without a member.
 
-    `joining`: nodes whose controller has not joined yet; their engines are left out. Any peer may query a judge's engine, but only its manager
+    `joining`: nodes whose controller has not joined the job yet; their engines are left out. `role`: engines of the
+    policy ("rollout") or of judges ("reward"). Any peer may send requests to a judge's engine, but only its manager
     puts it to sleep and wakes it.
     """
     here = {m.node: incarnation for incarnation, m in sorted(members.items())}
@@ -199,7 +210,8 @@ def owned_engines(
 
 
 def _begins(engines: Iterable[WorkerRecord]) -> dict[tuple[str, str], str]:
-    """The first slot of the widest engine, by node and slot; omits slots whose engines span only one slot."""
+    """For each slot (node, name) that an engine with several slots uses: the first slot of the widest such engine. All
+    slots with the same result get the same manager."""
     wide = sorted((one for one in engines if one.further), key=lambda one: len(one.slots))
     return {(one.node, slot): one.slot for one in wide for slot in one.slots}
 
@@ -209,7 +221,8 @@ SLEEP_RETRY_S = 0.5
 
 
 def engine_places(plan: Plan | None, workers: Mapping[str, WorkerRecord], job_uid: str) -> dict[str, EnginePlace]:
-    """The place that the plan has for each engine of the job, by instance."""
+    """The plan's entry for each running engine of the job, by instance. Engines that the plan does not include are left
+    out."""
     places = {(place.node, place.slots, place.judge): place for place in plan.engines} if plan is not None else {}
     engines = {i: w for i, w in workers.items() if w.job_uid == job_uid and w.role != "train"}
     found = {instance: places.get((w.node, w.slots, w.judge)) for instance, w in engines.items()}
@@ -217,14 +230,15 @@ def engine_places(plan: Plan | None, workers: Mapping[str, WorkerRecord], job_ui
 
 
 def planned_sleepers(plan: Plan | None, workers: Mapping[str, WorkerRecord], job_uid: str) -> frozenset[str]:
-    """The engines of the job that the plan puts to sleep."""
+    """The running engines (by instance) that should sleep according to the plan."""
     if plan is None or not any(place.asleep for place in plan.engines):
         return frozenset()
     return frozenset(name for name, place in engine_places(plan, workers, job_uid).items() if place.asleep)
 
 
 def sleeping_engines(view: JobView) -> frozenset[str]:
-    """The engines of a view that must sleep: by plan, or because their slot belongs to a train rank now."""
+    """The engines (by instance) that must sleep now: according to the plan, or because a train rank uses the memory of
+    their slot."""
     plan, uid = view.mirror.plan, view.mirror.keys.uid
     planned = view.remembered.get(
         "sleepers",
@@ -235,7 +249,8 @@ def sleeping_engines(view: JobView) -> frozenset[str]:
 
 
 def apply_sleep_plan(view: JobView) -> Iterator[Intent]:
-    """Put engines to sleep and wake them as the plan says."""
+    """Put the engines to sleep that must sleep, and wake the others when no engine on their slots has to fall asleep
+    first."""
     asleep = sleeping_engines(view)
     engines = managed_engines(view)
     if not asleep and not any(engine.asleep for engine in engines.values()):
@@ -253,7 +268,7 @@ def apply_sleep_plan(view: JobView) -> Iterator[Intent]:
 
 
 def managed_engines(view: JobView) -> dict[str, EngineView]:
-    """The engines that this controller puts to sleep and wakes."""
+    """The engines of policy and judges that this controller puts to sleep and wakes, by instance."""
     members = {name: stored.record for name, stored in view.mirror.members.items() if not stored.record.leaving}
     own = dict(view.engines)
     if view.judges:

@@ -1,16 +1,19 @@
-"""A job's share of the slots: which slots it gives up, when it suspends and resumes, and which controller plans its placement.
+"""Rules about a job's share of the cluster's slots: which slots it gives up, when it is suspended and resumed, and
+which controller plans its placement.
 
-New slots are used like new nodes (`controllers.rules.world`). Slots that the job must give back are released between two steps: engines at
-once, by a change of the plan; a train world by a new one, formed from head's own state. If the remaining slots are too few, the job is
-suspended: its plan places nothing, its workers end, and nothing is sampled or sealed until it has slots again. It then continues from head's
-own checkpoint, so that no committed step is lost and none is trained twice.
+`placement.shares` decides which job gets which slots. New slots are used like new nodes (`controllers.rules.world`).
+Slots that the job must give back are released between two steps: if only engines are on them, by a change of the plan;
+if train ranks are, by a new train world that starts from exactly the committed state. If the remaining slots are too
+few, the job is suspended: its plan places nothing, its workers end, and nothing is sampled or sealed until it has slots
+again. It then continues from a checkpoint of the newest step (head), so that no committed step is lost or trained
+twice. When the plan no longer uses a slot and no process of the job runs there, the slot is given back (`ReturnSlots`).
 
-A suspended job, or one that forms a world without copies of head's state, needs a checkpoint of head. So the steps sealed meanwhile get one
-(`Seal.checkpoint`), and while head's checkpoint is being written nothing more is sealed. Slots that the plan no longer uses, and on which no
-process of the job runs, are given back (`ReturnSlots`). `placement.shares` decides which job gets which slots.
+To be suspended, or to form a new world without in-memory copies, the job needs a checkpoint of head. So the next sealed
+step gets one (`Seal.checkpoint`), and nothing more is sealed while that checkpoint is written.
 
-Leadership: the controller that holds a key under its lease plans. Any controller may take the key if there is no leader or the leader no
-longer works on the job. Safety does not depend on it: a transaction that writes a plan compares the previous plan and the leadership.
+Leadership: the controller that holds the leader key under its lease plans the placement. Any controller may take the
+key if there is no leader or the leader no longer works on the job. Safety does not depend on it: a transaction that
+writes a plan compares the previous plan and the leader.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ from placement.moves import MoveProposal, MoveReport
 from placement.placer import new_placer
 
 RESUME_AFTER_S = 0.3
-"""Delay that collects slots which are granted one after the other."""
+"""Delay before a suspended job resumes, so that slots which are granted one after the other are used together."""
 
 
 def is_suspended(view: JobView) -> bool:
@@ -56,13 +59,13 @@ def is_suspended(view: JobView) -> bool:
 
 
 def plan_slots(plan: Plan) -> frozenset[Slot]:
-    """All slots that the plan uses."""
+    """All slots on which the plan has engines or train ranks."""
     return frozenset((*(slot for place in plan.engines for slot in place.on), *(rank.on for rank in plan.ranks)))
 
 
 def surplus_slots(view: JobView) -> frozenset[Slot]:
-    """The slots that the plan uses without a grant. Empty for a job whose last step is trained while its world lives: it ends sooner than it
-    could release them."""
+    """The slots that the plan uses although they are no longer granted to the job. Empty for a job that has trained its
+    last step with a healthy world: it ends sooner than it could release them."""
     if view.share is None or view.mirror.plan is None or (view.is_over and world_loss(view) is None):
         return frozenset()
     return view.remembered.get("surplus", (view.mirror.plan, view.share), lambda: _surplus(view))
@@ -83,7 +86,8 @@ def fits_grant(view: JobView) -> bool:
 
 
 def remove_slots(plan: Plan, slots: frozenset[Slot]) -> Plan | None:
-    """The plan without the engines on these slots; None if a rank is on one, or a pool would lose its last engine."""
+    """The plan without the engines on these slots; None if a train rank is on one of them, or a pool would lose its
+    last engine."""
     if any(rank.on in slots for rank in plan.ranks):
         return None
     engines = tuple(one for one in plan.engines if slots.isdisjoint(one.on))
@@ -104,7 +108,8 @@ def is_checkpointed(view: JobView) -> bool:
 
 
 def wants_checkpoint(view: JobView) -> bool:
-    """Whether the next step must have a checkpoint, because slots can only be given back with one."""
+    """Whether the next step must have a checkpoint, because the job must give back slots and can only do so from a
+    checkpoint."""
     given = surplus_slots(view)
     if not given or is_suspended(view):
         return False
@@ -114,7 +119,8 @@ def wants_checkpoint(view: JobView) -> bool:
 
 
 def awaits_checkpoint(view: JobView) -> bool:
-    """Whether sealing must wait, because head's checkpoint is being written and slots are given back with it."""
+    """Whether nothing may be sealed now, because the checkpoint with which the job gives back slots is still being
+    written."""
     if not wants_checkpoint(view):
         return False
     version = view.head.version
@@ -125,7 +131,8 @@ def awaits_checkpoint(view: JobView) -> bool:
 
 
 def give_up_slots(view: JobView) -> Iterator[Intent]:
-    """Release the slots that no longer belong to the job, between two steps."""
+    """Between two steps, stop using the slots that are no longer granted to the job: remove engines, form a smaller
+    train world, or suspend the job."""
     given = surplus_slots(view)
     if not given or is_suspended(view):
         return
@@ -151,6 +158,7 @@ def give_up_slots(view: JobView) -> Iterator[Intent]:
 
 
 def _why(view: JobView) -> str:
+    """Why the job gives back slots, as the reason of the rollback."""
     if view.claim.ends:
         return f"{LEFT}: {view.claim.ends}"
     if view.claim.paused:
@@ -174,7 +182,8 @@ def end_suspended_job(view: JobView) -> Iterator[Intent]:
 
 
 def release_slots(view: JobView) -> Iterator[Intent]:
-    """Return slots on which nothing of the job runs."""
+    """Give back the slots that are no longer granted, which the plan does not use and on which no process of the job
+    runs."""
     if view.share is None:
         return
     left = view.remembered.get("free", (view.share, view.mirror.plan, view.workers), lambda: _free(view))
@@ -205,7 +214,7 @@ TAKE_S = 0.2
 
 
 def is_leader(view: JobView) -> bool:
-    """Whether this controller plans the placement."""
+    """Whether this controller plans the job's placement now."""
     leader = view.mirror.leader
     if is_suspended(view):
         return False
@@ -227,7 +236,8 @@ def take_lead(view: JobView) -> Iterator[Intent]:
 
 
 def write_moves(view: JobView) -> Iterator[Intent]:
-    """Write the placement change that was decided, if it fits the current plan and step; otherwise the results of earlier changes."""
+    """Write the placement change that the policy has decided, if it fits the present plan and step. Without one, write
+    the results of earlier changes."""
     if not is_leader(view) or view.is_over:
         return
     proposal = view.proposal
@@ -240,8 +250,9 @@ def write_moves(view: JobView) -> Iterator[Intent]:
 
 
 def is_proposal_due(proposal: MoveProposal, view: JobView) -> bool:
-    """Whether the proposal fits the current plan and step, is not written yet, is allowed by the pin, and does not prevent the formation of a
-    wanted train world."""
+    """Whether a proposed placement change should be written now: it fits the present plan and step, is not written yet,
+    is allowed by the pin (a placement that a person fixed), and does not interfere with a train world that is about to
+    be formed."""
     move = proposal.move
     is_written = any((one.generation, one.time) == (move.generation, move.time) for one in view.mirror.moves.moves)
     is_of_now = move.generation == view.plan.generation + 1 and move.step == view.head.step
@@ -250,12 +261,14 @@ def is_proposal_due(proposal: MoveProposal, view: JobView) -> bool:
 
 
 def is_report_new(report: MoveReport, mirror: JobMirror) -> bool:
-    """Whether the report adds to the current record; otherwise the leader makes another report."""
+    """Whether the report differs from the record of moves, and is based on its newest revision. If not, the leader
+    makes another report."""
     return report.since == mirror.moves_revision and report.moves != mirror.moves
 
 
 def _obeys(move: Move, pin: Pin) -> bool:
-    """Whether the pin allows the change; it may be newer than the decision. Lent slots are returned in any case."""
+    """Whether the pin, which may be newer than the decision, allows the change. The return of lent slots is always
+    allowed."""
     if move.kind is MoveKind.RETURN or not pin.fixes:
         return True
     return not pin.frozen and not pin.off(move.after)

@@ -1,8 +1,10 @@
-"""Which node keeps which files, for a job whose nodes share no folder (`storage.copies`).
+"""Decides which node keeps which files of a run, if nodes share no folder (`storage.copies`). With a shared folder
+these rules do nothing.
 
-Files that must survive the loss of a node are on as many nodes as the spec requests, or as there are, before the store names or forgets them:
-a checkpoint before it is registered, receipts before their step is committed, old records before they leave the store. Each node reports
-the contents of its folder (`NodeFolder`), and each node fetches its share from peers. If nodes share a folder, no rule applies.
+Files that must survive the loss of a node are copied to as many nodes as the spec requests, or as there are. This is
+done to a checkpoint before it is registered, to receipts (what each rank trained) before their step is committed, and
+to old records before they are deleted from the store. Each node reports the contents of its folder (`NodeFolder`), and
+fetches missing files from other nodes.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def keeps_copies(view: JobView) -> bool:
 
 
 def copies_wanted(view: JobView) -> int:
-    """The number of nodes that must have a copy now."""
+    """The number of nodes that must have a copy of each file now: that of the spec, or all nodes if there are fewer."""
     return min(view.spec.storage.copies or 1, max(1, len(_member_nodes(view))))
 
 
@@ -55,22 +57,24 @@ def node_folders(view: JobView) -> Mapping[str, NodeFolder]:
 
 
 def checkpoint_holders(view: JobView, version: Version, digest: str) -> frozenset[str]:
-    """The nodes that have a checkpoint."""
+    """The nodes whose folder has the complete checkpoint of `version` with this digest."""
     return frozenset(node for node, folder in node_folders(view).items() if folder.has(version, digest))
 
 
 def is_safe(view: JobView, version: Version, digest: str) -> bool:
-    """Whether enough nodes have a checkpoint to register it."""
+    """Whether enough nodes have a checkpoint, so that it may be registered. Always true with a shared folder."""
     return not keeps_copies(view) or len(checkpoint_holders(view, version, digest)) >= copies_wanted(view)
 
 
 def has_receipts(view: JobView, token: Token) -> bool:
-    """Whether enough nodes have the ranks' receipts of `token` to commit its step."""
+    """Whether enough nodes have the ranks' receipts of the batch `token`, so that it may be committed. Always true with
+    a shared folder."""
     return not keeps_copies(view) or len(_witnesses(view, token)) >= copies_wanted(view)
 
 
 def archived_entries(view: JobView, seqs: Collection[int]) -> tuple[int, ...]:
-    """The entries of `seqs` that enough nodes have archived; all, if nodes share a folder: pruning writes them there."""
+    """The log entries among `seqs` that enough nodes have in their folder, so that the store may delete them. With a
+    shared folder all of them, because pruning writes them there first."""
     if not keeps_copies(view):
         return tuple(seqs)
     there = [frozenset(folder.log) for folder in node_folders(view).values()]
@@ -78,7 +82,7 @@ def archived_entries(view: JobView, seqs: Collection[int]) -> tuple[int, ...]:
 
 
 def archived_evaluations(view: JobView, versions: Collection[str]) -> tuple[str, ...]:
-    """The same for evaluations."""
+    """The evaluations of `versions` that enough nodes have in their folder. With a shared folder all of them."""
     if not keeps_copies(view):
         return tuple(versions)
     there = [folder.evaluations for folder in node_folders(view).values()]
@@ -86,7 +90,8 @@ def archived_evaluations(view: JobView, versions: Collection[str]) -> tuple[str,
 
 
 def archive_records(view: JobView, seqs: tuple[int, ...] = (), evaluations: tuple[str, ...] = ()) -> Iterator[Intent]:
-    """Archive here what will leave the store."""
+    """Write log entries and evaluations that will be deleted from the store to this node's folder, if this node is
+    selected for a copy."""
     own = _own(view)
     if own is None or (set(seqs) <= set(own.log) and set(evaluations) <= set(own.evaluations)):
         return
@@ -96,7 +101,7 @@ def archive_records(view: JobView, seqs: tuple[int, ...] = (), evaluations: tupl
 
 
 def gather_receipts(view: JobView, token: Token) -> Iterator[Intent]:
-    """Fetch the ranks' receipts of a step that all ranks have trained."""
+    """Fetch the ranks' receipts of a batch that all ranks have trained to this node, if it is selected for a copy."""
     there = _witnesses(view, token)
     if view.node in there or _own(view) is None:
         return
@@ -106,7 +111,8 @@ def gather_receipts(view: JobView, token: Token) -> Iterator[Intent]:
 
 
 def report_folder(view: JobView) -> Iterator[Intent]:
-    """Report the folder's contents: at first, after a change of the world, and when a rank here has written a checkpoint."""
+    """Report the contents of this node's folder: when the controller joins, after a rollback, and when the rank here
+    has written a checkpoint."""
     if not keeps_copies(view):
         return
     own = _own(view)
@@ -119,7 +125,7 @@ def report_folder(view: JobView) -> Iterator[Intent]:
 
 
 def copy_checkpoints(view: JobView) -> Iterator[Intent]:
-    """Fetch a checkpoint with too few copies, newest first, one at a time."""
+    """Fetch a checkpoint that too few nodes have, the newest first, one at a time."""
     if not keeps_copies(view) or _own(view) is None or any(c.startswith("checkpoint ") for c in view.under_way):
         return
     fresh = unregistered_checkpoints(view)
@@ -135,7 +141,8 @@ def copy_checkpoints(view: JobView) -> Iterator[Intent]:
 
 
 def fetch_inputs(view: JobView) -> Iterator[Intent]:
-    """Fetch what this node's workers load: head's weights, and the checkpoint from which a rank starts."""
+    """Fetch the files that this node's workers will load: the newest weights for its engines, and the checkpoint from
+    which its train ranks start."""
     if not keeps_copies(view):
         return
     head, plan = view.head, view.plan
@@ -151,8 +158,8 @@ def fetch_inputs(view: JobView) -> Iterator[Intent]:
 
 
 def may_start(view: JobView) -> bool:
-    """Whether the start state of head's world is available: verified on this node, and present on the other ranks' nodes, because a started
-    rank waits only a limited time for the others."""
+    """Whether a train rank may be started here: the checkpoint that the world starts from is verified on this node, and
+    present on the nodes of all other ranks, because a started rank waits only a limited time for the others."""
     checkpoint = start_checkpoint(view) if keeps_copies(view) else None
     if checkpoint is None:
         return True
@@ -162,7 +169,7 @@ def may_start(view: JobView) -> bool:
 
 
 def delete_orphans(view: JobView) -> Iterator[Intent]:
-    """Delete this node's own copies of checkpoints that no record names any more."""
+    """Delete this node's copies of checkpoints that are no longer registered and can no longer be registered."""
     own = _own(view) if keeps_copies(view) else None
     if own is None:
         return
@@ -174,7 +181,7 @@ def delete_orphans(view: JobView) -> Iterator[Intent]:
 
 
 def why_start_lost(view: JobView) -> str:
-    """Why head's world cannot start because its start checkpoint is missing; empty if it can."""
+    """Why the train world cannot start: no registered node has the checkpoint that it starts from. Empty if one has."""
     checkpoint = start_checkpoint(view) if keeps_copies(view) else None
     if checkpoint is None or checkpoint_holders(view, checkpoint.version, checkpoint.digest):
         return ""
@@ -183,7 +190,7 @@ def why_start_lost(view: JobView) -> str:
 
 
 def newest_checkpoint_away(view: JobView) -> str:
-    """The newest checkpoint on the chain, if no registered node has it; otherwise empty."""
+    """The file of the newest checkpoint that a rollback could use, if no registered node has it; otherwise empty."""
     if not keeps_copies(view):
         return ""
     newest = next(iter(resumable_checkpoints(view.head, view.checkpoints)), None)
@@ -193,13 +200,14 @@ def newest_checkpoint_away(view: JobView) -> str:
 
 
 def unregistered_checkpoints(view: JobView) -> tuple[SavedCheckpoint, ...]:
-    """The checkpoints that ranks have saved and that can still be registered, newest first."""
+    """The complete checkpoints that ranks have written and that are newer than every registered one, newest first."""
     newest = max((c.step for c in _on_chain(view)), default=0)
     fresh = (one for v, one in view.saved.items() if v.step > newest and is_ancestor(view.head, v))
     return tuple(sorted(fresh, key=lambda one: one.version, reverse=True))
 
 
 def _registered(view: JobView) -> Iterator[SavedCheckpoint]:
+    """The registered checkpoints that a rollback could use, without the base model."""
     for one in _on_chain(view):
         if one.file:
             yield SavedCheckpoint.of(one)
@@ -210,12 +218,13 @@ def _on_chain(view: JobView) -> tuple[Checkpoint, ...]:
 
 
 def _own(view: JobView) -> NodeFolder | None:
-    """The folder contents that this incarnation has reported."""
+    """The contents of this node's folder as this run of the controller has reported them; None: not reported yet."""
     said = view.mirror.folders.get(view.node)
     return said.record if said is not None and said.record.by == view.me else None
 
 
 def _witnesses(view: JobView, token: Token) -> frozenset[str]:
+    """The nodes whose folder has the receipts of the batch `token`."""
     return frozenset(node for node, folder in node_folders(view).items() if folder.receipts == str(token))
 
 
@@ -224,7 +233,8 @@ def _member_nodes(view: JobView) -> frozenset[str]:
 
 
 def _is_my_turn(view: JobView, topic: str, have: frozenset[str]) -> bool:
-    """Whether this node is selected to get a copy, in addition to the nodes that have one."""
+    """Whether a hash with `topic` selects this node to get one of the missing copies. `have`: nodes that already have
+    one."""
     lacking = turn_order(_member_nodes(view) - have, topic)
     return view.node in lacking[: copies_wanted(view) - len(have)]
 
@@ -236,7 +246,7 @@ def _writer(view: JobView) -> str:
 
 
 def _stages(view: JobView) -> bool:
-    """Whether that rank serves, so that head's weights are staged."""
+    """Whether rank 0 serves, so that it has written the newest weights for weight sync."""
     claim = view.mirror.claim(view.head.world, 0)
     worker = view.workers.get(claim.instance) if claim is not None else None
     return worker is not None and worker.state == "serving"

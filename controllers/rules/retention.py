@@ -1,6 +1,8 @@
-"""Registers and unregisters checkpoints, prunes the log, starts data epochs, and sweeps keys that are no longer needed.
+"""Rules of housekeeping: register and unregister checkpoints, prune the log, begin data epochs, and delete keys that
+are no longer needed.
 
-No step needs these rules for safety. They keep the store within its limits and remove checkpoints of discarded branches.
+The safety of a step does not depend on these rules. They keep the store small and remove checkpoints of steps that were
+rolled back.
 """
 
 from __future__ import annotations
@@ -30,14 +32,16 @@ CHECKPOINT_TROUBLE = "checkpoint"
 """Topic of the warning about a failed checkpoint write."""
 
 FOLDER_TROUBLE = "folder"
-"""Topic of the warning about other failed writes of a train rank to the run's folder."""
+"""Topic of the warning about another failed write of a train rank to the run's folder."""
 
 KEEP_LOG, PRUNE_AT = 64, 32
-"""Newest log entries that stay in the store, and the number of older ones that makes a prune worthwhile."""
+"""Number of newest log entries that stay in the store, and number of older ones at which they are moved to the run's
+folder."""
 
 
 def register_and_forget_checkpoints(view: JobView) -> Iterator[Intent]:
-    """Register checkpoints that are on disk, then unregister old ones."""
+    """Register checkpoints that are complete on disk, and unregister those that the retention settings of the spec no
+    longer keep."""
     head, mirror = view.head, view.mirror
     assert mirror.checkpoints is not None
     known = mirror.checkpoints.record.entries
@@ -66,13 +70,14 @@ def register_and_forget_checkpoints(view: JobView) -> Iterator[Intent]:
 
 
 def _kept(view: JobView, head: Head, known: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
-    """The checkpoints of `known` that the policy keeps."""
+    """The registered checkpoints that the retention settings of the spec keep."""
     evaluations = (stored.record for stored in view.mirror.evaluations.values())
     return tuple(keep_reasons(head, known, Retention.of(view.spec, head, evaluations)))
 
 
 def warn_of_disks(view: JobView) -> Iterator[Intent]:
-    """Warn about failed writes: a checkpoint, which delays no step, and files that a step waits for."""
+    """Warn the user about failing writes of train ranks: of a checkpoint, and of other files in the run's folder, for
+    which a step waits."""
     writing = view.writing
     if writing is not None and writing.error:
         then = (
@@ -85,6 +90,8 @@ def warn_of_disks(view: JobView) -> Iterator[Intent]:
 
 
 def _told(view: JobView, topic: str, sentence: str, turn: str) -> Iterator[Intent]:
+    """Post a warning unless the newest warning of its topic says the same. `turn`: topic by which the peer that posts
+    it is selected."""
     known = view.mirror.troubles.get(topic)
     if known is None or known.record.sentence != sentence:
         yield Intent(PostWarning(topic, sentence), f"warn {sentence}", view.turn(turn))
@@ -110,7 +117,8 @@ def prune_log(view: JobView) -> Iterator[Intent]:
 
 
 def begin_epochs(view: JobView) -> Iterator[Intent]:
-    """Start a data epoch of a job with a curriculum: record its statistics once for all peers."""
+    """Begin the data epoch that is needed next, in a job with a curriculum: record the statistics from which all peers
+    compute the same order."""
     head = view.head
     if view.spec.data.curriculum is None or view.is_over:
         return
@@ -124,12 +132,12 @@ def begin_epochs(view: JobView) -> Iterator[Intent]:
 
 
 FORGET_AT = 8
-"""Number of old evaluations that makes moving them to the run's folder worthwhile."""
+"""Number of old evaluations at which they are moved from the store to the run's folder."""
 
 
 def sweep_old_worlds(view: JobView) -> Iterator[Intent]:
-    """Delete, after each change of the train world, its claims and rendezvous, parts of evaluations, discarded checkpoints, and warnings of
-    nodes that are gone."""
+    """Delete what is no longer needed after a change of the train world: claims and rendezvous keys of earlier worlds,
+    parts of evaluations, discarded checkpoints, and warnings of nodes that are gone."""
     mirror = view.mirror
     sources = (mirror.head, mirror.claims, mirror.rendezvous, mirror.eval_parts, mirror.troubles, view.nodes)
     swept = view.remembered.get(
@@ -143,7 +151,7 @@ def sweep_old_worlds(view: JobView) -> Iterator[Intent]:
 
 
 def archive_evaluations(view: JobView) -> Iterator[Intent]:
-    """Move old evaluations to the run's folder, several at a time."""
+    """Move old evaluations from the store to the run's folder, several at a time."""
     known = view.mirror.checkpoints
     assert known is not None
     if len(view.mirror.evaluations) < FORGET_AT:

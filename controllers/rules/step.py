@@ -1,16 +1,20 @@
-"""The rules of a step, in its order: offer, seal, exchange, train, commit, publish. Then stale prompts, and the parts of an evaluation.
+"""The rules of a step, in the order in which it passes through them: offer, seal, send to the ranks, train, commit,
+weight sync. Then the rules about stale prompts, and who evaluates which part of an evaluation.
 
-Offer: each write wakes every peer, and a seal is possible only when the offers contain its quota. A peer therefore writes its offer when it
-has its share (1/n) of what the cluster still lacks, and when its own part is finished. A smaller offer is delayed a little, but not skipped:
-other peers sample replacements for refs that ended without a group, and users watch the progress of the step.
+Offer (the list of finished groups that a controller publishes): each write wakes every peer, and a batch can only be
+sealed when the offers together contain enough groups for it. So a peer writes its offer when it has its share (1/n) of
+what is still missing, or when everything that it has to produce is finished. A smaller offer is written after a delay,
+because other peers sample replacements for prompts that ended without a group, and users watch the progress of the
+step.
 
-Staleness: if it is allowed, an offer also names the prompts in flight, shortly after they were started. Other peers count them and wait for
-prompts that would exceed the staleness limit. If a seal waits too long for a prompt because of its age, the prompt is given up and sampled
-again; after too many attempts it has failed. At staleness 0 none of this applies.
+Staleness: if it is allowed, an offer also names the prompts in flight, soon after they were started. Then a seal waits
+for prompts that would exceed the staleness limit in a later step. If it waits too long for one, that prompt is given up
+and sampled again; after too many attempts it has failed. At staleness 0 none of this applies.
 
-Evaluation: the members with engines are ordered by a hash of the version, and take parts in turn. If the owner of a part delivers nothing
-for a while, the next member takes its parts over, starting from the end, because the owner starts from the beginning. If a member leaves, the
-order changes at once. Duplicate results of a part are harmless: the first one written counts.
+Evaluation: it is divided into parts. The members with engines are ordered by a hash of the weight version, and parts
+are assigned to them round robin. If the owner of a part delivers nothing for a while, the next member takes over its
+parts, beginning with the last, because the owner begins with the first. If a member leaves, the order changes at once.
+Duplicate results of a part are harmless: the first one written counts.
 """
 
 from __future__ import annotations
@@ -55,35 +59,38 @@ from gcore.ledger.transactions import Versioned
 from gcore.types import PromptRef, Version
 
 COALESCE_S = 0.3
-"""Delay of an offer that contains a full share, to collect more groups."""
+"""Delay of an offer with at least this peer's share of the missing groups, so that more groups come with it."""
 
 OUTCOME_S = 1.0
-"""Delay of a smaller offer that contains outcomes."""
+"""Delay of a smaller offer that has new outcomes (prompts that ended without a group)."""
 
 GROUPS_S = 3.0
-"""Delay of a smaller offer without outcomes."""
+"""Delay of a smaller offer that has only new groups."""
 
 EVALUATION_PATIENCE_S = 900.0
-"""Delay of a batch of carried groups until the evaluation of the previous weights, or another part of it, arrives. A flow may never request
-that evaluation."""
+"""Maximum time that a complete batch waits for the evaluation of the present weights; each part of the evaluation that
+arrives restarts it. The limit is needed because a flow may never run that evaluation."""
 
 EXCHANGE_LIMIT_S = 60.0
 """A sealed batch is given up if no sample of it arrives for this long."""
 
 STRANDED_PATIENCE_S = 10.0
-"""Time that a prompt in flight on a node without engines has to end: it may have all responses and only wait for its reward."""
+"""Time after which a prompt in flight on a node without engines is given up. It may have all its responses and only
+wait for its reward."""
 
 TAKEOVER_S = 20.0
-"""The next peer takes over a part if its owner has delivered nothing for this long. The peer after it does so if both have delivered nothing
-for twice as long, and so on."""
+"""The next peer takes over a part of an evaluation if its owner has delivered nothing for this long. The peer after it
+does so if both have delivered nothing for twice as long, and so on."""
 
 
 def offer_groups(view: JobView) -> Iterator[Intent]:
-    """Write this peer's offer when its part is complete, or a little later.
+    """Write this peer's offer if it differs from the stored one, after a delay that depends on what is new
+    (`offer_delay_s`).
 
-    An offer may contain refs that are terminal by now, because the sealing peer checks them. An offer must not contain groups that this peer
-    has dropped and that could be sealed again (after a rollback they may be valid once more): they would be sealed and given up forever. The
-    number of outcomes is limited to what one log entry takes; the rest follow later.
+    An offer may name prompts that already have an outcome, because the peer that seals checks this. It must not name a
+    group that this peer has dropped and that could be sealed (after a rollback it may be valid once more): the batch
+    would be sealed and given up again and again. The number of outcomes is limited to what fits into one log entry; the
+    others follow later.
     """
     stored = view.mirror.offers.get(view.me)
     sources = (view.me, view.holdings, view.outcomes, view.in_flight, stored, view.mirror.seals, view.mirror.head)
@@ -100,9 +107,10 @@ def offer_groups(view: JobView) -> Iterator[Intent]:
 
 @dataclass(frozen=True, slots=True)
 class _OfferChange:
-    """The next offer, and how many of its groups and outcomes are missing from the stored one.
+    """An offer to write. `groups`, `outcomes`: how many of them the stored offer lacks.
 
-    `void`: the stored offer names a group that this peer no longer holds; `misnamed`: its prompts in flight are outdated.
+    `void`: the stored offer names a group that this peer no longer holds. `misnamed`: its list of prompts in flight is
+    outdated.
     """
 
     offer: Offer
@@ -113,6 +121,7 @@ class _OfferChange:
 
 
 def _offer_change(view: JobView, stored: Offer | None) -> _OfferChange | None:
+    """The offer to write instead of the stored one; None if nothing has changed."""
     head = view.head
     ended = dict(sorted(view.outcomes.items(), key=lambda item: stream_position(view, item[0]))[:MOST_OUTCOMES])
     named = {g.digest: g.ref for g in stored.groups} if stored else {}
@@ -137,16 +146,16 @@ def _offer_change(view: JobView, stored: Offer | None) -> _OfferChange | None:
 
 
 def in_flight_refs(view: JobView) -> tuple[InFlightRef, ...]:
-    """The prompts in flight that this peer's offer names."""
+    """The prompts in flight, with their oldest weights, for this peer's offer; empty at staleness 0."""
     if not view.rules.staleness:
         return ()
     return tuple(InFlightRef(ref=ref, version=version) for ref, version in sorted(view.in_flight.items()))
 
 
 def is_offer_outdated(view: JobView, head: Head, stored: Offer | None) -> bool:
-    """Whether the stored offer lacks prompts that are in flight or names prompts that no longer are.
+    """Whether the stored offer lacks prompts that are in flight, or names prompts that no longer are.
 
-    If a prompt is missing when head moves, a seal may not wait for it.
+    A peer that seals can only wait for prompts that it knows from offers.
     """
     if not view.rules.staleness:
         return False
@@ -158,12 +167,12 @@ def is_offer_outdated(view: JobView, head: Head, stored: Offer | None) -> bool:
 
 
 def stream_position(view: JobView, ref: PromptRef) -> tuple[int, int]:
-    """The position of `ref` in the stream order: (position, shard)."""
+    """The position of `ref` in the order of the prompt stream, as a sort key: position in its shard, then shard."""
     return view.rules.shape.position(ref), ref.shard
 
 
 def offer_delay_s(view: JobView, groups: int, outcomes: int) -> float:
-    """Seconds to delay an offer with this many new groups and outcomes while this peer expects more."""
+    """Seconds to delay an offer with this many new groups and outcomes while this peer is still producing more."""
     chosen = view.chosen
     lacking = chosen.missing if isinstance(chosen, AwaitGroups) else 0
     if view.rules.part is not None:  # a full part is worth a write
@@ -174,7 +183,8 @@ def offer_delay_s(view: JobView, groups: int, outcomes: int) -> float:
 
 
 def seal_batch(view: JobView) -> Iterator[Intent]:
-    """Seal the batch when the offers contain its quota; seal a part of it when enough groups are certain."""
+    """Seal the next batch when the offers contain enough groups for it, or a part of it when enough groups are certain
+    to belong to it. If only outcomes without groups are left, record them; if the data is exhausted, end the job."""
     head = view.head
     slot = view.seal
     if view.is_over or (slot is not None and slot.state is not SealState.OPEN) or awaits_checkpoint(view):
@@ -202,7 +212,8 @@ def seal_batch(view: JobView) -> Iterator[Intent]:
 
 
 def owes_evaluation(view: JobView) -> bool:
-    """Whether head's weights are still to be evaluated. Carried groups could complete the next batch before that."""
+    """Whether the present weights must still be evaluated before the next batch is sealed. Groups carried over from
+    earlier steps could complete the batch before the evaluation."""
     head = view.head
     if not view.rules.staleness or not view.is_evaluated_after(head.step, last=False):
         return False
@@ -210,7 +221,8 @@ def owes_evaluation(view: JobView) -> bool:
 
 
 def exchange_batch(view: JobView) -> Iterator[Intent]:
-    """Send a SEALED batch, or a part of one, to the ranks; give up what cannot be delivered."""
+    """Send the samples of a SEALED batch, or of a part of one, to the train ranks. Mark it READY when every rank has
+    its share; give it up if a group is lost or nothing arrives for too long."""
     seal = view.seal
     if seal is None or seal.state not in (SealState.SEALED, SealState.PARTIAL):
         return
@@ -237,7 +249,8 @@ def exchange_batch(view: JobView) -> Iterator[Intent]:
 
 
 def why_groups_lost(view: JobView, seal: Seal, undelivered: set[str]) -> str:
-    """Why some of the undelivered groups will never arrive; empty if they may."""
+    """Why one of the undelivered groups can never arrive: its holder has ended, or this controller is the holder and no
+    longer has it. Empty if all may arrive. `undelivered`: digests of groups."""
     held = {group.digest for group in view.holdings.values()}
     for group in seal.groups:
         if group.digest not in undelivered:
@@ -250,9 +263,11 @@ def why_groups_lost(view: JobView, seal: Seal, undelivered: set[str]) -> str:
 
 
 def waits_for_others(view: JobView) -> bool:
-    """Whether a sealed batch is being exchanged, this peer has nothing left to send, and other peers come first for the next action.
+    """Whether this peer can skip cycles: a sealed batch is being sent, this peer has sent all of its samples, and other
+    peers are first in turn to mark it READY or give it up.
 
-    Ranks report each part to every peer. With many peers, a cycle for each report would slow down the peers that still send.
+    Ranks report each arrival to every peer. With many peers, a cycle for each report would slow down the peers that
+    still send.
     """
     seal = view.seal if view.mirror.head is not None else None
     if seal is None or seal.state is not SealState.SEALED:
@@ -266,7 +281,8 @@ def waits_for_others(view: JobView) -> bool:
 
 
 def train_parts(view: JobView) -> Iterator[Intent]:
-    """Have every rank add the READY parts of a step to its gradients while the rest is collected and exchanged."""
+    """Have every train rank compute and add up the gradients of the READY parts of a step, while the rest is generated
+    and sent."""
     seal = view.seal
     if seal is None or not seal.ready_parts or seal.state is SealState.READY:
         return
@@ -282,7 +298,7 @@ def train_parts(view: JobView) -> Iterator[Intent]:
 
 
 def train_step(view: JobView) -> Iterator[Intent]:
-    """Have every rank train a READY batch, then commit it."""
+    """Have every train rank train a READY batch; commit it when all have."""
     seal = view.seal
     if seal is None or seal.state is not SealState.READY:
         return
@@ -300,14 +316,16 @@ def train_step(view: JobView) -> Iterator[Intent]:
 
 
 def _applied(view: JobView, rank: int) -> object:
+    """The token of the batch that a rank has trained last."""
     known = view.ranks.get(rank)
     return known.applied if known else None
 
 
 def publish_weights(view: JobView) -> Iterator[Intent]:
-    """Publish committed weights to awake engines, only after the commit.
+    """Weight sync: load the committed weights into the awake engines that this controller manages and that have others.
 
-    One action at a time per engine: the end of one action would resume the engine while it receives the next.
+    Only one sleep, wake or load runs at a time per engine, because the end of one would resume the engine during the
+    next.
     """
     version = view.head.version
     kinds = ("publish ", "sleep ", "wake ")
@@ -329,7 +347,8 @@ def _is_here(view: JobView, instance: str) -> bool:
 
 
 def give_up_stale_prompts(view: JobView) -> Iterator[Intent]:
-    """Give up the prompts that a seal has waited for too long, and those that can no longer be trained."""
+    """Give up prompts in flight here that can no longer be trained, whose node has no engine any more, or for which a
+    seal has waited too long."""
     if not view.rules.staleness:
         return
     head = view.head
@@ -354,8 +373,8 @@ def give_up_stale_prompts(view: JobView) -> Iterator[Intent]:
 
 
 def _stranded_prompts(view: JobView) -> frozenset[PromptRef]:
-    """The prompts in flight here that cannot end and that no other peer samples: the plan has no engine on this node any more, this peer uses no
-    engine of a lost node, and the shard belongs to another peer."""
+    """The prompts in flight here that cannot be finished: this peer has no awake engine, and the plan places none on
+    its node. Only prompts whose shard belongs to another peer, which samples them again."""
     assign = view.mirror.assign
     if not view.in_flight or assign is None or view.node in view.plan.rollout_nodes:
         return frozenset()
@@ -366,7 +385,7 @@ def _stranded_prompts(view: JobView) -> frozenset[PromptRef]:
 
 
 def evaluation_order(version: Version, members: Collection[str]) -> tuple[str, ...]:
-    """The members in the order of the version's evaluation."""
+    """The members in the order in which they evaluate parts of the evaluation of `version`."""
     return turn_order(members, f"eval {version}")
 
 
@@ -379,16 +398,18 @@ def members_with_engines(members: Mapping[str, Versioned[Member]], plan: Plan | 
 
 
 def evaluation_turn(me: str, number: int, members: tuple[str, ...]) -> int:
-    """My place in the order for part `number`; 0 evaluates it. A peer that is not among the `members` comes last."""
+    """The place of `me` in the order of takeover for part `number` of an evaluation: 0 owns the part, 1 takes over
+    first. A peer that is not among the `members` comes last."""
     return (members.index(me) - number) % len(members) if me in members else len(members)
 
 
 def parts_to_take(
     me: str, open_parts: Collection[int], members: tuple[str, ...], quiet_s: Mapping[str, float]
 ) -> tuple[int, ...]:
-    """The open parts that this peer evaluates now, most urgent first.
+    """The unfinished parts of an evaluation that this peer evaluates now, in its order of work: its own parts, then
+    those that it takes over.
 
-    `members`: in the version's order; `quiet_s`: seconds since each of them last delivered something.
+    `members`: in the order of `evaluation_order`. `quiet_s`: seconds since each of them last delivered a result.
     """
 
     def is_mine(number: int, place: int) -> bool:

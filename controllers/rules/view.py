@@ -1,12 +1,15 @@
-"""Everything that one cycle of a job reads, frozen: the mirror of the store and this controller's own state.
+"""The view: an immutable snapshot of everything that the rules of a job read in one cycle. It contains the mirror of
+the job's records in the store, and the state of this controller.
 
 The view may be outdated. Every transaction based on it compares the revisions that it has read.
 
-Turns: any peer may run any transaction. A preferred peer tries at once and each other one `TURN_SECONDS` later, which saves the store
-transactions that would lose (their bodies go to its log too). Safety never depends on turns.
+Turns: any controller of the job (peer) may run any transaction. A hash selects one that tries at once; each further one
+tries `TURN_SECONDS` later. This saves the store transactions that would fail their compares (etcd logs their bodies
+too). Safety never depends on turns.
 
-`Memo` caches results while the source records are the same objects. Records are replaced, never changed, so the result is the same too; most
-changes do not touch the records that expensive computations use.
+`Memo` caches a result while the records that it was computed from are the same objects. Records are replaced and never
+changed, so the result would be the same. Most changes of a view do not touch the records that expensive computations
+use.
 """
 
 from __future__ import annotations
@@ -61,11 +64,12 @@ TURN_SECONDS = 1.0
 """Delay between the attempts of two peers in turn order."""
 
 SETTLE_S = 1.0
-"""A loss is confirmed after this delay, because registrations and claims reach a controller through different watches."""
+"""A loss must persist for this long before a rule acts on it, because registrations and claims reach a controller
+through different watches."""
 
 
 def turn_order(members: Iterable[str], topic: str) -> tuple[str, ...]:
-    """The members in the order of a hash with `topic`."""
+    """The members in a pseudo-random order that `topic` determines; the same on every controller."""
     return _order(frozenset(members), topic)
 
 
@@ -75,28 +79,28 @@ def _order(members: frozenset[str], topic: str) -> tuple[str, ...]:
 
 
 def turn_of(members: Iterable[str], me: str, topic: str) -> int:
-    """My place in the order of `topic`: 0 goes first. A peer that is not among the members goes last."""
+    """The place of `me` in `turn_order`: 0 acts first. A peer that is not among the members acts last."""
     ordered = turn_order(members, topic)
     return ordered.index(me) if me in ordered else len(ordered) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Timers:
-    """Since when each condition has held without interruption."""
+    """Since when each condition (of an intent) has held without interruption, in seconds of a monotonic clock."""
 
     since: Mapping[str, float]
 
     def note(self, conditions: Iterable[str], now: float) -> Timers:
-        """Keep the start time of conditions that still hold, add new ones at `now`, drop the others."""
+        """The timers for the `conditions` that hold `now`: new ones start now, the others keep their start."""
         return Timers({c: self.since.get(c, now) for c in conditions})
 
     def ripe(self, condition: str, turn: int, now: float, *, after: float = 0.0) -> bool:
-        """Whether it is my turn: the condition has held for `after` plus the delay of my place in the order."""
+        """Whether the condition has held for `after` seconds plus the delay of a peer at place `turn`."""
         return now - self.since.get(condition, now) >= self.wait(turn, after)
 
     @staticmethod
     def wait(turn: int, after: float) -> float:
-        """Seconds that a peer at this place waits."""
+        """Seconds that a peer at place `turn` waits before it acts."""
         return after + turn * TURN_SECONDS
 
 
@@ -105,18 +109,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Known:
+    """A cached result, and the objects that it was computed from."""
+
     sources: tuple[object, ...]
     result: Any
 
 
 class Memo:
-    """A cache of results by name."""
+    """A cache of computed results by name, each valid while its source objects are the same."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Known] = {}
 
     def get(self, name: Hashable, sources: tuple[object, ...], work: Callable[[], T]) -> T:
-        """The result of `work`, cached while `sources` are the same objects. `work` must depend on nothing else."""
+        """The result of `work()`. It is called again only if one of `sources` is another object than at the last call
+        for this `name`. `work` must depend on nothing else."""
         known = self._known.get(name)
         if known is None or len(known.sources) != len(sources) or not all(map(is_, known.sources, sources)):
             known = self._known[name] = _Known(sources, work())
@@ -126,9 +133,10 @@ class Memo:
 
 @dataclass(frozen=True)
 class CheckpointProgress:
-    """A checkpoint being written: `written` of `total` bytes; `error`: why the last attempt failed, or empty.
+    """Progress of a checkpoint that is being written: `written` of `total` bytes. `error`: why the last attempt failed;
+    empty if it did not.
 
-    `over`: this checkpoint is not retried; the next due checkpoint is the next attempt.
+    `over`: this checkpoint is given up; the next attempt is the next checkpoint that is due.
     """
 
     version: Version
@@ -140,33 +148,37 @@ class CheckpointProgress:
 
 @dataclass(frozen=True)
 class RankView:
-    """A train rank of head's world, as it last reported."""
+    """A train rank of the present train world, as it last reported."""
 
     rank: int
     holding: Token | None = None
+    """The batch that the rank is receiving or has received."""
     held: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    """Group digest -> indexes of its samples."""
+    """The samples of that batch that have arrived: group digest -> indexes of samples."""
     applied: Token | None = None
+    """The batch that the rank has trained last."""
     content: bytes = b""
-    """Digest of the applied batch (`gcore.ledger.balance`); empty: not reported."""
+    """Digest of that batch's content (`gcore.ledger.balance`); empty: not reported."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     phase: str = ""
     writing: CheckpointProgress | None = None
     """The newest checkpoint write, reported by the rank that writes checkpoints."""
     trouble: str = ""
-    """A failing write to the run's folder, other than a checkpoint, that is being retried."""
+    """Description of a write to the run's folder (other than a checkpoint) that fails and is being retried; empty:
+    none."""
     progress: int = 0
-    """Increases with any progress."""
+    """Counter that increases with any progress of the rank."""
     begun: int = 0
-    """Parts of step `begun_step` that the rank has started; `begun_content` identifies them (`gcore.ledger.balance.parts_sha256`)."""
+    """Number of parts of step `begun_step` whose training the rank has started; `begun_content` is their digest
+    (`gcore.ledger.balance.parts_sha256`)."""
     begun_step: int = 0
     begun_content: bytes = b""
     released: frozenset[str] = frozenset()
-    """The parts whose memory the rank has released (`gcore.train.rank.launch`)."""
+    """The parts of its state (`gcore.train.rank.launch.PARTS`) that the rank has moved out of device memory."""
     unrested: str = ""
     """Why the rank could not release its memory after the newest step; empty if it could."""
     speaks: int = SCHEMA_VERSION
-    """The schema version used in requests to the rank."""
+    """The schema version of requests to the rank."""
     clock: float | None = None
     """The rank's monotonic clock at this report; None: not reported."""
     phases: Mapping[str, float] = field(default_factory=dict)
@@ -183,16 +195,17 @@ class SavedCheckpoint:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> SavedCheckpoint:
-        """The same for a registered checkpoint."""
+        """The files of a registered checkpoint."""
         return cls(checkpoint.version, checkpoint.file, checkpoint.digest)
 
 
 @dataclass(frozen=True)
 class EngineView:
-    """A rollout engine that this controller manages. `version` None: unknown.
+    """State of an engine as this controller knows it. `version`: of its weights; None: not known.
 
-    `silent`: it has open requests and does not respond; `hung`: for so long that it must be ended; `why`: the sentence for users. `trouble`: why
-    it did not load its weights the last time, or empty. `asleep`: its memory is released, and its weights are gone.
+    `silent`: it has open requests and does not respond. `hung`: it has been silent for so long that its process must be
+    ended. `why`: sentence for users about that. `trouble`: why its last sleep, wake or load of weights failed; empty if
+    it did not. `asleep`: it has released its memory and lost its weights.
     """
 
     instance: str
@@ -207,7 +220,8 @@ class EngineView:
 
 @dataclass(frozen=True)
 class JobView:
-    """A snapshot of one job."""
+    """Snapshot of one job, as the controller `me` on `node` sees it. `mirror`: the job's records in the store. `nodes`,
+    `workers`: registered nodes of the cluster and worker processes."""
 
     spec: JobSpec
     rules: StreamRules
@@ -218,26 +232,30 @@ class JobView:
     workers: Mapping[str, WorkerRecord]
     ranks: Mapping[int, RankView] = field(default_factory=dict)
     engines: Mapping[str, EngineView] = field(default_factory=dict)
+    """The rollout engines that this controller manages, by instance."""
     judges: Mapping[str, EngineView] = field(default_factory=dict)
-    """The engines of the job's judges in the whole cluster; any peer may send requests to any of them."""
+    """The engines of the job's judges in the whole cluster, by instance; any peer may send requests to any of them."""
     holdings: Mapping[PromptRef, OfferedGroup] = field(default_factory=dict)
+    """The finished groups that this peer holds."""
     outcomes: Mapping[PromptRef, EndedRef] = field(default_factory=dict)
+    """Prompts that ended at this peer without a group (filtered or failed)."""
     in_flight: Mapping[PromptRef, Version] = field(default_factory=dict)
-    """Prompts that this peer has started and not finished, with the oldest weights that may have sampled part of each."""
+    """Prompts that this peer has started and not finished, with the oldest weights that may have generated a part of
+    each."""
     busy: bool = False
-    """Whether this peer still produces something that is due."""
+    """Whether this peer is still producing groups that the next step needs."""
     under_way: frozenset[str] = frozenset()
-    """Conditions whose action runs in the background now."""
+    """Conditions of the intents whose action runs in the background now."""
     saved: Mapping[Version, SavedCheckpoint] = field(default_factory=dict)
-    """Checkpoints that ranks reported, registered or not."""
+    """Complete checkpoints that ranks reported, registered or not."""
     staged: frozenset[Version] = frozenset()
-    """Versions whose weights are in the run's folder."""
+    """Versions whose weights are in the run's folder, ready for weight sync."""
     fetched_starts: frozenset[str] = frozenset()
     """Train worlds whose start checkpoint is verified in this node's own folder; used only if nodes share no folder."""
     is_ordering: bool = False
-    """Whether this peer is computing the order of a curriculum."""
+    """Whether this peer is computing the prompt order of a curriculum."""
     share: KnownShare | None = None
-    """The slots of the job; None: all slots."""
+    """The slots that are granted to the job; None: all slots of the cluster."""
     claim: Claim = field(default_factory=Claim)
     """The job's claim on slots."""
     queued: QueuePosition | None = None
@@ -247,29 +265,30 @@ class JobView:
     missing_input: str = ""
     """Why this node cannot work on the job yet: a missing input; empty: none."""
     reward_pool: PoolStatus | None = None
-    """The state of this peer's reward pool."""
+    """Load of this peer's processes that run reward functions; None: it has none."""
     judge_pool: PoolStatus | None = None
-    """The state of this peer's requests to judges."""
+    """Load of this peer's requests to judges; None: it sends none."""
     tool_pool: PoolStatus | None = None
-    """The state of this peer's processes for agents and tools."""
+    """Load of this peer's processes that run agents and tools; None: it has none."""
     store_trouble: str = ""
-    """Why the store refused the last write of this controller; empty if it accepted it or a newer change of the job was seen."""
+    """Why the store refused the last write of this controller; empty if it accepted it, or if a newer change of the job
+    was seen since."""
     failed_start: str = ""
     """Why a worker of the job cannot be started here, after several attempts; empty: none failed."""
     leaving: bool = False
     """Whether this controller is shutting down and hands over its work."""
 
     proposal: MoveProposal | None = None
-    """The placement change that this controller wants, if it plans the placement."""
+    """The placement change that a policy has decided, if this controller plans the placement."""
     move_report: MoveReport | None = None
-    """Its report on earlier placement changes."""
+    """Results of earlier placement changes to be recorded, if this controller plans the placement."""
 
     remembered: Memo = field(default_factory=Memo, repr=False, compare=False)
-    """Cached results for the same records."""
+    """Cache that all views of the job on this controller share."""
 
     @cached_property
     def offered(self) -> OffersView:
-        """All live offers, by ref."""
+        """The groups, outcomes and prompts in flight of all offers together, by ref (prompt)."""
         return self.remembered.get("offered", self._batch, self._offered)
 
     def _offered(self) -> OffersView:
@@ -277,13 +296,14 @@ class JobView:
         return OffersView.collect(self.rules, self.head, offers, self._part)
 
     def _part(self, rules: StreamRules, head: Head, offer: Offer) -> OffersView:
+        """The contents of a single offer, cached."""
         # When one peer writes its offer, the offers of the others are unchanged.
         sources = (offer, rules, head)
         return self.remembered.get(("offer", offer.incarnation), sources, lambda: OffersView.of(rules, head, offer))
 
     @cached_property
     def due(self) -> tuple[PromptRef, ...]:
-        """The refs that any peer must still produce for the next seal, oldest first."""
+        """The prompts that must still be sampled, by any peer, for the next batch, oldest first."""
         rule = carried.due_refs if self.rules.staleness else due_refs
         return self.remembered.get(
             "due", self._batch, lambda: rule(self.rules, self.head, self._seals, self.offered, order=self._order)
@@ -291,7 +311,7 @@ class JobView:
 
     @cached_property
     def chosen(self) -> Choice:
-        """The choice of the next seal."""
+        """What to seal next: the chosen batch, or why there is none yet."""
         rule = carried.choose_seal if self.rules.staleness else choose_seal
         return self.remembered.get(
             "chosen", self._batch, lambda: rule(self.rules, self.head, self._seals, self.offered, order=self._order)
@@ -299,7 +319,8 @@ class JobView:
 
     @cached_property
     def part(self) -> SealPart | None:
-        """The part of the next step that is worth sealing while other groups of its batch are missing; None if there is none."""
+        """The part of the next batch that can be sealed now, while other groups of the batch are missing; None if there
+        is none."""
         if self.rules.part is None or not isinstance(self.chosen, AwaitGroups):
             return None
         return self.remembered.get(
@@ -308,13 +329,15 @@ class JobView:
 
     @property
     def _order(self) -> CachedOrder:
-        """The refs that are neither terminal nor sealed. Offers, which change more often than seals, do not affect it."""
+        """The prompts without an outcome that are in no seal, in the order of the stream. Cached separately, because
+        offers change more often than seals and do not affect it."""
         sources = (self.rules, self.mirror.head, self.mirror.seals)
         return self.remembered.get("order", sources, lambda: CachedOrder(self.rules, self.head, self._seals))
 
     @cached_property
     def awaited(self) -> tuple[PromptRef, ...]:
-        """The prompts that the next seal waits for because they would exceed the staleness limit after it; none at staleness 0."""
+        """The prompts in flight that the next seal waits for, because they would exceed the staleness limit in a later
+        step; none at staleness 0."""
         if not self.rules.staleness:
             return ()
         return self.remembered.get(
@@ -323,7 +346,7 @@ class JobView:
 
     @property
     def _batch(self) -> tuple[object, ...]:
-        """The records that determine the next seal."""
+        """The records that determine what is sealed next, as sources for `Memo`."""
         mirror = self.mirror
         return self.rules, mirror.head, mirror.seals, mirror.offers
 
@@ -339,7 +362,8 @@ class JobView:
 
     @property
     def hindered(self) -> str:
-        """A failing write of head's world to the run's folder, other than a checkpoint; empty if there is none."""
+        """Description of a failing write of a train rank to the run's folder, other than a checkpoint; empty if there
+        is none."""
         return next((rank.trouble for rank in self.ranks.values() if rank.trouble), "")
 
     @cached_property
@@ -354,7 +378,8 @@ class JobView:
         return is_over(self.rules, self.head)
 
     def is_evaluated_after(self, step: int, *, last: bool) -> bool:
-        """Whether the weights of `step` are evaluated, by schedule or by request."""
+        """Whether the weights of `step` are evaluated: by the schedule of the spec, or because a user asked for it.
+        `last`: `step` is the last one."""
         asked = self.mirror.asked
         by_hand = asked is not None and asked.step == step and self.spec.eval.wanted
         return by_hand or self.spec.evaluates_after(step, last=last)
@@ -392,18 +417,18 @@ class JobView:
         return record is not None and not set(slots) <= set(record.slots)
 
     def turn(self, topic: str) -> int:
-        """My place among the members for `topic`."""
+        """The place of this controller in the turn order of the job's members for `topic`; 0 acts first."""
         return turn_of(self.mirror.members, self.me, topic)
 
     @property
     def seal(self) -> Seal | None:
-        """The slot of the next step, if there is one."""
+        """The seal record of the next step (in any of its states), if there is one."""
         stored = self.mirror.seals.get(self.head.step + 1)
         return stored.record if stored else None
 
     @property
     def unsealed(self) -> tuple[OfferedGroup, ...]:
-        """Groups that this peer holds and that no open seal contains, oldest first."""
+        """The groups that this peer holds and that no seal of an open step contains, oldest first."""
         return self.remembered.get("unsealed", (self.holdings, self.mirror.seals), self._unsealed)
 
     def _unsealed(self) -> tuple[OfferedGroup, ...]:
@@ -411,10 +436,11 @@ class JobView:
         return tuple(g for ref, g in sorted(self.holdings.items()) if ref not in sealed)
 
     def contradicts(self, rank: RankView) -> bool:
-        """Whether `rank` has trained, under the token of the next step's seal, another batch than the seal's, or has started parts of that step that
-        are not READY in it.
+        """Whether `rank` has trained another batch than the seal of the next step contains, under the same token, or
+        has started parts of that step that are not READY in the seal.
 
-        A store that was restored from an older backup issues tokens a second time. A rank that does not report what it trained is trusted.
+        This happens after etcd was restored from an older backup, because tokens are then issued a second time. A rank
+        that does not report the digest of what it trained is trusted.
         """
         seal = self.seal
         if begun := self.begun(rank):
@@ -426,7 +452,7 @@ class JobView:
         return rank.content != self.remembered.get("content", (seal,), lambda: content_sha256(seal))
 
     def begun(self, rank: RankView) -> int:
-        """Parts of the next step that `rank` has started."""
+        """The number of parts of the next step whose training `rank` has started."""
         return rank.begun if rank.begun_step == self.head.step + 1 else 0
 
     def layout(self, seal: Seal) -> StepLayout:
@@ -441,7 +467,8 @@ class JobView:
         )
 
     def missing(self, seal: Seal, rank: int) -> Mapping[str, set[int]]:
-        """The samples of its share that `rank` has not reported: group digest -> sample indexes."""
+        """The samples of its share of `seal` that `rank` has not received as far as reported: group digest -> sample
+        indexes."""
         known = self.ranks.get(rank)
         return self.remembered.get(("missing", rank), (seal, known), lambda: self._missing(seal, rank, known))
 
@@ -455,14 +482,16 @@ class JobView:
         return missing
 
     def _holds(self, holding: Token | None, seal: Seal) -> bool:
-        """Whether the samples that a rank reported for `holding` count for `seal`. In a streamed step they stay valid across attempts."""
+        """Whether samples that a rank received for the token `holding` count for `seal`. If batches are sealed in
+        parts, samples of an earlier attempt of the step count too."""
         if holding is None or self.rules.part is None:
             return holding == seal.token
         return (holding.lineage, holding.step) == (seal.lineage, seal.step)
 
 
 def world_start(view: JobView) -> WorldStart | None:
-    """The start state of head's world: the copies or checkpoint that its lineage's rollback named, or the base model."""
+    """The state that the present train world starts from: the in-memory copies or the checkpoint that the last rollback
+    named, or the base model. None if the log entry of that rollback is no longer known."""
     head = view.head
     entries = view.checkpoints
     if head.lineage == 0:
@@ -477,7 +506,7 @@ def world_start(view: JobView) -> WorldStart | None:
 
 
 def start_checkpoint(view: JobView) -> Checkpoint | None:
-    """The registered checkpoint from which head's world starts, if it starts from one."""
+    """The registered checkpoint that the present train world starts from; None if it starts from something else."""
     start = world_start(view)
     if start is None or not start.checkpoint:
         return None

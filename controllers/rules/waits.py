@@ -1,8 +1,9 @@
-"""The waits of a job as sentences, and which of them become an event. docs/operate/failures.md lists what to do about each.
+"""Wait reports: what a job waits for, as sentences for users, and which waits become an event. docs/operate/failures.md
+lists what to do about each.
 
-Each wait names what would show progress (`progress`). A wait becomes an event after `PATIENCE_S` of its cause without progress: an hour
-with progress causes no event, a minute without any does. One peer reports each stall, once: local causes by their own node, the others
-by the first peer in their turn order, so that a stall is reported even if the peer that hangs is the cause.
+Each wait has a text that changes with any progress (`progress`). A wait becomes an event if there is no progress for
+`PATIENCE_S` of its cause; an hour with progress causes no event. One peer reports each stall, once. A cause that
+concerns one node is reported by that node, any other by the first peer in the turn order.
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ from gcore.types import Version
 
 WORKER_STATES = {"starting": "is starting", "failed": "has failed and will be replaced", "stopping": "is stopping"}
 RANKS_NAMED = 4
+"""Maximum number of train ranks that a sentence lists by number."""
+
 RECOVERY, TIDYING = ("world ", "grow "), ("forget ", "prune ", "sweep ")
+"""Prefixes of the conditions of intents that form a train world, and of those that delete old records and files."""
 
 START = "start "
-"""Prefix of the conditions of intents that prepare a start."""
+"""Prefix of the conditions of intents that fetch the checkpoint from which train ranks start."""
 
 CHECKPOINT = "checkpoint"
 """The phase of a rank that copies a checkpoint or waits until the previous one is written to disk."""
@@ -66,20 +70,22 @@ PATIENCE_S: Mapping[str, float] = MappingProxyType(
         "tidying": 60.0,
     }
 )
-"""By cause: seconds without progress after which a wait becomes an event. A prompt that is in flight for too long is given up instead, and
-for an engine that does not respond, the times of `controllers.inference.rules` apply."""
+"""Seconds without progress after which a wait becomes an event, by cause. Two causes have no entry: a prompt that is in
+flight for too long is given up, and an engine that does not respond is reported by the times of
+`controllers.inference.rules`."""
 
 LOCAL = frozenset(
     {"store", "material", "engines", "engine", "order", "reward", "judge", "agent", "tools", "recovery", "tidying"}
 )
-"""Causes that concern one node, which reports them itself. Of the others, one peer reports for all."""
+"""Causes that concern a single node, which reports them itself. For other causes one peer reports for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One thing that a job waits for. `cause`: one of few words, for metrics; `what`: a sentence for users; `key`: constant while the wait lasts.
+    """One thing that a job waits for.
 
-    `progress`: a text that changes whenever there is progress.
+    `cause`: kind of the wait, a label of metrics. `what`: a sentence for users. `key`: identifies the wait; constant
+    while it lasts. `progress`: a text that changes whenever there is progress.
     """
 
     cause: str
@@ -89,17 +95,19 @@ class Wait:
 
     @property
     def stall(self) -> str:
-        """A key that stays the same while the wait lasts without progress."""
+        """A text that stays the same while the wait lasts without progress; for `Timers`."""
         return f"still {self.key} {self.progress}"
 
 
 def _slots(view: JobView, what: str) -> Wait:
-    """A wait for slots. A job that a user has paused waits for that user: it has its own cause, which never becomes an event."""
+    """The wait of a job for slots. `what`: beginning of the sentence. If a user has paused the job, the wait has the
+    cause "paused", which never becomes an event."""
     cause = "paused" if view.claim.paused and not view.claim.ends else "slots"
     return Wait(cause, f"{what}: {slot_wait_reason(view)}", f"wait {cause}")
 
 
 def slot_wait_reason(view: JobView) -> str:
+    """Why the job has no slots or too few, as a part of a sentence."""
     if view.claim.ends:
         return view.claim.ends
     if view.claim.paused:
@@ -177,7 +185,7 @@ def _models(view: JobView) -> Iterator[Wait]:
 
 
 def _world(view: JobView, head: Head) -> Iterator[Wait]:
-    """Waits for slots for a new train world, and for its ranks."""
+    """Waits for a checkpoint or slots for a new train world, and for ranks that do not serve yet."""
     if (away := newest_checkpoint_away(view)) and world_loss(view):
         what = (
             f"the new train world is to start from {away}, which no connected node has; waiting for a node that has it"
@@ -199,7 +207,8 @@ def _world(view: JobView, head: Head) -> Iterator[Wait]:
 
 
 def _engines(view: JobView, head: Head) -> Iterator[Wait]:
-    """Waits for this node's engines: for their weights, unless they are to sleep, and for their responses."""
+    """Waits for this node's engines: no awake engine has the newest weights, or an engine cannot sleep, wake or
+    respond."""
     resting = sleeping_engines(view)
     awake = [engine for name, engine in view.engines.items() if name not in resting]
     if (awake or not view.engines) and not any(engine.version == head.version for engine in awake):
@@ -221,7 +230,8 @@ def _engines(view: JobView, head: Head) -> Iterator[Wait]:
 
 
 def _judges(view: JobView) -> Iterator[Wait]:
-    """Waits for judges without a serving engine, for judges that do not respond, and for queued judge requests."""
+    """Waits for judges that have no serving engine, for judge engines that do not respond, and for queued requests to
+    judges."""
     job = view.mirror.keys.uid
     serving = {w.judge for w in view.workers.values() if w.job_uid == job and w.state == "serving"}
     for judge in view.spec.served_judges:
@@ -240,7 +250,7 @@ def _judges(view: JobView) -> Iterator[Wait]:
 
 
 def _exchange(view: JobView, seal: Seal) -> Iterator[Wait]:
-    """Waits for responses that the train ranks have not received."""
+    """The wait until the train ranks have received the responses of a sealed batch."""
     late = [rank for rank in range(seal.world_size) if view.missing(seal, rank)]
     what = f"the responses of step {seal.step} are being sent to {ranks_text(late)}"
     if not late and growth_delay_s(view):
@@ -250,7 +260,8 @@ def _exchange(view: JobView, seal: Seal) -> Iterator[Wait]:
 
 
 def _training(view: JobView, seal: Seal) -> Iterator[Wait]:
-    """Waits for ranks that have not applied their share, and for copies of receipts on other nodes."""
+    """The wait until all ranks have trained a READY batch, or until enough nodes have its receipts (records of what
+    each rank trained)."""
     behind = [r for r in range(seal.world_size) if r not in view.ranks or view.ranks[r].applied != seal.token]
     phases = {view.ranks[r].phase if r in view.ranks else "not connected" for r in behind}
     if not behind and not has_receipts(view, seal.token):
@@ -269,7 +280,7 @@ def _training(view: JobView, seal: Seal) -> Iterator[Wait]:
 
 
 def _being_written(view: JobView) -> str:
-    """The progress of the checkpoint that is being written or copied; empty if there is none."""
+    """A sentence about the checkpoint that is being written or copied to other nodes; empty if there is none."""
     writing = view.writing
     if writing is None or writing.over:
         fresh = next(iter(unregistered_checkpoints(view)), None)
@@ -286,7 +297,7 @@ def _being_written(view: JobView) -> str:
 
 
 def _under_way(view: JobView) -> Iterator[Wait]:
-    """Waits for this node's actions that read or write its disk."""
+    """Waits for actions of this node that read or write many bytes on its disk."""
     for condition in sorted(view.under_way):
         if condition.startswith(RECOVERY):
             what = f"{view.node} reads and checks the state from which the next train world will start"
@@ -304,7 +315,7 @@ def _under_way(view: JobView) -> Iterator[Wait]:
 
 
 def _groups(view: JobView, head: Head) -> Iterator[Wait]:
-    """Waits for groups that the next step's batch still needs."""
+    """Waits for groups that the next batch still lacks, and for the order of a curriculum."""
     chosen = view.chosen
     if isinstance(chosen, AwaitGroups):
         count = "1 more prompt" if chosen.missing == 1 else f"{chosen.missing} more prompts"
@@ -319,7 +330,8 @@ def _groups(view: JobView, head: Head) -> Iterator[Wait]:
 
 
 def _oldest_in_flight(view: JobView, head: Head) -> Iterator[Wait]:
-    """Waits for prompts in flight since an earlier step, if staleness is allowed."""
+    """The wait for prompts that were started in an earlier step and are still in flight here, if staleness is
+    allowed."""
     left_over = [(version.step, ref, version) for ref, version in view.in_flight.items() if version != head.version]
     if view.rules.staleness and left_over:
         _, ref, version = min(left_over)
@@ -329,7 +341,7 @@ def _oldest_in_flight(view: JobView, head: Head) -> Iterator[Wait]:
 
 
 def _collectives(view: JobView) -> Iterator[Wait]:
-    """Waits for peers that have not yet contributed to a collective."""
+    """Waits for peers that have not yet contributed to a collective operation of the flow."""
     parts = {member: stored.record for member, stored in view.mirror.parts.items()}
     for at, name in sorted({(part.at, name) for part in parts.values() for name in part.given}):
         if f"{at}/{name}" in view.mirror.agreed:
@@ -353,13 +365,13 @@ def _evaluation(view: JobView) -> Iterator[Wait]:
 
 
 def weights_text(version: Version) -> str:
-    """`the weights of step 7`; names the initial weights as such, and the lineage unless it is 0."""
+    """Name weights for users, e.g. `the weights of step 7`, `the initial weights`; with the lineage unless it is 0."""
     weights = f"the weights of step {version.step}" if version.step else "the initial weights"
     return f"{weights} in lineage {version.lineage}" if version.lineage else weights
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """`train rank 0`, `train ranks 0, 1 and 2`, `12 train ranks`."""
+    """Name train ranks for users, e.g. `train rank 0`, `train ranks 0, 1 and 2`, `12 train ranks`."""
     if len(ranks) > RANKS_NAMED:
         return f"{len(ranks)} train ranks"
     if len(ranks) < 2:
@@ -379,14 +391,15 @@ def overdue_waits(view: JobView, waiting: Iterable[Wait], waits: Timers, now: fl
 
 
 def _first(view: JobView, topic: str) -> bool:
-    """Whether this peer reports for all. Without members (a node joins when it has the job's model and data), the turn order of the nodes
-    applies."""
+    """Whether this peer is first in the turn order for `topic`. If the job has no members yet (a node joins when it has
+    the job's model and data), the turn order of the nodes applies."""
     members = view.mirror.members
     return (turn_of(members, view.me, topic) if members else turn_of(view.nodes, view.node, topic)) == 0
 
 
 WHOLE = ("engine", "node", "store")
-"""Causes whose sentence needs no time: the job continues on other nodes or the sentence says everything."""
+"""Causes whose event does not say for how long nothing has moved: the job continues on other nodes, or the sentence
+says everything."""
 
 
 def wait_sentence(wait: Wait) -> str:

@@ -1,8 +1,9 @@
-"""Which workers of a job this node starts and stops. `controllers.workers.launcher` executes the decisions.
+"""Decides which worker processes of a job (engines, train ranks) this node starts and stops.
+`controllers.workers.launcher` executes the decisions.
 
-Workers outlive their controller, so running workers are read from the store: a restarted controller adopts the registered workers of its
-node by instance. Only unregistered starts and the number of attempts are kept in memory (`Launches`). A dead train rank is not restarted; a
-rollback forms a new world.
+Workers outlive their controller: they register in the store, and a restarted controller adopts those of its node. Only
+started workers that have not registered yet, and the number of attempts, are kept in memory (`Launches`). A dead train
+rank is not restarted; a rollback forms a new world.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ MAX_BACKOFF_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class StartEngine:
-    """Run an engine on the slots of a place, for the policy or for a judge."""
+    """Decision to start an engine, of the policy or of a judge, on the slots that the plan sets."""
 
     place: EnginePlace
 
 
 @dataclass(frozen=True, slots=True)
 class StartRank:
-    """Run a train rank of head's world."""
+    """Decision to start a train rank of the train world `world`."""
 
     place: RankPlace
     world: str
@@ -40,41 +41,44 @@ class StartRank:
 
 @dataclass(frozen=True, slots=True)
 class StopWorker:
-    """Stop a worker that is no longer needed."""
+    """Decision to stop a worker that is no longer needed or that hangs."""
 
     instance: str
     reason: str
     at_once: bool = False
-    """Whether to stop it without draining, because it hangs."""
+    """Whether to kill it without draining its requests, because it hangs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A supervisor that this controller started."""
+    """A worker that this controller has started. `process`: its supervisor. `at`: time of the start."""
 
     instance: str
     process: ProcessId
     at: float
     starter_log: Path | None = None
-    """Output of its supervisor, or of the process that supervises many workers."""
+    """File with the output of its supervisor, or of the process that supervises many workers."""
     log: Path | None = None
     """The worker's own log, in the run's folder."""
 
 
 @dataclass(frozen=True)
 class Launches:
-    """The started workers, by purpose ("rollout cpu:0", "judge NAME cpu:0", "train WORLD 1")."""
+    """Workers that this controller has started, by launch key ("rollout cpu:0", "judge NAME cpu:0", "train WORLD
+    1")."""
 
     pending: Mapping[str, Launch] = field(default_factory=dict)
-    """Started workers whose process lives; they may have registered by now."""
+    """Started workers whose process is alive; they may have registered by now."""
     tries: Mapping[str, int] = field(default_factory=dict)
-    """Consecutive starts that did not last. A rank is started again in its world only if no attempt has registered."""
+    """Number of consecutive starts after which the worker soon ended. A rank is started again in its world only if no
+    attempt has registered."""
     last: Mapping[str, float] = field(default_factory=dict)
     """Time of the last start."""
 
 
 def schedule_workers(view: JobView, launches: Launches, now: float) -> Iterator[StartEngine | StartRank | StopWorker]:
-    """The workers to start and to stop on this node for one running job."""
+    """The workers of a running job that this node should start and stop now. `launches`: earlier starts, for backoff.
+    `now`: seconds."""
     if view.mirror.plan is None or view.mirror.head is None:
         return
     plan, head = view.mirror.plan, view.mirror.head.record
@@ -115,7 +119,8 @@ def schedule_workers(view: JobView, launches: Launches, now: float) -> Iterator[
 
 
 def _is_taken(view: JobView, slots: Collection[str]) -> bool:
-    """Whether a worker of another job, which has ended or gave the slot back, still runs there."""
+    """Whether a worker of another job (which has ended or gave the slot back) still runs on one of these slots of this
+    node."""
     if view.share is None:
         return False
     uid, here = view.mirror.keys.uid, set(slots)
@@ -123,8 +128,9 @@ def _is_taken(view: JobView, slots: Collection[str]) -> bool:
 
 
 def _has_memory(view: JobView, place: EnginePlace, mine: Mapping[str, WorkerRecord]) -> bool:
-    """Whether a new engine would have enough memory. On a GPU that engines share in turns, all others must be asleep. Engines that will sleep
-    load first, so that each has the GPU to itself while it loads."""
+    """Whether an engine may be started now. On a GPU that several engines share, one of them awake at a time, all
+    others must be asleep. Engines that will sleep load first, so that each has the GPU to itself while it loads.
+    `mine`: the job's workers on this node."""
     slots = set(place.slots)
     here = [p for p in view.plan.engines if p.node == place.node and not slots.isdisjoint(p.slots)]
     if not is_cuda(place.slot) or not any(p.asleep for p in here):
@@ -138,8 +144,8 @@ def _has_memory(view: JobView, place: EnginePlace, mine: Mapping[str, WorkerReco
 
 
 def _is_rank_awake(view: JobView, place: EnginePlace, mine: Mapping[str, WorkerRecord], launches: Launches) -> bool:
-    """Whether a train rank uses, or is loading into, the memory of a GPU that it shares in turns with an engine. Its turn ends with a commit; an
-    engine started before would take memory that the rank needs."""
+    """Whether a train rank that shares a GPU with the engine over time uses its memory now, or is loading. An engine
+    that was started before the rank has released its memory would take memory that the rank needs."""
     ranks = {
         rank.slot: rank for rank in ranks_taking_turns(view).values() if rank.node == place.node and is_cuda(rank.slot)
     }
@@ -153,7 +159,8 @@ def _is_rank_awake(view: JobView, place: EnginePlace, mine: Mapping[str, WorkerR
 
 
 def _engines_load_first(view: JobView, rank: RankPlace, mine: Mapping[str, WorkerRecord], launches: Launches) -> bool:
-    """Whether an engine that shares a GPU in turns with a rank must load and sleep first: it sizes its cache by the free memory.
+    """Whether a train rank must wait until the engines that share its GPU over time have loaded and gone to sleep,
+    because an engine chooses the size of its KV cache by the free memory.
 
     The rank does not wait for an engine that failed to start or cannot sleep.
     """
@@ -172,30 +179,32 @@ def _engines_load_first(view: JobView, rank: RankPlace, mine: Mapping[str, Worke
 
 
 def _is_of(worker: WorkerRecord, place: EnginePlace) -> bool:
+    """Whether the worker is the engine that the plan has at this place."""
     return worker.role != "train" and (worker.slots, worker.judge) == (place.slots, place.judge)
 
 
 def is_usable(worker: WorkerRecord) -> bool:
-    """Whether it serves or will serve."""
+    """Whether the worker serves or is starting."""
     return worker.state in ("starting", "serving")
 
 
 def engine_key(place: EnginePlace) -> str:
-    """The key of an engine's launch."""
+    """The launch key of an engine, e.g. `rollout cpu:0`."""
     return f"judge {place.judge} {place.slot}" if place.judge else f"rollout {place.slot}"
 
 
 def rank_key(place: RankPlace, world: str) -> str:
-    """The key of a rank's launch."""
+    """The launch key of a train rank, e.g. `train WORLD 1`."""
     return f"train {world} {place.rank}"
 
 
 def launch_key(action: StartEngine | StartRank) -> str:
-    """The key of a start."""
+    """The launch key of the worker that the action starts."""
     return engine_key(action.place) if isinstance(action, StartEngine) else rank_key(action.place, action.world)
 
 
 def launch_backoff_s(launches: Launches, key: str) -> float:
-    """Seconds between the last start and the next."""
+    """Seconds that must pass after the last start of this worker before the next: 0 after a successful one, then
+    exponential."""
     tries = launches.tries.get(key, 0)
     return min(2.0 ** (tries - 1), MAX_BACKOFF_S) if tries else 0.0

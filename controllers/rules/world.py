@@ -1,15 +1,17 @@
-"""The train world: when it is lost, recovered, grown or resized, and how the job ends.
+"""Rules about the train world (the set of train ranks): when it is lost, replaced, enlarged or resized. Also how the
+job ends.
 
-A node that joins gets its engines at once, by a change of the plan that keeps the world. The world is formed again only between steps, when
-head's state is available, so that no training is lost, and only if a larger world saves clearly more time in the remaining steps than its
-start takes. If a placement policy moves slots (`placement.is_live`), the policy decides the world's size and records it; any controller may
-form the world.
+A node that joins gets engines at once, by a change of the plan that keeps the train world. A larger world is formed
+only between steps, when exactly the committed state is available, so that no training is lost, and only if it saves
+clearly more time in the remaining steps than its start takes. If a placement policy moves slots (`placement.is_live`),
+the policy decides on the size of the world and records it; any controller may then form the world.
 
-Before a world is formed, each node reports once, for that head, which copies of train states are in its memory.
+Before a world is formed, each node reports which in-memory copies of train states it holds for the newest log entry
+(head).
 
-A job has succeeded when its last step, that step's checkpoint and its evaluation are on head's chain. A job has failed when its data contains
-nothing to train, when a worker cannot be started, or when several worlds in a row die without a step. Otherwise a world that lost a
-rank is replaced (`controllers.job.rollback`).
+A job has succeeded when its last step is committed, and that step's checkpoint and evaluation are recorded. A job has
+failed when its data contains nothing to train, when a worker cannot be started, or when several worlds in a row die
+without a step. In all other cases a world that lost a rank is replaced (`controllers.job.rollback`).
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from placement.slots import NodeSlots, Snapshot, sizes_of, trim_to_replicas
 
 @dataclass(frozen=True, slots=True)
 class WorldLoss:
-    """Why a world cannot continue. `by_the_slots`: derived from the open steps, so a controller that has not seen one yet may be wrong.
-    `instance`: the worker that caused the loss, if one did."""
+    """Why the train world cannot continue. `by_the_slots`: concluded from the records of open steps, so a controller
+    that has not seen the newest ones may be wrong. `instance`: the worker whose end is the cause; empty: none."""
 
     why: str
     by_the_slots: bool = False
@@ -43,7 +45,8 @@ class WorldLoss:
 
 
 def world_loss(view: JobView) -> WorldLoss | None:
-    """Why head's world cannot continue, or None."""
+    """Why the present train world cannot continue: a rank, its node or its slot is gone, a rank's state contradicts the
+    store, or its start checkpoint is missing. None if it can."""
     return view.remembered.get("lost", (view,), lambda: _lost_world(view))  # used by several rules
 
 
@@ -70,10 +73,11 @@ def _lost_world(view: JobView) -> WorldLoss | None:
 
 
 def _ahead(view: JobView) -> str:
-    """Why a rank's state contradicts the store: etcd was restored from an older backup. The rank would ignore later requests as outdated.
+    """Sentence that says how a rank's state contradicts the store; empty if none does. The cause is an older backup of
+    etcd that was restored; the rank would ignore later requests as outdated.
 
-    A rank that is one step ahead of head has trained a step that is not committed yet, if the step's seal exists. If only this controller has
-    not seen head or the seal yet, the compares of the rollback fail.
+    A rank that is one step ahead of head is normal if that step is sealed: it is not committed yet. If this controller
+    has just not seen the newest head or seal, the compares of the rollback fail.
     """
     head, seal = view.head, view.seal
     back = f"etcd was restored from a backup of step {head.step}"
@@ -94,23 +98,24 @@ JOIN_SETTLE_S = 2.0
 """Delay after a node joins, because several nodes often join together."""
 
 AWAY_S = 15.0
-"""If a node is away for this long, the engines of its judges are started elsewhere. A restarted node is back by then."""
+"""If a node is absent for this long, its judge engines are started elsewhere. A restarted node is back by then."""
 
 GROW_AFTER_S = 1.0
 """Delay between a commit and the formation of a larger world; by then the nodes have reported their copies."""
 
 HOLD_S = 5.0
-"""Maximum delay of a batch for a larger world; afterwards the current world trains it."""
+"""Maximum time that a batch is held back so that a larger world can be formed; then the present world trains it."""
 
 STOCK_PATIENCE_S = 3.0
-"""Extra delay of a rollback while a node has not reported its copies."""
+"""Additional delay of a rollback while a node has not reported its in-memory copies."""
 
 MAX_TRIES_FROM_COPIES = 2
-"""Consecutive worlds that may start from copies without a step in between; the next one starts from a checkpoint."""
+"""Maximum number of consecutive worlds that start from in-memory copies without a step in between; the next one starts
+from a checkpoint."""
 
 
 def report_copies(view: JobView) -> Iterator[Intent]:
-    """Report which copies this node's memory holds, if a world is about to be formed."""
+    """Report which in-memory copies of train states this node holds, if a new train world is about to be formed."""
     if not may_use_copies(view) or not (world_loss(view) or growth_reason(view)):
         return
     known = view.mirror.copies.get(view.node)
@@ -119,7 +124,7 @@ def report_copies(view: JobView) -> Iterator[Intent]:
 
 
 def add_engines(view: JobView) -> Iterator[Intent]:
-    """Add engines on nodes that joined after the plan was made; the world stays as it is."""
+    """Add engines on nodes and slots that came after the plan was made. The train world stays."""
     stored = view.mirror.plan
     assert stored is not None
     plan = view.remembered.get(
@@ -133,8 +138,8 @@ def add_engines(view: JobView) -> Iterator[Intent]:
 
 
 def relocate_judges(view: JobView) -> Iterator[Intent]:
-    """Start the judges' engines of absent nodes elsewhere. If a rank is lost, the whole world is placed again with all judges, so this rule only
-    handles the loss of nodes without a rank."""
+    """Start engines elsewhere whose nodes are absent. This rule handles the loss of nodes without a train rank; if a
+    rank is lost, everything is placed anew with the next train world."""
     stored = view.mirror.plan
     assert stored is not None
     plan = view.remembered.get(
@@ -148,7 +153,8 @@ def relocate_judges(view: JobView) -> Iterator[Intent]:
 
 
 def resize_world(view: JobView) -> Iterator[Intent]:
-    """Form a world of another size right after a step, from exactly head's state: a larger one, or the one that a policy wants."""
+    """Between two steps, replace the train world by a larger one, or by one of the size that a placement policy wants.
+    It starts from exactly the committed state."""
     why = growth_reason(view)
     if not why or world_loss(view) or not is_between_steps(view) or not is_state_at_hand(view):
         return
@@ -160,27 +166,31 @@ def resize_world(view: JobView) -> Iterator[Intent]:
 
 
 def awaits_world(view: JobView) -> bool:
-    """Whether a train world that a policy wants may still be formed. Other changes of the plan would prevent it."""
+    """Whether a train world that a placement policy wants may still be formed, so that the plan must not be changed
+    otherwise."""
     return wanted_world(view) is not None and growth_delay_s(view) > 0
 
 
 def growth_delay_s(view: JobView) -> float:
-    """Seconds that a batch, or its first part, is held before it is READY, so that a larger world can be formed even if batches follow at once."""
+    """Seconds that a batch, or its first part, is held back before it is marked READY, so that a world of another size
+    can be formed even if the next batch is complete right after a commit. 0 if none is to be formed."""
     if not growth_reason(view) or world_loss(view) or not is_between_steps(view):
         return 0.0
     return HOLD_S if is_state_at_hand(view) or (may_use_copies(view) and unreported_nodes(view)) else 0.0
 
 
 def growth_reason(view: JobView) -> str:
-    """Why a larger world is worth its start; empty if it is not. Never twice without a step in between, and not before every registered node
-    works on the job: a rank on a node that still downloads the model would delay all others."""
+    """Why a train world of another size should be formed now; empty if it should not. Never twice without a step in
+    between, and not before every registered node works on the job: a rank on a node that still downloads the model
+    would delay all others."""
     mirror = view.mirror
     sources = (view.rules, mirror.plan, mirror.log, mirror.head, mirror.members, view.nodes, view.share, mirror.movings)
     return view.remembered.get("growth", sources, lambda: _growth(view))
 
 
 def wanted_world(view: JobView) -> Move | None:
-    """The change to another world size that a policy wants, if it applies to this head and plan."""
+    """The recorded wish of a placement policy for a train world of another size, if it is based on the present head and
+    plan."""
     move = view.mirror.moves.newest
     if (
         move is None
@@ -210,19 +220,22 @@ def _growth(view: JobView) -> str:
 
 
 def is_between_steps(view: JobView) -> bool:
-    """Whether no step, nor a part of one, is being trained. Its groups stay with their holders and are sealed again for the new world."""
+    """Whether no step or part of a step is READY, so that a change of the train world loses no training. A sealed batch
+    that is not READY is sealed again for the new world; its groups stay with their holders."""
     seal = view.seal
     return seal is None or (seal.state is not SealState.READY and not seal.ready_parts)
 
 
 def is_state_at_hand(view: JobView) -> bool:
-    """Whether a new world can start from exactly head's state."""
+    """Whether a new train world can start from exactly the committed state: from a checkpoint of head's step, or from
+    in-memory copies."""
     saved = resumable_checkpoints(view.head, view.checkpoints)
     return (bool(saved) and saved[0].step == view.head.step) or state_at_hand(view, frozenset(view.nodes)) is not None
 
 
 def state_at_hand(view: JobView, nodes: frozenset[str]) -> WorldState | None:
-    """Head's state, if the nodes' memory contains all of it according to their reports for this head."""
+    """Where the complete train state of head's step is in the memory of `nodes`, according to their reports; None if it
+    is incomplete."""
     if not may_use_copies(view):
         return None
     held = {n: stored.record for n, stored in view.mirror.copies.items() if stored.record.seq == view.head.seq}
@@ -230,7 +243,8 @@ def state_at_hand(view: JobView, nodes: frozenset[str]) -> WorldState | None:
 
 
 def unreported_nodes(view: JobView) -> frozenset[str]:
-    """The members' nodes that have not reported their copies, if copies may be used."""
+    """The nodes of members that have not reported their in-memory copies for this head; empty if copies may not be
+    used."""
     if not may_use_copies(view):
         return frozenset()
     heard = {n for n, stored in view.mirror.copies.items() if stored.record.seq == view.head.seq}
@@ -238,8 +252,8 @@ def unreported_nodes(view: JobView) -> frozenset[str]:
 
 
 def may_use_copies(view: JobView) -> bool:
-    """Whether a new world may start from copies: copies are made, head contains a trained step, and not too many worlds in a row have failed
-    to start from copies."""
+    """Whether a new train world may start from in-memory copies: the spec enables them, head contains a trained step,
+    and not too many worlds in a row have died after they started from copies."""
     return (
         view.spec.train.copies_gb != 0
         and bool(_names_of_head(view))
@@ -248,7 +262,7 @@ def may_use_copies(view: JobView) -> bool:
 
 
 def tries_from_copies(view: JobView) -> int:
-    """Worlds that started from copies since the newest step."""
+    """The number of train worlds that started from in-memory copies since the newest trained step."""
     return view.remembered.get("tries from copies", (view.mirror.log,), lambda: _tries_from_copies(view))
 
 
@@ -262,7 +276,7 @@ def _tries_from_copies(view: JobView) -> int:
 
 
 def newest_step(view: JobView) -> LogEntry | None:
-    """The log entry of head's step, if head's world trained it."""
+    """The log entry of the newest trained step; None if a rollback came after it."""
     log = view.log
     entry = log.get(view.head.seq)
     while entry is not None and entry.kind == "account":
@@ -271,13 +285,14 @@ def newest_step(view: JobView) -> LogEntry | None:
 
 
 def _names_of_head(view: JobView) -> tuple[StateName, ...]:
-    """The names of the states that ranks reported when they had trained head's step."""
+    """The names under which ranks may hold the train state of head's step, the most reliable first; empty if it is the
+    base model."""
     sources = (view.mirror.head, view.mirror.log)
     return view.remembered.get("names of head", sources, lambda: head_state_names(view.head, view.log))
 
 
 def placement_snapshot(view: JobView) -> Snapshot:
-    """The nodes and slots on which a train world may be placed now."""
+    """The registered nodes with the slots that are granted to the job, in whole replicas."""
     return view.remembered.get("snapshot", (view.nodes, view.share), lambda: _snapshot(view))
 
 
@@ -291,12 +306,13 @@ def _snapshot(view: JobView) -> Snapshot:
 
 
 def model_configs(mirror: JobMirror) -> ModelConfigs | None:
-    """The configurations of the job's models, if they were recorded."""
+    """The config.json contents of the job's models as the job's record has them; None if they were not recorded."""
     return None if mirror.job is None else mirror.job.record.models
 
 
 def placeable_nodes(view: JobView) -> Snapshot:
-    """The nodes that may get a train rank now: not those that still download the model, which would delay all others."""
+    """`placement_snapshot` without the nodes that still download the model; a train rank there would delay all
+    others."""
     joined = {stored.record.node for stored in view.mirror.members.values()}
     fetches = (stored.record for stored in view.mirror.fetches.values())
     fetching = {fetch.node for fetch in fetches if fetch.done < fetch.total} - joined if joined else set()
@@ -304,7 +320,7 @@ def placeable_nodes(view: JobView) -> Snapshot:
 
 
 def lacking_slots(view: JobView) -> str:
-    """Why a train world cannot be placed now, as a sentence for users; empty if it fits.
+    """Why the job cannot be placed on the present slots, as a sentence for users; empty if it can.
 
     Nodes register one by one, also after a restart, so the job waits for slots and does not fail without them.
     """
@@ -347,7 +363,7 @@ MAX_FRUITLESS_ROLLBACKS = 5
 
 
 def fail_barren_job(view: JobView) -> Iterator[Intent]:
-    """Fail a job whose data gave nothing to train for a whole epoch, because the next epoch would give the same.
+    """Fail a job whose data contained nothing to train for a whole epoch, because the next epoch would be the same.
 
     Not while a group of a later epoch is offered or sealed.
     """
@@ -361,7 +377,8 @@ def fail_barren_job(view: JobView) -> Iterator[Intent]:
 
 
 def recover_world(view: JobView) -> Iterator[Intent]:
-    """Replace a world that lost a rank, in a new lineage: from copies of head's state, or from a checkpoint."""
+    """Replace a train world that cannot continue, after a delay. Fail the job instead if a worker cannot be started, or
+    too many worlds in a row have died."""
     if is_complete(view):
         return
     head = view.head
@@ -384,14 +401,14 @@ def recover_world(view: JobView) -> Iterator[Intent]:
 
 
 def _log_of(lost: WorldLoss, view: JobView) -> str:
-    """The log of the worker that caused the loss, as a remark."""
+    """The path of the log of the worker that caused the loss, as a remark in brackets; empty if there is none."""
     if not lost.instance or view.mirror.job is None:
         return ""
     return f" (its log: {view.mirror.job.record.run_dir}/logs/{lost.instance}.log)"
 
 
 def fruitless_rollbacks(view: JobView) -> int:
-    """Rollbacks since the last commit."""
+    """The number of unplanned rollbacks since the newest trained step."""
     count = 0
     for _, entry in sorted(view.log.items(), reverse=True):
         if entry.kind == "train":
@@ -403,14 +420,15 @@ def fruitless_rollbacks(view: JobView) -> int:
 
 
 def finish_job(view: JobView) -> Iterator[Intent]:
-    """Mark the job as succeeded: all steps are committed, the last checkpoint is registered and the last evaluation is done."""
+    """Mark the job as succeeded when it is complete (`is_complete`)."""
     if is_complete(view):
         done = SetPhase(JobPhase.SUCCEEDED, _how_it_ended(view), at_head=True)
         yield Intent(done, "finish", view.turn("finish"))
 
 
 def is_complete(view: JobView) -> bool:
-    """Whether nothing is left to do."""
+    """Whether nothing is left to do: all steps are committed, the last checkpoint is registered, and the last
+    evaluation is recorded."""
     head = view.head
     return (
         view.is_over
@@ -421,6 +439,7 @@ def is_complete(view: JobView) -> bool:
 
 
 def _how_it_ended(view: JobView) -> str:
+    """Sentence that says what a successful job did."""
     epochs, steps = view.rules.epochs, view.head.step
     failed = sum(one.failed for one in view.head.tally.sources.values())
     said = f"; {failed} prompt{'s' * (failed > 1)} failed (see the job's events for the reasons)" if failed else ""
