@@ -1,9 +1,11 @@
-"""The order in which a curriculum samples prompts, computed off the event loop, one shard and epoch at a time.
+"""The order in which a curriculum samples the prompts of a shard in a data epoch. It is computed in a thread, one shard
+and epoch at a time.
 
-An epoch's order follows from its record in the store (`gcore.ledger.statistics`), so every peer computes the same one; epoch 0 needs no
-record. No prompt of a shard is sampled in an epoch before its order is known. An order takes four bytes for each ref of the shard. An order
-is dropped when a rollback makes it invalid, when its shard moves to another peer, and when its epoch is over; but not while groups of it are
-held or in flight here, because users may read those prompts. A job without a curriculum needs none of this.
+The order follows from the epoch's record in the store (`gcore.ledger.statistics`), so every peer computes the same one;
+epoch 0 needs no record. No prompt of a shard is sampled in an epoch before the order is known. An order takes four
+bytes for each prompt of the shard. It is dropped when a rollback makes it invalid, when the shard moves to another
+peer, and when the epoch is over; but not while this peer holds groups of it or has prompts of it in flight, because
+users may look at those prompts. Jobs without a curriculum do not use this module's orders.
 """
 
 from __future__ import annotations
@@ -29,14 +31,17 @@ from gcore.types import PromptRef, Version
 
 @dataclass(frozen=True, slots=True)
 class _Arranged:
+    """The computed order of one shard in one epoch."""
+
     version: Version | None
-    """The version of the epoch's record; None for epoch 0."""
+    """The weight version of the epoch's record from which the order was computed; None for epoch 0."""
     order: ShardPermutation | None
-    """None: the default order."""
+    """The order; None: the curriculum keeps the default order."""
 
 
 class CurriculumOrders:
-    """The curriculum's orders of one job's shards. `notify`: called when an order was computed."""
+    """Computes and caches the prompt orders of one job's curriculum. `notify`: called when an order has been
+    computed."""
 
     def __init__(self, spec: JobSpec, stream: PromptStream, notify: Callable[[], None]) -> None:
         self._spec = spec
@@ -63,9 +68,11 @@ class CurriculumOrders:
         mine: Collection[int],
         held: Iterable[PromptRef] = (),
     ) -> list[PromptRef]:
-        """The refs of `refs` whose order is known; starts to compute the order of another one. All refs are due and in my shards `mine`.
+        """Return those of the due prompts `refs` whose order is known, and start to compute the next unknown order.
 
-        `held`: refs of any shard that were sampled here and are held or in flight. Raises what a curriculum, or reading its data, raised.
+        `begun`: the records of epochs. `mine`: the shards of this peer, to which all `refs` belong. `held`: prompts of
+        any shard that this peer holds or has in flight, whose orders are kept. Raises the exception with which an
+        earlier computation failed.
         """
         due = list(refs)
         if self._curriculum is None:
@@ -84,7 +91,8 @@ class CurriculumOrders:
         return [ref for ref in due if (ref.data_epoch, ref.shard) in known]
 
     def order(self, data_epoch: int, shard: int) -> ShardPermutation | None:
-        """The order of a shard in an epoch, for the stream. Raises RuntimeError if it is unknown: such a ref must not have been sampled."""
+        """Return the order of a shard in an epoch; the prompt stream calls this. Raises RuntimeError if it is not
+        computed: no prompt of it may have been sampled then."""
         found = self._arranged.get((data_epoch, shard))
         if found is None:
             raise RuntimeError(f"the order of shard {shard} in epoch {data_epoch} was requested before it was computed")
@@ -108,7 +116,8 @@ class CurriculumOrders:
         mine: Collection[int],
         held: Collection[tuple[int, int]],
     ) -> None:
-        """Drop all orders except those that are due or held, and newer ones, which the window may need again."""
+        """Drop the orders that are no longer needed: of shards of other peers, of epochs before the oldest due one, and
+        invalid ones. Orders of held prompts are kept."""
         oldest: dict[int, int] = {}
         for epoch, shard in wanted:
             oldest[shard] = min(epoch, oldest.get(shard, epoch))
@@ -131,7 +140,8 @@ class CurriculumOrders:
         self._notify()
 
     def _worked_out(self, epoch: int, shard: int, record: EpochRecord | None) -> _Arranged | None:
-        """Compute an order, in a thread. None if this object was closed meanwhile."""
+        """Compute the order of a shard in an epoch; runs in a thread. Return None if this object was closed
+        meanwhile."""
         assert self._curriculum is not None
         version = record.version if record is not None else None
         key = self._curriculum(curriculum_view(self._spec, epoch, record))
@@ -142,7 +152,8 @@ class CurriculumOrders:
 
 
 def curriculum_view(spec: JobSpec, epoch: int, record: EpochRecord | None) -> CurriculumView:
-    """What a curriculum sees of an epoch; `record` None: nothing was committed before it."""
+    """Return the input of a curriculum for an epoch: the statistics of its sources. `record` None: nothing was
+    committed before the epoch."""
     names = tuple(source.name for source in training_sources(spec))
     so_far = record.so_far if record is not None else {}
     latest = record.latest if record is not None else {}
@@ -157,7 +168,7 @@ def curriculum_view(spec: JobSpec, epoch: int, record: EpochRecord | None) -> Cu
 
 
 def source_statistics(tally: SourceTally) -> SourceStatistics:
-    """The means of a tally."""
+    """Convert the sums of a source to counts and means (reward, length, share of truncated responses)."""
     return SourceStatistics(
         kept=tally.kept,
         filtered=tally.filtered,
@@ -169,7 +180,8 @@ def source_statistics(tally: SourceTally) -> SourceStatistics:
 
 
 def check_curriculum(spec: JobSpec, stream: PromptStream, sample: int) -> None:
-    """Compute the keys of up to `sample` entries of epoch 0, spread over all, to check the curriculum. Raises SpecError, GcoreError."""
+    """Test a job's curriculum: compute its sort keys for up to `sample` evenly spaced entries of epoch 0. Raises
+    SpecError, GcoreError."""
     if spec.data.curriculum is None:
         return
     key = find_curriculum(spec.data.curriculum)(curriculum_view(spec, 0, None))

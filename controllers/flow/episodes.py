@@ -1,16 +1,18 @@
-"""Responses of several turns: played with an environment, or made by an agent program that calls the policy through OpenAI's API.
+"""Multi-turn responses (episodes): the policy alternates with an environment, or an agent program calls the policy
+through OpenAI's API.
 
 Each response is an episode of its own: its next turn is requested as soon as its environment or agent is ready, independent of the other
-responses of its group. A turn is one request, with all earlier tokens as the prompt; the engine of the previous turn has them in its cache.
-If that engine is lost or serves other weights by then, another one continues. At staleness 0 all turns use one version; otherwise each
-turn starts with the newest.
+responses of its group. A turn is one request with all earlier tokens as the prompt; the engine of the previous turn has
+them in its KV cache. If that engine is lost or serves other weights by then, another one continues. At staleness 0 all
+turns use one weight version; otherwise each turn starts with the newest.
 
 With an environment (`EnvironmentEpisodes`), `gcore.rollout.environments.episode` plays the turns. An agent (`AgentEpisodes`) runs in a
-separate process and calls its job's endpoint on this controller, at its own address (`gcore.rollout.agents.server`).
+separate process and sends its requests to an HTTP server of this controller, to a URL of its own
+(`gcore.rollout.agents.server`).
 
-If an environment or agent fails, its prompt fails or is retried (`on_error`), each time with another seed, because the model's text may be the
-cause. If an engine fails, the whole attempt fails: the agent is ended, and the prompt is sampled again. If a production is given up, its
-agents' processes and addresses end too.
+If an environment or agent fails, its prompt fails or is retried (`on_error`), each time with another seed, because the
+generated text may be the cause. If an engine fails, the whole attempt fails: the agent is ended, and the prompt is
+sampled again. If a prompt is given up, its agents' processes end too.
 """
 
 from __future__ import annotations
@@ -41,18 +43,20 @@ from gcore.types import Prompt, Sample, Version
 from gcore.worker.sandbox.pool import PoolStatus
 
 TRIES = 3
-"""Attempts of a response whose environment fails, with `on_error: retry`."""
+"""Maximum number of attempts of a response whose environment or agent fails, with `on_error: retry`."""
 
 FailureReport = Callable[[str, str], None]
-"""Reports a failure for an event, with the traceback of the plug-in's code or an empty string."""
+"""Called with a sentence about a failure, for an event, and the traceback of the plug-in's code (empty if there is
+none)."""
 
 EvalAnswer = Sample | RewardError
-"""A response, or the error of its environment."""
+"""A response to an evaluation prompt, or the error of its environment or agent."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRequest:
-    """A request for one response: prompt, version and sampling. `follow`: used if staleness is allowed."""
+    """A request for multi-turn responses to one prompt. `version`: the weights to use. `follow`: supplies newer weights
+    for later turns, if staleness is allowed."""
 
     version: Version
     prompt: Prompt
@@ -62,10 +66,10 @@ class EpisodeRequest:
 
 
 class EpisodeRunner(ABC):
-    """Makes responses of several turns for one job on one controller."""
+    """Makes multi-turn responses for one job on one controller."""
 
     def __init__(self, report: FailureReport, *, again: bool) -> None:
-        """`again`: whether a failed response is retried."""
+        """`again`: whether a response whose environment or agent failed is retried."""
         self._report = report
         self._again = again
 
@@ -76,9 +80,10 @@ class EpisodeRunner(ABC):
         rid: str,
         ended: Callable[[int, Sample], None] | None = None,
     ) -> tuple[Sample, ...]:
-        """Make responses to one prompt concurrently, one per seed. `ended`: called with each as soon as it is finished.
+        """Make responses to one prompt concurrently, one per seed. `rid`: prefix of the request names. `ended`: called
+        with the number and the sample of each response as soon as it is finished.
 
-        Raises EngineError; RewardError if an environment failed.
+        Raises EngineError; RewardError if an environment or agent failed.
         """
 
         async def one(number: int, seed: int) -> Sample:
@@ -90,7 +95,8 @@ class EpisodeRunner(ABC):
         return tuple(await gather_or_cancel(one(number, seed) for number, seed in enumerate(seeds)))
 
     async def each(self, conversations: Sequence[EpisodeRequest], seeds: Sequence[int], rid: str) -> list[EvalAnswer]:
-        """A response for each request, or the error of its environment. Raises EngineError."""
+        """Make one response for each request, concurrently. The result has the error of the environment in the place of
+        a response that failed. Raises EngineError."""
 
         async def one(number: int, request: EpisodeRequest, seed: int) -> EvalAnswer:
             try:
@@ -118,11 +124,11 @@ class EpisodeRunner(ABC):
 
     @abstractmethod
     async def _play(self, request: EpisodeRequest, seed: int, rid: str) -> Sample:
-        """Make one response. Raises EnvironmentFault, EngineError."""
+        """Make one response. `rid`: prefix of its request names. Raises EnvironmentFault, EngineError."""
 
 
 class EnvironmentEpisodes(EpisodeRunner):
-    """Makes responses by playing the turns of the job's environment."""
+    """Makes responses in which the policy alternates with the job's environment."""
 
     def __init__(
         self, spec: JobSpec, engines: EnginePool, tools: ToolPool, clock: Clock, report: FailureReport
@@ -175,7 +181,7 @@ class AgentEndpoint:
 
     @property
     def waits(self) -> PoolStatus:
-        """How many responses wait for an agent process."""
+        """Load of the agent processes: how many responses wait for one."""
         return self.pool.waits
 
     async def close(self) -> None:
@@ -249,7 +255,8 @@ class AgentEpisodes(EpisodeRunner):
         return sample if reward is None else replace(sample, reward_parts=((ENVIRONMENT, reward),))
 
     def _rules(self, params: SamplingParams) -> SamplingRules:
-        """The sampling values that an agent may request: those of this request, or the job's own, which evaluations and baselines override."""
+        """The sampling values that the agent's requests may contain: those of this request, or those of the spec, which
+        evaluations and greedy baselines replace."""
         usual = self._usual
         return SamplingRules(
             (params.temperature, usual.temperature),
@@ -289,23 +296,26 @@ class AgentEpisodes(EpisodeRunner):
 
 
 EpisodePool = ToolPool | AgentEndpoint
-"""The processes that make responses of several turns, besides engines."""
+"""The processes that multi-turn responses need besides engines: tools of an environment, or agents with their HTTP
+server."""
 
 
 def new_tool_pool(spec: JobSpec, clock: Clock, report: FailureReport, group: str) -> ToolPool | None:
-    """The tools of a job with an environment; there may be none. `group`: the control group of their processes."""
+    """Create the tool processes of a job with an environment; None without one. `group`: their control group
+    (cgroup)."""
     return None if spec.environment is None else ToolPool(spec.environment.tools, clock, report, group)
 
 
 def new_episode_pool(spec: JobSpec, clock: Clock, report: FailureReport, group: str = "") -> EpisodePool | None:
-    """The processes for a job with an environment or an agent; None for other jobs. `group`: their control group."""
+    """Create the processes for multi-turn responses; None for a job without environment and agent. `group`: their
+    control group (cgroup)."""
     return new_tool_pool(spec, clock, report, group) if spec.agent is None else AgentEndpoint(spec.agent, clock, group)
 
 
 def new_episode_runner(
     spec: JobSpec, engines: EnginePool, pool: EpisodePool | None, clock: Clock, report: FailureReport
 ) -> EpisodeRunner | None:
-    """The runner of the job's episodes; None if its responses have one turn. Raises PluginFault."""
+    """Create the runner of a job's multi-turn responses; None if its responses have one turn. Raises PluginFault."""
     if isinstance(pool, AgentEndpoint):
         return AgentEpisodes(spec, engines, pool, clock, report)
     return None if pool is None else EnvironmentEpisodes(spec, engines, pool, clock, report)

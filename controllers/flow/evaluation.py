@@ -1,12 +1,14 @@
-"""Evaluation: responses to the held-out prompts, made by all peers together.
+"""Evaluation: all peers together generate and score responses to held-out prompts.
 
-The prompts of a version's evaluation are split into parts (`gcore.ledger.evaluation`). Every peer evaluates its own parts
-(`controllers.rules.step`) on its engines, scores the responses as their set says, and writes each part to the ledger once. When all parts
-exist, one peer composes the evaluation, and the parts are deleted. Responses are greedy, or sampled with a seed derived from the job, the
-version, the set, the prompt and the number of the response, so that they do not depend on the peer.
+The prompts of an evaluation of one weight version are divided into parts (`gcore.ledger.evaluation`). Every peer
+evaluates its own parts (`controllers.rules.step`) on its engines, scores the responses as the evaluation set says, and
+writes each part to the store once. When all parts are there, one peer composes the evaluation, and the parts are
+deleted. Responses are greedy, or sampled with a seed derived from the job, the version, the set, the prompt and the
+number of the response, so that they do not depend on the peer.
 
-A response that its reward cannot score counts as not correct and as not scored, and is reported; as in training, it does not end the job.
-Nothing is filtered here, and nothing decides when an evaluation is due (`gcore.config.spec`, or a user's request: `controllers.api.jobs`).
+A response that its reward cannot score counts as incorrect and as unscored, and is reported; it does not end the job.
+Nothing is filtered here. When an evaluation is due is decided elsewhere (by the schedule in the spec, or by a user's
+request: `controllers.api.jobs`).
 """
 
 from __future__ import annotations
@@ -43,28 +45,32 @@ from gcore.types import Prompt, Sample, Version, entry_text
 log = logging.getLogger(__name__)
 
 EVAL_BATCH = 64
-"""Responses per request."""
+"""Maximum number of responses per request to an engine."""
 
 SHOWN_CHARACTERS = 1000
+"""Maximum characters of a prompt, response or answer in an evaluation's record."""
 
 SHOWN_BYTES = 7200
-"""Maximum JSON bytes of a text in an evaluation's record, so that fifty responses, the maximum, fit into one write to the store."""
+"""Maximum size of such a text as JSON, in bytes, so that the maximum of fifty responses fits into one write to the
+store."""
 
 
 class LedgerEvaluations:
-    """Writes parts and evaluations to the ledger, each in one guarded transaction. The mirror shows the result."""
+    """Writes parts and evaluations to the job's records in the store, each in one transaction that fails if the record
+    exists."""
 
     def __init__(self, ledger: TransactionExecutor, mirror: Callable[[], JobMirror]) -> None:
         self._ledger = ledger
         self._mirror = mirror
 
     async def write_part(self, part: EvalPart) -> bool:
-        """Write a part. Returns whether it is in the ledger or no longer needed; False if that is unknown."""
+        """Write a part. Return True if the store has it (from whichever peer) or it is no longer needed, False if that
+        is unknown."""
         report = await self._ledger.run(record_part(self._mirror().keys, part))
         return report.outcome is not TxnOutcome.UNKNOWN
 
     async def write_evaluation(self, evaluation: Evaluation) -> None:
-        """Write the evaluation, if head still is the evaluated version."""
+        """Write the evaluation, unless head has moved to another version."""
         mirror = self._mirror()
         if mirror.head is not None and mirror.head.record.version == evaluation.version:
             await self._ledger.run(record_evaluation(mirror.keys, mirror.head, evaluation))
@@ -72,21 +78,25 @@ class LedgerEvaluations:
 
 @dataclass
 class _Round:
-    """One peer's progress in the evaluation of one version."""
+    """This peer's progress in the evaluation of one version. Times are monotonic seconds; parts are identified by
+    number."""
 
     version: Version
     began: float
     complete_since: float | None = None
+    """When this peer saw that all parts exist."""
     heard: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """By member: the number of delivered parts, and when it last changed."""
+    """By member: the number of parts that it has delivered, and when that number last changed."""
     running: dict[int, asyncio.Task[bool]] = field(default_factory=dict)
     delivered: set[int] = field(default_factory=set)
-    """Parts that were written, whether the mirror shows them yet or not."""
+    """Parts that this peer has written, whether its mirror of the store shows them yet or not."""
     tries: dict[int, int] = field(default_factory=dict)
+    """Number of failed attempts of a part."""
     not_before: dict[int, float] = field(default_factory=dict)
+    """Earliest time of the next attempt of a part."""
 
     def note(self, parts: Iterable[EvalPart], now: float) -> None:
-        """Record which members have delivered parts at time `now`."""
+        """Record how many parts each member has delivered by the time `now`."""
         for name, count in Counter(part.by for part in parts).items():
             if self.heard.get(name, (0, now))[0] != count:
                 self.heard[name] = (count, now)
@@ -97,7 +107,7 @@ class _Round:
 
 
 class Evaluator:
-    """Makes one peer's parts of a job's evaluations."""
+    """Evaluates this peer's share of a job's evaluations. `look`: returns the present view of the job."""
 
     def __init__(
         self,
@@ -124,12 +134,13 @@ class Evaluator:
         self.plans = plan_parts(sizes)
 
     async def evaluate(self) -> None:
-        """Return when the version that is due, if any, is evaluated. Raises the error of a prompt that cannot be rendered."""
+        """Take part in the evaluation that is due, and return when its result is recorded; at once if none is due.
+        Raises the error of a prompt that cannot be rendered."""
         while (version := self._due_version()) is not None:
             await self._take_part(_Round(version, self._clock.monotonic()))
 
     def _due_version(self) -> Version | None:
-        """Head's version, if its evaluation is due and missing."""
+        """The newest version, if its evaluation is due and not recorded yet."""
         view = self.look()
         mirror = view.mirror
         if mirror.head is None or mirror.status is None or mirror.has_ended:
@@ -139,7 +150,7 @@ class Evaluator:
         return version if due_now and str(version) not in mirror.evaluations else None
 
     async def _take_part(self, work: _Round) -> None:
-        """Work until the version is evaluated or is no longer head's."""
+        """Evaluate parts until the evaluation is recorded or head has moved on."""
         try:
             while self._due_version() == work.version:
                 now = self._clock.monotonic()
@@ -155,7 +166,7 @@ class Evaluator:
             await cancel_all(work.running.values())
 
     def _start_parts(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
-        """Start as many parts as the engines have room for, at least one."""
+        """Start to evaluate parts that are this peer's turn, as many as the engines have room for, at least one."""
         view = self.look()
         away = parts.keys() | work.delivered | work.running.keys()
         open_parts = [plan.number for plan in self.plans if plan.number not in away]
@@ -173,7 +184,8 @@ class Evaluator:
             work.running[number] = task
 
     def _room(self) -> int:
-        """Maximum number of concurrent responses: what my engines decode at once, and as many in their queues."""
+        """Maximum number of concurrent responses: as many as this peer's engines decode at once, and as many again in
+        their queues."""
         return 2 * self.data.spec.rollout.batch_slots * max(1, len(self.look().engines))
 
     def _responses(self, number: int) -> int:
@@ -181,7 +193,8 @@ class Evaluator:
         return len(plan.prompts) * self._sampling[plan.source].samples
 
     def _collect_ended(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
-        """Collect ended parts. Raises exceptions other than engine and reward failures."""
+        """Take note of tasks that have ended, and cancel those whose part another peer has written. A part whose engine
+        failed is retried later. Raises other exceptions of a task."""
         for number, task in list(work.running.items()):
             if number in parts:
                 task.cancel()  # another peer was faster; no effect if the task is done
@@ -205,7 +218,8 @@ class Evaluator:
                 work.not_before[number] = now + retry_delay(tries)
 
     async def _compose_in_turn(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
-        """Compose the evaluation in turn order, because all peers would write the same."""
+        """Compose and write the evaluation from its parts, after a delay by turn order, because every peer would write
+        the same."""
         view = self.look()
         members = evaluation_order(work.version, view.mirror.members)
         place = members.index(view.me) if view.me in members else len(members)
@@ -217,7 +231,7 @@ class Evaluator:
             await self._ledger.write_evaluation(evaluation)
 
     async def _deliver(self, version: Version, plan: PartPlan) -> bool:
-        """Evaluate a part and write it; return whether it is written. Raises EngineError, DataError."""
+        """Evaluate a part and write it. Return whether it is written. Raises EngineError, DataError."""
         return await self._ledger.write_part(await self._answer_part(version, plan))
 
     async def _answer_part(self, version: Version, plan: PartPlan) -> EvalPart:
@@ -265,7 +279,8 @@ class Evaluator:
         pipeline: SourcePipeline,
         tries: Sequence[tuple[int, int]],
     ) -> list[AnswerScore]:
-        """The scored responses to some (prompt, response number) pairs of one set. Raises EngineError, DataError."""
+        """Generate and score responses for pairs (index of a prompt in the set, number of the response). `turns`:
+        limits the concurrent requests. Raises EngineError, DataError."""
         name, sampling = pipeline.source.name, self._sampling[pipeline.source.name]
         (first, number), me = tries[0], self.look().me
         rid = f"{self.data.uid}/eval/{version}/{name}/{first}.{number}/{me}"
@@ -296,7 +311,8 @@ class Evaluator:
 
 @dataclass(frozen=True, slots=True)
 class AnswerScore:
-    """The score of a response to prompt `index` of a set, and its excerpt for the record."""
+    """The score of a response to prompt `index` of a set. `shown`: the response in the form for the record, with its
+    reward."""
 
     index: int
     shown: EvalSample
@@ -307,8 +323,9 @@ class AnswerScore:
 async def score_answers(
     pipeline: SourcePipeline, threshold: float, prompt: Prompt, answered: Sequence[EvalAnswer], version: Version
 ) -> list[AnswerScore]:
-    """Score the evaluation responses to one prompt; a failed environment gives no score. Raises EngineError if other weights made part of a
-    response, or a judge was unreachable."""
+    """Score the evaluation responses to one prompt. `threshold`: reward from which a response is correct. A response
+    whose environment or reward failed is unscored. Raises EngineError, so that the responses are requested again, if
+    other weights generated a part of one, or a judge was unreachable."""
     samples = [one for one in answered if isinstance(one, Sample)]
     for sample in samples:
         if sample.oldest != version or sample.finish_reason == "abort":
@@ -340,20 +357,21 @@ async def score_answers(
 
 
 def part_total(label: str, scores: Sequence[AnswerScore]) -> float:
-    """The sum of a reward part over all scored responses. A response without this part (a judge with weight 0 could not judge it) counts as the
-    mean of the others."""
+    """The sum of the reward part `label` over all scored responses. A response without this part (a judge with weight 0
+    could not judge it) counts with the mean of the others."""
     having = [one.parts[label] for one in scores if label in one.parts]
     scored = sum(1 for one in scores if not one.shown.unscored)
     return math.fsum(having) * (scored / len(having)) if having else 0.0
 
 
 def meets_threshold(reward: float, threshold: float) -> bool:
-    """Whether a response with that reward is correct. Tolerates rounding: 0.7 + 0.2 + 0.1 is slightly below 1 in floating point."""
+    """Whether a response with this reward is correct. Tolerates rounding: 0.7 + 0.2 + 0.1 is slightly below 1 in
+    floating point."""
     return reward >= threshold or math.isclose(reward, threshold, rel_tol=1e-6, abs_tol=1e-9)
 
 
 def clip_for_record(text: str) -> str:
-    """The start of `text`, as much as fits into a record."""
+    """The beginning of `text`, within `SHOWN_CHARACTERS` and `SHOWN_BYTES`."""
     short = text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"
     while len(json.dumps(short)) > SHOWN_BYTES:  # JSON escapes a non-ASCII character in up to twelve bytes
         short = f"{short[: len(short) // 2]}…"

@@ -1,7 +1,9 @@
-"""The finished groups and outcomes that this peer holds for a job, and its prompts in flight.
+"""Results of this peer for a job that are not committed yet: finished groups, outcomes of prompts without a group,
+and prompts in flight.
 
-A group is kept until head contains its ref or it can no longer be trained. Which prompts to sample next is not stored here: it is computed
-from the view. All of it is lost with the process, and the prompts are sampled again.
+A group is kept until a commit includes its prompt, or the group can no longer be trained. Which prompts to sample next
+is not stored here; it is computed from the view. All of this is lost with the process; other peers then sample the
+prompts again.
 """
 
 from __future__ import annotations
@@ -19,42 +21,45 @@ from gcore.rollout.postprocess import is_truncated
 from gcore.types import Group, Outcome, PromptRef, Version
 
 REASON_CHARACTERS, REASON_BYTES = 200, 300
-"""Maximum length of a reason in the store, in characters and in JSON bytes: a non-ASCII character takes up to twelve bytes. Plug-ins and
-engines may give longer ones."""
+"""Maximum length of the reason of an outcome in the store, in characters and in bytes of JSON (which takes up to twelve
+for a non-ASCII character). Longer reasons of plug-ins and engines are cut off."""
 
 
 @dataclass
 class InFlightPrompt:
-    """A prompt whose group is being produced. `issued`: head's version when it was started; `since`: monotonic time at the start."""
+    """A prompt whose group is being produced. `issued`: the newest weight version when it was started. `since`: start
+    in monotonic seconds."""
 
     issued: Version
     since: float
     made_with: Version | None = None
-    """The version of its first token; None: it has none yet."""
+    """The version that generated its first token; None: it has none yet."""
     task: asyncio.Task[None] | None = None
     stale: bool = False
     """Whether it was given up because of its age."""
 
     def version(self, head: Head) -> Version:
-        """The oldest version that made, or may make, one of its tokens; or the version of the discarded branch to which it belongs."""
+        """The oldest weight version that has generated, or may generate, one of its tokens. If a rollback came after
+        its start: the version with which it was started."""
         if self.made_with is not None:
             return self.made_with
         return head.version if is_ancestor(head, self.issued) else self.issued
 
 
 class InFlightPrompts:
-    """The prompts that this peer has started and not finished: start time, step, and version.
+    """The prompts that this peer has started and not finished, each with its task.
 
-    At staleness 0 it is emptied with every step; otherwise prompts in flight continue across steps. A prompt that is given up is cancelled and
-    sampled again; `controllers.rules.decide` decides which ones are given up.
+    At staleness 0 all of them are given up at the end of a step; otherwise they continue across steps. A prompt that is
+    given up is cancelled and sampled again; `controllers.rules.step` decides which ones are.
     """
 
     def __init__(self) -> None:
         self._flights: dict[PromptRef, InFlightPrompt] = {}
         self._seen: tuple[Head, Mapping[PromptRef, Version]] | None = None
-        """The last result of `versions`, while nothing has changed."""
+        """The last result of `versions`; None after a change."""
         self._defect: BaseException | None = None
-        """An exception of a production that is not an outcome: a defect of the flow or a plug-in."""
+        """The first exception of a production that is a defect of the flow or a plug-in and not an outcome of a
+        prompt."""
 
     def __contains__(self, ref: object) -> bool:
         return ref in self._flights
@@ -66,7 +71,7 @@ class InFlightPrompts:
         return len(self._flights)
 
     def begin(self, ref: PromptRef, issued: Version, now: float) -> None:
-        """Record that `ref` is in flight from now on."""
+        """Record that the prompt `ref` is in flight from now on, started at version `issued`."""
         self._seen = None
         self._flights[ref] = InFlightPrompt(issued, now)
 
@@ -80,29 +85,31 @@ class InFlightPrompts:
         return None if flight is None else flight.task
 
     def note_version(self, ref: PromptRef, version: Version) -> None:
-        """Record that an engine that serves `version` now makes tokens for `ref`."""
+        """Record that an engine with the weights `version` starts to generate for `ref`. Only the first call for a
+        prompt counts."""
         flight = self._flights.get(ref)
         if flight is not None and flight.made_with is None:
             self._seen = None
             flight.made_with = version
 
     def remove(self, ref: PromptRef) -> bool:
-        """Record that `ref` is no longer in flight; return whether it was given up as stale."""
+        """Record that `ref` is no longer in flight. Return whether it was given up because of its age."""
         self._seen = None
         flight = self._flights.pop(ref, None)
         return flight is not None and flight.stale
 
     def note_defect(self, defect: BaseException) -> None:
-        """Record an exception of a production that is not an outcome. The first one is kept."""
+        """Record an exception that is a defect of the flow or a plug-in. The first one is kept."""
         self._defect = self._defect or defect
 
     def raise_defect(self) -> None:
-        """Raise the recorded exception of a production. Otherwise its prompt would be sampled forever."""
+        """Raise the recorded defect, if there is one. Without this its prompt would be sampled again forever."""
         if self._defect is not None:
             raise self._defect
 
     def give_up(self, ref: PromptRef, *, stale: bool) -> None:
-        """Cancel the production of `ref`. `stale`: count it as a failed attempt because of its age."""
+        """Cancel the production of `ref`. `stale`: it exceeded the staleness limit, which counts as a failed
+        attempt."""
         flight = self._flights.get(ref)
         if flight is not None and flight.task is not None:
             flight.stale = flight.stale or stale
@@ -116,7 +123,8 @@ class InFlightPrompts:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def versions(self, head: Head) -> Mapping[PromptRef, Version]:
-        """The version of each prompt, as in `InFlightPrompt.version`; the same object while nothing changes."""
+        """The oldest weight version of each prompt (`InFlightPrompt.version`). Returns the same object while nothing
+        changes, for `Memo`."""
         if self._seen is None or self._seen[0] is not head:
             self._seen = head, {ref: flight.version(head) for ref, flight in self._flights.items()}
         return self._seen[1]
@@ -127,29 +135,31 @@ class InFlightPrompts:
 
 
 class GroupBuffer:
-    """One peer's finished groups and outcomes that head does not contain yet, and its prompts in flight."""
+    """This peer's finished groups and outcomes that are not committed yet, and its prompts in flight."""
 
     def __init__(self) -> None:
         self._groups: dict[PromptRef, Group] = {}
         self._offers: dict[PromptRef, OfferedGroup] = {}
         self._outcomes: dict[PromptRef, EndedRef] = {}
         self._seen: tuple[Mapping[PromptRef, OfferedGroup], Mapping[PromptRef, EndedRef]] | None = None
-        """The last results of `offers` and `outcomes`, while nothing has changed."""
+        """The last results of `offers` and `outcomes`; None after a change."""
         self.in_flight = InFlightPrompts()
         self.reissues: dict[PromptRef, int] = {}
+        """Number of failed attempts of each prompt."""
         self.went_stale: set[PromptRef] = set()
-        """Prompts whose last group was finished but exceeded the staleness limit while it was held."""
+        """Prompts whose last group was finished, but exceeded the staleness limit while it waited here for a step."""
         self._scores: dict[PromptRef, tuple[float, float]] = {}
-        """Mean reward and mean length of scored prompts. Kept for filtered prompts too, whose groups are dropped."""
+        """Mean reward and mean length of the responses to each scored prompt, for the outcomes of prompts that are
+        filtered afterwards."""
 
     @property
     def offers(self) -> Mapping[PromptRef, OfferedGroup]:
-        """The held groups in the form of an offer; the same object while nothing changes."""
+        """The held groups as an offer describes them. Returns the same object while nothing changes."""
         return self._look()[0]
 
     @property
     def outcomes(self) -> Mapping[PromptRef, EndedRef]:
-        """Filtered and failed refs that head does not contain yet; the same object while nothing changes."""
+        """The filtered and failed prompts that are not committed yet. Returns the same object while nothing changes."""
         return self._look()[1]
 
     def _look(self) -> tuple[Mapping[PromptRef, OfferedGroup], Mapping[PromptRef, EndedRef]]:
@@ -163,7 +173,7 @@ class GroupBuffer:
         yield from self.in_flight
 
     def knows(self, ref: PromptRef) -> bool:
-        """Whether `ref` needs no production here."""
+        """Whether `ref` is in flight here, or has a group or an outcome here, so that it need not be sampled."""
         return ref in self.in_flight or ref in self._groups or ref in self._outcomes
 
     def group(self, digest: str) -> Group | None:
@@ -199,7 +209,8 @@ class GroupBuffer:
         )
 
     def record_outcome(self, ref: PromptRef, outcome: Outcome, holder: str, version: Version, source: str) -> None:
-        """Hold the outcome of a ref of `source` that ended without a group."""
+        """Hold the outcome of a prompt of `source` that ended without a group (filtered or failed). `holder`: this
+        peer. `version`: the version that the outcome is based on."""
         self._seen = None
         reward, length = self._scores.pop(ref, (None, None))
         self._outcomes[ref] = EndedRef(
@@ -214,15 +225,15 @@ class GroupBuffer:
         )
 
     def count_reissue(self, ref: PromptRef) -> int:
-        """Count a failed attempt of `ref`; return the number so far."""
+        """Count a failed attempt of `ref`. Return the number of its failed attempts."""
         self.reissues[ref] = self.reissues.get(ref, 0) + 1
         self.went_stale.discard(ref)
         return self.reissues[ref]
 
     def prune(self, rules: StreamRules, head: Head) -> None:
-        """Drop everything that is terminal, of a discarded branch, or too old for the next step.
-
-        If staleness is allowed, a group that exceeds the limit counts as a failed attempt of its prompt.
+        """Drop what can no longer be used: groups and outcomes whose prompt has an outcome at `head`, those of a branch
+        that a rollback discarded, and groups that exceed the staleness limit. The last count as a failed attempt of
+        their prompt if staleness is allowed.
         """
         self._seen = None
         for ref, offered in list(self._offers.items()):
@@ -244,7 +255,7 @@ class GroupBuffer:
 
 
 def clip_reason(text: str) -> str:
-    """The start of `text`, as much as fits into a record."""
+    """The beginning of `text`, within `REASON_CHARACTERS` and `REASON_BYTES`."""
     text = text[:REASON_CHARACTERS]
     while len(json.dumps(text)) > REASON_BYTES:
         text = text[: len(text) * 3 // 4]
@@ -252,6 +263,7 @@ def clip_reason(text: str) -> str:
 
 
 def _observed(group: Group) -> tuple[int, ...]:
-    """The number of tokens of each sample that the policy did not make; empty if it made all."""
+    """The number of tokens in each sample that the policy did not generate (texts of an environment); empty if it
+    generated all."""
     told = tuple(len(sample.token_ids) - sample.own_tokens for sample in group.samples)
     return told if any(told) else ()

@@ -1,7 +1,7 @@
-"""A job's data, opened once on each controller: its prompts, and how responses are sampled and scored for each source.
+"""A job's data on one controller: its prompts, and how responses are sampled and scored for each source.
 
-Opening the data reads the disk and may take long: `controllers.job.preparation` does it off the event loop and passes the result to
-`make_job_data`. The order of a curriculum's prompts is in `controllers.flow.curriculum_orders`.
+Opening the data reads the disk and may take long: `controllers.job.preparation` does it in a thread and passes the
+result to `make_job_data`. The order of a curriculum's prompts is in `controllers.flow.curriculum_orders`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gcore.types import Prompt, PromptRef, Sample, Version
 
 @dataclass(frozen=True)
 class JobData:
-    """A job's prompts, and how each source's prompts are sampled and scored; opened once."""
+    """A job's prompts, and how the responses to each source's prompts are sampled and scored."""
 
     spec: JobSpec
     uid: str
@@ -43,7 +43,7 @@ class JobData:
 
     @property
     def is_held_back(self) -> bool:
-        """Whether no prompt should be started, because a judge's queue is full."""
+        """Whether no further prompt should be started now, because a judge's queue is full."""
         return any(pipeline.rewards.is_full for pipeline in self.sources.values())
 
 
@@ -54,7 +54,8 @@ def make_job_data(
     scorer: FunctionScorer,
     judges: Mapping[str, Judge] = MappingProxyType({}),
 ) -> JobData:
-    """Build a job's data from its opened prompts. `scorer` and `judges` contain the rewards and the judges that the spec names."""
+    """Build a job's data from its opened prompts. `scorer`: runs the reward functions of the spec. `judges`: those of
+    the spec by name."""
     rewards = Scorer(scorer, judges)
     trained = [opened.source for opened in prompts.stream.sources]
     held_out = [opened.source for opened in prompts.evaluation]
@@ -70,16 +71,17 @@ def make_job_data(
 
 @dataclass(frozen=True)
 class SourcePipeline:
-    """How a source's prompts are sampled and their responses scored."""
+    """How the responses to a source's prompts are sampled and scored."""
 
     source: ResolvedSource
     params: SamplingParams
     rewards: Scorer
 
     async def scored(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[RewardResult, ...]:
-        """The rewards of the responses to one prompt, in order.
+        """Score the responses to one prompt. Return their rewards in order.
 
-        Raises RewardError if a response has none; EngineError if the prompt must be sampled again because of that.
+        Raises RewardError if a response cannot be scored; EngineError if the prompt must be sampled again because of
+        that.
         """
         results = []
         for result in await self.each_scored(prompt, samples):
@@ -93,34 +95,39 @@ class SourcePipeline:
         return tuple(results)
 
     async def each_scored(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Scored, ...]:
-        """The same, with an error in the place of each response that cannot be scored."""
+        """Score the responses to one prompt. The result has an error in the place of each response that cannot be
+        scored."""
         return await self.rewards.score(self.source.reward, prompt, [make_response(sample) for sample in samples])
 
     async def judge_early(self, prompt: Prompt, sample: Sample) -> None:
-        """Send a response to the judges before the other responses of its group are finished."""
+        """Send a finished response to the judges before the other responses of its group are finished; `scored` then
+        uses their cached verdicts."""
         await self.rewards.judge_early(self.source.reward, prompt, make_response(sample))
 
     def forget(self, prompt: Prompt) -> None:
-        """Forget failed judgements of the prompt, so that they are requested again when the prompt is sampled again."""
+        """Forget failed judgements of responses to the prompt, so that they are requested again when the prompt is
+        sampled again."""
         if self.has_judges:
             self.rewards.forget(self.source.reward, prompt)
 
     @property
     def has_judges(self) -> bool:
-        """Whether any judge scores its responses."""
+        """Whether a judge scores responses of this source."""
         return bool(self.source.reward.judges)
 
 
 def make_response(sample: Sample) -> Response:
-    """A sample in the form that rewards get: its length counts only the policy's tokens."""
+    """Convert a sample to the form that reward functions get. Its length counts only the tokens that the policy
+    generated."""
     of_environment = dict(sample.reward_parts).get(ENVIRONMENT)
     return Response(sample.text, sample.own_tokens, is_truncated(sample), of_environment)
 
 
 def rewards_of(spec: JobSpec) -> dict[str, RewardSpec]:
-    """Every distinct reward of the job, under the name of the first source that uses it.
+    """Every distinct reward function of the job, under the name of the first source that uses it.
 
-    Training sources come first. An evaluation set may have the same name as one of them and a different reward.
+    Training sources come first. An evaluation set may have the name of a training source and a different reward; it
+    then gets a name of its own.
     """
     found: dict[str, RewardSpec] = {}
     judges = {judge.name: judge for judge in spec.judges}
@@ -138,7 +145,8 @@ def _free(name: str, taken: Mapping[str, RewardSpec]) -> str:
 
 
 def sampling_of(spec: JobSpec, source: ResolvedSource) -> SamplingParams:
-    """The sampling of a source's responses. Evaluation sets use the values of `eval`, with the stop conditions of training."""
+    """The sampling parameters for a source's prompts. Evaluation sets use the values of the spec's `eval`, with the
+    stop tokens of training."""
     own = source.sampling
     return SamplingParams(
         temperature=own.temperature,
@@ -153,17 +161,19 @@ def sampling_of(spec: JobSpec, source: ResolvedSource) -> SamplingParams:
 
 
 def sample_seed(data: JobData, ref: PromptRef, index: int, reissue: int) -> int:
-    """The seed of a sample: a 63-bit hash of the job's name and seed, prompt ref, sample index and attempt.
+    """The seed of sample `index` of a prompt in its attempt `reissue`: a 63-bit hash of these and the job's name and
+    seed.
 
-    It uses the name and the seed, not the uid, so that a new job with the same spec draws the same samples.
+    It does not depend on the job's ID, so that a new job with the same spec samples the same.
     """
     return _seed(f"{data.spec.name}|{data.spec.seed}|{ref}|{index}|{reissue}")
 
 
 def eval_seed(data: JobData, version: Version, name: str, index: int, number: int) -> int:
-    """The seed of response `number` to prompt `index` of a set: a 63-bit hash of these, the job's name and seed, and the version.
+    """The seed of response `number` to prompt `index` of the evaluation set `name`: a 63-bit hash of these, the
+    version, and the job's name and seed.
 
-    It does not depend on the uid or the peer: a new job with the same spec draws the same, as long as its weights are the same.
+    It does not depend on the job's ID or the peer, so that a new job with the same spec and weights samples the same.
     """
     return _seed(f"{data.spec.name}|{data.spec.seed}|eval|{version}|{name}|{index}|{number}")
 

@@ -1,11 +1,13 @@
-"""The flow's side of a controller: `JobPeer` implements `gcore.flows`' `Peer`.
+"""The interface between a flow (the user's program of a step) and the controller: `JobPeer` implements
+`gcore.flows.Peer`.
 
-It samples the prompts that are due, requests responses from an engine as their source says, scores them, and waits for the reconciler and the
-other peers. A prompt that a source filters out, or that cannot be rendered, ends without a request. `controllers.flow.step` handles the
-results of productions, `controllers.flow.evaluation` evaluations.
+It hands out the prompts that are due, requests responses from the engines as the prompt's source says, and scores and
+filters them. A prompt that its source filters out, or that cannot be rendered, ends without a request.
+`controllers.flow.step` handles the results of productions (one task per prompt), `controllers.flow.evaluation`
+evaluations.
 
-Below the peer: `LengthEstimates` predicts response lengths, which determine the order of prompts and their engines; `make_demonstration`
-builds the groups of supervised training.
+Also here: `LengthEstimates` predicts response lengths, by which prompts are ordered and engines are chosen;
+`make_demonstration` builds the groups of supervised training.
 """
 
 from __future__ import annotations
@@ -43,17 +45,18 @@ from gcore.system.concurrency import cancel_all
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan, entry_text, entry_value
 
 NEWEST_GROUPS = 64
-"""Number of recent groups of a source from which its lengths are estimated."""
+"""Number of newest groups of a source from which its response lengths are estimated."""
 
 EVERY = 8
-"""Number of new groups after which the estimate is updated."""
+"""Number of new groups after which the estimate of a source is updated."""
 
 MOST_PROMPTS = 65_536
-"""Maximum number of prompts to remember; those answered the longest time ago are dropped first."""
+"""Maximum number of prompts whose response lengths are remembered; those answered the longest time ago are dropped
+first."""
 
 
 class JobPeer:
-    """The peer of one job on this controller; implements `gcore.flows.Peer`."""
+    """Implements `gcore.flows.Peer` for one job on this controller."""
 
     def __init__(
         self,
@@ -72,7 +75,8 @@ class JobPeer:
         warnings: WarningLog,
         episodes: EpisodeRunner | None = None,
     ) -> None:
-        """`episodes`: for a job with an environment or an agent."""
+        """`look`: returns the present view of the job. `episodes`: makes multi-turn responses, for a job with an
+        environment or an agent."""
         self.data = data
         self.look = look
         self.changes = changes
@@ -85,7 +89,7 @@ class JobPeer:
         self._orders = orders
         self._filters = filters
         self._passed_filters: set[PromptRef] = set()
-        """Prompts whose group has passed the filters and is not held yet."""
+        """Prompts whose group has passed the spec's filters and is not in the buffer yet."""
         self.collectives = collectives
         self.context = StepContext(look, changes, buffer, clock, data, collectives, faults, self.check_filtered)
         self._early: set[asyncio.Task[None]] = set()
@@ -98,7 +102,7 @@ class JobPeer:
         self._lengths = LengthEstimates(self._prompt_entry) if expects else None
 
     async def steps(self) -> AsyncIterator[Step]:
-        """Yield a step whenever the next batch is not sealed yet or being exchanged; end when the job has ended.
+        """Yield the next step of the job, again and again, until the job has ended or all steps are done.
 
         In an ended job no step waits for anything, so yielding another one would loop forever.
         """
@@ -119,7 +123,8 @@ class JobPeer:
         await cancel_all(self._early)
 
     async def prompts(self, step: Step) -> AsyncIterator[Prompt]:
-        """Yield due refs of my shards that no peer has offered and I have not started, oldest first, until the step takes no more."""
+        """Yield the prompts of this peer's shards that are due and that no peer has produced or started, oldest first,
+        until the step takes no more."""
         assert isinstance(step, JobStep)
         while step.takes_prompts():
             seen, began = self.changes.count, self.clock.monotonic()
@@ -151,7 +156,8 @@ class JobPeer:
             self.buffer.in_flight.raise_defect()
 
     def _exhausted_outcome(self, ref: PromptRef) -> Outcome | None:
-        """The failure of a prompt with too many attempts whose last group exceeded the staleness limit; None for other prompts."""
+        """The outcome "failed" for a prompt that was sampled too often and whose last group exceeded the staleness
+        limit; None for other prompts."""
         tries = self.buffer.reissues.get(ref, 0)
         if ref not in self.buffer.went_stale or tries <= self.data.spec.flow.max_reissues:
             return None
@@ -161,7 +167,8 @@ class JobPeer:
         )
 
     def _render_prompt(self, ref: PromptRef) -> Prompt | Outcome:
-        """The prompt, or its outcome if it cannot be sent to an engine. Raises DataChanged."""
+        """Render the prompt `ref`; return its outcome instead if its source filters it out or it cannot be rendered.
+        Raises DataChanged."""
         try:
             return self.data.stream.prompt(ref)
         except PromptFiltered as filtered:
@@ -172,8 +179,9 @@ class JobPeer:
             return Outcome("failed", str(error))
 
     async def rollout(self, prompt: Prompt, samples: int | None = None, *, greedy: bool = False) -> tuple[Sample, ...]:
-        """Responses of head's version, sampled as the prompt's source says, or greedy; of several turns if the job has an environment. Raises
-        EngineError, and RewardError for a failed environment."""
+        """Generate responses to a prompt with the newest committed weights, sampled as the prompt's source says.
+        `samples`: their number; None: that of the spec. `greedy`: with temperature 0. They have several turns if the
+        job has an environment or an agent. Raises EngineError, and RewardError if an environment failed."""
         view = self.look()
         count = self.data.spec.flow.samples_per_prompt if samples is None else samples
         reissue = self.buffer.reissues.get(prompt.ref, 0)
@@ -207,7 +215,8 @@ class JobPeer:
         *,
         greedy: bool,
     ) -> tuple[Sample, ...]:
-        """Responses of several turns, made concurrently. Raises EngineError, and RewardError for a failed environment."""
+        """Make multi-turn responses to a prompt, one per seed, concurrently. Raises EngineError, and RewardError if an
+        environment failed."""
         assert self._episodes is not None
         request = EpisodeRequest(
             version,
@@ -222,9 +231,10 @@ class JobPeer:
         return made
 
     def _early_judge(self, prompt: Prompt) -> Callable[[int, Sample], None] | None:
-        """A function that sends each finished response to the source's judges; None without judges.
+        """Return a callback that sends each response to the judges as soon as it is finished; None if the source has no
+        judges.
 
-        Judgements that are not finished when the prompt's production ends are cancelled.
+        Judgements that are not finished when the production of the prompt ends are cancelled.
         """
         pipeline, production = self.data.sources[prompt.source], self._production_task(prompt)
         if not pipeline.has_judges or production is None:
@@ -242,11 +252,13 @@ class JobPeer:
         return judge
 
     def _production_task(self, prompt: Prompt) -> asyncio.Task[Any] | None:
-        """The task that produces the prompt's group. It may differ from the current task, because a flow may run several rollouts concurrently."""
+        """The task that produces the prompt's group. It may differ from the current task, because a flow may run
+        several rollouts of a prompt in tasks of its own."""
         return self.buffer.in_flight.task_of(prompt.ref) or asyncio.current_task()
 
     def _forget_verdicts_at_end(self, prompt: Prompt) -> None:
-        """At the end of the production, forget failed judgements of the prompt, so that they are requested again when it is sampled again."""
+        """When the production of the prompt ends, forget its failed judgements, so that they are requested again if it
+        is sampled again."""
         pipeline, production = self.data.sources[prompt.source], self._production_task(prompt)
         if pipeline.has_judges and production is not None:
             production.add_done_callback(lambda _: pipeline.forget(prompt))
@@ -258,7 +270,8 @@ class JobPeer:
             self.changes.notify()
 
     def _follow_head(self, ref: PromptRef) -> VersionFollower:
-        """Has responses to `ref` start with head's current weights and continue with newer ones."""
+        """Return the rule by which responses to `ref` start with the newest weights when an engine is chosen, and
+        continue with newer ones."""
 
         def wanted() -> Version:
             head = self.look().mirror.head
@@ -268,14 +281,15 @@ class JobPeer:
         return VersionFollower(wanted, lambda version: self.buffer.in_flight.note_version(ref, version))
 
     async def demonstrate(self, prompt: Prompt) -> Group | Outcome:
-        """The answer in the prompt's entry as a group with head's version."""
+        """Return the answer in the prompt's data entry as a group, for supervised training; or the outcome "failed"."""
         view = self.look()
         opened, _ = self.data.stream.found(prompt.ref)
         longest = self.data.sources[prompt.source].params.max_new_tokens
         return make_demonstration(prompt, opened, view.head.version, longest)
 
     async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group | Outcome:
-        """Score responses with the source's reward, and apply the spec's rule for truncated responses. Raises RewardError."""
+        """Score the responses to a prompt with its source's reward, and apply the spec's rule for truncated responses.
+        Raises RewardError."""
         rollout, pipeline = self.data.spec.rollout, self.data.sources[prompt.source]
         outcome = drop_truncated(samples, rollout.truncated)
         if outcome is not None:
@@ -289,7 +303,7 @@ class JobPeer:
         return group
 
     async def filter(self, prompt: Prompt, group: Group | Outcome) -> Group | Outcome:
-        """Apply the spec's filters to the group. Raises FilterError."""
+        """Apply the spec's filters to a group. Return the group, or the outcome "filtered". Raises FilterError."""
         if isinstance(group, Outcome):
             return group
         result = apply_filters(self._filters, group, prompt.fields)
@@ -298,7 +312,7 @@ class JobPeer:
         return result
 
     def check_filtered(self, group: Group) -> None:
-        """Raise SpecError if the flow trains a group without calling the spec's filters."""
+        """Raise SpecError if the flow delivers a group to which it has not applied the spec's filters."""
         if self._filters and group.ref not in self._passed_filters:
             raise SpecError(
                 f"flow {self.data.spec.flow.name!r} trains a group without applying flow.filters",
@@ -308,10 +322,12 @@ class JobPeer:
         self._passed_filters.discard(group.ref)
 
     async def evaluate(self) -> None:
-        """Take part in the evaluation of the version that is due, if any."""
+        """Take part in the evaluation that is due, if any, until its result is recorded."""
         await self._evaluator.evaluate()
 
     def _due_refs(self) -> list[PromptRef]:
+        """The prompts of this peer's shards that are due and not started or finished here, in the order in which they
+        are started."""
         view = self.look()
         if view.mirror.assign is None or view.leaving:
             return []
@@ -330,7 +346,8 @@ class JobPeer:
 
 @dataclass(frozen=True, slots=True)
 class PromptEntry:
-    """A prompt independent of the data epoch: an entry of a source, whose responses have at most `longest` tokens."""
+    """An entry of a source, which is the same prompt in every data epoch. `longest`: maximum tokens of a response to
+    it."""
 
     source: str
     number: int
@@ -339,7 +356,8 @@ class PromptEntry:
 
 @dataclass(frozen=True, slots=True)
 class DuePrompt:
-    """A prompt that is due. `since`: head's version when it became due; `tokens`: the expected response length at that time."""
+    """Sort key of a due prompt. `since`: the newest weight version when it became due. `tokens`: its expected response
+    length at that time."""
 
     since: Version
     tokens: float
@@ -347,23 +365,26 @@ class DuePrompt:
 
 @dataclass
 class _Source:
+    """Response lengths of one source: of its newest groups, and the estimate made from them."""
+
     newest: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=NEWEST_GROUPS))
     fresh: int = 0
-    """Groups since the last update of `lengths`."""
+    """Number of groups since the last update of `lengths`."""
     lengths: SourceLengths = field(default_factory=lambda: SourceLengths(()))
 
 
 class LengthEstimates:
-    """Estimates lengths of responses, and orders due prompts by them. `entry`: returns the prompt of a ref.
+    """Estimates response lengths, and orders due prompts by them. `entry`: returns the data entry of a ref.
 
-    For each source it keeps the newest groups, and for each prompt answered here how its responses compared with its source's at that time
-    (`gcore.rollout.length_prediction`), which predicts later data epochs. In the first epoch, and for a prompt whose shard was on another
-    controller, only the source's lengths are known. All of it is lost with the process; it affects only the order of prompts and the choice
-    of engines.
+    For each source it keeps the lengths of the newest groups. For each prompt that was answered here it keeps how long
+    its responses were compared with its source's at that time (`gcore.rollout.length_prediction`), which predicts its
+    length in later data epochs. In the first epoch, and for a prompt that another controller answered, only the
+    source's lengths are known. All of it is lost with the process. It affects only the order in which prompts are
+    started and the choice of engines.
 
-    With `rollout.order: longest_first`, prompts that became due at the same head are ordered by expected length, longest first; prompts that
-    became due at an earlier head go before them, so that no prompt is passed over forever. All due prompts are produced in any case, and
-    other rules choose those of a seal: the order changes when a prompt is started, not whether.
+    With `rollout.order: longest_first`, prompts that became due at the same step are started in the order of expected
+    length, longest first. Prompts that became due at an earlier step come before them, so that no prompt is passed over
+    forever. The order does not affect which prompts are trained.
     """
 
     def __init__(self, entry: Callable[[PromptRef], PromptEntry]) -> None:
@@ -371,10 +392,10 @@ class LengthEstimates:
         self._sources: dict[str, _Source] = {}
         self._prompts: OrderedDict[tuple[str, int], SiblingLengths] = OrderedDict()
         self._turns: dict[PromptRef, DuePrompt] = {}
-        """The due prompts; each is estimated once."""
+        """The sort keys of the due prompts. The length of each is estimated once, when it becomes due."""
 
     def note(self, ref: PromptRef, lengths: Sequence[int]) -> None:
-        """Record the lengths of the responses to a prompt."""
+        """Record the lengths in tokens of the finished responses to a prompt."""
         entry = self._entry(ref)
         source = self._sources.setdefault(entry.source, _Source())
         source.newest.append(tuple(lengths))
@@ -387,16 +408,17 @@ class LengthEstimates:
             self._prompts.popitem(last=False)
 
     def tokens(self, ref: PromptRef) -> float:
-        """The expected number of tokens of a response to a prompt."""
+        """The expected length of a response to a prompt, in tokens."""
         entry = self._entry(ref)
         return expected_length(self._lengths(entry), self._siblings(entry), 0, entry.longest)
 
     def of(self, ref: PromptRef, *, weighs: bool = True) -> LengthExpectation:
-        """The expected number of tokens still to come for the responses to a prompt, updated as they grow."""
+        """Return a function that estimates the remaining tokens of the responses to a prompt as they grow. `weighs`:
+        whether engines are chosen by it (else it is only reported)."""
         return LengthExpectation(partial(self._left, self._entry(ref)), weighs)
 
     def in_turn(self, due: Sequence[PromptRef], head: Version) -> list[PromptRef]:
-        """The due refs in the order in which they are started."""
+        """Sort the due prompts into the order in which they are started. `head`: the newest weight version."""
         self._turns = {ref: self._turns.get(ref) or DuePrompt(head, self.tokens(ref)) for ref in due}
         return sort_longest_first(due, self._turns)
 
@@ -412,15 +434,19 @@ class LengthEstimates:
 
 
 def sort_longest_first(due: Sequence[PromptRef], turns: Mapping[PromptRef, DuePrompt]) -> list[PromptRef]:
-    """Sort due prompts: those due for longer first, among them the longest first; equal ones keep their order."""
+    """Sort due prompts: those that became due earlier first; among equal ones those with the longest expected responses
+    first. `turns`: their sort keys."""
     return sorted(due, key=lambda ref: (turns[ref].since, -turns[ref].tokens))
 
 
 def make_demonstration(prompt: Prompt, opened: PromptSource, version: Version, max_new_tokens: int) -> Group | Outcome:
-    """The answer of a prompt's entry as a group of one sample, with reward 0 and log-probabilities of 0, under `version`; or a failure.
+    """Make the group of a prompt for supervised training: one sample, the answer of the data entry, with reward 0 and
+    log-probabilities of 0, under `version`. Return the outcome "failed" if there is no answer or it is longer than
+    `max_new_tokens`.
 
-    The answer is the field that the reward of the prompt's source names: text as it is, other values as JSON, followed by the end token that the
-    chat template writes after an answer, or the tokenizer's. It is never cut, because half an answer would be a wrong one.
+    The answer is the field that the reward of the prompt's source names (`reward.answer`): text as it is, other values
+    as JSON. The end token that the chat template writes after an answer, or else the tokenizer's, is appended. An
+    answer is never cut off, because half of it would be wrong.
     """
     field = opened.source.reward.answer
     if entry_value(prompt.fields, field) is None:

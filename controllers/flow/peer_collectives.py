@@ -1,8 +1,10 @@
-"""A peer's side of the values that the peers of a job exchange in a step (`gcore.ledger.collectives` has the rules).
+"""Collective operations of a flow: the peers of a job exchange values in a step, like an all-gather
+(`gcore.ledger.collectives` has the rules).
 
-`gather` writes this peer's value, waits for the others, and reads the agreed result. A hash selects the peer that fixes the result; if that
-peer does not, the next one does. `answer_others` runs beside the flow: if others wait in a step that this peer's flow has left, it reports
-that; otherwise they would wait forever. Training a step needs none of this.
+`gather` writes this peer's value to the store, waits for the values of the others, and reads the agreed result. A hash
+selects the peer that writes the result; if that peer does not, the next one does. `answer_others` runs beside the flow:
+if other peers wait in a step that this peer's flow has already left, it reports that, because they would wait forever
+otherwise. gcore itself trains without collectives; only flows use them.
 """
 
 from __future__ import annotations
@@ -32,13 +34,15 @@ from gcore.system.clock import Clock
 from gcore.types import Version
 
 COLLECTIVE_LOOK_AGAIN_S = 1.0
+"""Seconds after which the records are checked again even if no change was reported."""
 
 TURN_S = 0.5
-"""Seconds that a peer waits for the previous peer in turn order to fix a result."""
+"""Seconds that a peer waits for each peer before it in turn order to write a result."""
 
 
 class PeerCollectives:
-    """Takes part in the collectives of one job, for one incarnation of a peer."""
+    """Takes part in the collective operations of one job. `me`, `lease`: this run of the controller and its lease in
+    the store."""
 
     def __init__(
         self, store: Store, mirror: Callable[[], JobMirror], me: str, lease: int, changes: ChangeSignal, clock: Clock
@@ -52,12 +56,13 @@ class PeerCollectives:
         self._at = Version(-1, -1)
 
     def begin(self, at: Version) -> None:
-        """Record that the flow is in the step that starts with version `at`, or waits for it."""
+        """Record that the flow has reached the step that starts with the weights `at`."""
         self._at = at
         self._changes.notify()
 
     async def gather(self, at: Version, name: str, value: Any) -> tuple[Any, ...]:
-        """The agreed values, ordered by the peers' names. Raises ValueError."""
+        """Contribute `value` to the operation `name` of the step `at`, and return the values of all peers, ordered by
+        the peers' names. Raises ValueError if the value or the name is invalid."""
         check_contribution(name, value)
         began: float | None = None
         while (agreed := self._agreed(at, name)) is None:
@@ -78,12 +83,14 @@ class PeerCollectives:
         return tuple(value for _, value in sorted(agreed.values.items()))
 
     async def sum(self, at: Version, name: str, value: float) -> float:
-        """The sum of the agreed values. Raises ValueError."""
+        """Contribute `value`, and return the exact sum of the values of all peers. Raises ValueError if the value or
+        the name is invalid."""
         exact_sum([value])
         return exact_sum(await self.gather(at, name, value))
 
     async def answer_others(self) -> None:
-        """Run until cancelled: contribute to steps that this flow has passed while other peers wait in them."""
+        """Run until cancelled: when other peers wait in a step that this peer's flow has left, report that it gives no
+        value there."""
         while True:
             mine = self._parts().get(self._me)
             told = mine.at if mine is not None else Version(-1, -1)
@@ -102,12 +109,14 @@ class PeerCollectives:
         )
 
     async def _give(self, new: Part) -> None:
+        """Write this peer's contributions."""
         mirror = self._mirror()
         await self._make(
             give(mirror.keys, mirror.written(mirror.keys.part(self._me), mirror.parts.get(self._me)), new, self._lease)
         )
 
     async def _fix(self, at: Version, name: str) -> None:
+        """Write the agreed result of an operation to which all peers have contributed."""
         mirror = self._mirror()
         forgotten = finished_answers(
             self._members(), self._parts(), ((s.record.version, s.record.name) for s in mirror.agreed.values())
@@ -115,7 +124,7 @@ class PeerCollectives:
         await self._make(agree(mirror.keys, compute_answer(at, name, self._parts()), forgotten))
 
     async def _make(self, txn: Any) -> None:
-        """Run the transaction, and wait until the watch updates the mirror."""
+        """Run the transaction, and wait until the mirror of the store shows its effect, for a limited time."""
         heard = self._mirror().revision
         try:
             report = await TransactionExecutor(self._store, self._mirror().keys).run(txn)

@@ -1,9 +1,11 @@
-"""One step from a peer's point of view, and its running productions: `gcore.flows`' `Step` and `Batch`.
+"""One step as a flow on this controller sees it, and the tasks that produce its groups: implements `gcore.flows.Step`
+and `gcore.flows.Batch`.
 
-A finished group goes into the group buffer if it can still be trained. If a prompt failed because of an engine, the peer that owns the shard
-samples it again, with increasing delays if no engine was reachable (otherwise a broken engine would use up all attempts at once). Any other
-exception is a defect of the flow or a plug-in and ends the flow. This module neither samples prompts nor calls engines
-(`controllers.flow.peer`), and writes nothing to the store but collective values (`controllers.flow.peer_collectives`).
+A finished group goes into the group buffer if it can still be trained. If a prompt failed because of an engine, the
+peer that owns its shard samples it again, with increasing delays if no engine was reachable (otherwise a broken engine
+would use up all attempts at once). Any other exception is a defect of the flow or a plug-in and ends the flow.
+`controllers.flow.peer` chooses prompts and calls engines. Except for the values of collective operations, this module
+writes nothing to the store.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """The parts of a peer that its steps use."""
+    """What the steps of a peer share. `look`: returns the present view of the job."""
 
     look: Callable[[], JobView]
     changes: ChangeSignal
@@ -45,66 +47,69 @@ class StepContext:
     collectives: PeerCollectives
     faults: PluginErrorLog
     check_filtered: Callable[[Group], None]
-    """Raises SpecError for a group to which the spec's filters were not applied."""
+    """Raises SpecError for a group to which the flow has not applied the spec's filters."""
 
 
 class JobStep:
-    """Implements `gcore.flows.Step`: the step after `version`, in its lineage."""
+    """Implements `gcore.flows.Step`: the step that follows the committed weights `version`."""
 
     def __init__(self, context: StepContext, version: Version) -> None:
         self._context = context
         self.version = version
         self._handed_out: Prompt | None = None
         self._told: set[str] = set()
-        """Names already used in collectives of this step."""
+        """Names of collective operations that were already used in this step."""
 
     @property
     def number(self) -> int:
-        """The step's number."""
+        """The number of the step, from 1."""
         return self.version.step + 1
 
     def is_current(self) -> bool:
-        """Whether head is still at the start of this step."""
+        """Whether the step is neither committed nor rolled back, and the job has not ended."""
         head = self._context.look().mirror.head
         return head is not None and head.record.version == self.version and not self._ended()
 
     def is_open(self) -> bool:
-        """Whether its batch still needs groups."""
+        """Whether the batch of the step is not sealed yet, so that it still needs groups."""
         seal = self._context.look().seal
         return self.is_current() and (seal is None or seal.collects)
 
     def takes_prompts(self) -> bool:
-        """Whether prompts may be started: while its batch is open, and, if staleness is allowed, for later batches until it is committed."""
+        """Whether prompts may be started in this step: until its batch is sealed; if staleness is allowed until it is
+        committed, because later batches use the groups too."""
         return self.is_open() or (self.is_current() and self._context.data.spec.rollout.staleness > 0)
 
     def _ended(self) -> bool:
         return self._context.look().mirror.has_ended
 
     def hand_out(self, prompt: Prompt) -> None:
-        """Hand `prompt` to the flow; the next `start` is for it."""
+        """Record that `prompt` is given to the flow. The next call of `JobBatch.start` belongs to it."""
         self.put_back()
         self._handed_out = prompt
         self._context.buffer.in_flight.begin(prompt.ref, self.version, self._context.clock.monotonic())
 
     def take(self) -> Prompt:
-        """The prompt handed out last, once. Raises RuntimeError if there is none."""
+        """Return the prompt that was handed out last. Raises RuntimeError if there is none, or it was taken already."""
         if self._handed_out is None:
             raise RuntimeError("batch.start() was called twice for one prompt, or before peer.prompts() yielded one")
         prompt, self._handed_out = self._handed_out, None
         return prompt
 
     def put_back(self) -> None:
-        """Remove a prompt from flight that the flow did not start."""
+        """Record that the flow did not start the prompt that was handed out last, so that it can be handed out
+        again."""
         if self._handed_out is not None:
             self._context.buffer.in_flight.remove(self._handed_out.ref)
             self._handed_out = None
 
     def keep_group(self, group: Group) -> None:
-        """Hold a finished group, unless it can no longer be trained.
+        """Put a finished group into the buffer, unless it can no longer be trained.
 
-        A held prompt is not sampled again, so no group may be held that no seal would take, nor a group from a discarded branch, regardless of its
-        weights: with a curriculum, the ref may name another prompt by now. Raises EngineError if head is unchanged and other weights made
-        part of the group, and, if staleness is allowed, if the group exceeds the limit; this counts as a failed attempt.
+        A prompt whose group is held is not sampled again. So a group that no seal would include must not be held, nor a
+        group of a branch that a rollback discarded, whatever its weights: with a curriculum, its ref may name another
+        prompt by now. Raises EngineError, which counts as a failed attempt, if the group exceeds the staleness limit;
+        at staleness 0, if weights other than the step's generated a part of it.
         """
         view = self._context.look()
         head = view.head
@@ -123,9 +128,11 @@ class JobStep:
             )
 
     def record_outcome(self, ref: PromptRef, outcome: Outcome, source: str, trace: str = "") -> None:
-        """Hold an outcome, unless it belongs to a discarded branch; then `ref` is sampled again.
+        """Put the outcome of a prompt that ended without a group into the buffer, unless a rollback discarded the step;
+        then `ref` is sampled again.
 
-        The reason of a failure also becomes an event, once per reason, with the plug-in's `trace`, because a count alone would not tell users why.
+        The reason of a failure also becomes an event, once per reason, with the plug-in's traceback `trace`, because a
+        count alone would not tell users why.
         """
         if outcome.kind == "failed":
             self._context.faults.note(outcome.reason, trace)
@@ -135,10 +142,10 @@ class JobStep:
 
     @asynccontextmanager
     async def collect(self) -> AsyncIterator[JobBatch]:
-        """End when the batch is sealed, and give up the prompts in flight then.
+        """Provide the batch in which the flow produces groups. When the flow leaves the block, prompts in flight are
+        given up.
 
-        If staleness is allowed, end when the step is committed or will not come, because prompts of later steps are started until then; prompts in
-        flight continue.
+        If staleness is allowed, prompts in flight continue, because later steps can use them.
         """
         batch = JobBatch(self._context, self)
         try:
@@ -149,11 +156,13 @@ class JobStep:
                 await batch.give_up()
 
     async def train(self) -> None:
-        """Wait until head has moved or the batch is open again."""
+        """Wait until the step is committed or rolled back, or its sealed batch was given up, so that it needs groups
+        again."""
         await self._context.changes.until(lambda: not self.is_current() or self.is_open())
 
     async def publish(self) -> None:
-        """Wait until one of my engines serves head's version, or there is nothing to wait for."""
+        """Wait for weight sync: until one of this controller's engines serves the newest weights. Return at once if it
+        has no engines or the job has ended."""
 
         def served() -> bool:
             view = self._context.look()
@@ -163,12 +172,14 @@ class JobStep:
         await self._context.changes.until(served)
 
     async def gather(self, name: str, value: Any) -> tuple[Any, ...]:
-        """Gather the values that all peers give under `name`. Raises ValueError."""
+        """Contribute `value` under `name`, and return the values of all peers. Raises ValueError if the name was used
+        in this step already."""
         self._use(name)
         return await self._context.collectives.gather(self.version, name, value)
 
     async def sum(self, name: str, value: float) -> float:
-        """The sum of the values that all peers give under `name`. Raises ValueError."""
+        """Contribute `value` under `name`, and return the sum of the values of all peers. Raises ValueError if the name
+        was used in this step already."""
         self._use(name)
         return await self._context.collectives.sum(self.version, name, value)
 
@@ -180,7 +191,7 @@ class JobStep:
 
 
 class JobBatch:
-    """Implements `gcore.flows.Batch`: running productions, one task each."""
+    """Implements `gcore.flows.Batch`: runs the flow's coroutines that produce groups, one task per prompt."""
 
     def __init__(self, context: StepContext, step: JobStep) -> None:
         self._context = context
@@ -188,7 +199,7 @@ class JobBatch:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
-        """Produce the prompt that `peer.prompts` yielded last."""
+        """Start the coroutine `produce` as the production of the prompt that `peer.prompts` yielded last."""
         try:
             prompt = self._step.take()
         except RuntimeError:
@@ -241,7 +252,8 @@ class JobBatch:
             self._context.changes.notify()
 
     def _reissue_failed(self, prompt: Prompt, why: str) -> int:
-        """Have a failed prompt sampled again, or fail it after too many attempts. Returns the number of attempts."""
+        """Count a failed attempt of a prompt, which is then sampled again; after too many attempts record its outcome
+        "failed". Return the number of attempts."""
         tries = self._context.buffer.count_reissue(prompt.ref)
         log.info("prompt %s, attempt %d failed: %s", prompt.ref, tries, why)
         if tries > self._context.data.spec.flow.max_reissues:
@@ -251,7 +263,8 @@ class JobBatch:
         return tries
 
     def _reissue_stale(self, prompt: Prompt) -> None:
-        """Have a prompt sampled again that exceeded the staleness limit during production, or fail it after too many attempts."""
+        """Count an attempt of a prompt that was given up because of the staleness limit. It is then sampled again;
+        after too many attempts record its outcome "failed"."""
         tries = self._context.buffer.count_reissue(prompt.ref)
         log.info("prompt %s, attempt %d was given up: it exceeded the staleness limit", prompt.ref, tries)
         if tries > self._context.data.spec.flow.max_reissues:

@@ -1,14 +1,13 @@
-"""Responses that survive the loss of their engine: the reported progress of each response, the remaining request, and
-the complete response.
+"""Continue responses on another engine after the loss of their engine: keep the reported tokens, make the remaining
+request, and join the parts.
 
 When an engine dies, only the tokens that it has not reported are lost. Reported tokens are kept unchanged, with their
-log-probabilities and the versions that generated them. Another engine continues after them, as if they were a part of
-the prompt. Nothing is tokenized again. Sampling depends on the seed, so the continuation has another seed, derived from
-the sample's seed and the number of kept tokens.
+log-probabilities and the weight versions that generated them. Another engine continues after them, as if they were a
+part of the prompt. Nothing is tokenized again. The continuation is sampled with another seed, derived from the sample's
+seed and the number of kept tokens.
 
-The end of the reported tokens is dropped if it could hide something: the beginning of a stop string, or half a
-character. It is resampled. The next engine looks for stop strings in its own tokens only, so the kept tokens must not
-end in the beginning of one.
+If the reported tokens end in the beginning of a stop string or in an incomplete character, that end is dropped and
+resampled, because the next engine looks for stop strings in its own tokens only.
 """
 
 from __future__ import annotations
@@ -23,35 +22,36 @@ from gcore.rollout.client import SamplingParams
 from gcore.types import Sample, VersionSpan
 
 FEWEST, PARTS = 64, 8
-"""An engine reports its progress after this many tokens, or this many times in a response of maximum length. Each
-report repeats all tokens so far, so more frequent reports would cost more than the lost tokens."""
+"""An engine reports its progress after every `FEWEST` tokens, or `PARTS` times in a response of maximum length,
+whichever is rarer. Each report repeats all tokens so far, so more frequent ones would cost more than the tokens that
+are lost without them."""
 
 CONTEXT = 16
-"""Number of tokens before a response that are decoded with it."""
+"""Number of tokens before a part of a response that are decoded together with it."""
 
 HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 HALVES = 3
-"""Maximum number of tokens at the end that can be the beginning of one character: a character has at most four
-bytes."""
+"""Maximum number of tokens at the end that can be an incomplete character: a character has at most four bytes."""
 
 MOST_BACK = 256
-"""Maximum number of tokens that are dropped because a stop string may have begun in them. If that does not suffice, no
-token is kept."""
+"""Maximum number of tokens at the end that are dropped because a stop string may begin in them. If that does not
+suffice, no token is kept."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 def progress_interval(params: SamplingParams, wanted: int | None) -> int:
-    """Return after how many tokens an engine reports its progress; 0: never. `wanted`: from the spec; None: derived
-    from `PARTS`."""
+    """Return after how many tokens an engine should report its progress; 0: never. `wanted`: the number in the spec;
+    None: choose it by `FEWEST` and `PARTS`."""
     every = max(FEWEST, params.max_new_tokens // PARTS) if wanted is None else wanted
     return every if every < params.max_new_tokens else 0
 
 
 @dataclass(frozen=True, slots=True)
 class RemainingRequest:
-    """The next request to an engine: one entry per response."""
+    """The next request to an engine, for the unfinished responses: prompt (including kept tokens), parameters and seed
+    of each."""
 
     prompts: tuple[tuple[int, ...], ...]
     params: tuple[SamplingParams, ...]
@@ -59,7 +59,8 @@ class RemainingRequest:
 
 
 class PartialResponses:
-    """The responses of one request. Mutable."""
+    """Collects the responses of one request over several engines. `number`: index of a response in the request;
+    `place`: its index in the request to the present engine, which contains only the unfinished ones."""
 
     def __init__(
         self, prompts: Sequence[tuple[int, ...]], params: SamplingParams, seeds: Sequence[int], decode: Decode
@@ -69,14 +70,14 @@ class PartialResponses:
         self._seeds = tuple(seeds)
         self._decode = decode
         self._kept: dict[int, Sample] = {}
-        """By number: tokens kept from lost engines."""
+        """By number: the part kept from lost engines."""
         self._finished: dict[int, Sample] = {}
         self._growing: dict[int, Sample] = {}
-        """Progress reported by the present engine."""
+        """By number: the part that the present engine has reported so far."""
         self._asked: tuple[int, ...] = ()
 
     def ask(self) -> RemainingRequest:
-        """Return the remaining request for the next engine."""
+        """Begin with the next engine: return the request for the unfinished responses."""
         self._growing = {}
         self._asked = tuple(number for number in range(len(self._seeds)) if number not in self._finished)
         return RemainingRequest(
@@ -86,9 +87,9 @@ class PartialResponses:
         )
 
     def grow(self, place: int, sample: Sample) -> tuple[int, Sample | None]:
-        """Record progress of the response at this place of the present request.
+        """Record the progress that the present engine has reported of the response at `place`.
 
-        Return its number, and the complete response if it is finished.
+        Return the number of the response, and the complete response if it is finished.
         """
         number = self._asked[place]
         self._growing[number] = sample
@@ -100,7 +101,7 @@ class PartialResponses:
         return known is not None and known.finish_reason != "abort"
 
     def keep(self) -> int:
-        """The present engine is lost: keep its progress. Return the number of newly kept tokens."""
+        """Keep what the present engine has reported, because it is lost. Return the number of newly kept tokens."""
         before = self.kept
         for number, sample in self._growing.items():
             if sample.finish_reason != "abort":
@@ -116,7 +117,7 @@ class PartialResponses:
         return self.kept - before
 
     def whole(self, made: Sequence[Sample]) -> tuple[Sample, ...]:
-        """Return all responses, completed by the results of the last engine."""
+        """Return all complete responses. `made`: the results of the last engine."""
         last = {number: self._ended(number, sample) for number, sample in zip(self._asked, made, strict=True)}
         return tuple(self._finished.get(number) or last[number] for number in range(len(self._seeds)))
 
@@ -132,7 +133,7 @@ class PartialResponses:
         return sum(len(sample.token_ids) for sample in parts.values())
 
     def _ended(self, number: int, sample: Sample) -> Sample:
-        """Return the complete response whose last part is `sample`."""
+        """Join the kept part of a response and its last part `sample`."""
         kept = self._kept.get(number)
         if kept is None:
             return sample
@@ -140,7 +141,7 @@ class PartialResponses:
         return _joined(kept, replace(sample, output=sample.output._replace(text=lacking + sample.text)))
 
     def _in_front(self, number: int) -> tuple[int, ...]:
-        """Return the last tokens before the part that the present engine generates."""
+        """Return the last `CONTEXT` tokens before the part that the present engine generates."""
         return (self._prompts[number] + self._tokens(number))[-CONTEXT:]
 
     def _tokens(self, number: int) -> tuple[int, ...]:
@@ -149,7 +150,7 @@ class PartialResponses:
 
 
 def _joined(before: Sample | None, after: Sample) -> Sample:
-    """Join two parts of a response."""
+    """Join two consecutive parts of a response: tokens, log-probabilities, text, and spans of weight versions."""
     if before is None:
         return after
     count = len(before.token_ids)
@@ -170,12 +171,12 @@ def _joined(before: Sample | None, after: Sample) -> Sample:
 
 
 def _safe(sample: Sample, before: tuple[int, ...], stop: Sequence[str], decode: Decode) -> Sample | None:
-    """Return the longest prefix of an unfinished response that ends neither in the beginning of a stop string nor in
-    half a character.
+    """Return the longest prefix of an unfinished response that ends neither in the beginning of a stop string nor in an
+    incomplete character; None if it is empty.
 
-    `before`: the preceding tokens; some tokenizers drop a space at the beginning of decoded text. The whole text is
-    decoded only a few times in any case, because this runs on the event loop, for all responses that an engine had in
-    progress.
+    `before`: the preceding tokens, which are decoded too, because some tokenizers drop a space at the beginning of a
+    text. The whole text is decoded only a few times, because this runs on the event loop, for all responses that an
+    engine had in progress.
     """
     tokens = sample.token_ids
 
@@ -203,8 +204,8 @@ def _safe(sample: Sample, before: tuple[int, ...], stop: Sequence[str], decode: 
 
 
 def _unbegun(tokens: tuple[int, ...], text: str, before: tuple[int, ...], stop: Sequence[str], decode: Decode) -> int:
-    """Return how many of `tokens`, which decode to `text`, can be kept so that no stop string begins at their end; 0 if
-    none."""
+    """Return how many of `tokens`, which decode to `text`, can be kept so that they do not end in the beginning of a
+    stop string; 0 if none."""
     count, all_tokens = len(tokens), before + tokens
     for left in range(count, max(count - MOST_BACK, 0), -1):
         at = len(before) + left
@@ -222,11 +223,8 @@ def _begins(text: str, stop: Sequence[str]) -> bool:
 
 
 def _lacking(sample: Sample, before: tuple[int, ...], decode: Decode) -> str:
-    """Return the text missing at the beginning of `sample`: the space that some tokenizers drop, if its engine decoded
-    the sample alone.
-
-    An engine that decodes the sample after `before` includes the space. If an engine reports no text, nothing can be
-    added.
+    """Return the text that is missing at the beginning of the text of `sample`: a space that some tokenizers drop if an
+    engine decodes the sample without the tokens `before` it. Empty if nothing is missing or the engine reports no text.
     """
     alone, behind = decode(sample.token_ids), _text(sample.token_ids, before, decode)
     if sample.text and alone.startswith(sample.text) and behind.endswith(alone):
@@ -235,12 +233,13 @@ def _lacking(sample: Sample, before: tuple[int, ...], decode: Decode) -> str:
 
 
 def _text(tokens: tuple[int, ...], before: tuple[int, ...], decode: Decode) -> str:
-    """Decode `tokens` after `before`."""
+    """Return the text of `tokens` when they follow the tokens `before`."""
     begin, whole = decode(before), decode(before + tokens)
     return whole.removeprefix(begin) if whole.startswith(begin) else decode(tokens)
 
 
 def _rest(params: SamplingParams, made: int) -> SamplingParams:
+    """Return the parameters for the rest of a response of which `made` tokens are kept."""
     if not made:
         return params
     return replace(
@@ -249,7 +248,7 @@ def _rest(params: SamplingParams, made: int) -> SamplingParams:
 
 
 def derive_seed(seed: int, made: int) -> int:
-    """Return a seed of 63 bits, like the first one."""
+    """Return the seed, of 63 bits, for the rest of a response of which `made` tokens exist. 0 tokens: `seed` itself."""
     if not made:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}|{made}".encode(), digest_size=8).digest(), "big") >> 1

@@ -1,15 +1,15 @@
-"""The engines of a job's judges, and the clients that send them requests.
+"""The engines of the judges (reward models) that the cluster serves, and the clients that send requests to them.
 
-Any controller may use any judge engine: their weights never change, and there is no weight sync to them.
+Every controller sends requests to every judge engine, because the weights of judges never change.
 
-Each judge has one pool (`controllers.inference.pool`). The least busy engine gets a request. If an engine does not
-respond, its requests go to another engine. If the version of an engine is unknown, the controller queries it before it
-uses the engine again. The plan says which engines run where and which sleep. The controller of an engine's node
-releases its memory; the others poll to find out that it is awake.
+Each judge has one pool (`controllers.inference.pool`). A request goes to the least busy engine. If an engine does not
+respond, its requests go to another engine. If it is not known whether an engine serves, the controller asks it before
+it uses the engine again. The plan says which engines run where and which sleep. Only the controller of an engine's node
+puts it to sleep and wakes it; the others poll to find out that it is awake.
 
-Requests to a `kind: classifier` judge are batched: questions that arrive together are sent as one request, up to the
-batch size of the engine. If the engine of a batch is lost, the whole batch is retried. If a batch is refused, each
-question is sent alone, because only one of them may be invalid.
+Questions to a judge of `kind: classifier` are batched: questions that arrive together are sent as one request, up to
+the batch size of the engine. If the engine of a batch is lost, the whole batch is retried. If a batch is refused, each
+question is sent alone, because perhaps only one of them is invalid.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ from gcore.worker.records import WorkerRecord
 
 @dataclass(frozen=True, slots=True)
 class _Question:
+    """A question to a classifier, and the future that gets its score."""
+
     text: str
     score: asyncio.Future[ClassifierAnswer]
 
@@ -51,7 +53,8 @@ Tokens = tuple[int, ...]
 
 
 class ClassifierClient:
-    """Sends the questions of one judge to its engines. Implements `gcore.reward.judges.types.ScoreCall`."""
+    """Sends questions to the engines of a classifier judge, in batches. Implements
+    `gcore.reward.judges.types.ScoreCall`."""
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class ClassifierClient:
         limit: int | None,
         new_rid: Callable[[], str],
     ) -> None:
-        """`limit`: the judge's context length in tokens."""
+        """`limit`: the judge's context length in tokens; None: no limit. `new_rid`: returns a new request name."""
         self._pool = pool
         self._renderer = renderer
         self._limit = limit
@@ -72,8 +75,8 @@ class ClassifierClient:
         self._requests: set[asyncio.Task[None]] = set()
 
     async def __call__(self, question: str) -> ClassifierAnswer:
-        """Return the score and the number of tokens of the question. Waits for an engine. Raises JudgeAway,
-        JudgeError."""
+        """Return the score of the question and its number of tokens. Wait until an engine has answered. Raises
+        JudgeAway if the engine is lost, JudgeError if the question is invalid."""
         loop = asyncio.get_running_loop()
         put = _Question(question, loop.create_future())
         if not self._waiting:
@@ -82,6 +85,7 @@ class ClassifierClient:
         return await put.score
 
     def _send(self) -> None:
+        """Send all waiting questions, in batches."""
         put, self._waiting = self._waiting, []
         for first in range(0, len(put), self._most):
             self._request(put[first : first + self._most])
@@ -163,7 +167,7 @@ def _fail(asked: Sequence[_Question], error: Callable[[], BaseException]) -> Non
 
 
 def _given_up(task: asyncio.Task[None], asked: Sequence[_Question]) -> None:
-    """Whether no caller waits for any of the questions."""
+    """Cancel the request of a batch if no caller waits for any of its questions any more."""
     if all(question.score.done() for question in asked):
         task.cancel()  # no effect if it has answered already
 
@@ -171,14 +175,14 @@ def _given_up(task: asyncio.Task[None], asked: Sequence[_Question]) -> None:
 log = logging.getLogger(__name__)
 
 JUDGE_RETRY_S = 1.0
-"""Seconds before an engine that did not report its version is queried again."""
+"""Seconds after which an engine that did not confirm its weights is asked again."""
 
 WOKEN_S = 0.25
-"""The same for an engine that is to wake by the plan: the controller of its node wakes it."""
+"""The same for a sleeping engine that the controller of its node is about to wake."""
 
 
 class JudgePool(EnginePool):
-    """The engines of one judge that the cluster serves."""
+    """The engines of one judge that the cluster serves. `asker` and `valuer` return clients for it."""
 
     def __init__(
         self,
@@ -191,8 +195,8 @@ class JudgePool(EnginePool):
         metrics: Metrics,
         connect: EngineReach = plain_reach,
     ) -> None:
-        """`me`: this incarnation. It makes request names unique, because all controllers send requests to these
-        engines."""
+        """`uid`: the job. `me`: this run of the controller, which makes request names unique, because all controllers
+        send requests to these engines."""
         assert judge.model is not None
         patience = HealthLimits(spec.rollout.silent_s, spec.rollout.watchdog_s, judge.timeout_s)
         super().__init__(
@@ -202,20 +206,20 @@ class JudgePool(EnginePool):
         self._judge = judge
         self._folder = Path(judge.model.path)
         self._asking: dict[str, asyncio.Task[None]] = {}
-        """By instance: tasks that query the served version."""
+        """By instance: tasks that ask an engine for its weights."""
         self._next: dict[str, float] = {}
-        """By instance: earliest time of the next query."""
+        """By instance: earliest time to ask again."""
         self._rids = (f"{uid}/judge/{judge.name}/{me}/{number}" for number in itertools.count())
 
     async def aim(self, workers: Mapping[str, WorkerRecord]) -> None:
-        """Set the present workers. Engines that serve the judge receive requests from now on."""
+        """Set the present workers of the cluster. Those that serve this judge receive requests from now on."""
         wanted = ("reward", self._uid, self._judge.name, "serving")
         await super().aim(
             {name: one for name, one in workers.items() if (one.role, one.job_uid, one.judge, one.state) == wanted}
         )
 
     async def wake(self, instance: str, version: Version | None = None) -> None:
-        """Restore an engine's memory; it serves its weights again. Raises EngineError.
+        """Wake an engine, so that it has its memory and its weights again. Raises EngineError.
 
         Whether SGLang's weights survive depends on how it was started, so the weights are loaded again before the
         engine is used.
@@ -224,9 +228,10 @@ class JudgePool(EnginePool):
         await self.publish(instance, FIRST_WEIGHTS, self._folder)
 
     def look_after(self, controllers: int = 1) -> None:
-        """Check each engine's health, and query engines of unknown version. The reconciler calls this at each pass.
+        """Check the health of each engine, and ask engines whose weights are not known. The reconciler calls this in
+        each cycle.
 
-        `controllers`: number of controllers that use the engines; each gets an equal part of an engine's capacity.
+        `controllers`: number of controllers that use the engines; each may use an equal part of an engine's capacity.
         """
         now = self._clock.monotonic()
         self.rows = ceil(self._judge.serving.batch_slots / max(controllers, 1))
@@ -245,6 +250,7 @@ class JudgePool(EnginePool):
         task.add_done_callback(lambda _: self._asking.pop(instance, None))
 
     async def _settle(self, instance: str) -> None:
+        """Make sure that an engine has its weights, so that requests can be sent to it; on failure set the next try."""
         try:
             await self.publish(instance, FIRST_WEIGHTS, self._folder)
             self._next.pop(instance, None)
@@ -269,7 +275,7 @@ class JudgePool(EnginePool):
 
 
 class GenerativeJudgeClient:
-    """Sends the questions of one judge to its engines. Implements `gcore.reward.judges.types.ChatCall`."""
+    """Sends questions to the engines of a generative judge. Implements `gcore.reward.judges.types.ChatCall`."""
 
     def __init__(
         self,
@@ -292,7 +298,8 @@ class GenerativeJudgeClient:
         )
 
     async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
-        """Return one answer per seed. Waits for an engine. Raises JudgeAway, JudgeError."""
+        """Return one sampled answer per seed. Wait until an engine has answered. Raises JudgeAway if the engine is
+        lost, JudgeError if the question is invalid."""
         tokens = await run_by_size(len(question), lambda: self._tokens(question))
         decode = self._renderer.tokenizer.decode
         try:

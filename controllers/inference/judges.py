@@ -1,15 +1,16 @@
-"""The judges of a job on one controller: clients, counters, and, for external judges, rate limit and budget.
+"""The judges of a job on one controller: clients and metrics; for external judges (paid services) rate limit and
+budget.
 
-Every controller sends requests to external judges itself. Their rate limit is for the whole cluster, so each controller
-uses the rate divided by the number of members. While a member joins or leaves, the sum may briefly differ from the
-limit.
+Every controller sends requests to external judges itself. The rate limit in the spec is for the whole cluster, so each
+controller uses the rate divided by the number of members. While a member joins or leaves, the sum may briefly differ
+from the limit.
 
-Cost: each controller adds its cost to its node's record: the first answer at once, further ones every `WRITE_S`, and
-the rest at the end. All controllers read all records, and stop sending once the sum has reached `most_cost`. The sum
-may be exceeded by the requests in flight at that moment and by the answers since the last write of each controller (or
-while the store is unreachable). The same amount may be lost once for each controller that is killed. A request counts
-when its answer has arrived. The first member reports for all that a judge's budget is spent; each node reports for
-itself that its key is refused.
+Budget: each controller adds the cost of its requests to a record of its node in the store: for the first answer at
+once, then every `WRITE_S`, and the rest at the end. All controllers read all of these records, and send no more
+requests when the sum has reached `most_cost`. The limit may be exceeded by the requests in flight at that moment, and
+by answers that the controllers have not written yet (every `WRITE_S`, or longer while the store is unreachable). If a
+controller is killed, the cost that it has not written is lost. A request counts when its answer has arrived. The first
+member reports for all that a judge's budget is spent; each node reports for itself that its API key is refused.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ from gcore.system.concurrency import limit_time
 from gcore.worker.sandbox.pool import PoolStatus
 
 TOLD_AT = 10
-"""Unreadable answers are reported at the first one, and whenever their number has grown by this factor."""
+"""Answers that cannot be parsed are reported at the first one, and whenever their number has grown by this factor."""
 
 LEAST_UNREADABLE = 32
-"""Minimum number of answers of a judge, all unreadable, before a job ends because of it."""
+"""A job does not end because of a judge's unparsable answers before the judge has given this many, all unparsable."""
 
 READABLE = "Make the template request the format that verdict.parser reads, or change the parser"
 
 
 def answers_of_a_step(spec: JobSpec) -> dict[str, int]:
-    """Return, for each judge that training depends on, the number of answers it gives in a step, at least
-    `LEAST_UNREADABLE`.
+    """Return, for each judge that training depends on, after how many answers, all unparsable, the job ends: those of
+    one step, but at least `LEAST_UNREADABLE`.
 
-    Excludes judges that only evaluations use, and judges replaced by another reward.
+    Judges that only evaluations use, and those with a substitute for errors (`on_error`), are left out.
     """
     responses = spec.flow.groups_per_step * spec.flow.samples_per_prompt
     used = {name for source in training_sources(spec) for name in source.reward.judges}
@@ -68,25 +69,28 @@ def answers_of_a_step(spec: JobSpec) -> dict[str, int]:
 
 
 class JudgeMetricsObserver:
-    """Implements `gcore.reward.judges.types.JudgeObserver`, and the `JudgeRequestObserver` of its `gate`."""
+    """Counts the requests and verdicts of judges for metrics, events and wait reports. Implements
+    `gcore.reward.judges.types.JudgeObserver`, and the `JudgeRequestObserver` of the rate limiter."""
 
     def __init__(self, metrics: Metrics, tell: Callable[[str, str], None]) -> None:
-        """`tell`: records an event, by topic."""
+        """`tell`: records an event; arguments: its topic and its sentence."""
         self._metrics = metrics
         self._tell = tell
         self._open: Counter[str] = Counter()
         self._answered = 0
-        """Failed attempts do not count as progress: waiting for a server that refuses everything must be reported."""
+        """Number of answered questions, as progress of a wait. Failed attempts do not count, so that waiting for a
+        server that refuses everything is reported."""
         self._unreadable: Counter[str] = Counter()
         self._next_told: dict[str, int] = {}
         self._readable: set[str] = set()
         self._last_example: dict[str, str] = {}
         self._waits: dict[str, str] = {}
-        """By judge: why its requests are delayed."""
+        """By judge: sentence that says why its requests are delayed."""
 
     @property
     def scoring(self) -> PoolStatus:
-        """What the controller waits for now."""
+        """Load of the judges: the number of unanswered questions of this controller, the number of answered ones, and a
+        sentence."""
         waiting = sum(self._open.values())
         names = " and ".join(sorted(repr(name) for name, count in self._open.items() if count > 0))
         count = "1 question waits" if waiting == 1 else f"{waiting} questions wait"
@@ -94,19 +98,19 @@ class JudgeMetricsObserver:
         return PoolStatus(waiting, self._answered, f"{count} for judge {names}{why}")
 
     def begun(self, judge: str) -> None:
-        """A question was sent."""
+        """Count a question as sent."""
         if judge not in self._open:
             self._metrics.know_judge(judge)
         self._open[judge] += 1
         self._metrics.judge_open.labels(judge).set(self._open[judge])
 
     def ended(self, judge: str) -> None:
-        """A question that was sent has an answer, or will have none."""
+        """Count a sent question as finished, with or without an answer."""
         self._open[judge] -= 1
         self._metrics.judge_open.labels(judge).set(self._open[judge])
 
     def asked(self, judge: str, seconds: float, tokens_in: int, tokens_out: int) -> None:
-        """A question was answered."""
+        """Count an answered question, with its latency and tokens."""
         self._answered += 1
         self._metrics.judge_seconds.labels(judge).observe(seconds)
         self._metrics.judge_questions.labels(judge, "answered").inc()
@@ -114,16 +118,16 @@ class JudgeMetricsObserver:
         self._metrics.judge_tokens.labels(judge, "answer").inc(tokens_out)
 
     def failed(self, judge: str, why: Why) -> None:
-        """An attempt failed."""
+        """Count a failed attempt. `why`: kind of the failure, a label of the metric."""
         self._metrics.judge_questions.labels(judge, why).inc()
 
     def verdict(self, judge: str, value: float) -> None:
-        """A question was judged."""
+        """Record a verdict (score) that was parsed from an answer."""
         self._readable.add(judge)
         self._metrics.judge_verdicts.labels(judge).observe(value)
 
     def unreadable(self, judge: str, example: str, why: str) -> None:
-        """An answer could not be parsed."""
+        """Count an answer that could not be parsed, and report it from time to time. `example`: its text."""
         self._metrics.judge_unreadable.labels(judge).inc()
         self._unreadable[judge] += 1
         count = self._unreadable[judge]
@@ -136,8 +140,8 @@ class JudgeMetricsObserver:
             )
 
     def unreadable_judge_reason(self, answers: Mapping[str, int]) -> str:
-        """Return a sentence about a judge with at least this many answers, by judge, that were all unreadable; empty if
-        there is none."""
+        """Return a sentence about a judge of which no answer could be parsed, as the reason to end the job; empty if
+        there is none. `answers`: by judge, how many answers that takes (`answers_of_a_step`)."""
         for judge, many in answers.items():
             count = self._unreadable[judge]
             if count >= many and judge not in self._readable:
@@ -147,42 +151,48 @@ class JudgeMetricsObserver:
         return ""
 
     def remembered(self, judge: str) -> None:
-        """A question was answered from the cache of verdicts."""
+        """Count a question that was answered from the cache of verdicts."""
         self._metrics.judge_questions.labels(judge, "remembered").inc()
 
     def disagreed(self, judge: str, share: float) -> None:
-        """In this share of a group's pairs, the two orders gave contradictory verdicts."""
+        """Record the share of a group's pairs (pairwise judge) for which the two orders gave contradictory verdicts."""
         self._metrics.judge_disagreement.labels(judge).observe(share)
 
     def paid(self, judge: str, cost: float) -> None:
-        """A request was answered at this cost."""
+        """Add the cost of an answered request."""
         self._metrics.judge_cost.labels(judge).inc(cost)
 
     def held(self, judge: str, cause: Cause, seconds: float) -> None:
-        """The next request was delayed by this many seconds."""
+        """Add the seconds by which a request was delayed. `cause`: rate limit, budget or retry, a label of the
+        metric."""
         self._metrics.judge_held.labels(judge, cause).inc(seconds)
 
     def waits(self, judge: str, why: str) -> None:
-        """Why the next request waits; empty: it does not."""
+        """Set the sentence that says why the judge's next request is delayed; empty: it is not."""
         if why:
             self._waits[judge] = why
         else:
             self._waits.pop(judge, None)
 
     def trouble(self, judge: str, topic: str, sentence: str) -> None:
-        """Report a sentence as an event."""
+        """Record a problem of a judge as an event. `topic`: kind of the problem."""
         self._tell(f"judge-{topic}-{judge}", sentence)
 
 
 WRITE_S = 2.0
-"""Seconds between two writes of one controller."""
+"""Seconds between two writes of a controller's cost to the store."""
 
 LAST_WRITE_S = 5.0
-"""Maximum seconds for the last write at the end."""
+"""Maximum seconds for the last write when the controller stops working on the job."""
 
 
 class JudgeBudget:
-    """Implements `gcore.reward.judges.rate_limit.Budget`."""
+    """Counts the cost of external judges for the whole job, in one record per node in the store, and says when a budget
+    is spent. Implements `gcore.reward.judges.rate_limit.Budget`.
+
+    A *life* is one period in which a controller works on the job. The node's record has the requests of the present
+    life and the sum of those before it.
+    """
 
     def __init__(
         self,
@@ -196,37 +206,38 @@ class JudgeBudget:
         nodes: Callable[[], Collection[str]],
         paid: Callable[[str, float], None] = lambda judge, cost: None,
     ) -> None:
-        """`me`: the incarnation. `nodes`: the present ones. `paid`: called with the cost of each answer."""
+        """`me`: this run of the controller. `nodes`: returns the present nodes. `paid`: called with judge and cost of
+        each answer."""
         self._judges = {judge.name: judge.external for judge in judges if judge.external is not None}
         self._store = store
         self._keys = keys
         self._node = node
         self._me = f"{me}.{uuid.uuid4().hex[:8]}"
-        """A new life begins whenever the job is taken up. One incarnation may do so repeatedly, and then does not know
-        its earlier requests."""
+        """Names this life. One run of a controller may work on a job several times; each time it begins a new life, in
+        which it does not know its earlier requests."""
         self._clock = clock
         self._mirror = mirror
         self._nodes = nodes
         self._paid = paid
         self._mine: dict[str, JudgeUse] = {}
-        """Requests of this life."""
+        """By judge: all requests of this life."""
         self._landed: dict[str, JudgeUse] = {}
-        """The part of them that some record contains."""
+        """The part of them that is in the store."""
         self._elsewhere: dict[str, JudgeUse] = {}
-        """The part of them that a record of another life contains."""
+        """The part of them that is in the store, but in a record that another life has taken over since."""
         self._known: Versioned[NodeSpent] | None = None
         """The node's record as last written or read here."""
         self._news = asyncio.Event()
 
     def note(self, judge: str, tokens_in: int, tokens_out: int) -> None:
-        """Count an answered request."""
+        """Count an answered request and its tokens."""
         use = JudgeUse(requests=1, tokens_in=tokens_in, tokens_out=tokens_out)
         self._mine = add_uses((self._mine, {judge: use}))
         self._paid(judge, use_cost(use, self._judges[judge]))
         self._news.set()
 
     def cost(self, judge: str) -> float:
-        """Return the cost of a judge for the whole job, as far as it is known here."""
+        """Return the cost of a judge for the whole job so far, as far as this controller knows."""
         mirror = self._mirror()
         seen, own = mirror.spent, mirror.spent.get(self._node)
         if self._known is not None and mirror.revision < self._known.revision:
@@ -246,7 +257,7 @@ class JudgeBudget:
         )
 
     async def run(self) -> None:
-        """Write the cost, forever."""
+        """Write new costs to the store every `WRITE_S`, until cancelled."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -255,14 +266,15 @@ class JudgeBudget:
             await self._clock.sleep(WRITE_S)
 
     async def finish(self) -> None:
-        """Write the remaining cost."""
+        """Write the costs that are not in the store yet, within `LAST_WRITE_S`."""
         with contextlib.suppress(TimeoutError):
             async with limit_time(LAST_WRITE_S):
                 while self._mine != self._landed and not await self._write():
                     await self._clock.sleep(WRITE_S / 10)
 
     async def _write(self) -> bool:
-        """Write the cost. Return whether the store has all that was counted when the write began."""
+        """Write this node's record. Return whether the store then has everything that was counted when the write
+        began."""
         try:
             kv = await self._store.get(self._keys.spent(self._node))
             there = _read(kv)
@@ -286,7 +298,7 @@ class JudgeBudget:
         return True
 
     def _next(self, there: NodeSpent | None) -> NodeSpent:
-        """Return the node's new record: the present one plus all requests of this life."""
+        """Return the node's new record: the stored one `there`, with all requests of this life included once."""
         if there is not None and there.by == self._me:
             return there.model_copy(update={"life": subtract_uses(self._mine, self._elsewhere)})
         before = {} if there is None else there.uses
@@ -294,7 +306,7 @@ class JudgeBudget:
 
 
 def _read(kv: KeyValue | None) -> NodeSpent | None:
-    """Parse a record. Return None if it is damaged; it is then written again."""
+    """Parse a node's record; None if there is none or it is damaged, so that a new one is written."""
     try:
         return None if kv is None else NodeSpent.decode(kv.value, kv.key)
     except UnreadableRecord:
@@ -302,11 +314,11 @@ def _read(kv: KeyValue | None) -> NodeSpent | None:
 
 
 BUDGET_CHECK_S = 1.0
-"""Seconds between two checks of the budget."""
+"""Seconds between two checks whether a budget is spent."""
 
 
 class ExternalJudges:
-    """The external judges of a job: clients, costs, and budgets."""
+    """The external judges of a job on one controller: their clients, costs and budgets."""
 
     def __init__(
         self,
@@ -322,7 +334,8 @@ class ExternalJudges:
         tell: Callable[[str, str], None],
         environ: Mapping[str, str],
     ) -> None:
-        """`nodes`: the present ones. `tell`: records an event, by topic. `environ`: contains the keys."""
+        """`nodes`: returns the present nodes. `tell`: records an event by topic. `environ`: environment variables, with
+        the API keys."""
         self._judges = [judge for judge in spec.judges if judge.external is not None]
         self._me = me
         self._clock = clock
@@ -333,11 +346,11 @@ class ExternalJudges:
         self.spending = JudgeBudget(self._judges, store, keys, node, me, clock, mirror, nodes, counts.paid)
         self._asks: dict[str, ExternalJudgeClient] = {}
         self._told: set[str] = set()
-        """Judges whose spent budget was reported here."""
+        """Judges for which this controller has reported that the budget is spent."""
 
     def asker(self, number: int, judge: JudgeSpec) -> ExternalJudgeClient:
-        """Return the client of judge `number`: always the same one, even if the preparation is retried. Raises
-        DataError if its key is missing."""
+        """Return the client of judge number `number` of the spec; the same object at each call, because the preparation
+        of a job may be retried. Raises DataError if its API key is missing."""
         assert judge.external is not None
         if (known := self._asks.get(judge.name)) is not None:
             return known
@@ -350,7 +363,7 @@ class ExternalJudges:
         return ask
 
     async def run(self) -> None:
-        """Write costs and report spent budgets, forever."""
+        """Write costs and report spent budgets, until cancelled."""
         if not self._judges:
             return
         async with asyncio.TaskGroup() as group:
@@ -389,10 +402,10 @@ def open_judges(
     clock: Clock,
     external: ExternalJudges | None = None,
 ) -> Mapping[str, Judge]:
-    """Return the judges by name. `spec` names the models' folders on this node. `engines`: of judges that the cluster
-    serves. `external`: the external judges, if there are any.
+    """Open all judges of a job; return them by name. `spec`: with the models' folders on this node. `engines`: pools of
+    the judges that the cluster serves, by name. `external`: the external judges, if there are any.
 
-    Blocks. Raises SpecError, DataError.
+    Blocks, because it loads tokenizers. Raises SpecError, DataError.
     """
     return {
         judge.name: Judge.of(
@@ -407,8 +420,8 @@ def open_judges(
 
 
 def judge_renderer(number: int, judge: JudgeSpec) -> PromptRenderer:
-    """Return the renderer that turns questions into tokens, for judge `number`, which the cluster serves. Blocks.
-    Raises DataError."""
+    """Load the renderer that turns questions into tokens for judge number `number` of the spec, which the cluster
+    serves. Blocks. Raises DataError."""
     assert judge.model is not None
     with blame_judge(number, judge):
         return PromptRenderer.load(
@@ -418,8 +431,8 @@ def judge_renderer(number: int, judge: JudgeSpec) -> PromptRenderer:
 
 @contextmanager
 def blame_judge(number: int, judge: JudgeSpec) -> Iterator[None]:
-    """Attribute errors in a judge's model to judge `number` and the keys of its section. The underlying code names
-    those of the policy."""
+    """Change errors about a judge's model so that they name judge number `number` and the fields of its section. The
+    underlying code names the fields of the policy."""
     try:
         yield
     except DataError as error:
@@ -428,7 +441,7 @@ def blame_judge(number: int, judge: JudgeSpec) -> Iterator[None]:
 
 
 def _own(number: int, text: str) -> str:
-    """Replace the policy's keys in `text` by those of judge `number`."""
+    """Replace the names of the policy's fields in an error message by those of judge number `number`."""
     text = text.replace("or name one in `template`", "or take another model")
     text = re.sub(r"(?<![\w.])model\.chat\b", f"judges.{number}.chat", text)
     return re.sub(r"(?<![\w.])model\.(path|trust_remote_code|max_length)\b", rf"judges.{number}.model.\1", text)
@@ -460,7 +473,7 @@ def _asker(
 
 
 class CountingChatCall:
-    """Counts open questions. Implements `ChatCall`."""
+    """Wraps the client of a generative judge, to count its open questions. Implements `ChatCall`."""
 
     def __init__(self, ask: ChatCall, judge: str, counts: JudgeMetricsObserver) -> None:
         self._ask = ask
@@ -468,7 +481,7 @@ class CountingChatCall:
         self._counts = counts
 
     async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
-        """Forward the question."""
+        """Forward the question to the client."""
         self._counts.begun(self._judge)
         try:
             return await self._ask(question, seeds)
@@ -477,7 +490,7 @@ class CountingChatCall:
 
 
 class CountingScoreCall:
-    """Counts open questions of a classifier. Implements `ScoreCall`."""
+    """Wraps the client of a classifier, to count its open questions. Implements `ScoreCall`."""
 
     def __init__(self, value: ScoreCall, judge: str, counts: JudgeMetricsObserver) -> None:
         self._value = value
@@ -485,7 +498,7 @@ class CountingScoreCall:
         self._counts = counts
 
     async def __call__(self, question: str) -> ClassifierAnswer:
-        """Forward the question."""
+        """Forward the question to the client."""
         self._counts.begun(self._judge)
         try:
             return await self._value(question)

@@ -1,17 +1,17 @@
-"""The engines of one pool that this controller is responsible for: weight sync, sleep and health.
-`controllers.inference.requests` sends requests.
+"""The engines of one pool that this controller uses: connections, weight sync, sleep and wake, and health checks.
+`controllers.inference.requests` sends requests over the connections.
 
-Each rollout engine has one controller at a time that routes to it and sends weights to it (`controllers.rules.memory`).
-Two controllers that both believe to be it do no harm: samples carry the version that generated them, and the seal
-checks it. A controller does not route to an engine that does not serve head's version.
+Each rollout engine has one controller at a time that sends requests and weights to it (`controllers.rules.memory`). If
+two controllers both believe to be it, this does no harm: samples carry the weight version that generated them, and the
+check of the seal uses it. A controller sends no requests to an engine that does not serve the newest committed weights.
 
-An engine that the plan puts to sleep gets no new requests as soon as the controller sees the plan. Its running requests
-are returned with their tokens and continue elsewhere. Then it releases its memory, and the controller forgets its
-version, so that after its wake it gets the current weights before any request.
+As soon as the controller sees a plan that puts an engine to sleep, it sends the engine no new requests. The engine
+returns its running requests with their tokens, and they continue on other engines. Then it releases its memory, and
+the controller forgets its weight version, so that after its wake it gets the current weights before any request.
 
-If an engine owes responses and gives none, all its callers leave it (`controllers.inference.rules` defines when). The
-controller probes it in the background, and uses it again once it responds. Ending a hung engine is the task of its node
-(`controllers.rules.workers`).
+If an engine has outstanding requests and does not respond for too long (`controllers.inference.rules`), all its
+requests go to other engines. The controller probes it in the background, and uses it again once it responds. The
+controller of its node ends an engine that hangs (`controllers.rules.workers`).
 """
 
 from __future__ import annotations
@@ -44,20 +44,19 @@ HEALTH_CHECK_S = 0.25
 """Seconds between two health checks."""
 
 LOAD_S = 0.5
-"""Maximum seconds for an engine to report its load."""
+"""Maximum seconds to wait until an engine reports its load."""
 
 REMEMBERED = 5
-"""Number of newest sleeps or wakes whose median counts, so that one slow change does not make all changes look
-expensive."""
+"""Number of newest sleeps or wakes whose median is reported, so that a single slow one does not make all look slow."""
 
 SHUT_S = 2.0
-"""Maximum seconds for an engine that is put to sleep to return its running requests. Then they continue without the
-missing tokens."""
+"""Maximum seconds that an engine which is put to sleep has to return its running requests. After that they continue
+elsewhere from the tokens that it has reported before."""
 
 
 class EnginePool(Requests):
-    """Engines by instance id, and the requests to them. `aim` sets the engines of this controller; `views` is the input
-    of `decide`."""
+    """The engines of one pool, by instance, with the requests to them. `aim` sets which engines this controller uses;
+    `views` returns their state for the rules."""
 
     def __init__(
         self,
@@ -72,8 +71,8 @@ class EnginePool(Requests):
         pool: ServingPool = "rollout",
         rows: int | None = None,
     ) -> None:
-        """`rows`: concurrent responses per engine; None: not known, and waiting requests are not moved to another
-        engine."""
+        """`connect`: creates the client of an engine. `told_every`: tokens between two progress reports; None: default.
+        `rows`: concurrent responses per engine; None: not known, so waiting requests are not moved between engines."""
         limits = patience or HealthLimits(request_s=timeout_s)
         super().__init__(changes, clock or SystemClock(), limits, metrics or Metrics(), told_every, pool)
         self._timeout_s = timeout_s
@@ -87,7 +86,7 @@ class EnginePool(Requests):
 
     @property
     def views(self) -> dict[str, EngineView]:
-        """The state of the pool's engines, as input of `decide`."""
+        """The state of each engine, by instance, for the view of the job."""
         return {instance: connection.view for instance, connection in self._connections.items()}
 
     @property
@@ -97,16 +96,16 @@ class EnginePool(Requests):
 
     @property
     def woke_s(self) -> float | None:
-        """Median seconds from the wake to the next request; None: not measured."""
+        """Median seconds from the start of a wake until the engine has its weights; None: not measured."""
         return median(self._woke) if self._woke else None
 
     @property
     def busy(self) -> frozenset[str]:
-        """Engines with requests in flight."""
+        """Engines with requests in flight, by instance."""
         return frozenset(instance for instance, connection in self._connections.items() if connection.in_flight)
 
     async def aim(self, workers: Mapping[str, WorkerRecord]) -> None:
-        """Set the engines of the pool: open and close connections."""
+        """Set the engines of the pool: connect to new ones, and close the connections to others."""
         for instance in list(self._connections):
             if instance not in workers or workers[instance].address != self._connections[instance].view.address:
                 connection = self._connections.pop(instance)
@@ -123,7 +122,8 @@ class EnginePool(Requests):
         self.shut(self._shut)
 
     def shut(self, instances: Collection[str]) -> None:
-        """Stop routing to these engines, which the plan puts to sleep. Resume routing to the others."""
+        """Send no more requests to these engines, because they are about to sleep; send requests to the others
+        again."""
         self._shut = frozenset(instances)
         now = self._clock.monotonic()
         for instance, connection in self._connections.items():
@@ -132,7 +132,7 @@ class EnginePool(Requests):
                 self._changes.notify()
 
     async def sleep(self, instance: str) -> None:
-        """Release an engine's memory. Raises EngineError."""
+        """Put an engine to sleep, so that it releases its memory. Raises EngineError."""
         connection = self._connection_of(instance)
         connection.distrust()
         with self._note_trouble(connection):
@@ -144,8 +144,8 @@ class EnginePool(Requests):
         connection.view = replace(connection.view, version=None, asleep=True)
 
     async def wake(self, instance: str, version: Version | None = None) -> None:
-        """Restore an engine's memory. `version`: of its weights, if they never change; otherwise `publish` follows.
-        Raises EngineError."""
+        """Wake an engine, so that it allocates its memory. `version`: of its weights, if it restores them itself; None:
+        `publish` must follow. Raises EngineError."""
         connection = self._connection_of(instance)
         connection.waking = self._clock.monotonic()
         with self._note_trouble(connection):
@@ -155,7 +155,8 @@ class EnginePool(Requests):
 
     @contextmanager
     def _note_trouble(self, connection: EngineConnection) -> Iterator[None]:
-        """Store an error of the block in the connection's view."""
+        """Context manager: record an engine error of the block in the engine's view, and clear the last one on
+        success."""
         try:
             yield
             connection.view = replace(connection.view, trouble="")
@@ -168,15 +169,15 @@ class EnginePool(Requests):
             self._changes.notify()
 
     def _note_memory(self, connection: EngineConnection, error: EngineError) -> None:
-        """Mark an engine whose memory state stays unknown as failed, so that it is ended: SGLang's server does not
-        survive a wrong request."""
+        """If the error says that it is unknown whether the engine has its memory, record since when. If this persists,
+        the engine is ended, because SGLang's server does not survive a sleep or wake request in the wrong state."""
         if isinstance(error, EngineMemoryUnknown):
             connection.health = connection.health.loses_memory(self._clock.monotonic())
             self._looked = -HEALTH_CHECK_S
 
     async def loads(self, instances: Collection[str]) -> dict[str, tuple[int, int]]:
-        """Return the running and waiting requests of these engines. An engine that does not report counts as running
-        the requests of this pool."""
+        """Ask these engines for their numbers of running and waiting requests. If one does not report, all requests
+        that this controller has sent to it count as running."""
 
         async def load(connection: EngineConnection) -> tuple[int, int]:
             running: int | None = None
@@ -203,10 +204,10 @@ class EnginePool(Requests):
         await self.aim({})
 
     async def publish(self, instance: str, version: Version, folder: Path) -> None:
-        """Bring one engine to `version`. Raises EngineError.
+        """Weight sync: have one engine load the weights `version` from `folder`. Raises EngineError.
 
-        If the engine is new, distrusted or has failed, its version is queried first: another controller may have
-        updated it.
+        If it is not known which weights the engine has, it is asked first, because another controller may have updated
+        it already.
         """
         connection = self._connection_of(instance)
         connection.coming = version
@@ -245,9 +246,10 @@ class EnginePool(Requests):
             self._changes.notify()
 
     def look_after(self, controllers: int = 1) -> None:
-        """Check each engine's health; leave a silent one, and probe it. The reconciler calls this at each pass.
+        """Check the health of each engine; send the requests of a silent one elsewhere, and probe it. Move waiting
+        requests to engines with capacity. The reconciler calls this in each cycle.
 
-        `controllers`: number of members of the job, which all use a judge's engines.
+        `controllers`: number of controllers that use the engines (only judge pools need it).
         """
         now = self._clock.monotonic()
         if now < self._looked + HEALTH_CHECK_S:
@@ -284,6 +286,7 @@ class EnginePool(Requests):
             self.rebalance(self.rows)
 
     async def _probe(self, connection: EngineConnection) -> None:
+        """Send a health probe, and record any response as a sign of life."""
         try:
             async with limit_time(self._patience.probe_s):
                 await connection.client.scheduler_state()
@@ -295,5 +298,5 @@ class EnginePool(Requests):
         connection.health = connection.health.answers(self._clock.monotonic())
 
     def serves(self, version: Version) -> bool:
-        """Whether an engine of this controller serves `version`."""
+        """Whether an engine of this pool serves the weights `version`."""
         return any(connection.view.version == version for connection in self._connections.values())

@@ -1,8 +1,8 @@
-"""Responses and scores from engines: wait for an engine with the right weights, send the request, and retry at another
-engine if that one is lost, or if the request waits there while another engine has capacity. Requests are counted by
-result, with latency and tokens.
+"""Requests to engines, for responses or classifier scores: wait for an engine with the right weights, send the request,
+and retry it on another engine if that one is lost, or if the request waits there while another engine has capacity.
+Metrics count requests by result, latency and tokens.
 
-`controllers.inference.pool` manages the engines and their versions.
+`controllers.inference.pool` manages the engines and their weights.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ async def count_request(
     pool: ServingPool,
     samples_of: Callable[[T], Sequence[Sample]],
 ) -> T:
-    """Await `request` and count it. Raises what it raises. `samples_of`: returns its responses; empty for a
-    classifier's scores.
+    """Await `request`, count it in the metrics, and return its result. Raises its exception. `samples_of`: returns the
+    responses in its result; none for classifier scores.
 
-    Answers of judges are not counted as samples; the judge counts their tokens.
+    Only responses of rollout count as samples; answers of judges are counted elsewhere.
     """
     metrics.engine_open.labels(pool).inc()
     begun, result = clock.monotonic(), "aborted"  # also if the caller cancels it
@@ -79,8 +79,9 @@ async def count_request(
 
 @dataclass
 class InFlightRequest:
-    """A request for `count` responses that an engine has. `owing`: its outstanding work. `ended`: places of responses
-    whose end was reported. `taken_back`: when the engine was asked to return it, so that another can continue it."""
+    """A request for `count` responses that was sent to an engine. `owing`: its outstanding work. `ended`: indices of
+    the responses whose end was reported. `taken_back`: when the engine was asked to return the request, so that another
+    engine can continue it; None: it was not."""
 
     count: int
     owing: OutstandingWork
@@ -89,76 +90,79 @@ class InFlightRequest:
 
     @property
     def left(self) -> int:
-        """Number of outstanding responses."""
+        """Number of responses that are not finished."""
         return self.count - len(self.ended)
 
 
 @dataclass
 class EngineConnection:
-    """A connection to one engine, and the known state of the engine."""
+    """The connection to one engine, what is known about its state, and the requests that it has."""
 
     client: Engine
     view: EngineView
     in_flight: int = 0
-    """Number of outstanding samples or scores, including requests that wait for the engine's weights."""
+    """Number of responses or scores that were requested and not returned, including requests that wait until the engine
+    has the right weights."""
     owed: float = 0.0
-    """The same weighted by expectation: responses, or expected tokens."""
+    """Outstanding work of these requests: their number, or their expected tokens."""
     coming: Version | None = None
     """Version of the weight sync in progress."""
     health: EngineHealth = field(default_factory=lambda: EngineHealth(0.0))
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
-    """Running requests for responses or scores."""
+    """Tasks of the running requests for responses or scores."""
     asked: dict[str, InFlightRequest] = field(default_factory=dict)
-    """Running requests for responses by name, oldest first."""
+    """Running requests for responses by request name, oldest first."""
     probe: asyncio.Task[None] | None = None
-    """The last health probe."""
+    """Task of the last health probe."""
     probed: float = 0.0
-    """When it was sent."""
+    """When the last health probe was sent."""
     shut: float | None = None
-    """Since when no new requests are routed there, because the plan says that it sleeps."""
+    """Since when it gets no new requests because it is about to sleep; None: it gets requests."""
     woken: bool = False
-    """Whether it has restored its memory and not received its weights yet."""
+    """Whether it was woken and has not got its weights yet."""
     waking: float = 0.0
-    """Since when it is waking."""
+    """When its last wake began."""
 
     def take(self, samples: int, owed: float) -> None:
-        """Add a request; with negative numbers, remove one."""
+        """Count a request of `samples` responses with `owed` outstanding work; with negative numbers, remove one."""
         self.in_flight += samples
         # Sums and differences of expected tokens may not cancel exactly.
         self.owed = max(self.owed + owed, 0.0) if self.in_flight else 0.0
 
     @property
     def busy(self) -> int:
-        """Number of outstanding responses or scores."""
+        """Number of requested responses or scores that are not finished."""
         return self.in_flight - sum(len(one.ended) for one in self.asked.values())
 
     def leave(self) -> None:
-        """Make all callers that wait for its responses go to another engine."""
+        """Cancel all requests to this engine; their callers retry them on another engine."""
         for request in self.requests:
             request.cancel()
 
     def distrust(self) -> None:
-        """Forget the known state of the engine. It is queried and updated before it is used again."""
+        """Forget which weights the engine has. It is asked, and updated if necessary, before it is used again."""
         self.view = replace(self.view, version=None)
 
 
 log = logging.getLogger(__name__)
 
 MOST_FRUITLESS = 8
-"""Maximum number of engines in a row that are lost before they report progress; then the kept progress is dropped. A
-node has about this many engines, so the last one to die is not the one that reported. A higher limit would let a prompt
-that kills engines kill more of them."""
+"""If this many engines in a row are lost before they report progress of a request, its kept tokens are dropped and the
+request fails. The limit is about the number of engines of a node, which die together; with a higher one a prompt that
+kills engines would kill more of them."""
 
 GIVES_BACK_S = 5.0
-"""Seconds after which an engine that was asked to return a request, and has not, is assumed to continue it."""
+"""An engine that was asked to return a request, and has not done so within these seconds, is assumed to keep it."""
 
 
 class RequestReturned(EngineUnreachable):
-    """The engine has returned a request, because it is put to sleep or another engine continues it."""
+    """Raised when an engine has returned a request unfinished, because it goes to sleep or another engine has capacity.
+    The request continues on another engine."""
 
 
 class Requests:
-    """Sends requests over the connections of a pool, by instance id."""
+    """Sends requests to the engines of a pool. `told_every`: tokens between two progress reports of an engine; None:
+    chosen by `progress_interval`."""
 
     def __init__(
         self,
@@ -177,17 +181,18 @@ class Requests:
         self._told_every = told_every
         self.pool = pool
         self._usual = 1.0
-        """Assumed work of a response without an expectation: the mean of the last request."""
+        """Assumed work of a response whose length is not predicted: that of a response of the last request."""
         self._requests = itertools.count()
         self._aborts: set[asyncio.Task[None]] = set()
         self._unseated = 0
 
     def unseated(self) -> int:
-        """Number of responses or scores that no engine has yet."""
+        """Number of requested responses or scores that no engine has yet."""
         return self._unseated
 
     def foreseen(self) -> tuple[float, int]:
-        """Expected remaining tokens from engines, and the number of responses with an expectation."""
+        """Return the predicted remaining tokens of all responses in progress whose length is predicted, and the number
+        of these responses."""
         found = [one.owing.foreseen() for connection in self._connections.values() for one in connection.asked.values()]
         return sum(tokens for tokens, _ in found), sum(count for _, count in found)
 
@@ -204,16 +209,15 @@ class Requests:
         expect: LengthExpectation | None = None,
         seat: Affinity | None = None,
     ) -> tuple[Sample, ...]:
-        """Return a sample for each prompt and seed, from an engine that serves `version`
-        (`controllers.inference.rules`). Waits for an engine.
+        """Generate one response for each pair of prompt and seed, on one engine that serves the weights `version`. Wait
+        for such an engine. Raises EngineError if the request must be retried by the caller.
 
-        With `follow`, the version is the one wanted when an engine is chosen, and newer versions may generate later
-        tokens. Raises EngineError. An engine that does not respond is distrusted. With `decode`, the tokenizer's,
-        another engine continues after the reported tokens (`controllers.inference.continuation`), and after the tokens
-        kept earlier if the lost engine has reported none: the engines of a node die together. If no token is kept, the
-        caller retries the request. `ended` is called with each sample that finishes before the others, by its number,
-        unless the responses are short. With an `expect` that weighs, engines are weighed by expected tokens instead of
-        samples. `seat`: the engine of the previous turn is preferred, and the chosen engine is stored there.
+        `rid`: prefix of the request name. `follow`: determines the version when an engine is chosen, and newer weights
+        may generate later tokens. `decode`: of the tokenizer; with it, another engine continues a response after the
+        reported tokens if its engine is lost (`controllers.inference.continuation`); without it, or if no token was
+        reported, EngineUnreachable is raised. `ended`: called with number and sample of each response that is finished
+        before the others, unless the responses are short. `expect`: predicts the lengths of the responses, by which
+        engines are chosen. `seat`: engine of the previous turn, which is preferred; the chosen engine is stored there.
         """
         every = progress_interval(params, self._told_every) if decode is not None else 0
         if ended is not None and params.max_new_tokens > FEWEST:
@@ -250,7 +254,8 @@ class Requests:
                 return self._outlived(responses, made)
 
     def _outlived(self, responses: PartialResponses, made: Sequence[Sample]) -> tuple[Sample, ...]:
-        """Return all responses. Kept tokens are counted now, once, because they reach the caller."""
+        """Return all complete responses (`made`: those of the last engine). Count the kept tokens in the metrics, once,
+        because they reach the caller only now."""
         self._metrics.kept_tokens.inc(responses.kept)
         return responses.whole(made)
 
@@ -266,7 +271,8 @@ class Requests:
         expect: LengthExpectation | None,
         seat: Affinity | None,
     ) -> tuple[Sample, ...]:
-        """Generate with one engine. Raises EngineError."""
+        """Generate with one engine; parameters as in `generate`. `growing`: called with the reported progress. Raises
+        EngineError; RequestReturned if the engine gives the request back."""
         owing = OutstandingWork(len(seeds), expect, self._usual)
         self._usual = owing.each
         seat = Affinity() if seat is None else seat
@@ -306,10 +312,8 @@ class Requests:
         return samples
 
     async def classify(self, version: Version, questions: Sequence[tuple[int, ...]], rid: str) -> tuple[float, ...]:
-        """Return the scores of a classifier that serves `version` for `questions`, with one request. Waits for an
-        engine.
-
-        Raises EngineError. An engine that does not respond is distrusted, and the caller retries the request.
+        """Return the score of each question (token IDs) from an engine of a classifier with the weights `version`.
+        Sends one request; waits for an engine. Raises EngineError; the caller retries the request.
         """
         owing = OutstandingWork(len(questions), None, self._usual)
         instance, connection = await self._seat(lambda: version, len(questions), owing.tokens, None)
@@ -327,8 +331,8 @@ class Requests:
         request: Coroutine[Any, Any, T],
         samples_of: Callable[[T], Sequence[Sample]],
     ) -> T:
-        """Await a `request` for `count` responses or scores that was assigned to an engine, then release its place.
-        Raises EngineError."""
+        """Await a request for `count` responses or scores that counts as work of this engine, then remove it from the
+        engine's work. Abort it at the engine if the caller is cancelled. Raises EngineError."""
         finished = False
         try:
             asked = self._await_answer(instance, connection, request)
@@ -356,8 +360,8 @@ class Requests:
         *,
         newer: bool,
     ) -> Callable[[int, Sample], None]:
-        """Return a callback that forwards progress of samples of `version` to `growing`. Any progress shows that the
-        engine is alive."""
+        """Return the callback for progress reports of a request: it records a sign of life and the remaining work, and
+        forwards samples that only `version` (with `newer`: or newer weights) generated to `growing`."""
 
         def tell(place: int, sample: Sample) -> None:
             connection.health = connection.health.answers(self._clock.monotonic())
@@ -370,7 +374,8 @@ class Requests:
         return tell
 
     async def _await_answer(self, instance: str, connection: EngineConnection, request: Coroutine[Any, Any, T]) -> T:
-        """Await `request`. Raises EngineUnreachable if the engine is left meanwhile."""
+        """Await `request`, and record what its result says about the engine's health. Raises EngineUnreachable if the
+        engine stops responding meanwhile."""
         task = asyncio.create_task(request, name=f"ask {instance}")
         task.add_done_callback(
             lambda ended: ended.cancelled() or ended.exception()
@@ -397,8 +402,9 @@ class Requests:
     async def _seat(
         self, wanted: Callable[[], Version], size: int, owed: float, last: str | None
     ) -> tuple[str, EngineConnection]:
-        """Choose an engine that serves the wanted version, and count a request of `size` there. The caller removes
-        it."""
+        """Wait for an engine with the `wanted` weights, and count a request of `size` responses with `owed` work there;
+        the caller removes it. `last`: the engine that is preferred. While the chosen engine is still loading the
+        weights, the request may move to another one."""
         held: tuple[str, EngineConnection] | None = None
         self._unseated += size
         try:
@@ -427,8 +433,9 @@ class Requests:
             self._unseated -= size
 
     def rebalance(self, rows: int) -> None:
-        """Return requests that wait while another engine has capacity (`controllers.inference.rules`). `rows`:
-        concurrent responses per engine. While a request is being moved, no other is taken."""
+        """Ask engines to return requests that wait there while another engine has capacity
+        (`controllers.inference.rules`). `rows`: concurrent responses per engine. Does nothing while an engine has not
+        returned an earlier one."""
         now = self._clock.monotonic()
         serving = {
             name: connection
@@ -451,6 +458,7 @@ class Requests:
                 self._abandon(serving[name], rid, request.count)
 
     def _loads(self, version: Version) -> list[RouteCandidate]:
+        """The engines that serve the weights `version` or are loading them, as candidates for a request."""
         return [
             RouteCandidate(instance, connection.owed, connection.view.version == version)
             for instance, connection in self._connections.items()
@@ -458,7 +466,7 @@ class Requests:
         ]
 
     def _abandon(self, connection: EngineConnection, rid: str, count: int) -> None:
-        """The caller has cancelled: abort the request at the engine, in the background and best-effort."""
+        """Abort a request at the engine, in the background; errors are ignored."""
 
         async def abort() -> None:
             try:
@@ -471,7 +479,7 @@ class Requests:
         task.add_done_callback(self._aborts.discard)
 
     def distrust(self, instance: str) -> None:
-        """Forget the known state of the engine. It is queried and updated before it is used again."""
+        """Forget which weights an engine has. It is asked, and updated if necessary, before it is used again."""
         if instance in self._connections:
             self._connections[instance].distrust()
             self._changes.notify()
@@ -485,7 +493,8 @@ def _queue(instance: str, connection: EngineConnection) -> EngineQueue:
 def _grown(
     responses: PartialResponses, ended: Callable[[int, Sample], None] | None, place: int, sample: Sample
 ) -> None:
-    """Record progress of the response at this place of the request; ignore reports after its end."""
+    """Record a progress report of the response at `place` of the present request, and call `ended` if it is finished.
+    Reports after its end are ignored."""
     if responses.has_ended(place):
         return
     number, whole = responses.grow(place, sample)
@@ -494,6 +503,7 @@ def _grown(
 
 
 def _others(samples: Sequence[Sample], version: Version, *, newer: bool) -> set[Version]:
-    """Return the other versions that generated tokens of `samples`. `newer`: newer versions are allowed."""
+    """Return the weight versions other than `version` that generated tokens of `samples`. `newer`: newer ones are
+    allowed and not returned."""
     made = {span.version for sample in samples for span in sample.spans}
     return {one for one in made if one < version or (one != version and not newer)}

@@ -1,22 +1,23 @@
-"""Rules for engines: routing of requests, outstanding work, moving requests to another engine, and health.
+"""Rules for engines: which engine gets a request, how outstanding work is counted, when requests move to another
+engine, and when an engine counts as unhealthy.
 
-Health is determined by responses, not by whether a process lives. Any response is a sign of life, also one to a probe
-(`probe_s` after the last one). An engine that owes responses and gives no sign for `silent_s` is silent: its requests
-go to other engines, and it is used again once it responds. An engine that was silent for `watchdog_s` in total is hung
-and is ended; not earlier, because loading a model again may take minutes. An engine that gives signs, but of which two
-requests in a row timed out without a response in between, is hung too. An engine that owes nothing is not probed.
+Health follows from responses, not from whether the process is alive. Any response is a sign of life, also one to a
+probe. An engine with outstanding requests is probed when there was no sign of life for `probe_s`. It is silent if there
+was none for `silent_s`: its requests go to other engines, and it is used again once it responds. It is hung if there
+was none for `watchdog_s`, and is ended; not earlier, because loading a model again may take minutes. An engine that
+responds to probes is hung too if two requests in a row time out without a response in between. An engine without
+outstanding requests is not probed.
 
-Outstanding work is counted in responses, or in the tokens expected of them (`rollout.balance`), in units of one
-request, so that both kinds can be added. It decreases as responses grow and finish. If an engine reports no progress,
-all of a request is outstanding until it responds.
+Outstanding work is counted in responses, or in their expected tokens (`rollout.balance`). It decreases as responses
+grow and finish. If an engine reports no progress, a request counts in full until it is answered.
 
-Routing: to the engine with the least outstanding work, among those that serve the wanted weights or are being updated
-to them. Otherwise the first engine to be ready in a step would get the whole step. A request at an engine that is still
-being updated moves to a serving engine as soon as that is no busier.
+Routing: a request goes to the engine with the least outstanding work, among those that serve the wanted weights or are
+loading them. If only serving engines were candidates, the first one to be ready in a step would get all requests. A
+request that waits for an engine to load its weights moves to a serving engine as soon as that is no busier.
 
 Rebalancing: an engine that wakes, starts or is lent later gets the newest requests of other engines, with their tokens,
-which it prefills again. This is worth it for waiting requests, or if an engine is so much busier that each token
-arrives sooner elsewhere. No engine gives requests to one that is as busy.
+which it prefills again. A request is moved if it waits in a queue, or if its engine is so much busier that each token
+arrives sooner on the other. It never moves to an engine that would then be as busy.
 """
 
 from __future__ import annotations
@@ -30,15 +31,17 @@ from gcore.types import Sample, Version
 
 @dataclass(frozen=True, slots=True)
 class LengthExpectation:
-    """Expectation for responses to a prompt. `left`: remaining tokens, from the lengths of finished responses and the
-    tokens of the others. `weighs`: whether engines are weighed by it, or it is only reported."""
+    """Predicts the length of the responses to a prompt. `left`: returns their remaining tokens together; arguments: the
+    lengths of the finished responses, and the tokens so far of the others. `weighs`: whether engines are chosen by it;
+    if not, it is only reported."""
 
     left: Callable[[Sequence[int], Sequence[int]], float]
     weighs: bool = True
 
 
 class OutstandingWork:
-    """The outstanding work of one request of `count` responses. Mutable."""
+    """The outstanding work of one request for `count` responses: expected tokens if `expect` weighs, else `usual` per
+    response. Mutable."""
 
     def __init__(self, count: int, expect: LengthExpectation | None, usual: float) -> None:
         self._expect = expect
@@ -46,12 +49,13 @@ class OutstandingWork:
         self._growing = dict.fromkeys(range(count), 0)
         self._finished: list[int] = []
         self.tokens = self._now() if self._weighs else usual * count
-        """Expected tokens; or responses, each counting 1."""
+        """The present outstanding work."""
         self.each = self.tokens / count if count and self.tokens > 0 else usual
-        """Initial work of one response."""
+        """The work of one response at the beginning."""
 
     def hears(self, place: int, sample: Sample) -> float:
-        """Record reported progress of one response. Return the change of the outstanding work."""
+        """Record the reported progress of the response at index `place`. Return by how much the outstanding work
+        changed."""
         if self._expect is None or place not in self._growing:
             return 0.0
         self._growing[place] = len(sample.token_ids)
@@ -63,7 +67,8 @@ class OutstandingWork:
         return self.tokens - before
 
     def foreseen(self) -> tuple[float, int]:
-        """Expected remaining tokens, and the number of responses with an expectation."""
+        """Return the predicted remaining tokens of the unfinished responses, and their number; zeros without a
+        prediction."""
         return (self._now(), len(self._growing)) if self._expect is not None else (0.0, 0)
 
     def _now(self) -> float:
@@ -72,36 +77,38 @@ class OutstandingWork:
 
 
 PROBES = 3
-"""Number of probes within the time after which an engine is silent."""
+"""Number of probes that are sent before an engine without a sign of life counts as silent."""
 
 SILENT_PROBE_S = 1.0
 """Seconds between two probes of a silent engine."""
 
 LEFT_S = 30.0
-"""Seconds after which an engine between awake and asleep counts as abandoned: its controller died during the change."""
+"""An engine that is neither awake nor asleep for this long is ended: the controller that was changing it has died."""
 
 WHOLE_TIME = 0.9
-"""Share of the timeout from which a failed request counts as timed out. If it failed sooner, the engine refused it or
-died."""
+"""A request that failed after at least this share of its timeout counts as timed out. If it failed sooner, the engine
+refused it or died."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthLimits:
-    """Timeouts in seconds."""
+    """Timeouts by which the health of engines is judged, in seconds."""
 
     silent_s: float = 30.0
+    """Time without a sign of life after which a busy engine is silent."""
     watchdog_s: float = 120.0
+    """Time without a sign of life after which an engine is hung."""
     request_s: float = 120.0
     """Maximum wait for the response to one request."""
 
     @property
     def probe_s(self) -> float:
-        """Seconds between two probes, and maximum wait for the response to one."""
+        """Seconds between two probes of a busy engine, and maximum wait for the response to a probe."""
         return self.silent_s / PROBES
 
 
 class HealthState(Enum):
-    """Health of an engine."""
+    """Health of an engine: responding; not responding, and avoided; to be ended."""
 
     WELL = "well"
     SILENT = "silent"
@@ -110,11 +117,12 @@ class HealthState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """Observations of one engine; monotonic seconds.
+    """What was observed of one engine. Immutable: each method returns the new observations. Times in monotonic seconds.
 
-    `sign`: its last response, or the start of its present work. `silent`: since when it counts as silent. `ran_out`:
-    first timeout of a request since its last response. `stuck`: a request that started later timed out too. `unknown`:
-    since when it is unknown whether the engine has its memory. `lost`: this lasted for `LEFT_S`.
+    `sign`: time of its last response, or of the start of its present work. `silent`: whether it counts as silent.
+    `ran_out`: time of the first timeout of a request since its last response. `stuck`: a request that started after
+    that timed out too. `unknown`: since when it is unknown whether the engine has its memory. `lost`: this lasted for
+    `LEFT_S`.
     """
 
     sign: float
@@ -125,25 +133,26 @@ class EngineHealth:
     lost: bool = False
 
     def loses_memory(self, now: float) -> EngineHealth:
-        """The engine was found between awake and asleep. Another controller may be changing it; after `LEFT_S` it
-        counts as abandoned."""
+        """Record that the engine was found neither awake nor asleep. Another controller may be changing it; after
+        `LEFT_S` it counts as abandoned."""
         since = now if self.unknown is None else self.unknown
         return replace(self, unknown=since, lost=self.lost or now - since >= LEFT_S)
 
     def begins(self, now: float) -> EngineHealth:
-        """It gets work after it had none. For a silent engine this is not a sign of life."""
+        """Record that the engine gets work after it had none. The time without work does not count as silence."""
         return self if self.silent else replace(self, sign=now)
 
     def answers(self, now: float) -> EngineHealth:
-        """It has responded, but not with generated tokens."""
+        """Record a sign of life other than the answer to a request for responses."""
         return replace(self, sign=now, silent=False)
 
     def responds(self, now: float) -> EngineHealth:
-        """It has generated responses."""
+        """Record that the engine has answered a request for responses or scores; this clears all earlier
+        observations."""
         return EngineHealth(now)
 
     def fails(self, patience: HealthLimits, begun: float, now: float) -> EngineHealth:
-        """A request for responses that started at `begun` has failed."""
+        """Record that a request for responses, started at `begun`, has failed. It matters only if it timed out."""
         if now - begun < WHOLE_TIME * patience.request_s:
             return self
         if self.ran_out is None:
@@ -151,28 +160,30 @@ class EngineHealth:
         return replace(self, stuck=self.stuck or begun >= self.ran_out)
 
     def in_vain(self, asked: float) -> EngineHealth:
-        """A request at `asked` that was not for responses was not answered: until the engine responds, it owes
-        something."""
+        """Record that another request (such as a weight sync), sent at `asked`, was not answered: the engine is silent
+        until it responds."""
         return self if self.silent else replace(self, sign=max(self.sign, asked), silent=True)
 
     def look(self, patience: HealthLimits, now: float, *, busy: bool) -> EngineHealth:
-        """Return the updated health: silent if that is detected now. `busy`: whether it has requests for responses."""
+        """Check for silence at the time `now`. `busy`: whether the engine has requests for responses."""
         return replace(self, silent=True) if busy and now - self.sign >= patience.silent_s else self
 
     def wants_probe(self, patience: HealthLimits, now: float, probed: float, *, busy: bool) -> bool:
-        """Whether a probe is due. `probed`: time of the last one."""
+        """Whether a probe should be sent now. `probed`: time of the last one. `busy`: whether the engine has
+        requests."""
         if self.silent:
             return now - probed >= min(SILENT_PROBE_S, patience.probe_s)
         return busy and now - max(self.sign, probed) >= patience.probe_s
 
     def verdict(self, patience: HealthLimits, now: float) -> HealthState:
-        """Return its health at `now`."""
+        """Return the engine's health at the time `now`."""
         if self.stuck or self.lost or (self.silent and now - self.sign >= patience.watchdog_s):
             return HealthState.HUNG
         return HealthState.SILENT if self.silent else HealthState.WELL
 
     def why(self, patience: HealthLimits, now: float) -> str:
-        """Explain what is wrong with it. Empty for an engine that may just have died, which other observers report."""
+        """Return what is wrong with the engine, as the end of a sentence; empty if nothing is, or if it may just have
+        died, which is reported elsewhere."""
         if self.stuck:
             return f"responds, but two requests in a row timed out after {patience.request_s:g} s; the node ends it and starts another"
         if self.lost:
@@ -185,18 +196,18 @@ class EngineHealth:
 
 
 CROWDED, TIMES = 0.25, 2
-"""An engine that runs at least this share of its capacity gives running requests away, while it keeps this many times
-the requests of the other."""
+"""An engine gives running requests away if it has at least `CROWDED` of its capacity, and afterwards still has at least
+`TIMES` as many as the other."""
 
 FILLED = 2
-"""An engine with capacity gets up to this many times what it runs at once, if others have that much more, because
+"""An engine with capacity gets requests until it has this many times its capacity, if others have even more, because
 rebalancing runs only now and then."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineQueue:
-    """Queue of an engine. `busy`: outstanding responses. `requests`: those that may be taken back, by name and
-    responses, oldest first."""
+    """Requests of an engine. `busy`: unfinished responses. `requests`: those that may be moved, as (name, number of
+    unfinished responses), oldest first."""
 
     instance: str
     busy: int
@@ -204,8 +215,8 @@ class EngineQueue:
 
 
 def requests_to_move(queues: Sequence[EngineQueue], rows: int) -> list[tuple[str, str]]:
-    """Choose requests to move between engines that serve the same version: (engine, request), in order. `rows`:
-    concurrent responses per engine."""
+    """Choose the requests that engines with the same weights should return, so that less busy engines continue them.
+    Return (engine, request) pairs. `rows`: concurrent responses per engine."""
     busy = {queue.instance: queue.busy for queue in queues}
     left = {queue.instance: list(queue.requests) for queue in queues}
     found: list[tuple[str, str]] = []
@@ -223,7 +234,7 @@ def requests_to_move(queues: Sequence[EngineQueue], rows: int) -> list[tuple[str
 
 
 def _giver(busy: dict[str, int], left: dict[str, list[tuple[str, int]]], taker: str, rows: int) -> str | None:
-    """Return the busiest engine whose newest request is worth moving."""
+    """Return the busiest engine whose newest request should move to `taker`; None if there is none."""
     for name in sorted(left, key=lambda name: (-busy[name], name)):
         if not left[name]:
             continue
@@ -238,8 +249,8 @@ def _giver(busy: dict[str, int], left: dict[str, list[tuple[str, int]]], taker: 
 
 @dataclass(frozen=True, slots=True)
 class VersionFollower:
-    """How a request survives weight updates: it starts with the version `wanted` at that time, and calls `began` with
-    it."""
+    """Rule by which a request continues across weight syncs. `wanted`: returns the version that an engine must serve to
+    start the request. `began`: called with the version that starts it."""
 
     wanted: Callable[[], Version]
     began: Callable[[Version], None]
@@ -247,29 +258,29 @@ class VersionFollower:
 
 @dataclass(slots=True)
 class Affinity:
-    """Engine of a multi-turn response. The next turn goes to the engine of the last one, which has the preceding tokens
-    in its cache, as long as that engine serves."""
+    """The engine of the last turn of a multi-turn response (mutable). The next turn goes there if that engine serves,
+    because it has the preceding tokens in its KV cache."""
 
     instance: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RouteCandidate:
-    """An engine as seen by a request. `owed`: its outstanding work, including waiting requests."""
+    """An engine that could get a request. `owed`: its outstanding work, including waiting requests."""
 
     instance: str
     owed: float
     serving: bool
-    """Whether it serves the version; otherwise it is being updated to it."""
+    """Whether it serves the wanted weights; if not, it is loading them."""
 
 
 def choose_engine(
     loads: Sequence[RouteCandidate], size: float, held: str | None = None, last: str | None = None
 ) -> str | None:
-    """Choose the engine for a request of `size`; None if there is none.
+    """Choose the engine for a request with `size` outstanding work; None if there is none.
 
-    `held`: the engine where the request already waits and is counted. `last`: the engine of the previous turn,
-    preferred however busy it is.
+    `held`: the engine for which the request already waits, and whose work includes it. `last`: the engine of the
+    previous turn, which is preferred however busy it is.
     """
     by_name = {load.instance: load for load in loads}
     if last is not None and last in by_name and by_name[last].serving:
