@@ -1,23 +1,30 @@
-"""Attribution of time: how the time of each worker and each vacant place counts, and why a worker was idle.
+"""Attribution of time: in which state the time of each worker, and of each slot without a serving worker, counts; and
+why a worker was idle.
 
 Engines and ranks report seconds that they measured. Only this controller knows the cause of idle time, so each report
 is combined with what the job was waiting for in that interval. Causes of idleness, exactly one at a time:
 
-    waiting_weights  the engine does not serve head's version; for ranks and judges: no engine of this controller does
-    barrier          the step's batch is closed, or complete and about to be closed: nothing may start before the commit
-    back_pressure    prompts are due, and admission delays them: `rollout.concurrency` groups are in flight, a judge has its maximum of
-                     requests, or the batch is closed and the next one would be too old (`rollout.staleness`)
-    tail             everything due here was started; others have the last responses or verdicts
-    no_work          prompts are due that were not started yet; also before the first step, after the last one, and, for a controller without
-                     prompts of its own, while the batch is open
+    waiting_weights  the engine does not serve the newest weights; for ranks and judges: no engine of this controller
+                     does
+    barrier          the step's batch is sealed, or complete and about to be sealed: nothing may start before the commit
+    back_pressure    prompts are due, but held back: `rollout.concurrency` groups are in flight, a judge has its maximum
+                     of requests, or the batch is sealed and prompts of the next one would be too old
+                     (`rollout.staleness`)
+    tail             all due prompts of this controller were started; other engines have the last responses or verdicts
+    no_work          due prompts were not started yet; also before the first step, after the last one, and, for a
+                     controller without prompts of its own, while the batch is not sealed
 
-An engine that the plan puts to sleep is `switching` from that moment, and claims no time once it sleeps. An engine that
-is to wake is `switching` until it is awake. So is an engine that makes room for the rank on its slot, and the rank
-until it has its memory. A rank that stages weights is `syncing`. A place of the plan whose worker does not serve is
-`switching` while the worker loads, and `failed` after it has failed or disappeared. A worker without a place is
-`switching` until it has ended. A slot without a place in the plan, or whose places all sleep, is `unallocated`, even if
-it serves another job. If an engine over several slots sleeps because it is a rank's turn on one of them, the others are
-idle.
+States while workers change:
+
+- An engine that the plan puts to sleep is `switching` until it sleeps, and claims no time afterwards. An engine that is
+  to wake is `switching` until it is awake.
+- The same holds for an engine that makes room for the train rank on its slot, and for the rank until it has loaded its
+  state. A rank that writes weights for weight sync is `syncing`.
+- If the worker of a place in the plan does not serve, the slot is `switching` while the worker loads, and `failed`
+  after it has failed or disappeared. A worker that the plan no longer includes is `switching` until it has ended.
+- A slot without a place in the plan, or on which only sleeping engines are planned, is `unallocated`, even if it serves
+  another job.
+- If an engine over several slots sleeps because a rank uses one of them, the other slots are idle.
 """
 
 from __future__ import annotations
@@ -57,7 +64,7 @@ MOVING: Mapping[str, State] = {
     SAVING: SYNCING,
     "failed": FAILED,
 }
-"""Phases of a rank that are neither waiting nor work on a step."""
+"""State for each phase of a rank that is neither waiting nor work on a step."""
 
 WaitCause = Literal["wait_for_weights_s", "tail_s"]
 
@@ -66,11 +73,12 @@ WAIT_CAUSES: Mapping[IdleCause, WaitCause] = {
     "waiting_weights": "wait_for_weights_s",
     "tail": "tail_s",
 }
-"""Statistic of each cause; the other causes do not delay a step by themselves."""
+"""Statistic in a step's log entry to which idle time with each cause is added. The other causes do not delay a step by
+themselves."""
 
 
 def find_idle_cause(view: JobView, *, held_back: bool) -> IdleCause:
-    """Return the cause that keeps idle workers of this controller idle now. `held_back`: whether a judge's limit delays
+    """Return why idle workers of this controller are idle now. `held_back`: whether the request limit of a judge delays
     prompts."""
     mirror = view.mirror
     if mirror.head is None or not mirror.is_running or view.is_over:
@@ -88,7 +96,7 @@ def find_idle_cause(view: JobView, *, held_back: bool) -> IdleCause:
 
 
 def _all_begun(view: JobView) -> bool | None:
-    """Whether this controller has started everything due of its shards; None: it has no shards."""
+    """Whether this controller has started all due prompts of its shards; None: it has no shards."""
     mine = set(view.mirror.assign.record.shards_of(view.me)) if view.mirror.assign is not None else set()
     if not mine:
         return None
@@ -99,8 +107,8 @@ def _all_begun(view: JobView) -> bool | None:
 
 
 def step_phase(view: JobView, cause: IdleCause) -> str:
-    """Return the phase of the step for the trace, as named in log entries: start, collect, exchange, train or
-    publish."""
+    """Return the phase that the step is in, for the trace: `collect` (generate), `exchange` (send to ranks), `train` or
+    `publish` (weight sync). The names are those of log entries. `cause`: why idle workers are idle."""
     seal = view.seal if view.mirror.head is not None else None
     if seal is None or seal.collects:
         return "publish" if worker_idle_cause(view, cause, "train", "") == "waiting_weights" else "collect"
@@ -108,7 +116,8 @@ def step_phase(view: JobView, cause: IdleCause) -> str:
 
 
 def worker_idle_cause(view: JobView, cause: IdleCause, pool: Pool, instance: str) -> IdleCause:
-    """Return why a worker of `pool` would be idle: possibly its own weights. `cause`: of all idle workers."""
+    """Return why a worker of `pool` is idle, if it is. `cause`: the general cause (`find_idle_cause`), unless missing
+    weights are the cause for this worker."""
     served = view.engines
     if pool == "rollout":
         engine = served.get(instance)
@@ -123,7 +132,8 @@ def worker_idle_cause(view: JobView, cause: IdleCause, pool: Pool, instance: str
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """States in which a worker's idle and sleeping time counts now. None: it does not claim that time of its slot."""
+    """In which state a worker's idle time and its sleeping time count at present. None: the worker does not claim that
+    time of its slot."""
 
     idle: State | None
     asleep: State | None = None
@@ -137,7 +147,8 @@ def own_workers(view: JobView) -> dict[str, WorkerRecord]:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A serving worker, its place in the plan, and the role that takes turns with it on its slot."""
+    """A serving worker, its place in the plan (None: a rank, or not in the plan), and the role of another worker that
+    shares its slot over time (`none` if there is no other)."""
 
     worker: WorkerRecord
     place: EnginePlace | None
@@ -145,7 +156,8 @@ class _Placed:
 
 
 def make_attributions(view: JobView, workers: Mapping[str, WorkerRecord], cause: IdleCause) -> dict[str, Attribution]:
-    """Return the attribution of each of these workers that serves, by instance."""
+    """Return how idle and sleeping time counts for each serving worker, by instance. `cause`: general cause of
+    idleness."""
     placed = view.remembered.get("placed", (workers, view.mirror.plan), lambda: dict(_placed(view, workers)))
     turn = engines_asleep_for_ranks(view)
     return {
@@ -179,8 +191,9 @@ def _of_rank(
     turn: frozenset[str],
     cause: IdleCause,
 ) -> Attribution:
-    """Return the attribution of a rank. Without its memory it claims nothing while an engine has its turn, until
-    engines are to make room for the rank."""
+    """Return the attribution of a train rank. While its state is not in device memory and an engine uses the slot, it
+    claims nothing. When the engine has to make room, the slot is `switching`. `turn`: engines that must sleep for
+    ranks."""
     known = view.ranks.get(worker.rank) if worker.rank is not None else None
     if known is None or not known.released or not _shares(view, worker.slot):
         return Attribution(idle("train", worker_idle_cause(view, cause, "train", instance)))
@@ -197,8 +210,8 @@ def _shares(view: JobView, slot: str) -> bool:
 
 
 def _of_engine(view: JobView, instance: str, one: _Placed, turn: frozenset[str], cause: IdleCause) -> Attribution:
-    """Return the attribution of an engine. An engine without totals (SGLang) reports idle time while it sleeps; this
-    controller knows that it does."""
+    """Return the attribution of an engine. `turn`: engines that must sleep for ranks. SGLang reports idle time while it
+    sleeps, so whether an engine sleeps is taken from the view."""
     pool, place = one.worker.role, one.place
     known = view.engines.get(instance) or view.judges.get(instance)
     sleeps = known is not None and known.asleep
@@ -214,11 +227,12 @@ def _of_engine(view: JobView, instance: str, one: _Placed, turn: frozenset[str],
 
 
 def engine_reports(instance: str, pool: Pool, passed: EngineTime, over: Timeline[Attribution]) -> Iterator[TimeReport]:
-    """Yield an engine's time between two readings, one report for each interval with the same attribution.
+    """Yield the time of an engine between two readings of its totals, as one report for each interval with the same
+    attribution. `passed`: its measured seconds. `over`: its attribution over time.
 
-    An engine that is to sleep does not claim the time after that moment, and the engine that wakes in its place not the
-    time before. Their readings are at different times: one report over the whole interval would claim too much of one
-    part and too little of another.
+    When one engine falls asleep and another wakes on the slot, each claims only its part of the time. They are read at
+    different times, so a single report over the whole interval would claim too much of one part and too little of the
+    other.
     """
     length = passed.end - passed.begin
     for meaning, begin, end in _stretches(over, passed.begin, passed.end):
@@ -231,7 +245,7 @@ def engine_reports(instance: str, pool: Pool, passed: EngineTime, over: Timeline
 
 
 def _stretches(over: Timeline[Attribution], begin: float, end: float) -> Iterator[tuple[Attribution, float, float]]:
-    """Yield the attributions between two moments, with the begin and end of each."""
+    """Yield the attributions between `begin` and `end`, each with the begin and end of its interval."""
     at = begin
     for meaning, held in over.between(begin, end):
         until = min(at + held, end)
@@ -241,15 +255,15 @@ def _stretches(over: Timeline[Attribution], begin: float, end: float) -> Iterato
 
 
 class RankReports:
-    """Turns a rank's totals by phase into time reports. Mutable.
+    """Turns the messages of a train rank (total seconds by phase) into time reports. Mutable.
 
-    A rank reports each change of its phase at once, so between two messages it is assumed to be in the last reported
-    phase. Time that was reported ahead of a message is subtracted from the next one.
+    A rank sends a message at each change of its phase, so between two messages it is assumed to be in the last reported
+    phase. Time that was reported on this assumption is subtracted when the next message arrives.
     """
 
     def __init__(self, instance: str, kept: WorkerTotals | None = None, since: float | None = None) -> None:
-        """`kept`: the rank's totals when the controller's previous incarnation ended, at `since`; None: there was none.
-        For a rank that began after that, the first message has all its time."""
+        """`kept`: the rank's totals when an earlier run of the controller ended, so that its time since then is
+        reported. `since`: when that run ended; all time of a rank that started later is reported."""
         self.instance = instance
         self._kept = kept
         self._since = since
@@ -257,17 +271,18 @@ class RankReports:
         self._phases: Mapping[str, float] = {}
         self._phase = WAITING
         self._claimed = 0.0
-        """Until when its time is reported."""
+        """Time up to which the rank's time is reported."""
         self._ahead: dict[str, float] = {}
-        """Seconds by phase that were reported ahead of its next message."""
+        """Seconds by phase that were reported by assumption since its last message."""
 
     @property
     def totals(self) -> tuple[float, Mapping[str, float]] | None:
-        """Its newest message: time, and seconds by phase."""
+        """The rank's newest message: time, and total seconds by phase; None: there was none."""
         return None if self._at is None else (self._at, self._phases)
 
     def receive(self, rank: RankView, over: Timeline[Attribution]) -> tuple[TimeReport, ...]:
-        """Process its newest message. Return its time since the previous one, except what was already reported."""
+        """Process the rank's newest message. Return reports of its time since the previous message, except for what was
+        already reported by assumption. `over`: its attribution over time."""
         if rank.clock is None or (self._at is not None and rank.clock <= self._at):
             return ()
         reports: tuple[TimeReport, ...] = ()
@@ -285,7 +300,7 @@ class RankReports:
         return reports
 
     def extend(self, until: float, over: Timeline[Attribution]) -> tuple[TimeReport, ...]:
-        """Report that it was in the phase of its last message until then."""
+        """Report by assumption that the rank has been in the phase of its last message until `until`."""
         if self._at is None or until <= self._claimed:
             return ()
         passed = until - self._claimed
@@ -295,7 +310,7 @@ class RankReports:
         return reports
 
     def _reports(self, until: float, phases: Mapping[str, float], over: Timeline[Attribution]) -> Iterator[TimeReport]:
-        """Yield one report for each part with the same attribution, as for an engine."""
+        """Yield one report for each interval with the same attribution, as `engine_reports` does."""
         length, total = until - self._claimed, sum(phases.values())
         if length <= 0 or total <= 0:
             return
@@ -311,17 +326,18 @@ class RankReports:
 
 
 class VacantPlaces:
-    """States over time of slots without a serving worker that could report. Mutable."""
+    """Keeps the states over time of slots that have no serving worker which could report them. Mutable."""
 
     def __init__(self) -> None:
         self._lines: dict[tuple[str, str], Timeline[State | None]] = {}
         self._served: set[str] = set()
-        """Places that had a serving worker."""
+        """Names of places of the plan that have had a serving worker."""
 
     def update(
         self, view: JobView, here: Mapping[str, WorkerRecord], now: float, left: Collection[tuple[str, Pool]] = ()
     ) -> None:
-        """Set the states from now on. `here`: the job's workers on this node. `left`: see `slots_left_by_ranks`."""
+        """Set the states from `now` on. `here`: the job's workers on this node. `left`: idle slots of engines that
+        sleep for a rank (`slots_left_by_ranks`)."""
         self._served |= {worker_place(worker) for worker in here.values() if worker.state == "serving"}
         found = vacant_states(view, here, frozenset(self._served))
         found |= {(slot, f"turn of {pool}"): idle(pool, "barrier") for slot, pool in left}
@@ -334,11 +350,12 @@ class VacantPlaces:
 
     @property
     def slots(self) -> frozenset[str]:
-        """Slots with a known state."""
+        """Slots with a known state at some time."""
         return frozenset(slot for slot, _ in self._lines)
 
     def reports(self, settled: Mapping[str, float], until: float) -> Iterator[tuple[str, TimeReport]]:
-        """Yield the states until then, by slot. `settled`: begin by slot."""
+        """Yield (slot, report) for the states up to `until`. `settled`: for each slot, the time up to which it is
+        accounted for already."""
         for (slot, place), line in list(self._lines.items()):
             begin = settled[slot]
             for state, seconds in line.between(begin, until):
@@ -353,8 +370,8 @@ class VacantPlaces:
 def slots_left_by_ranks(
     view: JobView, here: Mapping[str, WorkerRecord], turn: Collection[str]
 ) -> frozenset[tuple[str, Pool]]:
-    """Return the slots without a rank, with their pool, of engines that sleep because it is a rank's turn on another of
-    their slots. `turn`: engines that are to sleep for ranks."""
+    """Return (slot, pool) of the idle slots of engines that span several slots and sleep because a train rank uses
+    another one of them. `turn`: engines that must sleep for ranks."""
     wide = [here[name] for name in turn if name in here and here[name].further]
     if not wide or view.mirror.plan is None:
         return frozenset()
@@ -367,10 +384,10 @@ def slots_left_by_ranks(
 def vacant_states(
     view: JobView, workers: Mapping[str, WorkerRecord], served: frozenset[str]
 ) -> dict[tuple[str, str], State]:
-    """Return, by slot and place, the state of the slot where no serving worker reports it. `served`: places that had a
-    serving worker.
+    """Return the states of slots that no serving worker reports, by slot and name of the place in the plan. `served`:
+    places that have had a serving worker.
 
-    Includes slots without a place in the plan, and slots whose places all sleep, under the place "".
+    Slots without a place in the plan, and those on which only sleeping engines are planned, have the place name "".
     """
     plan = view.mirror.plan.record if view.mirror.plan is not None else None
     found: dict[tuple[str, str], State] = {}
@@ -403,8 +420,8 @@ def vacant_states(
 
 
 def _places(view: JobView, workers: Mapping[str, WorkerRecord]) -> Iterator[tuple[str, str, Pool, list[WorkerRecord]]]:
-    """Yield the plan's places on this node for each of its slots: slot, name, pool, and the present workers of the
-    place."""
+    """Yield for each place of the plan on this node, and each of its slots: the slot, the name of the place, its pool,
+    and the workers that are present for it."""
     if view.mirror.plan is None or view.mirror.head is None:
         return
     plan = view.mirror.plan.record
@@ -423,7 +440,7 @@ def _places(view: JobView, workers: Mapping[str, WorkerRecord]) -> Iterator[tupl
 
 
 def worker_place(worker: WorkerRecord) -> str:
-    """Return the name of the place that a worker belongs to."""
+    """Return the name of the place in the plan that a worker belongs to."""
     if worker.role == "train":
         return _rank(worker.world or "", worker.rank or 0, worker.slot)
     return _engine(worker.judge, worker.slot)
@@ -439,13 +456,14 @@ def _rank(world: str, rank: int, slot: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class IdleEngines:
-    """Why engines are idle, by instance; None for a working engine."""
+    """Why each awake engine is idle, by instance; None: it works, or the cause does not delay the step."""
 
     causes: Mapping[str, WaitCause | None]
 
     @classmethod
     def of(cls, view: JobView, busy: Collection[str], cause: IdleCause) -> IdleEngines:
-        """Return the present state. `busy`: engines with outstanding requests. `cause`: of all idle workers."""
+        """Return the present state of this controller's engines. `busy`: those with outstanding requests. `cause`:
+        general cause of idleness."""
         awake = (name for name, engine in view.engines.items() if not engine.asleep)
         return cls(
             {
@@ -456,13 +474,13 @@ class IdleEngines:
 
 
 class StepWaits:
-    """Mean seconds that engines have waited in the present step. For the step's log entry, which is written before its
-    account is closed. Mutable.
+    """Measures how long engines have waited in the present step, on average, for the statistics in the step's log
+    entry, which is written before the step's account is closed. Mutable.
 
-    `wait_for_weights_s`: nothing may start (`barrier`), or an engine does not serve head's weights (`waiting_weights`):
-    training, transfer or weight sync delay the step. `tail_s`: everything due was started, and others have the last
-    responses. An engine counts while it has no request at all. `controllers.telemetry.step_stats` has the waits of
-    ranks.
+    `wait_for_weights_s`: seconds in which nothing might start (`barrier`) or the engine did not have the newest weights
+    (`waiting_weights`): training, transfer or weight sync delay the step. `tail_s`: seconds in which all due prompts
+    were started, and other engines had the last responses. An engine waits while it has no request at all. The waits of
+    ranks are in `controllers.telemetry.step_stats`.
     """
 
     def __init__(self) -> None:
@@ -470,17 +488,18 @@ class StepWaits:
         self._last: tuple[float, IdleEngines] | None = None
 
     def begin(self, now: float) -> None:
-        """Begin a step; the state of the engines is unchanged."""
+        """Begin a new step at `now`, with the engines in their present state."""
         self._seconds = {}
         self._last = (now, self._last[1]) if self._last is not None else None
 
     def note(self, idle: IdleEngines, now: float) -> None:
-        """Set what engines wait for from now on."""
+        """Set what engines wait for from `now` on."""
         self._add(now)
         self._last = (now, idle)
 
     def stats(self, now: float) -> dict[str, float]:
-        """Return the mean seconds by cause until now; empty if no engine is known."""
+        """Return the mean waiting seconds of an engine in the step so far, by statistic; empty if no engine is
+        known."""
         self._add(now)
         if self._last is None or not self._last[1].causes:
             return {}

@@ -1,12 +1,12 @@
-"""Read the engines of this node, and write the account of each step.
+"""Read the time totals of this node's engines, and write the slot account of each step.
 
-Engines keep cumulative totals, so the time of a reading does not affect the amount of accounted time, only the
-precision of idle causes. Engines are read when a step ends and when the cause of idleness changes, for at most
-`READ_SHARE` of the time, and otherwise every `READ_S`.
+Engines keep cumulative totals, so it does not matter for the amount of accounted time when they are read, only for the
+precision of idle causes. They are read when a step ends, when the cause of idleness changes, and at least every
+`READ_S`, but readings take at most the share `READ_SHARE` of the time.
 
 An account is written to the node's record in the store (`placement/books/NODE`, under the controller's lease), to
-`books/NODE.jsonl` in the run folder, to the metrics, and to the usage of the job. A target that fails is skipped: the
-account is missing there, and nothing else is affected.
+`books/NODE.jsonl` in the run folder, to the metrics, and to the usage of the job. If one of these fails, the account is
+missing there, and nothing else is affected.
 """
 
 from __future__ import annotations
@@ -40,30 +40,32 @@ from gcore.types import Version
 log = logging.getLogger(__name__)
 
 READ_S = 1.0
-"""Seconds between two readings without a trigger."""
+"""Maximum seconds between two readings if nothing triggers one."""
 
 READ_SHARE = 0.01
-"""Maximum share of the time for readings. A reading at the end of a step does not wait for it."""
+"""Maximum share of the time that is spent on readings. A reading at the end of a step is done at once regardless."""
 
 LEAST_REST_S, LONGEST_REST_S = 0.05, 10.0
+"""Minimum and maximum pause after a reading."""
 
 TOGETHER = 32
-"""Number of engines that are read concurrently."""
+"""Maximum number of engines that are read concurrently."""
 
 ANSWER_S = 4.0
+"""Timeout of one reading."""
 
 BEGIN_S = 2.0
-"""Maximum seconds to read the node's last line, because the folder may hang."""
+"""Maximum seconds to read the last line of the node's file, because the folder may hang."""
 
 LONGEST_GAP_S = 600.0
-"""If the controller was absent for longer than this, the time since its last line is not accounted for."""
+"""If the controller was absent for longer than this, the time since the last line is not accounted for."""
 
 FINISH_S = 1.0
-"""Maximum seconds for the last step's account at the end of the job, because the folder may reject writes."""
+"""Maximum seconds for each part of the last step's account at the end, because the folder may hang."""
 
 
 class AccountCollector:
-    """Reads this node's engines of one job, and writes each step's account."""
+    """Reads this node's engines of one job, and writes the account of each step."""
 
     def __init__(
         self,
@@ -77,7 +79,8 @@ class AccountCollector:
         tell: Callable[[AccountLine], None] = lambda line: None,
         finished: Callable[[], None] = lambda: None,
     ) -> None:
-        """`tell`: called with each line. `finished`: called after the last reading. Neither may block."""
+        """`tell`: called with each line of the node's file. `finished`: called after the last reading. Neither may
+        block."""
         self._store = store
         self._keys = keys
         self._node = node
@@ -88,7 +91,8 @@ class AccountCollector:
         self._tell = tell
         self._finished = finished
         self.is_reading = False
-        """Whether the job's workers are being read. If they end before this does, their last seconds stay unbooked."""
+        """Whether workers must not be stopped yet, because their last totals have still to be read; else their last
+        seconds stay unbooked."""
         self._account: StepAccountBuilder | None = None
         self._run_dir = Path()
         self._clients: dict[str, tuple[str, Engine]] = {}
@@ -98,16 +102,17 @@ class AccountCollector:
         self._step_ended = False
         self._usage: UsageWriter | None = None
         self._writing: asyncio.Task[None] | None = None
-        """Writes closed steps. Not cancelled with the reading of engines; otherwise these steps would be lost."""
+        """Task that writes closed steps. It is not cancelled together with a reading, so that these steps are not
+        lost."""
 
     @property
     def stage(self) -> IdleCause:
-        """Why idle workers are idle, as of the last `look`."""
+        """Why idle workers are idle, as of the last call of `look`."""
         return self._cause or "no_work"
 
     async def begin(self, spec: JobSpec, run_dir: Path, head: Version | None, usage: UsageWriter | None = None) -> None:
-        """Account for time from now on, or continue from this node's last line unless it is older than `LONGEST_GAP_S`.
-        `head`: version of the job."""
+        """Begin to account for time: since the last line in this node's file, or from now on if that is older than
+        `LONGEST_GAP_S`. `head`: the newest committed version. `usage`: gets each closed step."""
         self._run_dir, self._usage = run_dir, usage
         before: AccountLine | None = None
         with contextlib.suppress(OSError, TimeoutError):
@@ -121,14 +126,15 @@ class AccountCollector:
             self._account = StepAccountBuilder(spec, now, wall, head=head, gap_s=gap, kept=before.kept)
 
     def head_moved(self, version: Version) -> None:
-        """Head has just moved to `version`."""
+        """Record that a commit or rollback has just moved head to `version`, so that a step has ended."""
         if self._account is not None:
             self._account.head_moved(version, self._clock.monotonic(), self._clock.wall())
             self._step_ended = True
             self._wanted.notify()
 
     def look(self, view: JobView, *, held_back: bool) -> None:
-        """Update the state of the job. `held_back`: whether a judge's limit delays prompts."""
+        """Update the state of the job from a new view. `held_back`: whether the request limit of a judge delays
+        prompts."""
         cause = find_idle_cause(view, held_back=held_back)
         if self._account is not None:
             self._account.update(view, cause, self._clock.monotonic())
@@ -137,7 +143,7 @@ class AccountCollector:
             self._wanted.notify()
 
     async def run(self) -> None:
-        """Read and write until cancelled; then call `finish`."""
+        """Read engines and write accounts until cancelled. Call `finish` afterwards."""
         self.is_reading = True
         while True:
             seen, self._step_ended = self._wanted.count, False
@@ -151,14 +157,15 @@ class AccountCollector:
                 await self._wanted.wait(READ_S)
 
     async def _rest(self, seconds: float) -> None:
-        """Wait for this time, or until a step has ended."""
+        """Wait for these seconds, or until a step has ended."""
         with contextlib.suppress(TimeoutError):
             async with limit_time(seconds):
                 while not self._step_ended:
                     await self._wanted.wait()
 
     async def finish(self) -> None:
-        """Close the last step as far as it can be read within `FINISH_S`; close connections."""
+        """Read the engines a last time, close and write the last step, each within `FINISH_S`, and close all
+        connections."""
         try:
             closing = asyncio.create_task(self._round(last=True), name=f"last books {self._keys.uid}")
             await self._in_time(closing)
@@ -179,11 +186,12 @@ class AccountCollector:
 
     @property
     def _is_behind(self) -> bool:
+        """Whether an ended step waits for readings to be closed."""
         return self._account is not None and self._account.is_behind
 
     async def _round(self, some: Collection[str] | None = None, *, last: bool = False) -> float:
-        """Read all engines, or only these, and write closed steps. Return the seconds of the reading. `last`: no round
-        follows."""
+        """Read all engines (or only `some`), and write the steps that can be closed. Return the seconds that the
+        reading took. `last`: no further reading follows."""
         if self._account is None:
             return 0.0
         began = self._clock.monotonic()
@@ -204,13 +212,14 @@ class AccountCollector:
         return took
 
     async def _write_all(self, closed: Collection[ClosedStep], before: asyncio.Task[None] | None) -> None:
-        """Write the steps in order, after `before`."""
+        """Write closed steps in order, after the task `before`, which writes earlier ones, has ended."""
         if before is not None and not before.done():
             await asyncio.gather(before, return_exceptions=True)
         for one in closed:
             await self._write(one)
 
     async def _aim(self, engines: Mapping[str, str]) -> None:
+        """Connect to these engines (address by instance), and close other connections."""
         for instance, (address, client) in list(self._clients.items()):
             if engines.get(instance) != address:
                 del self._clients[instance]
@@ -250,7 +259,7 @@ class AccountCollector:
 
 
 def count_step_seconds(metrics: Metrics, book: StepAccount) -> None:
-    """Add a step's seconds to the counters."""
+    """Add the seconds of a step, by pool, state and cause, to the metric `slot_seconds`."""
     for state, seconds in book.booked.items():
         kind, _, rest = state.partition(" ")
         before, _, after = rest.partition(">")

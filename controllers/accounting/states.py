@@ -1,16 +1,16 @@
 """Slot states, and the account of one slot.
 
-Workers report their own measurements of the time they spent in each state. A slot may have several workers that take
-turns, so their reports about the same time can conflict. Precedence resolves conflicts:
+Workers report how many seconds they spent in each state. A slot may have several workers that share it over time, so
+their reports about the same time can conflict. Precedence resolves conflicts:
 
     busy (train, rollout, reward) > syncing > switching > failed > idle (rollout, reward, train) > unallocated
 
 So while its rank computes, a slot counts as train, whatever engines on it do. If two workers report half of the same
 second each, both get their half. A slot is idle only if none of its workers did anything else.
 
-Invariant: booked + unbooked seconds equal elapsed seconds, exactly, in any order of reports. No state is defined as the
-remainder of the others: time without a report is `unbooked`. Time that a worker reports beyond its own elapsed time is
-cut off and counted as `overbooked`.
+Invariant: booked seconds (assigned to a state) plus unbooked seconds equal elapsed seconds exactly, in any order of
+reports. No state is defined as the remainder of the others: time without a report is `unbooked`. If a worker reports
+more seconds than have elapsed, the excess is cut off and counted as `overbooked`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ State = str
 SYNCING, FAILED, UNALLOCATED = "syncing", "failed", "unallocated"
 
 NOBODY = "none"
-"""In `switching`: the slot has no role."""
+"""In `switching`: the slot had, or will have, no role."""
 
 CAUSES: tuple[IdleCause, ...] = ("no_work", "tail", "barrier", "back_pressure", "waiting_weights")
 
 MOST_SPANS = 64
-"""Maximum number of spans of a slot in a step, for the trace. Beyond it, pairs are joined."""
+"""Maximum number of intervals of a slot in a step, for the trace. If there are more, pairs of neighbours are joined."""
 
 ALMOST = 1e-9
 """Tolerance for sums of floats, in seconds."""
@@ -51,29 +51,30 @@ _ORDER = (*_WORDS, "idle rollout", "idle reward", "idle train", UNALLOCATED)
 
 
 def busy(pool: Pool) -> State:
-    """Return the state of working for a pool."""
+    """Return the name of the state of a slot that works for a pool."""
     return f"busy {pool}"
 
 
 def idle(pool: Pool, cause: IdleCause) -> State:
-    """Return the state of having no work, with the cause."""
+    """Return the name of the state of a slot that belongs to a pool and has no work, for this cause."""
     return f"idle {pool} {cause}"
 
 
 def switching(before: str, after: str) -> State:
-    """Return the state of a slot that changes from one role to another. Either role may be NOBODY (no role)."""
+    """Return the name of the state of a slot that changes from one role to another. Either may be NOBODY (no role)."""
     return f"switching {before}>{after}"
 
 
 def precedence(state: State) -> int:
-    """Return the rank of a state in the order of precedence, 0 first. Raises ValueError for an unknown state."""
+    """Return the position of a state in the order of precedence; 0 wins. Raises ValueError for an unknown state."""
     kind = state.partition(" ")[0] if state.startswith("switching ") else " ".join(state.split(" ")[:2])
     return _ORDER.index(kind)
 
 
 @dataclass(frozen=True, slots=True)
 class TimeReport:
-    """Seconds by state that one worker claims between `begin` and `end`. Unclaimed time is sleep."""
+    """What one worker reports about the time between `begin` and `end`: seconds by state. It slept in the rest of the
+    time, and does not claim it."""
 
     worker: str
     begin: float
@@ -81,15 +82,16 @@ class TimeReport:
     seconds: Seconds
 
     def within(self, begin: float, end: float) -> dict[State, float]:
-        """Return the part between two moments, as if the states were spread evenly."""
+        """Return the seconds by state between two moments, as if each state were spread evenly over the report."""
         share = (min(end, self.end) - max(begin, self.begin)) / (self.end - self.begin)
         return {state: seconds * share for state, seconds in self.seconds.items()} if share > 0 else {}
 
 
 def settle_claims(length: float, claims: Sequence[Seconds]) -> dict[State, float]:
-    """Assign `length` seconds of a slot to states, from the claims of its workers. The sum is at most `length`.
+    """Assign `length` seconds of a slot to states, by precedence, from the claims of its workers (seconds by state).
+    The sum is at most `length`.
 
-    Claims of the same precedence are granted in the given order.
+    Claims of the same precedence are granted in the order of `claims`.
     """
     booked: dict[State, float] = {}
     ranked: list[dict[int, dict[State, float]]] = [{rank: {} for rank in range(len(_ORDER))} for _ in claims]
@@ -114,19 +116,19 @@ def settle_claims(length: float, claims: Sequence[Seconds]) -> dict[State, float
 
 
 def join_spans(one: Span, other: Span) -> Span:
-    """Join two consecutive spans."""
+    """Join two consecutive intervals of a slot into one."""
     return Span(one.begin, other.end, add_times(one.seconds, other.seconds))
 
 
 def add_times(one: Seconds, other: Seconds) -> dict[State, float]:
-    """Add seconds by state."""
+    """Return the sums of the seconds by state."""
     return {state: one.get(state, 0.0) + other.get(state, 0.0) for state in {**one, **other}}
 
 
 @dataclass(frozen=True, slots=True)
 class SlotTimes:
-    """A slot's time between two calls of `close`. `switches`: seconds of each role change that ended in it, by
-    "from>to"."""
+    """A slot's time in one step. `booked`: seconds by state. `spans`: intervals with their states, for the trace.
+    `switches`: seconds of each role change that ended in the step, by "FROM>TO"."""
 
     booked: Seconds = field(default_factory=dict)
     unbooked: float = 0.0
@@ -136,8 +138,8 @@ class SlotTimes:
 
 
 class SlotAccount:
-    """Accounts for one slot's time from `since` on. Reports may arrive late and in any order; settled time does not
-    change."""
+    """Account of one slot's time from `since` on. Reports may arrive late and in any order, until the time they are
+    about is settled (assigned to states)."""
 
     def __init__(self, since: float) -> None:
         self.settled_until = since
@@ -149,7 +151,7 @@ class SlotAccount:
         self._switches: dict[str, tuple[float, ...]] = {}
 
     def add(self, report: TimeReport) -> None:
-        """Add a worker's report. The part of it in settled time is too late and is dropped."""
+        """Add a worker's report. The part of it about time that is settled already is dropped."""
         length, claimed = report.end - report.begin, sum(report.seconds.values())
         if length <= 0 or report.end <= self.settled_until:
             return
@@ -160,7 +162,7 @@ class SlotAccount:
         self._reports.append(report)
 
     def settle(self, until: float) -> None:
-        """Assign the time until then, from the reports."""
+        """Assign the time up to `until` to states, from the reports so far."""
         if until <= self.settled_until:
             return
         inside = (edge for one in self._reports for edge in (one.begin, one.end) if self.settled_until < edge < until)
@@ -173,7 +175,7 @@ class SlotAccount:
         self.settled_until = until
 
     def close(self) -> SlotTimes:
-        """Close the account: return the time accounted for since the last call."""
+        """Return the time settled since the last call, and begin a new account."""
         times = SlotTimes(self._booked, self._unbooked, self._overbooked, tuple(self._spans), self._switches)
         self._booked, self._unbooked, self._overbooked, self._spans, self._switches = {}, 0.0, 0.0, [], {}
         return times
@@ -202,7 +204,7 @@ class SlotAccount:
 
 
 class Timeline(Generic[T]):
-    """A value over time. Can be queried for any interval. Mutable."""
+    """A value that changes over time, and can be read for any past interval. Mutable."""
 
     def __init__(self, value: T, since: float) -> None:
         self._marks = [(since, value)]
@@ -218,15 +220,15 @@ class Timeline(Generic[T]):
         return self._marks[-1][0]
 
     def set(self, value: T, at: float) -> bool:
-        """Set the value from then on. Return whether it changed."""
+        """Set the value from the time `at` on. Return whether it changed."""
         if value == self._marks[-1][1]:
             return False
         self._marks.append((max(at, self._marks[-1][0]), value))
         return True
 
     def between(self, begin: float, end: float) -> Iterator[tuple[T, float]]:
-        """Yield the values between two moments, with the seconds of each. The first value also covers the time before
-        it was set."""
+        """Yield the values between two moments, each with its seconds. The first known value also counts for the time
+        before it."""
         ends = [since for since, _ in self._marks[1:]] + [float("inf")]
         for number, ((since, value), until) in enumerate(zip(self._marks, ends, strict=True)):
             seconds = min(until, end) - max(since if number else float("-inf"), begin)
@@ -234,6 +236,6 @@ class Timeline(Generic[T]):
                 yield value, seconds
 
     def forget(self, before: float) -> None:
-        """Drop values that ended by then."""
+        """Drop values that were replaced before the time `before`."""
         while len(self._marks) > 1 and self._marks[1][0] <= before:
             del self._marks[0]

@@ -1,14 +1,14 @@
-"""The account of one job on one node: readings of engines and ranks in, closed steps out.
+"""The slot account of one job on one node: turns readings of engines and messages of ranks into the accounts of steps.
 
-A step's window begins when this node learned that head moved to the previous version, and ends when it learned of this
-version, on the node's own clock. A rollback ends a window like a commit. A step is closed when every responding engine
-was read after the window's end and ranks had `REPORT_DELAY_S` to report; after `PATIENCE_S` in any case, with missing
-time unbooked. An engine's time counts on each slot that it spans.
+The window of a step begins when this node learned of the previous commit, and ends when it learned of the commit of the
+step, by the node's own clock. A rollback ends a window like a commit. A step is closed (its account is final) when
+every responding engine was read after the end of the window and ranks had `REPORT_DELAY_S` to report. After
+`PATIENCE_S` it is closed in any case, and missing time is unbooked. An engine's time counts on each slot that it spans.
 
-An engine that does not respond for `UNREACHABLE_S` is `failed` from the first failed reading on. The time between its
-last reading and that moment stays unbooked. Time for which this controller was absent (`UnwatchedInterval`) is reported
-by the workers themselves if they still serve. A worker that was present before and is gone counts as failed for all of
-it.
+An engine that does not respond for `UNREACHABLE_S` counts as `failed` from the first failed reading on. The time
+between its last reading and that moment stays unbooked. Time in which this controller was absent (`UnwatchedInterval`)
+is reported by the workers themselves if they still serve. A worker that was there before and is gone counts as failed
+for all of it.
 """
 
 from __future__ import annotations
@@ -59,48 +59,50 @@ from placement.measurements import load_class
 COUNTED = ("tokens", "requests")
 
 REPORT_DELAY_S = 0.15
-"""Maximum delay of a rank's message about a phase change."""
+"""Maximum delay of a rank's message about a phase change, in seconds."""
 
 PATIENCE_S = 5.0
-"""How long a step waits for an engine that should have been read."""
+"""Seconds that an ended step waits for engines that have not been read yet."""
 
 UNREACHABLE_S = 1.5
-"""How long an engine counts as responding after a failed reading, because a connection may break once."""
+"""Seconds for which an engine still counts as responding after a failed reading, because a connection may break
+once."""
 
 SHORTEST_S = 1e-3
-"""A shorter window is not a step: several changes were received at once."""
+"""A window that is shorter (seconds) is not counted as a step: several commits were received at once."""
 
 
 class UnwatchedInterval:
-    """The time for which this controller was absent: from the last step that its previous incarnation closed until this
-    one began. Mutable.
+    """The time in which no controller watched this node: from the last step that an earlier run of the controller
+    closed until this run began. Collects what workers report about it. Mutable.
 
-    A worker that was present then and still serves reports its time itself; the step waits for it. A worker that was
-    present and does not report any more has failed: it is gone, was ending before it could be read, is of an earlier
-    train world, or does not respond. A slot without a worker then and now was `unallocated`, or has failed if the plan
-    has a place there.
+    A worker that was there before and still serves reports its time itself; the step waits for it. One that does not
+    report any more counts as failed: it is gone, was ending before it could be read, belongs to an earlier train world,
+    or does not respond. A slot that had no worker then and has none now was `unallocated`, or `failed` if the plan has
+    a place there.
 
-    The totals of a worker that started later include its start time; a rank's first message is waited for, too. Time
-    before a worker started, and time of workers without totals, stays unbooked. The interval is empty if `begin` and
-    `end` are equal.
+    A worker that started in the interval reports its time since its start; the step waits for the first message of such
+    a rank too. Time before a worker started, and time of workers without totals, stays unbooked. The interval is empty
+    if `begin` and `end` are equal.
     """
 
     def __init__(self, begin: float, end: float, kept: Mapping[str, WorkerTotals]) -> None:
-        """`kept`: totals of the workers that were present at its begin."""
+        """`kept`: totals at `begin` of the workers that were present then."""
         self._begin = begin
         self._end = end
         self._silent: dict[str, tuple[str, ...]] = {instance: (one.slot,) for instance, one in kept.items()}
         self._fresh: set[str] = set()
-        """Ranks that started since."""
+        """Ranks that started in the interval and have not reported yet."""
         self._is_seen = end <= begin
 
     @property
     def is_seen(self) -> bool:
-        """Whether `look` was called with the present workers."""
+        """Whether `look` was called, so that the present workers are known."""
         return self._is_seen
 
     def look(self, view: JobView, here: Mapping[str, WorkerRecord]) -> Iterator[tuple[str, TimeReport]]:
-        """Yield, by slot, what the present workers show. `here`: the job's workers on this node."""
+        """Compare the workers that were present before with the present ones. Yield (slot, report) for what this shows.
+        `here`: the job's workers on this node."""
         self._is_seen = True
         plan, node = view.mirror.plan, view.nodes.get(view.node)
         planned = set()
@@ -121,22 +123,22 @@ class UnwatchedInterval:
             yield from self.lost(instance)
 
     def waits(self, silent: Collection[str]) -> bool:
-        """Whether a worker may still report. `silent`: workers that do not respond."""
+        """Whether a worker may still report its time in the interval. `silent`: workers that do not respond."""
         return not self._is_seen or bool((self._silent.keys() | self._fresh) - set(silent))
 
     def heard(self, instance: str) -> None:
-        """Record that a worker has reported its time."""
+        """Record that a worker has reported its time in the interval."""
         self._silent.pop(instance, None)
         self._fresh.discard(instance)
 
     def lost(self, instance: str) -> Iterator[tuple[str, TimeReport]]:
-        """Record that a worker will not report any more."""
+        """Record that a worker will not report any more. Yield (slot, report) that it failed."""
         self._fresh.discard(instance)
         for slot in self._silent.pop(instance, ()):
             yield slot, self._report(instance, FAILED)
 
     def close(self) -> Iterator[tuple[str, TimeReport]]:
-        """End the wait for reports."""
+        """Stop waiting: yield (slot, report) that the workers which have not reported failed."""
         for instance in list(self._silent):
             yield from self.lost(instance)
 
@@ -145,20 +147,20 @@ class UnwatchedInterval:
 
 
 class EngineWork:
-    """Work of engines in a step, as sums by pool and load, so its size does not grow with the step. Mutable."""
+    """Work of this node's engines in a step (active seconds, requests, tokens), summed by pool and load. Mutable."""
 
     def __init__(self) -> None:
         self.sums: dict[str, EngineSums] = {}
-        """By pool."""
+        """Sums of all loads, by pool."""
         self._loads: dict[str, dict[int, EngineSums]] = {}
 
     @property
     def loads(self) -> dict[str, tuple[EngineSums, ...]]:
-        """Sums of each pool by load class: 1 request, 2 to 3, 4 to 7 and so on."""
+        """Sums of each pool by the mean number of concurrent requests: about 1, 2 to 3, 4 to 7 and so on."""
         return {pool: tuple(found for _, found in sorted(by_load.items())) for pool, by_load in self._loads.items()}
 
     def add(self, pool: Pool, passed: EngineTime, begin: float, end: float) -> None:
-        """Add the part of an engine's time between two moments, as if its work were spread evenly."""
+        """Add the part of an engine's work that lies between two moments, as if the work were spread evenly."""
         share = (min(passed.end, end) - max(passed.begin, begin)) / (passed.end - passed.begin)
         if share <= 0:
             return
@@ -176,10 +178,11 @@ class EngineWork:
 
 
 def reading_at_start(reading: EngineReading, since: float, came: float | None = None) -> EngineReading | None:
-    """Return the reading at the start of the engine; None if that was before `since` or is not known.
+    """Reconstruct the reading with which to compare the first `reading` of an engine: its totals when it started, which
+    are zero. None if it started before `since`, or this is not known.
 
-    If the engine started before `since`, while it loaded, and was seen to begin to serve at `came`, return the reading
-    at `came`. It had no request before, so it was idle or asleep.
+    If it started before `since` but was seen to begin to serve at `came`, return its totals at `came` (or at `since`,
+    if that is later). It had no request before, so it was idle or asleep.
     """
     sums = reading.sums
     if sums is None:
@@ -199,14 +202,14 @@ def reading_at_start(reading: EngineReading, since: float, came: float | None = 
 
 
 def engine_totals(slot: str, reading: EngineReading) -> WorkerTotals:
-    """Return the totals of an engine at a reading, in their stored form."""
+    """Convert a reading of an engine to the stored form of its totals."""
     assert reading.sums is not None
     counted = {name: float(getattr(reading, name)) for name in COUNTED}
     return WorkerTotals(slot, reading.at, {**asdict(reading.sums), **counted})
 
 
 def reading_from_totals(kept: WorkerTotals) -> EngineReading | None:
-    """Inverse of `engine_totals`; None if these are not an engine's totals."""
+    """Convert stored totals to a reading of an engine; None if they are not those of an engine."""
     try:
         sums = EngineTimeSums(**{one.name: kept.sums[one.name] for one in fields(EngineTimeSums)})
         return EngineReading(kept.at, sums, 0.0, 0.0, *(int(kept.sums[name]) for name in COUNTED))
@@ -216,8 +219,8 @@ def reading_from_totals(kept: WorkerTotals) -> EngineReading | None:
 
 @dataclass(frozen=True)
 class ClosedStep:
-    """A closed step. `phases` of the job as seen here and `spans` by slot, in seconds since the begin of the step.
-    `kept`: totals of workers at its end."""
+    """The final account of a step. For the trace: `phases` of the job and `spans` (intervals with states) by slot, in
+    seconds since the begin of the step. `kept`: totals of the workers at its end."""
 
     book: StepAccount
     phases: tuple[Span, ...]
@@ -225,14 +228,15 @@ class ClosedStep:
     kept: Mapping[str, WorkerTotals]
 
     def line(self, node: str) -> AccountLine:
-        """Return the line for the node's file."""
+        """Return the line for the file of accounts of this node."""
         return AccountLine(node, self.book, self.phases, self.spans, self.kept)
 
 
 @dataclass(frozen=True, slots=True)
 class StepBoundary:
-    """The end of a step that is not closed yet, and the engines' work in the step. `kept`: last totals before it of
-    workers that have reported since."""
+    """The end of a step that is not closed yet. `at`: monotonic time; `wall`: the same in seconds since the epoch.
+    `version`: the step. `work`: work of engines in it. `kept`: last totals before the end of those workers that have
+    reported since."""
 
     at: float
     wall: float
@@ -241,7 +245,7 @@ class StepBoundary:
     kept: dict[str, WorkerTotals] = field(default_factory=dict)
 
     def passed(self, instance: str, before: WorkerTotals, at: float) -> None:
-        """Record that a worker reported at `at`, with the totals `before` its previous report."""
+        """Record that a worker has reported at the time `at`. `before`: totals at its previous report."""
         if before.at <= self.at < at:
             self.kept[instance] = before
 
@@ -249,8 +253,8 @@ class StepBoundary:
 def close_step(
     slots: Mapping[str, SlotAccount], boundary: StepBoundary, begun: float, began: float
 ) -> tuple[StepAccount, dict[str, tuple[Span, ...]]]:
-    """Close the step that ends there, from slots that are settled until then. Return it with the spans by slot.
-    `begun`, `began`: its begin on both clocks."""
+    """Make the account of the step that ends at `boundary`, from slots that are settled up to it. Return it with the
+    intervals by slot. `begun`, `began`: begin of the step in monotonic seconds and in seconds since the epoch."""
     booked: dict[State, float] = {}
     unbooked = overbooked = 0.0
     switches: dict[str, tuple[float, ...]] = {}
@@ -280,8 +284,8 @@ def close_step(
 
 @dataclass
 class _Engine:
-    """A serving engine. `came`: when it was seen to begin to serve; None: it served at the first update. `failing`:
-    since when readings fail."""
+    """A serving engine. `rows`: maximum of concurrent requests. `line`: its attribution over time. `came`: when it was
+    seen to begin to serve; None: it served before that. `last`: last reading. `failing`: since when readings fail."""
 
     worker: WorkerRecord
     rows: int
@@ -292,7 +296,7 @@ class _Engine:
 
 
 class StepAccountBuilder:
-    """Builds the account of each step from readings of engines and reports of ranks."""
+    """Builds the account of each step from readings of engines and messages of ranks."""
 
     def __init__(
         self,
@@ -304,8 +308,9 @@ class StepAccountBuilder:
         gap_s: float = 0.0,
         kept: Mapping[str, WorkerTotals] = MappingProxyType({}),
     ) -> None:
-        """`gap_s`: seconds for which this controller was absent, since its previous incarnation. `kept`: totals of
-        workers from that incarnation. Idle time in the gap counts as `no_work`, because no work was given."""
+        """`now`, `wall`: monotonic time and seconds since the epoch. `head`: the newest version. `gap_s`: seconds for
+        which no controller ran here, since an earlier run. `kept`: totals of workers at the end of that run. Idle time
+        in the gap counts as `no_work`, because no work was given."""
         self._spec = spec
         self._since = now
         self._kept = {instance: one for instance, one in kept.items() if one.at <= now}
@@ -317,25 +322,25 @@ class StepAccountBuilder:
         self._served: set[str] = set()
         """Engines that have served, including those that are gone."""
         self._ranks: dict[str, tuple[str, RankReports, Timeline[Attribution]]] = {}
-        """By instance: the slot, its reports, and the attribution of its waiting."""
+        """Train ranks by instance: slot, reports, and attribution over time."""
         self._places = VacantPlaces()
         self._work = EngineWork()
-        """Work since the newest step ended."""
+        """Work of engines since the end of the newest step."""
         self._boundaries: deque[StepBoundary] = deque()
         self._head = head
         self._phase = Timeline("start", now)
         self._seen: tuple[object, ...] | None = None
         self._placed: tuple[object, ...] | None = None
-        """Input from which attributions and vacant places were computed."""
+        """The input from which vacant places were last computed; `_seen`: that of attributions."""
 
     @property
     def engines(self) -> Mapping[str, str]:
-        """Engines to read: address by instance."""
+        """The engines to read: address by instance."""
         return {instance: engine.worker.address for instance, engine in self._engines.items()}
 
     @property
     def unread(self) -> frozenset[str]:
-        """Engines that were not read since the end of the oldest open step."""
+        """Engines that were not read since the end of the oldest step that is not closed."""
         if not self._boundaries:
             return frozenset()
         at = self._boundaries[0].at
@@ -345,18 +350,19 @@ class StepAccountBuilder:
 
     @property
     def is_behind(self) -> bool:
-        """Whether a step waits to be closed."""
+        """Whether an ended step is not closed yet."""
         return bool(self._boundaries)
 
     def head_moved(self, version: Version, now: float, wall: float) -> None:
-        """Head is now at `version`: the previous step has ended."""
+        """Record that head has moved to `version`, so that a step has ended."""
         if self._head != version:
             self._head = version
             self._boundaries.append(StepBoundary(now, wall, version, self._work))
             self._work = EngineWork()
 
     def update(self, view: JobView, cause: IdleCause, now: float) -> None:
-        """Update the state of the job, and the cause of idleness."""
+        """Update the state of the job from a new view, and process new messages of ranks. `cause`: why idle workers are
+        idle."""
         self._phase.set(step_phase(view, cause), now)
         here = view.remembered.get("mine here", (view.workers,), lambda: own_workers(view))
         # Most updates change nothing of this, and a node may have many engines.
@@ -391,7 +397,8 @@ class StepAccountBuilder:
     def _set_attributions(
         self, here: Mapping[str, WorkerRecord], found: Mapping[str, Attribution], now: float, came: float | None
     ) -> None:
-        """`came`: when new engines began to serve, if known."""
+        """Set how the time of each serving worker counts from `now` on (`found`); add new workers and remove those that
+        are gone. `came`: when new engines began to serve, if known."""
         for instance, meaning in found.items():
             worker = here[instance]
             if worker.role == "train":
@@ -418,7 +425,7 @@ class StepAccountBuilder:
             self._add((slot,), *claims.extend(now, line))
 
     def engine_read(self, instance: str, reading: EngineReading) -> None:
-        """Record a reading of an engine."""
+        """Add the time and work of an engine since its previous reading."""
         engine = self._engines.get(instance)
         if engine is None:
             return
@@ -438,16 +445,17 @@ class StepAccountBuilder:
             engine.line.forget(passed.end)
 
     def engine_unreachable(self, instance: str, asked_at: float) -> None:
-        """Record that an engine did not respond to the reading at `asked_at`."""
+        """Record that an engine did not respond to a reading that was sent at `asked_at`."""
         engine = self._engines.get(instance)
         if engine is not None and engine.failing is None:
             engine.failing = asked_at
 
     def close(self, now: float, *, final: bool = False) -> list[ClosedStep]:
-        """Return the steps that can be closed, oldest first. `final`: no more reports will arrive.
+        """Close the steps for which all reports have arrived or are overdue; return them, oldest first. `final`: no
+        more reports will arrive.
 
-        A controller that was absent closes none before its first update, however late that is, because workers' totals
-        include all the time before it.
+        A controller that was absent closes no step before its first `update`, because only then it knows which workers
+        report time before it began.
         """
         if not self._gap.is_seen and not final:
             return []
@@ -474,6 +482,7 @@ class StepAccountBuilder:
         return closed
 
     def _rows(self, worker: WorkerRecord) -> int:
+        """Maximum of concurrent requests of an engine."""
         if not worker.judge:
             return self._spec.rollout.batch_slots
         judge = next((one for one in self._spec.judges if one.name == worker.judge), None)
@@ -483,7 +492,8 @@ class StepAccountBuilder:
         return self._slots.setdefault(slot, SlotAccount(self._begun))
 
     def _line(self, worker: WorkerRecord, meaning: Attribution, now: float) -> Timeline[Attribution]:
-        """Return how a worker's reports count from now on, and before that, while this controller was absent."""
+        """Return the attribution over time of a new worker: `meaning` from now on. Before that, in an unwatched
+        interval, idle time counts as `no_work`."""
         if self._gap.is_seen:
             return Timeline(meaning, now)
         line = Timeline(Attribution(idle(worker.role, "no_work"), UNALLOCATED), self._begun)
@@ -500,13 +510,14 @@ class StepAccountBuilder:
             self._add((slot,), report)
 
     def _add_failing(self, instance: str, engine: _Engine, until: float) -> None:
+        """Report an engine whose readings fail as failed up to `until`."""
         if engine.failing is not None and engine.failing < until:
             for slot in engine.worker.slots:
                 begin = max(engine.failing, self._slot(slot).settled_until)
                 self._add((slot,), TimeReport(instance, begin, until, {FAILED: until - begin}))
 
     def _settle(self, until: float) -> None:
-        """Settle all slots until then."""
+        """Assign the time of all slots up to `until` to states."""
         if until > self._begun:
             self._add_all(self._gap.close())
         for slot, claims, line in self._ranks.values():
@@ -524,6 +535,7 @@ class StepAccountBuilder:
         return ClosedStep(book, tuple(self._phases_until(boundary.at)), spans, dict(self._keeping(boundary)))
 
     def _keeping(self, boundary: StepBoundary) -> Iterator[tuple[str, WorkerTotals]]:
+        """Yield the totals of each worker at the end of the step, for a later run of the controller."""
         for instance, engine in self._engines.items():
             if instance in boundary.kept:
                 yield instance, boundary.kept[instance]
@@ -536,7 +548,7 @@ class StepAccountBuilder:
                 yield instance, WorkerTotals(slot, said[0], said[1])
 
     def _phases_until(self, until: float) -> Iterator[Span]:
-        """Yield the job's phases in the window that ends then."""
+        """Yield the phases of the job in the step that ends at `until`."""
         begin = 0.0
         for phase, seconds in self._phase.between(self._begun, until):
             yield Span(begin, begin + seconds, {phase: seconds})
@@ -545,5 +557,5 @@ class StepAccountBuilder:
 
 
 def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
-    """Whether nothing has changed. Stored records are compared by identity."""
+    """Whether two tuples of inputs are equal. Stored records are compared by identity, which is fast."""
     return all(a is b or (not isinstance(a, Versioned) and a == b) for a, b in zip(one, other, strict=True))

@@ -1,13 +1,13 @@
-"""Usage per job, node and day: written as steps are accounted for, read and deleted for all nodes.
+"""Usage records in the store, one per job, node and day (`gcore.ledger.usage`): each node adds its closed steps;
+readers get the records of all nodes; very old records are deleted.
 
-Records (`gcore.ledger.usage`) are read for a range of days, including those of nodes that have left, and deleted when
-they are very old. There may be very many, one per job, node and day, so other days are not read, and records are
-decoded page by page. The first daemon to run the deletion on a day deletes old records for all. One run deletes a
-limited number of days, so a wrong clock cannot delete everything.
+There may be very many records, so only those of the requested days are read, and they are decoded page by page. The
+first daemon to run the deletion on a day deletes old records for all nodes. One run deletes a limited number of days,
+so that a wrong clock cannot delete everything.
 
-One write may add several steps, but no more than its record remembers by name. A compare guards it, and a write without
-a response is read again before a retry, so nothing is counted twice. No step waits for it: when a daemon is killed, at
-most `EVERY_S` of work is not counted.
+One write may add several steps, but not more than the record remembers by name. The transaction compares the record's
+revision, and after a missing response the record is read again, so that no step is counted twice. No step of training
+waits for a write. If a daemon is killed, at most `EVERY_S` seconds of work are not counted.
 """
 
 from __future__ import annotations
@@ -30,23 +30,27 @@ from gcore.system.clock import Clock
 log = logging.getLogger(__name__)
 
 AT_ONCE = 100
-"""Records in a page. Decoding one takes some milliseconds."""
+"""Number of records in a page. Decoding one takes some milliseconds."""
 
 SWEPT_DAYS = 32
-"""Maximum number of days that one run deletes, counted from the previous run."""
+"""Maximum number of days by which one run moves the limit of deletion forward."""
 
 MOST_DIGITS = 9
-"""Maximum digits of the stored day of the last run."""
+"""Maximum digits of the stored day of the last deletion; a longer value is damaged."""
 
 EVERY_S = 2.0
+"""Minimum seconds between two writes."""
+
 TRIES = 3
+"""Attempts of a write whose compare fails."""
 
 MOST_WAITING = 1000
-"""Maximum number of steps that wait while the store is unavailable; the oldest are dropped."""
+"""Maximum number of steps that are kept in memory while the store is unavailable; the oldest are dropped."""
 
 
 async def read_usage(store: Store, first_day: int, last_day: int) -> AsyncGenerator[Sequence[NodeUsage], None]:
-    """Yield usage on these days, both included, in pages; also that of deleted jobs. Raises StoreUnavailable."""
+    """Yield the usage records of these days, both included, in pages; also those of deleted jobs. Days are numbered
+    from the epoch. Raises StoreUnavailable."""
     async with aclosing(_records(store, first_day, last_day)) as pages:
         async for kvs in pages:
             found = []
@@ -59,7 +63,8 @@ async def read_usage(store: Store, first_day: int, last_day: int) -> AsyncGenera
 
 
 async def forget_old_usage(store: Store, today: int) -> None:
-    """Delete old usage of all nodes as far as the store is available, unless a daemon has done it today."""
+    """Delete the usage records of all nodes that are older than `KEPT_DAYS`, unless another daemon has done so today.
+    If the store is unavailable, the rest is deleted another day."""
     with contextlib.suppress(StoreUnavailable):
         kv = await store.get(keys.USAGE_SWEPT)
         stored = b"" if kv is None else kv.value
@@ -76,8 +81,8 @@ async def forget_old_usage(store: Store, today: int) -> None:
 
 
 async def _records(store: Store, first_day: int, last_day: int) -> AsyncGenerator[Sequence[KeyValue], None]:
-    """Yield records of all nodes on these days, in pages. A node's days are adjacent keys, so other days are not
-    read."""
+    """Yield the stored records of all nodes on these days, in pages. The keys of a node's days are adjacent, so records
+    of other days are not read."""
     async for node in _nodes(store):
         at, behind = keys.usage_of_day(node, max(first_day, 0)), keys.usage_of_day(node, last_day + 1)
         while last_day >= 0:
@@ -90,7 +95,7 @@ async def _records(store: Store, first_day: int, last_day: int) -> AsyncGenerato
 
 
 async def _nodes(store: Store) -> AsyncIterator[str]:
-    """Yield the nodes with any record."""
+    """Yield the names of the nodes that have usage records."""
     at = keys.USAGE
     while kvs := (await store.between(at, keys.prefix_end(keys.USAGE), 1)).kvs:
         node = kvs[0].key.removeprefix(keys.USAGE).partition("/")[0]
@@ -100,7 +105,7 @@ async def _nodes(store: Store) -> AsyncIterator[str]:
 
 @dataclass
 class UsageWriter:
-    """Writes the usage of one job on one node."""
+    """Adds the closed steps of one job on one node to its usage record of the day."""
 
     store: Store
     job: JobRecord
@@ -110,7 +115,7 @@ class UsageWriter:
     _written: float | None = None
 
     async def add(self, step: StepAccount) -> None:
-        """Add a step, and write if a write is due."""
+        """Add a closed step; write all waiting steps if the last write is at least `EVERY_S` ago."""
         self._waiting = [*self._waiting, step][-MOST_WAITING:]
         now = self.clock.monotonic()
         if self._written is None or now - self._written >= EVERY_S:
@@ -118,7 +123,7 @@ class UsageWriter:
             await self.write()
 
     async def write(self) -> None:
-        """Write the waiting steps, as far as the store is available."""
+        """Write the waiting steps. Those that cannot be written, because the store is unavailable, wait on."""
         with contextlib.suppress(StoreUnavailable):
             for day in sorted({end_day(book) for book in self._waiting}):
                 of_day = [book for book in self._waiting if end_day(book) == day]
@@ -129,6 +134,7 @@ class UsageWriter:
                     self._waiting = [book for book in self._waiting if book not in some]
 
     async def _write(self, day: int, books: list[StepAccount]) -> bool:
+        """Add steps to the record of a day. Return whether they need not be written again."""
         key = keys.usage(self.node, day, self.job.uid)
         for _ in range(TRIES):
             stored = await self.store.get(key)
