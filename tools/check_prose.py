@@ -42,7 +42,6 @@ ALLOWED: dict[str, int] = {
     "controllers/api": 1,
     "controllers/cli": 2,
     "controllers/job": 1,
-    "controllers/rules": 1,
     "controllers/storage": 1,
     "docs/develop": 6,
     "docs/use": 9,
@@ -54,7 +53,6 @@ ALLOWED: dict[str, int] = {
     "gcore/train": 6,
     "gcore/types.py": 1,
     "gcore/worker": 3,
-    "placement/shares.py": 1,
 }
 """Findings that an area may have: the first two parts of the path. Absent: none."""
 
