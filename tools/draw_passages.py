@@ -125,7 +125,8 @@ def commits(root: Path, since: str) -> Iterator[Passage]:
 
 def shorten(text: str, words: int) -> str:
     """The first lines of a text, as many as have at most `words` words; at least one line."""
-    lines, count = [], 0
+    lines: list[str] = []
+    count = 0
     for line in text.splitlines():
         count += len(line.split())
         if lines and count > words:
