@@ -1,17 +1,21 @@
-"""The newest steps of a job as placement policies see them, and `moves.jsonl` in the run folder.
+"""The newest measured steps of a job, as input of placement policies; and `moves.jsonl` in the run folder, the list of
+all placement changes.
 
-Each controller keeps the history as steps are committed, so that any controller can plan. A step's seal, which has its
-response lengths, is deleted with its commit; its accounts arrive a little later. Steps that a controller did not see
-(it has just started, or was paused) are taken from the log, which has means only. Their splits are reconstructed from
-the present plan and the moves since. If a plan changed otherwise (nodes came or went), the splits of earlier steps are
-unknown and these steps are left out: a step with a wrong split misleads a policy more than a missing one.
+Each controller records the steps as they are committed, so that any controller can plan. It must do so at the commit,
+because the seal of a step, which has its response lengths, is deleted then; the slot accounts arrive a little later.
+Steps that a controller did not see (it has just started, or was paused) are taken from the log, which has means only.
+Their splits (slots per pool) are reconstructed from the present plan and the moves since. If a plan changed otherwise
+(nodes came or went), the splits of earlier steps are not known, and these steps are left out: a step with a wrong split
+misleads a policy more than a missing one.
 
-Policies count slots, but a judge slot has an awake engine of each judge. So the engines of one slot are presented as
-one engine that runs the requests of all (`measured_by_slot`), with capacity for the requests of all (`engine_rows`).
+Policies count slots, but a slot of the reward pool has an awake engine of each judge. So the engines of one slot are
+presented as one engine that runs the requests of all (`measured_by_slot`), with capacity for the requests of all
+(`engine_rows`).
 
-`moves.jsonl` has every move by number; the store keeps only the newest. When more is known of a move (its outcome),
-another line with its number is appended, and the last line counts. A hold period is written after its end, identified
-by its begin. The leader writes the file. If the folder rejects writes, lines are lost and nothing is delayed.
+`moves.jsonl` has every move with a number; the store keeps only the newest moves. When more is known of a move (its
+outcome), another line with its number is appended, and the last line counts. A hold period (steps without a move) is
+written after its end, identified by its begin. The leader writes the file. If the folder rejects writes, lines are
+lost and nothing is delayed.
 """
 
 from __future__ import annotations
@@ -46,23 +50,27 @@ log = logging.getLogger(__name__)
 NAME = "moves.jsonl"
 
 TAIL = 1 << 20
-"""Bytes at the end of the file that a new writer reads for the newest moves. Older moves may be written once more."""
+"""Number of bytes at the end of the file that a new writer reads to find the newest moves. Moves before them may be
+written a second time."""
 
 One = TypeVar("One", bound=RecordPart)
 
 
 def question_s(books: Iterable[StepAccount]) -> float | None:
-    """Return the mean seconds that a question ran in a judge's engine. None: there was no question, or no account has
-    it."""
+    """Return the mean seconds that a request ran in an engine of a judge in a step. `books`: the slot accounts of the
+    nodes. None: there was no request, or no account has it."""
     reward = sum_engines(books).get("reward")
     return reward.running_s / reward.requests if reward is not None and reward.requests and reward.running_s else None
 
 
 @dataclass
 class _Seen:
-    """A committed step. `entry`: without the outcomes of prompts. `lengths`: of its responses; None if the seal is
-    gone. `split` None: not known. `slots`: present at its begin, as far as known. `booked`: nodes whose accounts are in
-    the measurement."""
+    """A committed step in the history.
+
+    `entry`: its log entry, without the outcomes of prompts. `lengths`: tokens of its responses; None if the seal was
+    not seen. `split`: slots per pool; None: not known. `slots`: number of slots at its begin; 0: not known. `booked`:
+    number of nodes whose accounts are in `measured`.
+    """
 
     entry: LogEntry
     lengths: tuple[float, ...] | None
@@ -71,21 +79,21 @@ class _Seen:
     booked: int = -1
     measured: MeasuredStep | None = None
     question_s: float | None = None
-    """Seconds of a question in a judge's engine."""
+    """Mean seconds that a request ran in an engine of a judge."""
 
 
 class StepHistory:
-    """The newest steps of one job, kept by each controller. Mutable."""
+    """The newest committed steps of one job with their measurements. Mutable."""
 
     def __init__(self, *, judges: int = 1, scores: bool = False) -> None:
-        """`judges`: number of judges that the cluster serves. `scores`: all of them are classifiers, which generate
-        nothing."""
+        """`judges`: number of judges that the cluster serves. `scores`: all of them are classifiers, which generate no
+        tokens."""
         self._judges = max(judges, 1)
         self._scores = scores
         self._seen: dict[Version, _Seen] = {}
-        """Oldest first."""
+        """The steps by version, oldest first."""
         self._slots = 0
-        """Number of slots when the newest step was committed, which is when the next one began."""
+        """Number of slots when the newest step was committed and the next one began."""
         self._log: Mapping[int, Versioned[LogEntry]] = {}
         """The log from which missed steps were taken."""
 
@@ -96,8 +104,8 @@ class StepHistory:
         return cls(judges=len(served), scores=scores)
 
     def note(self, before: JobMirror, after: JobMirror, there: Callable[[], Snapshot]) -> None:
-        """Process a change of the job's records. `there`: returns the present nodes, because a step does not run on
-        places of absent ones."""
+        """Record a step that was committed between two states of the job's records. `there`: returns the present nodes,
+        because slots of absent ones do not count in the step's split."""
         if after.head is None or before.head is None or before.plan is None or before.head == after.head:
             return
         head = before.head.record
@@ -112,7 +120,8 @@ class StepHistory:
         self._add({_version(entry): _Seen(_kept(entry), lengths, base_split(before.plan.record, snapshot), began)})
 
     def steps(self, mirror: JobMirror) -> tuple[MeasuredStep, ...]:
-        """Return the steps on head's chain, oldest first, with the accounts available by now."""
+        """Return the measured steps that no rollback has discarded, oldest first, with the slot accounts that have
+        arrived by now."""
         assert mirror.head is not None
         assert mirror.plan is not None
         if mirror.log is not self._log:
@@ -137,12 +146,13 @@ class StepHistory:
         return tuple(newest[step] for step in sorted(newest))
 
     def start_s(self) -> float | None:
-        """Seconds of the newest start of a rank in a step's log entry."""
+        """Return the seconds that the newest start of a train rank took, from the log entry of a step; None: not
+        known."""
         told = (seen.entry.stats.get("start_seconds") for seen in reversed(self._seen.values()))
         return next((seconds for seconds in told if seconds is not None), None)
 
     def committed(self, mirror: JobMirror) -> tuple[CommittedStep, ...]:
-        """Return all known steps with a known time, including discarded ones, oldest first."""
+        """Return all steps whose duration is known, including those that a rollback discarded, oldest first."""
         self.steps(mirror)  # adds the accounts available by now
         return tuple(
             CommittedStep(
@@ -157,13 +167,14 @@ class StepHistory:
         )
 
     def took(self, step: int, after: int) -> float | None:
-        """Return the seconds of that step, as first committed after head's sequence number was `after`; None: not
-        committed, or not known."""
+        """Return the duration in seconds of the first run of `step` that was committed after log entry `after`; None:
+        it is not committed, or not known."""
         there = (seen.entry for version, seen in self._seen.items() if version.step == step and seen.entry.seq > after)
         entry = next(there, None)
         return None if entry is None else entry.stats.get("seconds")
 
     def _take_missed(self, plan: Plan, moves: Moves) -> None:
+        """Add the steps in the log whose commit this controller did not see."""
         trained = [stored.record for _, stored in sorted(self._log.items()) if stored.record.kind == "train"]
         missed = [entry for entry in trained[-MOST_STEPS:] if _version(entry) not in self._seen]
         if missed:
@@ -176,13 +187,13 @@ class StepHistory:
 
 
 def engine_rows(spec: JobSpec) -> EngineRows:
-    """Return the maximum of concurrent requests to the engines of a slot, by pool."""
+    """Return, for each pool, the maximum of concurrent requests to all engines of a slot together."""
     return EngineRows(spec.rollout.batch_slots, sum(judge.serving.batch_slots for judge in spec.served_judges) or 1)
 
 
 def measured_by_slot(step: MeasuredStep, judges: int) -> MeasuredStep:
-    """Combine the measurements of a slot's engines of several judges into one. Assumes that all judges get equally many
-    requests."""
+    """Present the engines of several judges on one slot as one engine that has the requests of all. Assumes that all
+    judges get equally many requests."""
     if judges == 1:
         return step
     speed = tuple(replace(one, running=one.running * judges) if one.pool == "reward" else one for one in step.speed)
@@ -202,7 +213,8 @@ def count_questions(book: StepAccount) -> StepAccount:
 
 
 def _kept(entry: LogEntry) -> LogEntry:
-    """Return the entry without its large parts: a step of a thousand prompts has thousands of objects."""
+    """Return a log entry without its large parts, to save memory: a step of a thousand prompts has thousands of
+    objects."""
     return entry.model_copy(update={"delta": (), "cursors": None, "tally": None})
 
 
@@ -211,8 +223,9 @@ def _version(entry: LogEntry) -> Version:
 
 
 def committed_splits(trained: Sequence[LogEntry], plan: Plan, moves: Moves) -> dict[int, Split]:
-    """Return the splits of committed steps by entry number, from the newest back to the first with an unknown split.
-    `trained`: oldest first. `plan`, `moves`: present state."""
+    """Reconstruct the splits of committed steps from the present plan and the moves since, by number of the log entry.
+    It goes back from the newest step and stops at the first whose split is not known. `trained`: log entries of the
+    steps, oldest first."""
     split, world = base_split(plan), plan.world
     done = [move for move in moves.moves if move.state == "done" and move.kind in (MoveKind.BEGIN, *BETWEEN)]
     forgotten = moves.moves[0].seq if moves.total > len(moves.moves) else -1
@@ -238,7 +251,8 @@ class MovesFile:
         self._stays: dict[float, dict[str, Any]] = {}
 
     def keep(self, moves: Moves, *, to_the_end: bool = False) -> None:
-        """Write what is new in `moves`. `to_the_end`: also the hold period that still continues. Never raises."""
+        """Append the moves and hold periods that are new or changed. `to_the_end`: also the newest hold period, which
+        could otherwise still continue. Never raises."""
         try:
             if self._known is None:
                 lines = [line.decode(errors="replace") for line in last_lines(self._file, TAIL)]
@@ -266,7 +280,8 @@ class MovesFile:
 
 
 def _tree(move: Move | HoldPeriod, file: Path) -> dict[str, Any] | None:
-    """Return the move as JSON; None if its text cannot be encoded, for example a lone surrogate from a policy."""
+    """Return a move or hold period as a JSON object; None if its text cannot be encoded, for example because a policy's
+    reason contains a lone surrogate."""
     try:
         tree: dict[str, Any] = json.loads(move.model_dump_json(exclude_defaults=True))
     except ValueError as error:
@@ -276,13 +291,13 @@ def _tree(move: Move | HoldPeriod, file: Path) -> dict[str, Any] | None:
 
 
 def read_lines_by_number(file: Path) -> dict[int, dict[str, Any]]:
-    """Read the lines of a file by move number; an incomplete line is skipped. Raises OSError, except for a missing
-    file."""
+    """Read the moves in a file as JSON objects, by number; incomplete lines are skipped. Raises OSError, except for a
+    missing file."""
     return _by_number(_lines(file))
 
 
 def _lines(file: Path) -> list[str]:
-    """Raises OSError, except for a missing file."""
+    """Read the lines of a file; none if it is missing. Raises OSError."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:

@@ -1,15 +1,16 @@
 """Elastic reassignment within a step: slots are lent between rollout and the judges, and returned while ranks train.
 
-The rule is `placement.lending`. About once a second the leading controller polls every controller for the load of its
-engines (`LoadPoller`), directly and not through the store. A response is valid for `STALE_S`. The responses also show
-when a plan has taken effect, and so what changes cost. If lending is off, the controller polls only while a plan takes
-effect. The result is a proposal, which the planner passes on.
+The rule is in `placement.lending`. About once a second the leader (the controller that plans the job's placement) polls
+every controller for the load of its engines (`LoadPoller`), directly and not through the store. A response is valid for
+`STALE_S`. The responses also show when a plan has taken effect (every engine is awake or asleep as planned), and so how
+long changes take. If lending is off, the leader polls only while a plan takes effect. The result is a proposal, which
+the planner passes on.
 
 `ForgoneGain`: until an engine of the job has changed its pool, the cost of a change is a deliberately high guess: it is
-derived from the time to put engines to sleep, which is long during start. A guess that forbids every loan would never
-be corrected, because nothing is measured without a change. So the gains of missed loans are added up, for each step the
-best one. Once the sum reaches the guess, the next loan is made. If changes really are that expensive, the loss is no
-more than the gains that were missed before.
+derived from the time to put engines to sleep, which is long during start. If the guess is so high that no loan is worth
+it, it is never corrected, because nothing is measured without a change. So the gains of missed loans are added up, for
+each step the best one. Once the sum reaches the guess, the next loan is made. If changes really are that expensive, the
+loss is no more than the gains that were missed before.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ if TYPE_CHECKING:  # imports numpy, which a daemon without a job does not need
     from placement.laws import PaceTracker
 
 ANSWER_S = 2.0
-"""Timeout of a peer, which queries engines that may be busy."""
+"""Timeout of a poll. The polled controller asks engines that may be busy."""
 
 STALE_S = 5.0
-"""How long a response is valid if no newer one arrives."""
+"""Seconds for which a response is used if no newer one arrives."""
 
 WAKES_AS, WAKE_PRIOR_S = 3.0, 1.0
-"""Until an engine has woken here, a wake is estimated as this many times the seconds of a sleep, plus this many
+"""Until an engine has woken here, a wake is assumed to take `WAKES_AS` times as long as a sleep, plus `WAKE_PRIOR_S`
 seconds."""
 
 WORTH_KNOWING = "the cost of a change is not measured yet, and the missed gains have reached the estimate"
@@ -80,12 +81,13 @@ WORTH_KNOWING = "the cost of a change is not measured yet, and the missed gains 
 log = logging.getLogger(__name__)
 
 SETTLE_S, WORLD_SETTLE_S = 60.0, 600.0
-"""Maximum counted seconds for a plan to take effect, after which it no longer delays loans: of a plan of engines, and
-with a new world."""
+"""Maximum seconds that a plan may take to take effect; afterwards it no longer delays loans. The first number is for a
+change of engines, the second for a new train world."""
 
 
 async def own_loads(view: JobView, pools: Mapping[str, EnginePool]) -> pb.LoadsReply:
-    """Return the load of this controller's engines. `pools`: by judge; the policy's has an empty name."""
+    """Return the load of the engines that this controller manages, as the answer to a poll. `pools`: by judge; the key
+    of the policy's is empty."""
     known, asleep = managed_engines(view), sleeping_engines(view)
     loads: dict[str, tuple[int, int]] = {}
     for pool in pools.values():
@@ -116,7 +118,7 @@ async def own_loads(view: JobView, pools: Mapping[str, EnginePool]) -> pb.LoadsR
 
 
 class LoadPoller:
-    """Polls all controllers of a cluster for the load of their engines. Must be closed."""
+    """Polls the controllers of all nodes for the load of their engines of one job. Must be closed."""
 
     def __init__(self, uid: str, clock: Clock, connector: Connector = PLAIN) -> None:
         self._connector = connector
@@ -124,13 +126,14 @@ class LoadPoller:
         self._uid = uid
         self._clock = clock
         self._told: dict[str, tuple[float, pb.LoadsReply]] = {}
-        """By address: the newest response and its time."""
+        """By address: time and contents of the newest response."""
         self._channels: dict[str, grpc.aio.Channel] = {}
         self.change_s: float | None = None
         """Seconds to put an engine to sleep and wake another, on the slowest node; None: not known on any node."""
 
     async def loads(self, nodes: Mapping[str, NodeRecord]) -> JobLoads:
-        """Return the load of all engines whose controllers respond."""
+        """Poll the controllers of these nodes. Return the load of all engines whose controller has responded within
+        `STALE_S`."""
         addresses = {record.for_peers for record in nodes.values() if record.for_peers}
         if self._generation != self._connector.generation:  # open channels keep their old certificate
             self._generation = self._connector.generation
@@ -173,8 +176,8 @@ def _load(told: pb.EngineLoad) -> EngineLoad:
 
 
 def is_unmeasured(moves: Moves, took: Mapping[int, float]) -> bool:
-    """Whether the cost of an engine change was never measured. `took`: measured seconds by the plan's generation,
-    including those not yet in the record of moves."""
+    """Whether no change of an engine's pool was measured so far in this job. `took`: measured seconds until a plan took
+    effect, by plan generation, which may not be in the record of moves yet."""
     if engine_change_s(moves) is not None:
         return False
     return not any(move.kind in CHANGING and move.state == "done" and move.generation in took for move in moves.moves)
@@ -182,14 +185,14 @@ def is_unmeasured(moves: Moves, took: Mapping[int, float]) -> bool:
 
 @dataclass
 class ForgoneGain:
-    """Gains of missed loans, by step."""
+    """Adds up the gains of loans that were not made because a change was assumed to be too expensive."""
 
     _gains: dict[int, float] = field(default_factory=dict)
-    """By step."""
+    """The largest missed gain of each step, in seconds."""
 
     def weighed(self, free: MoveProposal | None, step: int, guess_s: float) -> MoveProposal | None:
-        """Return the loan to make even if it is not worth the estimated cost `guess_s`. `free`: the loan of `step` if a
-        change cost nothing."""
+        """Record the loan that would be made now if changes cost nothing (`free`; None: none). Return it if the missed
+        gains of all steps together have reached the assumed cost `guess_s`, else None."""
         gain = 0.0 if free is None else free.move.gain_s or 0.0
         self._gains[step] = max(self._gains.get(step, 0.0), gain)
         if free is None or sum(self._gains.values()) < guess_s:
@@ -199,7 +202,8 @@ class ForgoneGain:
 
 
 class Lender:
-    """Decides loans within a step, for one job on one controller for one incarnation."""
+    """Decides when slots of one job are lent or returned within a step, and measures how long plans take to take
+    effect. One object for each run of a controller."""
 
     def __init__(
         self,
@@ -220,17 +224,17 @@ class Lender:
         self._paces: PaceTracker | None = None
         self._forgone = ForgoneGain()
         self._settled = 0
-        """The newest generation that has taken effect."""
+        """Generation of the newest plan that has taken effect."""
         self._since: tuple[int, float] = (0, 0.0)
-        """The plan's generation, and since when it is known."""
+        """Generation of the present plan, and since when this controller knows it."""
         self._came = 0
-        """The newest generation that was received as it was written while this controller led. Only for such a plan the
-        duration is known: a new leader starts late, after the lease of the old one has ended."""
+        """Generation of the newest plan that was written while this controller led. Only for such a plan the duration
+        is measured, because a new leader learns of an earlier plan late."""
         self.took: dict[int, float] = {}
-        """By generation: seconds until it had taken effect."""
+        """Seconds until a plan had taken effect, by its generation."""
 
     def note(self, before: JobMirror, after: JobMirror, me: str) -> None:
-        """Process a change of the job's records. `me`: this incarnation; it plans when it leads."""
+        """Process a change of the job's records. `me`: this run of the controller."""
         if after.plan is not None and after.plan.record.generation != self._since[0]:
             self._since = after.plan.record.generation, self._clock.monotonic()
             self._came = self._since[0] if before.plan is not None else 0
@@ -243,7 +247,8 @@ class Lender:
         return self._since[0] != self._settled
 
     async def proposal(self, view: JobView, at: DecisionContext) -> MoveProposal | None:
-        """Return the slots to lend or to return now."""
+        """Return the move that lends or returns slots now; None if there is none. `at`: step, author and time of the
+        decision."""
         stored = view.mirror.plan
         assert stored is not None
         plan, placement = stored.record, self._spec.placement
@@ -276,13 +281,14 @@ class Lender:
         return None if has_told else proposal
 
     def costs(self, view: JobView) -> SwitchCosts:
-        """Return the measured costs of changes."""
+        """Return the costs of placement changes in seconds, measured or assumed."""
         known = switch_costs(view.mirror.moves, self._history.start_s(), self._polling.change_s)
         slots = [slot for node in view.nodes.values() for slot in node.slots]
         turns = any(takes_turns(self._spec, slot) for slot in slots)
         return replace(known, turn_s=known.move_s if turns else 0.0)
 
     def _check_settled(self, view: JobView, plan: Plan, loads: JobLoads) -> None:
+        """Check whether the plan has taken effect, or is overdue; then record how long it took."""
         generation, since = self._since
         if generation != plan.generation or not self.is_settling:
             return
@@ -301,7 +307,7 @@ class Lender:
             self.took = {one: took for one, took in self.took.items() if one > generation - NEWEST_MOVES}
 
     def _speeds(self, history: tuple[MeasuredStep, ...]) -> PoolSpeeds | None:
-        """Return the present speeds of engines; None: not measured yet. Runs in a thread."""
+        """Estimate the present speeds of both pools; None: not measured yet. Runs in a thread."""
         if self._paces is None:
             from placement.laws import PaceTracker  # imports numpy: a daemon without lending does not load it
 
@@ -310,7 +316,8 @@ class Lender:
         return pool_speeds(history, self._rows, self._paces.since("rollout"), self._paces.since("reward"))
 
     def _given_back(self, view: JobView, plan: Plan, at: DecisionContext) -> MoveProposal | None:
-        """Return lent slots while ranks train, so that the next step does not wait for it."""
+        """Return the move that gives lent slots back while ranks train, so that the next step does not wait for it;
+        None if no slots are lent."""
         if plan.lent_from is None:
             return None
         there = placeable_nodes(view)
@@ -335,7 +342,7 @@ class Lender:
 
 
 def _world_serves(view: JobView, plan: Plan) -> bool:
-    """Whether every rank of the plan's world is claimed by a serving worker."""
+    """Whether every train rank of the plan has a serving worker."""
     claims = [view.mirror.claim(plan.world, place.rank) for place in plan.ranks]
     workers = [view.workers.get(claim.instance) if claim is not None else None for claim in claims]
     return all(worker is not None and worker.state == "serving" for worker in workers)

@@ -1,14 +1,14 @@
 """The planner of a job: calls its placement policy, proposes moves, and records their outcomes.
 
-Every controller of a job has a planner; only the leader's is active. After each trained step it asks the policy for the
-next split (`SplitDecider`). Within a step, about once a second, it checks whether to lend slots
-(`controllers.planning.lender`). The result is a `MoveProposal`. `controllers.rules.placement` writes it to the store
-while it still refers to the present state.
+Every controller of a job has a planner; only that of the leader (the controller that plans the placement) is active.
+After each trained step it asks the policy for the next split, that is how many slots each pool gets (`SplitDecider`).
+Within a step, about once a second, it checks whether to lend slots (`controllers.planning.lender`). The result is a
+`MoveProposal`, which `controllers.rules.placement` writes to the store if it still refers to the present state.
 
 A policy may be third-party code: `PolicyRunner` calls it in its own thread with a time limit and checks its result. A
-policy that hangs keeps its thread, and is not called again until it returns. Its decision is restricted to the pin and
-to feasible splits, and `placement.assign` turns it into places on slots. If a policy raises or returns an infeasible
-split, nothing moves.
+policy that hangs keeps its thread, and is not called again until it returns. Its decision must be feasible and is
+adapted to the pin (a placement that a person fixed); `placement.assign` turns it into places on slots. If a policy
+raises or returns an infeasible split, nothing moves.
 """
 
 from __future__ import annotations
@@ -62,28 +62,30 @@ from placement.slots import Snapshot, Split, SplitBounds, count_noun
 T = TypeVar("T")
 
 ANSWER_S = 30.0
-"""Time limit of a policy in seconds; gcore's own take 0.2 s."""
+"""Time limit of a call to a policy, in seconds. gcore's own policies take 0.2 s."""
 
 MOST_IDLE, MOST_NAME = 8, 24
 """Maximum number of pools in a decision's `idle`, and of characters in a pool's name. Both are stored in the record of
 moves."""
 
 MOST_SLOTS = 1_000_000
-"""Maximum slots of a pool in a decision; larger numbers may not even be printable."""
+"""Maximum slots of a pool that is accepted in a decision; larger numbers may not even be printable."""
 
 log = logging.getLogger(__name__)
 
 TELL_S = 10.0
+"""Seconds between two updates of a hold period in the store."""
 
 POLL_S, SOON_S = 1.0, 0.25
-"""Seconds between two passes; the shorter one while a move takes effect, to measure its duration."""
+"""Seconds between two cycles of the planner; the shorter time applies while a move takes effect, to measure how long
+that takes."""
 
 ACCOUNTS_WAIT_S = 0.5
-"""Maximum seconds that a decision waits for accounts of the newest step."""
+"""Maximum seconds that a decision waits for the slot accounts of the newest step."""
 
 
 class PolicyFailed(GcoreError):
-    """A policy returned no valid decision."""
+    """A policy raised an error, took too long, or returned no valid decision."""
 
 
 class PolicyRunner:
@@ -94,11 +96,11 @@ class PolicyRunner:
         self._thread: threading.Thread | None = None
 
     async def make_policy(self, make: Callable[[], object]) -> Policy:
-        """Find and create the policy. Raises PolicyFailed."""
+        """Create the policy by calling `make` in a thread. Raises PolicyFailed."""
         return await self._in_thread(lambda: check_policy(make()))
 
     async def ask_policy(self, policy: Policy, situation: Situation) -> Decision:
-        """Request its decision. Raises PolicyFailed."""
+        """Ask the policy for its decision in `situation`, in a thread. Raises PolicyFailed."""
         return await self._in_thread(lambda: check_decision(policy.plan(situation)))
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
@@ -141,14 +143,14 @@ def _fail(answer: asyncio.Future[T], failed: PolicyFailed) -> None:
 
 
 def check_policy(made: object) -> Policy:
-    """Return `made` if it is a policy. Raises PolicyFailed."""
+    """Check the object that a policy's factory returned. Return it if it is a policy. Raises PolicyFailed."""
     if not callable(getattr(made, "plan", None)):
         raise PolicyFailed(f"its factory returned {type(made).__name__!r}, which has no method plan")
     return cast(Policy, made)
 
 
 def check_decision(given: object) -> Decision:
-    """Return `given` if it is a decision. Raises PolicyFailed."""
+    """Check the object that a policy returned. Return it as a valid decision. Raises PolicyFailed."""
     if not isinstance(given, Decision) or not isinstance(given.split, Split):
         raise PolicyFailed(f"it returned {type(given).__name__!r} instead of a Decision with a Split")
     split = given.split
@@ -177,9 +179,12 @@ class _CannotBe(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SplitProposal:
-    """The result of a decision. `proposal` None: nothing moves. `kept`: why the policy keeps the present split; None:
-    it does not. `expected_s`: expected seconds of a step on the present split. `trouble`: the obstacle as a sentence;
-    empty: there is none; None: not checked."""
+    """Result of asking the policy for the next split.
+
+    `proposal`: the move to make; None: none. `kept`: why the policy keeps the present split; None: it does not, or was
+    not asked. `expected_s`: expected seconds of a step on the present split. `trouble`: sentence that says what
+    prevents a decision; empty: nothing; None: the policy was not asked.
+    """
 
     proposal: MoveProposal | None = None
     kept: str | None = None
@@ -188,8 +193,8 @@ class SplitProposal:
 
 
 class SplitDecider:
-    """Calls the policy between two steps, and turns its decision into a proposal. `rows`: concurrent requests per
-    engine."""
+    """Calls the policy between two steps, and turns its decision into a proposal. `moving`: the job's placement
+    request. `rows`: maximum of concurrent requests per engine."""
 
     def __init__(self, spec: JobSpec, moving: PlacementRequest, rows: EngineRows, history: StepHistory) -> None:
         self._spec = spec
@@ -200,11 +205,11 @@ class SplitDecider:
         self._policy: Policy | None = None
 
     def forget(self) -> None:
-        """Another controller leads: drop the policy, so that a new one is created when this one leads again."""
+        """Drop the policy, because another controller leads. A new one is created when this one leads again."""
         self._policy = None
 
     async def propose(self, view: JobView, costs: SwitchCosts, at: DecisionContext) -> SplitProposal:
-        """Request the policy's decision for the next steps. `costs`: of changes."""
+        """Ask the policy for the split of the next steps, and make a proposal of it. `costs`: of placement changes."""
         stored = view.mirror.plan
         assert stored is not None
         plan, pin = stored.record, view.mirror.pin
@@ -227,7 +232,8 @@ class SplitDecider:
         return SplitProposal(proposal, trouble="")
 
     async def _decision(self, view: JobView, plan: Plan, there: Snapshot, base: Split, costs: SwitchCosts) -> Decision:
-        """Return the policy's decision, restricted to the pin and to feasible splits. Raises _CannotBe."""
+        """Return the policy's decision, adapted to the pin. `there`: nodes on which ranks may be placed. `base`: the
+        split before slots were lent. Raises _CannotBe if it is not feasible."""
         pin, policy = view.mirror.pin, self._spec.placement.policy
         limits = find_bounds(there, self._moving, pin, len(plan.ranks))
         if not (is_state_at_hand(view) or may_use_copies(view)):
@@ -249,7 +255,8 @@ class SplitDecider:
         return decision
 
     async def _ask(self, view: JobView, limits: SplitBounds, base: Split, first: Split, costs: SwitchCosts) -> Decision:
-        """Call the policy. Raises _CannotBe."""
+        """Call the policy. `limits`: the splits that it may choose. `base`: the present split; `first`: the initial
+        one. Raises _CannotBe if the policy fails."""
         name, steps = self._spec.placement.policy, self._spec.flow.steps
         situation = Situation(
             bounds=limits,
@@ -274,12 +281,13 @@ class SplitDecider:
     def _proposal(
         self, decision: Decision, plan: Plan, there: Snapshot, base: Split, at: DecisionContext
     ) -> MoveProposal | None:
-        """Return the move from the present plan. Runs in a thread, because it is slow for a thousand slots. Raises
-        _CannotBe."""
+        """Make the proposal of a decision; None if it changes nothing. Runs in a thread, because it is slow for a
+        thousand slots. Raises _CannotBe."""
         return propose_move(decision, plan, self._place(decision, plan, there), base, at)
 
     def _place(self, decision: Decision, plan: Plan, there: Snapshot) -> Plan | None:
-        """Return the plan of the split; None for another train world, which a rollback forms. Raises _CannotBe."""
+        """Return the plan with the decided split; None if that needs a train world of another size, which a rollback
+        forms. Raises _CannotBe if engines cannot be placed."""
         split = decision.split
         if split.train != len(plan.ranks):
             return None
@@ -302,11 +310,12 @@ class SplitDecider:
 
 
 class HoldLog:
-    """The newest hold period of the leader's decisions, and when it is written to the store.
+    """Keeps the newest hold period (steps after which the policy moved nothing) of a leader, and limits how often it is
+    written to the store.
 
-    The record of moves is always written as a whole. So a hold period is written when it begins, together with other
-    changes of the record, and otherwise every `TELL_S`. `took`: returns the seconds of a step committed after a
-    sequence number of head; None: not known yet.
+    The record of moves is always written completely, so a hold period is written when it begins, together with other
+    changes of the record, and otherwise only every `TELL_S`. `took`: returns the duration of a step that was committed
+    after a log entry; None: not known yet (`StepHistory.took`).
     """
 
     def __init__(self, clock: Clock, took: Callable[[int, int], float | None]) -> None:
@@ -314,9 +323,9 @@ class HoldLog:
         self._took = took
         self._newest: HoldPeriod | None = None
         self._stored: HoldPeriod | None = None
-        """The newest hold period in the store at the last call."""
+        """The hold period as it was in the store at the last call."""
         self._since = 0.0
-        """Since when the store has it."""
+        """Since when it is in the store in this form."""
 
     def note(self, moves: Moves, at: DecisionContext, reason: str, expected_s: float | None) -> None:
         """Record a decision that moved nothing. `expected_s`: expected seconds of the next step."""
@@ -324,12 +333,12 @@ class HoldLog:
         self._newest = extend_stay(self._with_taken(known), moves, at, reason, expected_s)
 
     def forget(self) -> None:
-        """Another controller leads."""
+        """Drop the hold period, because another controller leads."""
         self._newest = None
 
     def with_newest_stay(self, moves: Moves, *, at_once: bool) -> Moves:
-        """Return the record to store, with the newest hold period if it is due. `at_once`: the record is written in any
-        case."""
+        """Return the record of moves with the newest hold period, if that should be written now; else unchanged.
+        `at_once`: the record is written in any case, so include it."""
         stay = self._newest = self._with_taken(self._newest)
         stored = next((one for one in moves.stays if stay is not None and one.began == stay.began), None)
         now = self._clock.monotonic()
@@ -345,7 +354,8 @@ class HoldLog:
 
 
 class Planner:
-    """Calls the policy of one job and turns its decisions into proposals, on one controller for one incarnation."""
+    """Plans the placement of one job while this controller leads. `proposal`, `move_report`: the results, which rules
+    write to the store."""
 
     def __init__(self, job: LiveJob, spec: JobSpec, clock: Clock, run_dir: Path, connector: Connector = PLAIN) -> None:
         self._job = job
@@ -360,7 +370,7 @@ class Planner:
         self._holds = HoldLog(clock, self._history.took)
         self._decided: Version | None = None
         self._last_state: tuple[object, ...] = ()
-        """Step and leader at the last pass."""
+        """Step and leader at the last cycle."""
         self._wait_s = POLL_S
         self._before: Plan | None = None
         """The plan before the newest one."""
@@ -376,7 +386,7 @@ class Planner:
             self._before = before.plan.record
 
     async def run(self) -> None:
-        """Plan until cancelled."""
+        """Run cycles until cancelled: one per second, and one after each commit."""
         try:
             while True:
                 self._wait_s = POLL_S
@@ -392,7 +402,7 @@ class Planner:
             await self._lender.close()
 
     def _is_news(self) -> bool:
-        """Whether there is a new step, its batch is closed, or another controller leads."""
+        """Whether, since the last cycle, a step was committed, a batch was sealed, or the leader changed."""
         return self._state() != self._last_state
 
     def _state(self) -> tuple[object, ...]:
@@ -405,6 +415,7 @@ class Planner:
         return head.lineage, head.step, seal is not None and not seal.record.collects, leader
 
     async def _turn(self) -> None:
+        """Run one cycle: after a new step ask the policy, else check whether to lend slots; then report outcomes."""
         mirror = self._job.mirror
         self._last_state = self._state()
         if mirror.head is None or mirror.plan is None:
@@ -445,7 +456,7 @@ class Planner:
             self._job.changes.notify()
 
     async def _wait_for_accounts(self, view: JobView) -> None:
-        """Wait for the accounts of the newest step, at most `ACCOUNTS_WAIT_S`."""
+        """Wait until the slot accounts of the newest step have arrived, at most `ACCOUNTS_WAIT_S`."""
         until = self._clock.monotonic() + ACCOUNTS_WAIT_S
         members = {stored.record.node for stored in view.mirror.members.values()}
         while (left := until - self._clock.monotonic()) > 0:
@@ -455,7 +466,7 @@ class Planner:
             await self._job.changes.wait(left)
 
     async def _decide_split(self, view: JobView) -> MoveProposal | None:
-        """Request the next split; log a hold, and warn of an obstacle."""
+        """Ask the policy for the next split. If it keeps the present one, record that; warn users of a problem."""
         at = self._context(view)
         found = await self._next.propose(view, self._lender.costs(view), at)
         if found.kept is not None:
@@ -469,7 +480,8 @@ class Planner:
         return DecisionContext(view.head.step, view.head.seq, view.node, self._clock.wall(), dry)
 
     def _report(self, view: JobView) -> MoveReport | None:
-        """Return the moves with the outcomes known by now; None: nothing is new."""
+        """Return the record of moves with what is known by now (unrequested changes, outcomes, hold period); None:
+        nothing is new."""
         assert view.mirror.plan is not None
         known = view.mirror.moves
         moves = add_unrequested(known, self._before, view.mirror.plan.record, self._context(view), world_reason(view))
@@ -478,7 +490,8 @@ class Planner:
         return None if moves == known else MoveReport(moves, view.mirror.moves_revision)
 
     def _at_the_end(self, mirror: JobMirror) -> Moves:
-        """Return the moves with outcomes in the last step, for the file; the store does not get them any more."""
+        """Return the moves with the outcomes of the last step, for the file only: the job has ended, so the store does
+        not get them."""
         return self._holds.with_newest_stay(self._with_outcomes(mirror, mirror.moves), at_once=True)
 
     def _with_outcomes(self, mirror: JobMirror, moves: Moves) -> Moves:
@@ -488,22 +501,22 @@ class Planner:
         return add_outcomes(moves, steps, self._lender.took, mirror.head.record.seq, mirror.plan.record)
 
     async def _write_moves(self, view: JobView) -> None:
-        """Write new moves to the run folder; the store keeps only the newest."""
+        """Write new and changed moves to `moves.jsonl`, because the store keeps only the newest."""
         if view.mirror.moves is not self._kept:
             self._kept = view.mirror.moves
             await asyncio.to_thread(self._file.keep, self._kept)
 
 
 def has_moved(mirror: JobMirror, step: Version) -> bool:
-    """Whether a move was already decided after that step."""
+    """Whether a policy's move was already decided after the step `step` was committed."""
     asked = (MoveKind.SPLIT, MoveKind.WORLD)
     seq = next((s.record.seq for s in mirror.log.values() if Version(s.record.lineage, s.record.step) == step), 0)
     return any(one.kind in asked and one.step == step.step and one.seq >= seq for one in mirror.moves.moves)
 
 
 def world_reason(view: JobView) -> str:
-    """Return why the present train world was formed, and its cost; empty: it is the first, or the log no longer has the
-    reason."""
+    """Return why the present train world was formed, and how many steps had to be repeated; empty if it is the first
+    one, or the log no longer has the reason."""
     assert view.mirror.plan is not None
     world, log = view.mirror.plan.record.world, view.log
     seq = max((seq for seq, one in log.items() if one.kind == "rollback" and one.world == world), default=None)
@@ -515,7 +528,7 @@ def world_reason(view: JobView) -> str:
 
 
 def newest_trained(mirror: JobMirror) -> Version | None:
-    """Return the newest trained step in the log. A rollback to it does not change it."""
+    """Return the version of the newest trained step that no rollback has discarded; None if there is none."""
     assert mirror.head is not None
     entries = [stored.record for stored in mirror.log.values() if stored.record.kind == "train"]
     on_chain = [one for one in entries if one.step <= mirror.head.record.step]

@@ -1,18 +1,18 @@
 """Delete files on this node that are no longer needed, and enforce a run folder's disk quota.
 `controllers.storage.rules` decides what to delete.
 
-- *Run folders* under `run_root` are identified by the uid at the end of their name. A folder may be deleted only if
+- *Run folders* under `run_root` are identified by the job ID at the end of their name. A folder may be deleted only if
   this store's record of that job names it and the job ended more than an hour ago. It is kept while the spec of an
   unfinished job names a file in it (a model, data).
-- *Caches* are kept if they were used since the oldest unfinished job was created. Each use touches the cache
-  (`gcore.data.dataset`).
-- *Logs* are those of supervisors. A log is kept while its worker is registered.
-- *Scratch* is what a job's processes left in their folder on this node. It is kept until the job has ended and none of
-  its workers is left.
+- *Caches* of data are kept if they were used since the oldest unfinished job was created. Each use updates the file's
+  time (`gcore.data.dataset`).
+- *Logs* are those of the supervisors of workers. A log is kept while its worker is registered.
+- *Scratch* files are those that a job's processes left in their folder on this node. They are kept until the job has
+  ended and none of its workers is left.
 
-The collector checks whether a job needs something again right before it deletes it. It renames a folder before it
-deletes it: if several daemons see the same folder, one of them deletes it, and no reader finds half of it. The same
-rounds delete old usage records of all nodes (`controllers.accounting.usage`).
+Right before the collector deletes a file or folder, it checks again whether a job needs it. It renames a folder before
+it deletes it, so that one of several daemons deletes it, and no reader finds half of it. In the same rounds it deletes
+old usage records of all nodes (`controllers.accounting.usage`).
 
 `DiskQuota` measures a job's run folder against `limits.disk_gib`. It deletes nothing.
 """
@@ -49,7 +49,7 @@ from gcore.worker.records import WorkerRecord
 log = logging.getLogger(__name__)
 
 YOUNG_S = 3600.0
-"""Seconds since the last use during which a file is kept, because a process may be about to use it again."""
+"""A file that was used within these seconds is kept, because a process may be about to use it again."""
 
 GONE = ".gone-"
 """Prefix of a folder that is being deleted."""
@@ -59,39 +59,41 @@ _RUN = re.compile(r".+-([0-9a-f]{12})")
 _LOG = re.compile(r"(.+)\.supervisor\.log|(emulated-.+)\.log")
 
 MEASURE_S, MOST_NODES = 60.0, 10
-"""Seconds between two measurements of a single node, and the maximum factor on it with more nodes."""
+"""Seconds between two measurements of a run folder by a single node. With several nodes each measures less often, by a
+factor of their number, at most `MOST_NODES`."""
 
 NEARLY = 0.9
+"""Share of the quota from which a job stops recording samples."""
 
 BYTES_PER_GIB = 1 << 30
 
 TOPIC = "disk"
-"""Topic of its problems in the store."""
+"""Topic of warnings about the disk quota."""
 
 
 @dataclass(frozen=True)
 class UnfinishedJobs:
-    """Names, paths and workers of the unfinished jobs in the store."""
+    """What the unfinished jobs in the store use: names, paths and workers."""
 
     names: Mapping[str, str] = field(default_factory=dict)
-    """By uid."""
+    """Names of the unfinished jobs by job ID."""
     paths: Mapping[str, str] = field(default_factory=dict)
-    """Paths named in their specs, with the name of the job."""
+    """Paths that their specs name; the value is the name of the job."""
     since: float | None = None
-    """When the oldest was created, in seconds since the epoch; None: there is none."""
+    """When the oldest of them was created, in seconds since the epoch; None: there is none."""
     workers: frozenset[str] = frozenset()
-    """Registered instances."""
+    """Instances of all registered workers."""
     busy: frozenset[str] = frozenset()
-    """The uids of jobs with a registered worker, including ended jobs."""
+    """IDs of jobs with a registered worker, including ended jobs."""
 
     def user_of(self, folder: Path) -> str:
-        """Return the job whose spec names something in `folder`; empty if none does."""
+        """Return the name of an unfinished job whose spec names a path in `folder`; empty if none does."""
         inside = f"{folder}/"
         return next((job for path, job in self.paths.items() if path == str(folder) or path.startswith(inside)), "")
 
 
 class UnfinishedJobsReader:
-    """Reads the unfinished jobs from the store repeatedly; the paths in a job's record are read once."""
+    """Reads the unfinished jobs from the store. Keeps the job records, which never change, between calls."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -143,8 +145,8 @@ async def ended_runs(store: Store, run_root: Path) -> list[tuple[Path, str, floa
 
 
 async def find_garbage(config: NodeConfig, store: Store, now: float) -> tuple[GarbageCandidate, ...]:
-    """Find everything that a policy may apply to. `now`: wall clock, in seconds. Raises StoreUnavailable,
-    UnreadableRecord."""
+    """List all caches, logs, scratch folders and run folders, with the reason if one is needed. `now`: seconds since
+    the epoch. Raises StoreUnavailable, UnreadableRecord."""
     # List the disk first: files of jobs created meanwhile did not exist then.
     at_home = await asyncio.to_thread(_at_home, Path(config.home))
     runs = await ended_runs(store, Path(config.run_root))
@@ -159,7 +161,8 @@ async def find_garbage(config: NodeConfig, store: Store, now: float) -> tuple[Ga
 
 
 def _who_needs(found: GarbageCandidate, using: UnfinishedJobs, now: float) -> str:
-    """Return why something must be kept, or an empty string. The caller handles runs of unfinished jobs."""
+    """Return why a candidate must be kept; empty if it is not needed. Run folders of unfinished jobs are not handled
+    here."""
     if found.kind == "run" and (user := using.user_of(found.path)):
         return f"job {user} uses it"
     if now - found.used < YOUNG_S:
@@ -201,16 +204,16 @@ def _at_home(home: Path) -> list[GarbageCandidate]:
 
 @dataclass(frozen=True)
 class DeletionReport:
-    """The result of a deletion: the decisions that were carried out. `problems`: failed deletions, one sentence
-    each."""
+    """Result of a deletion. `verdicts`: the decisions as carried out. `problems`: one sentence for each failed
+    deletion."""
 
     verdicts: tuple[GarbageDecision, ...]
     problems: tuple[str, ...] = ()
 
 
 async def delete_garbage(store: Store, verdicts: Collection[GarbageDecision], clock: Clock) -> DeletionReport:
-    """Delete what the decisions allow, if it is still not needed: measuring sizes and earlier deletions may have taken
-    minutes. Raises StoreUnavailable, UnreadableRecord; then the rest is kept."""
+    """Carry out the decisions to delete, except for candidates that are needed by now, because measuring sizes and
+    earlier deletions may have taken minutes. Raises StoreUnavailable, UnreadableRecord; then the rest is kept."""
     users, done, problems = UnfinishedJobsReader(store), list[GarbageDecision](), list[str]()
     for verdict in verdicts:
         if not verdict.goes:
@@ -240,7 +243,7 @@ def _delete(path: Path) -> None:
 
 
 class GarbageCollector:
-    """Deletes garbage on a daemon's node periodically."""
+    """Finds and deletes unneeded files on a daemon's node every `gc.every_s` seconds."""
 
     def __init__(self, config: NodeConfig, store: Store, clock: Clock) -> None:
         self._config = config
@@ -248,13 +251,13 @@ class GarbageCollector:
         self._clock = clock
 
     async def run(self) -> None:
-        """Run rounds, forever."""
+        """Run one round after the other until cancelled."""
         while True:
             await self._clock.sleep(self._config.gc.every_s)
             await self.round()
 
     async def round(self) -> None:
-        """Run one round. Errors are logged and left to the next round."""
+        """Find and delete unneeded files once. Errors are logged; the next round tries again."""
         now = self._clock.wall()
         await forget_old_usage(self._store, int(now // DAY_S))
         try:
@@ -290,7 +293,8 @@ def disk_bytes(path: Path) -> int:
 
 
 def _entries(folder: Path, *, hidden: bool = False) -> list[Path]:
-    """List the entries of a folder, with `hidden` only the hidden ones. Empty if it cannot be read."""
+    """List the entries of a folder; with `hidden` also those whose name begins with a dot. Empty if it cannot be
+    read."""
     try:
         with os.scandir(folder) as found:
             return sorted(Path(one.path) for one in found if hidden or not one.name.startswith("."))
@@ -303,7 +307,7 @@ def _run_folders(run_root: Path) -> list[Path]:
 
 
 def _used(path: Path) -> float | None:
-    """Return when it was last written or touched; None if it does not exist."""
+    """Return when a file was last written or touched, in seconds since the epoch; None if it does not exist."""
     try:
         return path.lstat().st_mtime
     except OSError:
@@ -323,7 +327,7 @@ def _paths(spec: Any) -> Iterator[str]:
 
 
 class QuotaLevel(Enum):
-    """How full a run folder is."""
+    """How full a run folder is: below 90 % of its quota, above 90 %, or over the quota."""
 
     FREE = "free"
     NEARLY = "nearly"
@@ -332,14 +336,14 @@ class QuotaLevel(Enum):
 
 @dataclass(frozen=True, slots=True)
 class DiskUsage:
-    """How much of its quota a run folder uses. `sentence`: for users; empty while there is room."""
+    """How much of its quota a run folder uses. `sentence`: for users; empty below 90 %."""
 
     level: QuotaLevel
     sentence: str = ""
 
 
 def measure_disk_usage(taken: int, quota_gib: float, run_dir: Path) -> DiskUsage:
-    """Return the level of a run folder with `taken` bytes."""
+    """Compare the `taken` bytes of a run folder with its quota."""
     share = taken / (quota_gib * BYTES_PER_GIB)
     what = f"the run's folder {run_dir} uses {taken / BYTES_PER_GIB:.2f} GiB of its limit of {quota_gib:g} GiB (limits.disk_gib)"
     if share > 1:
@@ -361,13 +365,13 @@ class DiskQuota:
 
     At 90 % of the quota the job stops recording samples, which training does not need. Above the quota the job is
     paused at a commit, with a checkpoint, and reports why. Nothing is lost: a user frees space (or the quota is raised)
-    and resumes it. The job does not fail, because a failed job cannot continue; and its writes are not refused, because
+    and resumes the job. It does not fail, because a failed job cannot continue, and its writes are not refused, because
     that could end it at any point. So the quota is not a hard limit: the checkpoint of the pause is written in
     addition.
 
-    Every file is measured in a thread, less often if more nodes do so, because all see the same folder, or each its
-    own. The limit applies to what this node sees. `members`: number of nodes that measure. `show`: called with the
-    usage whenever the level changes. `pause`: pauses the job at its next commit.
+    The folder that this node sees (the shared one, or its own) is measured in a thread, less often if several nodes do
+    so. `members`: returns their number. `show`: called with the usage when the level changes. `pause`: pauses the job
+    at its next commit.
     """
 
     def __init__(
@@ -390,7 +394,7 @@ class DiskQuota:
         self._level = QuotaLevel.FREE
 
     async def run(self) -> None:
-        """Measure, forever."""
+        """Measure the folder again and again until cancelled."""
         while True:
             await self.look()
             await self._clock.sleep(self.rest_s)
@@ -401,7 +405,7 @@ class DiskQuota:
         return MEASURE_S * min(max(self._members(), 1), MOST_NODES)
 
     async def look(self) -> None:
-        """Measure once."""
+        """Measure the folder once, and pause the job if it exceeds its quota."""
         found = measure_disk_usage(
             await asyncio.to_thread(self._measure, self._run_dir), self._quota_gib, self._run_dir
         )

@@ -1,9 +1,10 @@
-"""Fetch files of a run from peers, for a job whose nodes share no folder. The server side is `controllers.api.peers`.
+"""Fetch files of a run from other nodes (peers), for a job whose nodes share no folder. The server side is
+`controllers.api.peers`.
 
-A folder is received into a draft, which is renamed to its final name when all of it has been received and verified. A
-file that only grows (old log entries, receipts) is continued at its local length, by whole lines. Received data is
-compared with its digest. If a peer sends nothing for a while, the transfer is abandoned and its data is deleted. This
-module does not retry.
+A folder is received into a temporary folder, which is renamed when all files have been received and verified. Of a file
+that only grows (old log entries, receipts), only the part beyond the local length is fetched, in complete lines.
+Received data is compared with the sender's digest. If a peer sends nothing for a while, the transfer is abandoned and
+its data is deleted. This module does not retry.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from gcore.system.concurrency import limit_time
 from gcore.system.files import DiskFull, replace_folder, sweep_drafts, sync_path
 
 DRAFTS = ".fetched"
-"""Folder of incomplete files in the run folder."""
+"""Folder in the run folder for temporary folders that are being received."""
 
 SILENT_S = 20.0
 """Seconds without data after which a transfer from a peer is abandoned."""
@@ -47,13 +48,13 @@ class FileMissing(FetchFailed):
 
 
 def _nothing(folder: Path) -> None:
-    """No verification."""
+    """Accept the folder without verification."""
 
 
 @dataclass
 class PeerFiles:
-    """Fetches one job's files from other nodes to this one. `run_dir`: this node's own run folder. `owner`: separates
-    its drafts from others."""
+    """Fetches files of one job from other nodes to this one. `run_dir`: this node's own run folder. `owner`: part of
+    the names of temporary folders, to tell them from those of other processes."""
 
     uid: str
     run_dir: Path
@@ -61,7 +62,7 @@ class PeerFiles:
     silent_s: float = SILENT_S
     connector: Connector = PLAIN
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """A growing file has one writer at a time."""
+    """Held while growing files are extended, so that each has one writer at a time."""
 
     async def list(self, address: str, folder: str) -> dict[str, int]:
         """List the files in a peer's folder: names relative to `folder`, and sizes. Raises FetchFailed."""
@@ -72,10 +73,10 @@ class PeerFiles:
     async def folder(
         self, address: str, folder: str, prove: Callable[[Path], object] = _nothing, *, durable: bool
     ) -> Path:
-        """Fetch a whole folder from a peer and replace the local one.
+        """Fetch a complete folder from the peer at `address`, and replace the local one. Return its local path.
 
-        `prove` reads the draft before it is renamed, and raises GcoreError if the content is wrong. Raises FetchFailed,
-        OSError, and what `prove` raises.
+        `prove`: called with the temporary folder before it is renamed; raises GcoreError if the content is wrong.
+        `durable`: sync the files to disk. Raises FetchFailed, OSError, and the errors of `prove`.
         """
         target = self.run_dir / folder
         async with self._draft(target, durable=durable) as draft, self._peer(address) as stub:
@@ -93,7 +94,8 @@ class PeerFiles:
         return target
 
     async def grown(self, address: str, folder: str) -> int:
-        """Append to the growing files of `folder` what a peer has more of them. Return the number of received bytes.
+        """Extend the growing files in `folder` by the lines that the peer at `address` has and this node lacks. Return
+        the number of received bytes.
 
         When this returns, the data is on this node's disk. Raises FetchFailed, OSError.
         """
@@ -108,15 +110,17 @@ class PeerFiles:
         return total
 
     def new_draft(self, target: Path, *, durable: bool) -> contextlib.AbstractContextManager[Path]:
-        """`replace_folder` with a unique draft, because weights and checkpoint of one version have the same name."""
+        """Return the context manager that provides a temporary folder and renames it to `target` at the end
+        (`replace_folder`). Its name is unique, because weights and checkpoint of one version have the same name."""
         owner = f"{target.parent.name}.{self.owner}"
         return replace_folder(target, owner=owner, durable=durable, drafts=self.run_dir / DRAFTS)
 
     async def sweep(self) -> None:
-        """Remove the drafts of earlier incarnations."""
+        """Delete the temporary folders that earlier processes have left."""
         await asyncio.to_thread(sweep_drafts, self.run_dir / DRAFTS)
 
     async def _continue(self, stub: Any, name: str, path: Path, have: int) -> int:
+        """Append the complete lines that a peer's file has after `have` bytes. Return the number of bytes."""
         await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
         with await asyncio.to_thread(path.open, "ab") as file:
             try:
@@ -129,8 +133,8 @@ class PeerFiles:
                 raise
 
     async def _copy(self, stub: Any, name: str, offset: int, to: BinaryIO) -> int:
-        """Write the data that a peer sends of a file. Return its size. Raises FetchFailed if it differs from the
-        peer's."""
+        """Receive a peer's file from byte `offset` on and write it to `to`. Return the number of bytes. Raises
+        FetchFailed if they differ from the peer's digest."""
         digest, count, said = hashlib.sha256(), 0, b""
         call = stub.Read(pb.ReadFileRequest(job_uid=self.uid, file=name, offset=offset))
         try:
@@ -162,7 +166,7 @@ class PeerFiles:
 
     @contextlib.asynccontextmanager
     async def _draft(self, target: Path, *, durable: bool) -> AsyncIterator[Path]:
-        """`new_draft` with its disk operations in threads."""
+        """The context manager `new_draft` with its disk operations in threads."""
         manager = self.new_draft(target, durable=durable)
         folder = await asyncio.to_thread(manager.__enter__)
         try:
@@ -176,7 +180,8 @@ class PeerFiles:
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """The node that sent a file (empty: none did), and the problems of the nodes tried before, by node."""
+    """Result of a fetch. `source`: the node that sent the file; empty: none did. `wrong`: by node, why those that were
+    tried before did not."""
 
     source: str
     wrong: Mapping[str, GcoreError]
@@ -190,7 +195,7 @@ class FetchResult:
 async def fetch_from_first(
     addresses: Mapping[str, str], nodes: Iterable[str], fetch: Callable[[str], Awaitable[object]]
 ) -> FetchResult:
-    """Fetch from the first of `nodes` that succeeds. Raises DiskFull, OSError."""
+    """Call `fetch` with the address of one node after the other until it succeeds. Raises DiskFull, OSError."""
     wrong: dict[str, GcoreError] = {}
     for node in nodes:
         if node in addresses:

@@ -1,8 +1,8 @@
-"""Carry out `controllers.rules.replication` for a job whose nodes share no folder: copy missing files from the run
-folders of peers into this node's own run folder, and record in the store what it contains.
+"""Carry out the decisions of `controllers.rules.replication`, for a job whose nodes share no folder: copy missing files
+from other nodes into this node's own run folder, and record in the store what it contains.
 
 A copy counts only after this node has read every byte of it: a checkpoint is compared with its manifest and the
-registered digest, other files with the sender's digest. If a peer sends nothing or a disk accepts nothing, this is
+registered digest, other files with the sender's digest. If a peer sends nothing or the disk cannot be written, this is
 reported and retried; neither ends the job.
 """
 
@@ -52,10 +52,10 @@ from gcore.system.fault_injection import FaultPoint, fault_point
 from gcore.system.files import DiskFull
 
 TOPIC = "copies"
-"""Topic of problems with a node's own folder."""
+"""Topic of warnings about a node's own run folder."""
 
 PATIENCE_S = 15.0
-"""Seconds without data from peers before a report. A lost node is detected sooner."""
+"""Seconds for which data from peers must be missing before this is reported. A lost node is detected sooner."""
 
 AGAIN_S = 1.0
 """Seconds before a retry after a failed fetch or write."""
@@ -63,8 +63,8 @@ AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFetch:
-    """The result of a fetch: why a checkpoint is not complete on this node, or an empty string. `is_final`: a retry
-    will not help in the present state, because no present node has it undamaged."""
+    """Result of a fetch of a checkpoint. `problem`: why it is not complete on this node; empty: it is. `is_final`: a
+    retry does not help, because no present node has it undamaged."""
 
     problem: str = ""
     is_final: bool = False
@@ -83,11 +83,12 @@ def verify_digest(folder: Path, digest: str) -> None:
 
 
 def peer_addresses(view: JobView) -> dict[str, str]:
-    """Return the addresses of the present peers."""
+    """Return the addresses of the other registered nodes, by node."""
     return {name: record.for_peers for name, record in view.nodes.items() if name != view.node}
 
 
 def _lying(run_dir: Path) -> tuple[HeldCheckpoint, ...]:
+    """List the checkpoints with a manifest in a run folder."""
     found = []
     for version, folder in sorted(checkpoints_in(run_dir).items()):
         try:
@@ -98,7 +99,7 @@ def _lying(run_dir: Path) -> tuple[HeldCheckpoint, ...]:
 
 
 def _read(kv: KeyValue) -> NodeFolder | None:
-    """Parse the record; None if it is damaged, and it is then written again."""
+    """Parse the record of a node's folder; None if it is damaged, so that a new one is written."""
     try:
         return NodeFolder.decode(kv.value, kv.key)
     except UnreadableRecord:
@@ -106,7 +107,8 @@ def _read(kv: KeyValue) -> NodeFolder | None:
 
 
 class Replicator:
-    """Keeps the run folder of one job on one node as complete as the rules require."""
+    """Carries out folder actions for one job on one node: fetches, archives and deletes files, and reports the folder's
+    contents."""
 
     def __init__(
         self,
@@ -118,7 +120,8 @@ class Replicator:
         tell: Callable[[str, str], None],
         own: LocalRunFolder,
     ) -> None:
-        """`tell`: reports a problem of a topic, once while it lasts; an empty sentence ends it."""
+        """`tell`: reports a problem of a topic, once while it lasts; an empty sentence ends it. `own`: what is known of
+        the folder besides its files."""
         self.own = own
         self._store = store
         self._ledger = ledger
@@ -128,8 +131,8 @@ class Replicator:
         self._tell = tell
 
     async def carry_out(self, action: FolderAction, view: JobView) -> ActionResult:
-        """Carry out an action. Disk errors are reported at once, missing data from peers after a while. Neither ends
-        the job."""
+        """Carry out a folder action. Disk errors are reported at once, missing data from peers after `PATIENCE_S`.
+        Neither ends the job."""
         name = type(action).__name__
         patience = PATIENCE_S
         try:
@@ -215,7 +218,7 @@ class Replicator:
                 raise TypeError(f"{action} is not a folder action")
 
     async def _report_own_folder(self, view: JobView, **said: object) -> ActionResult:
-        """Inspect this node's folder and write its record, with `said` as new fields."""
+        """List the checkpoints in this node's folder and write the folder's record. `said`: further fields to set."""
         key = view.mirror.keys.folder(view.node)
         found = await asyncio.to_thread(_lying, self._run_dir)
         kv = await self._store.get(key)
@@ -235,7 +238,7 @@ class Replicator:
         return ActionResult(report.outcome, sentence, report.revision)
 
     async def _fetch_weights(self, action: FetchWeights, view: JobView) -> ActionResult:
-        """Fetch weights from the node where they were staged, else from any that has them."""
+        """Fetch the weights of a version from the node whose rank wrote them, else from any other that has them."""
         target = weights_folder(self._run_dir, action.version)
         name = str(target.relative_to(self._run_dir))
         peers = peer_addresses(view)
@@ -247,15 +250,14 @@ class Replicator:
         return ActionResult(TxnOutcome.WON, f"fetch {name} from {fetched.source}")
 
     async def _fetch_checkpoint(self, action: FetchCheckpoint, view: JobView) -> ActionResult:
-        """Fetch a copy, and record it."""
+        """Fetch a copy of a checkpoint, and record it."""
         brought = await self.ensure_checkpoint(action.checkpoint, view)
         if brought.problem:
             return ActionResult(TxnOutcome.UNKNOWN, f"fetch {action.checkpoint.file}: {brought.problem}")
         return await self._report_own_folder(view)
 
     async def _fetch_start(self, action: FetchStart, view: JobView) -> ActionResult:
-        """Make sure that this node has a world's starting checkpoint. Every node with a rank of the world reads it
-        completely."""
+        """Make sure that this node has the checkpoint from which a train world starts, and read it completely."""
         brought = await self.ensure_checkpoint(action.checkpoint, view, read_all=True)
         said = await self._report_own_folder(view)
         if brought.problem:
@@ -266,7 +268,8 @@ class Replicator:
         )
 
     async def _fetch_receipts(self, action: GatherReceipts, view: JobView) -> ActionResult:
-        """Fetch receipts of ranks on other nodes. Those of absent nodes arrive later, or never."""
+        """Fetch the receipts of ranks on other nodes, up to the token of the action. Those of absent nodes are left
+        out."""
         peers = peer_addresses(view)
         nodes = {place.node for place in view.plan.ranks} & peers.keys()
         sentence = f"gather the receipts of {action.token}"
@@ -276,8 +279,8 @@ class Replicator:
         return ActionResult(done.outcome, sentence, done.revision)
 
     async def _write_archive(self, action: ArchiveRecords, view: JobView) -> ActionResult:
-        """Write records that are to leave the store to the archive; each node reads them from the store. Earlier
-        records are fetched from peers, so a node that joined later, or lost its disk, gets all of them."""
+        """Write records that will be deleted from the store to this node's folder. Earlier records are fetched from
+        peers first, so that a node that joined later, or lost its disk, gets all of them."""
         wrong = await extend_files(self.own, peer_addresses(view), RECORDS)
         entries = [view.mirror.log[seq].record for seq in action.seqs]
         evaluations = [view.mirror.evaluations[version].record for version in action.evaluations]
@@ -292,7 +295,7 @@ class Replicator:
         return ActionResult(done.outcome, "; ".join((sentence, *wrong)), done.revision)
 
     async def _delete_own_copies(self, action: DiscardCheckpoints, view: JobView) -> ActionResult:
-        """Delete copies that no record names."""
+        """Delete this node's copies of the action's checkpoints, and record it."""
         for version in action.versions:
             fault_point(FaultPoint.FORGET, "before")
             await asyncio.to_thread(shutil.rmtree, checkpoint_folder(self._run_dir, version), ignore_errors=True)

@@ -1,7 +1,8 @@
-"""Decide which files on a node are no longer needed, by the policy of its configuration (`gcore.config.node`).
+"""Decide which unneeded files on a node are deleted, by the retention policies of its configuration
+(`gcore.config.node`).
 
 Files that an unfinished job uses are kept regardless of the policy. Unknown files are kept too: a folder whose job is
-not in this store belongs to somebody else. This module reads and deletes nothing (`controllers.storage.garbage`).
+not in this store belongs to somebody else. `controllers.storage.garbage` finds the files and carries out the decisions.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class GarbageCandidate:
 
 @dataclass(frozen=True, slots=True)
 class GarbageDecision:
-    """Whether a candidate is deleted, and why, or why it is kept."""
+    """Decision on a candidate. `goes`: it is deleted. `why`: the reason for that, or for keeping it."""
 
     found: GarbageCandidate
     goes: bool
@@ -39,7 +40,8 @@ class GarbageDecision:
 
 
 def retention_policies(section: GarbageSection) -> Mapping[Kind, KeepPolicy]:
-    """Return the policy of each kind. Files of an ended job's processes are deleted at once."""
+    """Return the retention policy of each kind of file. Scratch files are not kept at all after their job has
+    ended."""
     return {"run": section.runs, "cache": section.caches, "log": section.logs, "scratch": KeepPolicy(newest=0)}
 
 
@@ -70,8 +72,8 @@ def _of_kind(found: list[GarbageCandidate], keep: KeepPolicy, now: float) -> lis
 
 
 def _why_it_goes(one: GarbageCandidate, keep: KeepPolicy, place: int, total: int, now: float) -> str:
-    """Return why an unneeded candidate is deleted: the `place`-th newest, with `total` bytes of kept files including
-    it."""
+    """Return why the policy deletes an unneeded candidate; empty: it keeps it. `place`: its position among the unneeded
+    ones of its kind, 1 is the newest. `total`: bytes of the kept files of its kind, including it."""
     if keep.everything or place <= (keep.newest or 0):
         return ""
     if keep.days is not None and now - one.used > keep.days * DAY_S:

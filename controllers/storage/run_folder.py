@@ -1,20 +1,20 @@
-"""The run folder as one node sees it: the proof that nodes share it, the staged weights in it, and local run folders of
-nodes that share none.
+"""The run folder as one node sees it: the proof that nodes share it, the weights that are ready for weight sync in it,
+and the run folders of nodes that share none.
 
-Staged weights, checkpoints, receipts and old log entries are exchanged through the run folder: one node writes them and
-another reads them. So `StorageProof` proves that all nodes of a job see the same folder, before any node relies on it.
-Each controller that prepares a job writes a random number into its own file in the folder, publishes file and number in
-the store, and only then lists the other controllers that have done so and reads their files. Of any two controllers,
-the later one checks the file of the earlier one. So no two nodes can miss each other, and a node that joins later is
-checked against all. If nodes must not share a folder (`storage.copies`), the same procedure proves that no two do, and
-each has the run folder under its own run root.
+Weights for weight sync (staged weights), checkpoints, receipts and old log entries are exchanged through the run
+folder: one node writes them and another reads them. So `StorageProof` proves that all nodes of a job see the same
+folder, before any node relies on it. Each controller that prepares a job writes a random number into its own file in
+the folder, publishes the number in the store, and only then lists the other controllers that have done so and reads
+their files. Of any two controllers, the later one checks the file of the earlier one. So no two nodes can miss each
+other, and a node that joins later is checked against all. If nodes must not share a folder (`storage.copies`), the same
+procedure proves that no two do, and each has the run folder under its own run root.
 
 A file that is missing at first is checked again, because a mounted folder may show files of other machines late. The
 proof says nothing about the speed of the folder or the durability of its disk. On one machine it costs almost nothing.
 
-`StagedWeightsMonitor` finds out which weights are staged. `LocalRunFolders` are this node's folders of jobs whose nodes
-share none: what is known of each besides its files, and how growing files are continued from peers. A daemon without a
-job has them too, so this module imports little.
+`StagedWeightsMonitor` finds out which weights the folder contains. `LocalRunFolders` keeps what is known of this node's
+own run folders besides their files, and fetches files from other nodes. A daemon without a job has it too, so this
+module imports little.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ FOLDER = ".nodes"
 """Folder in the run folder with one small file for each node that has worked on the job."""
 
 PROOF_LOOK_AGAIN_S = 0.5
+"""Seconds between two checks for the files of other nodes."""
 
 LOOKS = 30
-"""Maximum number of checks for another node's file, one every `PROOF_LOOK_AGAIN_S`."""
+"""Maximum number of these checks."""
 
 SHARE_IT = (
     "Mount one folder at this path on every node, and set it as storage.root, or as run_root of the daemons. If they must "
@@ -65,28 +66,30 @@ STAGED_LOOK_AGAIN_S = 0.2
 """Seconds between two checks of the folder while weights are missing."""
 
 ANSWER_S = 10.0
-"""Seconds of a check before it is reported as hanging."""
+"""Seconds after which a check that has not returned is reported as hanging."""
 
 TOPIC = "storage"
 
 NOTHING_STAGED = frozenset({FIRST})
-"""Version available to engines before a rank has staged anything: the initial model."""
+"""Versions that engines can load before a rank has written weights: the initial model only."""
 
 HOW = "check its disk or mount on this node"
 
 Tell = Callable[[str, str], None]
 
 Look = Callable[[Path], frozenset[Version]]
+"""Lists the versions whose weights a run folder contains."""
 
 RECORDS = (archive.LOG_FOLDER, archive.EVALUATIONS, receipts.FOLDER)
-"""The folders with growing files."""
+"""The folders in the run folder with growing files of records."""
 
 
 def folder_loss(run_dir: Path, node: str) -> str:
-    """Return why `node` no longer sees the folder in which it proved to write, or an empty string. Blocks.
+    """Return why `node` no longer sees the run folder in which it wrote its file for the proof; empty if it does.
+    Blocks.
 
-    The existence of the folder is not enough: if a mount is gone, a log writer creates a folder of that name beneath
-    it.
+    It is not enough that a folder of that name exists: if the mount is gone, the writer of a log creates one on the
+    local disk.
     """
     try:
         (run_dir / FOLDER / node).stat()
@@ -114,7 +117,7 @@ def has_own_folder(job: JobRecord) -> bool:
 
 
 def localize_mirror(mirror: JobMirror, run_root: Path) -> JobMirror:
-    """Return the mirror with the path of the run folder on this node."""
+    """Return the mirror of a job's records with the path of the run folder on this node in the job's record."""
     if mirror.job is None or not has_own_folder(mirror.job.record):
         return mirror
     here = str(run_folder(mirror.job.record, run_root))
@@ -126,9 +129,9 @@ def localize_mirror(mirror: JobMirror, run_root: Path) -> JobMirror:
 
 @dataclass(frozen=True)
 class StorageProof:
-    """One node's proof that it shares a job's folder with the other nodes. `is_apart`: prove instead that no two nodes
-    share a folder; otherwise a copy on one would count as a second copy. `pause`: waits this many seconds, or until
-    there is nothing left to wait for."""
+    """One node's proof that it shares a job's run folder with the other nodes. `is_apart`: prove instead that no two
+    nodes share a folder, because two copies in one folder would count as safe. `pause`: waits for the given seconds, or
+    until the job has ended."""
 
     store: Store
     keys: JobKeys
@@ -138,7 +141,8 @@ class StorageProof:
     is_apart: bool = False
 
     async def run(self) -> None:
-        """Write this node's mark, then read those of the others. Raises StorageNotShared, StoreUnavailable."""
+        """Write this node's file and publish its number, then check the files of the others. Raises StorageNotShared,
+        StoreUnavailable."""
         nonce = uuid.uuid4().hex
         await asyncio.to_thread(self._write, nonce)
         mark = StorageMark(node=self.identity.node, nonce=nonce)
@@ -187,28 +191,29 @@ class StorageProof:
         return self.run_dir / FOLDER / node
 
     async def _others(self) -> list[StorageMark]:
-        """Return the other nodes' marks in the store. A node that is gone has no mark and is not checked."""
+        """Return the numbers that the other nodes have published in the store. A node that is gone has none and is not
+        checked."""
         listing = await self.store.list(self.keys.storage_prefix)
         marks = (StorageMark.decode(kv.value, kv.key) for kv in listing.kvs)
         return [mark for mark in marks if mark.node != self.identity.node]
 
 
 def staged_versions(run_dir: Path) -> frozenset[Version]:
-    """Return the versions with completely staged weights, and the first one, with which engines start. Raises
-    OSError."""
+    """Return the versions whose weights the run folder contains completely, and the initial one, with which engines
+    start. Raises OSError."""
     return versions_in(weights_folder(run_dir, FIRST).parent) | {FIRST}
 
 
 class StagedWeightsMonitor:
-    """Checks which weights are staged in a job's folder, off the event loop, while head's weights are missing.
+    """Checks which weights a job's run folder contains, while the newest committed ones are missing there.
 
     The folder may be on a mount that hangs or fails for a while. A call into a hanging mount does not return, so it
-    runs in a thread that nothing waits for: not the lease renewal, not shared threads, not the exit of the daemon. One
-    check runs at a time. A check that takes too long is reported, and so is an error; both reports end when the folder
-    responds. The last known state remains valid meanwhile.
+    runs in a thread of its own, for which neither the lease renewal, nor shared threads, nor the exit of the daemon
+    wait. One check runs at a time. A check that takes too long, or fails, is reported until the folder responds. The
+    last known state remains valid meanwhile.
 
-    `wanted`: head's version. `tell`: called with a topic and a sentence about a problem, empty when it is over.
-    `found`: called when the versions change.
+    `wanted`: returns the newest committed version. `tell`: called with a topic and a sentence about a problem, empty
+    when it is over. `found`: called when `versions` changes.
     """
 
     def __init__(
@@ -235,7 +240,7 @@ class StagedWeightsMonitor:
         self.versions: frozenset[Version] = NOTHING_STAGED
 
     async def run(self) -> None:
-        """Check while head's weights are missing, forever."""
+        """Check the folder whenever the newest weights are missing, until cancelled."""
         while True:
             await self._changes.until(self._misses)
             await self._see()
@@ -247,7 +252,7 @@ class StagedWeightsMonitor:
         return wanted is not None and wanted not in self.versions
 
     async def _see(self) -> None:
-        """Check once, however long it takes."""
+        """Check the folder once, and wait for the result however long it takes."""
         look = _in_a_thread(lambda: self._look(self._folder))
         if not (await asyncio.wait({look}, timeout=self._answer_s))[0]:
             self._tell(TOPIC, self._sentence(f"has not responded for {self._answer_s:.0f} s"))
@@ -267,7 +272,7 @@ class StagedWeightsMonitor:
 
 
 def _in_a_thread(look: Callable[[], frozenset[Version]]) -> asyncio.Future[frozenset[Version]]:
-    """Like `asyncio.to_thread`, but in a separate thread that the process does not wait for at exit."""
+    """Call `look` in a new daemon thread, for which the process does not wait at exit (unlike `asyncio.to_thread`)."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[frozenset[Version]] = loop.create_future()
 
@@ -294,22 +299,22 @@ def _in_a_thread(look: Callable[[], frozenset[Version]]) -> asyncio.Future[froze
 
 @dataclass
 class LocalRunFolder:
-    """One job's run folder on one node, for the lifetime of the daemon."""
+    """State of one job's run folder on one node, kept for the lifetime of the daemon."""
 
     files: PeerFiles
+    """Fetches files of the run from other nodes."""
     brought: set[str] = field(default_factory=set)
-    """Train worlds whose starting checkpoint was completely read here."""
+    """Train worlds whose start checkpoint was completely read and verified here."""
     damaged: set[tuple[Version, str]] = field(default_factory=set)
-    """Names of local checkpoints that are damaged."""
+    """Version and digest of the local checkpoints that are damaged."""
     fetching: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
-    """Locks by checkpoint folder: two fetches at once would write into the same draft, and one would delete the
-    other's."""
+    """Locks by checkpoint folder, because two fetches of one checkpoint would use the same temporary folder."""
     failing: dict[str, float] = field(default_factory=dict)
-    """Actions that fail, and since when, by name of the action."""
+    """Since when (monotonic seconds) a folder action fails, by name of the action."""
 
 
 class LocalRunFolders:
-    """A node's run folders by job. Writers, and readers for users, use the same object."""
+    """The states of this node's own run folders, by job. The jobs and the API use the same object."""
 
     def __init__(self, connector: Connector = PLAIN) -> None:
         self._connector = connector
@@ -321,7 +326,7 @@ class LocalRunFolders:
         return self._connector
 
     def of(self, uid: str, run_dir: Path) -> LocalRunFolder:
-        """Return the folder of a job, created at the first call."""
+        """Return the state of a job's run folder; it is created at the first call."""
         if uid not in self._known:
             self._known[uid] = LocalRunFolder(
                 PeerFiles(uid, run_dir, owner=uuid.uuid4().hex[:8], connector=self._connector)
@@ -330,23 +335,23 @@ class LocalRunFolders:
 
 
 async def collect_samples(own: LocalRunFolder, peers: Mapping[str, str]) -> None:
-    """Fetch other nodes' samples before samples are read, as far as the nodes respond. A file of samples never
-    changes."""
+    """Fetch the recorded samples of other nodes, so that they can be read here, as far as the nodes respond."""
     await extend_files(own, peers, (samples.FOLDER,))
 
 
 async def collect_accounts(own: LocalRunFolder, peers: Mapping[str, str]) -> None:
-    """Fetch other nodes' slot accounts before they are read, as far as the nodes respond."""
+    """Fetch the slot accounts of other nodes, so that they can be read here, as far as the nodes respond."""
     await extend_files(own, peers, (slot_accounting.FOLDER,))
 
 
 async def collect_records(own: LocalRunFolder, peers: Mapping[str, str]) -> None:
-    """Fetch what peers have more of a run's records before they are read as a whole, as far as the nodes respond."""
+    """Fetch the log entries, evaluations and receipts that this node lacks from other nodes, as far as they respond."""
     await extend_files(own, peers, RECORDS)
 
 
 async def extend_files(own: LocalRunFolder, peers: Mapping[str, str], names: Iterable[str]) -> tuple[str, ...]:
-    """Append to files what peers have more of them. Return the problems."""
+    """Extend the growing files in the folders `names` by the lines that other nodes have and this node lacks. `peers`:
+    addresses by node. Return a sentence for each node that failed."""
     wrong = []
     for node, address in sorted(peers.items()):
         for name in names:
