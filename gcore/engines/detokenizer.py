@@ -1,6 +1,6 @@
-"""Tokenizer of an engine: text to tokens, tokens to text, and stop strings.
+"""Tokenizer of an engine: converts text to tokens and tokens to text, and finds stop strings in generated tokens.
 
-Uses only the file of the fast tokenizer (`tokenizer.json`): no torch, no transformers.
+Reads only the file of the fast tokenizer (`tokenizer.json`). Does not import torch or transformers.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ REPLACEMENT = "\ufffd"
 class Detokenizer:
     """The tokenizer of a model folder.
 
-    A stop string is searched only when a token could have completed one, that is, when the token's text contains the
-    last character of a stop string. For each set of stop strings this is one table over the vocabulary, computed once.
-    Byte-level tokens that are no complete character on their own always count as possible.
+    A stop string is searched only after a token that could have completed one (`suspects`): its text contains the last
+    character of a stop string, or it is a byte-level token that is no complete character on its own.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -30,8 +29,9 @@ class Detokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Detokenizer | None:
-        """Load the folder's tokenizer. Return None if it has none; then the engine accepts and returns token ids
-        only."""
+        """Load the tokenizer of a model folder. Returns None if the folder has none; the engine then accepts and
+        returns only token IDs. Raises DataError.
+        """
         file = folder / "tokenizer.json"
         if not file.is_file():
             return None
@@ -48,27 +48,30 @@ class Detokenizer:
         return tuple(self._tokenizer.encode_batch_fast([text])[0].ids)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of a response."""
+        """Return the text of `tokens`."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its name."""
+        """Return the ID of the token that the vocabulary lists as `token`; None if there is none."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
     @property
     def highest_token(self) -> int:
-        """The largest token id; -1 if there is none."""
+        """The largest token ID; -1 for an empty vocabulary."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def token(self, number: int) -> str | None:
-        """Return the name of a token."""
+        """Return the vocabulary entry of a token ID; None for an unknown ID."""
         name: str | None = self._tokenizer.id_to_token(number)
         return name
 
     def suspects(self, stop: tuple[str, ...], vocabulary: int) -> npt.NDArray[np.bool_]:
-        """Return for all token ids whether this token may complete one of `stop`."""
+        """Return for each token ID below `vocabulary` whether this token may complete one of the strings `stop`.
+
+        Shape (vocabulary,). Costs two decodes per token: compute it once per set of stop strings.
+        """
         last = {s[-1] for s in stop}
         known = [i for i in range(vocabulary) if self._tokenizer.id_to_token(i) is not None]
         alone = self._tokenizer.decode_batch([[i] for i in known], skip_special_tokens=False)
@@ -82,29 +85,30 @@ class Detokenizer:
         return table
 
     def met(self, stop: tuple[str, ...], tail: Sequence[int]) -> str | None:
-        """Return the stop string that occurs first in the text of `tail`, if any."""
+        """Return the stop string that occurs first in the text of the tokens `tail`; None if there is none."""
         text = self.decode(tail, skip_special_tokens=False)
         found = [(text.find(s), s) for s in stop if s in text]
         return min(found)[1] if found else None
 
 
 def tail_length(stop: tuple[str, ...]) -> int:
-    """Return the number of tokens at the end of a sample that surely contain a stop string completed by the last token.
+    """Return how many tokens at the end of a sample must be decoded to find a stop string completed by the last one.
 
-    A character may take four tokens, and a few tokens have no text at all.
+    An upper bound: a character may take four tokens, and a few tokens have no text at all.
     """
     return 4 * max(len(s) for s in stop) + 8
 
 
 def cut_before(text: str, stop: str) -> str:
-    """Return the text before the stop string."""
+    """Return the part of `text` before the first occurrence of `stop`; all of `text` if it does not occur."""
     return text.partition(stop)[0]
 
 
 def stable_text(text: str, stop: Sequence[str]) -> str:
     """Return the part of a growing text that later tokens cannot change; only this part may be streamed.
 
-    An incomplete character is shown as a replacement character, and the beginning of a stop string may be completed.
+    Removes from the end an incomplete character (decoded as U+FFFD), and the beginning of a stop string, which later
+    tokens may complete.
     """
     text = text.rstrip("\ufffd")
     longest = 0

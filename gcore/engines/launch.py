@@ -1,5 +1,8 @@
-"""Launch documents of the torch engine and of the SGLang worker, and the command line of the torch engine. Does not
-import torch."""
+"""Settings with which an engine process starts: launch documents of the torch engine and of the SGLang worker.
+
+A launch document is JSON that the supervisor (`gcore.worker`) passes to the process. The torch engine may also be
+started by hand, with the same settings as command-line options. Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from gcore.errors import DataError, UsageError
 
 
 class ServerLaunch(BaseModel):
-    """Launch document fields of both engines: what to serve, and how."""
+    """Fields of the launch documents of both engines: which model to serve, and how."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -69,7 +72,7 @@ Launch = TypeVar("Launch", bound=ServerLaunch)
 
 
 def check_folder(model: str) -> None:
-    """Check that this is a model folder, before anything heavy is imported. Raises DataError."""
+    """Raise DataError unless the folder `model` has a config.json. Cheap: call it before torch is imported."""
     if not (Path(model) / "config.json").is_file():
         raise DataError(
             "the folder has no config.json, so it is not a model folder",
@@ -79,17 +82,20 @@ def check_folder(model: str) -> None:
 
 
 def parse_engine_launch(document: Mapping[str, Any]) -> EngineLaunch:
-    """Parse the supervisor's document. Raises UsageError."""
+    """Parse the launch document of the torch engine. Raises UsageError."""
     return _checked(EngineLaunch, dict(document), "launch document")
 
 
 def parse_sglang_launch(document: Mapping[str, Any]) -> SglangLaunch:
-    """Parse the supervisor's document. Raises UsageError."""
+    """Parse the launch document of the SGLang worker. Raises UsageError."""
     return _checked(SglangLaunch, dict(document), "launch document")
 
 
 def parse_engine_arguments(arguments: Sequence[str]) -> EngineLaunch:
-    """Parse the command line. Raises UsageError for an invalid value; for other mistakes argparse ends the process."""
+    """Parse the command line of the torch engine.
+
+    Raises UsageError for an invalid value; for other mistakes argparse ends the process.
+    """
     parser = argparse.ArgumentParser("python -m gcore.engines.torch", description="Serve a model on SGLang's routes.")
     for name, field in EngineLaunch.model_fields.items():
         if name not in ("kind", "tls"):

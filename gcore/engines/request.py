@@ -1,7 +1,7 @@
 """Requests, sequences and outputs of an engine, and the checks that need neither torch nor threads nor HTTP.
 
-A `GenerationRequest` asks for one sample, a `SequenceState` is its progress, a `RequestOutput` has the tokens so far.
-Versions of the form "lineage.step" never decrease.
+A `GenerationRequest` asks for one sample, a `SequenceState` is its progress in the engine, and a `RequestOutput` has
+the tokens so far. Weights are named by a version; versions of the form "lineage.step" never decrease.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ ABORTED = "aborted on request"
 
 
 class NumberedRequest(Protocol):
-    """A request to any engine core."""
+    """A request to an engine core: generation or classification."""
 
     @property
     def number(self) -> int:
-        """The engine's own number of the request, unique for the life of the engine."""
+        """Number that the engine gave the request; unique while the engine lives."""
         ...
 
     @property
     def rid(self) -> str:
-        """The client's name of the request."""
+        """Request ID that the client gave."""
         ...
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """The tokens of its prompt."""
+        """Token IDs of the prompt."""
         ...
 
 
@@ -43,18 +43,21 @@ class NumberedOutput(Protocol):
 
     @property
     def number(self) -> int:
-        """The number of its request."""
+        """Number of the request (`NumberedRequest.number`)."""
         ...
 
     @property
     def ending(self) -> Finish | None:
-        """How it ended; None while more output will follow."""
+        """How the request ended; None while more output will follow."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSampling:
-    """Sampling parameters of a request. `seed` is the key of its Philox stream (128 bits). Temperature 0 is greedy."""
+    """Sampling parameters of a request.
+
+    `seed`: 128-bit key of the request's own Philox random stream. `temperature` 0: greedy.
+    """
 
     max_new_tokens: int
     seed: int
@@ -65,11 +68,11 @@ class RequestSampling:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the sample, including the model's own end tokens unless they are ignored."""
+    """Tokens that end the sample, including the model's own end tokens unless the client ignores them."""
     top_logprobs: int = 0
     """Number of most likely tokens reported at each position of the output, and of the prompt if requested."""
     named_tokens: tuple[int, ...] = ()
-    """Tokens whose log-probabilities are also reported at each of these positions."""
+    """Tokens whose log-probabilities are reported at each position, whether or not they are likely."""
     prompt_logprobs_from: int | None = None
     """First prompt position whose log-probability is reported; None: no prompt position."""
 
@@ -83,8 +86,8 @@ class PromptLogprobs:
     """Log-probabilities of a prompt's tokens from position `start` on, each given the preceding tokens.
 
     `values[i]` belongs to token `start + i`, from the softmax at temperature 1; None for the first token of the prompt.
-    `tops` has the most likely tokens of the same positions, `named` the log-probabilities of the named tokens; each is
-    empty if not requested.
+    `tops` has the most likely tokens of the same positions, `named` the log-probabilities of
+    `RequestSampling.named_tokens`; each is empty if not requested.
     """
 
     start: int
@@ -94,13 +97,13 @@ class PromptLogprobs:
 
 
 def prompt_key(prompt: Sequence[int]) -> bytes:
-    """Return a digest of the prompt's content."""
+    """Return bytes that identify the prompt's content, for use as a dictionary key: its tokens as 64-bit integers."""
     return array("q", prompt).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A request for one sample. `number`: the engine's own number, unique for its life. `rid`: the client's name."""
+    """A request for one sample. `number`: given by the engine, unique while it lives. `rid`: given by the client."""
 
     number: int
     rid: str
@@ -109,7 +112,7 @@ class GenerationRequest:
     streams: bool = False
     """Whether every token is delivered as soon as it is sampled."""
     key: bytes = field(default=b"", repr=False, compare=False)
-    """Digest of the prompt's content, the same for all samples of one prompt. Bytes cache their hash; tuples do not."""
+    """`prompt_key` of the prompt, the same for all samples of one prompt. Bytes cache their hash; tuples do not."""
 
     def __post_init__(self) -> None:
         if not self.key:
@@ -118,7 +121,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class OutputSpan:
-    """Tokens [start, end) were generated with the weights `version`."""
+    """Says that output tokens [start, end) were generated with the weights `version`."""
 
     version: str
     start: int
@@ -127,7 +130,7 @@ class OutputSpan:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a sample ended. `matched`: the stop string or token. `message`: why it was aborted."""
+    """Why a sample ended. `matched`: the stop string or end token that it reached. `message`: why it was aborted."""
 
     kind: EndKind
     matched: str | int | None = None
@@ -136,7 +139,11 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The output of a request so far. `ending` is None while it continues (only reported for streaming requests)."""
+    """The output of a request so far.
+
+    `spans`: which weights generated which tokens. `cached_tokens`: prompt tokens found in the prefix cache. `ending`:
+    None while generation continues, which is reported only for streaming requests.
+    """
 
     number: int
     tokens: tuple[int, ...]
@@ -145,9 +152,9 @@ class RequestOutput:
     cached_tokens: int
     ending: Finish | None
     tops: tuple[Top, ...] = ()
-    """By output token, if `top_logprobs` were requested."""
+    """The most likely tokens at each output position, if `top_logprobs` were requested."""
     named: tuple[tuple[float, ...], ...] = ()
-    """By output token: log-probabilities of the `named_tokens`, if there are any."""
+    """Log-probabilities of the `named_tokens` at each output position, if there are any."""
     prompt_logprobs: PromptLogprobs | None = None
     retractions: int = 0
     """How often the sequence was preempted."""
@@ -155,7 +162,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class SpanStart:
-    """The beginning of a span."""
+    """Says that weights `version` generate the output tokens from index `start` on."""
 
     version: str
     start: int
@@ -163,9 +170,10 @@ class SpanStart:
 
 @dataclass(slots=True)
 class SequenceState:
-    """A request and its progress when it joins, is preempted, or ends.
+    """A request and its progress, updated when it joins the running batch, is preempted, or ends.
 
-    While it runs, the row has its tokens; `tokens` and `logprobs` are those from before it joined.
+    While it runs, the batch's row has its new tokens; `tokens` and `logprobs` are those from before it joined. `marks`:
+    which weights generate its tokens. `retractions`: how often it was preempted.
     """
 
     task: GenerationRequest
@@ -179,30 +187,32 @@ class SequenceState:
     retractions: int = 0
 
     def mark(self, version: str, count: int) -> None:
-        """Record that `version` generates the tokens from `count` on."""
+        """Record that weights `version` generate the output tokens from index `count` on."""
         while self.marks and self.marks[-1].start >= count:
             self.marks.pop()
         if not self.marks or self.marks[-1].version != version:
             self.marks.append(SpanStart(version, count))
 
     def drop_last(self) -> None:
-        """Remove its last token, which must not be reported."""
+        """Remove the last token, which must not be reported."""
         del self.tokens[-1], self.logprobs[-1], self.tops[len(self.tokens) :], self.named[len(self.tokens) :]
 
     def never_joined(self, version: str) -> tuple[OutputSpan, ...]:
-        """Return the spans of a request that ended before it started: no tokens, by `version`."""
+        """Return the spans of a request that ended while it waited: one span without tokens, of weights `version`."""
         return (OutputSpan(version, 0, 0),)
 
     def spans(self, count: int) -> tuple[OutputSpan, ...]:
-        """Return the spans of its first `count` tokens. Never empty after it has joined: at least one span without
-        tokens."""
+        """Return which weights generated the first `count` output tokens.
+
+        Never empty after the request has joined the batch: without tokens it is one empty span.
+        """
         marks = [m for i, m in enumerate(self.marks) if m.start < count or i == 0]
         ends = [m.start for m in marks[1:]] + [count]
         return tuple(OutputSpan(m.version, m.start, end) for m, end in zip(marks, ends, strict=True))
 
 
 def check_token_ids(tokens: Sequence[int], vocabulary: int, what: str = "the prompt") -> None:
-    """Raises EngineError for an empty list, and for a token outside the vocabulary."""
+    """Raise EngineError if `tokens` is empty or has an ID outside [0, `vocabulary`). `what`: subject of the error."""
     if not tokens:
         raise EngineError(f"{what} has no tokens")
     wrong = next((token for token in (min(tokens), max(tokens)) if not 0 <= token < vocabulary), None)
@@ -211,7 +221,7 @@ def check_token_ids(tokens: Sequence[int], vocabulary: int, what: str = "the pro
 
 
 def is_older(offered: str, served: str) -> bool:
-    """Whether `offered` is an older version than `served`; False unless both have the form "lineage.step"."""
+    """Whether weights `offered` are older than `served`. False unless both versions have the form "lineage.step"."""
     try:
         return Version.parse(offered) < Version.parse(served)
     except ValueError:
@@ -219,6 +229,6 @@ def is_older(offered: str, served: str) -> bool:
 
 
 def check_version(offered: str | None, served: str) -> None:
-    """Raises EngineError for a version older than the served one."""
+    """Raise EngineError if weights `offered` are older than the `served` ones. None: not named, accepted."""
     if offered is not None and is_older(offered, served):
         raise EngineError(f"version {offered} is older than the served version {served}")

@@ -1,19 +1,19 @@
-"""The run folder: archived log entries and evaluations, the copy of an ended job's records, and traces of lost history.
+"""Records of a job in its run folder: archived log entries and evaluations, and a copy of an ended job's records.
 
-Log entries and evaluations that leave the store are appended to one file per writer, one JSON object per line, with
-fsync before the store deletes them. Two writers may archive the same entry. An unreadable line was cut off when its
+Before the store (etcd) deletes log entries and evaluations, a controller appends them to its own file in the run
+folder, one JSON object per line, with fsync. Two controllers may archive the same entry. A line is unreadable if its
 writer died or the disk was full; the store then still has the entry, or the audit reports it as missing. A long run has
 more entries than fit into memory, so the audit reads them one by one (`ArchivedLog`).
 
-When a job ends its records are copied byte for byte (`StoreCopy`). With the archived log and the train receipts they
-are all that an audit needs, so a run can be audited after its cluster is gone. Several writers may write a copy, each
-to its own file. The one with the highest lineage counts: if the store was restored from before the job's end, the job
-ends again, in a later lineage at lower revisions.
+When a job ends, a controller copies its records byte for byte (`StoreCopy`). The copy, the archived log and the train
+receipts are all that an audit needs, so a run can be audited after its cluster is gone. Several controllers may write a
+copy, each to its own file. The copy with the highest lineage (number of the training branch) counts: if the store was
+restored from before the job's end, the job ends again, in a later lineage at lower store revisions.
 
-`highest_in_folder` finds the highest log number and lineage in the folder. They exceed head's if the store was restored
-from an older backup. Old and new records with the same number could then be confused, so a new lineage starts above
-them (`gcore.ledger.chain.rollback_entry`). Only the end of each file is read: entries are archived in ascending order,
-except for the few that belonged to unregistered checkpoints.
+`highest_in_folder` finds the highest log number and lineage in the folder. They exceed those of head (the newest log
+entry) if the store was restored from an older backup. Old and new records with the same number could then be confused,
+so a new lineage starts above them (`gcore.ledger.chain.rollback_entry`). Only the end of each file is read: entries are
+archived in ascending order, except for the few that belonged to unregistered checkpoints.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ COPY_FOLDER = "ended"
 
 
 class StoreCopy(Record):
-    """`ended/{writer}.json`: every key of the job (without its prefix) and its value, at one revision."""
+    """Copy of an ended job's records, in the file `ended/{writer}.json` of the run folder.
+
+    `revision`: store revision at which the keys were read. `records`: value of each key, by the key without the job's
+    prefix.
+    """
 
     called: ClassVar[str] = "copy of a job's records"
     uid: str
@@ -49,12 +53,12 @@ class StoreCopy(Record):
 
     @property
     def job(self) -> JobRecord:
-        """The job's record. Raises UnreadableRecord."""
+        """The copied job record. Raises UnreadableRecord if it is missing or damaged."""
         return JobRecord.decode(self.records.get("job", "").encode(), JobKeys(self.uid).job)
 
     @property
     def head(self) -> HighWater:
-        """Head's lineage and number; zeros if there is no readable head."""
+        """Lineage and log number of the copied head; zeros if the copy has no readable head."""
         try:
             head = Head.decode(self.records.get("head", "").encode())
         except UnreadableRecord:
@@ -63,7 +67,7 @@ class StoreCopy(Record):
 
     @property
     def batch(self) -> WatchBatch:
-        """The records as a watch batch."""
+        """The copied records as a batch of put events, from which a `JobMirror` can be built."""
         prefix = JobKeys(self.uid).prefix
         kvs = (
             KeyValue(prefix + key, value.encode(), self.revision, self.revision) for key, value in self.records.items()
@@ -72,7 +76,10 @@ class StoreCopy(Record):
 
 
 def write_copy(run_dir: Path, writer: str, uid: str, listing: KeyListing) -> None:
-    """Write a copy of all keys of an ended job. Does nothing if the job was deleted meanwhile. Raises OSError."""
+    """Write a copy of an ended job's records to `ended/{writer}.json`.
+
+    `listing`: all keys of the job. Does nothing if it has no job record: the job was deleted meanwhile. Raises OSError.
+    """
     prefix = JobKeys(uid).prefix
     if not any(kv.key == JobKeys(uid).job for kv in listing.kvs):
         return
@@ -83,9 +90,9 @@ def write_copy(run_dir: Path, writer: str, uid: str, listing: KeyListing) -> Non
 
 
 def has_copy(run_dir: Path, head: Head | None) -> bool:
-    """Return whether there is a copy of this end.
+    """Return whether the run folder has a copy of the job's records of `head`'s lineage or a later one.
 
-    An unreadable copy counts; a copy of a discarded end does not. Raises OSError.
+    An unreadable copy counts. A copy of an earlier lineage does not: the job has run on since. Raises OSError.
     """
     try:
         copy = read_copy(run_dir)
@@ -95,7 +102,7 @@ def has_copy(run_dir: Path, head: Head | None) -> bool:
 
 
 def newest_copied(run_dir: Path) -> HighWater:
-    """Head's lineage and number in the newest copy; zeros without a copy. Raises OSError."""
+    """Lineage and log number of head in the newest copy; zeros without a readable copy. Raises OSError."""
     try:
         copy = read_copy(run_dir)
     except UnreadableRecord:
@@ -104,7 +111,10 @@ def newest_copied(run_dir: Path) -> HighWater:
 
 
 def read_copy(run_dir: Path) -> StoreCopy | None:
-    """The newest copy, or None. Raises UnreadableRecord if copies exist and none can be read. Raises OSError."""
+    """Read the copy with the highest lineage, then the highest revision; None if there is no copy.
+
+    Raises UnreadableRecord if copies exist and none can be read, and OSError.
+    """
     newest: StoreCopy | None = None
     problem: UnreadableRecord | None = None
     for file in sorted((run_dir / COPY_FOLDER).glob("*.json")):
@@ -121,13 +131,13 @@ def read_copy(run_dir: Path) -> StoreCopy | None:
 
 
 def mirror_of(uid: str, batch: WatchBatch) -> JobMirror:
-    """Build a job mirror from a batch of all its records. Raises UnreadableRecord."""
+    """Build the mirror of job `uid` from a batch that contains all its records. Raises UnreadableRecord."""
     return JobMirror(JobKeys(uid)).fold(batch)
 
 
 @dataclass(frozen=True, slots=True)
 class LinePosition:
-    """A line: bytes [start, start + length) of a file, without newline. `number` counts from 1."""
+    """Position of a line in a file: bytes [start, start + length), without the newline. Line `number` counts from 1."""
 
     file: Path
     number: int
@@ -138,14 +148,17 @@ class LinePosition:
         return f"{self.file.parent.name}/{self.file.name}:{self.number}"
 
     def read(self) -> bytes:
-        """Read the line. Raises OSError."""
+        """Read the line from the file. Raises OSError."""
         with self.file.open("rb") as file:
             file.seek(self.start)
             return file.read(self.length)
 
 
 def index_lines(folder: Path) -> Iterator[tuple[LinePosition, bytes]]:
-    """Yield every complete line of the folder's files, in the order of file names. Raises OSError."""
+    """Yield position and bytes of every complete line in the folder's `.jsonl` files, in the order of file names.
+
+    Raises OSError.
+    """
     for path in sorted(folder.glob("*.jsonl")):
         with path.open("rb") as file:
             for number, (start, line) in enumerate(read_whole_lines(file), 1):
@@ -163,12 +176,12 @@ _NUMBERED = re.compile(rb'^\{"schema_version":\d+,"seq":(\d+),')
 
 
 def append_entries(run_dir: Path, writer: str, entries: Iterable[LogEntry]) -> None:
-    """Append log entries with fsync. Raises OSError."""
+    """Append log entries to the writer's file `log/{writer}.jsonl`, with fsync. Raises OSError."""
     _append(run_dir / LOG_FOLDER / f"{writer}.jsonl", entries)
 
 
 def append_evaluations(run_dir: Path, writer: str, evaluations: Iterable[Evaluation]) -> None:
-    """Append evaluations with fsync. Raises OSError."""
+    """Append evaluations to the writer's file `evaluations/{writer}.jsonl`, with fsync. Raises OSError."""
     _append(run_dir / EVALUATIONS / f"{writer}.jsonl", evaluations)
 
 
@@ -178,7 +191,10 @@ def _append(file: Path, records: Iterable[Record]) -> None:
 
 
 def read_entries(run_dir: Path) -> dict[int, LogEntry]:
-    """All archived entries by number. Raises ValueError if two entries with one number differ. Raises OSError."""
+    """Read all archived log entries into memory, by log number. Unreadable lines are logged and skipped.
+
+    Raises ValueError if two entries with one number differ, and OSError.
+    """
     found: dict[int, LogEntry] = {}
     for file in sorted((run_dir / LOG_FOLDER).glob("*.jsonl")):
         *whole, _ = file.read_bytes().split(b"\n")
@@ -194,14 +210,15 @@ def read_entries(run_dir: Path) -> dict[int, LogEntry]:
 
 
 class ArchivedLog(Mapping[int, LogEntry]):
-    """All entries of a run by number: those in the store (`stored`) and those in the run folder.
+    """All log entries of a run, by log number. Archived entries are read from the run folder on access.
 
-    `problems`: errors in the archived lines, one sentence each. An unreadable line whose entry exists nowhere else is
-    not among them, because the audit reports that entry as missing.
+    `stored`: the entries that the store still has; they take precedence. `problems`: one sentence for each log number
+    whose copies differ. An unreadable line is not a problem: if its entry exists nowhere else, the audit reports the
+    entry as missing.
     """
 
     def __init__(self, run_dir: Path, stored: Mapping[int, LogEntry]) -> None:
-        """Index all lines. Raises OSError."""
+        """Index all archived lines by log number, and compare duplicates. Raises OSError."""
         self._stored = stored
         self._places: dict[int, LinePosition] = {}
         self._known: OrderedDict[int, LogEntry] = OrderedDict()
@@ -219,7 +236,7 @@ class ArchivedLog(Mapping[int, LogEntry]):
                 self._places[seq] = place
 
     def __getitem__(self, seq: int) -> LogEntry:
-        """The entry. Raises KeyError if it does not exist or cannot be read, and OSError."""
+        """Return the entry with log number `seq`. Raises KeyError if it is missing or unreadable, and OSError."""
         if seq in self._stored:
             return self._stored[seq]
         if seq in self._known:
@@ -243,7 +260,10 @@ class ArchivedLog(Mapping[int, LogEntry]):
         return len(self._stored.keys() | self._places.keys())
 
     def _compare(self, seq: int, line: bytes, place: LinePosition) -> None:
-        """Compare two lines of one entry. If only one is readable, it counts; if both are, they must be equal."""
+        """Compare a further line of entry `seq` with the indexed one. Adds a problem if both are readable and differ.
+
+        If only the further line is readable, it replaces the indexed one.
+        """
         first = self._places[seq].read()
         if first == line:
             return
@@ -268,7 +288,10 @@ def _decoded(line: bytes) -> LogEntry | None:
 
 
 def _entry_number(line: bytes, place: LinePosition) -> int | None:
-    """Number of an entry whose line does not start as gcore writes it, or None."""
+    """Log number of an entry, from decoding the whole line; None, with a logged warning, if it is unreadable.
+
+    Needed for a line whose number is not where gcore writes it (`_NUMBERED`).
+    """
     entry = _decoded(line)
     if entry is None:
         log.warning("%s cannot be read", place)
@@ -280,7 +303,10 @@ TAIL_BYTES = 4 << 20
 
 
 def highest_in_folder(run_dir: Path) -> HighWater:
-    """Highest lineage and number in the archived log, metrics and copies; zeros without files. Raises OSError."""
+    """Highest lineage and highest log number in the archived log, metrics and copies of a run folder; zeros if empty.
+
+    Raises OSError.
+    """
     found = [HighWater(), newest_copied(run_dir)]
     paths = [*(run_dir / LOG_FOLDER).glob("*.jsonl"), run_dir / METRICS_FILE]
     for path in paths:

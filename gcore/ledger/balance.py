@@ -1,25 +1,27 @@
 """Assignment of a sealed step's samples to train ranks and updates; parts of a streamed step; digests of a step's
 content.
 
-The assignment is a pure function of the seal. Holders know where to send samples, ranks know what to wait for, and
-nothing about it is stored. A step's groups are split into mini-batches (one optimizer update each), contiguous in the
-seal's order, whose sizes differ by at most one group. Within a mini-batch the samples (not the groups) are spread over
-the ranks: the most expensive first, each to the rank with the least load (LPT scheduling: the maximum load is at most
-4/3 − 1/(3·ranks) of the optimum). All arithmetic uses integers and every tie is broken by a fixed rule, so that every
-platform computes the same layout. A rank may get no sample in a mini-batch; it then takes part with an empty share.
-Samples that a loss compares form one unit and go to one rank. A unit of a policy loss is one sample.
+The seal is the record that lists the groups of a step. The assignment is a pure function of the seal: the controllers
+that hold the groups compute where to send samples, ranks compute what to wait for, and no assignment is stored. A
+step's groups are split into mini-batches (one optimizer update each), contiguous in the seal's order, whose sizes
+differ by at most one group. Within a mini-batch the samples (not the groups) are spread over the ranks: the most
+expensive first, each to the rank with the least load (LPT scheduling: the maximum load is at most 4/3 − 1/(3·ranks) of
+the optimum). All arithmetic uses integers and every tie is broken by a fixed rule, so that every platform computes the
+same layout. A rank may get no sample in a mini-batch; it then takes part with an empty share. Samples that a loss
+compares with each other form one unit and go to one rank. For a policy loss each sample is a unit of its own.
 
-The cost of a sample is a polynomial of its length: linear for the matrices, quadratic for attention. The length at
-which the two are equal depends on the model, so the sealer writes it into the seal (`gcore.ledger.records.cluster`). A
-masked sample costs nothing: it is not computed, and only its reward counts.
+The cost of a sample is a polynomial of its length: linear for the matrix products, quadratic for attention. The length
+at which the two are equal depends on the model, so the controller that seals writes it into the seal
+(`gcore.ledger.records.cluster`). A masked sample costs nothing: it is not computed, and only its reward counts.
 
-A streamed step (`train.stream`) is split into parts instead of mini-batches. The batch is the same with and without
-parts: at staleness 0 the first groups in order, up to the quota. A group is *certain* to be in it once fewer refs than
-the quota before it are kept or may still be kept; a ref that ends without a group only makes room. If the record that a
-prompt was filtered is lost with its controller, the prompt is sampled again; the step still reaches its quota, and
-takes that prompt if there is room. A part has at least `StreamRules.part` groups, because each part costs a seal, a
-transfer and a READY. A READY part is the same in all later states of its slot, so ranks compare the slot reduced to it
-(`seal_up_to`).
+A streamed step (`train.stream`) is split into parts instead of mini-batches; ranks train a part before the batch is
+complete. The batch is the same with and without parts: at staleness 0 the first groups in order, up to the quota. A
+group is *certain* to be in the batch once fewer prompts than the quota precede it, not counting those that ended
+without a group. A preceding prompt that ends without a group later only makes room. If the record that a prompt was
+filtered is lost with its controller, the prompt is sampled again; the step still reaches its quota, and takes that
+prompt if there is room. A part has at least `StreamRules.part` groups, because each part costs two transactions and a
+transfer. A READY part (every rank holds its share) stays the same in all later states of the step's record, so ranks
+compare only the READY parts (`seal_up_to`).
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from gcore.types import PromptRef
 
 @dataclass(frozen=True, slots=True, order=True)
 class SampleSlot:
-    """A sample of a seal: index `sample` in `seal.groups[group]`."""
+    """Identifies one sample of a seal: the sample with index `sample` in `seal.groups[group]`."""
 
     group: int
     sample: int
@@ -48,7 +50,7 @@ Unit = tuple[SampleSlot, ...]
 
 
 def single_units(slots: Iterable[SampleSlot]) -> list[Unit]:
-    """One unit per sample."""
+    """Make each sample a unit of its own."""
     return [(slot,) for slot in slots]
 
 
@@ -64,30 +66,31 @@ class StepLayout:
 
     @property
     def mini_batches(self) -> int:
-        """Number of optimizer updates per pass: that of the seal, at most one per group; or the number of parts."""
+        """Number of mini-batches (optimizer updates per pass), at most one per group; for a streamed step, of parts."""
         return len(self.shares)
 
     def share(self, mini_batch: int, rank: int) -> tuple[SampleSlot, ...]:
-        """Samples of `rank` in `mini_batch`, ascending; may be empty. Raises IndexError for an unknown index."""
+        """Samples that `rank` trains in `mini_batch`, ascending; may be empty. Raises IndexError if one is unknown."""
         return self.shares[mini_batch][rank]
 
     def of_rank(self, rank: int) -> tuple[SampleSlot, ...]:
-        """Samples of `rank` in the whole step, ascending. Raises IndexError for an unknown rank."""
+        """Samples that `rank` trains in the whole step, ascending. Raises IndexError for an unknown rank."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} does not exist; the world has {self.world_size} ranks")
         return tuple(sorted(slot for by_rank in self.shares for slot in by_rank[rank]))
 
 
 def sample_cost(length: int, attention_equals_at: int) -> int:
-    """Cost of forward and backward over a sample of `length` tokens, in an arbitrary unit: matrices plus attention.
+    """Cost of forward and backward over a sample of `length` tokens, in an arbitrary unit.
 
-    `attention_equals_at`: the length in tokens at which both cost the same.
+    Matrix products cost in proportion to the length, attention to its square. `attention_equals_at`: the length in
+    tokens at which both cost the same.
     """
     return length * (attention_equals_at + length)
 
 
 def slot_cost(seal: Seal, slot: SampleSlot) -> int:
-    """Cost of a sample of a seal; 0 for a masked one."""
+    """Compute cost (`sample_cost`) of one sample of a seal; 0 for a masked sample, which is not computed."""
     group = seal.groups[slot.group]
     if slot.sample in group.masked:
         return 0
@@ -95,10 +98,10 @@ def slot_cost(seal: Seal, slot: SampleSlot) -> int:
 
 
 def balance_samples(seal: Seal, units_of: Callable[[Iterable[SampleSlot]], list[Unit]] = single_units) -> StepLayout:
-    """Lay out a seal's samples over `seal.world_size` ranks and `seal.mini_batches` updates.
+    """Assign a seal's samples to `seal.world_size` ranks and `seal.mini_batches` optimizer updates.
 
-    `units_of`: splits a mini-batch's samples into units; all processes must use the same function. Raises ValueError if
-    either number is below 1.
+    `units_of`: splits a mini-batch's samples into units, each of which goes to one rank; all processes must use the
+    same function. Raises ValueError if `world_size` or `mini_batches` is below 1.
     """
     if seal.world_size < 1 or seal.mini_batches < 1:
         raise ValueError(
@@ -112,7 +115,7 @@ def balance_samples(seal: Seal, units_of: Callable[[Iterable[SampleSlot]], list[
 
 
 def _by_parts(parts: tuple[int, ...]) -> list[range]:
-    """Group ranges of the parts of a streamed step. A part does not depend on later ones."""
+    """Ranges of group indexes, one per part of a streamed step, from the number of groups in each part."""
     ends = list(itertools.accumulate(parts))
     return [range(end - size, end) for end, size in zip(ends, parts, strict=True)]
 
@@ -126,8 +129,10 @@ def _contiguous(count: int, parts: int) -> list[range]:
 def _spread(
     seal: Seal, groups: range, units_of: Callable[[Iterable[SampleSlot]], list[Unit]]
 ) -> tuple[tuple[SampleSlot, ...], ...]:
-    """Assign the most expensive unit first, to the rank with the least load; ties go to fewer samples, then to the
-    lower rank.
+    """Spread the samples of `groups` over the ranks. Returns the samples of each rank, ascending.
+
+    Assigns the most expensive unit first, each to the rank with the least load. Ties go to the rank with fewer samples,
+    then to the lower rank.
     """
     slots = (SampleSlot(group, sample) for group in groups for sample in range(len(seal.groups[group].response_tokens)))
     weighed = sorted((-sum(slot_cost(seal, slot) for slot in unit), unit) for unit in units_of(slots))
@@ -148,9 +153,9 @@ def certain_groups(
     *,
     order: Iterable[PromptRef] | None = None,
 ) -> tuple[SealedGroup, ...]:
-    """Offered groups, in order, that are in no part yet and will be in the next step's batch in any case.
+    """Offered groups, in order, that no part contains yet and that will be in the next step's batch in any case.
 
-    `order`: refs of `refs_in_order`, for example a `CachedOrder`.
+    `order`: the result of `refs_in_order` for these arguments, for example a `CachedOrder`; None: computed here.
     """
     return find_groups(rules, head, seals, offered, order=order).groups[len(begun_groups(head, seals)) :]
 
@@ -163,7 +168,11 @@ def next_part(
     *,
     order: Iterable[PromptRef] | None = None,
 ) -> SealPart | None:
-    """The part to seal while other groups of the batch are missing; None if there are too few groups."""
+    """The next part of a streamed step, to be sealed while other groups of the batch are still missing.
+
+    None if the step is not streamed, or if fewer than `rules.part` new groups are certain. `order`: as in
+    `certain_groups`.
+    """
     if rules.part is None:
         return None
     new = certain_groups(rules, head, seals, offered, order=order)
@@ -171,10 +180,11 @@ def next_part(
 
 
 def seal_up_to(seal: Seal, parts: int) -> Seal:
-    """The slot when its part number `parts` (from 1) became READY: the same in every later state of the slot.
+    """Reduce a streamed step's seal to its first `parts` parts. The result stays the same once these are READY.
 
-    The attempt is 0, because parts can be given up and sealed again under another attempt without changing READY parts.
-    Only fields that determine the parts are copied. Later changes to the step, such as a checkpoint, change no part.
+    Ranks compare it to detect that a READY part was changed. Only fields that determine these parts are copied, so
+    later parts or a checkpoint at this step change nothing. The attempt is 0, because later parts can be given up and
+    sealed again under another attempt number.
     """
     return Seal(
         lineage=seal.lineage,
@@ -192,13 +202,13 @@ def seal_up_to(seal: Seal, parts: int) -> Seal:
 
 
 def part_layout(seal: Seal, part: int) -> StepLayout:
-    """Layout of one part (from 0) only."""
+    """Assignment of one part's samples to ranks. `part` counts from 0."""
     layout = balance_samples(seal)
     return StepLayout((layout.shares[part],), layout.world_size)
 
 
 def parts_sha256(parts: Iterable[Sequence[str]]) -> bytes:
-    """SHA-256 over the digests of the groups in each part. Ranks report it for the parts that they have begun."""
+    """SHA-256 over the group digests of each part. Ranks report it for the parts that they have begun to train."""
     h = hashlib.sha256()
     for digests in parts:
         h.update(f"{len(digests)} {' '.join(digests)}\n".encode())
@@ -206,7 +216,7 @@ def parts_sha256(parts: Iterable[Sequence[str]]) -> bytes:
 
 
 def part_digests(seal: Seal, parts: int) -> tuple[tuple[str, ...], ...]:
-    """Digests of the groups in the first `parts` parts."""
+    """Group digests of each of the first `parts` parts, in the seal's order."""
     found, start = [], 0
     for size in seal.parts[:parts]:
         found.append(tuple(group.digest for group in seal.groups[start : start + size]))
@@ -215,7 +225,7 @@ def part_digests(seal: Seal, parts: int) -> tuple[tuple[str, ...], ...]:
 
 
 def content_sha256(seal: Seal) -> bytes:
-    """SHA-256 over the seal's group digests, sorted, each followed by a newline."""
+    """SHA-256 that identifies a batch's content: over the group digests, sorted, each followed by a newline."""
     h = hashlib.sha256()
     for digest in sorted(group.digest for group in seal.groups):
         h.update(f"{digest}\n".encode())

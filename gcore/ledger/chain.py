@@ -1,7 +1,9 @@
 """The records that each transaction writes, as pure functions of the previous records; digests of log entries.
 
-`gcore.ledger.transactions` adds the compares. A commit is a pure function of head and seal, so any controller can write
-it if the controllers that sealed the batch are dead.
+A job's log entries form a chain: each names its parent. Head is the newest entry and the state after it; the seal is
+the list of groups that a step trains on, stored in the slot of that step. `gcore.ledger.transactions` adds the
+compares. A commit is a pure function of head and seal, so any controller can write it if the controllers that sealed
+the batch are dead.
 
 A digest covers an entry's content, not its bytes: it depends neither on the schema version that wrote the entry, nor on
 whether it was read from the store or from the run folder. A field added by a later version must have a default. A
@@ -42,7 +44,10 @@ def entry_digest(entry: LogEntry) -> str:
 
 
 def head_digest(head: Head) -> str:
-    """BLAKE2b digest of head without its entry's digest (the entry contains this one) and without the deletion mark."""
+    """BLAKE2b digest of head, 32 hex digits, which the log entry contains.
+
+    Excluded are the digest of that entry, because it depends on this one, and the mark of a deleted job.
+    """
     return _digest(head, "digest", "deleted")
 
 
@@ -55,7 +60,10 @@ def job_digest(job: JobRecord) -> str:
 
 
 def shares_digest(shares: Mapping[int, Mapping[PromptRef, Collection[int]]]) -> str:
-    """BLAKE2b digest of the samples that each rank trains, by rank and group; 32 hex digits."""
+    """BLAKE2b digest, 32 hex digits, of which samples each rank trains.
+
+    `shares`: indexes of the samples, by rank and prompt.
+    """
     lines = sorted((rank, ref, sorted(samples)) for rank, share in shares.items() for ref, samples in share.items())
     text = json.dumps([[rank, str(ref), samples] for rank, ref, samples in lines], separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -74,7 +82,7 @@ def _text(record: Record, without: Iterable[str]) -> str:
 
 
 def seal_shares(seal: Seal) -> dict[int, dict[PromptRef, list[int]]]:
-    """Samples of a sealed step that each rank trains, by rank and group."""
+    """Indexes of the samples that each rank trains in a sealed step, by rank and by the group's prompt."""
     layout = balance_samples(seal)
     shares: dict[int, dict[PromptRef, list[int]]] = {rank: {} for rank in range(seal.world_size)}
     for rank, share in shares.items():
@@ -97,9 +105,10 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class ChainWriter:
-    """Writer of an entry, and a unique nonce that identifies the transaction after a timeout.
+    """Who writes a log entry: the controller's incarnation (one run of its process).
 
-    `job`: `job_digest` of the job. Empty while a node runs schema version 2, which cannot read entries with it.
+    `nonce`: unique per transaction; after a timeout it shows whether this transaction wrote the entry. `job`:
+    `job_digest` of the job; empty while a node runs schema version 2, which cannot read entries with it.
     """
 
     incarnation: str
@@ -109,10 +118,10 @@ class ChainWriter:
 
 @dataclass(frozen=True, slots=True)
 class HighWater:
-    """The highest lineage and log number of which any trace exists.
+    """The highest lineage and the highest log number found in run folders and reported by workers.
 
-    Usually they are at most head's. They are higher if the store was restored from an older backup: then they belong to
-    lost history.
+    They exceed head's only if the store was restored from an older backup; then they belong to history that the store
+    lost.
     """
 
     lineage: int = 0
@@ -123,7 +132,10 @@ NOTHING_SEEN = HighWater()
 
 
 def base_entry(shards: int, world: str, writer: ChainWriter) -> Advance:
-    """The first entry of the chain: no outcomes, step 0, lineage 0."""
+    """The first log entry of a job and the head after it: no outcomes, step 0, lineage 0.
+
+    `shards`: number of shards of the prompt stream. `world`: ID of the first train world.
+    """
     cursors = Cursors.start(shards)
     head = Head(
         seq=0,
@@ -149,10 +161,11 @@ def seal_slot(
     attention_equals_at: int = ATTENTION_EQUALS_AT,
     checkpoint: bool = False,
 ) -> Seal:
-    """The slot after sealing the whole step or one more part.
+    """The record of the next step after sealing `chosen`: all groups of the step, or one more part of a streamed step.
 
-    The attempt number continues, so that no two sets of groups share a token. READY parts are kept unchanged. Raises
-    ValueError if `chosen` lacks them.
+    `slot`: the step's current record, if any. The attempt number continues from it, so that no two sets of groups share
+    a token (lineage, step, attempt). Groups in READY parts are kept unchanged; raises ValueError if `chosen` does not
+    begin with them. `checkpoint`: whether the ranks write a checkpoint in this step.
     """
     kept = slot.kept if slot else ()
     if chosen.groups[: len(kept)] != kept:
@@ -183,7 +196,10 @@ def seal_slot(
 
 
 def reseal_slot(slot: Seal, sealer: str) -> Seal:
-    """The slot after its groups were given up: only READY parts remain, and the attempt number increases."""
+    """The step's record after its groups were given up: only READY parts remain, and the attempt number increases.
+
+    Raises ValueError unless the slot is SEALED or PARTIAL.
+    """
     if slot.state not in (SealState.SEALED, SealState.PARTIAL):
         raise ValueError(f"the slot is {slot.state}; only a SEALED or PARTIAL slot can be resealed")
     return slot.model_copy(
@@ -203,9 +219,10 @@ def reseal_slot(slot: Seal, sealer: str) -> Seal:
 
 
 def ready_slot(slot: Seal) -> Seal:
-    """The slot once every rank holds its share.
+    """The step's record once every rank holds its share of what was sealed.
 
-    A whole step then ends by commit or rollback; after a part, more parts follow.
+    A SEALED step becomes READY and ends by commit or rollback. A PARTIAL step becomes OPEN, and more parts follow.
+    Raises ValueError for any other state.
     """
     ready_parts = len(slot.parts)
     match slot.state:
@@ -218,7 +235,7 @@ def ready_slot(slot: Seal) -> Seal:
 
 
 def ended_refs(seal: Seal) -> tuple[EndedRef, ...]:
-    """Outcomes that the seal's commit records: its groups as trained, and its other outcomes."""
+    """Outcomes that the commit of a step records: each group as trained, then the filtered and failed prompts."""
     trained = tuple(
         EndedRef(
             ref=g.ref,
@@ -242,7 +259,12 @@ def commit_entry(
     keep_cursors: bool,
     stats: Mapping[str, float] = {},
 ) -> Advance:
-    """Head after the next step. `keep_cursors`: the step has a checkpoint, so the entry stores cursors and tally."""
+    """Head and log entry of a commit: head moves to the step of the READY `seal`, and its outcomes are recorded.
+
+    `keep_cursors`: the step has a checkpoint, so the entry stores the cursors (which prompts are done) and the tally,
+    for a later rollback. `stats`: training metrics of the step, stored in the entry. Raises ValueError unless `seal` is
+    READY and of the step after head.
+    """
     if seal.state is not SealState.READY or (seal.lineage, seal.step) != (head.lineage, head.step + 1):
         raise ValueError(f"seal {seal.token} ({seal.state}) does not follow head {head.version}")
     ended = ended_refs(seal)
@@ -273,7 +295,7 @@ def commit_entry(
 
 
 def account_entry(head: Head, outcomes: tuple[EndedRef, ...], shape: StreamShape, writer: ChainWriter) -> Advance:
-    """Head at the same step, with outcomes recorded."""
+    """Head and log entry that record filtered and failed prompts without a training step; head's step stays."""
     cursors = head.cursors.union(shape, (e.ref for e in outcomes))
     after = head.model_copy(
         update={
@@ -297,10 +319,10 @@ def rollback_entry(
     seen: HighWater = NOTHING_SEEN,
     raised: RaisedGoal | None = None,
 ) -> Advance:
-    """Head at the step of a checkpoint (log entry `target`), in a new lineage with a new world.
+    """Head and log entry of a rollback to the checkpoint of `target`, in a new lineage with a new train world.
 
-    `raised`: new goal of a job that continues after its end; `writer` then has the digest of the new job record. No
-    number up to `seen` is reused. Raises ValueError if `target` has no cursors or no tally.
+    `seen`: no lineage or log number up to it is reused. `raised`: the new goal, if an ended job continues; `writer`
+    then has the digest of the new job record. Raises ValueError if `target` has no cursors or no tally.
     """
     if target.cursors is None or target.tally is None:
         raise ValueError(f"log entry {target.seq} has no cursors or no tally, which a rollback needs")
@@ -322,10 +344,10 @@ def rollback_entry(
 def reform_entry(
     head: Head, state: WorldState, world: str, writer: ChainWriter, reason: str, *, seen: HighWater = NOTHING_SEEN
 ) -> Advance:
-    """Head at its own step with its own cursors and tally, in a new lineage with a new world.
+    """Head and log entry of a new lineage and train world at head's own step. No commit is undone.
 
-    The world starts from in-memory replicas of `state`, head's own (`gcore.ledger.records.chain`). No commit is undone.
-    `seen`: as in `rollback_entry`.
+    The new ranks start from in-memory replicas instead of a checkpoint. `state`: describes the train state that they
+    load, that of head (`WorldState`). `seen`: as in `rollback_entry`.
     """
     after = _in_new_lineage(head, head.step, world, writer, seen)
     return _advance(
@@ -343,7 +365,7 @@ def reform_entry(
 
 
 def _in_new_lineage(head: Head, step: int, world: str, writer: ChainWriter, seen: HighWater) -> Head:
-    """Head at `step`, with itself as parent, with lineage and sequence number above head's and `seen`."""
+    """The head that follows `head` in a new lineage at `step`, with lineage and log number above those of `seen`."""
     seq, number = max(head.seq, seen.entry) + 1, max(head.lineage, seen.lineage) + 1
     lineage = Lineage(number=number, base_step=step, entry=seq if seq > head.seq + 1 else None)
     return head.model_copy(
@@ -360,7 +382,7 @@ def _in_new_lineage(head: Head, step: int, world: str, writer: ChainWriter, seen
 
 
 def _left_out(head: Head, after: Head) -> int | None:
-    """The `follows` field of an entry before which numbers were skipped, or None."""
+    """Number of the last entry before a gap in the log numbers (`LogEntry.follows`); None if there is no gap."""
     return head.seq if after.seq > head.seq + 1 else None
 
 
@@ -371,11 +393,11 @@ AWAITED = 2
 def prunable_entries(
     head: Head, checkpoints: Iterable[Checkpoint], log: Mapping[int, LogEntry], *, keep: int
 ) -> tuple[int, ...]:
-    """Entries that the store no longer needs, ascending. They may move to the run folder.
+    """Numbers of the log entries that the store no longer needs, ascending. They may move to the run folder.
 
-    The store keeps the newest `keep`; the base; entries of registered checkpoints, from which a rollback takes its
-    cursors; those of the newest steps whose checkpoint may not be on disk yet; and the rollback that began head's
-    lineage, which a late-starting rank reads to find its starting point.
+    The store keeps: the newest `keep` entries; the first entry; entries of registered checkpoints, from which a
+    rollback takes its cursors; entries of the newest steps whose checkpoint may not be on disk yet; and the rollback
+    that began head's lineage, which a rank that starts late reads to find its starting point.
     """
     named = {checkpoint.seq for checkpoint in checkpoints} | {0}
     newest = max(named)
@@ -391,7 +413,7 @@ def prunable_entries(
 
 
 def _advance(head: Head, kind: str, writer: ChainWriter, **fields: object) -> Advance:
-    """Create the entry for `head`, and add its digest to `head`."""
+    """Create the log entry for `head` with further `fields`, and add the entry's digest to `head`."""
     entry = LogEntry.model_validate(
         {
             "seq": head.seq,

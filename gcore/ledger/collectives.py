@@ -1,13 +1,14 @@
-"""Collectives between controllers within a step: small named values, and one answer that all of them read.
+"""Collective operations between a job's controllers within a step (all-gather of small named values).
 
-Each controller has one record under its lease, `part/{incarnation}`: the step of its flow, and the values that it
-contributed in that step. Once every member has contributed under a name, or is past the step, one of the waiting
-controllers fixes the answer, `agreed/{version}/{name}`, in a transaction that only creates. Controllers that come later
-or repeat the step read this answer. It is therefore the same for all, whichever controllers died or joined; whether it
-includes their values is not guaranteed. A contributed value never changes, so a stale view of the parts can make the
-answer less complete but never wrong.
+Each controller has one record under its lease, `part/{incarnation}`: the step that its flow (the user's code that
+produces groups) is in, and the values that it contributed in that step. Once every controller of the job has
+contributed a value under a name, or is past the step, one of the waiting controllers writes the answer,
+`agreed/{version}/{name}`, unless it exists. The answer contains the value of each controller that contributed. A
+controller that comes later or repeats the step reads this answer, so it is the same for all, whichever controllers died
+or joined; whether it includes their values is not guaranteed. A contributed value never changes, so a stale view can
+make the answer less complete but never wrong.
 
-An answer is deleted once every member is past its step.
+An answer is deleted once every controller of the job is past its step.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ MAX_DEPTH = 16
 """Maximum nesting depth of lists and objects. Much deeper values can be written but not read."""
 
 MAX_NAMES = 64
-"""Maximum number of names per controller and step."""
+"""Maximum number of named values that a controller contributes per step."""
 
 MAX_FORGOTTEN = 100
-"""Maximum number of answers that one transaction deletes."""
+"""Maximum number of old answers that one transaction deletes."""
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 
 class Part(Record):
-    """`part/{incarnation}`: progress of a controller's flow, and its values.
+    """Record `part/{incarnation}`: which step a controller's flow is in, and what it contributed in that step.
 
-    `at`: the version at the start of the step.
+    `at`: the policy version at the start of the step, which identifies the step. `given`: JSON values by name.
     """
 
     incarnation: str
@@ -53,7 +54,10 @@ class Part(Record):
 
 
 class Agreed(Record):
-    """`agreed/{version}/{name}`: the answer, written once. `values`: by incarnation."""
+    """Record `agreed/{version}/{name}`: the answer of one collective operation, written once.
+
+    `values`: the contributed values, by the incarnation that contributed them.
+    """
 
     version: Version
     name: str
@@ -61,7 +65,7 @@ class Agreed(Record):
 
 
 def check_contribution(name: str, value: Any) -> None:
-    """Raise ValueError for an invalid name or value."""
+    """Raise ValueError if a controller cannot contribute `value` under `name`: invalid name, not JSON, or too large."""
     if not NAME.fullmatch(name):
         raise ValueError(f"invalid name {name!r}: use up to 64 lower-case letters, digits, '_' and '-'")
     try:
@@ -75,7 +79,7 @@ def check_contribution(name: str, value: Any) -> None:
 
 
 def _depth(value: Any) -> int:
-    """Nesting depth of lists and objects."""
+    """Nesting depth of lists and objects in a JSON value; 0 for a scalar."""
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, dict | list | tuple)]:
         depth += 1
@@ -84,9 +88,10 @@ def _depth(value: Any) -> int:
 
 
 def add_contribution(part: Part | None, incarnation: str, at: Version, name: str, value: Any) -> Part:
-    """A controller's part with one more value; values of another step are dropped.
+    """Return a controller's record with `value` added under `name` for the step at version `at`.
 
-    Raises ValueError beyond `MAX_NAMES`.
+    Values of another step are dropped. A value that was already contributed under `name` stays. Raises ValueError
+    beyond `MAX_NAMES`.
     """
     given = dict(part.given) if part is not None and part.at == at else {}
     given.setdefault(name, value)
@@ -96,7 +101,10 @@ def add_contribution(part: Part | None, incarnation: str, at: Version, name: str
 
 
 def awaited_members(at: Version, name: str, members: Iterable[str], parts: Mapping[str, Part]) -> frozenset[str]:
-    """Members that have not contributed under `name` in the step at `at`, and still may."""
+    """Controllers that the answer must wait for: those that are not past the step at `at` and lack a value for `name`.
+
+    `members`: incarnations of the job's controllers. `parts`: their records, by incarnation.
+    """
     return frozenset(
         member
         for member in members
@@ -105,7 +113,7 @@ def awaited_members(at: Version, name: str, members: Iterable[str], parts: Mappi
 
 
 def compute_answer(at: Version, name: str, parts: Mapping[str, Part]) -> Agreed:
-    """The answer from the parts."""
+    """Compute the answer for `name` in the step at `at`: the values that controllers have contributed so far."""
     found = {m: part.given[name] for m, part in sorted(parts.items()) if part.at == at and name in part.given}
     return Agreed(version=at, name=name, values=found)
 
@@ -113,7 +121,10 @@ def compute_answer(at: Version, name: str, parts: Mapping[str, Part]) -> Agreed:
 def finished_answers(
     members: Iterable[str], parts: Mapping[str, Part], agreed: Iterable[tuple[Version, str]]
 ) -> tuple[Any, ...]:
-    """Answers that are no longer needed: every member is past their step."""
+    """Answers that may be deleted, as (version, name), oldest first, at most `MAX_FORGOTTEN`.
+
+    Every controller of the job is past their step. `agreed`: the existing answers.
+    """
     ends = [parts[member].at if member in parts else Version(-1, -1) for member in members]
     if not ends:
         return ()
@@ -121,20 +132,20 @@ def finished_answers(
 
 
 def give(keys: JobKeys, old: Revisioned | None, new: Part, lease: int) -> Transaction:
-    """Write a controller's own part, under its lease."""
+    """Write a controller's own record of contributions, under its lease. Compares that it is still `old`."""
     key = keys.part(new.incarnation)
     return put_if_unchanged(TxnKind.GIVE, key, old, new, lease)
 
 
 def agree(keys: JobKeys, found: Agreed, forgotten: Iterable[tuple[Version, str]]) -> Transaction:
-    """Fix an answer, unless it exists, and delete others."""
+    """Write an answer, unless it already exists, and delete the answers in `forgotten`."""
     key = keys.agreed(found.version, found.name)
     deletes = [Delete(keys.agreed(at, name)) for at, name in forgotten]
     return Transaction(TxnKind.AGREE, (Compare(key, 0),), (Put(key, found.encode()), *deletes))
 
 
 def exact_sum(values: Iterable[Any]) -> float:
-    """Sum that does not depend on the order. Raises ValueError for a value that is not a number."""
+    """Correctly rounded sum, which does not depend on the order of `values`. Raises ValueError for a non-number."""
     numbers = []
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -1,12 +1,14 @@
 """Evaluations: how prompts are split into parts, how part records are combined, pass@k, and the best checkpoint.
 
-The split is a pure function of the set sizes, so every controller splits alike. A part is written once, under a key
-that was absent, and never changed. The evaluation is composed from all parts, so it is the same on every controller,
-even if two controllers answered the same part. Its transaction compares head: no evaluation is written for weights that
-a rollback discarded. All numbers are sums and counts until they are composed.
+An evaluation answers held-out prompts with the current weights. The controllers share the work: each takes parts of
+some prompts of one set. The split is a pure function of the set sizes, so every controller computes the same split. A
+part is written once, under a key that was absent, and never changed. The evaluation is composed from all stored parts,
+so it is the same on every controller, even if two controllers answered the same part. Its transaction compares head, so
+that no evaluation is written for weights that a rollback discarded. Parts contain sums and counts; means are computed
+only when they are composed.
 
-The best checkpoint depends only on the evaluations on head's chain. Of equal ones the earlier step wins, because it
-needed less training and moved less from the initial model.
+The best checkpoint depends only on evaluations of versions on head's chain (not of discarded branches). Of equal ones
+the earlier step wins, because it needed less training and moved less from the initial model.
 
 pass@k: of n responses to a prompt c are correct. The unbiased estimate of the probability that at least one of k
 responses is correct is 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, "Evaluating Large Language Models Trained on Code",
@@ -55,9 +57,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def mean_pass_at_k(n: int, prompts_by_correct: Mapping[int, int], k: int) -> float:
     """Mean pass@k over prompts with `n` responses each.
 
-    `prompts_by_correct`: number of prompts by number of correct responses.
-
-    Raises ValueError if there is no prompt, and like `pass_at_k`.
+    `prompts_by_correct`: how many prompts have how many correct responses. Raises ValueError if there is no prompt, and
+    in the cases of `pass_at_k`.
     """
     count = sum(prompts_by_correct.values())
     if count < 1:
@@ -81,9 +82,9 @@ def mean_pass_at_k(n: int, prompts_by_correct: Mapping[int, int], k: int) -> flo
 
 
 def mean_correct(n: int, prompts_by_correct: Mapping[int, int]) -> float:
-    """Share of correct responses, with `n` responses per prompt: pass@1, rounded once.
+    """Share of correct responses with `n` responses per prompt (pass@1), with a single rounding.
 
-    Raises ValueError without responses.
+    `prompts_by_correct`: as in `mean_pass_at_k`. Raises ValueError if there is no response.
     """
     count = sum(prompts_by_correct.values())
     if count < 1 or n < 1:
@@ -92,7 +93,7 @@ def mean_correct(n: int, prompts_by_correct: Mapping[int, int]) -> float:
 
 
 PART_RESPONSES = 64
-"""Responses per part while there are few parts: small enough that several controllers get some."""
+"""Maximum number of responses per part in small evaluations, so that several controllers share the work."""
 
 MOST_PARTS = 256
 """Maximum number of parts of one evaluation, plus one per set. Larger evaluations have larger parts."""
@@ -103,7 +104,7 @@ WHY_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class PartPlan:
-    """Part `number` of `parts`: prompts `first` to `last` - 1 of set `source`."""
+    """One part of an evaluation: number `number` of `parts`, with prompts `first` to `last` - 1 of set `source`."""
 
     number: int
     parts: int
@@ -113,7 +114,7 @@ class PartPlan:
 
     @property
     def prompts(self) -> range:
-        """Their indexes in the set."""
+        """Indexes of the part's prompts in the set."""
         return range(self.first, self.last)
 
 
@@ -138,11 +139,11 @@ def compose_evaluation(
     sets: Mapping[str, EvalSampling],
     show: int,
 ) -> Evaluation:
-    """Compose an evaluation from all parts of `plans`.
+    """Compose the evaluation of `version` from its stored parts.
 
-    `sets`: how each set is sampled and counted, in the spec's order.
-
-    Raises ValueError if a part is missing or does not match its plan.
+    `plans`: result of `plan_parts`. `parts`: the stored parts, by number. `sets`: sampling parameters and metrics of
+    each set, in the spec's order. `show`: maximum number of responses kept for display. Raises ValueError if a part is
+    missing or does not match its plan.
     """
     for plan in plans:
         part = parts.get(plan.number)
@@ -172,7 +173,7 @@ def compose_evaluation(
 
 
 def _storable(made: Evaluation) -> Evaluation:
-    """Drop displayed samples until the record fits; it has numbers of up to hundreds of sets."""
+    """Drop displayed samples until the record is at most `MOST_BYTES`: the scores of many sets need room too."""
     while made.samples and len(made.encode()) > MOST_BYTES:
         made = made.model_copy(update={"samples": made.samples[: len(made.samples) // 2]})
     return made
@@ -201,14 +202,15 @@ def _score(draws: EvalSampling, parts: Sequence[EvalPart]) -> SourceScore:
 
 
 def interleave_samples(by_source: Sequence[Sequence[EvalSample]], count: int) -> tuple[EvalSample, ...]:
-    """Up to `count` responses for display, taken from the sets in turn."""
+    """Up to `count` responses for display, taken round-robin from the sets."""
     row = (one for row in itertools.zip_longest(*by_source) for one in row if one is not None)
     return tuple(itertools.islice(row, count))
 
 
 def metric_value(evaluation: Evaluation, metric: str) -> float | None:
-    """Value of `metric` (`accuracy`, `reward`, `SET/accuracy`, `SET/pass@4`, ...) in an evaluation; None if it was not
-    measured.
+    """Value of a metric in an evaluation; None if it was not measured.
+
+    `metric`: `accuracy`, `reward`, or one of a held-out set, such as `SET/accuracy` or `SET/pass@4`.
     """
     if metric == ACCURACY:
         return evaluation.accuracy
@@ -223,7 +225,7 @@ def metric_value(evaluation: Evaluation, metric: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class BestEvaluation:
-    """The best evaluated state on a chain. `version` is the evaluated one."""
+    """The evaluated policy version with the highest value of a metric on a chain."""
 
     version: Version
     metric: str
@@ -231,9 +233,9 @@ class BestEvaluation:
 
 
 def best_evaluation(head: Head, evaluations: Iterable[Evaluation], metric: str | None) -> BestEvaluation | None:
-    """The best among the scheduled evaluations on head's chain; of equal ones the earlier step.
+    """Find the scheduled evaluation on head's chain with the highest `metric`; of equal ones the earlier step.
 
-    None without a metric or a value.
+    Evaluations that a person requested do not count. None if there is no metric, or no evaluation has it.
     """
     if metric is None:
         return None
@@ -248,16 +250,20 @@ def best_evaluation(head: Head, evaluations: Iterable[Evaluation], metric: str |
 
 
 def resolve_metric(metric: str, evaluations: Iterable[Evaluation]) -> str:
-    """Resolve the metric `ACCURACY_OR_REWARD`: reward if any of these evaluations is graded, else accuracy."""
+    """Resolve `ACCURACY_OR_REWARD` to `reward` if any of these evaluations has graded rewards, else to `accuracy`.
+
+    Any other metric is returned unchanged.
+    """
     if metric != ACCURACY_OR_REWARD:
         return metric
     return REWARD if any(one.is_graded for one in evaluations) else ACCURACY
 
 
 def ask(keys: JobKeys, head: Versioned[Head], known: Revisioned | None, asked: EvalAsked) -> Transaction:
-    """Request an evaluation of the step after head's.
+    """Request an evaluation, out of schedule, of the step after head's.
 
-    Compares head, so that the request is visible before that step's commit. Raises ValueError for another step.
+    `known`: the previous request, which is replaced. Compares head, so that the request is visible before that step's
+    commit. Raises ValueError if `asked` names another step.
     """
     if asked.step != head.record.step + 1:
         raise ValueError(f"step {asked.step} does not follow step {head.record.step}")
@@ -266,7 +272,7 @@ def ask(keys: JobKeys, head: Versioned[Head], known: Revisioned | None, asked: E
 
 
 def record_part(keys: JobKeys, part: EvalPart) -> Transaction:
-    """Write a part, unless the part or the evaluation exists."""
+    """Write one part of an evaluation, unless this part or the complete evaluation is already stored."""
     key, whole = keys.eval_part(str(part.version), part.number), keys.evaluation(str(part.version))
     return Transaction(TxnKind.EVAL_PART, (Compare(key, 0), Compare(whole, 0)), (Put(key, part.encode()),))
 

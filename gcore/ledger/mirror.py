@@ -1,6 +1,7 @@
-"""A job's records as last read from the store: a pure fold over watch batches.
+"""A job's records as last read from the store (etcd): an immutable cache, updated by a pure fold over watch batches.
 
-A mirror may be late, but never wrong: each record has the revision that a transaction compares.
+The cache may be outdated, but that is safe: each record has its store revision, and every transaction compares the
+revisions of the records that it depends on.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ MOST_DIGITS = 18
 
 @dataclass(frozen=True, slots=True)
 class UnreadableHint:
-    """A hint that cannot be read: why, and the revision of its last write."""
+    """An unreadable record of a kind in `HINTS`: the error, and the store revision of its last write."""
 
     why: str
     revision: int
@@ -63,7 +64,12 @@ class UnreadableHint:
 
 @dataclass(frozen=True)
 class JobMirror:
-    """The records of one job, as last read."""
+    """The records of one job, as last read, each with the store revision of its last write.
+
+    `revision`: store revision up to which changes are included. A field without a comment holds the record of its type;
+    mappings are by step (`seals`), incarnation (`offers`, `members`), log number (`log`), version (`evaluations`), data
+    epoch (`epochs`) or node (`fetches`).
+    """
 
     keys: JobKeys
     revision: int = 0
@@ -87,7 +93,7 @@ class JobMirror:
     agreed: Mapping[str, Versioned[Agreed]] = field(default_factory=dict)
     """Answers of collectives, by "version/name"."""
     claims: Mapping[str, Versioned[RankClaim]] = field(default_factory=dict)
-    """By key."""
+    """Which worker instance runs each train rank, by key."""
     rendezvous: Mapping[str, str] = field(default_factory=dict)
     """Address of rank 0 of a world, by key."""
     copies: Mapping[str, Versioned[NodeCopies]] = field(default_factory=dict)
@@ -96,11 +102,11 @@ class JobMirror:
     """Content of the nodes' own run folders, by node; only if nodes share no folder."""
 
     leaders: Mapping[str, Versioned[Leader]] = field(default_factory=dict)
-    """At most one, as `pins` and `movings`; see `leader`, `pin`, `moves`."""
+    """Holds at most one record, under the key "". So do `pins` and `movings`. Use `leader`, `pin` and `moves`."""
     pins: Mapping[str, Versioned[Pin]] = field(default_factory=dict)
     movings: Mapping[str, Versioned[Moves]] = field(default_factory=dict)
     askings: Mapping[str, Versioned[EvalAsked]] = field(default_factory=dict)
-    """At most one, as `pins`; see `asked`."""
+    """Holds at most one record, under the key "". Use `asked`."""
     spent: Mapping[str, Versioned[NodeSpent]] = field(default_factory=dict)
     """Use of external judges, by node, including absent nodes."""
     books: Mapping[str, Versioned[NodeAccounts]] = field(default_factory=dict)
@@ -111,10 +117,10 @@ class JobMirror:
     """Unreadable hints (`HINTS`), by key. They count as absent until they are written again."""
 
     def fold(self, batch: WatchBatch) -> JobMirror:
-        """The mirror after a batch.
+        """Return the mirror after the events of `batch`. A batch with `reset` replaces everything.
 
-        Raises UnreadableRecord, except for hints: no transaction depends on a hint, so a damaged one must not block the
-        job.
+        Raises UnreadableRecord, except for records in `HINTS`: no transaction depends on them, so a damaged one must
+        not block the job.
         """
         mirror = JobMirror(self.keys) if batch.reset else self
         changes: dict[str, Any] = {}
@@ -123,28 +129,31 @@ class JobMirror:
         return replace(mirror, revision=batch.revision, **changes)
 
     def written(self, key: str, known: Revisioned | None) -> Revisioned | None:
-        """What a transaction that rewrites a hint replaces: the `known` record, or the unreadable one."""
+        """The stored value that a write to `key` replaces: `known`, or the unreadable record under that key, or None.
+
+        A transaction compares its revision. For keys of `HINTS`.
+        """
         return known or self.unreadable.get(key)
 
     @property
     def open_slots(self) -> OpenSlots | None:
-        """Head with the open slots; None before the job has started."""
+        """Head and the seals of open steps, with their revisions; None before the job has started."""
         return OpenSlots(self.head, self.seals) if self.head else None
 
     @property
     def job_record(self) -> JobRecord:
-        """The job's record; the job must exist."""
+        """The job's record. The job must exist (asserted)."""
         assert self.job is not None
         return self.job.record
 
     @property
     def run_dir(self) -> Path:
-        """The run folder; the job must exist."""
+        """The job's run folder. The job must exist (asserted)."""
         return Path(self.job_record.run_dir)
 
     @property
     def started(self) -> tuple[Versioned[Head], Versioned[Checkpoints]]:
-        """Head and the registered checkpoints; the job must have started."""
+        """Head and the registered checkpoints. The job must have started (asserted)."""
         assert self.head is not None
         assert self.checkpoints is not None
         return self.head, self.checkpoints
@@ -161,55 +170,56 @@ class JobMirror:
 
     @property
     def leader(self) -> Versioned[Leader] | None:
-        """The controller that plans the placement."""
+        """The controller that plans the job's placement, or None."""
         return self.leaders.get("")
 
     @property
     def pin(self) -> Pin:
-        """What a person fixed of the placement."""
+        """What a person fixed of the job's placement. Fixes nothing if there is no such record."""
         stored = self.pins.get("")
         return stored.record if stored is not None else Pin()
 
     @property
     def asked(self) -> EvalAsked | None:
-        """The evaluation that a person requested last."""
+        """The newest evaluation that a person requested out of schedule, or None."""
         stored = self.askings.get("")
         return stored.record if stored is not None else None
 
     @property
     def moves(self) -> Moves:
-        """The newest placement changes."""
+        """The record of the newest placement changes; an empty one if there is none."""
         stored = self.movings.get("")
         return stored.record if stored is not None else Moves()
 
     @property
     def moves_revision(self) -> int:
-        """Revision of the moves record, also of an unreadable one; 0: absent."""
+        """Store revision of the record of placement changes, even if it is unreadable; 0 if it is absent."""
         known = self.written(self.keys.moves, self.movings.get(""))
         return known.revision if known is not None else 0
 
     def claim(self, world: str, rank: int) -> RankClaim | None:
-        """The instance that runs this rank of this world, or None."""
+        """The worker instance that runs rank `rank` of train world `world`, or None."""
         stored = self.claims.get(self.keys.world_rank(world, rank))
         return stored.record if stored else None
 
     @property
     def worlds(self) -> frozenset[str]:
-        """Train worlds with any key."""
+        """IDs of the train worlds that have any key in the store."""
         prefix = self.keys.world_prefix
         return frozenset(key.removeprefix(prefix).partition("/")[0] for key in (*self.claims, *self.rendezvous))
 
     def eval_parts_of(self, version: Version) -> dict[int, EvalPart]:
-        """Existing parts of a version's evaluation, by number."""
+        """Stored parts of the evaluation of `version`, by part number."""
         parts = (stored.record for stored in self.eval_parts.values())
         return {part.number: part for part in parts if part.version == version}
 
     def lost_keys(self, *, claimed: bool = True) -> tuple[str, ...]:
-        """Keys that are missing although other records imply them. gcore writes and deletes them together, so somebody
-        else deleted them.
+        """Keys that are missing although other records imply that they exist.
 
-        Empty if nothing is lost, if the whole job was deleted, and for an ended job, which the audit checks. `claimed`:
-        whether the job's claim on slots, which is stored outside its records, exists. All records must have been read.
+        gcore writes and deletes these records together, so something other than gcore deleted them. Empty if nothing is
+        missing, if the job was deleted as a whole, and for an ended job, which the audit checks. `claimed`: whether the
+        job's claim on slots exists, which is stored outside the job's records. Call it only after all records were
+        read.
         """
         if self.has_ended or (self.job is None and self.status is None and not claimed):
             return ()
@@ -320,7 +330,8 @@ HINTS = frozenset(
         "askings",
     }
 )
-"""Reports of controllers about themselves and texts for people. Others read them, but no transaction depends on them.
+"""Fields of `JobMirror` whose records no transaction depends on: controllers' reports about themselves and their nodes,
+placement records, and texts for people. An unreadable one counts as absent.
 """
 
 

@@ -1,15 +1,15 @@
-"""Retention: which checkpoints are kept, and which records the store may delete.
+"""Retention: which checkpoints are kept, and which records are deleted from the store.
 
-*Checkpoints.* Kept are the newest n, one every k steps permanently, the best, and the base. Only those on head's chain
-count, because no rollback goes to a discarded branch. A chain has one state per step, in whichever lineage it was
-written. The newest on the chain is always kept, so a new world always has a starting point.
+*Checkpoints.* A job keeps the newest n, every k-th step permanently, the best by evaluation, and the base (the initial
+model). Only checkpoints on head's chain count, because no rollback goes to a discarded branch. A chain has one state
+per step. The newest checkpoint on the chain is always kept, so a new train world always has a starting point.
 
-*Records.* Deleted are, in addition to old log entries (`gcore.ledger.chain.prunable_entries`): keys of worlds other
-than head's, whose ranks are refused; parts of evaluations of weights other than head's; warnings of absent nodes,
-except the newest few; and evaluations, which move to the run folder first. Kept are the newest few evaluations, the
-first, and the best, both on head's chain now and after a rollback to each registered checkpoint. Every transaction
-compares head and the checkpoints. `controllers.rules.retention` decides when; `controllers.job.executor` deletes the
-entry before the files.
+*Records.* In addition to old log entries (`gcore.ledger.chain.prunable_entries`), the store deletes: keys of train
+worlds other than head's, whose ranks can no longer train; parts of evaluations of weights other than head's; warnings
+of absent nodes, except the newest few; and evaluations, which move to the run folder first. The newest few evaluations
+stay. So do the first and the best on head's chain, as it is now and as it would be after a rollback to each registered
+checkpoint. Every deleting transaction compares head and the checkpoints. `controllers.rules.retention` decides when to
+delete; `controllers.job.executor` deletes a checkpoint's entry before its files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gcore.types import Version
 
 
 class KeepReason(StrEnum):
-    """A reason to keep a checkpoint."""
+    """Why a checkpoint is kept: see `Retention`. FIRST: it is the base, the job's initial model."""
 
     NEWEST = "newest"
     EVERY = "every"
@@ -48,9 +48,10 @@ class KeepReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """`newest`: number of newest checkpoints.
+    """Which checkpoints of a job are kept, in addition to the base.
 
-    `every`: keep steps at a multiple of this; None: none. `best`: step of the best evaluated state; None: none.
+    `newest`: this many of the newest. `every`: those of steps that are a multiple of this; None: none. `best`: the one
+    of this step, the best by evaluation; None: none.
     """
 
     newest: int
@@ -59,7 +60,7 @@ class Retention:
 
     @classmethod
     def of(cls, spec: JobSpec, head: Head, evaluations: Iterable[Evaluation]) -> Retention:
-        """The policy of `spec` with the current evaluations."""
+        """The retention that `spec` configures, with the best step among `evaluations`."""
         best = best_evaluation(head, evaluations, spec.best_metric)
         return cls(spec.checkpoint.keep, spec.checkpoint.keep_every, best.version.step if best is not None else None)
 
@@ -67,7 +68,7 @@ class Retention:
 def keep_reasons(
     head: Head, known: Iterable[Checkpoint], policy: Retention
 ) -> Mapping[Checkpoint, frozenset[KeepReason]]:
-    """The kept checkpoints of `known`, in its order, with their reasons."""
+    """Select the checkpoints to keep from `known`, in its order. Returns the reasons by kept checkpoint."""
     entries = tuple(known)
     on_chain = resumable_checkpoints(head, (c for c in entries if c.file))
     newest = on_chain[: policy.newest]
@@ -89,11 +90,12 @@ def keep_reasons(
 
 
 def orphaned_checkpoints(head: Head, kept: Iterable[Checkpoint], lying: Iterable[Version]) -> frozenset[Version]:
-    """Checkpoints in the run folder that no record names now or later.
+    """Versions of checkpoints in the run folder that may be deleted, because no record names them now or later.
 
-    A controller unregistered them and died before it deleted them, or did not learn that its write succeeded. A
-    checkpoint that head's chain may still register is newer than all registered ones and stays, and so does one of a
-    trained but uncommitted step.
+    Such a checkpoint remains if a controller unregistered it and died before it deleted the files, or if the write that
+    unregistered it had no response. `kept`: the registered checkpoints. `lying`: the versions in the run folder. A
+    checkpoint on head's chain that is newer than all registered ones may still be registered and stays. So does a
+    checkpoint of a step that is trained but not committed yet.
     """
     entries = tuple(kept)
     named = {(checkpoint.lineage, checkpoint.step) for checkpoint in entries}
@@ -108,18 +110,18 @@ def orphaned_checkpoints(head: Head, kept: Iterable[Checkpoint], lying: Iterable
 
 
 NEWEST_EVALUATIONS = 8
-"""Number of newest evaluations that always stay."""
+"""Number of newest evaluations that always stay in the store."""
 
 NEWEST_TROUBLES = 16
-"""Number of newest warnings of absent nodes that stay."""
+"""Number of newest warnings of absent nodes that stay in the store."""
 
 MOST_SWEPT = 100
-"""Maximum number of keys or worlds per transaction: the store allows 128 operations."""
+"""Maximum number of deletions per transaction: the store allows 128 operations."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweptKeys:
-    """Keys to delete: worlds; evaluation parts by "version/number" as in the key; warnings by topic."""
+    """Which records to delete: all keys of train worlds, evaluation parts ("version/number"), and warnings (topics)."""
 
     worlds: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
@@ -136,9 +138,10 @@ def superfluous_keys(
     troubles: Mapping[str, Versioned[Trouble]] = MappingProxyType({}),
     nodes: Collection[str] = (),
 ) -> SweptKeys:
-    """Keys of worlds other than head's, evaluation parts of other weights, and warnings of absent nodes.
+    """Find records to delete: those of train worlds other than head's, evaluation parts of other weights than head's,
+    and warnings of absent nodes except the newest. At most `MOST_SWEPT` in all.
 
-    `worlds`: those with any key. `nodes`: the present nodes.
+    `worlds`: train worlds that have any key. `nodes`: names of the present nodes.
     """
     past = sorted({world for world in worlds if world != head.world})[:MOST_SWEPT]
     cut_off = sorted(name for name, part in parts.items() if part.record.version != head.version)
@@ -153,7 +156,10 @@ def superfluous_keys(
 def superfluous_evaluations(
     head: Head, checkpoints: Iterable[Checkpoint], evaluations: Mapping[str, Versioned[Evaluation]], metric: str | None
 ) -> tuple[str, ...]:
-    """Versions whose evaluations may move to the run folder, oldest first."""
+    """Versions whose evaluations may move from the store to the run folder, oldest first.
+
+    `metric`: the metric by which the best checkpoint is chosen; None: the best need not stay.
+    """
     by_age = sorted(evaluations, key=lambda name: evaluations[name].revision)
     kept = set(by_age[-NEWEST_EVALUATIONS:])
     on_chain = [evaluations[name].record for name in by_age if is_ancestor(head, evaluations[name].record.version)]
@@ -169,7 +175,7 @@ def superfluous_evaluations(
 
 
 def sweep(keys: JobKeys, head: Versioned[Head], known: Versioned[Checkpoints], swept: SweptKeys) -> Transaction:
-    """Delete these keys. Raises ValueError for head's world or too many keys."""
+    """Delete the records in `swept`. Raises ValueError if it contains head's world, or more than `MOST_SWEPT` keys."""
     if head.record.world in swept.worlds:
         raise ValueError(f"world {head.record.world} is head's world and cannot be deleted")
     worlds = (Delete(keys.world(world), prefix=True) for world in swept.worlds)
@@ -181,7 +187,10 @@ def sweep(keys: JobKeys, head: Versioned[Head], known: Versioned[Checkpoints], s
 def forget_evaluations(
     keys: JobKeys, head: Versioned[Head], known: Versioned[Checkpoints], versions: Sequence[str]
 ) -> Transaction:
-    """Delete evaluations that are in the run folder. Raises ValueError for too many."""
+    """Delete the evaluations of `versions` from the store; they must be in the run folder already.
+
+    Raises ValueError for more than `MOST_SWEPT`.
+    """
     return _pruning(keys, head, known, tuple(Delete(keys.evaluation(version)) for version in versions))
 
 

@@ -1,14 +1,15 @@
-"""Selection of groups at staleness k of at least 1: which refs to sample, and what a seal takes.
+"""Selection of groups at staleness k of at least 1 (off-policy steps): which refs to sample, and what a seal takes.
 
-A seal does not wait for the oldest prompt. It takes offered groups in the order of the step for which they were
-sampled, then by (position, shard). The rest is carried over: finished groups stay offered, unfinished responses
-continue across the weight sync, and both precede newly sampled prompts.
+A seal (the record that fixes a step's groups) does not wait for the oldest prompt. It takes offered groups in the order
+of the oldest weights that generated them, then by (position, shard). The rest is carried over: finished groups stay
+offered, unfinished responses continue across the weight sync, and both precede newly sampled prompts.
 
 Taking the groups that finish first biases training towards short responses only if long ones are never trained. Two
-rules prevent that. First, no prompt is sampled while k + 1 quotas are offered or in flight, or k quotas beside a batch
-in training: a prompt sampled now is trained before it is too old. Generation continues during training. Second, a seal
-waits for groups that would be too old after it. Of groups that must be trained within j more steps, j quotas may wait
-and the others are taken now. `controllers.rules.step.give_up_stale_prompts` bounds the wait.
+rules prevent that; a quota is the number of groups of one step. First, no prompt is sampled while k + 1 quotas are
+offered or in flight, or k quotas while a batch is being trained: a prompt sampled now is then trained before it is too
+old. Generation continues during training. Second, a seal waits for groups that would be too old for the steps after it.
+Of the groups that must be trained within j more steps, j quotas may be left for those steps; the seal takes the others.
+`controllers.rules.step.give_up_stale_prompts` bounds the wait.
 
 `gcore.ledger.selection` covers staleness 0. Neither module depends on the assignment of shards or on time.
 """
@@ -36,12 +37,13 @@ from gcore.ledger.selection import (
 from gcore.types import PromptRef, Version
 
 SURE = 3.0
-"""Number of standard deviations."""
+"""Number of standard deviations above the mean in `max_kept` (99.9 % of a normal distribution lie below)."""
 
 
 def steps_left(rules: StreamRules, head: Head, version: Version) -> int:
-    """Number of further steps after which tokens of `version` are too old to be trained; 0: only the next step may
-    train them.
+    """How many steps may still be committed before tokens of `version` are too old to be trained.
+
+    0: only the step after head's may train them.
     """
     return rules.staleness - (head.step - version.step)
 
@@ -56,11 +58,12 @@ def due_refs(
 ) -> tuple[PromptRef, ...]:
     """Refs that may be sampled now, oldest first.
 
-    The limit is k + 1 quotas offered or in flight in the whole cluster (or the number of remaining steps). While the
-    next step's batch is closed and takes nothing more, the limit is k quotas (the batch counts towards AReaL's
-    capacity). The number in flight is scaled up by the issue ratio, minus a margin for random variation (`max_kept`).
-    With fewer quotas (`over_provision`) a step has less choice, but trains fresher groups. Refs of a dead holder come
-    first, because they are first in the order.
+    Staleness k limits how much is offered or in flight on all controllers together: k + 1 quotas (groups per step), or
+    the remaining steps if these are fewer. While the next step's batch is sealed and takes nothing more, the limit is k
+    quotas, as in AReaL, whose capacity includes the batch in training. Because some prompts in flight will be filtered,
+    their number is scaled up by the issue ratio, minus a margin for random variation (`max_kept`). With fewer quotas
+    (`over_provision`) a step has less choice, but trains fresher groups. Refs whose controller died come first, because
+    they are the oldest. `order`: as in `gcore.ledger.selection.due_refs`.
     """
     quotas, under_way = rules.quotas, _next_is_closed(head, seals)
     if under_way:  # prompts sampled now are too late for this batch; the k steps after it train them
@@ -96,8 +99,10 @@ def choose_seal(
     *,
     order: Iterable[PromptRef] | None = None,
 ) -> Choice:
-    """Choose what to seal next: offered groups, the earliest begun first, unless other groups would then become too
-    old.
+    """Choose what to seal next: offered groups, those with the oldest weights first.
+
+    Waits while refs in flight would otherwise become too old (`awaited_refs`), and while the quota is not reached.
+    `order`: as in `gcore.ledger.selection.due_refs`.
     """
     groups = [offered.groups[ref] for ref in _standing(rules, head, seals, offered.groups)]
     groups.sort(key=_begun)
@@ -117,28 +122,27 @@ def choose_seal(
 
 
 def max_kept(count: int, ratio: float) -> int:
-    """Upper bound, with probability 99.9 %, for the number of kept prompts among `count` in flight, of which one in
-    `ratio` is kept.
+    """Upper bound, with probability 99.9 %, for how many of `count` prompts in flight pass the filters.
 
-    Groups beyond what the next steps can take become too old, and these would be the slowest ones. This must be rare.
-    The mean alone is exceeded half of the time.
+    One in `ratio` passes on average, independently (binomial, normal approximation). The mean alone would be exceeded
+    half of the time; groups beyond what the next steps can take become too old, and these would be the slowest ones.
     """
     share = 1.0 / ratio
     return min(count, math.ceil(count * share + SURE * math.sqrt(count * share * (1.0 - share))))
 
 
 def _as_many_as(room: int, ratio: float) -> int:
-    """Maximum number in flight while only `room` more groups can be taken."""
+    """Maximum number of prompts in flight of which, by `max_kept`, at most `room` pass the filters."""
     return bisect_right(range(math.ceil(room * ratio) + 1), room, key=lambda count: max_kept(count, ratio)) - 1
 
 
 def awaited_refs(rules: StreamRules, head: Head, seals: Collection[Seal], offered: OffersView) -> tuple[PromptRef, ...]:
-    """Refs in flight that the next seal waits for, oldest first, because some would become too old without them.
+    """Refs in flight that the next seal waits for, oldest first, because otherwise some would become too old.
 
-    The seal waits for everything that would be too old after it, even if a quota exists without it: the unfinished refs
-    are those that take longest. Of groups with at most j steps left, j quotas may be trained later; while too few of
-    the others are finished, the seal waits for those too. Of the refs in flight only the expected number of kept ones
-    counts (`max_kept`).
+    The seal waits for every ref that would be too old after it, even if enough other groups are finished: the
+    unfinished refs are those that take longest. Of the groups that must be trained within j more steps (`steps_left`),
+    j quotas may be trained by those steps. The next step must take the others, so the seal waits for them too. Refs in
+    flight count with the number that may pass the filters (`max_kept`).
     """
     ratio = issue_ratio(rules, head)
     groups = [
@@ -157,7 +161,11 @@ def awaited_refs(rules: StreamRules, head: Head, seals: Collection[Seal], offere
 
 
 def staleness_stats(seal: Seal) -> dict[str, float]:
-    """Age in steps of the weights behind a batch's groups; 0 means the weights that the step trains."""
+    """Metrics of a batch's off-policyness: mean and maximum age of its groups, and the number of mixed groups.
+
+    The age of a group is the age in steps of the oldest weights that generated it; 0: the weights that the step trains.
+    A mixed group was generated by several versions.
+    """
     ages = [seal.step - 1 - _begun(group) for group in seal.groups]
     return {
         "staleness": sum(ages) / len(ages),
@@ -169,7 +177,10 @@ def staleness_stats(seal: Seal) -> dict[str, float]:
 def _standing(
     rules: StreamRules, head: Head, seals: Collection[Seal], refs: Iterable[PromptRef]
 ) -> tuple[PromptRef, ...]:
-    """Those of `refs` that `refs_in_order` contains, in its order, without walking it."""
+    """Those of `refs` that may still be sampled or trained: `refs_in_order` contains them. In its order.
+
+    Checks each ref instead of walking the order.
+    """
     sealed = sealed_refs(seals)
     found = []
     for ref in refs:

@@ -1,8 +1,8 @@
 """Tallies of prompt outcomes by source; records of data epochs; why a step is short.
 
-A tally is a sum over the chain's entries, like head's cursors, and a rollback restores both. The statistics of a
-curriculum come from it, and it shows when a whole epoch trained nothing. Its size depends only on the number of
-sources.
+A tally counts trained, filtered and failed prompts by source (dataset). Like head's cursors it is a sum over the
+entries of the chain, and a rollback restores both. The statistics of a curriculum come from it, and it shows when a
+complete epoch trained nothing. Its size depends only on the number of sources.
 
 Shards are in different epochs and controllers read at different moments, so "the statistics so far" differ between any
 two of them. The first controller that needs epoch n writes head's tally at that moment (`EpochRecord`); no prompt of
@@ -39,14 +39,19 @@ from gcore.types import PromptRef, Version
 NOTHING = Tally()
 
 NEWEST_SHARE = 0.3
-"""Weight of the newest step in `issue_ratio`."""
+"""Weight of the newest step in the moving average `Tally.issue_ratio`."""
 
 MOST_OBSERVED = 16.0
-"""Maximum ratio of one step, so that a single step that reached its limit does not affect many later steps."""
+"""Maximum prompts per trained group that one step contributes to `Tally.issue_ratio`, so that a single step that used
+very many prompts does not affect many later steps.
+"""
 
 
 def add_to_tally(tally: Tally, groups: Iterable[SealedGroup], outcomes: Collection[EndedRef]) -> Tally:
-    """The tally after an entry that trained `groups` and ended `outcomes`. Raises ValueError for a trained outcome."""
+    """Return the tally after a log entry that trained `groups` and recorded `outcomes` (filtered and failed prompts).
+
+    Raises ValueError if `outcomes` contains a trained prompt.
+    """
     sources = dict(tally.sources)
     newest = tally.trained_epoch
     by_source: dict[str, list[SealedGroup]] = {}
@@ -77,7 +82,7 @@ def add_to_tally(tally: Tally, groups: Iterable[SealedGroup], outcomes: Collecti
 
 
 def add_outcomes(before: SinceStep, outcomes: Iterable[EndedRef]) -> SinceStep:
-    """Counts since the newest step, with `outcomes` added."""
+    """Return the counts of filtered and failed prompts since the newest step, with `outcomes` added."""
     counts = before.model_dump()
     for ended in outcomes:
         counts["failed" if ended.kind == "failed" else "filtered"] += 1
@@ -89,9 +94,10 @@ def add_outcomes(before: SinceStep, outcomes: Iterable[EndedRef]) -> SinceStep:
 
 
 def start_next_step(tally: Tally, groups: int) -> Tally:
-    """The tally after the entry that trained `groups`: starts the next step's count, and updates the issue ratio.
+    """Return the tally after a step that trained `groups` groups: resets the counts since the newest step, and updates
+    the mean number of prompts per trained group (`issue_ratio`).
 
-    The first step with groups sets the ratio; later steps move the mean by `NEWEST_SHARE`.
+    The first step with groups sets the mean; each later step has weight `NEWEST_SHARE`.
     """
     ratio = tally.issue_ratio
     if groups:
@@ -102,9 +108,9 @@ def start_next_step(tally: Tally, groups: int) -> Tally:
 
 
 def tally_difference(now: Mapping[str, SourceTally], then: Mapping[str, SourceTally]) -> dict[str, SourceTally]:
-    """`now` minus `then` by source, with counts of at least 0.
+    """Return `now` minus `then` by source. Negative counts become 0.
 
-    A count could be negative: outcomes recorded after the last checkpoint may have been rolled back since `then`.
+    A count could be negative because a rollback may have undone outcomes that `then` includes.
     """
     none = SourceTally()
     return {
@@ -123,10 +129,10 @@ def tally_difference(now: Mapping[str, SourceTally], then: Mapping[str, SourceTa
 
 
 def barren_epoch(shape: StreamShape, head: Head) -> int | None:
-    """The newest data epoch that has ended in every shard, if no prompt of it or of a later one was trained.
+    """The newest data epoch that has ended in every shard, if no prompt of it or of a later epoch was trained.
 
-    None if a prompt of it is still in flight or offered. None also if the tally does not cover all outcomes, because
-    the job began under a version without tallies.
+    Otherwise None. Also None if the tally does not cover all outcomes, because the job began under a gcore version
+    without tallies.
     """
     cursors = head.cursors.shards
     over = min(cursor.low_water // length for cursor, length in zip(cursors, shape.lengths, strict=True))
@@ -139,14 +145,15 @@ def barren_epoch(shape: StreamShape, head: Head) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class BarrenEpoch:
-    """Outcomes of an epoch that trained nothing, from the entries still in the store."""
+    """A data epoch of which no prompt was trained, with counts of its outcomes in the log entries still in the store."""
 
     epoch: int
     filtered: int
     failed: int
     reason: str
-    """The most common reason, or one that differs from it only in numbers."""
+    """The most common reason of its outcomes. Reasons that differ only in numbers count as one."""
     times: int
+    """How often this reason occurred."""
 
     def __str__(self) -> str:
         return (
@@ -156,7 +163,7 @@ class BarrenEpoch:
 
 
 def explain_barren_epoch(epoch: int, log: Iterable[LogEntry]) -> BarrenEpoch:
-    """Counts and the most common reason of `epoch`, from the entries of `log` (those still in the store)."""
+    """Count the outcomes of `epoch` and find their most common reason. `log`: the entries still in the store."""
     outcomes = [ended for entry in log for ended in entry.delta if ended.ref.data_epoch == epoch]
     kinds = Counter(ended.kind for ended in outcomes)
     reason, times = commonest_reason(outcomes) or ("no longer known", 0)
@@ -164,7 +171,10 @@ def explain_barren_epoch(epoch: int, log: Iterable[LogEntry]) -> BarrenEpoch:
 
 
 def commonest_reason(outcomes: Iterable[EndedRef]) -> tuple[str, int] | None:
-    """The most common reason and its count; None if there are no outcomes."""
+    """The most common reason of filtered and failed prompts, and how often it occurs; None if there are no outcomes.
+
+    Reasons that differ only in numbers count as one.
+    """
     reasons: dict[str, list[str]] = {}
     for ended in outcomes:
         # A reason may contain an entry number: reasons that differ only in numbers are the same.
@@ -175,21 +185,27 @@ def commonest_reason(outcomes: Iterable[EndedRef]) -> tuple[str, int] | None:
 
 
 MOST_FORGOTTEN = 64
-"""Maximum number of records deleted with one that is written; the store allows 128 operations per transaction."""
+"""Maximum number of epoch records that one transaction deletes; the store allows 128 operations per transaction."""
 
 
 def valid_epochs(head: Head, records: Iterable[EpochRecord]) -> dict[int, EpochRecord]:
-    """The valid records, by epoch."""
+    """The epoch records that were written at a version on head's chain, by epoch."""
     return {record.epoch: record for record in records if is_ancestor(head, record.version)}
 
 
 def needed_epoch(due: Iterable[PromptRef], begun: Mapping[int, EpochRecord]) -> int | None:
-    """The oldest epoch with a due prompt that has not begun, or None."""
+    """The oldest data epoch that has a due prompt but no record yet, or None.
+
+    `due`: refs to sample next. `begun`: the valid records, by epoch. Epoch 0 needs no record.
+    """
     return min((ref.data_epoch for ref in due if ref.data_epoch > 0 and ref.data_epoch not in begun), default=None)
 
 
 def make_epoch_record(head: Head, epoch: int, begun: Mapping[int, EpochRecord]) -> EpochRecord:
-    """The record of `epoch`, begun at `head`."""
+    """The record with which `epoch` begins at `head`: the tally so far, and since the previous epoch began.
+
+    `begun`: the valid records of earlier epochs.
+    """
     before = begun.get(epoch - 1)
     now = head.tally.sources
     return EpochRecord(
@@ -207,12 +223,12 @@ def superfluous_epochs(
     log: Mapping[int, LogEntry],
     begun: Mapping[int, EpochRecord],
 ) -> tuple[int, ...]:
-    """Epochs whose records are no longer needed, oldest first, at most `MOST_FORGOTTEN`; the newest two stay.
+    """Epochs whose records may be deleted, oldest first, at most `MOST_FORGOTTEN`; the newest two always stay.
 
-    After a rollback to any checkpoint, the epoch must have ended already, or begin later (then its record is not valid
-    there). This must hold for registered checkpoints and for those that may still be registered: of newer steps whose
-    entries are in the store's log and have cursors. If the entry of a registered checkpoint is unknown, nothing is
-    deleted.
+    A record is not needed if its epoch has ended at head and, after a rollback to any checkpoint, would also have
+    ended, or would begin again later (then the record is not valid there). Checkpoints are the registered ones, and
+    those that may still be registered: of newer steps whose entries are in `log` and have cursors. If `log` lacks the
+    entry of a registered checkpoint, nothing is deleted. `begun`: the valid records, by epoch.
     """
     targets = resumable_checkpoints(head, checkpoints)
     reached = {target.step: log[target.seq].cursors if target.seq in log else None for target in targets}
@@ -232,22 +248,25 @@ def superfluous_epochs(
 
 
 def _may_be_registered(head: Head, entry: LogEntry, newest: int) -> bool:
-    """Whether the checkpoint of `entry` exists or is being written, and may be registered after that of step `newest`."""
+    """Whether `entry` is a step on head's chain with a checkpoint that is newer than step `newest`.
+
+    That checkpoint exists or is being written, and may be registered later.
+    """
     of = Version(entry.lineage, entry.step)
     return entry.kind == "train" and entry.cursors is not None and entry.step > newest and is_ancestor(head, of)
 
 
 def _has_ended(shape: StreamShape, cursors: Cursors, epoch: int) -> bool:
-    """Whether every ref of `epoch` has an outcome."""
+    """Whether every prompt of `epoch` has an outcome according to `cursors`."""
     return all(
         cursor.low_water >= (epoch + 1) * length for cursor, length in zip(cursors.shards, shape.lengths, strict=True)
     )
 
 
 def shortage_reason(rules: StreamRules, head: Head, short: DataExhausted, log: Iterable[LogEntry]) -> str:
-    """Why a step is short, and what to change.
+    """Error message for a step that cannot reach its quota: what happened to its prompts, and what to change.
 
-    `log`: entries still in the store; those since the newest step give the reasons.
+    `log`: entries still in the store. The account entries since the newest step contain the reasons.
     """
     used = add_outcomes(head.tally.since_step, short.outcomes)
     common = commonest_reason((*_since_step(log), *short.outcomes))
@@ -268,7 +287,7 @@ def shortage_reason(rules: StreamRules, head: Head, short: DataExhausted, log: I
 
 
 def _since_step(log: Iterable[LogEntry]) -> list[EndedRef]:
-    """Outcomes in the account entries after the newest step."""
+    """Outcomes that account entries recorded after the newest step."""
     newest_first = sorted(log, key=lambda entry: -entry.seq)
     accounts = takewhile(lambda entry: entry.kind == "account", newest_first)
     return [ended for entry in accounts for ended in entry.delta]

@@ -1,13 +1,14 @@
-"""Every write to a job's chain as one guarded transaction; and the executor that runs transactions.
+"""Every write to a job's records as one guarded etcd transaction; and the executor that runs transactions.
 
-Each function takes stored records with their revisions and returns a `Transaction`: compares, writes and a nonce.
-`controllers.rules.decide` decides whether to run it. No transaction relies on the assignment, an offer or a lease for
-safety: these are hints. Every transaction that writes a plan compares `shares`, so that no plan uses slots that were
-given back. A transaction that gives slots back compares the plan, so that no newer plan uses them.
+Each function takes stored records with their revisions and returns a `Transaction`: compares (revisions that keys must
+still have; otherwise nothing is written), writes, and a nonce. `controllers.rules.decide` decides whether to run it. No
+transaction relies on the assignment, an offer or a lease for safety: these are hints. Every transaction that writes a
+plan compares `shares` (which slots each job has), so that no plan uses slots that were given back. A transaction that
+gives slots back compares the plan, so that no newer plan uses them.
 
 `TransactionExecutor.run` runs a transaction. A failed compare is an outcome (`STALE`: read again), not an exception.
-After a timeout it reads head and the chain to find out whether the write happened (`UNKNOWN` while that is undecided).
-No transaction is applied twice.
+After a timeout the executor reads head and the log to find out whether the write happened (`UNKNOWN` while that is
+undecided). No transaction is applied twice.
 """
 
 from __future__ import annotations
@@ -48,23 +49,23 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True, slots=True)
 class Versioned(Generic[R]):
-    """A record and the revision of its last write."""
+    """A record and the store revision of its last write, which transactions compare."""
 
     record: R
     revision: int
 
 
 class Revisioned(Protocol):
-    """The value of a key, readable or not."""
+    """A stored value of which only the revision matters: a `Versioned` record, or an unreadable one."""
 
     @property
     def revision(self) -> int:
-        """Revision of the last write."""
+        """Store revision of the last write."""
         ...
 
 
 class TxnKind(StrEnum):
-    """Names of the transactions in metrics and logs."""
+    """Names of the transactions, as used in metrics and logs."""
 
     CREATE = "create"
     START = "start"
@@ -106,9 +107,10 @@ class TxnKind(StrEnum):
 
 
 class TxnOutcome(StrEnum):
-    """WON: written.
+    """Outcome of a transaction.
 
-    STALE: a compare failed and nothing was written; read again. UNKNOWN: no response; read again later.
+    WON: written. STALE: a compare failed and nothing was written; read the records again. UNKNOWN: the store did not
+    respond, and the write may or may not happen; read again later.
     """
 
     WON = "won"
@@ -118,17 +120,20 @@ class TxnOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TxnReport:
-    """Outcome of a transaction. `revision`: of the store at the decision; 0 if unknown."""
+    """Outcome of a transaction, and the store revision at which it was decided (0: unknown)."""
 
     outcome: TxnOutcome
     revision: int
     why: str = field(default="", compare=False)
-    """Error of the store while the outcome is unknown."""
+    """The store's error, if the outcome is UNKNOWN."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    """Compares and writes. `nonce`: if set, head contains it after the transaction."""
+    """Writes that the store applies together, if all compares hold.
+
+    `nonce`: for a transaction that moves head, a unique value that it writes into head and the log entry.
+    """
 
     kind: TxnKind
     compares: tuple[Compare, ...]
@@ -137,7 +142,7 @@ class Transaction:
 
 
 class TransactionExecutor:
-    """Runs transactions against the store, and resolves those without a response."""
+    """Runs transactions of one job, and finds out what became of those without a response."""
 
     def __init__(self, store: Store, keys: JobKeys) -> None:
         self._store = store
@@ -148,7 +153,10 @@ class TransactionExecutor:
         """Number of transactions without a response so far."""
 
     async def run(self, txn: Transaction) -> TxnReport:
-        """Run `txn` once, without retries. After a timeout, read the log and compare sequence number and nonce."""
+        """Run `txn` once, without retries.
+
+        If the store does not respond, look for the transaction's nonce in the log. STALE also if the lease has ended.
+        """
         try:
             fault_point(txn.kind, "before")
             result = await self._store.transact(txn.compares, txn.writes)
@@ -163,10 +171,11 @@ class TransactionExecutor:
         return TxnReport(TxnOutcome.WON if result.won else TxnOutcome.STALE, result.revision)
 
     async def _find_out(self, txn: Transaction) -> TxnReport:
-        """Resolve a transaction without a response from head and its entry in the log.
+        """Find the outcome of a transaction without a response, from head and the log.
 
-        Once an entry with this number exists, the outcome is final: WON if it has this nonce; otherwise another
-        transaction moved head, and the compare of this one can never succeed.
+        Once a log entry with the number that `txn` writes exists, the outcome is final: WON if the entry has the nonce
+        of `txn`; otherwise another transaction moved head, and the compare of `txn` can never hold. UNKNOWN for a
+        transaction that does not move head.
         """
         unknown = TxnReport(TxnOutcome.UNKNOWN, 0)
         place = next((w.key for w in txn.writes if w.key.startswith(self._keys.log_prefix)), None)
@@ -188,28 +197,31 @@ class TransactionExecutor:
 
 
 def put_if_unchanged(kind: TxnKind, key: str, old: Revisioned | None, new: Record, lease: int = 0) -> Transaction:
-    """Write a record in place of `old` (None: absent). Compares only its own key."""
+    """Write `new` under `key` in place of `old` (None: absent). Compares only this key. `lease` 0: no lease."""
     return Transaction(kind, (Compare(key, old.revision if old else 0),), (Put(key, new.encode(), lease=lease),))
 
 
 DEPTH = 1
-"""Number of open steps at once. With 1, the next step is sealed after the commit of the previous one."""
+"""Maximum number of steps that are open at once. With 1, a step is sealed only after the previous step's commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSlots:
-    """The slots of steps that may be open after `head`, with revisions; an absent slot has revision 0."""
+    """Head and the stored seals of the steps after it (a step's key is its slot), with their revisions.
+
+    `slots`: by step; a step without a seal is absent.
+    """
 
     head: Versioned[Head]
     slots: Mapping[int, Versioned[Seal]]
 
     @property
     def seals(self) -> tuple[Seal, ...]:
-        """The existing seals, including OPEN ones."""
+        """The stored seals, in whatever state."""
         return tuple(slot.record for slot in self.slots.values())
 
     def compares(self, keys: JobKeys) -> tuple[Compare, ...]:
-        """Compares that head and every slot that may be open are unchanged."""
+        """Compares that head and the seals of all steps that may be open, including absent ones, are unchanged."""
         steps = {self.head.record.step + i + 1 for i in range(DEPTH)} | set(self.slots)
         slots = tuple(
             Compare(keys.seal(step), self.slots[step].revision if step in self.slots else 0) for step in sorted(steps)
@@ -218,30 +230,31 @@ class OpenSlots:
 
 
 def assign(keys: JobKeys, old: Versioned[Assignment] | None, new: Assignment) -> Transaction:
-    """Write the assignment of shards. Compares only its own key."""
+    """Write which controller generates for which shard. Compares only its own key."""
     return put_if_unchanged(TxnKind.ASSIGN, keys.assign, old, new)
 
 
 def offer(keys: JobKeys, old: Revisioned | None, new: Offer, lease: int) -> Transaction:
-    """Write an incarnation's own offer under its lease. Fails as a whole if the lease has ended."""
+    """Write a controller's own offer (its finished groups) under its lease. Fails if the lease has ended."""
     return put_if_unchanged(TxnKind.OFFER, keys.offer(new.incarnation), old, new, lease)
 
 
 def join(keys: JobKeys, member: Member, lease: int) -> Transaction:
-    """Add a controller to the job under its lease. An incarnation joins once."""
+    """Add a controller to the job's members, under its lease. Compares that this incarnation has not joined before."""
     return put_if_unchanged(TxnKind.JOIN, keys.member(member.incarnation), None, member, lease)
 
 
 def leave(keys: JobKeys, old: Versioned[Member], lease: int) -> Transaction:
-    """Mark a member as leaving. Compares its key, so that a controller that is no longer a member does not become one."""
+    """Mark a member as leaving. Compares its key, so that a controller that is no member any more is not added."""
     leaving = old.record.model_copy(update={"leaving": True})
     return put_if_unchanged(TxnKind.LEAVE, keys.member(leaving.incarnation), old, leaving, lease)
 
 
 def withdraw(keys: JobKeys, incarnation: str, node: str) -> Transaction:
-    """Delete everything that a controller wrote under its lease about itself and its node, like the end of the lease.
+    """Delete everything that a controller wrote under its lease about itself and its node in this job.
 
-    Compares nothing, because only this controller writes these keys.
+    The end of the lease has the same effect, but for all jobs. Compares nothing, because only this controller writes
+    these keys.
     """
     of_it = (keys.member(incarnation), keys.offer(incarnation), keys.part(incarnation))
     of_node = (keys.fetch(node), keys.storage(node), keys.copies(node), keys.folder(node))
@@ -259,9 +272,11 @@ def seal(
     *,
     checkpoint: bool = False,
 ) -> Transaction:
-    """Seal a batch, or one more part of it.
+    """Seal the next step (fix which groups form it), or one more part of it.
 
-    Compares head and all slots, including absent ones. Raises ValueError if the slot is not OPEN.
+    `plan`: its number of ranks becomes the world size. `by`: incarnation of the writer. `attention_equals_at`: see
+    `gcore.ledger.records.cluster`. `checkpoint`: whether the ranks write a checkpoint in this step. Compares head and
+    the seals of all steps that may be open. Raises ValueError if the step is sealed already and not OPEN.
     """
     head = open_slots.head.record
     slot = open_slots.slots.get(head.step + 1)
@@ -281,13 +296,16 @@ def seal(
 
 
 def reseal(keys: JobKeys, open_slots: OpenSlots, step: int, by: str) -> Transaction:
-    """Give up a SEALED batch, or a PARTIAL part. READY parts are never given up."""
+    """Give up the groups of a SEALED step, or the newest part of a PARTIAL one. READY parts stay.
+
+    Compares head and the seals of all open steps. Raises ValueError for a seal in another state.
+    """
     record = chain.reseal_slot(open_slots.slots[step].record, by)
     return Transaction(TxnKind.RESEAL, open_slots.compares(keys), (Put(keys.seal(step), record.encode()),))
 
 
 def ready(keys: JobKeys, open_slots: OpenSlots, step: int) -> Transaction:
-    """Mark the step, or its newest part, as held by every rank."""
+    """Mark a sealed step, or its newest part, as READY: every rank holds its share. Compares head and the seal."""
     slot = open_slots.slots[step]
     return Transaction(
         TxnKind.READY,
@@ -305,7 +323,10 @@ def commit(
     keep_cursors: bool,
     stats: Mapping[str, float],
 ) -> Transaction:
-    """Move head to the READY step. Compares both head and seal."""
+    """Commit the READY step: move head to it, write its log entry, and delete its seal. Compares head and the seal.
+
+    `keep_cursors`, `stats`: see `chain.commit_entry`.
+    """
     head = open_slots.head
     step = head.record.step + 1
     slot = open_slots.slots[step]
@@ -319,7 +340,10 @@ def commit(
 
 
 def account(keys: JobKeys, open_slots: OpenSlots, advance: chain.Advance) -> Transaction:
-    """Record outcomes without a step. Compares all slots, so that none of them sealed these outcomes meanwhile."""
+    """Record outcomes without a training step (`chain.account_entry`).
+
+    Compares head and the seals of all open steps, so that no seal contains these outcomes meanwhile.
+    """
     return Transaction(TxnKind.ACCOUNT, open_slots.compares(keys), _advance(keys, advance), nonce=advance.head.nonce)
 
 
@@ -330,7 +354,7 @@ def register(
     entry: Versioned[LogEntry],
     checkpoint: Checkpoint,
 ) -> Transaction:
-    """Register a complete checkpoint. Compares that its log entry is unchanged."""
+    """Register a checkpoint that is complete on disk. Compares head, the checkpoints and the checkpoint's log entry."""
     record = old.record.model_copy(update={"entries": (*old.record.entries, checkpoint)})
     return Transaction(
         TxnKind.REGISTER,
@@ -346,7 +370,7 @@ def register(
 def retain(
     keys: JobKeys, head: Versioned[Head], old: Versioned[Checkpoints], kept: Sequence[Checkpoint]
 ) -> Transaction:
-    """Unregister checkpoints. Delete their files only after this transaction was won."""
+    """Unregister all checkpoints except `kept`. The caller deletes their files only after the outcome is WON."""
     record = old.record.model_copy(update={"entries": tuple(kept)})
     return Transaction(
         TxnKind.RETAIN,
@@ -361,13 +385,14 @@ def warn(keys: JobKeys, old: Revisioned | None, trouble: Trouble) -> Transaction
 
 
 MOST_PRUNED = 100
-"""Maximum number of entries per prune: the store allows 128 operations per transaction."""
+"""Maximum number of log entries that one `prune` deletes: the store allows 128 operations per transaction."""
 
 
 def prune(keys: JobKeys, head: Versioned[Head], known: Versioned[Checkpoints], seqs: Sequence[int]) -> Transaction:
-    """Delete log entries that are in the run folder.
+    """Delete log entries from the store; they must be in the run folder already.
 
-    Compares head and checkpoints, which made them prunable. Raises ValueError for more than `MOST_PRUNED`.
+    Compares head and the checkpoints, from which `chain.prunable_entries` selected them. Raises ValueError for more
+    than `MOST_PRUNED`.
     """
     if len(seqs) > MOST_PRUNED:
         raise ValueError(f"{len(seqs)} entries exceed the maximum of {MOST_PRUNED} per prune")
@@ -379,8 +404,10 @@ def prune(keys: JobKeys, head: Versioned[Head], known: Versioned[Checkpoints], s
 
 
 def delete_job(keys: JobKeys, head: Versioned[Head], status: Versioned[JobStatus]) -> Transaction:
-    """First of two transactions: mark head, so that controllers of the job lose every compare and the job cannot be
-    extended.
+    """First of two transactions that delete an ended job: mark head as deleted.
+
+    After this, transactions that controllers prepared before fail, and the job cannot be continued. Raises ValueError
+    if the job has not ended.
     """
     if not status.record.phase.ended:
         raise ValueError(f"the job is {status.record.phase}; only an ended job can be deleted")
@@ -392,10 +419,11 @@ def delete_job(keys: JobKeys, head: Versioned[Head], status: Versioned[JobStatus
 def delete_rest(
     keys: JobKeys, head: Versioned[Head] | None, status: Versioned[JobStatus], named: Mapping[str, int]
 ) -> Transaction:
-    """Second of two transactions: delete all keys of a job whose head is marked.
+    """Second of two transactions that delete an ended job: delete all of its keys.
 
-    `named`: keys that lead to the job (its name, its request id), with revisions. A job that ended before it had a head
-    never gets one: its state, which is compared, says that it has ended.
+    `head`: must be marked as deleted; None for a job that ended before it had a head, which never gets one. `named`:
+    revisions of further keys that lead to the job (its name, its request id). Raises ValueError if head is not marked,
+    or if the job has not ended.
     """
     if head is not None and not head.record.deleted:
         raise ValueError("head is not marked as deleted; mark it first")
@@ -422,11 +450,12 @@ def rollback(
     *,
     slots_as_seen: bool = False,
 ) -> Transaction:
-    """Restart from a checkpoint, or from in-memory replicas of head's state (`chain.reform_entry`), with the new world
-    in `plan`.
+    """Restart training in a new lineage with the train world in `plan`.
 
-    Deletes every open slot: the discarded world may have trained a part of a READY one. `slots_as_seen`: also compare
-    the slots, so that no slot that became READY meanwhile is given up.
+    `advance`: from `chain.rollback_entry` (from a checkpoint) or `chain.reform_entry` (from in-memory replicas).
+    Deletes the seals of all open steps, even READY ones: the discarded world may have trained a part of them.
+    `slots_as_seen`: also compare these seals, so that no step that became READY meanwhile is given up. Raises
+    ValueError if `plan` and `advance` name different worlds.
     """
     if plan.world != advance.head.world:
         raise ValueError(f"the plan places world {plan.world}, but the rollback names world {advance.head.world}")
@@ -446,7 +475,11 @@ def rollback(
 def create(
     keys: JobKeys, job: JobRecord, created: JobStatus, name_revision: int, claim: Claim | None = None
 ) -> Transaction:
-    """Create a job under its name and request id, with its claim. The request id makes a repeated request find the job."""
+    """Create a job: its record, its state, its claim on slots, and the keys for its name and its request ID.
+
+    `name_revision`: revision of the key of the job's name (0: absent). A repeated request with the same request ID
+    fails here and finds the existing job.
+    """
     name = store_keys.name(job.name, job.namespace)
     compares = [Compare(name, name_revision), Compare(keys.job, 0)]
     writes: list[Put | Delete] = [
@@ -469,8 +502,9 @@ def start(
     running: JobStatus,
     moves: Moves | None = None,
 ) -> Transaction:
-    """Start a PENDING job: base entry, base checkpoint and first plan at once; if slots can move, also the reason for
-    the plan.
+    """Start a PENDING job: write head, the first log entry, the base checkpoint, the first plan and the new state.
+
+    `moves`: the reasons for the plan; None if the job's placement cannot change.
     """
     base = Checkpoint(lineage=0, step=0, seq=0, file="")
     told = () if moves is None else (Put(keys.moves, moves.encode()),)
@@ -490,7 +524,7 @@ def start(
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """Records of an ended job in the store. `named`: revision of the key that maps its name to this job."""
+    """Records of an ended job that `extend` compares. `named`: revision of the key that maps its name to this job."""
 
     job: Versioned[JobRecord]
     status: Versioned[JobStatus]
@@ -501,12 +535,12 @@ class EndedJob:
 
 
 def extend(keys: JobKeys, ended: EndedJob, advance: chain.Advance, claim: Claim) -> Transaction:
-    """Continue a job in phase SUCCEEDED to the goal that the new entry raises.
+    """Continue a job in phase SUCCEEDED to a higher goal. This is the only way out of a final phase.
 
-    This is the only way out of a final phase.
-
-    It continues from a checkpoint in a new lineage, with a plan that places nothing until the job has slots. Deletes
-    the members, offers and other hints of its controllers: they join again, and no earlier offer counts.
+    `advance`: rollback to a checkpoint with `raised` set, from `chain.rollback_entry`. `claim`: the slots that the job
+    requests. The plan places nothing until the job has slots. Deletes the members, offers and other hints of its
+    controllers: they join again, and no earlier offer counts. Raises ValueError if the job did not succeed, is being
+    deleted, or has no higher goal.
     """
     raised = advance.entry.raised
     if ended.status.record.phase is not JobPhase.SUCCEEDED or raised is None or raised.after <= raised.before:
@@ -541,9 +575,10 @@ def extend(keys: JobKeys, ended: EndedJob, advance: chain.Advance, claim: Claim)
 
 
 def set_status(keys: JobKeys, old: Versioned[JobStatus], new: JobStatus, open_slots: OpenSlots | None) -> Transaction:
-    """Move the job to another phase, but never out of a final one (`extend`).
+    """Write the job's new phase; a final phase also ends its claim on slots.
 
-    With `open_slots`, only if head and slots are unchanged.
+    `open_slots`: if given, also compare head and the seals of open steps. Raises ValueError if the old phase is final
+    (only `extend` leaves it) or the new one is PENDING.
     """
     if old.record.phase.ended or new.phase is JobPhase.PENDING:
         raise ValueError(f"a job cannot change from {old.record.phase} to {new.phase}")
@@ -561,7 +596,11 @@ def fail_lost(
     lost: Sequence[str],
     failed: JobStatus,
 ) -> Transaction:
-    """End a job whose records are lost, if its state and claim are unchanged and the `lost` keys are still absent."""
+    """End a job whose central records are lost, as FAILED, and delete its claim on slots.
+
+    Compares that state and claim are unchanged and that the keys in `lost` are still absent. Raises ValueError if the
+    job has ended already or `lost` is empty.
+    """
     seen = dict.fromkeys(lost, 0) | {
         keys.state: status.revision if status is not None else 0,
         keys.active: claim.revision if claim is not None else 0,
@@ -573,7 +612,10 @@ def fail_lost(
 
 
 def take_stock(keys: JobKeys, old: Revisioned | None, new: NodeCopies, lease: int) -> Transaction:
-    """Write which in-memory replicas a node holds, under its controller's lease. A hint; compares only its own key."""
+    """Write which in-memory replicas of train states a node holds, under its controller's lease.
+
+    A hint; compares only its own key.
+    """
     return put_if_unchanged(TxnKind.STOCK, keys.copies(new.node), old, new, lease)
 
 
@@ -583,14 +625,17 @@ def say_folder(keys: JobKeys, old: Revisioned | None, new: NodeFolder, lease: in
 
 
 def replan(keys: JobKeys, old: Versioned[Plan], new: Plan) -> Transaction:
-    """Change which slots run engines. The world stays the same: only a rollback changes it."""
+    """Change which slots run engines. Compares only the plan. Raises ValueError if the train world would change."""
     if new.world != old.record.world or new.ranks != old.record.ranks:
         raise ValueError("only a rollback can change the train world")
     return put_if_unchanged(TxnKind.REPLAN, keys.plan, old, new)
 
 
 def lead(keys: JobKeys, old: Revisioned | None, new: Leader, lease: int) -> Transaction:
-    """Become the placement leader, under the own lease. `old`: a leader that no longer works on the job."""
+    """Make a controller the planner of the job's placement, under its own lease.
+
+    `old`: the previous leader, which no longer works on the job; None: there is none.
+    """
     return put_if_unchanged(TxnKind.LEAD, keys.leader, old, new, lease)
 
 
@@ -603,10 +648,11 @@ def place(
     moves: Moves,
     pin: Revisioned | None,
 ) -> Transaction:
-    """Change which slots serve which pool, and record why. The world stays the same: only a rollback changes it.
+    """Change which slots serve which pool, and record the reasons in `moves`.
 
-    Compares plan, leadership and pin: of two controllers that both believe they lead only one wins, and a newer pin is
-    respected. `known`: revision of the moves that `moves` continues.
+    `known`: revision of the record that `moves` replaces. Compares it, the plan, the leader and the pin (what a person
+    fixed): of two controllers that both believe they lead, only one wins, and a newer pin is respected. Raises
+    ValueError if the train world would change (only a rollback does that), or if the plan's generation is not the next.
     """
     if new.world != old.record.world or new.ranks != old.record.ranks:
         raise ValueError("only a rollback can change the train world")
@@ -624,9 +670,9 @@ def place(
 
 
 def tell_moves(keys: JobKeys, leader: Versioned[Leader], known: int, moves: Moves) -> Transaction:
-    """Record wanted moves, dry-run moves, results of moves, and why nothing moved, without changing the plan.
+    """Write the record of placement changes without changing the plan: wanted changes, results, why nothing moved.
 
-    `known`: revision of the record that `moves` continues, so that newer content is not lost.
+    `known`: revision of the record that `moves` replaces. Compares it and the leader.
     """
     return Transaction(TxnKind.MOVES, _led(keys, leader, known), (Put(keys.moves, moves.encode()),))
 
@@ -636,7 +682,7 @@ def _led(keys: JobKeys, leader: Versioned[Leader], known: int) -> tuple[Compare,
 
 
 def pin(keys: JobKeys, old: Revisioned | None, new: Pin) -> Transaction:
-    """Write what a person fixed. Compares only its own key."""
+    """Write what a person fixed of the job's placement. Compares only its own key."""
     return put_if_unchanged(TxnKind.PIN, keys.pin, old, new)
 
 
@@ -648,10 +694,11 @@ def begin_epoch(
     record: EpochRecord,
     forgotten: Sequence[int],
 ) -> Transaction:
-    """Fix the statistics of a data epoch. `old`: the record of a discarded branch, if it still exists.
+    """Begin a data epoch: write the record with its statistics.
 
-    Compares that no other controller has begun the epoch, and head, from which the statistics come. `forgotten`: epochs
-    whose records are no longer needed; the checkpoints that determine them are compared too.
+    `old`: an invalid record of this epoch from a discarded branch, if it still exists. `forgotten`: epochs whose
+    records are deleted (`gcore.ledger.statistics.superfluous_epochs`). Compares the epoch's record, so that only one
+    controller begins the epoch; head, from which the statistics come; and the checkpoints, which determine `forgotten`.
     """
     return Transaction(
         TxnKind.EPOCH,
@@ -669,14 +716,15 @@ def _advance(keys: JobKeys, advance: chain.Advance) -> tuple[Put, Put]:
 
 
 MOST_DROPPED = 100
-"""Jobs that one `share_out` takes slots from: the store takes 128 operations in a transaction."""
+"""Maximum number of jobs that one `share_out` removes: the store allows 128 operations per transaction."""
 
 
 def share_out(keys: JobKeys, known: Versioned[Shares] | None, new: Shares) -> Transaction:
-    """Write which slots each job has. `keys`: of no job in particular.
+    """Write which slots each job has. `keys` is not used.
 
-    Slots of a job that is no longer in the record may go to others at once. So the transaction compares that each such job has no claim: a
-    controller whose watch of claims is late takes a job that was just created, or that continues after its end, for one that has ended.
+    Other jobs may get the slots of a removed job at once. So the transaction compares that each removed job has no
+    claim: without this, a controller whose view of the claims is outdated could remove a job that was just created, or
+    that continues after its end. If more than `MOST_DROPPED` jobs are to be removed, only these removals are written.
     """
     before = {} if known is None else known.record.jobs
     dropped = sorted(uid for uid, share in before.items() if share.held and uid not in new.jobs)
@@ -688,14 +736,17 @@ def share_out(keys: JobKeys, known: Versioned[Shares] | None, new: Shares) -> Tr
 
 
 def keeping_to(share: KnownShare | None, txn: Transaction) -> Transaction:
-    """Add a compare that the job still has the slots from which its plan was made. None: slots are not shared."""
+    """Return `txn` with a compare that the shares of slots are unchanged since its plan was made.
+
+    `share` None: the job does not share its slots with others, and `txn` is returned unchanged.
+    """
     if share is None:
         return txn
     return replace(txn, compares=(*txn.compares, Compare(store_keys.SHARES, share.revision)))
 
 
 def give_back(keys: JobKeys, plan: Versioned[Plan] | None, share: KnownShare, slots: frozenset[Slot]) -> Transaction:
-    """Give back slots that the job no longer uses. Compares its plan, even if absent."""
+    """Give back slots that the job no longer uses. Compares the shares and the job's plan (None: absent)."""
     return Transaction(
         TxnKind.GIVE_BACK,
         (Compare(store_keys.SHARES, share.revision), Compare(keys.plan, plan.revision if plan else 0)),
@@ -704,10 +755,10 @@ def give_back(keys: JobKeys, plan: Versioned[Plan] | None, share: KnownShare, sl
 
 
 def set_quotas(keys: JobKeys, known: Revisioned | None, new: Quotas) -> Transaction:
-    """Write the maximum number of slots of each namespace. `keys`: not of a particular job."""
+    """Write the maximum number of slots of each namespace. `keys` is not used."""
     return put_if_unchanged(TxnKind.QUOTAS, store_keys.QUOTAS, known, new)
 
 
 def set_claim(keys: JobKeys, known: Revisioned, claim: Claim) -> Transaction:
-    """Write the job's claim, unless the job has ended."""
+    """Write the job's claim on slots. Compares the known claim, which is deleted when the job ends."""
     return put_if_unchanged(TxnKind.CLAIM, keys.active, known, claim)

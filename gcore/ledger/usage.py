@@ -1,16 +1,16 @@
-"""Cluster usage of jobs, for accounting: slot-seconds under `usage/`, and the cost of external judges.
+"""Cluster usage of jobs, for accounting: slot-seconds, and tokens used at external judges (paid reward models).
 
-The daemon of each node sums slot-seconds by day, job, node and pool from slot accounting
+*Slot-seconds* (`NodeUsage`). The daemon of each node sums them by day, job, node and pool from slot accounting
 (`gcore.ledger.records.slot_accounting`), step by step. These records outlive the job, its folder and its other records,
 so they contain the job's owner. A step counts for the UTC day on which it ended. No transaction of a job compares them.
 
-Each node has one small record of what a job spent on judges. It is under no lease, because spent money stays spent
-whichever process dies, and the node's next controller continues it. A controller keeps the earlier sums in the record
-unchanged and adds what it has spent itself so far. Writing this is idempotent, so a write without a response is
-repeated. If another controller has replaced the record, or it is gone, only the unwritten difference is added. Tokens
-are whole numbers; the cost follows from the prices in the spec. Records of absent nodes are merged into a present one,
-in a transaction that compares both, so that changing node names do not fill the store. `controllers.inference.judges`
-decides when to write.
+*External judges* (`NodeSpent`). Each node has one small record per job. It is under no lease, because it must remain
+when the controller dies; the node's next controller continues it. A controller keeps the earlier sums in the record
+unchanged, and writes its own use so far beside them. Writing this is idempotent, so a write without a response is
+repeated. If another controller has replaced the record, or it is gone, only the unwritten difference is added. Token
+counts are integers; the cost follows from the prices in the spec. Records of absent nodes are merged into that of a
+present node, in a transaction that compares both, so that changing node names do not fill the store.
+`controllers.inference.judges` decides when to write.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ year.
 """
 
 OTHER = "other"
-"""Pool of slots that belonged to a job but to no pool: during weight transfer, with a failed worker, or unaccounted
-time.
+"""Name under which slot-seconds of a job are summed that belong to no pool: weight transfers, failed workers, and
+unaccounted time.
 """
 
 NEWEST_STEPS = 8
-"""Number of step keys in a record, which prevent that a write is repeated after a timeout."""
+"""Number of step keys kept in a record, so that a step is not added twice when a write is repeated after a timeout."""
 
 POOLS = ("rollout", "reward", "train")
 DIMENSIONS = ("namespace", "job", "owner", "pool")
 
 
 class PoolSeconds(RecordPart):
-    """Slot-seconds of one pool: all (`slot_s`), and those in which the slots were busy."""
+    """Slot-seconds of one pool. `slot_s`: total. `busy_s`: those in which the slots were busy."""
 
     slot_s: NonNegativeFloat = 0.0
     busy_s: NonNegativeFloat = 0.0
@@ -74,7 +74,7 @@ class NodeUsage(Record):
     """Keys of the newest steps that are included."""
 
     def plus(self, book: StepAccount) -> NodeUsage:
-        """With one more step; unchanged if the step is already included."""
+        """Return the record with one more step added; unchanged if the step is already included."""
         name = step_key(book)
         if name in self.steps:
             return self
@@ -85,7 +85,7 @@ class NodeUsage(Record):
 
 
 def step_key(book: StepAccount) -> str:
-    """Key of an accounted step. A repeated step has another key."""
+    """Key of an accounted step: its version and start time. A step repeated after a rollback has another key."""
     return f"{book.version}@{book.began:.3f}"
 
 
@@ -95,7 +95,7 @@ def end_day(book: StepAccount) -> int:
 
 
 def pool_seconds(book: StepAccount) -> dict[str, PoolSeconds]:
-    """The job's part of a step's time, by pool. Slots without a role in the plan are not the job's."""
+    """Slot-seconds that a job used in a step, by pool. Slots without a role in the job's plan do not count."""
     pools: dict[str, PoolSeconds] = {}
     for state, seconds in [*book.booked.items(), ("unbooked", book.unbooked)]:
         kind, _, rest = state.partition(" ")
@@ -109,14 +109,14 @@ def pool_seconds(book: StepAccount) -> dict[str, PoolSeconds]:
 
 
 class UsageSums:
-    """Usage grouped by some of `DIMENSIONS`. Mutable: records are added as they are read."""
+    """Sums usage records, grouped by some of `DIMENSIONS`. Mutable: records are added as they are read."""
 
     def __init__(self, by: Iterable[str]) -> None:
         self._dimensions = tuple(dict.fromkeys(by))
         self._sums: dict[tuple[str, ...], tuple[float, float]] = {}
 
     def add(self, usage: NodeUsage) -> None:
-        """Add one record."""
+        """Add the slot-seconds of one record to the sums of its groups."""
         for pool, seconds in usage.pools.items():
             named = {"namespace": usage.namespace, "job": usage.job, "owner": usage.owner, "pool": pool}
             key = tuple(named[one] for one in self._dimensions)
@@ -124,7 +124,7 @@ class UsageSums:
             self._sums[key] = slot_s + seconds.slot_s, busy_s + seconds.busy_s
 
     def ranked(self) -> list[tuple[Mapping[str, str], PoolSeconds]]:
-        """Groups by slot-seconds, descending."""
+        """The groups and their sums, by slot-seconds in descending order. A group is a value for each dimension."""
         ranked = sorted(self._sums.items(), key=lambda item: (-item[1][0], item[0]))
         return [
             (dict(zip(self._dimensions, key, strict=True)), PoolSeconds(slot_s=slot_s, busy_s=busy_s))
@@ -133,17 +133,17 @@ class UsageSums:
 
 
 SPARE_NODES = 16
-"""Number of records of absent nodes that are kept; further ones are merged."""
+"""Number of absent nodes whose records of judge use are kept; those of further ones are merged."""
 
 MOST_ADDED_UP = 50
 """Maximum number of merged records per transaction: the store allows 128 operations."""
 
 MOST_COUNTED = 1 << 62
-"""Maximum of a count. A larger one is an error of the server, and would overflow a `float`."""
+"""Maximum of a stored count. A larger count is an error of the judge's server, and would overflow a `float`."""
 
 
 def _counted(count: object) -> object:
-    """Limit `count`. Validation rejects values that are not integers."""
+    """Limit an integer to `MOST_COUNTED`. Other values are returned unchanged; pydantic then rejects them."""
     return min(count, MOST_COUNTED) if isinstance(count, int) else count
 
 
@@ -151,7 +151,7 @@ UseCount = Annotated[NonNegativeInt, BeforeValidator(_counted)]
 
 
 class JudgeUse(RecordPart):
-    """Requests to one judge, and tokens in requests and responses."""
+    """Use of one external judge: number of requests, and tokens in requests and responses."""
 
     requests: UseCount = 0
     tokens_in: UseCount = 0
@@ -166,7 +166,7 @@ class JudgeUse(RecordPart):
         )
 
     def minus(self, other: JudgeUse) -> JudgeUse:
-        """Difference, at least 0."""
+        """Difference of each count, at least 0."""
         return JudgeUse(
             requests=max(0, self.requests - other.requests),
             tokens_in=max(0, self.tokens_in - other.tokens_in),
@@ -175,30 +175,30 @@ class JudgeUse(RecordPart):
 
 
 Uses = Mapping[str, JudgeUse]
-"""By judge."""
+"""Use of external judges, by judge name."""
 
 NOTHING = JudgeUse()
 
 
 class NodeSpent(Record):
-    """`spent/{node}`: use of external judges by one node."""
+    """Record `spent/{node}`: use of external judges by one node for a job."""
 
     node: str
     by: str
-    """The writer: an incarnation, and a number for each time that it started the job."""
+    """The writer: the controller's incarnation, and a number that increases each time it starts working on the job."""
     before: dict[str, JudgeUse] = Field(default_factory=dict)
-    """By judge: use by earlier writers on the node, and by absent nodes."""
+    """By judge: use by earlier writers on the node, and by absent nodes whose records were merged into this one."""
     life: dict[str, JudgeUse] = Field(default_factory=dict)
     """By judge: use by this writer that no other record contains."""
 
     @property
     def uses(self) -> dict[str, JudgeUse]:
-        """Total use."""
+        """Total use by judge: earlier writers and this one."""
         return add_uses((self.before, self.life))
 
 
 def add_uses(uses: Iterable[Uses]) -> dict[str, JudgeUse]:
-    """Sum of several uses, by judge."""
+    """Add up several mappings from judge to use."""
     total: dict[str, JudgeUse] = {}
     for one in uses:
         for judge, use in one.items():
@@ -207,20 +207,23 @@ def add_uses(uses: Iterable[Uses]) -> dict[str, JudgeUse]:
 
 
 def subtract_uses(uses: Uses, others: Uses) -> dict[str, JudgeUse]:
-    """Positive differences, by judge."""
+    """`uses` minus `others` by judge, without judges whose difference is 0."""
     rest = {judge: use.minus(others.get(judge, NOTHING)) for judge, use in uses.items()}
     return {judge: use for judge, use in rest.items() if use != NOTHING}
 
 
 def use_cost(use: JudgeUse, judge: ExternalJudge) -> float:
-    """Cost in the unit of the judge's prices."""
+    """Cost of `use`, in the currency of the judge's prices, which are per million tokens."""
     return (use.tokens_in * judge.price_in + use.tokens_out * judge.price_out) / 1e6
 
 
 def records_to_merge(
     spent: Mapping[str, Versioned[NodeSpent]], me: str, nodes: Collection[str]
 ) -> Mapping[str, Versioned[NodeSpent]]:
-    """Records that `me` must merge into its own: the oldest of absent nodes, beyond `SPARE_NODES`."""
+    """Records of absent nodes that node `me` must merge into its own: the oldest beyond `SPARE_NODES`, by node.
+
+    `spent`: all records, by node. `nodes`: the present nodes. At most `MOST_ADDED_UP`.
+    """
     gone = sorted((name for name in spent if name != me and name not in nodes), key=lambda name: spent[name].revision)
     return {name: spent[name] for name in gone[: max(0, len(gone) - SPARE_NODES)][:MOST_ADDED_UP]}
 
@@ -228,10 +231,10 @@ def records_to_merge(
 def spend(
     keys: JobKeys, old: Revisioned | None, new: NodeSpent, gone: Mapping[str, Versioned[NodeSpent]] | None = None
 ) -> Transaction:
-    """Write a node's use, under no lease. `gone`: records of absent nodes, which are merged into it and deleted.
+    """Write a node's use of external judges, under no lease.
 
-    Compares all of these records: none may have changed or been merged by another node. Raises ValueError if `gone`
-    contains the node itself.
+    `gone`: records of absent nodes, which are added to `new` and deleted. Compares all of these records, so that none
+    has changed or been merged by another node. Raises ValueError if `gone` contains the node itself.
     """
     gone = gone or {}
     if new.node in gone:

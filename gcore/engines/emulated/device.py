@@ -1,6 +1,8 @@
-"""Simulation of emulated engines: waiting and running sequences, the end of each sample, and engines that share a slot.
+"""Discrete-event simulation of engines: which sequences wait and run, when each sample ends, how engines on one slot
+slow each other down.
 
-Times are emulated seconds; the caller passes the present time. Weights are only a name here.
+All times are emulated seconds. The caller passes the present time (`now`), which never decreases. Weights are only a
+version name here.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ ALMOST = 1e-9
 
 @dataclass(slots=True)
 class _Row:
-    """A running sequence: it had `made` tokens at step `joined`. `entry` identifies its end in the heap."""
+    """A running sequence: it had `made` output tokens when it joined at decode step `joined`.
+
+    `entry`: identifies its entry in the heap of ends.
+    """
 
     work: SequenceState
     joined: float
@@ -32,7 +37,10 @@ class _Row:
 
 
 class EmulatedDevice:
-    """One engine. `respond` returns a task's complete response. `rows`: maximum number of running sequences.
+    """Simulation of one engine. `rows`: maximum number of running sequences.
+
+    `respond`: returns the complete response to a request with the weights of a version; the simulation only decides
+    when its tokens appear.
 
     All running sequences generate one token per decode step, and the duration of a step depends on their number. So
     there is one counter of steps: a sequence that joined at step j and has n tokens left ends at step j + n, regardless
@@ -40,8 +48,8 @@ class EmulatedDevice:
     process can emulate a thousand engines. The prefill of a prompt delays the steps, unless a sequence with the same
     prompt is running.
 
-    All times are emulated seconds. Weights are only a name here. The number of other engines computing on its slot is
-    passed in (`shared_by`) and scales all durations (`slot`). This class does not know HTTP or the callers.
+    The caller passes the number of engines that compute on the slot (`shared_by`), which scales all durations. This
+    class does not know HTTP or its clients.
     """
 
     def __init__(
@@ -73,7 +81,7 @@ class EmulatedDevice:
         self._entries = itertools.count()
         self._responses: dict[int, EmulatedResponse] = {}
         self._meter: EngineTimeMeter | None = None
-        """Time of the first action on the engine."""
+        """Set at the first action on the engine, whose time is the start of its accounting."""
 
     @property
     def running(self) -> int:
@@ -87,23 +95,23 @@ class EmulatedDevice:
 
     @property
     def busy(self) -> bool:
-        """Whether it computes now, and so uses its share of the slot."""
+        """Whether the engine computes now, and therefore slows down other engines on its slot."""
         return bool(self._running) and not self.still
 
     @property
     def still(self) -> bool:
-        """Whether it generates no tokens now, even if there is work."""
+        """Whether the engine is paused or asleep, so that it generates no tokens even if requests wait."""
         return self.paused or bool(self.asleep)
 
     def submit(self, tasks: Sequence[GenerationRequest], now: float) -> list[RequestOutput]:
-        """Add tasks. Return what has ended until `now`, as all methods below do."""
+        """Add requests. Returns the outputs of requests that ended until `now`, as most methods below do."""
         ended = self.advance(now)
         self._waiting.put([SequenceState(task) for task in tasks])
         self._join(now)
         return ended
 
     def advance(self, now: float) -> list[RequestOutput]:
-        """Advance the time."""
+        """Advance the simulation to `now`. Returns the outputs of requests that ended until then."""
         ended: list[RequestOutput] = []
         while not self.still and (step := self._next_end()) is not None:
             begin = max(self._now, self._held_until)
@@ -119,7 +127,7 @@ class EmulatedDevice:
         return ended
 
     def tokens(self, now: float) -> int:
-        """Return the tokens generated until now: by ended, running and preempted sequences."""
+        """Return the total number of tokens generated until `now`, including unfinished sequences."""
         begin = max(self._now, self._held_until)
         passed = 0.0 if self.still else max(0.0, now - begin) / self.step_s
         running = sum(self._made(row, self._steps + passed) for row in self._running.values())
@@ -128,21 +136,23 @@ class EmulatedDevice:
         )
 
     def sums(self, now: float) -> EngineTimeSums:
-        """Return how its time was spent."""
+        """Return how the engine's time until `now` was spent."""
         self._note(now)
         assert self._meter is not None
         return self._meter.read(now)
 
     def _note(self, now: float) -> None:
-        """Account for the time until now, because the amount of work may change."""
+        """Account for the time until `now`. Call it whenever the number of requests or the activity changes."""
         if self._meter is None:
             self._meter = EngineTimeMeter(self._rows, now)
         doing = current_activity(paused=self.paused, asleep=bool(self.asleep))
         self._meter.note(doing, len(self._running) + len(self._waiting), now)
 
     def shared_by(self, count: int, now: float) -> None:
-        """Set the number of engines that compute on its slot, including this one whenever it does. All earlier ends
-        must have been collected."""
+        """Set the number of engines that compute on the slot, counting this one. Scales all durations from `now` on.
+
+        Call `advance` to `now` before.
+        """
         shared = count * (1.0 + self._timing.law.shared_loss * (count - 1))
         left = self._held_until - now
         if left > 0:
@@ -150,12 +160,12 @@ class EmulatedDevice:
         self._shared = shared
 
     def wake_at(self) -> float | None:
-        """Return when the next sample ends if nothing happens before; None: never."""
+        """Return the time at which the next sample ends if nothing happens before; None: never."""
         step = None if self.still else self._next_end()
         return None if step is None else max(self._now, self._held_until) + (step - self._steps) * self.step_s
 
     def abort(self, unwanted: Callable[[GenerationRequest], bool], now: float) -> list[RequestOutput]:
-        """End these tasks now, with the tokens they have."""
+        """End the requests for which `unwanted` is true, with the tokens that they have so far."""
         ended = self.advance(now)
         ending = Finish("abort", message="Aborted by a request")
         for work in self._waiting.drop(unwanted):
@@ -168,7 +178,7 @@ class EmulatedDevice:
         return ended
 
     def pause(self, mode: PauseMode, now: float) -> list[RequestOutput]:
-        """Stop generating tokens."""
+        """Stop generating tokens. `mode`: abort all requests, preempt them ("retract"), or keep them in place."""
         ended = self.abort(lambda _: True, now) if mode == "abort" else self.advance(now)
         if mode == "retract":
             self._waiting.put_back([self._retracted(row) for row in self._running.values()])
@@ -178,26 +188,26 @@ class EmulatedDevice:
         return ended
 
     def resume(self, now: float) -> None:
-        """Continue."""
+        """Generate tokens again after `pause`."""
         self.advance(now)
         self.paused = False
         self._join(now)
 
     def release(self, tags: frozenset[str], now: float) -> list[RequestOutput]:
-        """Sleep. The caller has made sure that nothing runs."""
+        """Release the memory named by `tags` ("weights", "kv_cache"): the engine sleeps. No request may be running."""
         ended = self.advance(now)
         self.asleep |= tags
         self._note(now)
         return ended
 
     def wake(self, tags: frozenset[str], now: float) -> None:
-        """Wake up."""
+        """Restore the memory named by `tags`. The engine continues once nothing is released any more."""
         self.advance(now)
         self.asleep -= tags
         self._join(now)
 
     def call_weights(self, version: str, now: float) -> list[RequestOutput]:
-        """Set the version that generates tokens from the next one on."""
+        """Set the version of the weights, which generate all tokens from the next one on."""
         ended = self.advance(now)
         self.version = version
         for row in self._running.values():
@@ -205,7 +215,7 @@ class EmulatedDevice:
         return ended
 
     def so_far(self, number: int) -> RequestOutput | None:
-        """Return the output of a running task so far; None if it does not run. Call `advance` before."""
+        """Return the output so far of the request `number`; None if it does not run. Call `advance` before."""
         row = self._running.get(number)
         if row is None:
             return None
@@ -217,7 +227,7 @@ class EmulatedDevice:
 
     @property
     def step_s(self) -> float:
-        """Return the present duration of a decode step."""
+        """Present duration of a decode step, for the running sequences and the engines that share the slot."""
         return self._alone_s * self._shared
 
     def _next_end(self) -> float | None:
@@ -230,7 +240,7 @@ class EmulatedDevice:
         return None
 
     def _end_rows(self) -> list[RequestOutput]:
-        """End the rows that finish with the present step."""
+        """End the running sequences whose last token is that of the present step."""
         ended = []
         while (step := self._next_end()) is not None and step <= self._steps + ALMOST:
             row = self._running.pop(heapq.heappop(self._ends)[2])
@@ -239,7 +249,7 @@ class EmulatedDevice:
         return ended
 
     def _join(self, now: float) -> None:
-        """Start waiting sequences if there is room; first prefill prompts that no running sequence shares."""
+        """Start waiting sequences while rows are free. The prefill of new prompts delays all decode steps."""
         if self.still:
             return
         read = {row.work.task.key for row in self._running.values() if not row.made} if self._waiting else set()
@@ -265,7 +275,7 @@ class EmulatedDevice:
         self._note(now)
 
     def _made(self, row: _Row, steps: float | None = None) -> int:
-        """Return the tokens of a row, at the present step or another one."""
+        """Return the number of output tokens of a row at decode step `steps`; None: at the present one."""
         since = (self._steps if steps is None else steps) - row.joined
         return min(row.made + int(since + ALMOST), len(self._responses[row.work.task.number].tokens))
 
@@ -287,15 +297,15 @@ class EmulatedDevice:
 
 
 class EmulatedSlot:
-    """An emulated slot, or several slots with common engines: the resident engines, and how they slow each other down.
+    """The engines that are resident on one emulated slot, or on adjacent slots that engines span, and their speeds.
 
-    The caller passes the present time. Every action on a device happens between `advance` and `share`, at the same
-    moment.
+    The caller passes the present time. To act on a device, call `advance`, act, and call `share`, all with the same
+    time.
 
-    Sleeping devices use nothing. Among the awake ones, those with sequences to decode share the slot: of two that
-    compute at once each runs at half the speed, and when one of them has no more work, the other has the whole slot. A
-    device over several slots is limited by the slot with the most computing devices. Copies (weights, released and
-    restored memory) take their own time in addition.
+    Sleeping devices use nothing. Awake devices with sequences to decode share the slot: of two that compute at once
+    each runs at half the speed, and when one of them has no more work, the other has the slot alone. A device over
+    several slots is limited by the slot with the most computing devices. Copies (weights, released and restored memory)
+    take their own time in addition.
 
     Train ranks are separate processes and are not included. At staleness 0 they compute only when no engine does, by
     the order of the step. At a staleness above 0 a rank and an engine on one slot are emulated as if each had the slot
@@ -306,19 +316,21 @@ class EmulatedSlot:
         self._devices: dict[EmulatedDevice, tuple[str, ...]] = {}
 
     def add(self, device: EmulatedDevice, now: float, on: tuple[str, ...] = ("",)) -> None:
-        """Add a resident device on these slots."""
+        """Add a device that is resident on the slots `on`."""
         device.advance(now)
         self._devices[device] = on
         self.share(now)
 
     def remove(self, device: EmulatedDevice, now: float) -> None:
-        """Remove a device, with all its running requests."""
+        """Remove a device. Its requests never end."""
         del self._devices[device]
         self.share(now)
 
     def advance(self, now: float) -> list[tuple[EmulatedDevice, list[RequestOutput]]]:
-        """Advance the time for all devices. Return what ended until now, by device. An end changes the speed of the
-        others, so ends are processed in order."""
+        """Advance all devices to `now`. Returns the outputs that ended until then, by device.
+
+        The end of a device's work changes the speed of the others, so ends are processed in order of time.
+        """
         found: list[tuple[EmulatedDevice, list[RequestOutput]]] = []
         while len(self._devices) > 1 and (at := self.wake_at()) is not None and at < now - ALMOST:
             found += self._to(at)
@@ -326,14 +338,14 @@ class EmulatedSlot:
         return found + self._to(now)
 
     def share(self, now: float) -> None:
-        """Update the shares after the set of computing devices may have changed."""
+        """Recompute the speed of each device, after the set of computing devices may have changed."""
         busy = Counter(slot for device, on in self._devices.items() if device.busy for slot in on)
         for device, on in self._devices.items():
             most = max(busy[slot] for slot in on)
             device.shared_by(max(1, most if device.busy else most + 1), now)
 
     def wake_at(self) -> float | None:
-        """Return when something ends next if nothing happens before; None: never."""
+        """Return the time at which the next sample of any device ends if nothing happens before; None: never."""
         return min((at for device in self._devices if (at := device.wake_at()) is not None), default=None)
 
     def _to(self, now: float) -> list[tuple[EmulatedDevice, list[RequestOutput]]]:

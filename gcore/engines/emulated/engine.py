@@ -1,10 +1,10 @@
-"""Emulated engine in an event loop: it takes requests, and responds when the simulated device finishes them.
+"""Emulated engine in an asyncio event loop: it accepts requests, and responds when the simulated device finishes them.
 
-Its slot (`LiveSlot`), which several engines may share, advances the simulation. Checks that depend on the model are
-those of the torch engine. A weight update excludes requests in the same way (`serving.engine.UpdateLock`) and takes the
-time that the law defines. A sleeping engine accepts requests and lets them wait; its weights cannot be changed. A
-stream reports responses as they grow and when they end. Requests that an emulated engine cannot serve are refused with
-an explanation.
+Its slot (`LiveSlot`), which several engines may share, advances the simulation in real time. Requests are checked as by
+the torch engine. A weight update excludes requests in the same way (`serving.engine.UpdateLock`) and takes the time
+that the timing model (`law`) defines. A sleeping engine accepts requests and lets them wait; its weights cannot be
+changed. A stream reports responses as they grow and when they end. Requests that an emulated engine cannot serve are
+refused with an explanation.
 """
 
 from __future__ import annotations
@@ -46,22 +46,25 @@ UNTOLD = "an emulated engine computes nothing and cannot report {}"
 
 @dataclass(frozen=True, slots=True)
 class EmulatedModel:
-    """Data of the model's folder shared by all emulated engines of a process."""
+    """What emulated engines need of a model's folder. All engines of a process with this model share it."""
 
     path: str
     words: Vocabulary
     text: Detokenizer | None
     longest: int | None = None
-    """Maximum tokens of a response that the job requests."""
+    """Maximum number of tokens of a response that the job requests; None: not known."""
     verdict: EmulatedVerdict | None = None
-    """The verdicts of a judge."""
+    """The verdicts with which responses end, if the model is a judge."""
 
 
 def check_prompt(
     model: EmulatedModel, prompt: str | list[int], params: SamplingBody, asked: LogprobRequest
 ) -> tuple[int, ...]:
-    """Return the prompt's tokens. Raises EngineError for what the model does not accept, and for what an emulated
-    engine cannot report."""
+    """Check a request and return the tokens of its prompt.
+
+    Raises EngineError if the model does not accept the request (unknown tokens, too long), or if it asks for something
+    that an emulated engine cannot report (stop strings, log-probabilities of anything but the response).
+    """
     words, text = model.words, model.text
     tokens: tuple[int, ...]
     if isinstance(prompt, str):
@@ -85,14 +88,16 @@ def check_prompt(
 
 
 class EmulatedModels:
-    """The models of one process, each loaded once, by the judge that they serve; the policy's has an empty name."""
+    """Loads the models of one process, each once. They are named by the judge that they serve; the policy is ""."""
 
     def __init__(self) -> None:
         self._read: dict[str, EmulatedModel] = {}
 
     def of(self, launch: HostLaunch, judge: str) -> EmulatedModel:
-        """Return the model of an engine of `launch`. Blocks the first time. Raises DataError, also for an unknown
-        verdict parser."""
+        """Return the model of judge `judge` of `launch`, or of the policy for "". Blocks the first time.
+
+        Raises DataError, also if a judge's verdict parser cannot be loaded.
+        """
         if judge not in self._read:
             self._read[judge] = _judge(launch, judge) if judge else _policy(launch)
         return self._read[judge]
@@ -124,10 +129,10 @@ Deliver = Callable[[list[RequestOutput]], None]
 
 
 class LiveSlot:
-    """An emulated slot, or several slots with common engines, in an event loop.
+    """Runs an `EmulatedSlot` in real time, in an event loop.
 
-    One timer per slot, set for the next end of any of its devices; nothing runs in between. Belongs to the loop in
-    which it is first used.
+    It has one timer, set for the next end of a sample on any of its devices; nothing runs in between. Belongs to the
+    event loop in which it is first used. `speedup`: emulated seconds per real second.
     """
 
     def __init__(self, clock: Clock, speedup: float) -> None:
@@ -142,14 +147,14 @@ class LiveSlot:
         return self._clock.monotonic() * self._speedup
 
     def add(self, device: EmulatedDevice, deliver: Deliver, on: tuple[str, ...] = ("",)) -> None:
-        """Add a resident device on these slots. `deliver` receives what ends."""
+        """Add a device that is resident on the slots `on`. `deliver`: called with outputs that have ended."""
         now = self.now()
         self._advance(now)
         self._deliver[device] = deliver
         self._slot.add(device, now, on)
 
     def remove(self, device: EmulatedDevice) -> None:
-        """Remove a device, with all its running requests."""
+        """Remove a device. Its requests never end."""
         now = self.now()
         self._advance(now)
         del self._deliver[device]
@@ -157,7 +162,10 @@ class LiveSlot:
         self._set_alarm()
 
     def do(self, device: EmulatedDevice, deed: Callable[[float], list[RequestOutput] | None]) -> None:
-        """Apply `deed` to the device at the time passed to it; nothing happens if the device is gone."""
+        """Advance the simulation to the present, and call `deed` (a method of `device`) with the present time.
+
+        Delivers the outputs that it returns. Does nothing if the device was removed.
+        """
         now = self.now()
         self._advance(now)
         if (deliver := self._deliver.get(device)) is not None:
@@ -187,12 +195,15 @@ class LiveSlot:
 
 
 LEAST_S = 0.05
-"""Seconds between two parts of a stream."""
+"""Minimum of real seconds between two checks whether a streamed response has grown."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingAnswer:
-    """A running task, and the data for its response."""
+    """A request for one sample that has not ended, and what is needed to build its response.
+
+    `ended`: future of the output. `since`: arrival time on the monotonic clock, in seconds.
+    """
 
     task: GenerationRequest
     params: SamplingBody
@@ -202,8 +213,11 @@ class PendingAnswer:
 
 
 class EmulatedEngine(ServedEngine[Path]):
-    """One engine. `name` determines its speed. `slot`: where it is resident, None: a slot of its own. `spans`: its
-    slots there. Belongs to the loop of its first request. Its weights are only a folder's name.
+    """One emulated engine, with the interface that the HTTP routes use (`ServedEngine`).
+
+    `rows`: maximum number of running sequences. `slot`: the simulation of the slot on which it is resident; None: it
+    has a slot of its own. `spans`: names of its slots in that simulation. Belongs to the event loop of its first
+    request. New weights are only a folder's path; nothing is loaded.
     """
 
     kind = "an emulated engine"
@@ -242,11 +256,14 @@ class EmulatedEngine(ServedEngine[Path]):
         self._tickets: dict[int, PendingAnswer] = {}
         self._next = 0
         self._moving = asyncio.Lock()
-        """Memory is being released or restored."""
+        """Held while memory is released or restored."""
         self._follow(version)
 
     def admit(self, request: GenerateCall) -> list[PendingAnswer]:
-        """Return the samples of a request, in order of prompts. Raises EngineError if they cannot be served."""
+        """Check a client's request and split it into samples, in the order of the prompts. Starts nothing.
+
+        Raises EngineError if it cannot be served.
+        """
         names = request.rids or tuple(uuid.uuid4().hex for _ in request.prompts)
         self.check_names(set(names))
         tickets = []
@@ -257,18 +274,19 @@ class EmulatedEngine(ServedEngine[Path]):
         return tickets
 
     async def answers(self, tickets: Sequence[PendingAnswer]) -> list[dict[str, Any]]:
-        """Wait for all samples, and return the responses in order. On cancellation, abort those that still run."""
+        """Start the samples, wait for all, and return the responses in order. A cancellation aborts those that run."""
         async with self._under_way(tickets):
             ended = await asyncio.gather(*(ticket.ended for ticket in tickets))
         return [self._word(ticket, delivery) for ticket, delivery in zip(tickets, ended, strict=True)]
 
     def advance(self) -> None:
-        """Deliver what has ended by now."""
+        """Advance the simulation to the present, and deliver the outputs that have ended."""
         self._slot.do(self.device, self.device.advance)
 
     async def stream(self, tickets: Sequence[PendingAnswer]) -> AsyncIterator[dict[str, Any]]:
-        """Yield the responses as a stream: each when it ends, identified by `index`, and before that its tokens so far
-        every `stream_interval` tokens."""
+        """Start the samples and yield their responses as they grow: the tokens so far every `stream_interval` tokens,
+        and the complete response when it ends. `index` of a response is its position in `tickets`.
+        """
         async with self._under_way(tickets):
             waiting = {ticket.ended: place for place, ticket in enumerate(tickets)}
             told = [0] * len(tickets)
@@ -287,7 +305,7 @@ class EmulatedEngine(ServedEngine[Path]):
                         yield {**self._word(ticket, part), "index": place}
 
     def _grown_in(self, tickets: Sequence[PendingAnswer]) -> float:
-        """Return the seconds until some of these may have grown by one interval."""
+        """Return the real seconds after which one of these responses may have grown by its `stream_interval`."""
         every = min(ticket.params.stream_interval for ticket in tickets)
         return max(every * self.device.step_s / self._speedup, LEAST_S)
 
@@ -311,7 +329,7 @@ class EmulatedEngine(ServedEngine[Path]):
 
     @property
     def alive(self) -> bool:
-        """Return True: an engine that is gone has no port."""
+        """Always True: when an emulated engine ends, its port is closed."""
         return True
 
     @property
@@ -320,7 +338,7 @@ class EmulatedEngine(ServedEngine[Path]):
         return self.device.tokens(self.now())
 
     def time_sums(self) -> EngineTimeSums:
-        """How its time was spent, in emulated seconds. Samples that have ended by now no longer count as running."""
+        """How the engine's time until now was spent, in emulated seconds."""
         self.advance()
         return self.device.sums(self.now())
 
@@ -328,11 +346,14 @@ class EmulatedEngine(ServedEngine[Path]):
         self._slot.do(self.device, lambda now: self.device.abort(unwanted, now))
 
     async def abort(self, unwanted: Callable[[Any], bool], message: str = ABORTED) -> None:
-        """End these requests now. They respond with the tokens they have, and with the device's own message."""
+        """End the requests for which `unwanted` is true, with the tokens that they have so far.
+
+        `message` is ignored: the device has its own.
+        """
         self._abort(unwanted)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating tokens."""
+        """Stop generating tokens. `mode`: see `EmulatedDevice.pause`."""
         self._slot.do(self.device, lambda now: self.device.pause(mode, now))
 
     async def resume(self) -> None:
@@ -340,12 +361,15 @@ class EmulatedEngine(ServedEngine[Path]):
         self._slot.do(self.device, self.device.resume)
 
     async def flush(self) -> bool:
-        """Return True unless requests would use a cache; there is none."""
+        """Return whether a real engine could drop its prefix cache now: no request uses it. There is no cache here."""
         device = self.device
         return not (device.running or (device.waiting and not device.paused))
 
     async def release(self, tags: frozenset[str]) -> None:
-        """Sleep. Raises EngineError while requests run."""
+        """Release the memory named by `tags` ("weights", "kv_cache"), after the simulated time for it.
+
+        Raises EngineError while requests run.
+        """
         async with self._moving:
             if self.device.running:
                 raise EngineError("requests are running", fix="Abort or pause them first")
@@ -355,7 +379,10 @@ class EmulatedEngine(ServedEngine[Path]):
             await self.take(self.timing.sleep())
 
     async def wake(self, tags: frozenset[str]) -> None:
-        """Wake up. Raises EngineError if the memory is not released."""
+        """Restore the memory named by `tags`, after the simulated time for it.
+
+        Raises EngineError if it was not released.
+        """
         async with self._moving:
             if not tags <= self.device.asleep:
                 raise EngineError(f"{', '.join(sorted(tags - self.device.asleep))} was not released")
@@ -363,17 +390,22 @@ class EmulatedEngine(ServedEngine[Path]):
             self._slot.do(self.device, lambda now: self.device.wake(tags, now))
 
     def follow_step(self, step: int) -> None:
-        """Set the step of the job. A judge's speed depends on it; the policy's weights contain the step in their
-        version."""
+        """Tell a judge engine the job's step, on which its speed may depend.
+
+        Ignored by engines of the policy, which know the step from the version of their weights.
+        """
         if self.model.verdict is not None:
             self.timing.step = step
 
     def remove(self) -> None:
-        """Leave the slot. Running requests never end."""
+        """Remove the engine from its slot. Its requests never end."""
         self._slot.remove(self.device)
 
     async def stage_weights(self, folder: Path) -> Path:
-        """Check that the folder is a model folder. Raises EngineError."""
+        """Check that new weights could be loaded: `folder` is a model folder and the weights are not released.
+
+        Loads nothing and returns `folder`. Raises EngineError.
+        """
         if not (folder / "config.json").is_file():
             raise EngineError(f"{folder} is not a model folder")
         if "weights" in self.device.asleep:
@@ -381,12 +413,14 @@ class EmulatedEngine(ServedEngine[Path]):
         return folder
 
     async def install_weights(self, staged: Path, version: str | None, *, flush: bool) -> None:
-        """Wait for the duration of a weight update, then serve."""
+        """Wait for the simulated time of a weight update, then generate with `version` (None: the present one)."""
         await self.take(self.timing.publish())
         self._call_weights(version if version is not None else self.device.version)
 
     async def rename(self, version: str, *, abort: bool) -> None:
-        """Set the version of the served weights. Raises EngineError for an older one."""
+        """Set the version name of the served weights. `abort`: end all requests first. Raises EngineError for an older
+        version.
+        """
         check_version(version, self.device.version)
         if abort:
             self._abort(lambda _: True)
@@ -397,14 +431,15 @@ class EmulatedEngine(ServedEngine[Path]):
         self._follow(version)
 
     def _follow(self, version: str) -> None:
-        """Set the step from the version of the policy's weights. A judge gets the step explicitly
-        (`ReplicaTiming.step`)."""
+        """Set the step on which durations depend from the version of the policy's weights. A judge gets the step from
+        `follow_step`.
+        """
         if self.model.verdict is None:
             with contextlib.suppress(ValueError):
                 self.timing.step = Version.parse(version).step
 
     async def take(self, emulated_s: float) -> None:
-        """Wait for this many emulated seconds."""
+        """Wait until this many emulated seconds have passed."""
         await self.clock.sleep(emulated_s / self._speedup)
 
     def now(self) -> float:

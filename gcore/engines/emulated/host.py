@@ -2,9 +2,10 @@
 
 Each engine has its own port, registration in the store, speed and placeholder process. When the placeholder process
 ends, the engine ends. Engines that are placed later, such as judges beside rollout engines, are added to the running
-process (`LaunchQueue`), because engines on one slot slow each other down. Like a real worker's supervisor, the process
-ends on SIGTERM, when its node has had no controller for the grace period, and when the store was unreachable for very
-long. It also ends when it has no engine left. Its first log line says that it is emulated.
+process (`LaunchQueue`), because the simulation of engines on one slot needs all of them. Like a real worker's
+supervisor, the process ends on SIGTERM, when its node has had no controller for the grace period
+(`orphan_grace_s`), and when the store was unreachable for `store_grace_s`. It also ends when it has no engine left. Its
+first log line says that the engines are emulated.
 
 Exit status: 0 after an orderly stop, 2 if the launch document cannot be used.
 """
@@ -46,12 +47,12 @@ COMMAND = ("sh", "-c", "read never")
 
 
 class PlaceholderProcess:
-    """An idle process that represents an emulated engine wherever a process is needed.
+    """An idle process that stands for one emulated engine, so that the engine can be killed like a real worker.
 
-    A worker is ended or killed through its process, but the emulated engines of a node share one process. So each has a
-    shell that waits forever. Its pid is in the engine's registration, and when the shell ends, by any signal, only this
-    engine is removed, at once. All shells wait on one pipe whose other end the host keeps: when the host dies, they end
-    too.
+    Controllers end a worker through its process ID, but the emulated engines of a node share one process. So each has a
+    shell that waits forever. Its process ID is in the engine's registration, and when the shell ends, by any signal,
+    only this engine is removed, at once. All shells read from one pipe whose other end the host keeps open: when the
+    host dies, they end too.
     """
 
     def __init__(self, child: subprocess.Popen[bytes], identity: ProcessId) -> None:
@@ -59,25 +60,25 @@ class PlaceholderProcess:
         self.identity = identity
 
     async def ended(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the process has ended."""
         await wait_child_ended(self._child.pid)
         self._child.wait()
 
     def end(self) -> None:
-        """End it, if it lives."""
+        """Kill the process if it still runs."""
         if self._child.poll() is None:
             self._child.kill()
             self._child.wait()
 
 
 class PlaceholderProcesses:
-    """The placeholder processes of a host's engines."""
+    """Starts the placeholder processes of a host's engines, and ends them together with the host."""
 
     def __init__(self) -> None:
         self._end, self._held = os.pipe()
 
     def start(self, instance: str) -> PlaceholderProcess:
-        """Start the process of engine `instance`, whose name is shown in process lists. Raises CannotStart."""
+        """Start the placeholder process of engine `instance`; process lists show this name. Raises CannotStart."""
         try:
             child = subprocess.Popen([*COMMAND, instance], stdin=self._end, stdout=subprocess.DEVNULL)
         except OSError as error:
@@ -88,7 +89,7 @@ class PlaceholderProcesses:
         return PlaceholderProcess(child, status.identity)
 
     def close(self) -> None:
-        """End all of them."""
+        """End all placeholder processes, by closing their pipe."""
         os.close(self._held)
         os.close(self._end)
 
@@ -96,19 +97,18 @@ class PlaceholderProcesses:
 RETRY_S = 1.0
 
 SETTLE_S = 0.05
-"""Seconds to wait for more changes after one, because the engines of a process start almost at once."""
+"""Seconds to wait after a changed record for further ones, because the engines of a process start almost together."""
 
 log = logging.getLogger("gcore.emulated")
 
 
 class EngineRegistrations:
-    """The registrations of all engines of a process, under one lease.
+    """Keeps the registrations (`WorkerRecord`) of all engines of a process in the store, under one lease.
 
-    Each engine has its own record in the store, as a real one has. They share one lease, because they live and die
-    together. (A thousand leases, each renewed three times in its lifetime, would cost one machine more than everything
-    that is to be measured.) The newest records are written until the store has them. Each write compares the keys'
-    revisions, so that a write without a response undoes nothing. The record of an engine that has ended alone is
-    deleted. This class does not decide the content of the records.
+    Each engine has its own record, as a real one has. They share one lease, because they die together. (A thousand
+    leases, each renewed three times in its lifetime, would cost one machine more than everything that is to be
+    measured.) Writes of the newest records are repeated until they succeed. Each write compares the keys' revisions, so
+    that a late write cannot overwrite a newer record. When a single engine ends, its record is deleted.
     """
 
     def __init__(self, store: Store, clock: Clock, ttl: int) -> None:
@@ -120,18 +120,18 @@ class EngineRegistrations:
         self._session: Session | None = None
 
     def show(self, record: WorkerRecord) -> None:
-        """Set the record that the store must show from now on."""
+        """Set the record of an engine that the store shall have from now on."""
         if self._wanted.get(record.instance) != record:
             self._wanted[record.instance] = record
             self._changed.set()
 
     def forget(self, instance: str) -> None:
-        """Remove the record of an engine from the store."""
+        """Delete the record of an engine from the store, in the background."""
         if self._wanted.pop(instance, None) is not None:
             self._changed.set()
 
     async def run(self) -> None:
-        """Write records, forever."""
+        """Write changed records until cancelled. Opens a new lease when the old one has ended."""
         while True:
             try:
                 self._session = await Session.open(self._store, clock=self._clock, ttl=self._ttl)
@@ -146,14 +146,14 @@ class EngineRegistrations:
                 log.warning("the store ended the lease; registering again")
 
     async def leave(self) -> None:
-        """Revoke the lease, and with it all registrations."""
+        """Revoke the lease, which deletes all registrations."""
         if self._session is not None:
             await self._session.close()
 
     async def _write(self, lease: int) -> None:
         shown: dict[str, WorkerRecord] = {}
         tried: set[str] = set()
-        """Records that the store may have: the result of a write is not always known."""
+        """Instances whose records the store may have: the result of a write is not always known."""
         self._changed.set()  # a new lease requires all records to be written again
         while True:
             await self._changed.wait()
@@ -190,16 +190,20 @@ class EngineRegistrations:
 
 
 LINGER_S = 3.0
-"""Seconds for which a failure stays readable in the store."""
+"""Seconds for which the record of an engine that failed to start stays in the store."""
 
 LOOK_S = 0.1
-"""Seconds between two checks for engines that are placed later."""
+"""Seconds between two checks of the launch queue."""
 
 HANDED_S = 2.0
+"""Seconds for which a process lives on after another one took over its launch document."""
 
 
 class EngineHost:
-    """The life of the process, in its event loop. `launch`: its first engines. `inbox`: queue of later launches."""
+    """Runs the emulated engines of a job on one node, in the event loop of their process.
+
+    `launch`: the first engines. `inbox`: queue of launch documents for further engines. `me`: this process.
+    """
 
     def __init__(
         self,
@@ -230,12 +234,12 @@ class EngineHost:
         self._why = ""
 
     def stop(self, why: str) -> None:
-        """Request the end, on the event loop."""
+        """Request the end of `run`; call it on the event loop. `why`: logged."""
         self._why = self._why or why
         self._stop.set()
 
     async def run(self) -> None:
-        """Run until the end is requested."""
+        """Start the engines and serve them until `stop` is called."""
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(self._doors.serve(), name="serve")
             begun = [
@@ -257,7 +261,7 @@ class EngineHost:
         await self._registration.leave()
 
     def _admit(self, launch: HostLaunch, tasks: asyncio.TaskGroup, begun: list[asyncio.Task[None]]) -> None:
-        """Start more engines."""
+        """Start the engines of a launch document as tasks, which are added to `begun`."""
         log.info("%d engines on %s: %s; %s", len(launch.engines), launch.node, SAID, self._law.model_dump_json())
         for placed in launch.engines:
             self._living += 1
@@ -274,7 +278,7 @@ class EngineHost:
             await self._clock.sleep(LOOK_S)
 
     async def _live(self, placed: PlacedEngine, launch: HostLaunch) -> None:
-        """Run one engine: it starts, serves, and is removed when its placeholder process has ended."""
+        """Start one engine, serve it, and remove it when its placeholder process has ended."""
         stand_in = self._stand_ins.start(placed.instance)
         ended = asyncio.ensure_future(stand_in.ended())
         try:
@@ -327,7 +331,7 @@ class EngineHost:
             engine.remove()
 
     async def _follow_head(self) -> None:
-        """Pass the job's step to judges, because the version of their weights does not contain it."""
+        """Watch the job's head and tell judge engines its step, which the version of their weights does not contain."""
         key = keys.JobKeys(self._launch.job_uid).head
         async for batch in self._store.watch(key):
             for event in batch.events:
@@ -337,7 +341,7 @@ class EngineHost:
                 engine.follow_step(self._step)
 
     async def _watch_node(self) -> None:
-        """End the process if no controller or no store is left."""
+        """Request the end if the node has had no controller, or the store was unreachable, for the grace period."""
         launch = self._launch
         absent: float | None = None
         away: float | None = None
@@ -419,7 +423,7 @@ def _read(path: Path) -> HostLaunch:
 
 
 def main() -> None:
-    """Run the process."""
+    """Run the command line of this module."""
     parser = argparse.ArgumentParser(prog="gcore.emulated.host", description=f"Emulated engines: {SAID}.")
     parser.add_argument("--home", required=True, type=Path, help="folder of the cluster it belongs to")
     parser.add_argument("--launch", required=True, type=Path, help="launch document, a JSON file")

@@ -1,8 +1,8 @@
-"""Launch document of a node's emulated engines, the start of their process, and the queue of later launches.
+"""Launch document of a node's emulated engines, the start of their process, and the queue of later documents.
 
-The parameters of the law are not in the document: `GCORE_EMULATED_LAW`, which daemons and workers inherit, may name a
-JSON file with values other than the defaults. Emulated slots are for tests and benchmarks and cannot be set in a node's
-configuration.
+The durations of simulated work are not in the document: the environment variable `GCORE_EMULATED_LAW`, which daemons
+and workers inherit, may name a JSON file with other values than the defaults (`law.TimingModel`). Emulated slots are
+for tests and benchmarks and cannot be set in a node's configuration.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ SAID = "emulated slots compute nothing; for tests and benchmarks only"
 
 
 def is_emulated(slot: str) -> bool:
-    """Whether a slot is emulated."""
+    """Whether the slot of this name is emulated."""
     return slot.startswith(f"{KIND}:")
 
 
 def emulation_remark(slots: Iterable[str]) -> str:
-    """Return the remark to append to reports about these slots; empty unless some are emulated."""
+    """Return a warning to append to reports about these slots; empty if none of them is emulated."""
     return f" ({SAID})" if any(map(is_emulated, slots)) else ""
 
 
 class PlacedEngine(RecordPart):
-    """An engine of the process: the worker that it registers as, its slot, the further slots that it spans, and the
-    judge that it serves, if any."""
+    """One engine of the process. `instance`: name of the worker as which it registers. `judge`: name of the judge that
+    it serves; empty: the policy. `further`: slots that it uses in addition to `slot`.
+    """
 
     instance: str
     slot: str
@@ -51,12 +52,15 @@ class PlacedEngine(RecordPart):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """All slots that it spans."""
+        """All slots that the engine uses."""
         return (self.slot, *self.further)
 
 
 class ServedJudge(RecordPart):
-    """A judge of the job that emulated engines serve, as in the job's spec. `longest`: its `max_new_tokens`."""
+    """A judge that emulated engines serve, with values of the job's spec.
+
+    `rows`: maximum number of running sequences per engine. `longest`: the judge's `max_new_tokens`.
+    """
 
     name: str
     model: str
@@ -66,7 +70,7 @@ class ServedJudge(RecordPart):
 
 
 class HostLaunch(Record):
-    """The file that `python -m gcore.engines.emulated.host --launch` reads. Times in real seconds."""
+    """Launch document: the file that `python -m gcore.emulated.host --launch` reads. Times in real seconds."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     node: str
@@ -85,26 +89,28 @@ class HostLaunch(Record):
     slots: tuple[str, ...] = ()
     """The slots of the node, in order."""
     widest: PositiveInt = 1
-    """Maximum number of slots that an engine of the job spans. So many adjacent slots are shared by the engines on
-    them."""
+    """Maximum number of slots that an engine of the job uses. Adjacent slots are simulated in blocks of this size."""
     weight_version: str
     lease_ttl_s: PositiveInt = 10
     orphan_grace_s: NonNegativeFloat = 60.0
     store_grace_s: PositiveFloat = 1800.0
 
     def block(self, slot: str) -> str:
-        """Return the first of the slots that share engines with `slot`."""
+        """Return the first slot of the block of adjacent slots that are simulated together with `slot`."""
         at = self.slots.index(slot) if self.widest > 1 and slot in self.slots else None
         return slot if at is None else self.slots[at - at % self.widest]
 
     def judge(self, name: str) -> ServedJudge:
-        """Return the judge of this name, which an engine of the document serves."""
+        """Return the judge of this name. It must be in the document."""
         return next(judge for judge in self.judges if judge.name == name)
 
 
 def start_host(launch: HostLaunch, home: Path) -> ProcessId:
-    """Start the process so that it outlives its starter. If one of the job already runs on the node, the new one hands
-    its engines over to it and ends, because engines that share a slot must be in one process. Raises CannotStart."""
+    """Start a process for these engines, which outlives its starter. Raises CannotStart.
+
+    If a process of the job already runs on the node, the new process hands its document over to that one and ends,
+    because engines that share a slot must be in one process.
+    """
     file = home / "workers" / f"{launch.name}.json"
     with explain_os_errors(
         "cannot write the launch document", CannotStart, where=file, fix="Make the home folder writable"
@@ -117,11 +123,11 @@ def start_host(launch: HostLaunch, home: Path) -> ProcessId:
 
 
 class LaunchQueue:
-    """The launch documents of a job's emulated engines on one node, and which process takes them.
+    """Queue of launch documents for a job's emulated engines on one node, consumed by one process.
 
-    A folder under the home contains the documents that no process has taken yet, and a file that the taking process
-    locks. The kernel releases the lock when that process dies; the remaining documents then belong to the next process.
-    So each document is taken by one process, and engines that share a slot are in one. Uses files only; does not wait.
+    A folder under the daemon's home contains the documents that no process has taken yet, and a lock file. The process
+    that runs the engines holds the lock. The kernel releases it when that process dies; the remaining documents then
+    belong to the next process. So engines that share a slot are in one process. Uses files only; never waits.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -131,17 +137,17 @@ class LaunchQueue:
 
     @classmethod
     def of(cls, launch: HostLaunch, home: Path) -> LaunchQueue:
-        """Return the queue of this job and node."""
+        """Return the queue for the job and node of `launch`. `home`: the daemon's home folder."""
         return cls(home / "workers" / f"emulated-{launch.node}-{launch.job_uid}")
 
     def put(self, launch: HostLaunch) -> Path:
-        """Add a document. It is deleted when a process has taken it."""
+        """Write a document into the queue and return its file, which is deleted when a process takes the document."""
         file = self._folder / f"{launch.name}.json"
         replace_file(file, launch.encode(), mode=0o600)
         return file
 
     def claim(self) -> bool:
-        """Whether this process takes the documents from now on, until it ends."""
+        """Try to become the consumer, until this process ends. Returns False if another process is."""
         if self._lock is None:
             lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -153,8 +159,10 @@ class LaunchQueue:
         return True
 
     def take(self) -> list[HostLaunch]:
-        """Take the present documents. Only for the process with the claim. Raises UnreadableRecord for an invalid
-        document."""
+        """Remove and return all documents of the queue. Only for the consumer (`claim`).
+
+        Raises UnreadableRecord for an invalid document.
+        """
         found = []
         for file in sorted(self._folder.glob("*.json")):
             found.append(HostLaunch.decode(file.read_bytes(), str(file)))

@@ -4,7 +4,7 @@ The audit trusts no counter. It reads the log (from the store and from the run f
 the registered checkpoints and the receipts of the train ranks. It only compares head's counts with its own. It proves
 five properties, or names the prompts that violate them:
 
-1. *Outcomes.* Along the final lineage (the walk from head through the parents) every prompt ref has at most one
+1. *Outcomes.* Along the final lineage (the walk from head through the parents) every ref (prompt) has at most one
    outcome. In finished epochs every ref has one: no ref may be sampled more than a window beyond the oldest ref of its
    shard without an outcome, and head's cursors equal the sum of the entries.
 2. *Steps.* Steps have no gap and entries no missing number. Each entry names its parent by number and digest.
@@ -47,7 +47,7 @@ from gcore.ledger.selection import StreamRules, is_acceptable, is_ancestor, is_o
 from gcore.types import PromptRef, Token, Version, checkpoint_file
 
 MOST_MISSING = 100
-"""Maximum number of missing outcomes that are searched and named."""
+"""Maximum number of prompts without an outcome that `check_end` searches and names."""
 
 
 def check_open(
@@ -58,7 +58,10 @@ def check_open(
     walk: ChainTotals,
     found: FindingCollector,
 ) -> tuple[int, int]:
-    """Check the balance and the open seals and offers. Returns the number of issued prompts and of prompts in flight."""
+    """Check the open seals, the live offers and the balance of prompts (property 4 of this module).
+
+    `walk`: sums over the chain. Findings go to `found`. Returns the numbers of issued prompts and of prompts in flight.
+    """
     sealed: dict[PromptRef, int] = {}
     for seal in seals:
         _check_seal(rules, head, seal, walk, found)
@@ -131,7 +134,7 @@ def _offered(rules: StreamRules, head: Head, offer: Offer) -> set[PromptRef]:
 
 @dataclass(frozen=True, slots=True)
 class ManifestFacts:
-    """Job uid and version in a checkpoint's manifest, and the SHA-256 of the manifest."""
+    """What a checkpoint's manifest in the run folder says: job uid and version. `digest`: SHA-256 of the manifest."""
 
     job_uid: str
     version: Version
@@ -145,10 +148,10 @@ def check_checkpoints(
     uid: str,
     found: FindingCollector,
 ) -> None:
-    """Check each checkpoint against its log entry and its manifest.
+    """Check each registered checkpoint against its log entry and its manifest.
 
-    Each entry must keep cursors and tally for a rollback. The base must be registered, and checkpoints must be in the
-    order of their entries.
+    The entry must contain cursors and tally, which a rollback needs. The base must be registered, and checkpoints must
+    be in the order of their entries. `manifests`: by `Checkpoint.file`. `uid`: the job's. Findings go to `found`.
     """
     if not any((one.seq, one.lineage, one.step, one.file) == (0, 0, 0, "") for one in checkpoints):
         found.add("checkpoint", "the base checkpoint is not registered; without it a restart may be impossible")
@@ -187,7 +190,9 @@ def _name(one: Checkpoint) -> str:
 
 
 def check_end(rules: StreamRules, head: Head, walk: ChainTotals, found: FindingCollector) -> None:
-    """Check a job in phase SUCCEEDED: it made its last step, and every prompt of its epochs has an outcome."""
+    """Check that a job in phase SUCCEEDED has reached its goal: its last step, or an outcome for each prompt of its
+    epochs.
+    """
     if rules.epochs is not None:
         missing: list[PromptRef] = []
         for shard, (cursor, length) in enumerate(zip(walk.cursors.shards, rules.shape.lengths, strict=True)):
@@ -230,9 +235,10 @@ def audit_records(
     receipts: Receipts | Sequence[Receipt],
     standing: AuditInputs | None = None,
 ) -> Audit:
-    """Audit a job; findings name the refs at fault.
+    """Audit a job. Findings name the prompts at fault.
 
-    `log`: every entry ever written, including those of discarded branches.
+    `log`: every log entry ever written, by number, including those of discarded branches. `receipts`: what the train
+    ranks trained. `standing`: the other records; None: these are not checked.
     """
     found = FindingCollector()
     papers = ReceiptsInMemory(receipts) if isinstance(receipts, Sequence) else receipts

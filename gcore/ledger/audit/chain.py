@@ -1,7 +1,8 @@
-"""Audit of the chain: findings, structure of the log, and outcomes along the final lineage.
+"""Audit of the log: findings, structure of the log, and outcomes along the chain of entries that ends at head.
 
-Numbers, parents, lineages, worlds and digests are checked for discarded branches too. The walk along the final lineage
-recomputes cursors, counts and steps. A finding has a kind, a sentence, and the prompt refs that it concerns.
+Numbers, parents, lineages, worlds and digests are checked for discarded branches too. The walk along head's chain
+recomputes cursors (which prompts have an outcome), counts and steps. A finding has a kind, a sentence, and the prompts
+that it concerns.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ MOST_FOUND = 500
 """Maximum number of findings that are listed; further ones are counted."""
 
 MOST_REFS = 100
-"""Maximum number of refs per finding."""
+"""Maximum number of prompts that a finding names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One violation. `refs`: the prompts that it concerns, if any."""
+    """One violation that the audit found. `refs`: the prompts that it concerns, if any."""
 
     kind: Kind
     sentence: str
@@ -51,7 +52,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """Findings and counts of an audit along the final lineage. `findings` is empty if everything is consistent."""
+    """Result of an audit: its findings, and counts along head's chain. Without findings everything is consistent.
+
+    `trained`, `filtered` and `failed` count prompts; `groups_by_holder` counts trained groups by the incarnation that
+    held them.
+    """
 
     findings: tuple[Finding, ...] = ()
     more: int = 0
@@ -72,7 +77,7 @@ class Audit:
 
     @property
     def violations(self) -> tuple[str, ...]:
-        """The sentences of all findings."""
+        """The sentences of all findings; a last one counts those beyond `MOST_FOUND`."""
         more = (f"and {self.more} more violation{'s' * (self.more != 1)}",) if self.more else ()
         return tuple(finding.sentence for finding in self.findings) + more
 
@@ -83,7 +88,7 @@ class Audit:
 
     @property
     def clean(self) -> bool:
-        """Whether there are no findings."""
+        """Whether the audit found no violation."""
         return not self.findings
 
 
@@ -100,7 +105,7 @@ class FindingCollector:
         return len(self.findings) + self.more
 
     def add(self, kind: Kind, sentence: str, refs: Iterable[PromptRef] = ()) -> None:
-        """Add one violation."""
+        """Add one violation, with the prompts that it concerns."""
         if len(self.findings) >= MOST_FOUND:
             self.more += 1
         else:
@@ -108,7 +113,7 @@ class FindingCollector:
 
 
 def list_some_refs(refs: Sequence[PromptRef], count: int | None = None) -> str:
-    """The first five of `refs`, for a sentence. `count`: their total number."""
+    """Text that names the first five of `refs` and counts the others. `count`: total number, if it exceeds `refs`."""
     total = len(refs) if count is None else count
     named = ", ".join(map(str, refs[:5]))
     return named if total <= 5 else f"{named} and {total - min(len(refs), 5)} more"
@@ -116,7 +121,7 @@ def list_some_refs(refs: Sequence[PromptRef], count: int | None = None) -> str:
 
 @dataclass(slots=True)
 class WorldSteps:
-    """The committed steps of one world. Each lineage has its own world."""
+    """Which steps one train world committed. Each lineage has its own world."""
 
     world: str
     last: int
@@ -127,12 +132,13 @@ class WorldSteps:
 
 @dataclass(frozen=True, slots=True)
 class ChainFacts:
-    """What the log says about the chain and the discarded branches.
+    """What the log says about head's chain and the discarded branches.
 
-    `chain`: numbers of the existing entries of the final lineage, ascending. `lineages`: as begun by the rollbacks in
-    the log, or head's if entries are missing. `since_step`: the account entries after the newest step. `cut_off`: the
-    step entries that are not on the chain. `committed`: world and token of each step, on all branches. `worlds`: by
-    lineage, on all branches. `lost`: the lineages that a restored store does not know.
+    `chain`: numbers of the entries on head's chain, ascending. `lineages`: those that the rollbacks in the log began,
+    or head's if entries are missing. `since_step`: numbers of the account entries after the newest step. `cut_off`:
+    numbers of the step entries that are not on the chain. `committed`: world and token of each step, on all branches.
+    `worlds`: committed steps of each train world, by lineage, on all branches. `lost`: ranges of lineages that were
+    lost when the store was restored from a backup.
     """
 
     chain: tuple[int, ...]
@@ -145,9 +151,10 @@ class ChainFacts:
 
 
 def check_chain(head: Head, log: Mapping[int, LogEntry], job: JobRecord | None, found: FindingCollector) -> ChainFacts:
-    """Check every entry up to head's on all branches, then walk back from head.
+    """Check number, parent, lineage, world and digests of every entry up to head's on all branches; then walk back from
+    head.
 
-    `job`: the job's record; None: not checked.
+    `job`: the job's record, whose digest the entries contain; None: not checked. Findings go to `found`.
     """
     before: LogEntry | None = None
     whole = True
@@ -232,7 +239,10 @@ def _tell_missing(first: int, last: int, found: FindingCollector) -> None:
 
 
 def _check_place(seq: int, entry: LogEntry, lineage: int, world: str | None, found: FindingCollector) -> None:
-    """Check an entry's own fields against the entries before it."""
+    """Check an entry's number, parent, lineage and world against what the entries before it imply.
+
+    `world` None: any.
+    """
     if entry.seq != seq or (entry.parent is not None and entry.parent >= seq):
         found.add("chain", f"log entry {seq} has number {entry.seq} and parent {entry.parent}, which is impossible")
     elif (entry.kind == "base") != (seq == 0) or (entry.parent is None) != (seq == 0):
@@ -248,7 +258,10 @@ def _check_place(seq: int, entry: LogEntry, lineage: int, world: str | None, fou
 def _check_parent(
     entry: LogEntry, before: LogEntry | None, log: Mapping[int, LogEntry], found: FindingCollector
 ) -> None:
-    """Check that the parent, and the entry that a rollback undoes, are unchanged since this entry was written."""
+    """Check, by digest, that the entry's parent and the entry that a rollback undoes are unchanged since.
+
+    `before`: the entry with the number before, if it was already read.
+    """
     if entry.undoes:
         undone = log.get(entry.seq - 1 if entry.follows is None else entry.follows)
         if undone is not None and entry_digest(undone) != entry.undoes:
@@ -277,7 +290,7 @@ class JobBinding:
         """For each period between goal changes: job digests, each with the first entry that has it."""
 
     def check(self, entry: LogEntry, found: FindingCollector) -> None:
-        """Check the next entry, of any lineage."""
+        """Check that the next entry, of any lineage, has a digest if an earlier one has; remember the digest."""
         if entry.raised is not None:
             self._raising.append(entry)
             self._bound.append({})
@@ -289,7 +302,7 @@ class JobBinding:
             found.add("chain", what)
 
     def compare(self, job: JobRecord, found: FindingCollector) -> None:
-        """Compare `job`, the current record, with the digests of all entries. Call it after every entry was checked."""
+        """Compare `job`, the current record, with the remembered digests. Call it after `check` of every entry."""
         _check_raised(self._raising, job, found)
         for record, bound in zip(_with_earlier_goals(job, self._raising), self._bound, strict=True):
             for digest, seq in bound.items():
@@ -299,7 +312,7 @@ class JobBinding:
 
 
 def _with_earlier_goals(job: JobRecord, raising: Sequence[LogEntry]) -> list[JobRecord]:
-    """The job's record before the first of these entries, after it, and so on. The last is the current record."""
+    """The job's record before the first of the entries that raise its goal, after it, and so on; `job` is the last."""
     found = [job]
     for entry in reversed(raising):
         assert entry.raised is not None
@@ -347,7 +360,7 @@ def _check_head(head: Head, entry: LogEntry | None, found: FindingCollector) -> 
 
 
 def _walk(head: Head, log: Mapping[int, LogEntry], found: FindingCollector) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Walk from head to the base. Return the entry numbers on the chain, and those after the newest step."""
+    """Walk from head to the first entry. Returns the entry numbers on the chain, and those after its newest step."""
     chain: list[int] = []
     since: list[int] = []
     stepless = True
@@ -371,11 +384,14 @@ stored number is damaged.
 """
 
 MOST_NAMED = 100
-"""Maximum number of differing refs that are searched."""
+"""Maximum number of refs that `ChainTotals.differing` returns."""
 
 
 class ChainTotals:
-    """Sums over the entries added so far."""
+    """Recomputes cursors, counts and step from the entries of head's chain, and checks each entry on the way.
+
+    Entries are added in order. Findings go to `found`.
+    """
 
     def __init__(self, rules: StreamRules, head: Head, facts: ChainFacts, found: FindingCollector) -> None:
         self._rules = rules
@@ -390,7 +406,7 @@ class ChainTotals:
 
     @property
     def cursors(self) -> Cursors:
-        """Cursors recomputed from the entries."""
+        """Cursors (which prompts have an outcome) recomputed from the entries added so far."""
         return Cursors(tuple(self._shards))
 
     @property
@@ -400,11 +416,11 @@ class ChainTotals:
         return min(cursor.low_water // length for cursor, length in zip(self._shards, lengths, strict=True))
 
     def has_ended(self, ref: PromptRef) -> bool:
-        """Whether an entry so far gave `ref`, a prompt of the job, its outcome."""
+        """Whether an entry added so far contains the outcome of `ref`, which must be a prompt of the job."""
         return self._shards[ref.shard].is_terminal(self._rules.shape.position(ref))
 
     def add(self, entry: LogEntry) -> None:
-        """Add the next entry of the final lineage."""
+        """Check the next entry of head's chain, and add its outcomes."""
         expected = self.step + 1 if entry.kind == "train" else self.step
         if entry.step != expected:
             what = f"log entry {entry.seq} ({entry.kind}) is at step {entry.step}, expected {expected}"
@@ -444,7 +460,11 @@ class ChainTotals:
             self.holders[one.holder] = self.holders.get(one.holder, 0) + 1
 
     def _check_versions(self, entry: LogEntry) -> None:
-        """Check that groups had acceptable versions when the entry was written, and outcomes versions on the chain."""
+        """Check the versions that generated the entry's prompts.
+
+        Those of a trained group must have been acceptable when the entry was written; those of a filtered or failed
+        prompt must be on the chain.
+        """
         if not entry.delta:
             return
         at = self._at(entry)
@@ -491,7 +511,7 @@ class ChainTotals:
                 yield f"{whose}'s tally counts {told[kind]} prompts {kind}, but the entries {count}"
 
     def tell_doubles(self, log: Mapping[int, LogEntry]) -> None:
-        """Report refs with two outcomes, with both entries. Scans the chain only if there are such refs."""
+        """Add a finding for each prompt with two outcomes. Call it after all entries were added."""
         if not self._doubles:
             return
         first: dict[PromptRef, int] = {}
@@ -504,7 +524,10 @@ class ChainTotals:
             self._found.add("outcome", what, [ref])
 
     def compare(self, since_step: Iterable[LogEntry]) -> None:
-        """Compare head with the sum of its entries. `since_step`: the account entries after head's step."""
+        """Compare head's step, cursors and tally with those recomputed from the entries.
+
+        `since_step`: the account entries after head's step.
+        """
         head = self._head
         if self.step != head.step:
             self._found.add("step", f"head is at step {head.step}, but its chain is at step {self.step}")
@@ -553,5 +576,5 @@ def is_prompt(rules: StreamRules, ref: PromptRef) -> bool:
 
 
 def _made_by(versions: Iterable[Version]) -> str:
-    """Versions of a prompt, for a sentence."""
+    """Text that lists the versions that generated a prompt."""
     return ", ".join(map(str, versions)) or "no version"

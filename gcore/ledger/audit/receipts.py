@@ -23,12 +23,12 @@ from gcore.types import PromptRef, Token
 FOLDER = "receipts"
 
 _NAMED = re.compile(rb'"token":"(\d+\.\d+\.\d+)","world":"([^"\\]*)","rank":(\d+)')
-"""Start of a line, after its schema version."""
+"""Matches the beginning of a receipt's line after its schema version: token, world and rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What one rank trained under one token: sample indexes and digest per group."""
+    """What one rank trained under one token: for each group, the indexes of its samples and the group's digest."""
 
     token: Token
     world: str
@@ -54,16 +54,16 @@ class Receipts(Protocol):
     """All receipts of a run."""
 
     def tokens(self) -> Iterable[tuple[str, Token]]:
-        """Pairs of world and token that have receipts."""
+        """The pairs of world and token for which there are receipts."""
         ...
 
     def of(self, world: str, token: Token) -> Sequence[Receipt]:
-        """The receipts of a token, in no particular order."""
+        """The receipts of all ranks of `world` for `token`, in no particular order."""
         ...
 
 
 class ReceiptsInMemory:
-    """Receipts held in memory."""
+    """Receipts that were parsed before, kept in memory."""
 
     def __init__(self, receipts: Iterable[Receipt]) -> None:
         self._found: dict[tuple[str, Token], list[Receipt]] = {}
@@ -80,7 +80,7 @@ class ReceiptsInMemory:
 
 
 class ReceiptFolder:
-    """Receipts in a run folder. `problems` describes lines that are not receipts, one sentence each."""
+    """Receipts in a run folder, parsed on access. `problems`: one sentence for each line that is not a receipt."""
 
     def __init__(self, run_dir: Path) -> None:
         """Index all lines without parsing them. Raises OSError."""
@@ -113,7 +113,10 @@ class ReceiptFolder:
 
 
 def check_receipts(entry: LogEntry, receipts: Receipts, found: FindingCollector) -> None:
-    """Check that the ranks of the entry's world trained exactly its prompts, and each sample once."""
+    """Check that the ranks of a committed step trained exactly the prompts of its log entry, and each sample once.
+
+    Also checks digests, the order of the groups, and which rank trained which sample. Findings go to `found`.
+    """
     token = entry.token
     if token is None:
         found.add("receipt", f"log entry {entry.seq} trained step {entry.step} without a token")
@@ -166,7 +169,10 @@ def check_receipts(entry: LogEntry, receipts: Receipts, found: FindingCollector)
 
 
 def check_cut_off(entry: LogEntry, receipts: Receipts, found: FindingCollector) -> None:
-    """Check a step that a rollback discarded, if all of its receipts exist: some may be lost with their node."""
+    """Check the receipts of a committed step that a rollback discarded.
+
+    Only if every rank's receipt exists: receipts may be lost together with their node.
+    """
     if entry.token is None or entry.ranks is None:
         return
     if len(receipts.of(entry.world, entry.token)) >= entry.ranks:
@@ -174,7 +180,7 @@ def check_cut_off(entry: LogEntry, receipts: Receipts, found: FindingCollector) 
 
 
 def check_ready(seal: Seal, receipts: Receipts, found: FindingCollector) -> None:
-    """Compare the receipts of a READY, uncommitted step with the shares that its seal assigns to the ranks."""
+    """Check the receipts of a READY step that is not committed yet: each rank trained the share that `seal` assigns."""
     papers = receipts.of(seal.world, seal.token) if seal.state is SealState.READY else ()
     fits = sum(seal.parts) in (0, len(seal.groups))  # check_open reports other seals
     if not papers or not fits:
@@ -189,7 +195,7 @@ def check_ready(seal: Seal, receipts: Receipts, found: FindingCollector) -> None
 
 
 def _lacks(one: EndedRef, samples: Collection[int]) -> bool:
-    """Return whether samples of a committed group are missing and nothing else is wrong."""
+    """Return whether the trained `samples` of a committed group are incomplete, but none is wrong or repeated."""
     expected = range(one.samples or 1)
     return len(samples) == len(set(samples)) and set(samples) < set(expected)
 
@@ -197,9 +203,9 @@ def _lacks(one: EndedRef, samples: Collection[int]) -> bool:
 def _check_ranks(
     entry: LogEntry, papers: Sequence[Receipt], incomplete: Sequence[PromptRef], found: FindingCollector
 ) -> frozenset[int]:
-    """Check that every rank of the world left one receipt. Return the ranks without a receipt.
+    """Check that every rank of the world left exactly one receipt for a step. Returns the ranks without a receipt.
 
-    `incomplete`: the prompts with samples that are in no receipt.
+    `incomplete`: the prompts of which samples are in no receipt; they are named for the missing ranks.
     """
     ranks = sorted(paper.rank for paper in papers)
     twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
@@ -221,7 +227,7 @@ def _check_ranks(
 
 
 def _named(papers: Iterable[Receipt]) -> list[PromptRef]:
-    """Prompts that the receipts name."""
+    """Prompts that the receipts name, sorted."""
     return sorted({ref for paper in papers for ref in paper.samples})
 
 
@@ -236,7 +242,10 @@ def _check_samples(
 
 
 def check_tokens(receipts: Receipts, found: FindingCollector) -> None:
-    """Check that no world trained one step under two tokens: once trained, a step is committed or its world ends."""
+    """Check that no train world trained one step under two tokens (attempts).
+
+    Once a world has trained a step, the step is committed or the world ends.
+    """
     seen: dict[tuple[str, int], Token] = {}
     for world, token in sorted(receipts.tokens()):
         first = seen.setdefault((world, token.step), token)

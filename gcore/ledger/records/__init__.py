@@ -1,1 +1,4 @@
-"""Stored records. Field names never change; a new field names in `came_with` its schema version."""
+"""The records that gcore stores in etcd, as JSON.
+
+Field names never change. The schema version that added a field is listed in the class's `came_with`.
+"""

@@ -1,16 +1,18 @@
 """Records of a job's chain in the store, as JSON: head, log, offers, seals, checkpoints.
 
-Each is a `gcore.schema.Record`. None depends on the number of controllers. The rules for each field are in the module
-that uses it: `gcore.ledger.selection` (what a seal takes) and `gcore.ledger.chain` (what each transaction writes).
+The log is a chain of entries, one per committed step, account entry or rollback; head is the newest entry and the state
+after it. An offer lists a controller's finished groups; a seal fixes which groups form a step. Each record is a
+`gcore.schema.Record`. The rules for each field are in the module that uses it: `gcore.ledger.selection` (what a seal
+takes) and `gcore.ledger.chain` (what each transaction writes).
 
-A world state is named by the world and the token after which the world had it. A world applies a token once, and only
-from its READY seal, whose content cannot change. World and token therefore name one state permanently, on every rank
-and node. In-memory replicas carry this name (`gcore.models.replicas`), and so does the rollback whose new world starts
-from them.
+*Names of train states.* A state is named by its train world (the process group of all ranks) and by the token (lineage,
+step, attempt) that the world applied last. A world applies a token once, and only from its READY seal, whose content
+cannot change. World and token therefore name one state permanently, on every rank and node. In-memory replicas have
+this name (`gcore.models.replicas`), and the log entry of a rollback to such replicas contains it.
 
-If the nodes of a job share no folder (`storage.copies`), each node registers the content of its own folder under its
-controller's lease, after a scan or after it verified a fetched file. Only copies on present nodes count. After a full
-restart each node scans again, so no such record has to persist.
+*Node folders.* If the nodes of a job share no folder (`storage.copies`), each node registers the content of its own
+folder under its controller's lease, after a scan or after it verified a fetched file. Only copies on present nodes
+count. After a full restart each node scans again, so no such record has to persist.
 """
 
 from __future__ import annotations
@@ -28,38 +30,40 @@ from gcore.types import OutcomeKind, PromptRef, Token, Version
 
 
 class WorldState(RecordPart):
-    """State of `world` after it applied the token (lineage, step, attempt). `attempt` 0: the initial state."""
+    """Names a train state: that of train world `world` after it applied the token (lineage, step, attempt).
+
+    `attempt` 0: the state with which the world started.
+    """
 
     world: str
     lineage: NonNegativeInt
     step: NonNegativeInt
     attempt: NonNegativeInt
     shards: PositiveInt
-    """Number of ranks of the world, and of shards of the whole state."""
+    """Number of ranks of the world. Each holds one shard of the state."""
 
     def __str__(self) -> str:
         return f"step {self.step} of world {self.world}"
 
 
 class HeldState(RecordPart):
-    """Shards of a state that are in the memory of one node."""
+    """Which shards of a train state are in the memory of one node, by rank number."""
 
     state: WorldState
     shards: tuple[NonNegativeInt, ...]
 
 
 class NodeCopies(Record):
-    """`copies/{node}`, under the controller's lease: in-memory replicas on the node at the last scan.
+    """Record `copies/{node}`, under the controller's lease: in-memory replicas on the node at the last scan.
 
-    A hint for choosing where a new world starts from. The world itself verifies what it reads.
+    A hint for choosing whether a new train world can start from them. The world itself verifies what it reads.
     """
 
     node: str
     by: str
-    """Incarnation that scanned."""
+    """Incarnation of the controller that scanned."""
     seq: NonNegativeInt
-    """Head's sequence number before the scan. Replicas of that head's state either existed at the scan or will never
-    exist.
+    """Head's log number before the scan. Replicas of that head's state either existed at the scan or will never exist.
     """
     held: tuple[HeldState, ...] = ()
 
@@ -74,10 +78,11 @@ class StateName(NamedTuple):
 
 
 def head_state_names(head: Head, log: Mapping[int, LogEntry]) -> tuple[StateName, ...]:
-    """Names of head's state, the most reliable first. Empty for the base, or if the log does not reach back far enough.
+    """Names under which in-memory replicas of head's train state may exist, the most reliable first.
 
-    A commit names the world and the token of the state. If no step has followed a rollback, head's state is the initial
-    state of the new world, which the rollback names.
+    If a commit made head, it names world and token of the state. If no step has followed a rollback, the state is the
+    initial one of the new world, and also the one from which that world started. Empty before the first step, or if
+    `log` lacks the entries.
     """
     entry = log.get(head.seq)
     while entry is not None and entry.kind == "account":
@@ -98,7 +103,10 @@ def head_state_names(head: Head, log: Mapping[int, LogEntry]) -> tuple[StateName
 
 
 def whole_state(names: Iterable[StateName], held: Mapping[str, NodeCopies], nodes: Container[str]) -> WorldState | None:
-    """The first of these states of which each shard is in the memory of at least one of `nodes`."""
+    """The first of `names` whose state is complete: each shard is in the memory of at least one of `nodes`; else None.
+
+    `held`: replicas by node.
+    """
     for name in names:
         shards: dict[WorldState, set[int]] = {}
         for node, copies in held.items():
@@ -119,7 +127,11 @@ StoredCursors = Annotated[Cursors, BeforeValidator(_cursors), PlainSerializer(la
 
 
 class EndedRef(RecordPart):
-    """A ref and its outcome. The step is that of the log entry. The audit uses `holder` and `versions`."""
+    """The outcome of one prompt: trained, filtered or failed, and why.
+
+    The step is that of the log entry. `holder` (incarnation that held the group) and `versions` (those that generated
+    it) are for the audit.
+    """
 
     ref: PromptRef
     kind: OutcomeKind
@@ -127,11 +139,11 @@ class EndedRef(RecordPart):
     holder: str = ""
     versions: tuple[Version, ...] = ()
     source: str = ""
-    """Source of a filtered or failed prompt. For a trained prompt the group has it."""
+    """Source of a filtered or failed prompt; empty for a trained one, whose group names the source."""
     reward: float | None = None
-    """For a filtered prompt with scores: mean reward of its responses."""
+    """Mean reward of the responses, for a filtered prompt whose responses were scored."""
     length: float | None = None
-    """For the same prompts: mean response length in tokens."""
+    """Mean response length in tokens, for the same prompts as `reward`."""
     digest: str = ""
     """For a trained group: digest of its content, as in the receipts."""
     samples: int = 0
@@ -139,9 +151,10 @@ class EndedRef(RecordPart):
 
 
 class OfferedGroup(RecordPart):
-    """A finished group that passed the filters, with token counts instead of tokens.
+    """A finished group that passed the filters: its prompt, digest, statistics and token counts, without the tokens.
 
-    `prompt_tokens` and `response_tokens` (one number per sample) are the weights that `balance_samples` uses.
+    `balance_samples` computes the costs of the samples from `prompt_tokens` and `response_tokens` (one per sample).
+    `versions`: the policy versions that generated it.
     """
 
     ref: PromptRef
@@ -154,7 +167,7 @@ class OfferedGroup(RecordPart):
     source: str = ""
     """Source of the prompt, for metrics."""
     masked: tuple[int, ...] = ()
-    """Samples, ascending, that are masked in the loss. They do not count in its denominators."""
+    """Indexes of the samples, ascending, that are masked in the loss. They do not count in its denominators."""
     truncated: int = 0
     """Number of samples that reached their maximum length."""
     parts: dict[str, float] = Field(default_factory=dict)
@@ -174,33 +187,34 @@ class OfferedGroup(RecordPart):
 
 
 class InFlightRef(RecordPart):
-    """An unfinished ref. `version`: the weights that generate its first token."""
+    """A ref whose samples are still being generated. `version`: the policy version that generated its first token."""
 
     ref: PromptRef
     version: Version
 
 
 class Offer(Record):
-    """`offer/{incarnation}`, under the lease of that incarnation."""
+    """Record `offer/{incarnation}`: finished groups and outcomes of one controller, under its lease."""
 
     incarnation: str
     groups: tuple[OfferedGroup, ...] = ()
     outcomes: tuple[EndedRef, ...] = ()
     in_flight: tuple[InFlightRef, ...] = ()
-    """Refs that continue across steps; empty at staleness 0."""
+    """Unfinished refs whose generation continues across steps; empty at staleness 0."""
 
 
 class SealedGroup(OfferedGroup):
-    """A group of a sealed step, with the incarnation that holds it."""
+    """A group of a sealed step. `holder`: incarnation of the controller that holds its samples."""
 
     holder: str
 
 
 class SealState(StrEnum):
-    """OPEN: no transfer; the attempt number is kept. SEALED: transfer in progress. READY: every rank holds its share.
+    """State of an open step.
 
-    PARTIAL: transfer of one part of a streamed step. Once every rank holds its share of the part, the slot is OPEN
-    again and the part is final.
+    OPEN: its groups were given up, or its READY parts wait for further groups. SEALED: its groups are fixed and are
+    being sent to the ranks. READY: every rank holds its share. PARTIAL: one part of a streamed step is being sent; once
+    every rank holds its share of the part, the step is OPEN again and the part is final.
     """
 
     OPEN = "OPEN"
@@ -210,12 +224,13 @@ class SealState(StrEnum):
 
 
 class Seal(Record):
-    """`seal/{step}`: the slot of an open step.
+    """Record `seal/{step}`: the groups that form an open step, and how far their transfer to the ranks is.
 
     `world_size`, `mini_batches` and `attention_equals_at` (`gcore.ledger.records.cluster`) are inputs of
-    `balance_samples`. The seal therefore determines which rank trains which sample in which update.
-
-    In a streamed step `groups` grows part by part. READY parts are never given up; an OPEN slot holds READY parts only.
+    `balance_samples`. The seal therefore determines which rank trains which sample in which update. `attempt` counts
+    the seals of this step. `outcomes`: filtered and failed prompts that the commit records. `sealer`: incarnation of
+    the last writer. In a streamed step `groups` grows part by part. READY parts are never given up; an OPEN seal
+    contains READY parts only.
     """
 
     lineage: int
@@ -247,17 +262,17 @@ class Seal(Record):
 
     @property
     def collects(self) -> bool:
-        """Whether its batch is still open."""
+        """Whether further groups may still be added: the seal is OPEN or PARTIAL."""
         return self.state in (SealState.OPEN, SealState.PARTIAL)
 
     @property
     def kept(self) -> tuple[SealedGroup, ...]:
-        """Groups of its READY parts."""
+        """Groups of the READY parts of a streamed step, which no reseal gives up."""
         return self.groups[: sum(self.parts[: self.ready_parts])]
 
     @property
     def padding_scale(self) -> float:
-        """Factor of the loss denominators, at least 1."""
+        """Factor, at least 1, by which missing groups (`padding`) increase the loss denominators."""
         return 1.0 + self.padding / len(self.groups) if self.groups else 1.0
 
     @property
@@ -267,14 +282,14 @@ class Seal(Record):
 
 
 class SourceTally(RecordPart):
-    """Sums over the prompts of one source along the chain. Tallies can be subtracted."""
+    """Counts and sums over the prompts of one source (dataset) that have an outcome on the chain."""
 
     kept: int = 0
     """Prompts whose group was trained."""
     filtered: int = 0
     failed: int = 0
     samples: int = 0
-    """Samples of the trained groups. The fields below also count trained groups only."""
+    """Number of samples in the trained groups. The fields below also cover trained groups only."""
     truncated: int = 0
     tokens: int = 0
     """Response tokens that the policy generated."""
@@ -283,25 +298,25 @@ class SourceTally(RecordPart):
 
 
 class SinceStep(RecordPart):
-    """Outcomes since the newest step, along the chain. They count for the next step."""
+    """Counts of prompts that ended without training since the newest step. They count for the next step."""
 
     filtered: int = 0
     failed: int = 0
     scored: int = 0
-    """Filtered prompts with known reward and length."""
+    """Number of prompts that were filtered after their responses were scored."""
     reward: float = 0.0
-    """Sum of their mean rewards."""
+    """Sum over the `scored` prompts of the mean reward of their responses."""
     length: float = 0.0
-    """Sum of their mean lengths in tokens."""
+    """Sum over the `scored` prompts of the mean length of their responses in tokens."""
 
     @property
     def ended(self) -> int:
-        """Number of prompts that the next step has used up so far."""
+        """Number of prompts that the next step has used up so far: filtered and failed."""
         return self.filtered + self.failed
 
 
 class Tally(RecordPart):
-    """Counts of all outcomes along the chain by source: a pure function of the seals and outcomes in its entries."""
+    """Counts of all outcomes on the chain by source: a pure function of its log entries and the committed seals."""
 
     sources: dict[str, SourceTally] = Field(default_factory=dict)
     since_step: SinceStep = SinceStep()
@@ -312,7 +327,7 @@ class Tally(RecordPart):
 
 
 class Lineage(RecordPart):
-    """Lineage `number` started from `base_step` of an earlier lineage."""
+    """A lineage (training branch): lineage `number` started from step `base_step` of an earlier lineage."""
 
     number: int
     base_step: int
@@ -323,7 +338,11 @@ class Lineage(RecordPart):
 
 
 class Head(Record):
-    """`head`: the newest log entry and the state after it."""
+    """Record `head`: number of the newest log entry, and the job's state after it.
+
+    `cursors`: which prompts of each shard have an outcome. `lineages`: all lineages of the job, oldest first. `world`:
+    the current train world. `nonce`: of the transaction that wrote it. `deleted`: the job is being deleted.
+    """
 
     seq: int
     parent: int | None
@@ -340,12 +359,12 @@ class Head(Record):
 
     @property
     def version(self) -> Version:
-        """Policy version that engines should serve."""
+        """Policy version (lineage, step) of the newest weights, which engines should serve."""
         return Version(self.lineage, self.step)
 
 
 class RaisedGoal(RecordPart):
-    """A job in phase SUCCEEDED continues: its `flow.steps` or `flow.epochs` was `before` and is now `after`."""
+    """A higher goal with which an ended job continues: its `flow.steps` or `flow.epochs` rises to `after`."""
 
     what: Literal["steps", "epochs"]
     before: PositiveInt
@@ -356,7 +375,11 @@ class RaisedGoal(RecordPart):
 
 
 class LogEntry(Record):
-    """`log/{seq}`: one entry of the log. `stats` are numbers for display (reward, loss, seconds per phase).
+    """Record `log/{seq}`: one entry of the log: the base, a committed step, an account entry, or a rollback.
+
+    `parent`: number of the entry before it on its branch. `token`: that of the committed step. `delta`: the outcomes
+    that it records. `cursors`: stored only where a rollback may need them. `stats`: numbers for display (reward, loss,
+    seconds per phase).
 
     Each entry contains the digest of its parent, and head the digest of its entry. A later change anywhere on the
     chain, in the store or in the run folder, is detected from head (`gcore.ledger.chain`). From schema version 3 an
@@ -381,8 +404,8 @@ class LogEntry(Record):
     stats: dict[str, float] = Field(default_factory=dict)
     reason: str = ""
     state: WorldState | None = None
-    """For a rollback to head's own step: the in-memory replicas from which the new world starts. None: the checkpoint
-    of the parent.
+    """For a rollback to head's own step: name of the train state whose in-memory replicas the new world loads. None: it
+    loads the checkpoint of the parent.
     """
     ranks: int | None = None
     """For a step: number of ranks that write receipts."""
@@ -407,7 +430,7 @@ class LogEntry(Record):
 
 
 class EpochRecord(Record):
-    """`epoch/{epoch}`: the statistics at the start of a data epoch, the same for every controller.
+    """Record `epoch/{epoch}`: the outcome counts at the start of a data epoch, the same for every controller.
 
     It is valid while `version`, head's version when it was written, is an ancestor of head. After a rollback that
     discards that version it is ignored and written again. Exists only for jobs with a curriculum, and not for epoch 0.
@@ -422,31 +445,34 @@ class EpochRecord(Record):
 
 
 class Checkpoint(RecordPart):
-    """A complete checkpoint of (lineage, step) and log entry `seq`, in folder `file` of the run folder."""
+    """A complete checkpoint of version (lineage, step), in the subfolder `file` of the run folder.
+
+    `seq`: number of the log entry that committed the step. The base, the job's initial model, has no folder.
+    """
 
     lineage: int
     step: int
     seq: int
     file: str
     digest: str = ""
-    """SHA-256 of its manifest; empty for the base (the job's initial model)."""
+    """SHA-256 of the checkpoint's manifest; empty for the base."""
 
     @property
     def version(self) -> Version:
-        """Policy version of its weights."""
+        """Policy version of the checkpoint's weights."""
         return Version(self.lineage, self.step)
 
 
 class Checkpoints(Record):
-    """`ckpts`: all registered checkpoints of a job, oldest first, always including the base (0, 0)."""
+    """Record `ckpts`: all registered checkpoints of a job, oldest first, always including the base (0, 0)."""
 
     entries: tuple[Checkpoint, ...]
 
 
 class Assignment(Record):
-    """`assign`: which incarnation generates for which shard. A hint; safety does not depend on it.
+    """Record `assign`: which controller generates for which shard. A hint; safety does not depend on it.
 
-    `owners[shard]` is an index into `members`; None: no owner.
+    `members`: incarnations of the controllers. `owners[shard]` is an index into `members`; None: no owner.
     """
 
     members: tuple[str, ...]
@@ -458,12 +484,12 @@ class Assignment(Record):
         return None if index is None else self.members[index]
 
     def shards_of(self, incarnation: str) -> tuple[int, ...]:
-        """Shards of `incarnation`, ascending."""
+        """Shards that `incarnation` owns, ascending."""
         return tuple(shard for shard in range(len(self.owners)) if self.owner(shard) == incarnation)
 
 
 class Member(Record):
-    """`member/{incarnation}` of a job, under the lease of the incarnation."""
+    """Record `member/{incarnation}`: a controller that works on the job, under its lease."""
 
     incarnation: str
     node: str
@@ -475,7 +501,7 @@ class Member(Record):
 
 
 class HeldCheckpoint(RecordPart):
-    """A checkpoint in a node's folder. `digest` is that of its manifest, which names every file."""
+    """A checkpoint in a node's own run folder. `digest`: SHA-256 of its manifest, which names every file."""
 
     lineage: NonNegativeInt
     step: NonNegativeInt
@@ -488,14 +514,14 @@ class HeldCheckpoint(RecordPart):
 
 
 class NodeFolder(Record):
-    """`folder/{node}`: content of a node's own run folder.
+    """Record `folder/{node}`, under the controller's lease: content of a node's own run folder.
 
-    `log` and `evaluations` cover only records that are next to leave the store.
+    `log` and `evaluations` cover only records that the store is about to delete.
     """
 
     node: str
     by: str
-    """Incarnation that scanned."""
+    """Incarnation of the controller that scanned."""
     lineage: NonNegativeInt = 0
     """Head's lineage before the scan."""
     checkpoints: tuple[HeldCheckpoint, ...] = ()
@@ -511,5 +537,5 @@ class NodeFolder(Record):
     """
 
     def has(self, version: Version, digest: str) -> bool:
-        """Whether that checkpoint is in the folder."""
+        """Whether the folder contains the checkpoint of `version` with this manifest digest."""
         return any(one.version == version and one.digest == digest for one in self.checkpoints)

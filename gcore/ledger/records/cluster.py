@@ -1,10 +1,11 @@
 """Records of a cluster that several jobs share: each job's claim and share, and facts about nodes and models.
 
-`active/{uid}` holds a job's `Claim` until the job ends. `shares` holds the slots of all jobs (`Share`), so that one
-transaction moves a slot and no slot belongs to two jobs. A slot that a job must give back leaves its `granted` first.
-It leaves `held` only when the job's plan no longer uses it and nothing of the job runs there. Until then it is not
-granted to another job. Every transaction that writes a plan compares `shares`, so that no plan uses slots that were
-given back. `placement.shares` decides how slots are shared, `controllers.rules.placement` when a job gives them back.
+`active/{uid}` holds a job's `Claim` (the slots that it requests) until the job ends. The one record `shares` holds the
+slots of all jobs (`Share`), so that one transaction moves a slot from job to job and no slot belongs to two jobs. To
+take a slot from a job, it is first removed from the job's `granted` slots. It is removed from the `held` slots only
+when the job's plan no longer uses it and no worker of the job runs there. Until then no other job gets it. Every
+transaction that writes a plan compares `shares`, so that no plan uses slots that were given back. `placement.shares`
+decides how slots are shared, `controllers.rules.placement` when a job gives them back.
 
 Facts about nodes and models are registered once; `placement.mapping` uses them.
 
@@ -40,11 +41,11 @@ class Slot(NamedTuple):
 
 
 PAUSES = "it pauses at its next commit"
-"""Start of the state reason of a paused job that still has slots."""
+"""Beginning of the displayed reason of a paused job that still has slots."""
 
 
 class Claim(Record):
-    """`active/{uid}`: the slots that a job requests from the cluster."""
+    """Record `active/{uid}`: the slots that a job requests from the cluster. Deleted when the job ends."""
 
     namespace: str = DEFAULT_NAMESPACE
     name: str = ""
@@ -70,7 +71,7 @@ class Claim(Record):
 
 
 class Share(RecordPart):
-    """A job's slots, by node.
+    """The slots that belong to one job, by node.
 
     `granted`: slots that it may plan with. `held`: slots that it may still use, a superset of `granted`.
     """
@@ -80,22 +81,22 @@ class Share(RecordPart):
 
     @property
     def surplus(self) -> frozenset[Slot]:
-        """Slots that it must give back."""
+        """Slots that the job must give back: held, but no longer granted."""
         return slots_of_share(self.held) - slots_of_share(self.granted)
 
 
 class Shares(Record):
-    """`shares`: the slots of each job that has any.
+    """Record `shares`: the slots of each job that has any.
 
     Waiting jobs have no entry, so that a new job does not rewrite the record.
     """
 
     jobs: dict[str, Share] = Field(default_factory=dict)
-    """By uid."""
+    """By job uid."""
 
     @property
     def held(self) -> frozenset[Slot]:
-        """Slots that belong to any job."""
+        """Slots that belong to any job, including those that a job must give back."""
         return frozenset(slot for share in self.jobs.values() for slot in slots_of_share(share.held))
 
     def released(self, uid: str, slots: frozenset[Slot]) -> Shares:
@@ -115,7 +116,7 @@ NOTHING = Share()
 
 @dataclass(frozen=True, slots=True)
 class QueuePosition:
-    """A job that waits for slots. `position` counts from 1. `reason`: why it has no slots, for display."""
+    """Position in the queue of a job that waits for slots, from 1. `reason`: why it has no slots, for display."""
 
     position: int
     reason: str
@@ -123,7 +124,7 @@ class QueuePosition:
 
 @dataclass(frozen=True, slots=True)
 class KnownShare:
-    """The shares as read, and the revision of `shares`; 0: the key does not exist."""
+    """The record `shares` as job `uid` last read it. `revision`: its store revision; 0: the key does not exist."""
 
     uid: str
     shares: Shares
@@ -141,19 +142,19 @@ class KnownShare:
 
 
 class Quotas(Record):
-    """`pool/quotas`: maximum number of slots for all jobs of a namespace together."""
+    """Record `pool/quotas`: maximum number of slots for all jobs of a namespace together, by namespace."""
 
     slots: dict[str, int] = Field(default_factory=dict)
 
 
 class SickSlots(Record):
-    """`pool/sick/{node}`: unusable slots and why, as found by the node's daemon, under its lease."""
+    """Record `pool/sick/{node}`, under the lease of the node's daemon: its unusable slots, and why, by slot name."""
 
     slots: dict[str, str] = Field(default_factory=dict)
 
 
 class Drained(Record):
-    """`pool/drained/{node}`: marks a drained node; nothing is placed on it."""
+    """Record `pool/drained/{node}`: marks a drained node, on which nothing is placed. `by`: who drained it."""
 
     by: str = ""
     since: float = 0.0
@@ -177,7 +178,7 @@ ConfigValue = bool | int | float | str
 
 
 class SlotFacts(RecordPart):
-    """A slot.
+    """Hardware of one slot (accelerator or CPU core).
 
     `memory_gib`: device memory as reported by the driver; None: the slot uses host memory. `device`: the driver's name
     of the device; empty for a CPU or if unknown.
@@ -189,16 +190,17 @@ class SlotFacts(RecordPart):
 
 
 class NodeFacts(RecordPart):
-    """A node. `host_memory_gib`: host memory that belongs to the node."""
+    """Hardware of one node. `host_memory_gib`: the memory that the node's processes may use."""
 
     host_memory_gib: float
     slots: tuple[SlotFacts, ...]
 
 
 class ModelConfigs(RecordPart):
-    """The size-related part of the models' configurations when the job was created.
+    """The entries of the models' config.json that determine their size, as they were when the job was created.
 
-    `critic` None: no critic, or a critic initialized from the policy. `judges`: by name, those that the cluster serves.
+    `critic`: None if the job has no critic, or one initialized from the policy. `judges`: by judge name, only those
+    that the cluster's own engines serve.
     """
 
     policy: dict[str, ConfigValue]
@@ -215,9 +217,10 @@ LARGEST = 1 << 24
 
 
 def attention_equals_at(config: Mapping[str, Any]) -> int:
-    """Sequence length in tokens, at least 1, at which attention costs as much as the matrices.
+    """Sequence length in tokens, at least 1, at which attention costs a model as much as its matrix products.
 
-    `config`: a model's config.json.
+    `config`: content of the model's config.json. `ATTENTION_EQUALS_AT` if it lacks the sizes. The formula is in the
+    module's docstring.
     """
     nested = config.get("text_config")
     if isinstance(nested, Mapping):
@@ -239,7 +242,7 @@ def attention_equals_at(config: Mapping[str, Any]) -> int:
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:
-    """The first of these keys with an integer above 0; 0 if there is none."""
+    """Value of the first of the keys `names` that has an integer above 0; 0 if there is none."""
     for name in names:
         value = config.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:

@@ -1,8 +1,9 @@
 """Records of a job outside its chain: job, state, plan, placement, evaluations.
 
-The placement records contain the controller that plans, what a person fixed, each move with its reason and result, and
-why nothing moved. People and the next planner read them; no step depends on them. A move names the generation of the
-`Plan` that it created.
+The placement records say which controller plans (`Leader`), what a person fixed (`Pin`), each placement change with its
+reason and measured effect, and why nothing changed (`Moves`). A *move* is a change of which slots (accelerators) serve
+which pool (rollout, reward, train). People and the next planner read these records; no step depends on them. A move
+names the generation of the `Plan` that it created.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ NEWEST_MOVES = 64
 """Number of moves kept in the store. The run folder has all of them."""
 
 MOST_SLOTS_TOLD = 16
-"""Maximum number of slots that a move names. Further slots are counted."""
+"""Maximum number of slots that a move lists by name. Further slots are only counted."""
 
 METRICS_FILE = "metrics.jsonl"
 """File in the run folder, written by `gcore.observability.metrics_file`."""
@@ -31,16 +32,16 @@ MOST_REASON = 600
 """Maximum length of a reason in characters. Policy plug-ins write reasons."""
 
 MOST_MOVE_BYTES = 4096
-"""Maximum size of a move in the record."""
+"""Maximum size of one encoded move in bytes."""
 
 NEWEST_STAYS, MOST_STAY_BYTES = 16, 3072
-"""Number of periods without a move that the store keeps, and the maximum size of one."""
+"""Number of periods without a move (`HoldPeriod`) that the store keeps, and the maximum size of one in bytes."""
 
 Reason = Annotated[str, cut_text(MOST_REASON)]
 
 
 class Leader(Record):
-    """`placement/leader`: the controller that plans the placement, under its lease."""
+    """Record `placement/leader`: the controller that plans the job's placement, under its lease."""
 
     called: ClassVar[str] = "placement leader"
     node: str
@@ -48,7 +49,7 @@ class Leader(Record):
 
 
 class SlotsOfPools(Protocol):
-    """Slots per pool, as stored (`SplitPart`) or as used by the planner (`placement.slots.Split`)."""
+    """Number of slots of each pool, as stored (`SplitPart`) or as used by the planner (`placement.slots.Split`)."""
 
     @property
     def rollout(self) -> int: ...
@@ -59,7 +60,11 @@ class SlotsOfPools(Protocol):
 
 
 class Pin(Record):
-    """`placement/pin`: what a person fixed. `frozen`: no moves. A number: slots of that pool, regardless of the policy."""
+    """Record `placement/pin`: what a person fixed of the job's placement.
+
+    `frozen`: no slot changes its pool. `rollout`, `reward`, `train`: number of slots of that pool, regardless of the
+    placement policy; None: not fixed.
+    """
 
     called: ClassVar[str] = "placement pin"
     frozen: bool = False
@@ -67,23 +72,23 @@ class Pin(Record):
     reward: PositiveInt | None = None
     train: PositiveInt | None = None
     by: str = ""
-    """Node that received the request."""
+    """Node whose controller received the person's request."""
     time: float = 0.0
     """Seconds since the epoch, for display."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Pools with a fixed number of slots."""
+        """The fixed numbers of slots, by pool."""
         found = {"rollout": self.rollout, "reward": self.reward, "train": self.train}
         return {pool: size for pool, size in found.items() if size is not None}
 
     @property
     def fixes(self) -> bool:
-        """Whether it fixes anything."""
+        """Whether the pin fixes anything."""
         return self.frozen or bool(self.sizes)
 
     def off(self, split: SlotsOfPools) -> int:
-        """Number of slots by which a split differs from the fixed sizes; 0 if it matches."""
+        """Total number of slots by which `split` differs from the fixed sizes; 0 if it matches."""
         return sum(abs(getattr(split, pool) - size) for pool, size in self.sizes.items())
 
     def __str__(self) -> str:
@@ -94,9 +99,10 @@ class Pin(Record):
 class MoveKind(StrEnum):
     """Kinds of placement changes.
 
-    SPLIT: engines change pools between two steps. WORLD: the train world also gets another size, by a rollback to
-    head's own state. LEND: elastic reassignment within a step, from rollout to the judges; RETURN: its end. MEND: not
-    requested by a policy; nodes or workers joined or left. BEGIN: the first placement of the job.
+    BEGIN: the first placement of the job. SPLIT: engines change pools between two steps. WORLD: the train world also
+    gets another number of ranks; it restarts from head's state. LEND: elastic reassignment of slots from rollout to the
+    judges within a step. RETURN: end of a LEND. MEND: not requested by the policy, but caused by nodes or workers that
+    joined or left.
     """
 
     BEGIN = "begin"
@@ -108,7 +114,11 @@ class MoveKind(StrEnum):
 
 
 class SplitPart(RecordPart):
-    """Slots per pool (`placement.slots.Split`)."""
+    """Number of slots of each pool, as stored (`placement.slots.Split`).
+
+    `mode`: "colocated" if engines and train ranks are time-shared on the same slots; "coexisting" if each slot serves
+    one pool.
+    """
 
     mode: Literal["coexisting", "colocated"]
     rollout: NonNegativeInt
@@ -117,11 +127,12 @@ class SplitPart(RecordPart):
 
 
 class MoveOutcome(RecordPart):
-    """Measured effect of a move; None: not known.
+    """Measured effect of a placement change; None: not known.
 
-    `took_s`: seconds until the woken engines served requests again, or the new world trained. `step_s`: mean seconds
-    per step over the `steps` steps after the move; `before_s`: over the steps before. The work in these steps: `tokens`
-    is the mean response length in tokens, `question_s` the mean seconds of judge-engine time per question.
+    `took_s`: seconds from the decision until the moved engines served requests, or the new train world trained.
+    `step_s`: mean seconds per step over the `steps` steps after the change; `before_s`: over the steps before it. How
+    much work these steps had: `tokens` is the mean response length in tokens, `question_s` the mean seconds of
+    judge-engine time per question; `before_tokens` and `before_question_s` are those of the steps before.
     """
 
     took_s: float | None = None
@@ -135,50 +146,53 @@ class MoveOutcome(RecordPart):
 
 
 class Move(RecordPart):
-    """One placement change, or one that the policy considered worthwhile.
+    """One placement change, or one that the policy wanted but that was not carried out (`state`).
 
-    Numbers are as known at the decision; None: not known.
+    Numbers are as known at the decision; None: not known. `before` and `after`: slots per pool.
     """
 
     generation: NonNegativeInt
-    """Generation of the plan that it creates."""
+    """Generation of the plan that the move creates."""
     step: NonNegativeInt
     """Head's step at the decision."""
     within: bool = False
     """Whether the move happened within the step after `step`."""
     seq: NonNegativeInt = 0
-    """Head's sequence number at the decision. A move of the train world applies to that head only."""
+    """Head's log number at the decision. A move of the train world applies to that head only."""
     kind: MoveKind
     before: SplitPart
     after: SplitPart
     slots: tuple[str, ...] = ()
-    """`NODE/SLOT was -> is`."""
+    """The moved slots, each as `NODE/SLOT was -> is`."""
     more_slots: NonNegativeInt = 0
-    """Number of further slots that are not named."""
+    """Number of moved slots that `slots` does not list."""
     reason: Reason = ""
     idle: dict[str, float] = Field(default_factory=dict)
     """Idle share of each pool's slot-seconds, 0 to 1. Within a step: computed from current requests and slots."""
     gain_s: float | None = None
+    """Seconds that the policy expects to save in total, over the steps that it considers."""
     cost_s: float | None = None
+    """Seconds that the policy expects the change itself to cost, once."""
     expected_s: float | None = None
-    """Expected seconds per step on the new split."""
+    """Expected seconds per step with the slots of `after`."""
     before_s: float | None = None
-    """Expected seconds per step on the old split."""
+    """Expected seconds per step with the slots of `before`."""
     by: str = ""
-    """Node that decided."""
+    """Node whose controller decided."""
     time: float = 0.0
     """Seconds since the epoch, for display."""
     state: Literal["done", "wanted", "lapsed", "would"] = "done"
-    """WANTED: the world is not formed yet. LAPSED: it was never formed, because the next step or another plan came
-    first. WOULD: decided with `dry_run`, not applied.
+    """`wanted`: the new train world is not formed yet. `lapsed`: it was never formed, because the next step or another
+    plan came first. `would`: decided with `dry_run`, not applied.
     """
     outcome: MoveOutcome | None = None
 
 
 class ForecastAccuracy(RecordPart):
-    """Accuracy of the forecast step times.
+    """Accuracy of the step times that the placement policy forecast.
 
-    `expected_s`, `took_s` and `off_s` (absolute error) are sums in seconds over `steps` steps.
+    Sums in seconds over `steps` steps: `expected_s` of the forecasts, `took_s` of the measured times, `off_s` of the
+    absolute errors.
     """
 
     steps: NonNegativeInt = 0
@@ -190,19 +204,20 @@ class ForecastAccuracy(RecordPart):
 
 
 class HoldPeriod(RecordPart):
-    """A period of steps after which the policy was asked and nothing moved.
+    """A period of consecutive steps after which the placement policy decided to change nothing.
 
-    `since` and `step`: the first and the newest step. `began`: time of the first decision, which identifies the period.
-    `reason`: of the newest decision. `expected_s`: the step time that it expected; None if the policy gives none.
+    `since` and `step`: the first and the newest step. `began`: time of the first decision in seconds since the epoch,
+    which identifies the period. `reason` and `expected_s` (forecast seconds per step; None if the policy gives none):
+    those of the newest decision. `foretold`: accuracy of the forecasts in this period.
     """
 
     since: NonNegativeInt
     step: NonNegativeInt
     seq: NonNegativeInt = 0
-    """Head's sequence number at the newest decision."""
+    """Head's log number at the newest decision."""
     reason: Reason = ""
     by: str = ""
-    """Node of the newest decision."""
+    """Node whose controller made the newest decision."""
     began: float = 0.0
     time: float = 0.0
     """Time of the newest decision in seconds since the epoch, for display."""
@@ -211,7 +226,10 @@ class HoldPeriod(RecordPart):
 
 
 class Moves(Record):
-    """`placement/moves`: the newest moves, oldest first; their total number; and the newest periods without a move."""
+    """Record `placement/moves`: the newest placement changes, and the newest periods without one (`stays`).
+
+    Both are ordered from old to new. `total`: number of moves that the job ever had.
+    """
 
     called: ClassVar[str] = "moves of a job"
     moves: tuple[Move, ...] = ()
@@ -220,11 +238,11 @@ class Moves(Record):
 
     @property
     def newest(self) -> Move | None:
-        """The newest move, or None."""
+        """The newest placement change, or None."""
         return self.moves[-1] if self.moves else None
 
     def plus(self, move: Move) -> Moves:
-        """With `move` added; drops the oldest beyond `NEWEST_MOVES`."""
+        """Return the record with `move` added. Drops the oldest moves beyond `NEWEST_MOVES`."""
         return self.model_copy(update={"moves": (*self.moves, move)[-NEWEST_MOVES:], "total": self.total + 1})
 
 
@@ -235,9 +253,9 @@ ErrorText = Annotated[str, cut_text(MOST_SAID)]
 
 
 class JobPhase(StrEnum):
-    """PENDING: created, not started.
+    """Phase of a job's life. PENDING: created, not started.
 
-    Final: SUCCEEDED, FAILED or CANCELLED. Only a job in phase SUCCEEDED can continue, with a higher goal
+    SUCCEEDED, FAILED and CANCELLED are final. Only a job in phase SUCCEEDED can continue, with a higher goal
     (`gcore.ledger.transactions.extend`).
     """
 
@@ -254,10 +272,10 @@ class JobPhase(StrEnum):
 
 
 class JobRecord(Record):
-    """`job`: written once, except for a goal that is raised later.
+    """Record `job`: what was submitted. Written once; only the goal may be raised later.
 
-    `spec` is the resolved spec. `run_dir` is visible to every node; if nodes share no folder, each node has one of that
-    name (`controllers.storage.run_folder`).
+    `spec`: the job spec with all defaults filled in. `run_dir`: path of the run folder. Every node sees this folder; if
+    nodes share no folder, each node has its own under this path (`controllers.storage.run_folder`).
     """
 
     uid: str
@@ -267,7 +285,7 @@ class JobRecord(Record):
     created: float
     request_id: str = ""
     prompts: int
-    """Number of dataset entries when the job was created. Shards are cut by this number permanently."""
+    """Number of dataset entries when the job was created. The lengths of the shards follow from it and never change."""
     data_digest: str = ""
     """Digest of the dataset's content at creation: a prompt ref must always mean the same prompt."""
     held_out_digest: str = ""
@@ -279,12 +297,12 @@ class JobRecord(Record):
     judge_revisions: dict[str, str] = Field(default_factory=dict)
     """Commit of each judge's hub model, by judge name; a judge from a folder has no entry."""
     attention_equals_at: PositiveInt = ATTENTION_EQUALS_AT
-    """Sequence length in tokens at which attention costs as much as the model's matrices. Copied into every seal."""
+    """Sequence length in tokens at which attention costs as much as the matrix products. Copied into each seal."""
     models: ModelConfigs | None = None
-    """Configurations that determine the size of the models; None: not determined."""
+    """Configuration entries that determine the size of the models; None: not determined."""
     namespace: str = DEFAULT_NAMESPACE
     owner: str = ""
-    """Creator of the job; empty if users are not distinguished."""
+    """User who created the job; empty if the cluster does not distinguish users."""
 
     @property
     def full_name(self) -> str:
@@ -292,12 +310,12 @@ class JobRecord(Record):
         return full_name(self.name, self.namespace)
 
     def with_goal(self, what: str, goal: int) -> JobRecord:
-        """The same job with `flow.steps` or `flow.epochs` at `goal`."""
+        """Return the same job with another goal. `what`: "steps" or "epochs", the field of `flow` that is replaced."""
         return self.model_copy(update={"spec": {**self.spec, "flow": {**self.spec["flow"], what: goal}}})
 
 
 class JobStatus(Record):
-    """`state`: phase of the job, and why."""
+    """Record `state`: phase of the job, and why it is in this phase."""
 
     phase: JobPhase
     reason: str = ""
@@ -306,42 +324,45 @@ class JobStatus(Record):
 
 
 class EnginePlace(RecordPart):
-    """An engine replica of the rollout pool or the reward pool. It is on one node; several may be resident on one slot."""
+    """An inference engine of a plan, and the slots on which it runs. Several engines may be resident on one slot.
+
+    It belongs to the rollout pool or, with `judge`, to the reward pool. All of its slots are on one node.
+    """
 
     node: str
     slot: str
     judge: str = ""
-    """Judge that the engine serves; empty: it serves the policy."""
+    """Name of the judge that the engine serves; empty: it serves the policy."""
     asleep: bool = False
-    """Whether the engine is resident without its memory: it gets no requests and no weight sync
+    """Whether the engine's process runs but has released its device memory: it gets no requests and no weight sync
     (`controllers.rules.memory`).
     """
     further: tuple[str, ...] = ()
-    """Further slots that it spans after `slot`, in order."""
+    """Slots that the engine uses in addition to `slot` (tensor parallelism), in order."""
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Identifies the engine within a plan, independent of the slots that it spans."""
+        """Identifies the engine within a plan: node, first slot and judge."""
         return self.node, self.slot, self.judge
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """All slots that it spans."""
+        """Names of all slots that the engine uses."""
         return (self.slot, *self.further)
 
     @property
     def on(self) -> tuple[Slot, ...]:
-        """All slots that it spans, with the node."""
+        """All slots that the engine uses, with the node."""
         return tuple(Slot(self.node, slot) for slot in self.slots)
 
     @property
     def pool(self) -> ServingPool:
-        """Pool of the engine."""
+        """Pool to which the engine belongs."""
         return "reward" if self.judge else "rollout"
 
 
 class RankPlace(RecordPart):
-    """A train rank on one slot."""
+    """A train rank of a plan, and the slot on which it runs."""
 
     rank: int
     node: str
@@ -349,12 +370,16 @@ class RankPlace(RecordPart):
 
     @property
     def on(self) -> Slot:
-        """Its slot."""
+        """The rank's slot."""
         return Slot(self.node, self.slot)
 
 
 class Plan(Record):
-    """`plan`: which slot serves the job in which role. The ranks are those of world `world`."""
+    """Record `plan`: the job's placement, which slot runs which engine or train rank.
+
+    `generation` increases with every change. `ranks`: all ranks of train world `world`. `reason`: why this plan
+    replaced the previous one.
+    """
 
     generation: int
     world: str
@@ -362,11 +387,11 @@ class Plan(Record):
     engines: tuple[EnginePlace, ...]
     reason: str = ""
     lent_from: SplitPart | None = None
-    """During elastic reassignment within a step: the split at its start. Any other change of the plan makes the current
-    split permanent.
+    """During elastic reassignment within a step: slots per pool at the start of the step, to which they return. Any
+    other change of the plan makes the current numbers permanent.
     """
     stands_still: bool = False
-    """Whether nothing is placed because the job has too few slots. Another world follows when it has enough."""
+    """Whether nothing is placed because the job has too few slots. When it has enough, a new train world starts."""
 
     @property
     def rollout_nodes(self) -> frozenset[str]:
@@ -376,12 +401,12 @@ class Plan(Record):
 
     @property
     def nodes(self) -> frozenset[str]:
-        """All nodes in the plan."""
+        """Nodes on which the plan places anything."""
         return frozenset({place.node for place in self.ranks} | {place.node for place in self.engines})
 
 
 class EvalSample(RecordPart):
-    """One held-out response, for display."""
+    """One response to a prompt of an evaluation, for display."""
 
     prompt: str
     response: str
@@ -391,11 +416,11 @@ class EvalSample(RecordPart):
     unscored: str = ""
     """Why the reward could not score it; it then counts as incorrect. Empty if it was scored."""
     correct: bool | None = None
-    """Whether the reward reaches the set's threshold; None in records from versions without thresholds."""
+    """Whether the reward reaches the set's threshold; None in records of gcore versions without thresholds."""
 
 
 class SourceScore(RecordPart):
-    """Scores of one held-out set."""
+    """Result of an evaluation on one held-out set."""
 
     accuracy: float
     """Share of responses whose reward reaches the set's threshold, 0 to 1."""
@@ -411,7 +436,7 @@ class SourceScore(RecordPart):
     """Number of responses that the reward could not score. They count as incorrect and are not part of any mean reward.
     """
     why_unscored: str = ""
-    """The reward's error for the first of them."""
+    """The reward function's error for the first unscored response."""
 
     @property
     def mean_reward(self) -> float | None:
@@ -420,8 +445,8 @@ class SourceScore(RecordPart):
 
     @property
     def is_graded(self) -> bool:
-        """Whether the mean reward differs from the accuracy: rewards of scored responses are not just 1 if correct and
-        0 if not.
+        """Whether rewards are graded: the mean reward of the scored responses is not what 1 for each correct response
+        and 0 for the others would give.
         """
         responses = self.count * self.samples
         rewards = (self.mean_reward or 0.0) * (responses - self.unscored)
@@ -429,7 +454,7 @@ class SourceScore(RecordPart):
 
 
 class Evaluation(Record):
-    """`eval/{version}`: written once per policy version from its parts.
+    """Record `eval/{version}`: the evaluation of one policy version, composed from its parts and written once.
 
     `accuracy` is the share of correct responses, averaged over the prompts of all sets. `count` is the number of
     prompts.
@@ -439,7 +464,7 @@ class Evaluation(Record):
     accuracy: float
     count: int
     by: str = ""
-    """The controller, in records from versions in which one controller made the whole evaluation."""
+    """Only in records of gcore versions in which one controller made the complete evaluation: that controller."""
     samples: tuple[EvalSample, ...] = ()
     by_source: dict[str, SourceScore] = Field(default_factory=dict)
     unscored: int = 0
@@ -459,12 +484,12 @@ class Evaluation(Record):
 
     @property
     def is_graded(self) -> bool:
-        """Whether the mean reward of any set differs from its accuracy."""
+        """Whether the rewards of any set are graded (`SourceScore.is_graded`)."""
         return any(score.is_graded for score in self.by_source.values())
 
 
 class EvalAsked(Record):
-    """`evalask`: the newest step for which a person requested an evaluation out of schedule.
+    """Record `evalask`: the newest step for which a person requested an evaluation out of schedule.
 
     It is written before that step is committed, so every controller that sees the commit also sees the request.
     """
@@ -478,10 +503,11 @@ class EvalAsked(Record):
 
 
 class EvalPart(Record):
-    """`evalpart/{version}/{number}`: prompts of one set, answered and scored by one controller; written once.
+    """Record `evalpart/{version}/{number}`: the result of one of the `parts` parts of an evaluation.
 
-    Part `number` of `parts`. The transaction that writes the evaluation deletes it. It covers the set's prompts from
-    `first`; `correct` has one number per prompt: how many of its `samples` responses are correct.
+    One controller answered and scored its prompts; it is written once. It covers the prompts of set `source` from index
+    `first`. `correct` has one number per prompt: how many of its `samples` responses are correct. `unscored`: number of
+    responses that the reward could not score. The transaction that writes the evaluation deletes all parts.
     """
 
     version: Version
@@ -494,33 +520,34 @@ class EvalPart(Record):
     reward: float
     """Sum of the rewards of the scored responses."""
     rewards: dict[str, float] = Field(default_factory=dict)
-    """The same sum for each part of the set's reward, by its label."""
+    """The same sum for each component of the set's reward, by its label."""
     unscored: int = 0
     why_unscored: str = ""
     """The reward's error for the first unscored response, for display."""
     shown: tuple[EvalSample, ...] = ()
-    """First responses to the first prompts of the set."""
+    """First responses to the first prompts of the set, for display."""
     by: str = ""
+    """Incarnation of the controller that answered the part."""
 
 
 class FaultRecord(Record):
-    """`fault/{name}`: an error of a plug-in (a reward, a flow), for display; written once."""
+    """Record `fault/{name}`: an error of a plug-in (a reward, a flow), for display; written once."""
 
     node: str
-    """Node that saw it first."""
+    """Node on which the error occurred first."""
     what: ErrorText
     trace: ErrorText = ""
     """Traceback of the plug-in's own code."""
 
 
 class RankClaim(Record):
-    """`world/{world}/rank/{rank}`: the worker instance that runs this rank, written once."""
+    """Record `world/{world}/rank/{rank}`: the worker instance that runs this rank of a train world; written once."""
 
     instance: str
 
 
 class ModelFetch(Record):
-    """`fetch/{node}`: download progress of the job's model on a node, in bytes, under its controller's lease."""
+    """Record `fetch/{node}`: download progress of a model on a node, in bytes, under its controller's lease."""
 
     node: str
     path: str
@@ -529,14 +556,15 @@ class ModelFetch(Record):
 
     @property
     def sentence(self) -> str:
-        """`downloading model hf://owner/name, 1.2 of 3.4 GB`"""
+        """The progress as text, for example `downloading model hf://owner/name, 1.2 of 3.4 GB`."""
         unit, size = ("GB", 1e9) if self.total >= 1e9 else ("MB", 1e6)
         return f"downloading model {self.path}, {self.done / size:.1f} of {self.total / size:.1f} {unit}"
 
 
 class StorageMark(Record):
-    """`storage/{node}`: what a node wrote into the run folder, for the other nodes to find there
-    (`controllers.storage`).
+    """Record `storage/{node}`: a nonce that the node also wrote into a file of the run folder.
+
+    Other nodes look for that file, to find out whether they see the same folder (`controllers.storage`).
     """
 
     node: str
@@ -544,7 +572,10 @@ class StorageMark(Record):
 
 
 class Trouble(Record):
-    """`trouble/{topic}`: the newest warning of a topic, for example about a tracker. It does not affect the run."""
+    """Record `trouble/{topic}`: the newest warning of one topic, for example about a tracker.
+
+    `node`: the node that warned. `sentence`: the text. It does not affect the run.
+    """
 
     topic: str
     node: str
@@ -554,29 +585,29 @@ class Trouble(Record):
 
     @property
     def is_of_a_node(self) -> bool:
-        """Whether the warning concerns its own node, as the topic shows, and not the whole job."""
+        """Whether the warning concerns only its node, and not the job as a whole: the topic then contains `-NODE`."""
         return f"-{self.node}" in self.topic
 
 
 class NodeRecord(Record):
-    """`nodes/{name}`: a running daemon, under its lease."""
+    """Record `nodes/{name}`: a running daemon and what its node offers, under the daemon's lease."""
 
     name: str
     incarnation: str
     address: str
-    """Address for users."""
+    """gRPC address for users."""
     peer_address: str = ""
-    """Address for other nodes, which authenticate with certificates; empty: the same as `address`."""
+    """gRPC address for other nodes, which authenticate with certificates; empty: the same as `address`."""
     metrics_address: str = ""
     slots: tuple[str, ...]
     pid: int
     started: float = 0.0
     sglang: bool = False
-    """Whether SGLang is installed there."""
+    """Whether SGLang is installed on the node."""
     facts: NodeFacts | None = None
-    """Devices of its slots; None: not known, or emulated."""
+    """Hardware of the node and its slots; None: not known, or the slots are emulated."""
 
     @property
     def for_peers(self) -> str:
-        """Address for other nodes."""
+        """Address at which other nodes call this daemon."""
         return self.peer_address or self.address

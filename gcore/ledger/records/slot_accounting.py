@@ -1,9 +1,10 @@
-"""Stored slot accounting: the newest steps of each node in the store, every step in the run folder.
+"""Stored slot accounting (utilization): the newest steps of each node in the store, every step in the run folder.
 
-`placement/books/{node}` has the newest steps of a node: one small record, written once per step under its controller's
-lease. It is a report. No transaction compares it, and a step without a report is still valid. `books/NODE.jsonl` in the
-run folder has one line per step with the states of each slot over time; `gcore trace` reads it. A step that was rolled
-back and repeated has a line in each lineage. Unreadable lines are skipped: the last line of a killed run may be
+Slot accounting assigns every second of every slot (accelerator) to one state, such as busy, idle or switching. The
+record `placement/books/{node}` has the newest steps of a node; its controller writes it once per step under its lease.
+It is a report: no transaction compares it, and a step without a report is still valid. The file `books/NODE.jsonl` in
+the run folder has one line per step, with the states of each slot over time; `gcore trace` reads it. A step that was
+rolled back and repeated has a line in each lineage. Unreadable lines are skipped: the last line of a killed run may be
 incomplete.
 
 `controllers.accounting` measures these times.
@@ -24,20 +25,20 @@ from gcore.system.files import append_lines, last_lines, parse_number, parse_obj
 from gcore.types import Version
 
 NEWEST_STEPS = 4
-"""Number of steps in a node's record. The planner reads each as it arrives."""
+"""Number of steps in a node's record. The placement planner reads each step when it arrives."""
 
 MOST_SWITCHES = 16
-"""Maximum number of switches of one kind per step; the newest are kept."""
+"""Maximum number of role changes of slots that a step keeps per kind ("from>to"); the newest are kept."""
 
 MAX_ACCOUNT_BYTES = 8192
-"""Maximum size of a step in the record: about forty states, and switches of about twelve kinds."""
+"""Maximum size in bytes of a step in the record: about forty states, and role changes of about twelve kinds."""
 
 
 class EngineSums(RecordPart):
-    """Sums over the engines of a pool. Sums of several nodes can be added.
+    """Work of the inference engines of one pool, as sums over engines.
 
-    `active_s`: seconds in which an engine had at least one request. `running_s`: the same, weighted by the number of
-    requests. `tokens`: generated in these seconds. `requests`: received.
+    `active_s`: seconds in which an engine had at least one running request. `running_s`: the same, weighted by the
+    number of running requests. `tokens`: tokens generated in these seconds. `requests`: requests received.
     """
 
     active_s: NonNegativeFloat = 0.0
@@ -51,7 +52,7 @@ class EngineSums(RecordPart):
 
     @classmethod
     def together(cls, parts: Sequence[EngineSums]) -> EngineSums:
-        """Sum of `parts`, created as one object."""
+        """Sum of any number of `parts`."""
         return cls(
             active_s=sum(one.active_s for one in parts),
             running_s=sum(one.running_s for one in parts),
@@ -61,11 +62,12 @@ class EngineSums(RecordPart):
 
 
 class StepAccount(RecordPart):
-    """One step on one node: from the commit of the previous step to the commit of `version`, as seen by this node.
+    """Slot accounting of one step on one node, from the previous step's commit to the commit of `version`.
 
-    `booked`: seconds by state (`controllers.accounting.states.State`, as text), over all slots. With `unbooked`, the
-    slot-seconds in no known state, they sum to `seconds` times `slots`. `overbooked`: seconds that workers reported
-    beyond their own time, which were cut off.
+    `seconds`: length of the step. `slots`: number of the node's slots. `booked`: slot-seconds by state
+    (`controllers.accounting.states.State`, as text), over all slots. `unbooked`: slot-seconds in no known state;
+    `booked` and `unbooked` sum to `seconds` times `slots`. `overbooked`: seconds that workers reported beyond the time
+    that passed, which are not included elsewhere.
     """
 
     version: Version
@@ -77,11 +79,11 @@ class StepAccount(RecordPart):
     unbooked: NonNegativeFloat = 0.0
     overbooked: NonNegativeFloat = 0.0
     engines: dict[str, EngineSums] = Field(default_factory=dict)
-    """By pool."""
+    """Work of the engines, by pool."""
     loads: dict[str, tuple[EngineSums, ...]] = Field(default_factory=dict)
     """Engine time by pool and number of concurrent requests: 1, 2 to 3, 4 to 7 and so on."""
     switches: dict[str, tuple[NonNegativeFloat, ...]] = Field(default_factory=dict)
-    """By "from>to": seconds of each change of a slot's role that ended in this step."""
+    """Role changes of slots that ended in this step: the seconds that each took, by "from>to"."""
 
     @property
     def error(self) -> float:
@@ -91,7 +93,7 @@ class StepAccount(RecordPart):
 
 
 class NodeAccounts(Record):
-    """`placement/books/{node}`: the newest steps, oldest first."""
+    """Record `placement/books/{node}`: slot accounting of the newest steps on one node, oldest first."""
 
     called: ClassVar[str] = "books of a node"
 
@@ -99,17 +101,17 @@ class NodeAccounts(Record):
     steps: tuple[StepAccount, ...] = ()
 
     def at(self, version: Version) -> StepAccount | None:
-        """The step that produced `version`, or None."""
+        """Accounting of the step that produced `version`, or None."""
         return next((step for step in reversed(self.steps) if step.version == version), None)
 
     def plus(self, step: StepAccount) -> NodeAccounts:
-        """With `step` added; drops the oldest beyond `NEWEST_STEPS`."""
+        """Return the record with `step` added, in place of one of the same version. Keeps `NEWEST_STEPS` steps."""
         kept = [one for one in self.steps if one.version != step.version]
         return self.model_copy(update={"steps": (*kept, step)[-NEWEST_STEPS:]})
 
 
 def group_by_version(books: Mapping[str, NodeAccounts]) -> dict[Version, dict[str, StepAccount]]:
-    """Accounts by step, and for each step by node."""
+    """Rearrange the records of all nodes: accounting by version, then by node. `books`: by node."""
     found: dict[Version, dict[str, StepAccount]] = {}
     for node, book in sorted(books.items()):
         for step in book.steps:
@@ -118,7 +120,7 @@ def group_by_version(books: Mapping[str, NodeAccounts]) -> dict[Version, dict[st
 
 
 def sum_engines(books: Iterable[StepAccount]) -> dict[str, EngineSums]:
-    """Sums per pool over all nodes."""
+    """Add up the engines' work of several nodes, by pool."""
     parts: dict[str, list[EngineSums]] = {}
     for book in books:
         for pool, more in book.engines.items():
@@ -129,17 +131,17 @@ def sum_engines(books: Iterable[StepAccount]) -> dict[str, EngineSums]:
 FOLDER = "books"
 
 MOST_LINE_BYTES = 1 << 20
-"""Number of bytes at the end of the file that are searched for the last line."""
+"""Number of bytes at the end of a file that are searched for its last readable line."""
 
 MOST_SLOTS = 65_536
-"""Maximum number of slots of a node."""
+"""Maximum number of slots per node; lines with more are damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A time interval with seconds by state, or by phase of the job.
+    """A time interval, and how many of its seconds were spent in each state of a slot, or in each phase of the job.
 
-    In the file, `begin` and `end` count from the start of the step.
+    `begin` and `end`: in seconds; in the file they count from the start of the step.
     """
 
     begin: float
@@ -148,7 +150,7 @@ class Span:
 
     @property
     def unbooked(self) -> float:
-        """Seconds in no known state."""
+        """Seconds of the interval in no known state."""
         return self.end - self.begin - sum(self.seconds.values())
 
     @property
@@ -157,14 +159,17 @@ class Span:
         return self.longest(lambda state: 0)
 
     def longest(self, order: Callable[[str], int]) -> str:
-        """Like `most`; among equal states the one with the lowest `order`."""
+        """Like `most`; of states with equal seconds, the one with the lowest `order(state)`."""
         most = max(self.seconds, key=lambda state: (self.seconds[state], -order(state)), default="")
         return most if most and self.seconds[most] >= self.unbooked else ""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerTotals:
-    """Totals of a worker at time `at` (monotonic clock of the machine): seconds and counts by name."""
+    """Counters of one worker (engine or train rank) since its start: seconds and counts, by name.
+
+    `at`: when they were read, in seconds of the machine's monotonic clock.
+    """
 
     slot: str
     at: float
@@ -173,14 +178,17 @@ class WorkerTotals:
 
 @dataclass(frozen=True)
 class AccountLine:
-    """A step on a node. `phases`: of the job, as seen by the node. `spans`: by slot."""
+    """One line of `books/NODE.jsonl`: accounting of one step on one node, with its course over time.
+
+    `phases`: phases of the job during the step, as seen by the node. `spans`: states of each slot, by slot name.
+    """
 
     node: str
     book: StepAccount
     phases: Sequence[Span] = ()
     spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
     kept: Mapping[str, WorkerTotals] = field(default_factory=dict)
-    """Totals of engines and ranks at the end of the step, by instance. The next incarnation of the node's controller
+    """Counters of engines and ranks at the end of the step, by worker instance. If the node's controller restarts, it
     continues from them.
     """
 
@@ -191,7 +199,7 @@ class AccountLine:
 
 
 def encode_line(line: AccountLine) -> str:
-    """One line of the file, with newline."""
+    """Encode a step as one JSON line of the file, with newline."""
     tree = {
         "node": line.node,
         "step": line.book.version.step,
@@ -210,7 +218,7 @@ def _tree(one: Span) -> list[Any]:
 
 
 def parse_line(line: str | bytes) -> AccountLine | None:
-    """Inverse of `encode_line`. None for an unreadable line or one with more than `MOST_SLOTS` slots."""
+    """Parse a line that `encode_line` wrote. None if it is unreadable or has more than `MOST_SLOTS` slots."""
     try:
         tree = parse_object(line if isinstance(line, str) else line.decode(errors="replace")) or {}
         book = StepAccount.model_validate_json(json.dumps(tree["book"]))
@@ -247,18 +255,18 @@ def append_line(run_dir: Path, line: AccountLine) -> None:
 
 
 def newest_line(run_dir: Path, node: str) -> AccountLine | None:
-    """The last step in a node's file, or None. Raises OSError. Blocks."""
+    """Read the last readable line of a node's file; None if there is none. Raises OSError. Blocks."""
     texts = [*last_lines(run_dir / FOLDER / f"{node}.jsonl", MOST_LINE_BYTES)]
     return next((line for text in reversed(texts) if (line := parse_line(text)) is not None), None)
 
 
 def read_lines(run_dir: Path, step: int | None = None) -> Iterator[AccountLine]:
-    """Lines of all nodes (of one step, if given), node by node, oldest first. Raises OSError. Blocks."""
+    """Yield the lines of all nodes, node by node, oldest first. `step`: only of this step. Raises OSError. Blocks."""
     return (line for _, _, line in _lines(run_dir, step))
 
 
 def read_step_lines(run_dir: Path, step: int) -> Iterator[AccountLine]:
-    """Lines of a step in its newest lineage, node by node; each is read on demand. Raises OSError. Blocks."""
+    """Yield the lines of a step in its newest lineage, node by node, read one by one. Raises OSError. Blocks."""
     newest, places = Version(0, step), dict[Path, int]()
     for path, offset, line in _lines(run_dir, step):
         if line.book.version > newest:
@@ -274,7 +282,7 @@ def read_step_lines(run_dir: Path, step: int) -> Iterator[AccountLine]:
 
 
 def _lines(run_dir: Path, step: int | None) -> Iterator[tuple[Path, int, AccountLine]]:
-    """Yield each line with its file and offset."""
+    """Yield each readable line with its file and byte offset. `step`: only lines of this step; None: all."""
     mark = None if step is None else f'"step":{step},'.encode()
     for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
         with path.open("rb") as file:
