@@ -1,4 +1,4 @@
-"""Assignment of a sealed step's samples to train ranks and updates; parts of a streamed step; digests of a step's
+"""Assignment of a sealed step's samples to train ranks and updates, parts of a streamed step, and digests of a step's
 content.
 
 The seal is the record that lists the groups of a step. The assignment is a pure function of the seal: the controllers

@@ -105,7 +105,7 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class ChainWriter:
-    """Who writes a log entry: the controller's incarnation (one run of its process).
+    """The writer of a log entry: the controller's incarnation (one run of its process).
 
     `nonce`: unique per transaction; after a timeout it shows whether this transaction wrote the entry. `job`:
     `job_digest` of the job; empty while a node runs schema version 2, which cannot read entries with it.

@@ -4,12 +4,13 @@
 model). Only checkpoints on head's chain count, because no rollback goes to a discarded branch. A chain has one state
 per step. The newest checkpoint on the chain is always kept, so a new train world always has a starting point.
 
-*Records.* In addition to old log entries (`gcore.ledger.chain.prunable_entries`), the store deletes: keys of train
-worlds other than head's, whose ranks can no longer train; parts of evaluations of weights other than head's; warnings
-of absent nodes, except the newest few; and evaluations, which move to the run folder first. The newest few evaluations
-stay. So do the first and the best on head's chain, as it is now and as it would be after a rollback to each registered
-checkpoint. Every deleting transaction compares head and the checkpoints. `controllers.rules.retention` decides when to
-delete; `controllers.job.executor` deletes a checkpoint's entry before its files.
+*Records.* Besides old log entries (`gcore.ledger.chain.prunable_entries`), these are deleted from the store: keys of
+train worlds other than head's, whose ranks can no longer train; parts of evaluations of other weights than head's; and
+warnings of absent nodes, except the newest few. Evaluations are deleted after they were copied to the run folder. The
+newest few evaluations stay. So do the first and the best on head's chain, as it is now and as it would be after a
+rollback to each registered checkpoint. Every deleting transaction compares head and the checkpoints.
+`controllers.rules.retention` decides when to delete; `controllers.job.executor` deletes a checkpoint's entry before its
+files.
 """
 
 from __future__ import annotations

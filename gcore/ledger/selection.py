@@ -1,6 +1,6 @@
 """Selection of groups for a step: which refs to sample next, what a seal takes, which versions are acceptable.
 
-A ref names one prompt in one data epoch; a group is all samples of one prompt; a seal is the record that fixes which
+A ref names one prompt in one data epoch. A group is all samples of one prompt. A seal is the record that fixes which
 groups form a step. Refs are ordered by (position, shard). At staleness 0 a seal takes groups in this order and waits
 for them. Taking groups in the order in which they finish would bias training towards short responses. The refs to
 sample are recomputed on every call: those without an outcome at head, in no open seal, and within the window of their

@@ -1,4 +1,4 @@
-"""Tallies of prompt outcomes by source; records of data epochs; why a step is short.
+"""Tallies of prompt outcomes by source, records of data epochs, and reasons why a step is short.
 
 A tally counts trained, filtered and failed prompts by source (dataset). Like head's cursors it is a sum over the
 entries of the chain, and a rollback restores both. The statistics of a curriculum come from it, and it shows when a

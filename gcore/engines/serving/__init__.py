@@ -1,1 +1,1 @@
-"""HTTP side of engines: request bodies, refusals, control and weight routes, the OpenAI API."""
+"""HTTP side that all of gcore's own engines share: request bodies, error responses, control routes, the OpenAI API."""

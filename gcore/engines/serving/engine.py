@@ -22,11 +22,11 @@ W = TypeVar("W")
 
 
 class UpdateLock:
-    """Separates requests and weight updates, unless the engine is paused.
+    """Readers-writer lock between requests (readers) and weight updates (writers), without effect in a paused engine.
 
     As in SGLang, an update that arrives while requests are running waits until they are answered; requests that arrive
-    meanwhile wait until the update is done. To update at once, pause the engine or abort all requests first. A paused
-    or sleeping engine is updated at once. `still()`: whether the engine generates no tokens now.
+    meanwhile wait until the update is done. A paused or sleeping engine is updated at once, so to update at once, pause
+    the engine or abort all requests first. `still`: returns whether the engine is paused or asleep now.
     """
 
     def __init__(self, still: Callable[[], bool]) -> None:
@@ -51,8 +51,9 @@ class UpdateLock:
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
-        """Hold the lock while weights change: one change at a time, or the older weights of a slow update could be
-        installed last."""
+        """Hold the lock while weights change. Only one change at a time: otherwise a slow update could install its
+        older weights last.
+        """
         async with self._one:
             if self._still():
                 yield
@@ -67,13 +68,13 @@ class UpdateLock:
                 self.recheck()
 
     def recheck(self) -> None:
-        """Make waiters check again whether they may continue, for example after a pause."""
+        """Wake up all waiters to check again whether they may continue. Call it after a pause."""
         self._moved.set()
         self._moved = asyncio.Event()
 
 
 class EngineState(Protocol):
-    """State of an engine: the torch engine's core, or the emulated engine's device."""
+    """What the HTTP routes read from an engine: from the torch engine's core, or the emulated engine's device."""
 
     @property
     def version(self) -> str:
@@ -87,7 +88,7 @@ class EngineState(Protocol):
 
     @property
     def asleep(self) -> frozenset[str]:
-        """Released memory, of "weights" and "kv_cache"."""
+        """Names of the memory that is released: "weights", "kv_cache"."""
         ...
 
     @property
@@ -102,10 +103,10 @@ class EngineState(Protocol):
 
 
 class ServedEngine(ABC, Generic[W]):
-    """An engine behind the routes. `W`: weights that were loaded and checked, but are not served yet.
+    """An engine as the HTTP routes use it. `W`: type of weights that were loaded and checked, but are not served yet.
 
     `description`: facts about the process for `/model_info` and `/server_info`. Its `model_path` is the folder of the
-    served weights, and changes with updates.
+    weights at start; `model_path` of the engine changes with updates. `gate`: lock between requests and updates.
     """
 
     kind = "this engine"
@@ -125,10 +126,10 @@ class ServedEngine(ABC, Generic[W]):
         """Only one flush request polls the engine at a time."""
         self._description = description
         self._names: set[str] = set()
-        """Names of running requests."""
+        """Request IDs (`rid`) of running requests."""
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for `/model_info` and `/server_info`."""
+        """Return the facts about model and process that `/model_info` and `/server_info` report."""
         path = self.model_path
         return {
             **self._description,
@@ -138,14 +139,17 @@ class ServedEngine(ABC, Generic[W]):
         }
 
     def check_names(self, names: set[str]) -> None:
-        """Raises EngineError if a request with one of these names is running."""
+        """Raise EngineError if a request with one of these request IDs is running."""
         if taken := self._names & names:
             raise EngineError(
                 f"a request with rid {min(taken)!r} is already running", fix="Give each request a unique rid"
             )
 
     async def update_from_disk(self, path: str, version: str | None, *, flush: bool, abort: bool) -> None:
-        """Serve the weights of a folder. Raises EngineError; then nothing has changed."""
+        """Load the weights of folder `path` and serve them as `version`. Raises EngineError; then nothing has changed.
+
+        `flush`: also drop the KV cache. `abort`: end all requests first instead of waiting for them.
+        """
         await self.make_way(version, flush=flush, abort=abort)
         async with self.gate.changing():
             check_version(version, self.state.version)
@@ -154,7 +158,10 @@ class ServedEngine(ABC, Generic[W]):
         self.model_path = path
 
     async def make_way(self, version: str | None, *, flush: bool, abort: bool) -> None:
-        """Prepare an update before weights are loaded. Raises EngineError if the update is not possible."""
+        """Before weights are loaded: abort all requests if `abort`, and check that the update is possible.
+
+        Raises EngineError for an older version, or if `flush` is impossible because paused requests use the cache.
+        """
         if abort:
             await self.abort(lambda _: True, "aborted by a weight update")
         state = self.state
@@ -168,7 +175,7 @@ class ServedEngine(ABC, Generic[W]):
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """Whether it can still respond."""
+        """Whether the engine can still respond to requests."""
 
     @property
     @abstractmethod
@@ -177,15 +184,18 @@ class ServedEngine(ABC, Generic[W]):
 
     @abstractmethod
     def time_sums(self) -> EngineTimeSums:
-        """How the time until now was spent, in seconds of the clock."""
+        """How the time until now was spent (idle, busy, paused and so on), in units of `time_scale` seconds."""
 
     @abstractmethod
     async def abort(self, unwanted: Callable[[Any], bool], message: str = ABORTED) -> None:
-        """End requests now, with the tokens they have. `unwanted` is called with each request's `rid`."""
+        """End the requests for which `unwanted` is true, with the tokens that they have so far.
+
+        `message`: reported to their clients as the reason.
+        """
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating tokens."""
+        """Stop generating tokens. `mode`: "abort" running requests, "retract" (preempt) them, or keep them "in_place"."""
 
     @abstractmethod
     async def resume(self) -> None:
@@ -193,24 +203,30 @@ class ServedEngine(ABC, Generic[W]):
 
     @abstractmethod
     async def flush(self) -> bool:
-        """Release the cache's memory; False while requests use it."""
+        """Drop the KV cache. Returns False, without effect, while requests use it."""
 
     @abstractmethod
     async def release(self, tags: frozenset[str]) -> None:
-        """Release memory; requests wait. Raises EngineError while requests run."""
+        """Release the memory named by `tags` ("weights", "kv_cache"); new requests wait.
+
+        Raises EngineError while requests run.
+        """
 
     @abstractmethod
     async def wake(self, tags: frozenset[str]) -> None:
-        """Restore released memory."""
+        """Restore the released memory named by `tags`."""
 
     @abstractmethod
     async def rename(self, version: str, *, abort: bool) -> None:
-        """Set the version of the served weights. Raises EngineError for an older one."""
+        """Change only the version name of the served weights. `abort`: end all requests first.
+
+        Raises EngineError for an older version.
+        """
 
     @abstractmethod
     async def stage_weights(self, folder: Path) -> W:
-        """Load and check the weights of a folder. Raises EngineError if they do not fit."""
+        """Load the weights of a folder and check that they fit the model, without serving them. Raises EngineError."""
 
     @abstractmethod
     async def install_weights(self, staged: W, version: str | None, *, flush: bool) -> None:
-        """Serve staged weights from the next token on."""
+        """Serve staged weights from the next token on. `version` None: keep the name. `flush`: drop the KV cache."""

@@ -1,7 +1,7 @@
-"""HTTP helpers of engines: parsing and validation of request bodies, the formats of refusals, and API keys.
+"""HTTP helpers of engines: parsing and validation of request bodies, the formats of error responses, and API keys.
 
 Large bodies are parsed and validated off the event loop. JSON is parsed strictly: NaN and infinities are rejected, and
-so is a body that is nested too deeply. Refusals have the three formats of SGLang.
+so is a body that is nested too deeply. Error responses have the three formats of SGLang (`error_response`).
 """
 
 from __future__ import annotations
@@ -42,13 +42,12 @@ class ParamsRefused(EngineError):
 
 
 def error_response(error: GcoreError) -> Response:
-    """Return the response that refuses a request because of `error`, in SGLang's formats, so that clients need to parse
-    only one kind of response.
+    """Return the HTTP response for `error`, in one of SGLang's three formats with status 400.
 
-    There are three, all with status 400. The body is not what the route accepts: an object with `object: "error"` and
-    the sentence at the top level. A sampling parameter is unknown or has the wrong type: `{"error": sentence}`.
-    Anything else that cannot be served: `{"error": {"message": sentence}}`. A body that is too large gets a 413 in the
-    first format. Unknown routes and methods get `{"detail": ...}`.
+    1. The body is not what the route accepts: an object with `object: "error"` and `message`. A body that is too large
+       gets the same with status 413.
+    2. A sampling parameter is unknown or has the wrong type: `{"error": message}`.
+    3. Anything else that cannot be served: `{"error": {"message": message}}`.
     """
     if isinstance(error, BodyTooBig):
         return _whole(str(error), TOO_LARGE, "Content Too Large")
@@ -60,7 +59,7 @@ def error_response(error: GcoreError) -> Response:
 
 
 def error_event(error: GcoreError) -> dict[str, Any]:
-    """Return the same as an event of a stream, whose status 200 was already sent."""
+    """Return `error` as the JSON of a server-sent event, for a stream whose status 200 was already sent."""
     return {
         "error": {
             "message": str(error),
@@ -72,7 +71,7 @@ def error_event(error: GcoreError) -> dict[str, Any]:
 
 
 def answer_errors(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """Wrap a handler so that its errors become responses."""
+    """Wrap a handler so that a GcoreError that it raises becomes a response (`error_response`)."""
 
     async def handle(request: Request) -> Response:
         try:
@@ -84,7 +83,7 @@ def answer_errors(handler: Callable[[Request], Awaitable[Response]]) -> Callable
 
 
 async def route_not_found(request: Request, error: Exception) -> Response:
-    """Respond to starlette's own refusals: an unknown path, or a method that the path does not have."""
+    """Respond with `{"detail": ...}` to an unknown path, or to a method that the path does not have."""
     assert isinstance(error, HTTPException)
     return JSONResponse({"detail": error.detail}, error.status_code, headers=error.headers)
 
@@ -97,8 +96,9 @@ T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
 
 MOST_BODY_BYTES = 128 * 1024 * 1024
-"""Maximum size of a body: about 20 million token ids. A larger one is refused, before it is read if its length is
-announced."""
+"""Maximum size of a body: about 20 million token IDs. A larger one is refused; if it has a content length, before it
+is read.
+"""
 
 BIG_BODY_BYTES = 256 * 1024
 """From this size on, a body is parsed and checked off the event loop."""
@@ -110,13 +110,15 @@ TYPE_NAMES = frozenset({"str", "int", "bool", "float", "list", "dict"})
 
 
 async def read_fields(request: Request, kind: type[B]) -> B:
-    """Read the request's JSON body with the fields of `kind`, as `read_body` does."""
+    """Read the request's JSON body and validate it as the pydantic model `kind`. Raises BodyRefused, BodyTooBig."""
     return await read_body(request, lambda value: checked_body(kind, value))
 
 
 async def read_body(request: Request, check: Callable[[Any], T]) -> T:
-    """Read the request's JSON body and return the result of `check`. Raises BodyRefused, BodyTooBig, and what `check`
-    raises."""
+    """Read the request's JSON body and return the result of `check`, which gets the parsed JSON.
+
+    `check` runs in another thread for large bodies. Raises BodyRefused, BodyTooBig, and what `check` raises.
+    """
     raw = await _bytes(request)
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not raw:
@@ -129,7 +131,7 @@ async def read_body(request: Request, check: Callable[[Any], T]) -> T:
 
 
 def checked_body(kind: type[B], value: Any) -> B:
-    """Validate a body with the fields of `kind`. Raises BodyRefused."""
+    """Validate a parsed body as the pydantic model `kind`. Raises BodyRefused."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -149,7 +151,7 @@ def query_seconds(request: Request, name: str) -> float:
 
 
 def validation_sentence(error: ValidationError) -> str:
-    """Describe the error and its place in one sentence."""
+    """Describe the first validation error in one sentence, with the field's path."""
     # In a union every branch reports an error; use the one that got furthest.
     errors = [(_place(e["loc"]), e) for e in error.errors(include_url=False, include_input=False)]
     path, first = max(errors, key=lambda pair: len(pair[0]))
@@ -191,13 +193,13 @@ def _parsed(raw: bytes) -> Any:
 
 
 def _place(location: Sequence[str | int]) -> tuple[str, ...]:
-    """Return the fields and indices of a location, without the names of the tried types."""
+    """Return the fields and indexes of a pydantic error location, without the names of the union's types."""
     parts = [str(part) for part in location]
     return tuple(part for part in parts if re.fullmatch(r"\w+", part) and part not in TYPE_NAMES)
 
 
 OPEN = ("/health", "/ready", "/metrics")
-"""Path prefixes that need no key."""
+"""Path prefixes that need no API key."""
 
 ADMIN = frozenset(
     {
@@ -223,7 +225,7 @@ ADMIN = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """The keys of an engine, and the routes that need them, as in SGLang. None: no key is required.
+    """The API keys of an engine, and the routes that need them, as in SGLang. None: no key is required.
 
     `api_key` protects all routes. `admin_api_key` protects those that change the engine or its requests; if both are
     set, these accept only the admin key. Health, readiness and metrics are always open, for probes without a key. A key
@@ -234,7 +236,7 @@ class ApiKeys:
     admin_api_key: str | None = field(default=None, repr=False)
 
     def allow(self, path: str, authorization: str | None) -> bool:
-        """Whether a request to `path` with this header is allowed."""
+        """Whether a request to `path` with this `Authorization` header may be served."""
         if path.startswith(OPEN):
             return True
         wanted = (self.admin_api_key or self.api_key) if path in ADMIN else self.api_key
@@ -245,14 +247,14 @@ class ApiKeys:
 
 
 class ApiKeyGuard:
-    """An ASGI application that checks keys."""
+    """ASGI middleware that checks API keys, and responds with 401 without a valid one."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
+        """Pass one request to the application, or refuse it."""
         if scope["type"] == "http" and not self._keys.allow(scope["path"], Headers(scope=scope).get("authorization")):
             await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
             return

@@ -1,13 +1,13 @@
 """Request and response bodies of the engine's routes: the fields of SGLang that gcore's engines support.
 
-`/generate` is checked in three steps, as in SGLang: the types of the fields; the sampling parameters, where an unknown
-name is an error; then the meaning of the values. A field of SGLang that these engines do not support (adapters, images,
-grammars, penalties, ...) is refused unless it is null or has its default, so that a client never samples from another
-distribution than it expects. A name unknown to SGLang is ignored. Administrative bodies are parsed leniently: unknown
-fields are ignored, and fields about devices and loaders have no effect, except `load_format`, because another loader
-would mean other weights.
+`/generate` is checked in three steps, as in SGLang: first the types of the fields; then the names and types of the
+sampling parameters, where an unknown name is an error; then the values. A field of SGLang that these engines do not
+support (adapters, images, grammars, penalties, ...) is refused unless it is null or has its default, so that a client
+never samples from another distribution than it expects. A name unknown to SGLang is ignored. Administrative bodies are
+parsed leniently: unknown fields are ignored, and fields about devices and loaders have no effect, except `load_format`,
+because another loader would mean other weights.
 
-Nothing here depends on the model; the request handlers check what does.
+Nothing here depends on the model: the request handlers check token IDs and lengths.
 """
 
 from __future__ import annotations
@@ -52,14 +52,18 @@ UNSERVED_PARAMS: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class LogprobRequest:
-    """Requested log-probabilities. `prompt_from`: first prompt token; None: no prompt tokens."""
+    """Which log-probabilities a client requests.
+
+    `output`: those of the sampled tokens. `prompt_from`: those of the prompt from this position on; None: none. `top`:
+    number of most likely tokens per position. `text`: whether entries contain the token's text.
+    """
 
     output: bool = False
     prompt_from: int | None = None
     top: int = 0
     text: bool = False
     named: tuple[int, ...] = ()
-    """Tokens whose log-probabilities are requested at each position."""
+    """Tokens whose log-probabilities are requested at each position, likely or not."""
 
 
 class SamplingFields(BaseModel):
@@ -98,7 +102,7 @@ class SamplingBody(SamplingFields):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Return `stop` as a tuple."""
+        """The stop strings of `stop`, as a tuple; may be empty."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
@@ -107,7 +111,7 @@ class SamplingBody(SamplingFields):
         return self.max_new_tokens != 0
 
     def check(self) -> None:
-        """Raises EngineError for an invalid value."""
+        """Raise EngineError if a value is out of range."""
         wrong = self._wrong_number() or self._wrong_stop()
         if wrong is not None:
             raise EngineError(wrong)
@@ -145,11 +149,11 @@ class SamplingBody(SamplingFields):
         vocabulary: int,
         asked: LogprobRequest,
     ) -> RequestSampling:
-        """Return the parameters of sample `index` of `n`. Without a `sampling_seed` the engine's own `drawn_seed` is
-        used.
+        """Convert to the engine's parameters for sample number `index` of `n`.
 
-        `room`: remaining tokens of the context. A sample of no tokens is generated as one token, which is not reported.
-        Raises EngineError for a named token outside the vocabulary.
+        `drawn_seed`: used without a `sampling_seed`. `end_tokens`: of the model. `room`: remaining tokens of the
+        context, the limit without `max_new_tokens`. If no token is requested, one is generated but not reported. Raises
+        EngineError for a named token outside the vocabulary.
         """
         strange = [token for token in asked.named if not 0 <= token < vocabulary]
         if strange:
@@ -177,7 +181,7 @@ class SamplingBody(SamplingFields):
 
 
 def sampling_params(bodies: list[dict[str, Any]]) -> list[SamplingBody]:
-    """Parse the bodies. Raises ParamsRefused, and EngineError for parameters that this engine does not support."""
+    """Parse `sampling_params` objects. Raises ParamsRefused, and EngineError for parameters that are not supported."""
     found = []
     for body in bodies:
         unserved = UNSERVED_PARAMS.keys() & body.keys()
@@ -192,13 +196,14 @@ def sampling_params(bodies: list[dict[str, Any]]) -> list[SamplingBody]:
 
 
 MOST_SAMPLES = 65_536
-"""Maximum samples of one request. Queueing this many takes a second, during which the engine cannot handle other
-messages."""
+"""Maximum number of samples of one request. Queueing this many takes a second, during which the engine handles no other
+message.
+"""
 
 Id = Annotated[int, Field(ge=-INT64, lt=INT64)]
 
 Ids = Annotated[list[Id], Field(fail_fast=True)]
-"""Only the first wrong item is reported; the error messages about a million items would take gigabytes."""
+"""A list of token IDs. Only the first wrong item is reported: errors about a million items would take gigabytes."""
 
 IdLists = Annotated[list[Ids], Field(fail_fast=True)]
 OneOrEach = Id | Ids
@@ -239,7 +244,7 @@ UNSERVED_FIELDS = frozenset(
 
 
 class _GenerateFields(BaseModel):
-    """The body's fields and their types."""
+    """Fields of the body of `/generate` with their types: step one of the check."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -257,13 +262,16 @@ class _GenerateFields(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """A checked request: each list has one entry per prompt. Raises EngineError for too many samples."""
+    """A checked request to `/generate`. `prompts`, `params`, `asked` and `rids` have one entry per prompt.
+
+    Raises EngineError for more than `MOST_SAMPLES` samples.
+    """
 
     prompts: tuple[str | list[int], ...]
     params: tuple[SamplingBody, ...]
     asked: tuple[LogprobRequest, ...]
     rids: tuple[str, ...] | None
-    """None: the client gave no names."""
+    """Request IDs that the client gave; None: it gave none."""
     stream: bool
     is_list: bool
     """Whether the response is a list, even with one sample."""
@@ -275,12 +283,12 @@ class GenerateCall:
             )
 
     def asked_by(self, index: int) -> LogprobRequest:
-        """Return what sample `index` of the response requests."""
+        """Return which log-probabilities are requested for the sample at `index` of the response."""
         return self.asked[index // self.params[0].n]
 
 
 def generate_body(value: Any) -> GenerateCall:
-    """Check a body of `/generate`. Raises BodyRefused, ParamsRefused, EngineError."""
+    """Check the parsed JSON body of `/generate`. Raises BodyRefused, ParamsRefused, EngineError."""
     body = _fields(value)
     given = body.input_ids if body.text is None else body.text
     bodies = body.sampling_params
@@ -311,7 +319,7 @@ def generate_body(value: Any) -> GenerateCall:
 
 
 def refuse_fields(body: BaseModel, unserved: frozenset[str]) -> None:
-    """Raises EngineError for a field of SGLang that the engine does not support, unless it has no effect."""
+    """Raise EngineError if `body` has one of the fields `unserved` with a value other than null, false or empty."""
     for name, value in sorted((body.model_extra or {}).items()):
         if value and name in unserved:
             raise EngineError(f"{name} is not supported by this engine", fix="Remove it, or use an SGLang server")
@@ -369,8 +377,11 @@ def _named(body: _GenerateFields, prompts: Sequence[object], *, is_batch: bool, 
 def request_names(
     rid: str | list[str] | None, asked: Sequence[object], what: str, *, is_batch: bool, is_list: bool
 ) -> tuple[str, ...] | None:
-    """Name requests as SGLang does: a list, if the response is a list, is used as it is; one name is numbered through a
-    batch. `what`: noun for the entries."""
+    """Return the request ID of each entry of a request, as SGLang names them; None if the client gave none.
+
+    A list of IDs must have one unique ID per entry. A single ID is numbered through a batch: "ID_0", "ID_1", ....
+    `asked`: the entries. `what`: plural noun for them in errors. Raises EngineError.
+    """
     if rid is None:
         return None
     if isinstance(rid, str):
@@ -387,35 +398,36 @@ def _count(is_batch: bool, asked: Sequence[object], what: str = "prompts") -> st
 
 
 NUMBERED = re.compile(r"(_[0-9]+){0,2}")
-"""Suffix of a request's name in the names of its samples: the prompt's number in a batch, the sample's number in
-`n`."""
+"""Suffix of a sample's request ID after that of the request: the prompt's number in a batch, the sample's number in
+`n`.
+"""
 
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
 
 LOADED = (None, "auto", "safetensors")
-"""Load formats that describe what this engine does."""
+"""Accepted values of `load_format`: those that mean loading safetensors, as this engine does."""
 
 
 class RequestBody(BaseModel):
-    """Base class of the bodies."""
+    """Base class of the bodies of administrative routes: unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 class AbortBody(RequestBody):
-    """POST /abort_request. Ends the request `rid`, or the samples numbered under it."""
+    """POST /abort_request. Ends the request `rid` with all of its samples, or all requests."""
 
     rid: str | None = None
     abort_all: bool = False
 
     def names(self, rid: str) -> bool:
-        """Whether this body refers to the sample named `rid`."""
+        """Whether this body means the sample with request ID `rid`: that of the body, or a numbered one below it."""
         mine, rest = self.rid or "", rid.removeprefix(self.rid or "")
         return bool(mine) and rid.startswith(mine) and NUMBERED.fullmatch(rest) is not None
 
 
 class _ChangeBody(RequestBody):
-    """Fields of all weight changes."""
+    """Fields of all routes that change weights."""
 
     load_format: str | None = None
     abort_all_requests: bool = False
@@ -500,7 +512,7 @@ class MemoryBody(RequestBody):
 
     @property
     def wanted(self) -> frozenset[str]:
-        """Return the tags; both if none is named. There are no CUDA graphs."""
+        """The named memory; "weights" and "kv_cache" if none is named. These engines have no CUDA graphs."""
         return frozenset(self.tags or ("weights", "kv_cache")) - {"cuda_graph"}
 
 
@@ -508,21 +520,21 @@ TextOf = Callable[[int], str]
 
 
 def json_number(value: Any) -> Any:
-    """Convert a number, or nested lists of numbers, for JSON: infinities and NaN become null."""
+    """Replace infinities and NaN in a number or in nested lists of numbers by None, which JSON can express."""
     if isinstance(value, list):
         return [json_number(one) for one in value]
     return value if value is None or math.isfinite(value) else None
 
 
 def count_entries(delivery: RequestOutput, asked: LogprobRequest) -> int:
-    """Return the approximate number of entries in the lists of a sample's response."""
+    """Return about how many list entries a sample's response body will have, to decide where to encode it."""
     of_prompt = delivery.prompt_logprobs
     positions = len(delivery.tokens) + (0 if of_prompt is None else len(of_prompt.values))
     return positions * (1 + asked.top + len(asked.named))
 
 
 def count_answer_entries(answer: Mapping[str, Any], asked: LogprobRequest) -> int:
-    """Return the same for a finished response body."""
+    """Return about how many list entries a composed response body has."""
     positions = len(answer["output_ids"]) + len(answer["meta_info"].get("input_token_logprobs", ()))
     return positions * (1 + asked.top + len(asked.named))
 
@@ -537,8 +549,11 @@ def sample_answer(
     text_of: TextOf,
     latency_s: float,
 ) -> dict[str, Any]:
-    """Return the response for one sample. `text_of`: returns the text of a token, for clients that request it with the
-    log-probabilities."""
+    """Return the response body for one sample, in SGLang's format.
+
+    `text_of`: returns the text of a token, for clients that request it with the log-probabilities. `latency_s`: seconds
+    since the request arrived.
+    """
     meta: dict[str, Any] = {
         "id": rid,
         "finish_reason": _finish_reason(delivery.ending, len(delivery.tokens)),
@@ -565,7 +580,10 @@ def word_sample(
     text: Detokenizer | None,
     latency_s: float,
 ) -> dict[str, Any]:
-    """Return the response for one request. `text` None: the model folder has no tokenizer, and texts are empty."""
+    """Decode an output and return the response body for its sample, in SGLang's format.
+
+    `text`: the tokenizer; None: the model folder has none, and texts are empty.
+    """
     if not params.makes_tokens:
         delivery = without_tokens(delivery)
     return sample_answer(
@@ -580,7 +598,7 @@ def word_sample(
 
 
 def _response_text(text: Detokenizer, params: SamplingBody, delivery: RequestOutput) -> str:
-    """Return the text without the stop token or string that ended it, unless the client requests it."""
+    """Return the text of an output, without the stop token or string that ended it unless `no_stop_trim` is set."""
     matched = None if delivery.ending is None or params.no_stop_trim else delivery.ending.matched
     tokens = delivery.tokens[:-1] if isinstance(matched, int) else delivery.tokens
     response = text.decode(tokens, skip_special_tokens=params.skip_special_tokens)
@@ -632,7 +650,7 @@ def _finish_reason(ending: Finish | None, length: int) -> dict[str, Any] | None:
 
 
 def without_tokens(delivery: RequestOutput) -> RequestOutput:
-    """Return the output without its token: no tokens were requested, but one was generated."""
+    """Remove the token of an output for a client that requested none: the engine always generates at least one."""
     ending = delivery.ending if delivery.ending is not None and delivery.ending.kind == "abort" else Finish("length")
     spans = (replace(delivery.spans[0], start=0, end=0),)
     return replace(delivery, tokens=(), logprobs=(), tops=(), spans=spans, ending=ending)

@@ -1,6 +1,6 @@
 """OpenAI's completions and chat completions on top of the engine, with a subset of the fields.
 
-A request becomes one `/generate` request; the response is converted from it, as a whole or as a stream. Text only: no
+A request becomes one `/generate` request, whose response is converted, complete or as a stream. Text only: no
 tools, images, grammars, penalties or echo. Unknown fields are refused, and so are OpenAI's fields that the engine does
 not support, unless they have the default value. `model` may have any value, because there is one model.
 """
@@ -22,7 +22,7 @@ SOME = Field(min_length=1, fail_fast=True)
 Ids = Annotated[list[int], SOME]
 
 Render = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], list[int]]
-"""Converts messages, and variables of the chat template, to prompt tokens."""
+"""Renders chat messages with variables of the chat template, and returns the prompt's tokens."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -43,7 +43,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 class StreamOptions(BaseModel):
-    """`stream_options`."""
+    """OpenAI's `stream_options`: whether the last part of a stream reports token counts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -51,7 +51,7 @@ class StreamOptions(BaseModel):
 
 
 class _Asking(SamplingFields):
-    """Fields of both routes."""
+    """Fields that completions and chat completions share."""
 
     model: str = "default"
     stream: bool = False
@@ -75,7 +75,7 @@ class _Asking(SamplingFields):
         return kept
 
     def sampling(self, max_new_tokens: int | None) -> SamplingBody:
-        """Return the parameters for /generate. Raises EngineError for an invalid value."""
+        """Convert to the sampling parameters of `/generate`. Raises EngineError for an invalid value."""
         params = SamplingBody(
             **{name: getattr(self, name) for name in SamplingFields.model_fields},
             max_new_tokens=max_new_tokens,
@@ -95,13 +95,13 @@ class CompletionBody(_Asking):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts as a list."""
+        """The prompts as a list: texts or lists of token IDs."""
         one: Any = self.prompt
         return [one] if isinstance(one, str) or isinstance(one[0], int) else list(one)
 
 
 class ContentPart(BaseModel):
-    """A part of a message's content."""
+    """A text part of a message's content."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -110,7 +110,7 @@ class ContentPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One message; passed to the chat template unchanged."""
+    """One chat message, with any further fields. The chat template gets it unchanged."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -130,7 +130,9 @@ class ChatBody(_Asking):
 
 
 def parse_chat(value: Any, render: Render) -> CompletionRequest:
-    """Raises BodyRefused, EngineError, and what `render` raises."""
+    """Check a chat completion's JSON body and render its messages. Raises BodyRefused, EngineError, what `render`
+    raises.
+    """
     body = checked_body(ChatBody, value)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     asked = LogprobRequest(output=True, top=body.top_logprobs, text=True) if body.logprobs else LogprobRequest()
@@ -140,7 +142,10 @@ def parse_chat(value: Any, render: Render) -> CompletionRequest:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A checked request of either route. `wants_logprobs`: whether choices contain log-probabilities."""
+    """A checked request of either route, converted to a `/generate` request.
+
+    `chat`: whether it is a chat completion. `wants_logprobs`: whether choices contain log-probabilities.
+    """
 
     request: GenerateCall
     model: str
@@ -150,7 +155,7 @@ class CompletionRequest:
 
 
 def parse_completion(value: Any) -> CompletionRequest:
-    """Raises BodyRefused, EngineError."""
+    """Check a completion's JSON body. Raises BodyRefused, EngineError."""
     body = checked_body(CompletionBody, value)
     asked = LogprobRequest() if body.logprobs is None else LogprobRequest(output=True, top=body.logprobs, text=True)
     return _asking(body, body.prompts, body.sampling(body.max_tokens), asked, chat=False)
@@ -172,7 +177,10 @@ def _asking(
 
 
 class CompletionWriter:
-    """Formats the responses to one request. `name` and `created` (seconds since 1970) are the same in each part."""
+    """Converts responses of `/generate` to OpenAI's format, for one request.
+
+    `name`: ID of the response. `created`: seconds since 1970. Both are the same in each part of a stream.
+    """
 
     def __init__(self, asking: CompletionRequest, *, name: str, created: int) -> None:
         self._asking = asking
@@ -181,7 +189,7 @@ class CompletionWriter:
         self._newest: dict[int, Mapping[str, Any]] = {}
 
     def whole(self, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the complete response, from those of /generate in order."""
+        """Return OpenAI's complete response. `answers`: complete responses of `/generate`, in order."""
         chat = self._asking.chat
         choices = []
         for index, answer in enumerate(answers):
@@ -197,7 +205,7 @@ class CompletionWriter:
         }
 
     def parts(self, part: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the new parts to send, from a growing response of /generate."""
+        """Return the parts of the stream to send now. `part`: the newest response of `/generate` for one sample."""
         index = part["index"]
         self._newest[index] = part
         found: list[dict[str, Any]] = []
@@ -219,7 +227,7 @@ class CompletionWriter:
         return [*found, self._chunk(index, said, logprobs, part if ended else None)]
 
     def usage(self) -> list[dict[str, Any]]:
-        """Return the last part with the usage, if requested."""
+        """Return the last part of the stream, with token counts, if the client requests it; else an empty list."""
         if not self._asking.include_usage:
             return []
         answers = [self._newest[index] for index in sorted(self._newest)]
@@ -264,7 +272,7 @@ class CompletionWriter:
 
 @dataclass
 class _Told:
-    """Progress of a choice: the text already sent."""
+    """How much of a choice was already sent: its text, and its number of tokens."""
 
     text: str = ""
     tokens: int = 0
@@ -276,7 +284,7 @@ def _token(entry: Sequence[Any]) -> dict[str, Any]:
 
 
 def _usage(answers: Sequence[Mapping[str, Any]], asking: CompletionRequest) -> dict[str, Any]:
-    """Count each prompt once, regardless of its number of samples."""
+    """Return OpenAI's token counts. Each prompt counts once, regardless of its number of samples."""
     metas = [answer["meta_info"] for answer in answers]
     prompt = sum(meta["prompt_tokens"] for meta in metas[:: asking.request.params[0].n])
     made = sum(meta["completion_tokens"] for meta in metas)

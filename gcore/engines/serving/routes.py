@@ -1,12 +1,12 @@
 """Routes that control an engine and report its state, for any `ServedEngine`: SGLang's paths and fields over HTTP.
 
-Pauses, aborts, memory, health, metrics, the served weights. A weight change responds with `{"success": bool, "message":
-str}`, with status 400 if nothing was changed. It waits for running requests unless the engine is paused. A cache in use
-by running rows is not flushed: to change weights during an in-place pause, send `flush_cache: false`; to recompute keys
-and values, pause with `retract`.
+They pause and abort requests, release memory, change the served weights, and report health and metrics. A weight change
+responds with `{"success": bool, "message": str}`, with status 400 if nothing was changed. It waits for running requests
+unless the engine is paused. A KV cache that running sequences use is not flushed: to change weights during an in-place
+pause, send `flush_cache: false`; to recompute keys and values, pause with `retract`.
 
-Handlers are functions of an engine and a request. `engine_of` finds the engine, so that one application can serve
-several.
+Handlers are functions of an engine and a request. `engine_of` finds the engine of a request, so that one application
+can serve several.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ FLUSH_POLL_S = 0.02
 
 
 def control_routes(engine_of: Callable[[Request], E | None], unserved: Sequence[str]) -> list[Route]:
-    """Return the routes of every engine. Routes of SGLang in `unserved` are refused with an explanation."""
+    """Return the control routes. `engine_of`: the engine of a request; None: none yet. `unserved`: SGLang's paths that
+    are refused with an explanation.
+    """
     both = ["GET", "POST"]
     posts: dict[str, Handler[E]] = {
         "/abort_request": abort,
@@ -84,8 +86,10 @@ def control_routes(engine_of: Callable[[Request], E | None], unserved: Sequence[
 def bind_engine(
     engine_of: Callable[[Request], E | None], handler: Handler[E]
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Bind a handler to its engine; errors become responses. Status 503 if there is no engine yet because it is
-    loading."""
+    """Turn a handler of (engine, request) into one of a request. Errors become responses.
+
+    Responds with status 503 if `engine_of` returns None: the engine is still loading.
+    """
 
     async def handle(request: Request) -> Response:
         engine = engine_of(request)
@@ -100,12 +104,12 @@ def make_app(routes: Sequence[Route]) -> Starlette:
 
 
 def guard_routes(routes: Sequence[Route], keys: ApiKeys) -> ASGIApp:
-    """Return the ASGI application of these routes, protected by the keys."""
+    """Return the ASGI application of these routes, which requires the API keys."""
     return ApiKeyGuard(make_app(routes), keys)
 
 
 async def abort(engine: ServedEngine[Any], request: Request) -> Response:
-    """End requests now; they respond with the tokens they have."""
+    """End one request or all requests now; they respond with the tokens that they have."""
     body = await read_fields(request, AbortBody)
     await engine.abort((lambda _: True) if body.abort_all else (lambda task: body.names(task.rid)))
     return Response()
@@ -127,7 +131,7 @@ async def resume(engine: ServedEngine[Any], request: Request) -> Response:
 
 
 async def update_from_disk(engine: ServedEngine[Any], request: Request) -> Response:
-    """Serve weights from a folder."""
+    """Load weights from a folder and serve them."""
     body = await read_fields(request, UpdateFromDiskBody)
     try:
         await engine.update_from_disk(
@@ -151,7 +155,7 @@ async def rename_weights(engine: ServedEngine[Any], request: Request) -> Respons
 
 
 async def flush(engine: ServedEngine[Any], request: Request) -> Response:
-    """Release the cache's memory; refused while sequences use it, after waiting `timeout` seconds for them."""
+    """Drop the KV cache. While sequences use it, wait up to the query's `timeout` seconds, then refuse."""
     timeout = query_seconds(request, "timeout")
     async with engine.flushing:
         until = engine.clock.monotonic() + timeout
@@ -164,7 +168,7 @@ async def flush(engine: ServedEngine[Any], request: Request) -> Response:
 
 
 async def release(engine: ServedEngine[Any], request: Request) -> Response:
-    """Sleep: release memory; requests wait."""
+    """Release memory (sleep). Requests wait until it is restored."""
     body = await read_fields(request, MemoryBody)
     await engine.release(body.wanted)
     engine.gate.recheck()
@@ -184,7 +188,7 @@ async def refuse_route(engine: ServedEngine[Any], request: Request) -> Response:
 
 
 async def health(engine: ServedEngine[Any], request: Request) -> Response:
-    """Whether the engine can still respond."""
+    """Respond with 200 if the engine can still respond to requests, else 503."""
     return Response(status_code=200 if engine.alive else 503)
 
 
@@ -194,7 +198,7 @@ async def model_info(engine: ServedEngine[Any], request: Request) -> Response:
 
 
 async def server_info(engine: ServedEngine[Any], request: Request) -> Response:
-    """Describe the served model and the state of the queue."""
+    """Describe the served model, and the number of running and waiting sequences."""
     state = {
         "num_running_reqs": engine.state.running,
         "num_waiting_reqs": engine.state.waiting,
@@ -223,12 +227,12 @@ async def metrics(engine: ServedEngine[Any], request: Request) -> Response:
 
 
 def version_notice(version: str | None) -> str:
-    """Return the suffix of an update's message if the version changed too."""
+    """Return the last sentence of an update's message, if the update set a version."""
     return "" if version is None else f" Weight version updated to {version}."
 
 
 def encode_event(part: dict[str, Any]) -> bytes:
-    """Encode one server-sent event."""
+    """Encode JSON as one server-sent event."""
     return b"data: " + json.dumps(part, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -236,7 +240,7 @@ STREAM_END = b"data: [DONE]\n\n"
 
 
 async def run_unless_disconnected(request: Request, answering: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of `answering`; None if the client disconnects first."""
+    """Await `answering` and return its result. If the client disconnects first, cancel it and return None."""
     task = asyncio.ensure_future(answering)
     leaving = asyncio.ensure_future(_disconnected(request))
     try:

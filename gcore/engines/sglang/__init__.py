@@ -1,1 +1,1 @@
-"""SGLang behind an adapter: its command line, and a worker that starts the server and reports its state."""
+"""SGLang as a worker: `command` builds its command line, `adapter` starts the server and reports its state."""

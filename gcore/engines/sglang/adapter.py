@@ -1,8 +1,9 @@
 """Worker between a supervisor and SGLang's server: starts the server, reports its readiness and health, and explains
 its exit.
 
-Requests do not pass through it: the server's own address is registered. From outside it is a worker like any other: a
-launch document, "serving", progress, "stop", and "failed" with an explanation. It restarts nothing.
+Requests do not pass through the worker: the server's own address is registered. The supervisor sees a worker like any
+other: it passes a launch document and "stop", and receives "serving", progress, and "failed" with an explanation. The
+worker never restarts the server.
 
 While the server loads, progress is the number of lines that it has logged. Afterwards the adapter polls the scheduler
 over /server_info, which the scheduler answers between two steps of the model: each response is progress. If the
@@ -43,16 +44,17 @@ LAST_WORD_S = 1.0
 
 
 def free_port(host: str) -> int:
-    """Return a port that is free now. If another process takes it before the server does, the server ends with that
-    error."""
+    """Return a port that is free now. If another process takes it before the server does, the server fails to start."""
     with listen(host) as listener:
         port: int = listener.getsockname()[1]
         return port
 
 
 def make_scratch() -> Path:
-    """Create a folder for the server's temporary files, directly under /tmp if it exists: a socket's path has at most
-    107 bytes."""
+    """Create a folder for the server's temporary files, directly under /tmp if it exists.
+
+    The path must be short, because the path of a Unix socket has at most 107 bytes.
+    """
     return Path(tempfile.mkdtemp(prefix="gcore-sgl-", dir="/tmp" if os.path.isdir("/tmp") else None))
 
 
@@ -64,9 +66,9 @@ class SglangServer:
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], scratch: Path, output: IO[bytes]) -> None:
-        """Start it. Raises EngineError."""
+        """Start the server. `command`, `env`: its command line and environment. Raises EngineError."""
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
-        """The last lines of its output."""
+        """The last lines of the server's output."""
         self.line_count = 0
         self._output = output
         self._scratch = scratch
@@ -85,11 +87,11 @@ class SglangServer:
 
     @property
     def pid(self) -> int:
-        """The pid of the warden process."""
+        """Process ID of the warden (`gcore.system.guard`), the parent of the server."""
         return self._process.pid
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it has ended, at most `timeout_s` (None: without limit). Return whether it has. Blocks."""
+        """Wait up to `timeout_s` seconds (None: without limit) until the server ends. Return whether it did. Blocks."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -97,14 +99,16 @@ class SglangServer:
         return True
 
     def death(self) -> str:
-        """Describe its exit in one sentence with its last output. Call it only after its exit."""
+        """Describe the server's exit in one sentence with its last output. Call it only after the exit."""
         self._reader.join(LAST_WORD_S)
         out_of_memory = out_of_memory_kills() > self._oom_kills
         return exit_sentence(self._process.wait(), last_log_lines(tuple(self.lines)), out_of_memory=out_of_memory)
 
     def stop(self) -> None:
-        """Kill it: it has nothing on disk, and on SIGTERM it would wait for its requests. Blocks until all its
-        processes are gone."""
+        """Kill the server, and block until all its processes are gone.
+
+        It has nothing to save, and on SIGTERM it would wait for its requests.
+        """
         assert self._process.stdin is not None
         self._process.stdin.close()  # tells the warden to end it
         if not self.wait(KILL_S):
@@ -131,29 +135,29 @@ def last_log_lines(lines: Sequence[str]) -> str:
 
 
 def _names_an_error(line: str) -> bool:
-    """Whether it is the last line of an exception ("RuntimeError: ..."), or of argparse's error."""
+    """Whether `line` is the last line of an exception ("RuntimeError: ..."), or of argparse's error."""
     name = line.partition(":")[0].rpartition(".")[2]
     return (name.endswith(("Error", "Exception", "Interrupt")) and name.isidentifier()) or ": error:" in line
 
 
 HEALTH_S = 0.5
-"""Seconds between two checks of a loading server."""
+"""Seconds between two health checks of a server that is loading."""
 
 LOOK_S = 5.0
-"""Seconds between two checks of a serving server."""
+"""Seconds between two polls of the scheduler of a server that is serving."""
 
 HEALTH_PATIENCE_S = 30.0
-"""Timeout of the first token, which includes compilations."""
+"""Timeout in seconds of a health check, which generates a token; the first includes compilations."""
 
 LOOK_PATIENCE_S = 5.0
-"""Timeout of the scheduler's response; a model step may precede it."""
+"""Timeout in seconds of a poll of the scheduler, which may first finish a step of the model."""
 
 
 class SglangAdapter:
-    """One SGLang server. `control`: the line to the supervisor."""
+    """Runs one SGLang server as a worker. `control`: the connection to the supervisor."""
 
     def __init__(self, launch: SglangLaunch, control: ControlLine, clock: Clock) -> None:
-        """Start the server. Raises UsageError, EngineError."""
+        """Start the server process. Raises UsageError, EngineError."""
         self._launch = launch
         self._control = control
         self._clock = clock
@@ -167,7 +171,7 @@ class SglangAdapter:
         )
 
     async def run(self) -> None:
-        """Run until a stop is requested; then the server is gone. Raises EngineError if the server ended by itself."""
+        """Run until the supervisor requests a stop, then kill the server. Raises EngineError if it ended by itself."""
         loop = asyncio.get_running_loop()
         stop, ended = asyncio.Event(), asyncio.Event()
         _in_thread("stop", lambda: self._control.wait_for("stop"), loop, stop)
@@ -187,7 +191,7 @@ class SglangAdapter:
             await asyncio.to_thread(self._server.stop)
 
     async def _serve(self) -> None:
-        """Wait for the server, register it, and report its health. Ends only with an error."""
+        """Wait until the server is ready, report its address, then report its health. Ends only with an error."""
         client, watcher = (self._connect(limit) for limit in (HEALTH_PATIENCE_S, LOOK_PATIENCE_S))
         try:
             self._control.report_progress("loading", 0)
@@ -210,7 +214,10 @@ class SglangAdapter:
         return EngineClient(f"https://{self._address}", timeout_s=timeout_s, transport=transport, key=key)
 
     async def _check_version(self, client: EngineClient) -> None:
-        """Check that the server reports the expected version. Otherwise the version of its tokens would be unknown."""
+        """Make the server report the expected weight version. Raises EngineError if it does not.
+
+        Otherwise the version of its tokens would be unknown.
+        """
         wanted = Version.parse(self._launch.weight_version)
         if await client.served() != wanted:
             await client.call_weights(wanted)
@@ -233,7 +240,7 @@ class SglangAdapter:
 
 
 def _in_thread(name: str, wait: Callable[[], object], loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    """Set `event` when `wait`, which blocks, returns. The thread is abandoned at the end."""
+    """Call `wait`, which blocks, in a daemon thread, and set `event` on the loop when it returns."""
 
     def waiting() -> None:
         wait()
@@ -244,9 +251,9 @@ def _in_thread(name: str, wait: Callable[[], object], loop: asyncio.AbstractEven
 
 
 def main() -> int:
-    """Serve, and return the exit code.
+    """Read the launch document, run the adapter, and return the exit code.
 
-    The entry point of `python -m gcore.engines.sglang`. Started by a supervisor; does not import torch.
+    Must be started by a supervisor. Does not import torch.
     """
     control = ControlLine.inherit()
     if control is None:
@@ -268,7 +275,7 @@ def main() -> int:
 
 
 def run() -> None:
-    """Run the program and end the process."""
+    """Run `main` and end the process with its exit code. Entry point of `python -m gcore.engines.sglang`."""
     code = main()
     sys.stderr.flush()
     # Threads that wait for the line and the server's output are abandoned.

@@ -1,7 +1,7 @@
 """SGLang's command line and environment, the search for a Python that has SGLang, and a head bias that SGLang needs.
 
 The job's `rollout.engine_args` come last. argparse uses the last value of an option, so a user can override each option
-set here, except host, port and model, because the worker depends on them.
+set here, except those that the worker depends on (`OURS`) and those that control access (`GUARDS`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from gcore.system.network import bypass_proxies
 from gcore.system.process import thread_environment
 
 CPU_CACHE_TOKENS = 65536
-"""Cache of a CPU server if none is set: SGLang would take 30 % of all memory for it, per server."""
+"""Minimum size in tokens of a CPU server's KV cache if none is set. SGLang's default is 30 % of all memory per server.
+"""
 
 CUDA_MEM_FRACTION = "0.5"
 """Share of GPU memory for weights and cache together: a train rank on the same GPU needs the rest."""
@@ -49,12 +50,14 @@ GUARDS = (
     "--ssl-keyfile-password",
     "--config",
 )
-"""Options that control access to the server, which gcore sets; and a file of arguments, which could contain any of
-them."""
+"""Options that control access to the server, which only gcore may set; and a file of arguments, which could contain any
+of them.
+"""
 
 DROPPED = ("SGLANG_USE_CPU_ENGINE", "SGLANG_RETURN_ORIGINAL_LOGPROB", "GCORE_CONTROL_FD", "PYTHONPATH", "PYTHONHOME")
 """Environment variables that are not passed to the server. The first two would change the meaning of log-probabilities;
-the others are gcore's own."""
+the others are meant for gcore's own processes.
+"""
 
 
 def server_command(launch: SglangLaunch, port: int) -> tuple[str, ...]:
@@ -98,7 +101,7 @@ def _on_cuda(launch: SglangLaunch) -> list[str]:
 
 
 def check_engine_args(engine_args: Sequence[str]) -> None:
-    """Raises UsageError for an argument that gcore itself must set."""
+    """Raise UsageError if `engine_args` contain an option that only gcore may set (`OURS`, `GUARDS`)."""
     for word in engine_args:
         name = word.partition("=")[0]
         # argparse accepts the beginning of an option as the whole option.
@@ -111,8 +114,10 @@ def check_engine_args(engine_args: Sequence[str]) -> None:
 
 
 def server_environment(launch: SglangLaunch, base: Mapping[str, str], scratch: Path) -> dict[str, str]:
-    """Return the server's environment. `scratch`: its folder for temporary files including sockets, so its path must be
-    short."""
+    """Return the server's environment variables: those of `base`, with changes.
+
+    `scratch`: folder for temporary files, which include sockets, so its path must be short.
+    """
     kept = {name: value for name, value in base.items() if name not in DROPPED}
     return kept | {
         **thread_environment(launch.threads),
@@ -151,7 +156,7 @@ def find_python(named: Path | str | None = None, *, environ: Mapping[str, str] |
 
 
 def has_sglang(python: Path) -> bool:
-    """Whether `python` exists and SGLang is installed with it. Does not start it, which would take a second."""
+    """Whether `python` exists and SGLang is installed for it. Does not start Python, which would take a second."""
     if not (python.is_file() and os.access(python, os.X_OK)):
         return False
     return any(python.parent.parent.glob("lib*/python3*/*-packages/sglang/launch_server.py"))
@@ -172,13 +177,12 @@ FILE = "gcore-head-bias.safetensors"
 
 
 def prepare_head_bias(launch: SglangLaunch, scratch: Path) -> SglangLaunch:
-    """Return a launch with a modified model folder in `scratch`, if SGLang needs one to compute the same scores as the
-    weights.
+    """Work around a fault of SGLang 0.5.23 with classifiers of Qwen2 and Qwen3. Returns the launch to use instead.
 
-    SGLang 0.5.23 builds the heads of Qwen2 and Qwen3 with a bias. transformers has none, so no weights file contains
-    one, and its random initial value remains: every server would add another number to all its scores. Such a model is
-    served from a folder of links to its files, with one more file that sets the bias to 0. Does not need torch; does
-    not change the model's own folder.
+    SGLang builds the heads of these classifiers with a bias. transformers has none, so no weights file contains one,
+    and its random initial value remains: every server would add another number to all its scores. Such a model is
+    served from a folder in `scratch` with links to its files, and one more file that sets the bias to 0. Other launches
+    are returned unchanged. Does not need torch; does not change the model's own folder.
     """
     folder = Path(launch.model)
     if launch.task != "classify" or not set(BIASED) & set(read_config(folder).get("architectures") or ()):
@@ -200,8 +204,10 @@ def prepare_head_bias(launch: SglangLaunch, scratch: Path) -> SglangLaunch:
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """Read the tensors of a safetensors file by name. Empty if the file cannot be read; the server reports the
-    error."""
+    """Read the header of a safetensors file: dtype, shape and offsets by tensor name.
+
+    Empty if the file cannot be read: the server reports that error itself.
+    """
     try:
         with file.open("rb") as raw:
             (length,) = struct.unpack("<Q", raw.read(8))
@@ -212,7 +218,7 @@ def read_header(file: Path) -> dict[str, Any]:
 
 
 def zero_bias_file() -> bytes:
-    """Return a safetensors file with a bias of one value, 0."""
+    """Return the bytes of a safetensors file that contains only the head's bias, a single 0."""
     told = json.dumps({NAME: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     told += b" " * (-len(told) % 8)
     return struct.pack("<Q", len(told)) + told + bytes(4)

@@ -1,7 +1,7 @@
-"""`python -m gcore.engines.torch`: the torch engine under its supervisor.
+"""`python -m gcore.engines.torch`: the torch engine, under its supervisor or started by hand.
 
-Reports invalid arguments in one sentence. Sets environment variables and calls `leave_compiler_out` before it imports
-the server, because torch, transformers and OpenMP read them at import.
+Reports invalid arguments in one sentence. Sets environment variables, and keeps torch's compiler from being imported,
+before it imports the server: torch, transformers and OpenMP read the variables at import.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INTERRUPTED_EXIT = 130
 
 
 def main() -> int:
-    """Serve, and return the exit code."""
+    """Parse the launch document or the command line, serve, and return the exit code."""
     # No network access, no other frameworks, no spinning threads.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("USE_TORCH", "1")
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def run() -> None:
-    """Run the program and end the process."""
+    """Run `main` and end the process with its exit code."""
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

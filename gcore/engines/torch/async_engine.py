@@ -1,14 +1,14 @@
-"""Async engine: the thread that owns the model, its mailbox, and the streams of requests on the event loop.
+"""Async engine: the thread that owns the model, its mailbox, and the streams of outputs on the event loop.
 
 `ModelThread` executes actions from a mailbox between two decode steps, in order of arrival; a result is returned as a
 future. Without work it sleeps on the mailbox. Outputs are delivered with one call per step. An exception in a step is a
-defect (or out of memory) that may have corrupted the cache: the thread reports it through `on_death` and ends, and the
-process is expected to end with it. While tokens are generated, progress is reported at most once a second; "generate"
-is reported at once when work begins, so that the watchdog detects a step that hangs, and "waiting" once there is none.
+defect (or out of memory) that may have corrupted the KV cache: the thread reports it through `on_death` and ends, and
+the process must end with it. Progress for the supervisor's watchdog: the thread reports "generate" at once when work
+begins, so that a step that hangs is detected, then at most once a second; and "waiting" when there is no work.
 
-`AsyncEngine` connects one event loop and one such thread: requests are sent under their names, and outputs are kept
-until they are taken. Of a stream only the newest output is kept, because it contains all earlier ones: a slow reader
-skips steps, and its memory does not grow.
+`AsyncEngine` connects one event loop with one such thread. It sends requests to the thread, and keeps their outputs
+until the request handler reads them. Of a stream only the newest output is kept, because it contains all earlier ones:
+a slow reader skips steps, and its memory does not grow.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ A = TypeVar("A", bound=NumberedRequest)
 D = TypeVar("D", bound=NumberedOutput)
 
 ProgressReport = Callable[[str, int], None]
-"""Called with the phase, and a counter that grows with progress."""
+"""Function that reports progress to the supervisor: the phase, and a counter that grows with progress."""
 
 REPORT_S = 1.0
 
 GATHER_S = 0.002
-"""An idle engine that has seen bursts starts when no further request has arrived for this time,"""
+"""Seconds without a further request after which an idle engine stops gathering a burst and starts."""
 
 GATHER_MOST_S = 0.02
-"""or when the first one has waited for this time. Requests within this time of the first count as a burst."""
+"""Maximum seconds that the first request of a burst waits. Requests within this time of the first count as a burst."""
 
 
 class ArrivalWait:
-    """Decides whether an idle engine waits for more requests when one arrives: only if the last one did not arrive
-    alone.
+    """Decides whether an idle engine waits for more requests when one arrives: only if the previous one was followed by
+    others.
 
-    Requests of a training step arrive in bursts. Starting with the first alone would cause many small passes instead of
-    one, and take the GIL from the event loop that still parses the others. A client that sends single requests must not
-    wait for others that never arrive.
+    Requests of a training step arrive in bursts. Starting with the first alone would cause many small forward passes
+    instead of one, and take the GIL from the event loop that still parses the others. But a client that sends single
+    requests must not wait for others that never arrive. `waits`: the decision for the next request.
     """
 
     def __init__(self) -> None:
@@ -60,18 +60,22 @@ class ArrivalWait:
         self.waits = False
 
     def begins(self, now: float, *, more: int) -> None:
-        """Work has started after a pause, with `more` requests gathered in addition to the first."""
+        """Note that an idle engine has started work, with `more` requests gathered in addition to the first."""
         self._began = now
         self.waits = more > 0
 
     def arrives(self, now: float) -> None:
-        """A request has arrived while there was work."""
+        """Note that a request has arrived while the engine was working."""
         if now - self._began < GATHER_MOST_S:
             self.waits = True
 
 
 class ModelThread(Generic[D]):
-    """Runs `core` in its own thread."""
+    """Runs an engine core in its own thread.
+
+    `deliver`: called in this thread with new outputs. `report`: for progress; None: no supervisor. `on_death`: called
+    with the exception if the thread ends.
+    """
 
     def __init__(
         self,
@@ -105,11 +109,11 @@ class ModelThread(Generic[D]):
         return self._thread.is_alive()
 
     def sums(self) -> EngineTimeSums:
-        """Return how the time until now was spent. May be called from any thread."""
+        """Return how the thread's time until now was spent. May be called from any thread."""
         return self._meter.read(self._clock.monotonic())
 
     def perform(self, action: Callable[[], T]) -> Future[T]:
-        """Execute `action` in the thread, between two steps. The future has its result or exception."""
+        """Execute `action` in the model's thread, between two steps. The future gets its result or exception."""
         future: Future[T] = Future()
 
         def carry_out() -> None:
@@ -145,7 +149,7 @@ class ModelThread(Generic[D]):
         self._meter.note(doing, core.running + core.waiting, self._clock.monotonic())
 
     def _read_mail(self) -> None:
-        """Execute all messages; wait for the first if there is nothing else to do."""
+        """Execute all actions in the mailbox; wait for the first if the core has no work."""
         if not self.core.can_work and not self.core.outbox:
             self._wait()
         while True:
@@ -157,7 +161,7 @@ class ModelThread(Generic[D]):
             self._gathering.arrives(self._clock.monotonic())
 
     def _wait(self) -> None:
-        """Wait for a message. Report "waiting" meanwhile, once the last report is a second old."""
+        """Wait for an action and execute it. After a second without one, report "waiting" and return."""
         try:
             action = self._mailbox.get(timeout=REPORT_S if self._phase != "waiting" else None)
         except queue.Empty:
@@ -170,7 +174,7 @@ class ModelThread(Generic[D]):
             self._gathering.begins(self._clock.monotonic(), more=more)
 
     def _gather(self) -> int:
-        """Gather more requests of a burst. Return their number."""
+        """Execute actions as long as a burst of requests continues. Return their number."""
         until = self._clock.monotonic() + GATHER_MOST_S
         more = 0
         while self.core.can_work and self._clock.monotonic() < until:
@@ -192,19 +196,19 @@ class ModelThread(Generic[D]):
 
 
 class _Arrivals(Generic[D]):
-    """The newest delivery of each task of a request, until it is taken."""
+    """Buffer between the model's thread and one client request: the newest output of each of its samples."""
 
     def __init__(self) -> None:
         self._newest: dict[int, D] = {}
         self._there = asyncio.Event()
 
     def put(self, delivery: D) -> None:
-        """Replace the older delivery of the task."""
+        """Store an output in place of the sample's older one."""
         self._newest[delivery.number] = delivery
         self._there.set()
 
     async def take(self) -> list[D]:
-        """Return all deliveries; wait for the first."""
+        """Wait until there is an output; remove and return all."""
         await self._there.wait()
         self._there.clear()
         newest, self._newest = self._newest, {}
@@ -212,7 +216,10 @@ class _Arrivals(Generic[D]):
 
 
 class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
-    """A core whose steps run in a model thread. Call `open` before the first request."""
+    """A served engine whose core runs in a `ModelThread`. Call `open` before the first request.
+
+    `core`: the generator's or the classifier's. `text`: the tokenizer; None: the model folder has none.
+    """
 
     def __init__(
         self, core: EngineBase[A, D], text: Detokenizer | None, clock: Clock, description: dict[str, Any]
@@ -221,24 +228,24 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
         self.core = core
         self._text = text
         self._arrivals: dict[int, _Arrivals[D]] = {}
-        """By the task's number, while it runs."""
+        """Buffer for the outputs of each running sample, by its number."""
         self._next = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runner: ModelThread[D] | None = None
 
     def open(self, runner: ModelThread[D]) -> None:
-        """Connect the model thread. Call it on the event loop that receives requests."""
+        """Connect to the model's thread. Call it on the event loop that serves requests."""
         self._runner = runner
         self._loop = asyncio.get_running_loop()
 
     @property
     def runner(self) -> ModelThread[D]:
-        """The model's thread."""
+        """The model's thread. Call `open` first (asserted)."""
         assert self._runner is not None
         return self._runner
 
     def deliver(self, deliveries: Sequence[D]) -> None:
-        """Deliver outputs. Called in the model's thread."""
+        """Pass new outputs to the event loop. Called in the model's thread."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._arrive, deliveries)
 
@@ -251,23 +258,28 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
                     del self._arrivals[delivery.number]
 
     async def perform(self, action: Callable[[], T]) -> T:
-        """Execute `action` between two steps."""
+        """Execute `action` in the model's thread, between two steps, and return its result."""
         return await asyncio.wrap_future(self.runner.perform(action))
 
     def number(self) -> int:
-        """Return the number of the next task."""
+        """Return a new number for a sample, unique for the life of the engine."""
         self._next += 1
         return self._next - 1
 
     def encode(self, prompts: Sequence[str | list[int]]) -> tuple[str | list[int], ...]:
-        """Tokenize texts if there is a tokenizer. May be called from any thread: a long text takes seconds."""
+        """Tokenize the prompts that are texts; without a tokenizer they stay texts.
+
+        May be called from any thread: a long text takes seconds.
+        """
         if (text := self._text) is None:
             return tuple(prompts)
         return tuple(list(text.encode(prompt)) if isinstance(prompt, str) else prompt for prompt in prompts)
 
     def names(self, rids: Sequence[str] | None, count: int) -> Sequence[str]:
-        """Return the names of `count` requests, generated if the client gave none. Raises EngineError if one of them is
-        running."""
+        """Return the request IDs of `count` requests: `rids`, or random ones if the client gave none.
+
+        Raises EngineError if a request with one of these IDs is running.
+        """
         names = rids or tuple(uuid.uuid4().hex for _ in range(count))
         self.check_names(set(names))
         return names
@@ -279,14 +291,17 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
         self.runner.perform(lambda: self.core.submit(tasks))
 
     def _take_back(self, tasks: Sequence[A]) -> None:
-        """Abort the running ones of these tasks: no client waits for them."""
+        """Abort those of these samples that still run, because no client waits for them any more."""
         left = {task.number for task in tasks if self._arrivals.pop(task.number, None) is not None}
         if left:
             self.runner.perform(lambda: self.core.abort(lambda task: task.number in left))
 
     async def deliveries(self, tasks: list[A], names: set[str]) -> AsyncIterator[list[D]]:
-        """Yield the deliveries of these tasks until all have ended. Closing the generator aborts those that still
-        run."""
+        """Start these samples, and yield their outputs until all have ended.
+
+        `names`: their request IDs. Closing the generator aborts the samples that still run. Raises EngineError if a
+        request with one of these IDs is running.
+        """
         # Check again: two requests admitted in the same turn of the loop had not registered their names yet.
         self.check_names(names)
         self._names |= names
@@ -305,7 +320,7 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
             self._names -= names
 
     async def ended(self, tasks: list[A], names: set[str]) -> dict[int, D]:
-        """Wait for all tasks; return the last delivery of each by number."""
+        """Start these samples and wait for all. Returns the last output of each, by its number."""
         found: dict[int, D] = {}
         stream = self.deliveries(tasks, names)
         try:
@@ -330,11 +345,11 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
         return self.runner.sums()
 
     async def abort(self, unwanted: Callable[[Any], bool], message: str = ABORTED) -> None:
-        """End requests between two steps."""
+        """End the requests for which `unwanted` is true, between two steps, with the tokens that they have."""
         await self.perform(lambda: self.core.abort(unwanted, message))
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating tokens."""
+        """Stop generating tokens. `mode`: see `EngineBase.pause`."""
         await self.perform(lambda: self.core.pause(mode))
 
     async def resume(self) -> None:
@@ -342,7 +357,7 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
         await self.perform(self.core.resume)
 
     async def flush(self) -> bool:
-        """Release the cache's memory; False while requests use it."""
+        """Drop the KV cache. Returns False, without effect, while requests use it."""
         core = self.core
 
         def flush() -> bool:
@@ -354,15 +369,18 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
         return await self.perform(flush)
 
     async def release(self, tags: frozenset[str]) -> None:
-        """Release memory; requests wait."""
+        """Release the memory named by `tags`; new requests wait. Raises EngineError while requests run."""
         await self.perform(lambda: self.core.release(tags))
 
     async def wake(self, tags: frozenset[str]) -> None:
-        """Restore released memory."""
+        """Restore the released memory named by `tags`."""
         await self.perform(lambda: self.core.wake(tags))
 
     async def rename(self, version: str, *, abort: bool) -> None:
-        """Set the version of the served weights. Raises EngineError for an older one."""
+        """Change the version name of the served weights. `abort`: end all requests first.
+
+        Raises EngineError for an older version.
+        """
         core = self.core
 
         def rename() -> None:
@@ -374,9 +392,9 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
         await self.perform(rename)
 
     async def stage_weights(self, folder: Path) -> StagedWeights:
-        """Load a folder's weights into host memory, outside the model's thread."""
+        """Load a folder's weights into host memory, outside the model's thread. Raises EngineError."""
         return await asyncio.to_thread(stage_weights, self.core.model, folder)
 
     async def install_weights(self, staged: StagedWeights, version: str | None, *, flush: bool) -> None:
-        """Write staged weights between two steps."""
+        """Write staged weights into the model, between two steps. Raises EngineError; then nothing has changed."""
         await self.perform(lambda: self.core.change_weights(staged, version, flush=flush, abort=False))

@@ -1,19 +1,19 @@
-"""Attention function that replaces the model's own, for the caches of the model runners.
+"""Attention function that replaces the model's own, so that the runners' KV caches can be used.
 
-Before each forward pass a runner sets the kind of pass:
+Before each forward pass a model runner sets the kind of pass:
 
 - `PrefillPass`: tokens of one prompt, or of several prompts padded on the right, after `past` tokens in the cache. Real
   tokens never attend to the padding, because it follows them.
 - `DecodePass`: one query per row over one common range of columns, with a bias that masks the columns of other rows.
   The query heads that share a key head are folded into the query length, so nothing is repeated: two batched matrix
   products and a softmax (on a CPU faster than torch's fused attention for one token).
-- `BlockDecodePass`: the same over blocks of `BLOCK` columns, all of the same shape, combined by a running maximum and
-  sum. A block without columns of a row does not change a bit of that row's result, so the result does not depend on the
-  lengths of other rows. For deterministic decoding.
+- `BlockDecodePass`: like `DecodePass`, but over blocks of `BLOCK` columns, all of the same shape, combined by a running
+  maximum and sum. A block without columns of a row does not change a bit of that row's result, so the result does not
+  depend on the lengths of other rows. For deterministic decoding.
 
 Supported: grouped heads, any scale, sliding windows, soft caps, attention sinks. Position biases are refused.
-`runner_selection` detects features that the function does not receive, such as a window that a model applies only in
-its mask.
+`runner_selection` detects features that the model does not pass to this function, such as a window that it applies only
+in its mask.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAME = "gcore"
 """Name of this attention in the model's configuration (`attn_implementation`)."""
 
 BLOCK = 64
-"""Columns of a block."""
+"""Number of columns (token positions) of a block."""
 
 NOTHING = -1e30
 """Added to a masked score. Finite, so that a fully masked block gives no NaN."""
@@ -41,7 +41,7 @@ class UnsupportedEngineAttention(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PrefillPass:
-    """A pass over prompts. `past`: tokens before them in the keys returned by `update`."""
+    """A pass over prompts, or parts of them. `past`: number of tokens before them that the cache already has."""
 
     past: int = 0
 
@@ -55,8 +55,10 @@ class DecodePass:
 
 @dataclass(frozen=True, slots=True)
 class BlockDecodePass:
-    """A decode step of rows that begin at column 0. `positions` [row]: position of each row's query. `count`: number of
-    blocks."""
+    """A decode step of rows that begin at column 0. `positions` [row]: position of each row's query.
+
+    `count`: number of blocks that cover the longest row.
+    """
 
     positions: torch.Tensor
     count: int
@@ -66,12 +68,12 @@ Pass = PrefillPass | DecodePass | BlockDecodePass
 
 
 class EngineAttention:
-    """Registered once per process. `kind` defines the next forward pass."""
+    """The attention function. Registered in transformers once per process. `kind`: that of the next forward pass."""
 
     def __init__(self) -> None:
         self.kind: Pass = PrefillPass()
         self.windows: set[int] = set()
-        """The sliding windows that the model has passed."""
+        """Sizes of the sliding windows that the model has passed to this function."""
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
         self._biases: tuple[Pass, dict[int | None, list[torch.Tensor]]] = (self.kind, {})
 
@@ -120,8 +122,10 @@ class EngineAttention:
         return out.transpose(1, 2), None
 
     def _mask(self, tokens: int, past: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """Return the mask [token, past + token] bool of what a query attends to; None: all preceding tokens, which
-        needs no mask."""
+        """Return the bool mask [token, past + token] of which keys a query attends to.
+
+        None: no mask is needed, because a query attends to all preceding tokens.
+        """
         if window is not None and window >= past + tokens:
             window = None
         if window is None and (past == 0 or tokens == 1):
@@ -185,7 +189,10 @@ def _one_token(
 
 
 def _with_sinks(scores: torch.Tensor, sinks: torch.Tensor, rows: int) -> torch.Tensor:
-    """Softmax over the scores and the head's sink, which is then removed. `scores` [row * kv, group, width]."""
+    """Softmax over the scores and the head's attention sink, whose weight is then removed.
+
+    `scores` [row * kv_head, group, width].
+    """
     sink = sinks.view(1, -1, scores.shape[1]).expand(rows, -1, -1).reshape(scores.shape[0], scores.shape[1], 1)
     return torch.softmax(torch.cat([scores, sink.to(scores.dtype)], -1), dim=-1, dtype=torch.float32)[..., :-1]
 
@@ -236,7 +243,7 @@ def _spelled_out(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention over prompts with features that torch's fused attention does not support."""
+    """Attention over prompts without torch's fused kernel, which supports neither soft caps nor sinks."""
     rows, heads, tokens, _ = query.shape
     groups, width = heads // key.shape[1], key.shape[2]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

@@ -3,10 +3,10 @@
 Serves any model that transformers loads as `AutoModelForSequenceClassification` with one label. Questions of one pass
 are padded on the right to the longest. A decoder finds its last token as the last one that is not the padding token.
 The padding token is that of the configuration, or, if it has none, a token that no question of the pass ends with. A
-trial at start checks whether a padded pass gives the same results as single questions; a model for which it does not
-scores one question at a time.
+trial at start checks whether a padded pass gives the same scores as single questions; if it does not, the model scores
+one question at a time.
 
-Order of this module: the batch of a pass, the body of `/classify`, the model, the core, the request handler, the
+Order of this module: choice of a batch, the body of `/classify`, the model, the engine core, the request handler, the
 routes.
 """
 
@@ -64,12 +64,12 @@ WINDOW = 1024
 
 
 def choose_batch(lengths: Sequence[int], *, slots: int, tokens: int) -> list[int]:
-    """Choose the waiting questions of the next pass. Return their indices, oldest first.
+    """Choose the waiting questions of the next forward pass. Returns their indexes; the oldest is the first.
 
-    The oldest is always chosen, so that none waits forever. With it go those of the first `WINDOW` questions with the
-    most similar lengths, because shorter questions of a batch are padded to the longest. A batch has at most `slots`
-    questions and, with padding, at most `tokens` tokens; at most half of it is padding. A question longer than `tokens`
-    goes alone. `lengths`: of the waiting questions, oldest first; at least one.
+    `lengths`: token counts of the waiting questions, oldest first; at least one. The oldest is always chosen, so that
+    none waits forever. Of the first `WINDOW` questions those with the most similar lengths are added, because shorter
+    questions of a batch are padded to the longest. A batch has at most `slots` questions and, with padding, at most
+    `tokens` tokens; at most half of it is padding. A question longer than `tokens` is scored alone.
     """
     first = lengths[0]
     chosen, longest, real = [0], first, first
@@ -103,7 +103,7 @@ UNSERVED_FIELDS = frozenset(
 
 
 class _ClassifyFields(BaseModel):
-    """The body's fields and their types."""
+    """Fields of the body of `/classify` with their types."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -114,7 +114,7 @@ class _ClassifyFields(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ClassifyRequest:
-    """A request for scores. `is_list`: whether the response is a list."""
+    """A checked request to `/classify`. `rids`: the client's request IDs. `is_list`: whether the response is a list."""
 
     questions: tuple[str | list[int], ...]
     rids: tuple[str, ...] | None
@@ -122,7 +122,10 @@ class ClassifyRequest:
 
 
 def classify_body(value: Any) -> ClassifyRequest:
-    """Check a body of `/classify`: the fields of SGLang that apply to a classifier. Raises BodyRefused, EngineError."""
+    """Check the parsed JSON body of `/classify`: the fields of SGLang that apply to a classifier.
+
+    Raises BodyRefused, EngineError.
+    """
     body = checked_body(_ClassifyFields, value)
     if (body.text is None) == (body.input_ids is None):
         raise EngineError("give exactly one of text and input_ids")
@@ -137,15 +140,17 @@ def classify_body(value: Any) -> ClassifyRequest:
 
 
 TRIED = (3, 1, 7, 5)
-"""Lengths of the questions of the trial."""
+"""Lengths in tokens of the questions of the trial at start."""
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""Tolerance of a score compared with the question alone, relative to the maximum of 1 and the score."""
+"""Allowed difference between a question's scores in a padded batch and alone, relative to the larger of 1 and the
+score.
+"""
 
 
 @dataclass(slots=True)
 class Classifier:
-    """A loaded model."""
+    """A loaded classifier."""
 
     module: Any
     folder: Path
@@ -153,14 +158,14 @@ class Classifier:
     """Dtype and device of the weights; there is no cache."""
     vocabulary: int
     context: int
-    """Context length. A question must be shorter, as in a generating engine."""
+    """Context length in tokens. A question must be shorter, as in a generating engine."""
     pads: bool = True
     """Whether questions of different lengths can share a pass."""
     asleep: bool = False
     """Whether the weights are released."""
 
     def scores(self, questions: Sequence[Sequence[int]]) -> list[float]:
-        """Return the score of each question, from one pass."""
+        """Return the score of each question, from one forward pass over all of them."""
         longest = max(map(len, questions))
         padding = self._padding(questions)
         ids = torch.full((len(questions), longest), padding or 0, dtype=torch.long)
@@ -182,7 +187,10 @@ class Classifier:
         return found
 
     def _padding(self, questions: Sequence[Sequence[int]]) -> int | None:
-        """Return the padding token of a pass. None: no padding is needed, and the model has no padding token."""
+        """Return the padding token for a pass over these questions.
+
+        None: the model has no padding token, and no padding is needed or every token ends some question.
+        """
         named: int | None = getattr(self.module.config.get_text_config(), "pad_token_id", None)
         if named is not None or len(questions) == 1:
             return named
@@ -199,7 +207,10 @@ def load_classifier(
     text: Detokenizer | None,
     trust_remote_code: bool = False,
 ) -> Classifier:
-    """Load from a local folder. Raises DataError in one sentence if it cannot be served."""
+    """Load a classifier from a local folder. Raises DataError if it cannot be served.
+
+    `context`: maximum context length in tokens; None: the model's. `text`: the tokenizer, whose vocabulary is checked.
+    """
     config = require_config(folder)
     check_code(config, trusted=trust_remote_code, where=str(folder))
     check_classifier(config, where=str(folder))
@@ -219,7 +230,10 @@ def load_classifier(
 
 
 def _longest(module: Any) -> int | None:
-    """Return the number of positions. A RoBERTa counts them from after its padding token."""
+    """Return the model's maximum number of positions; None: not limited.
+
+    RoBERTa models lose the positions up to their padding index.
+    """
     c = module.config.get_text_config()
     limit = getattr(c, "max_position_embeddings", None) or getattr(c, "n_positions", None)
     for name, part in module.named_modules():
@@ -229,7 +243,7 @@ def _longest(module: Any) -> int | None:
 
 
 def _try(model: Classifier) -> None:
-    """Find out whether the model supports padding. Raises DataError if it fails or does not return a single number."""
+    """Set `model.pads` by comparing scores of questions in a padded batch and alone. Raises DataError if scoring fails."""
     tokens = [token for token in range(model.vocabulary) if token != model.module.config.get_text_config().pad_token_id]
     tried = [[tokens[(7 * i + n) % len(tokens)] for i in range(min(n, model.context))] for n in TRIED]
     try:
@@ -255,7 +269,7 @@ FIX = "Lower serving.batch_slots (questions at once), or shorten the judge's tem
 
 @dataclass(frozen=True, slots=True)
 class ClassifierRequest:
-    """One question. `number`: the engine's own number, unique for its life. `rid`: the client's name."""
+    """One question to score. `number`: given by the engine, unique while it lives. `rid`: given by the client."""
 
     number: int
     rid: str
@@ -264,7 +278,7 @@ class ClassifierRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClassifierOutput:
-    """The result of a question. `score` None: it was aborted. `version`: of the weights."""
+    """The result of a question. `score` None: it was aborted. `version`: that of the weights that scored it."""
 
     number: int
     score: float | None
@@ -273,10 +287,11 @@ class ClassifierOutput:
 
 
 class ClassifierCore(EngineBase[ClassifierRequest, ClassifierOutput]):
-    """A model that returns one number per question. Each cycle runs one batch of waiting questions.
+    """Engine core of a classifier. Each cycle scores one batch of waiting questions.
 
-    A pass is not interrupted, so a pause has nothing to retract, and weight updates, aborts and sleep concern only
-    waiting questions. There is no cache to flush or release.
+    A forward pass is not interrupted, so a pause has nothing to preempt, and weight updates, aborts and sleep concern
+    only waiting questions. There is no cache to flush or release. `slots`: maximum questions per pass. `chunk`: maximum
+    tokens per pass, if it exceeds `IDLE_TOKENS`.
     """
 
     memory_fix = FIX
@@ -301,7 +316,7 @@ class ClassifierCore(EngineBase[ClassifierRequest, ClassifierOutput]):
 
     @property
     def running(self) -> int:
-        """Number of questions in the present pass."""
+        """Number of questions in the present forward pass."""
         return self._scoring
 
     @property
@@ -333,7 +348,7 @@ class ClassifierCore(EngineBase[ClassifierRequest, ClassifierOutput]):
         ]
 
     def abort(self, unwanted: Callable[[ClassifierRequest], bool], message: str = ABORTED) -> None:
-        """End these questions now, without a score."""
+        """End the waiting questions for which `unwanted` is true, without a score."""
         ending = Finish("abort", message=message)
         gone = [question for question in self._waiting if unwanted(question)]
         if gone:
@@ -344,7 +359,7 @@ class ClassifierCore(EngineBase[ClassifierRequest, ClassifierOutput]):
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """The questions of a request."""
+    """The questions of an accepted request. `since`: arrival time on the monotonic clock, in seconds."""
 
     questions: tuple[ClassifierRequest, ...]
     since: float
@@ -353,8 +368,8 @@ class AdmittedRequest:
 class ClassifierRequestHandler(AsyncEngine[ClassifierRequest, ClassifierOutput]):
     """Turns checked requests into questions, and scores into SGLang's responses. Call `open` before the first request.
 
-    Runs on the event loop. Checks that depend on the model (token ids, context) are made here, before anything reaches
-    the model thread. A request whose client has disconnected is aborted.
+    Runs on the event loop. Checks that depend on the model (token IDs, context length) are made here, before a question
+    reaches the model's thread. A request whose client has disconnected is aborted.
     """
 
     def __init__(
@@ -364,11 +379,11 @@ class ClassifierRequestHandler(AsyncEngine[ClassifierRequest, ClassifierOutput])
         self._classifier = core.model
 
     def encoded(self, request: ClassifyRequest) -> ClassifyRequest:
-        """Tokenize texts. May be called from any thread: a long text takes seconds."""
+        """Return the request with its texts tokenized. May be called from any thread: a long text takes seconds."""
         return replace(request, questions=self.encode(request.questions))
 
     def admit(self, request: ClassifyRequest) -> AdmittedRequest:
-        """Return the questions of an encoded request. Raises EngineError if they cannot be served."""
+        """Check a tokenized request and return its questions. Starts nothing. Raises EngineError."""
         checked = [self._checked(question) for question in request.questions]
         questions = (
             ClassifierRequest(self.number(), name, tokens)
@@ -389,7 +404,7 @@ class ClassifierRequestHandler(AsyncEngine[ClassifierRequest, ClassifierOutput])
         return tuple(question)
 
     async def answers(self, admitted: AdmittedRequest) -> list[dict[str, Any]]:
-        """Wait for all scores, and return the responses in order."""
+        """Score all questions of a request, and return the response bodies in order."""
         questions = admitted.questions
         scored = await self.ended(list(questions), {question.rid for question in questions})
         latency = self.clock.monotonic() - admitted.since
@@ -426,7 +441,7 @@ UNSERVED = (
 
 
 def classifier_app(engine: ClassifierRequestHandler, keys: ApiKeys) -> ASGIApp:
-    """Return the ASGI application: SGLang's paths and fields over HTTP."""
+    """Return the ASGI application of a classifier engine: SGLang's paths and fields, protected by the API keys."""
 
     async def classify(request: Request) -> Response:
         body = await read_body(request, lambda value: engine.encoded(classify_body(value)))
@@ -446,7 +461,7 @@ def classifier_app(engine: ClassifierRequestHandler, keys: ApiKeys) -> ASGIApp:
 
 
 def start_classifier(launch: EngineLaunch, text: Detokenizer | None) -> ClassifierCore:
-    """Load the model of the launch. Raises UsageError, DataError and EngineError if it cannot be served."""
+    """Load the model of a launch document and create its core. Raises UsageError, DataError, EngineError."""
     with explain_memory_error("while it loaded the model", TOO_BIG):
         model = load_classifier(
             Path(launch.model),

@@ -5,8 +5,8 @@ generates one token for every running sequence (`scheduler` decides each of thes
 take effect between cycles. After a weight update with `flush` the KV cache is recomputed with the new weights;
 otherwise it is kept. In both cases the spans of an output say which version generated which tokens.
 
-Single-threaded and without a clock; the model thread calls it. `EngineBase` is shared with the classifier's core;
-`Decoder` keeps the running rows for any model runner.
+Single-threaded, and never reads the time; the model thread calls it. `EngineBase` is shared with the classifier's core;
+`Decoder` generates tokens for the running sequences (*rows*) with any model runner.
 """
 
 from __future__ import annotations
@@ -70,8 +70,10 @@ Key = tuple[bytes, int | None, int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """The result of a join or a step: rows from `first` on have one more token. `broken`: rows with values that are not
-    finite."""
+    """The result of joining rows or of a decode step: rows from `first` on have one more token.
+
+    `ended`: rows that may be finished. `broken`: rows whose logits are not finite.
+    """
 
     first: int
     ended: FinishedRows
@@ -79,12 +81,12 @@ class DecodeResult:
 
 
 class Decoder:
-    """A model runner and the running rows. `slots`: maximum number of rows.
+    """Generates tokens for the running sequences (rows) with a model runner (`lane`). `slots`: maximum number of rows.
 
     A prompt shared by several joining rows is prefilled once. If a running row has the prompt and the runner can copy
     it, the prompt is not prefilled at all: its keys, values and last logits are copied. The first token is sampled from
     the prompt's last logits, every further token by `step`. A row that returns after preemption has its earlier tokens
-    prefilled like a prompt, or (if the runner replays) generates them again and keeps the old ones.
+    prefilled like a prompt, or (if the runner replays) passes them through the model again one by one.
     """
 
     def __init__(self, model: Model, lane: ModelRunner, slots: int) -> None:
@@ -95,13 +97,13 @@ class Decoder:
         self._after_prompt: list[torch.Tensor | None] = []
         """By row: the logits after its prompt, as long as another row with the same prompt could start with them."""
         self._prompts: dict[Key, PromptPrefill] = {}
-        """Prompts in prefill."""
+        """Prompts that are being prefilled, or wait for their rows to join."""
         self._params: BatchSamplingParams | None = None
         self._asking = False
         """Whether any row requests the log-probabilities of other tokens than its own."""
 
     def key(self, work: SequenceState) -> Key:
-        """Return the key of its prompt."""
+        """Return the key of the tokens that are prefilled for a sequence. Sequences with equal keys share a prefill."""
         again = bool(work.tokens) and not self.lane.replays
         content = prompt_key(self.ids(work)) if again else work.task.key
         sampling = work.task.sampling
@@ -110,11 +112,13 @@ class Decoder:
         return (content, sampling.prompt_logprobs_from, sampling.top_logprobs, sampling.named_tokens)
 
     def ids(self, work: SequenceState) -> tuple[int, ...]:
-        """Return the tokens that are prefilled before it joins."""
+        """Return the tokens that are prefilled before a sequence joins: its prompt, and tokens from before a preemption
+        unless the runner replays them.
+        """
         return work.task.prompt if self.lane.replays else work.task.prompt + tuple(work.tokens)
 
     def known(self) -> dict[Key, int]:
-        """Return the prompts of running rows, with the row."""
+        """Return the prompts that a joining row can copy, each with a running row that has it; empty if none can be."""
         if not self.lane.copies:
             return {}
         return {
@@ -124,7 +128,7 @@ class Decoder:
         }
 
     def prompt(self, work: SequenceState) -> PromptPrefill:
-        """Return the prefill state of the work's prompt; a new one if there is none."""
+        """Return the prefill state of a sequence's prompt. Begins a new one if no sequence with this prompt has one."""
         key = self.key(work)
         if key not in self._prompts:
             self._prompts[key] = PromptPrefill(self.ids(work), *key[1:])
@@ -132,12 +136,12 @@ class Decoder:
 
     @torch.inference_mode()
     def read(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Prefill parts of prompts."""
+        """Prefill these parts of prompts."""
         self.lane.read(chunks)
 
     @torch.inference_mode()
     def join(self, works: Sequence[SequenceState]) -> DecodeResult:
-        """Add these sequences, whose prompts are prefilled or known, as the last rows. Each samples a token."""
+        """Add sequences as the last rows, and sample a token for each. Their prompts are prefilled or can be copied."""
         known = self.known()
         paid: set[Key] = set()
         origins = []
@@ -176,14 +180,16 @@ class Decoder:
         return self._draw(torch.stack([origins[i].logits for i in order]), before)
 
     def _is_private(self, prompt: PromptPrefill) -> bool:
-        """Whether later tokens of the prompt must not be shared with other rows: other weights prefilled a part of it;
-        or its logits were computed together with those of more positions, which in deterministic decoding differ from
-        those of one."""
+        """Whether rows that join later must not start with the last logits of this prompt.
+
+        Either older weights prefilled a part of it; or its logits were computed together with those of more positions,
+        which in deterministic decoding may differ in bits from those of one position.
+        """
         return prompt.stale or (self.lane.replays and prompt.logprobs_from is not None)
 
     @torch.inference_mode()
     def step(self) -> DecodeResult:
-        """Generate one token for every row. There must be a row."""
+        """Generate one token for every row. There must be at least one row."""
         return self._draw(self.lane.step(self.rows.pending(), self.rows.lengths), 0)
 
     def _draw(self, logits: torch.Tensor, first: int) -> DecodeResult:
@@ -209,7 +215,7 @@ class Decoder:
         return DecodeResult(first, ended, tuple((np.flatnonzero(~np.isfinite(logprobs)) + first).tolist()))
 
     def _tell_others(self, logits: torch.Tensor, first: int) -> None:
-        """Record the most likely tokens and the named ones, for the rows that request them."""
+        """Record log-probabilities of the most likely tokens and of the named ones, for rows that request them."""
         for row in range(first, self.rows.active):
             work, own = self.rows.works[row], logits[row - first : row - first + 1]
             sampling = work.task.sampling
@@ -222,7 +228,7 @@ class Decoder:
 
     @torch.inference_mode()  # moving rows writes to tensors created in inference mode
     def leave(self, leaving: Sequence[int]) -> list[SequenceState]:
-        """Remove these rows. Return their sequences with all generated tokens, in the given order."""
+        """Remove these rows. Returns their sequences with all generated tokens, in the order of `leaving`."""
         if not leaving:
             return []
         works = [self.rows.save(row) for row in leaving]
@@ -236,12 +242,12 @@ class Decoder:
         return works
 
     def drop_prompts(self, works: Sequence[SequenceState] = ()) -> None:
-        """Drop the prefilled prompts, except those of these sequences."""
+        """Drop the prefill state of all prompts, except those of the sequences `works`."""
         keep = {self.key(work) for work in works}
         self._prompts = {key: prompt for key, prompt in self._prompts.items() if key in keep}
 
     def distrust_prompts(self) -> None:
-        """The weights have changed: prefilled prompts must not be shared any more."""
+        """After a change of weights: stop sharing prompts that the old weights prefilled."""
         self._after_prompt = [None] * self.rows.active
         for prompt in self._prompts.values():
             prompt.stale = prompt.stale or prompt.done > 0
@@ -249,7 +255,7 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """Chunks to prefill now, and how many sequences, in order, take part: they join, or have started."""
+    """Chunks to prefill in this cycle. `works`: how many of the sequences, in order, join or begin their prefill."""
 
     chunks: tuple[PrefillChunk, ...]
     works: int
@@ -258,9 +264,8 @@ class PrefillPlan:
 def plan_prefill(needs: Sequence[PromptPrefill | None], *, budget: int, grid: int | None) -> PrefillPlan:
     """Choose which prompts, and how much of each, a cycle prefills. Several sequences may share a prompt.
 
-    Sequences are served in order: if a prompt is prefilled only in part, later sequences wait, except those that share
-    it. `needs`: by sequence the prompt that it waits for; None: it can join at once. `budget`, `grid`: see
-    `prefill_lengths`.
+    `needs`: for each sequence, in order, the prompt that it waits for; None: it can join at once. If a prompt is
+    prefilled only in part, later sequences wait, except those that share it. `budget`, `grid`: see `prefill_lengths`.
     """
     prompts = list(dict.fromkeys(prompt for prompt in needs if prompt is not None))
     counts = prefill_lengths(
@@ -284,13 +289,14 @@ def _works(needs: Sequence[PromptPrefill | None], chunks: Sequence[PrefillChunk]
 
 
 class EngineBase(ABC, Generic[R, O]):
-    """A core: what a model does between two checks of its thread's mailbox, and the requested changes.
+    """Engine core: the queue, one model step at a time (`cycle`), and the operations between steps.
 
-    Shared by the generator and the classifier. Weight updates, pauses and aborts take effect between steps.
+    Shared by the generator and the classifier. Weight updates, pauses, aborts and sleep take effect between steps. All
+    methods run in the model's thread.
     """
 
     memory_fix = MEMORY_FIX
-    """Advice if memory runs out."""
+    """What an out-of-memory error advises the user to do."""
     generated_tokens = 0
 
     def __init__(self, model: LoadedModel, *, version: str) -> None:
@@ -300,9 +306,9 @@ class EngineBase(ABC, Generic[R, O]):
         """Version of the served weights."""
         self.paused = False
         self.asleep: frozenset[str] = frozenset()
-        """Released memory, of "weights" and "kv_cache"."""
+        """Names of the memory that is released: "weights", "kv_cache"."""
         self.outbox: list[O] = []
-        """Outputs that ended or stream, since they were last collected."""
+        """Outputs of ended and of streaming requests that the model's thread has not delivered yet."""
 
     @property
     def model(self) -> LoadedModel:
@@ -312,7 +318,7 @@ class EngineBase(ABC, Generic[R, O]):
     @property
     @abstractmethod
     def rows(self) -> int:
-        """Maximum number of concurrent sequences."""
+        """Maximum number of sequences that run at once."""
 
     @property
     @abstractmethod
@@ -326,27 +332,30 @@ class EngineBase(ABC, Generic[R, O]):
 
     @property
     def can_work(self) -> bool:
-        """Whether a cycle would do anything."""
+        """Whether `cycle` has anything to do: there are requests, and the engine is neither paused nor asleep."""
         return not self.paused and not self.asleep and (self.running > 0 or self.waiting > 0)
 
     @abstractmethod
     def submit(self, tasks: list[R]) -> None:
-        """Queue checked requests."""
+        """Queue requests that were checked before."""
 
     @abstractmethod
     def cycle(self) -> None:
-        """Do one step. Raises EngineError if memory runs out."""
+        """Run one engine iteration: schedule, forward pass, finish requests. Raises EngineError if memory runs out."""
 
     @abstractmethod
     def abort(self, unwanted: Callable[[R], bool], message: str = ABORTED) -> None:
-        """End these requests now, with the tokens they have."""
+        """End the requests for which `unwanted` is true, with the tokens that they have so far."""
 
     def abort_all(self, message: str = ABORTED) -> None:
-        """End all requests now."""
+        """End all requests now, with the tokens that they have so far."""
         self.abort(lambda task: True, message)
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop working: end running requests, retract them, or leave them in place."""
+        """Stop generating tokens until `resume`.
+
+        `mode`: "abort" ends all requests, "retract" preempts the running ones, "in_place" keeps them and their cache.
+        """
         self.paused = True
         if mode == "abort":
             self.abort_all("aborted by a pause")
@@ -354,11 +363,11 @@ class EngineBase(ABC, Generic[R, O]):
             self._retract()
 
     def resume(self) -> None:
-        """Continue working."""
+        """Generate tokens again after a pause."""
         self.paused = False
 
     def flush(self) -> None:
-        """Free the cache. Raises EngineError while running sequences use it."""
+        """Free the KV cache. Raises EngineError while running sequences use it."""
         if self.running:
             raise EngineError(
                 f"{self.running} requests are running", fix="Pause with mode retract, or abort them, first"
@@ -367,11 +376,15 @@ class EngineBase(ABC, Generic[R, O]):
         self._free_cache()
 
     def check_version(self, version: str | None) -> None:
-        """Raises EngineError for a version older than the served one."""
+        """Raise EngineError for a version that is older than the served one."""
         check_version(version, self.version)
 
     def change_weights(self, staged: StagedWeights, version: str | None, *, flush: bool, abort: bool) -> None:
-        """Serve these weights from the next step on. Raises EngineError; then nothing has changed."""
+        """Serve `staged` weights from the next step on, as `version` (None: the name stays).
+
+        `flush`: preempt running sequences, so that their keys and values are recomputed. `abort`: end all requests
+        first. Raises EngineError; then nothing has changed.
+        """
         self.check_version(version)
         check_awake(self._loaded)
         if abort:
@@ -388,7 +401,7 @@ class EngineBase(ABC, Generic[R, O]):
         self.version = version
 
     def release(self, tags: frozenset[str]) -> None:
-        """Release memory ("weights", "kv_cache"). Raises EngineError while sequences run."""
+        """Release the memory named by `tags` ("weights", "kv_cache"). Raises EngineError while sequences run."""
         if self.running:
             raise EngineError(f"{self.running} requests are running", fix="Pause or abort them first")
         if "kv_cache" in tags:
@@ -400,25 +413,27 @@ class EngineBase(ABC, Generic[R, O]):
         release_free_memory()
 
     def wake(self, tags: frozenset[str]) -> None:
-        """Restore released memory; a cache grows on demand."""
+        """Restore the released memory named by `tags`. A KV cache grows on demand and needs no action."""
         if "weights" in tags & self.asleep:
             with explain_memory_error("while it restored the weights", self.memory_fix):
                 self._offloader.reload()
         self.asleep -= tags
 
     def _retract(self) -> None:
-        """Move running sequences back to the queue."""
+        """Preempt all running sequences: move them back to the queue."""
 
     def _free_cache(self) -> None:
-        """Free the cache's memory."""
+        """Free the memory of the KV cache."""
 
     def _weights_changed(self) -> None:
-        """Drop results computed with other weights."""
+        """Drop results that the old weights computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Maximum rows, tokens in the cache (the budget), and prompt tokens prefilled between two steps."""
+    """Limits of a generating engine: running sequences (`slots`), tokens in the KV cache, and prompt tokens that are
+    prefilled between two decode steps.
+    """
 
     slots: int
     cache_tokens: int
@@ -426,7 +441,7 @@ class EngineLimits:
 
 
 class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
-    """A causal language model that generates."""
+    """Engine core of a causal language model that generates. `text`: the tokenizer, needed for stop strings."""
 
     def __init__(
         self, model: Model, text: Detokenizer | None, lane: ModelRunner, limits: EngineLimits, *, version: str
@@ -437,7 +452,7 @@ class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
         self.lane = lane
         self.retractions = 0
         self.longest = longest_request(model.context, budget=limits.cache_tokens, footprint=lane.footprint)
-        """Maximum tokens, prompt and response, of a request that can be served."""
+        """Maximum tokens, prompt and response together, of a request that can be served."""
         self._text = text
         self._decoder = Decoder(model, lane, limits.slots)
         self._waiting = WaitingQueue()
@@ -451,21 +466,21 @@ class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
 
     @property
     def rows(self) -> int:
-        """Maximum number of sequences with a row."""
+        """Maximum number of running sequences."""
         return self.limits.slots
 
     @property
     def running(self) -> int:
-        """Number of sequences with a row."""
+        """Number of running sequences."""
         return self._decoder.rows.active
 
     @property
     def waiting(self) -> int:
-        """Number of sequences without a row."""
+        """Number of sequences that wait or are being prefilled."""
         return len(self._waiting) + len(self._reading)
 
     def check(self, prompt_tokens: int, max_new_tokens: int) -> None:
-        """Raises EngineError for a request that the cache could never hold. May be called from any thread."""
+        """Raise EngineError for a request that the KV cache could never hold. May be called from any thread."""
         if prompt_tokens + max_new_tokens > self.longest:
             raise EngineError(
                 f"a prompt of {prompt_tokens} tokens and max_new_tokens {max_new_tokens} exceed the {self.longest} tokens "
@@ -474,12 +489,15 @@ class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
             )
 
     def submit(self, tasks: list[GenerationRequest]) -> None:
-        """Queue checked tasks. They wait for a row."""
+        """Queue requests that were checked before."""
         self._waiting.put(SequenceState(task) for task in tasks)
 
     def cycle(self) -> None:
-        """Preempt, prefill a chunk, and generate one token for all running sequences. Raises EngineError if memory runs
-        out."""
+        """Run one engine iteration: preempt, prefill a chunk of prompts, and generate one token for all running
+        sequences.
+
+        Raises EngineError if memory runs out.
+        """
         with explain_memory_error("while it was generating"):
             self._make_way()
             if self.waiting:
@@ -492,7 +510,7 @@ class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
         return [*self._decoder.rows.lengths.tolist(), *reading]
 
     def _make_way(self) -> None:
-        """Preempt the youngest rows if the rows have outgrown the memory."""
+        """Preempt the youngest sequences if the running ones exceed the KV cache's budget."""
         lengths, footprint = self._held(), self.lane.footprint
         if footprint(BatchSize.of(lengths)) <= self.limits.cache_tokens:
             return
@@ -511,7 +529,7 @@ class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
         self._waiting.put_back(sorted(works, key=lambda work: work.task.number))
 
     def _read(self) -> None:
-        """Admit what fits, prefill a chunk of the prompts, and join sequences whose prompt is finished."""
+        """Admit waiting sequences that fit, prefill a chunk of their prompts, and start those whose prompt is complete."""
         decoder, works = self._decoder, [*self._reading, *self._admissible()]
         if not works:
             return
@@ -559,7 +577,7 @@ class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
             work.mark(self.version, len(work.tokens))
 
     def _after(self, made: DecodeResult) -> None:
-        """Remove sequences that ended with these tokens, and deliver output to streaming ones."""
+        """After new tokens: finish the sequences that ended with them, and deliver output to streaming ones."""
         rows = self._decoder.rows
         self.generated_tokens += rows.active - made.first - made.ended.replayed
         endings: dict[int, Finish] = {row: Finish("length") for row in made.ended.by_count.tolist()}
@@ -599,7 +617,7 @@ class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
         )
 
     def abort(self, unwanted: Callable[[GenerationRequest], bool], message: str = ABORTED) -> None:
-        """End these sequences now, with the tokens they have."""
+        """End the sequences for which `unwanted` is true, with the tokens that they have so far."""
         rows = self._decoder.rows
         leaving = [row for row, work in enumerate(rows.works) if unwanted(work.task)]
         unread = [work for work in self._reading if unwanted(work.task)]
@@ -610,7 +628,10 @@ class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
             self._deliver(work, Finish("abort", message=message))
 
     def rename(self, version: str) -> None:
-        """Set the version of the served weights. Raises EngineError for an older one."""
+        """Set the version of the served weights, also for the next tokens of running sequences.
+
+        Raises EngineError for an older version.
+        """
         super().rename(version)
         rows = self._decoder.rows
         for row, work in enumerate(rows.works):

@@ -4,12 +4,13 @@ A step with few rows of a small model spends a third of its time in Python betwe
 call modules, wrappers, and the same rotary embedding computed for queries and for keys. Llama, Mistral, Qwen 2, Qwen 3
 and models built like them have the same few parts in each layer, so one loop over these parts is the whole step.
 
-Nothing is assumed: the parts are recognised by name and must contain all weights of the model, because a weight without
-effect today (a scale of 1) may have one after the next weight update. The arguments of each layer's attention are
-recorded during a step of the model itself, and then the loop must give the same bits. A model that fails any of these
-checks uses its own modules. Each step reads the present weights, so a weight update or sleep needs no action here.
+The loop is used only if it is proved to fit the model. The parts are recognised by name and must contain all weights of
+the model, because a weight without effect today (a scale of 1) may have one after the next weight update. The arguments
+of each layer's attention are recorded during a step of the model itself. Then the loop must give the same bits as the
+model. A model that fails any of these checks uses its own modules. Each step reads the present weights, so a weight
+update or sleep needs no action here.
 
-Does not prefill prompts and does not know lanes: `Model.forward` uses it for a step with one token per row.
+`Model.forward` uses the loop for a step with one token per row; it does not prefill prompts.
 """
 
 from __future__ import annotations
@@ -32,17 +33,20 @@ NORMED = HEADS | {"q_norm", "k_norm"}
 GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 PAST = 3
-"""Tokens before the trial's token."""
+"""Number of cached tokens before each row's token in the trial."""
 
 POSITIONS = (3, 4, 11, 30)
-"""Positions of the trial's rows."""
+"""Token positions of the rows in the trial."""
 
 Function = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The parts of a layer. `told`: arguments of its attention other than queries, keys and values."""
+    """The parts of a layer, in the order of their use.
+
+    `told`: arguments that the model passes to its attention besides queries, keys and values.
+    """
 
     before: Any
     q: Any
@@ -73,7 +77,7 @@ class FastDecodeStep:
         self._layers = [_parts(layer, one) for layer, one in zip(base.layers, told, strict=True)]
 
     def logits(self, ids: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        """Return [row, vocabulary] after one token per row; `ids` and `positions` [row, 1]."""
+        """Return the logits [row, vocabulary] after one token per row. `ids` and `positions` [row, 1]."""
         rows, dim = ids.shape[0], self._dim
         hidden = functional.embedding(ids[:, 0], self._embedding.weight)
         cos, sin = self._rotary(hidden[:, None], positions)
@@ -101,7 +105,10 @@ class FastDecodeStep:
 
 @torch.inference_mode()
 def fast_decode_step(module: Any, attention: EngineAttention, vocabulary: int) -> FastDecodeStep | None:
-    """Return the fast step of a model that uses the engine's attention; None for an unsupported architecture."""
+    """Return the fast decode step of a model, if a trial gives the same bits; None if the model does not fit.
+
+    The model must use the engine's attention already.
+    """
     if not _recognised(module):
         return None
     device = module.lm_head.weight.device
@@ -136,7 +143,7 @@ def fast_decode_step(module: Any, attention: EngineAttention, vocabulary: int) -
 
 
 class _Past(Cache):  # type: ignore[misc]  # transformers is not typed
-    """A constant cache with a few tokens before the new one."""
+    """KV cache of the trial: `PAST` random tokens, the same each time, before the new one."""
 
     is_compileable = False
 
@@ -144,7 +151,7 @@ class _Past(Cache):  # type: ignore[misc]  # transformers is not typed
         super().__init__(layers=[])
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """`[row, kv_head, 1, head_dim]` in, all tokens out."""
+        """Return keys and values [row, kv_head, `PAST` + 1, head_dim] of all tokens, from those of the new token."""
         generator = torch.Generator().manual_seed(layer)
         size = (*keys.shape[:2], PAST, keys.shape[3])
         made = [torch.randn(size, generator=generator).to(keys) for _ in range(2)]
@@ -194,7 +201,7 @@ def _parts(layer: Any, told: dict[str, Any]) -> _Layer:
 
 
 def _function(act: Any) -> Function:
-    """Return the activation as a function without its module. The trial checks that it is the same."""
+    """Return the activation as a plain function, which is faster than its module. The trial checks that it is equal."""
     if isinstance(act, torch.nn.SiLU) or type(act).__name__ == "SiLUActivation":
         return functional.silu
     forward: Function = act.forward
@@ -212,12 +219,10 @@ def patch_norms(module: Any) -> None:
     """Make a loaded model faster without changing a bit of its results. It must be on its final device and have its
     final dtype.
 
-    - RMS norms are computed in as few steps as possible (five; transformers and torch's own take eight), if a trial
-      gives the same bits.
-    - Parts of a layer are found faster. `torch.nn.Module` keeps them in tables that Python searches only after
-      everything else has failed; a decode step looks up some hundred of them. They are also stored as plain attributes,
-      which Python finds first. Assigning a part or parameter removes it from there (`torch.nn.Module.__setattr__`), so
-      the attributes are never stale; code of this package changes tensors in place.
+    - RMS norms are computed in five operations instead of the eight of transformers and torch, if a trial gives the
+      same bits (`replace_norms`).
+    - Submodules and parameters are found faster (`cache_submodules`): `torch.nn.Module` keeps them in dictionaries that
+      Python searches only after everything else has failed, and a decode step looks up some hundred of them.
 
     Does not change what is saved, listed or loaded.
     """
@@ -226,7 +231,11 @@ def patch_norms(module: Any) -> None:
 
 
 def cache_submodules(module: Any) -> None:
-    """Store submodules and parameters also as plain attributes."""
+    """Store submodules and parameters also as plain attributes, which Python finds first.
+
+    Assigning a submodule or parameter removes its plain attribute (`torch.nn.Module.__setattr__`), so the attributes
+    are never stale; code of this package changes tensors in place.
+    """
     for layer in module.modules():
         for parts in (layer._modules, layer._parameters):
             layer.__dict__.update({name: part for name, part in parts.items() if part is not None})
@@ -234,7 +243,9 @@ def cache_submodules(module: Any) -> None:
 
 @torch.inference_mode()
 def replace_norms(module: Any) -> None:
-    """Replace the RMS norm of layers by one of the faster forms below that gives the same bits, if any."""
+    """Replace the forward function of each RMS norm by `_short` or `_fused`, the first that gives the same bits, if
+    any.
+    """
     found: dict[tuple[type, torch.dtype], Callable[[Any], Norm] | None] = {}
     for layer in module.modules():
         if not type(layer).__name__.endswith("RMSNorm") or not _looks_like_one(layer):
@@ -269,7 +280,10 @@ def _looks_like_one(layer: Any) -> bool:
 
 
 def _same_bits(layer: Any, form: Callable[[Any], Norm]) -> bool:
-    """Whether the form gives the same bits. Tested with other weights than the layer's own, which may be all ones."""
+    """Whether the forward function that `form` makes gives the same bits as the layer's own, on random inputs.
+
+    Tested with random weights, because the layer's own may be all ones; they are restored.
+    """
     weight, quick = layer.weight, form(layer)
     generator = torch.Generator().manual_seed(0)
     own = weight.clone()

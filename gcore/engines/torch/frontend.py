@@ -1,7 +1,7 @@
-"""HTTP side of the generating engine: requests to tasks, outputs to responses, and the routes of SGLang and OpenAI.
+"""HTTP side of the generating engine: converts requests and outputs, and has the routes of SGLang and OpenAI.
 
-Refusals have SGLang's formats (`engines.serving.http`). SGLang routes that this engine does not support, and that would
-change the results, exist and refuse with an explanation. Nothing here blocks the event loop on the model.
+Error responses have SGLang's formats (`engines.serving.http`). Routes of SGLang that this engine does not support exist
+and refuse with an explanation. Nothing here blocks the event loop on the model.
 """
 
 from __future__ import annotations
@@ -58,12 +58,16 @@ from gcore.system.clock import Clock
 from gcore.system.concurrency import limit_time
 
 BIG_ANSWER_TOKENS = 16_384
-"""From this number of tokens (or other entries of its lists) on, a response is composed off the event loop."""
+"""From this number of list entries (tokens, log-probabilities) on, a response is composed off the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """A task and the data for its response. `name`: the request's own name, before it is numbered for `n`."""
+    """A request for one sample, and what is needed to compose its response.
+
+    `name`: request ID of the client's request, before it is numbered for `n`. `since`: arrival time on the monotonic
+    clock, in seconds.
+    """
 
     task: GenerationRequest
     name: str
@@ -73,10 +77,11 @@ class _Ticket:
 
 
 class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
-    """Turns checked requests into tasks, and outputs into responses. Call `open` before the first request.
+    """Turns checked requests into requests for samples, and outputs into response bodies. Call `open` before the first.
 
-    Runs on the event loop. Checks that depend on the model (token ids, context, stop strings without a tokenizer) are
-    made here, before anything reaches the model thread. A request whose client has disconnected is aborted.
+    Runs on the event loop. Checks that depend on the model (token IDs, context length, stop strings without a
+    tokenizer) are made here, before a request reaches the model's thread. A request whose client has disconnected is
+    aborted. `seeds`: source of seeds for requests without one.
     """
 
     def __init__(
@@ -98,12 +103,14 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
         return self._generator.model.context
 
     def encoded(self, request: GenerateCall) -> GenerateCall:
-        """Tokenize texts. May be called from any thread: a long text takes seconds."""
+        """Return the request with its texts tokenized. May be called from any thread: a long text takes seconds."""
         return replace(request, prompts=self.encode(request.prompts))
 
     def admit(self, request: GenerateCall) -> list[_Ticket]:
-        """Return the samples of an encoded request as tickets, in order of prompts. Raises EngineError if they cannot
-        be served."""
+        """Check a tokenized request and split it into samples, in the order of the prompts. Starts nothing.
+
+        Raises EngineError if it cannot be served.
+        """
         pairs = list(zip(request.prompts, request.params, request.asked, strict=True))
         prompts = [self._tokens(prompt, params) for prompt, params, _ in pairs]
         names = self.names(request.rids, len(prompts))
@@ -135,7 +142,7 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
         return tickets
 
     def _placed(self, asked: LogprobRequest, prompt: tuple[int, ...]) -> LogprobRequest:
-        """Resolve the requested positions. Raises EngineError for log-probabilities that do not exist."""
+        """Check the requested log-probabilities against the prompt. Raises EngineError for positions that do not exist."""
         start = asked.prompt_from
         if asked.top > self._generator.model.vocabulary:
             raise EngineError(
@@ -170,7 +177,7 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
         return self.deliveries([ticket.task for ticket in tickets], {ticket.name for ticket in tickets})
 
     async def answers(self, tickets: Sequence[_Ticket]) -> list[dict[str, Any]]:
-        """Wait for all tasks, and return the responses in order."""
+        """Start the samples, wait for all, and return the response bodies in order."""
         ended = await self.ended([ticket.task for ticket in tickets], {ticket.name for ticket in tickets})
         now = self.clock.monotonic()
 
@@ -182,9 +189,10 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
         return await asyncio.to_thread(word)
 
     async def stream(self, tickets: Sequence[_Ticket]) -> AsyncIterator[list[dict[str, Any]]]:
-        """Yield every sample as it grows, identified by `index`; each response contains all tokens so far.
+        """Start the samples and yield their response bodies as they grow; each contains all tokens so far.
 
-        The first token of each sample is sent at once, then every `stream_interval`-th or a later one, and the end.
+        `index` of a body is the sample's position in `tickets`. A body is sent for the first token of a sample, then
+        after at least `stream_interval` further tokens, and at the end.
         """
         place = {ticket.task.number: i for i, ticket in enumerate(tickets)}
         told = [0] * len(tickets)
@@ -219,8 +227,8 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
 class OpenAIRoutes:
     """OpenAI's routes: `/v1/models`, `/v1/completions`, `/v1/chat/completions`.
 
-    All refusals have SGLang's first format here. Chat needs a chat template in the model's folder, which is loaded at
-    the first request.
+    All error responses have the first format of `error_response`. Chat needs a chat template in the model's folder,
+    which is loaded at the first request.
     """
 
     def __init__(self, desk: RequestHandler, folder: Path, context: int) -> None:
@@ -244,7 +252,7 @@ class OpenAIRoutes:
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def model(self, request: Request) -> Response:
-        """Return the model by its name."""
+        """Describe the model that the path names; 404 if it is not the served one."""
         name = request.path_params["name"]
         if name in (self._desk.model_path, self._desk.model_path.lstrip("/")):
             return JSONResponse(self._card())
@@ -321,7 +329,7 @@ UNSERVED = (
 
 
 def generator_app(desk: RequestHandler, tokenizer_folder: Path, keys: ApiKeys) -> ASGIApp:
-    """Return the ASGI application: SGLang's paths and fields over HTTP, and OpenAI's."""
+    """Return the ASGI application of a generating engine: SGLang's and OpenAI's routes, protected by the API keys."""
     routes = [
         Route("/generate", bind_engine(lambda _: desk, generate), methods=["POST", "PUT"]),
         Route("/health_generate", bind_engine(lambda _: desk, health_generate), methods=["GET"]),
@@ -333,7 +341,7 @@ def generator_app(desk: RequestHandler, tokenizer_folder: Path, keys: ApiKeys) -
 
 
 async def generate(desk: RequestHandler, request: Request) -> Response:
-    """Generate samples."""
+    """Handle `/generate`: generate samples, and respond with one body or a stream."""
     body = await read_body(request, lambda value: desk.encoded(generate_body(value)))
     if body.stream:
         return StreamingResponse(_events(desk, body), media_type="text/event-stream")
@@ -347,7 +355,7 @@ async def generate(desk: RequestHandler, request: Request) -> Response:
 
 
 async def health_generate(desk: RequestHandler, request: Request) -> Response:
-    """Whether tokens are generated. A paused or sleeping engine is not asked for one."""
+    """Respond with 200 if the engine generates tokens: generates one to find out, unless it is paused or asleep."""
     if desk.state.paused or desk.state.asleep:
         return await health(desk, request)
     body = generate_body({"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
@@ -362,12 +370,12 @@ async def health_generate(desk: RequestHandler, request: Request) -> Response:
 
 
 async def _answers(desk: RequestHandler, request: Request, tickets: list[_Ticket]) -> list[dict[str, Any]]:
-    """Return the responses; empty if the client disconnects first."""
+    """Return the response bodies; empty if the client disconnects first, which aborts the samples."""
     return await run_unless_disconnected(request, desk.answers(tickets)) or []
 
 
 async def _events(desk: RequestHandler, body: GenerateCall) -> AsyncIterator[bytes]:
-    """Yield server-sent events. A refusal is an event too, because the status has been sent."""
+    """Yield server-sent events. An error is an event too, because the status 200 has been sent."""
     try:
         stream = desk.stream(desk.admit(body))
     except EngineError as error:

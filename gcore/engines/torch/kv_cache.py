@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache
 from gcore.engines.torch.scheduler import Compaction
 
 SMALLEST = 64
-"""Columns of the smallest table."""
+"""Number of columns of the smallest table."""
 
 SLACK = 32
 """Minimum number of columns of a table beyond the longest row. The table is moved at most once in this many steps; a
@@ -35,18 +35,20 @@ move costs about as much as the attention of two steps."""
 
 @dataclass(frozen=True, slots=True)
 class TableResize:
-    """What must be done before the next write: move every live window by `shift` columns, in a table of `columns`."""
+    """What must be done to the table before the next write: move every row's live window by `shift` columns, into a
+    table of `columns` columns.
+    """
 
     shift: int
     columns: int
 
 
 def plan_resize(*, first: int | None, column: int, longest: int, columns: int, most: int | None = None) -> TableResize:
-    """Make room for a joining prompt of `longest` tokens (0: nothing joins) and for the next write.
+    """Decide how to make room for joining prompts of up to `longest` tokens (0: nothing joins) and for the next write.
 
-    `first`: the leftmost live column, None if no row runs. `most`: maximum number of columns, which must hold the live
-    columns and the next write. Afterwards the write column is `column + shift`, at least `longest`, and less than
-    `columns`.
+    `first`: the leftmost live column; None: no row runs. `column`: the write column. `columns`: present number of
+    columns. `most`: maximum number of columns, which must hold the live columns and the next write. Afterwards the
+    write column is `column + shift`, which is at least `longest` and less than the new number of columns.
     """
     lives = 0 if first is None else column - first
     fits = most is None or columns <= most
@@ -60,16 +62,18 @@ def plan_resize(*, first: int | None, column: int, longest: int, columns: int, m
 
 
 def table_footprint(rows: int, longest: int) -> int:
-    """Return the minimum number of cells of a table for these rows. `longest`: their maximum length, including the next
-    write."""
+    """Return the minimum number of cells (tokens) of a table for `rows` rows.
+
+    `longest`: their maximum length in tokens, including the next write.
+    """
     return rows * (longest + SLACK)
 
 
 def table_rows(wanted: int, *, rows: int, most: int, longest: int = 0, budget: int | None = None) -> int:
-    """Return the number of rows the table should have to hold `wanted`: doubled when it is too small, at most `most`.
+    """Return the number of rows that the table should have to hold `wanted` rows.
 
-    With a `budget` of cells the table has at most as many rows as leave `longest` columns for each, but always the
-    wanted ones.
+    `rows`: its present number, which is doubled when it is too small, up to `most`. `budget`: maximum number of cells;
+    if rows of `longest` tokens would exceed it, the table gets exactly the wanted rows.
     """
     grown = rows if wanted <= rows else min(most, max(wanted, 2 * rows, 8))
     if budget is not None and table_footprint(grown, longest) > budget:
@@ -79,7 +83,7 @@ def table_rows(wanted: int, *, rows: int, most: int, longest: int = 0, budget: i
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Cached values of one token in one layer: `kv_heads` keys of `key_dim` numbers and values of `value_dim`."""
+    """What one layer caches per token: `kv_heads` keys of `key_dim` numbers, and as many values of `value_dim`."""
 
     kv_heads: int
     key_dim: int
@@ -88,7 +92,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """The layers, and the device and dtype of the cache."""
+    """Shape of a KV cache: what each layer caches, and the cache's dtype and device."""
 
     layers: tuple[LayerShape, ...]
     dtype: torch.dtype
@@ -102,9 +106,10 @@ class CacheShape:
 
 
 class KVCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """Passed to the model as `past_key_values` in a decode step.
+    """The table of the running rows. Passed to the model as `past_key_values` in a decode step.
 
-    Keys and values are written to the write column of the first rows; the model gets the live part of the table back.
+    The model's new keys and values are written to the write column; it gets the live part of the table back. `bias`
+    masks the columns outside of each row's window.
     """
 
     is_compileable = False
@@ -123,7 +128,7 @@ class KVCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self.release()
 
     def release(self) -> None:
-        """Release the memory; no row may be running."""
+        """Free the table's memory. No row may be running."""
         self.keys = [self._table(0, SMALLEST, layer, layer.key_dim) for layer in self.shape.layers]
         self.values = [self._table(0, SMALLEST, layer, layer.value_dim) for layer in self.shape.layers]
         self.bias = self._table(0, 1, self.shape.layers[0], SMALLEST)
@@ -135,9 +140,9 @@ class KVCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def move(
         self, room: TableResize, *, rows: int, active: int, first: int, column: int, starts: Sequence[int]
     ) -> None:
-        """Move the live part `[first, column)` of the first `active` rows as `room` says.
+        """Move the live columns [first, column) of the first `active` rows as `room` says; resize the table to `rows`.
 
-        `starts`: the rows' first columns before the move.
+        `starts`: each row's first column before the move.
         """
         if room.shift == 0 and rows == self.rows and room.columns == self.columns:
             return
@@ -174,7 +179,10 @@ class KVCache(Cache):  # type: ignore[misc]  # transformers is not typed
         row: int,
         column: int,
     ) -> None:
-        """Add prompts of `length` tokens as the rows from `row` on: `members` of a layer's `[prompt, kv_head, ...]`."""
+        """Add prompts of `length` tokens as the rows from `row` on, ending before the write column `column`.
+
+        `keys`, `values`: by layer, [prompt, kv_head, token, head_dim]. `members`: indexes of the prompts to add.
+        """
         rows = slice(row, row + len(members))
         window = slice(column - length, column)
         index = torch.tensor(members, device=self.shape.device)
@@ -184,14 +192,17 @@ class KVCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._begin(rows, column - length)
 
     def copy(self, source: int, start: int, length: int, *, rows: slice, column: int) -> None:
-        """Add `rows` with the first `length` tokens of the running row `source`, whose window begins at `start`."""
+        """Fill `rows` with the first `length` tokens of the running row `source`, whose window begins at `start`.
+
+        The copies end before the write column `column`.
+        """
         old, new = slice(start, start + length), slice(column - length, column)
         for table in (*self.keys, *self.values):
             table[rows, :, new] = table[source, :, old].clone().unsqueeze(0)
         self._begin(rows, column - length)
 
     def refill(self, refill: Compaction, *, first: int, column: int) -> None:
-        """Move rows into the holes."""
+        """Copy rows into the places of rows that have left. `first`, `column`: the live columns."""
         if not refill.holes:
             return
         holes = torch.tensor(refill.holes, device=self.shape.device)
@@ -202,12 +213,15 @@ class KVCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self.bias[holes] = self.bias[sources]
 
     def clean(self) -> None:
-        """Replace values that are not finite: even masked, they would make the products not finite."""
+        """Replace values that are not finite by 0: even masked, they would make a row's output not finite."""
         for table in (*self.keys, *self.values):
             table.nan_to_num_(0.0, 0.0, 0.0)
 
     def aim(self, *, active: int, first: int, column: int) -> torch.Tensor:
-        """Prepare a decode step of `active` rows at `column`. Return the bias, `[active * kv, 1, width]`."""
+        """Prepare a decode step of the first `active` rows, which writes `column`.
+
+        Returns the attention bias [active * kv_head, 1, width] for the live columns from `first` on.
+        """
         self._active, self._first, self._column = active, first, column
         window = self.bias[:active, :, :, first : column + 1]
         return window.view(active * self.shape.layers[0].kv_heads, 1, column + 1 - first)
@@ -215,7 +229,10 @@ class KVCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by the model, layer by layer; `[row, kv_head, 1, head_dim]` in, all live columns out."""
+        """Store a layer's new keys and values [row, kv_head, 1, head_dim], and return all live columns of the layer.
+
+        The model calls it in each layer.
+        """
         rows, column = self._active, self._column
         keys, values = self.keys[layer_idx][:rows], self.values[layer_idx][:rows]
         keys[:, :, column] = key_states[:, :, 0]
@@ -228,7 +245,7 @@ class KVCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
 
 def new_table(size: tuple[int, ...], shape: CacheShape) -> torch.Tensor:
-    """Create a table with the shape's dtype and device. On a CPU the memory is allocated only as it is used."""
+    """Create a tensor of zeros with the dtype and device of `shape`. On a CPU, memory is allocated only as it is used."""
     if shape.device.type != "cpu" or math.prod(size) == 0:
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)
     # torch.zeros writes every page; numpy's zeroed pages come from the system and cost nothing until they are used.

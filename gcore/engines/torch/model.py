@@ -1,9 +1,9 @@
-"""Model: loads a causal model, runs a forward pass, updates and releases weights, and measures the memory for the
+"""Model: loads a causal model, runs a forward pass, updates and releases weights, and computes the size of the KV
 cache.
 
-A model folder that cannot be loaded completely is refused at start, in one sentence: weights that are truncated,
-missing or do not fit, a configuration of an unknown architecture, a tokenizer with more tokens than the model.
-`runner_selection` decides which runner serves a model that loads.
+A model folder that cannot be loaded completely is refused at start: weights that are truncated, missing or do not fit,
+a configuration of an unknown architecture, a tokenizer with more tokens than the model. `runner_selection` decides
+which runner serves a model that loads.
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ CONTEXT = 2048
 LARGE_VOCABULARY = 16_384
 
 ALIGNMENT = 64
-"""Alignment of weights in bytes."""
+"""Alignment in bytes of each weight in memory."""
 
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
 class OutputHead:
-    """Replaces the output layer. `wanted`: rows and positions whose logits are needed; None: the only position of every
-    row."""
+    """Makes a model's output layer compute only the logits that are needed.
+
+    `wanted`: rows and positions of the next forward pass; None: all of them. On a CPU with a large vocabulary the
+    logits of a decode step are also written to a reused buffer.
+    """
 
     def __init__(self, layer: Any, device: torch.device) -> None:
         self.wanted: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -78,13 +81,19 @@ class OutputHead:
 
 @dataclass(slots=True)
 class Model:
-    """A loaded model. `end_tokens` end a sample unless the request ignores them."""
+    """A loaded causal language model.
+
+    `vocabulary`: number of tokens. `context`: context length in tokens. `end_tokens`: end a sample unless the request
+    ignores them.
+    """
 
     module: Any
     folder: Path
     attention: EngineAttention
     shape: CacheShape
-    """Shape of the fast lanes' caches; without layers until `select_runner` has measured them."""
+    """Shape of the KV cache of `FastRunner` and `DeterministicRunner`; without layers until `select_runner` measured
+    them.
+    """
     head: OutputHead
     vocabulary: int
     context: int
@@ -96,7 +105,7 @@ class Model:
     asleep: bool = False
     """Whether the weights are released."""
     straight: FastDecodeStep | None = None
-    """A faster implementation, bitwise equal, of a step with one token per row."""
+    """A faster, bitwise equal implementation of a pass with one token per row; None if there is none."""
 
     def forward(
         self,
@@ -106,9 +115,10 @@ class Model:
         *,
         wanted: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> torch.Tensor:
-        """Return [row, vocabulary]: logits of each row's only token, or of the `wanted` (rows, positions).
+        """Run a forward pass with the engine's KV cache, and return logits [row, vocabulary].
 
-        `ids` and `positions` [row, token].
+        `ids` and `positions` [row, token]. `wanted`: rows and positions whose logits are returned; None: those of the
+        last position of each row.
         """
         if self.straight is not None and wanted is None and ids.shape[1] == 1:
             return self.straight.logits(ids, positions, cache)
@@ -124,7 +134,10 @@ class Model:
     def forward_own(
         self, ids: torch.Tensor, cache: Any, *, wanted: tuple[Sequence[int], Sequence[int]] | None = None
     ) -> tuple[torch.Tensor, Any]:
-        """Like `forward`, with the model's own cache (None: a new one), which is returned too."""
+        """Like `forward`, but with the model's own kind of cache (None: a new one). Returns logits and cache.
+
+        Raises ValueError if the model has no cache.
+        """
         places = None if wanted is None else _places(wanted, ids.device)
         self.head.wanted = places
         try:
@@ -137,11 +150,11 @@ class Model:
         return _picked(out.logits, places), kept
 
     def use_own_attention(self) -> None:
-        """Use the engine's attention. Raises ValueError if the model does not support it."""
+        """Switch to the engine's attention (`EngineAttention`). Raises ValueError if the model does not support it."""
         self.module.set_attn_implementation(NAME)
 
     def use_plain_attention(self) -> None:
-        """Use transformers' own eager attention, as loaded models do."""
+        """Switch to transformers' eager attention, which a model uses after loading."""
         self.module.set_attn_implementation("eager")
 
 
@@ -165,7 +178,10 @@ def load_model(
     text: Detokenizer | None,
     trust_remote_code: bool = False,
 ) -> Model:
-    """Load from a local folder. Raises DataError in one sentence if it cannot be served."""
+    """Load a causal language model from a local folder. Raises DataError if it cannot be served.
+
+    `context`: maximum context length in tokens; None: the model's. `text`: the tokenizer, whose vocabulary is checked.
+    """
     config = require_config(folder)
     check_code(config, trusted=trust_remote_code, where=str(folder))
     module = load_module(
@@ -205,7 +221,7 @@ def load_model(
 
 
 def check_vocabulary(text: Detokenizer | None, vocabulary: int, folder: Path) -> None:
-    """Raises DataError if the tokenizer has tokens that the model does not have."""
+    """Raise DataError if the tokenizer has tokens that are not in the model's vocabulary."""
     if text is not None and text.highest_token >= vocabulary:
         raise DataError(
             f"the tokenizer has a token {text.highest_token} ({text.token(text.highest_token)!r}), but the model's "
@@ -216,7 +232,7 @@ def check_vocabulary(text: Detokenizer | None, vocabulary: int, folder: Path) ->
 
 
 def load_module(auto: Any, folder: Path, dtype: torch.dtype, *, trust_remote_code: bool, **options: Any) -> Any:
-    """Load the module with one of transformers' `Auto` classes. Raises DataError if it does not load completely."""
+    """Load a module with `auto`, one of transformers' `Auto` classes. Raises DataError if it does not load completely."""
     transformers_logging.disable_progress_bar()
     try:
         module, report = auto.from_pretrained(
@@ -247,8 +263,9 @@ def load_module(auto: Any, folder: Path, dtype: torch.dtype, *, trust_remote_cod
 
 
 def align_weights(module: Any) -> None:
-    """Align weights: a file's bytes may have any address, and a matrix product's last bits, and its speed, may depend
-    on it."""
+    """Copy weights that are not aligned to `ALIGNMENT`: the speed and the last bits of a matrix product may depend on
+    the address, and weights mapped from a file may have any.
+    """
     for parameter in module.parameters():
         if parameter.data_ptr() % ALIGNMENT:
             parameter.data = parameter.data.clone()
@@ -262,35 +279,34 @@ def unservable_model(folder: Path, why: str) -> DataError:
 
 
 class LoadedModel(Protocol):
-    """A model in memory. `asleep`: whether its weights are released."""
+    """A generating or classifying model in memory. `asleep`: whether its weights are released."""
 
     module: Any
     asleep: bool
 
     @property
     def shape(self) -> CacheShape:
-        """Dtype and device of the weights; the layers only if there is a cache."""
+        """Dtype and device of the weights; layers only if the model has a KV cache."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """Weights in host memory that fit the model, by the module's names."""
+    """New weights in host memory that were checked to fit the model, by the module's parameter names."""
 
     tensors: Mapping[str, torch.Tensor]
 
 
 def check_awake(model: LoadedModel) -> None:
-    """Raises EngineError while the weights are released and cannot be read or written."""
+    """Raise EngineError while the model's weights are released, and can neither be read nor written."""
     if model.asleep:
         raise EngineError("the weights are released", fix="Call /resume_memory_occupation first")
 
 
 def stage_weights(model: LoadedModel, folder: Path) -> StagedWeights:
-    """Load a folder's weights into host memory, in any thread. Raises EngineError if they do not fit; then nothing has
-    changed.
+    """Load a folder's weights into host memory and check them, in any thread. Raises EngineError if they do not fit.
 
-    Names and shapes must all fit before `apply_weights` writes anything, between decode steps. A folder with other
+    All names and shapes are checked here, so that `apply_weights` changes all weights or none. A folder with other
     names than the module (older checkpoints, fused experts) is loaded through transformers, which can convert them.
     """
     check_awake(model)
@@ -348,13 +364,14 @@ def _converted(model: LoadedModel, folder: Path) -> Mapping[str, torch.Tensor]:
 
 
 def same_kind(tensor: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether one tensor can replace the other. Integers in place of floats are a quantized encoding that is not
-    supported."""
+    """Whether `tensor` can replace `own`: both are floating-point, or neither. Integers in place of floats would be a
+    quantized encoding, which is not supported.
+    """
     return tensor.is_floating_point() == own.is_floating_point()
 
 
 def apply_weights(model: LoadedModel, staged: StagedWeights) -> None:
-    """Write staged weights over the model's own."""
+    """Copy staged weights into the model's parameters."""
     own: dict[str, torch.Tensor] = model.module.state_dict()
     with torch.no_grad():
         for name, tensor in staged.tensors.items():
@@ -374,7 +391,7 @@ class WeightOffloader:
         self._shapes: list[torch.Size] = []
 
     def offload(self) -> None:
-        """Free the weights' memory. Raises EngineError if there is no room for the file; then nothing has changed."""
+        """Release the weights' memory. Raises EngineError if the file cannot be written; then nothing has changed."""
         model = self._model
         if model.shape.device.type != "cpu":
             model.module.to("cpu")
@@ -432,11 +449,12 @@ HOST_SHARE = 0.25
 DEVICE_SHARE = 0.8
 
 SMALLEST = 4096
-"""Minimum tokens of a default cache."""
+"""Minimum size in tokens of a KV cache if the launch sets none."""
 
 UNMEASURED_BYTES_PER_TOKEN = 256 * 1024
-"""Assumed bytes per token of a cache with unmeasured layers (the generic runner's): about those of a model with 7B
-parameters."""
+"""Assumed bytes per token of the KV cache if the layers were not measured (`GenericRunner`): about those of a model
+with 7B parameters.
+"""
 
 MEMORY_FIX = (
     "Lower rollout.cache_tokens (what the cache holds), rollout.batch_slots (sequences at once) or "
@@ -448,26 +466,28 @@ UNKNOWN_HOST_BYTES = 2**32
 
 
 def default_cache_tokens(shape: CacheShape, free_bytes: int) -> int:
-    """Return the tokens that the cache may hold if the launch sets no number.
+    """Return how many tokens the KV cache may hold if the launch sets no `cache_tokens`.
 
-    Without `cache_tokens` the cache may take a part of the memory that is free after the model was loaded: `HOST_SHARE`
-    of a host's, which other engines, ranks and daemons share, `DEVICE_SHARE` of a GPU's. The host's free memory is what
-    the kernel reports as available, or what the process's control group has left if that is less. Nothing is reserved:
-    the cache allocates memory as it fills.
+    `free_bytes`: free memory after the model was loaded. The cache may use `HOST_SHARE` of it on a host, which other
+    engines, ranks and daemons share, and `DEVICE_SHARE` on a GPU. Nothing is reserved: the cache allocates memory as it
+    fills.
     """
     share = HOST_SHARE if shape.device.type == "cpu" else DEVICE_SHARE
     return max(SMALLEST, int(share * free_bytes) // (shape.bytes_per_token or UNMEASURED_BYTES_PER_TOKEN))
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory that can be allocated now."""
+    """Return the free memory of the device in bytes; for a CPU see `free_host_bytes`."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return free_host_bytes(Path("/"))
 
 
 def free_host_bytes(root: Path) -> int:
-    """Return the free memory of the host, or of the control group if it has less. `root`: parent of /proc and /sys."""
+    """Return the free memory of the host, or of the process's control group if it has less, in bytes.
+
+    `root`: folder that contains `proc` and `sys`.
+    """
     try:
         return host_memory(root / "proc/meminfo", root / "sys/fs/cgroup").available
     except (OSError, ValueError):
@@ -476,7 +496,7 @@ def free_host_bytes(root: Path) -> int:
 
 @contextmanager
 def explain_memory_error(when: str, fix: str = MEMORY_FIX) -> Iterator[None]:
-    """Turn a failed allocation in the block into an EngineError that names the options to lower."""
+    """Turn an out-of-memory error in the block into an EngineError. `when`: what was going on. `fix`: what to do."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -490,7 +510,7 @@ TOO_BIG = "Serve a smaller model, free memory on this machine, or set dtype bflo
 
 
 def device_of(launch: EngineLaunch) -> str:
-    """Return the model's device. Raises UsageError if it does not exist."""
+    """Return the device on which the model runs. Raises UsageError if it does not exist."""
     device = launch.device or ("cuda" if torch.cuda.is_available() else "cpu")
     kind = device.partition(":")[0]
     if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):

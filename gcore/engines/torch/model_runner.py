@@ -1,10 +1,12 @@
-"""Model runner: how a batch passes through the model. `runner_selection` chooses one of three at start.
+"""Model runner: passes a batch of rows (running sequences) through the model. `runner_selection` chooses one of three.
 
-- `FastRunner`: all rows write the same column of one KV table; for models whose attention can be replaced.
-- `DeterministicRunner`: the same models in fixed tiles; the bits of a row do not depend on other rows.
+- `FastRunner`: all rows are in one KV table and write the same column; for models whose attention can be replaced.
+- `DeterministicRunner`: for the same models. Rows are computed in tiles of fixed size, so that the bits of a row's
+  result do not depend on other rows.
 - `GenericRunner`: any causal model of transformers, with its own attention and cache.
 
-A runner owns its cache and turns tokens into logits. It does not sample and knows no requests.
+A runner owns its KV cache and turns tokens into logits. It does not sample, and does not know requests. Memory is
+counted in cells: one cell is the keys and values of one token.
 """
 
 from __future__ import annotations
@@ -38,51 +40,56 @@ UNCUT = 2**62
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """Source of a joining row's first `length` tokens: a prefilled prompt, or a running row."""
+    """Where the keys and values of a joining row's first `length` tokens come from: a prefilled prompt (`prompt`), or a
+    running row to copy (`row`).
+    """
 
     length: int
     logits: torch.Tensor
-    """[vocabulary]: the logits after them."""
+    """[vocabulary]: the logits after these tokens."""
     prompt: PromptPrefill | None = None
     row: int | None = None
 
 
 class ModelRunner(Protocol):
-    """How a batch passes through the model; see the module docstring."""
+    """Interface of the three runners; see the module docstring."""
 
     name: ClassVar[str]
     copies: ClassVar[bool]
     """Whether a joining row can copy the prompt of a running one."""
     replays: bool
-    """Whether a preempted row generates its tokens again one by one, instead of prefilling them at once."""
+    """Whether a preempted row's earlier tokens pass through the model again one by one, instead of being prefilled."""
     grid: int | None
     """Prompts are cut only at multiples of this (`UNCUT`: not at all); None: anywhere."""
 
     def footprint(self, size: BatchSize) -> int:
-        """Return the cells that rows of this size take."""
+        """Return the number of cells that rows of this size take."""
 
     def read(self, chunks: Sequence[PrefillChunk]) -> None:
         """Prefill prompts, or parts of them."""
 
     def enter(self, origins: Sequence[PrefillResult], active: int) -> Sequence[int]:
-        """Add new rows after the first `active`, in an order of the lane's choice. Return which origin each of them
-        is."""
+        """Add new rows after the first `active`, in any order. Return for each new row the index of its origin."""
 
     def step(self, tokens: Ints, lengths: Ints) -> torch.Tensor:
-        """Return `[row, vocabulary]`, valid until the next call. `tokens`: each row's last. `lengths`: including it."""
+        """Run a decode step, and return logits [row, vocabulary], valid until the next call.
+
+        `tokens` [row]: each row's last token, which is not in the cache yet. `lengths` [row]: tokens including it.
+        """
 
     def leave(self, change: Compaction) -> None:
-        """Remove rows and move others into their places."""
+        """Remove rows, and move others into their places."""
 
     def release(self) -> None:
-        """Release the cache's memory; no row may be running."""
+        """Free the KV cache's memory. No row may be running."""
 
     def clean(self) -> None:
-        """Keep values that are not finite in the cache from reaching other rows."""
+        """Make sure that values in the cache that are not finite cannot reach other rows."""
 
 
 class FastRunner:
-    """All rows in one table, with one write column. `slots`: maximum rows. `budget`: maximum cells, None for no limit.
+    """Runner with all rows in one KV table with one write column. `slots`: maximum number of rows. `budget`: maximum
+    number of cells; None: no limit.
 
     `kv_cache` decides all positions and moves data. Needs a model whose attention can be replaced, whose layers all
     keep keys and values, and that honours the given positions (`runner_selection` tests this).
@@ -109,15 +116,15 @@ class FastRunner:
         """The first column of each row's window."""
 
     def footprint(self, size: BatchSize) -> int:
-        """Return the cells that rows of this size take."""
+        """Return the number of cells that rows of this size take."""
         return table_footprint(size.rows, size.longest)
 
     def read(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Prefill prompts."""
+        """Prefill prompts, several in one pass where possible."""
         prefill(self.model, chunks)
 
     def enter(self, origins: Sequence[PrefillResult], active: int) -> Sequence[int]:
-        """Add rows. Rows from the same pass with equal lengths are written at once."""
+        """Add rows, ordered so that rows from the same prefill pass with equal lengths are written at once."""
         passes = {id(o.prompt.kept.prefix) for o in origins if o.prompt is not None}
         number = {one: i for i, one in enumerate(sorted(passes))}
 
@@ -187,21 +194,21 @@ class FastRunner:
         self._active = change.active
 
     def release(self) -> None:
-        """Release the table's memory."""
+        """Free the table's memory."""
         self.cache.release()
         self.column = 0
 
     def clean(self) -> None:
-        """Replace values that are not finite."""
+        """Replace values in the cache that are not finite."""
         self.cache.clean()
 
 
 TILE = 32
-"""Rows in one forward pass."""
+"""Number of rows in one forward pass of `DeterministicRunner`."""
 
 
 class KVTile(Cache):  # type: ignore[misc]  # transformers is not typed
-    """Keys and values of one tile's rows, by layer `[row, kv_head, column, head_dim]`; position p is at column p."""
+    """KV cache of the rows of one tile, by layer [row, kv_head, column, head_dim]. Position p is at column p."""
 
     is_compileable = False
 
@@ -228,13 +235,13 @@ class KVTile(Cache):  # type: ignore[misc]  # transformers is not typed
                 tables[number] = table
 
     def aim(self, positions: torch.Tensor) -> None:
-        """Make the next pass write each row's token at its position."""
+        """Set the position [row] at which the next pass writes each row's token."""
         self._positions = positions
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by the model, layer by layer."""
+        """Store a layer's new keys and values, and return all of the layer. The model calls it in each layer."""
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         keys[self._all, :, self._positions] = key_states[:, :, 0]
         values[self._all, :, self._positions] = value_states[:, :, 0]
@@ -246,7 +253,8 @@ class KVTile(Cache):  # type: ignore[misc]  # transformers is not typed
 
 
 class DeterministicRunner:
-    """Deterministic decoding. `chunk`: the grid on which prompts are cut.
+    """Runner whose results for a row do not depend, in any bit, on other rows. `chunk`: prompts are cut at multiples of
+    this many tokens. `tile`: number of rows in one forward pass.
 
     Floating-point sums depend on their order, and a library chooses the order by the shapes of its inputs. So every
     shape here is either fixed or a function of the row's own tokens:
@@ -264,9 +272,9 @@ class DeterministicRunner:
     Softmax, log_softmax and cumulative sums work row by row. The bits also depend on the address of weights: all begin
     at multiples of 64 bytes (`model`). A trial at start tests whether this holds for a model on a machine
     (`select_runner`). If a fixed size does not suffice (layers that route each token to experts), the tile is one row.
-    Models that cannot be served here use the plain lane, sample by sample.
+    Models that cannot be served here use `GenericRunner`, sample by sample.
 
-    Slower than the shared lane: a full tile costs the same with few rows, and attention takes more steps.
+    Slower than `FastRunner`: a tile costs the same with few rows as with many, and attention takes more steps.
     """
 
     name: ClassVar[str] = "tiled"
@@ -282,11 +290,11 @@ class DeterministicRunner:
         self._logits = torch.zeros(0)
 
     def footprint(self, size: BatchSize) -> int:
-        """Return the cells that rows of this size take: whole tiles of whole blocks, as long as the longest row."""
+        """Return the number of cells that rows of this size take: complete tiles, as long as the longest row."""
         return -(-size.rows // self.tile) * self.tile * -(-size.longest // BLOCK) * BLOCK
 
     def read(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Prefill each prompt in separate passes."""
+        """Prefill each prompt in passes of its own."""
         prefill(self.model, chunks, grid=self.grid)
 
     def _at(self, row: int) -> tuple[KVTile, int]:
@@ -323,7 +331,7 @@ class DeterministicRunner:
                 table[place, :, :length] = other[source, :, :length]
 
     def step(self, tokens: Ints, lengths: Ints) -> torch.Tensor:
-        """Decode tile by tile."""
+        """Run a decode step, one forward pass per tile."""
         active, device, tile_rows = self._active, self.model.shape.device, self.tile
         rows = -(-active // tile_rows) * tile_rows
         ids, positions = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
@@ -341,7 +349,7 @@ class DeterministicRunner:
         return self._logits[:active]
 
     def leave(self, change: Compaction) -> None:
-        """Move the last rows into the holes; release unused tiles."""
+        """Move the last rows into the places of rows that leave, and free unused tiles."""
         for hole, source in zip(change.holes, change.sources, strict=True):
             tile, place = self._at(hole)
             other, origin = self._at(source)
@@ -351,12 +359,12 @@ class DeterministicRunner:
         del self._tiles[-(-change.active // self.tile) :]
 
     def release(self) -> None:
-        """Release the tiles."""
+        """Free the memory of all tiles."""
         self._tiles.clear()
         self._logits = torch.zeros(0)
 
     def clean(self) -> None:
-        """Replace values that are not finite."""
+        """Replace values in the cache that are not finite."""
         for tile in self._tiles:
             for table in (*tile.keys, *tile.values):
                 table.nan_to_num_(0.0, 0.0, 0.0)
@@ -364,14 +372,14 @@ class DeterministicRunner:
 
 @dataclass(slots=True, eq=False)
 class CachedPass:
-    """A model's own cache after a pass over prompts of equal length."""
+    """The model's own cache object after a pass over prompts of equal length."""
 
     cache: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class PassPosition:
-    """Index of a prefilled prompt in a pass."""
+    """Where a prefilled prompt is: at `index` in the cache of pass `one`."""
 
     one: CachedPass
     index: int
@@ -379,23 +387,23 @@ class PassPosition:
 
 @dataclass(slots=True, eq=False)
 class RowGroup:
-    """Rows that advance together, in the order of the cache."""
+    """Rows that share a cache object and pass through the model together. `rows`: their numbers, in the cache's order."""
 
     rows: list[int]
     cache: Any
 
 
 class GenericRunner:
-    """Any causal model of transformers, with its own attention and cache. Correct, not fast.
+    """Runner for any causal model of transformers, with its own attention and cache. Correct, not fast.
 
-    `whole`: prompts are prefilled in one piece, for models that cannot continue in the middle of one. Rows that joined
-    together with prompts of equal length form a group that passes through the model together: nothing is padded, so the
-    model needs no mask and counts positions itself. A group shrinks as its rows end, and groups are never merged; rows
-    that arrive one by one are decoded one by one. If a model's cache cannot be split by rows (it has no
-    `reorder_cache`), every row is its own group.
+    Rows that joined together with prompts of equal length form a group that passes through the model together: nothing
+    is padded, so the model needs no mask and counts positions itself. A group shrinks as its rows end, and groups are
+    never merged; rows that arrive one by one are decoded one by one. If a model's cache cannot be split by rows (it has
+    no `reorder_cache`), every row is its own group.
 
-    With `alone` no row shares a pass with another, which makes decoding deterministic. The content of the cache is
-    opaque.
+    `whole`: prefill prompts in one piece, for models that cannot continue in the middle of a prompt. `alone`: no row
+    shares a pass with another, which makes decoding deterministic. `chunk`: with `alone`, prompts are cut at multiples
+    of this many tokens.
     """
 
     name: ClassVar[str] = "plain"
@@ -412,11 +420,11 @@ class GenericRunner:
         self._groups: list[RowGroup] = []
 
     def footprint(self, size: BatchSize) -> int:
-        """Return the cells: every token of every row."""
+        """Return the number of cells that rows of this size take: one per token."""
         return size.tokens
 
     def read(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Prefill whole prompts of equal length in one pass, unless rows must be alone; the others one by one."""
+        """Prefill complete prompts of equal length in one pass, unless rows must not share passes; others one by one."""
         together = not self._alone and self._splits is True
         sharing = [c for c in chunks if together and not c.alone]
         for chunk in chunks:
@@ -430,7 +438,7 @@ class GenericRunner:
                 self._forward(prompts[begin : begin + most], count)
 
     def _forward(self, prompts: Sequence[PromptPrefill], count: int) -> None:
-        """Process the next `count` tokens of prompts with equal progress."""
+        """Prefill the next `count` tokens of prompts that share a pass and have the same progress."""
         first = prompts[0]
         if first.kept is None:
             one = CachedPass()
@@ -455,7 +463,7 @@ class GenericRunner:
             self._splits = hasattr(one.cache, "reorder_cache")
 
     def enter(self, origins: Sequence[PrefillResult], active: int) -> Sequence[int]:
-        """Add rows. Rows of one pass are one group; all rows from a pass arrive together."""
+        """Add rows. Rows whose prompts were prefilled in one pass form a group; they all join in the same call."""
 
         def together(index: int) -> int:
             prompt = origins[index].prompt
@@ -477,7 +485,7 @@ class GenericRunner:
         return order
 
     def step(self, tokens: Ints, lengths: Ints) -> torch.Tensor:
-        """Decode group by group."""
+        """Run a decode step, one forward pass per group."""
         device = self.model.shape.device
         logits: torch.Tensor | None = None
         for group in self._groups:
@@ -491,7 +499,7 @@ class GenericRunner:
         return logits
 
     def leave(self, change: Compaction) -> None:
-        """Remove rows. The others keep their place in their group and get new numbers."""
+        """Remove rows. The others stay in their groups and get new row numbers."""
         moved = dict(zip(change.sources, change.holes, strict=True))
         gone = set(change.holes)
         for group in self._groups:
@@ -502,8 +510,8 @@ class GenericRunner:
         self._groups = [group for group in self._groups if group.rows]
 
     def release(self) -> None:
-        """Nothing is kept beyond the rows."""
+        """Drop all groups; nothing else is kept."""
         self._groups.clear()
 
     def clean(self) -> None:
-        """Nothing to do: no row uses another's values."""
+        """Do nothing: no row reads another row's values."""

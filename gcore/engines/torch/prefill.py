@@ -1,8 +1,9 @@
-"""Prefill of prompts: keys and values, the logits after the last token, and log-probabilities of the other tokens.
+"""Prefill of prompts: computes keys and values, the logits after the last token, and requested log-probabilities.
 
-A prompt may be prefilled in several chunks. Finished chunks stay in a separate buffer until a row takes them over.
-Whole prompts share forward passes, padded on the right. Attention is causal, so real tokens never attend to the
-padding, and the padding is never copied into the cache. This module does not choose rows, plan chunks or sample tokens.
+A prompt may be prefilled in several chunks. Their keys and values stay in a separate buffer until the sequence joins
+the running batch. Complete prompts share forward passes, padded on the right. Attention is causal, so real tokens never
+attend to the padding, and the padding is never copied into the KV cache. This module does not choose which prompts are
+prefilled, and does not sample.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from gcore.engines.torch.scheduler import IDLE_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class PrefillBatch:
-    """Prompts (as indices) of one forward pass, padded on the right to `width` tokens."""
+    """Prompts (as indexes) of one forward pass, padded on the right to `width` tokens."""
 
     members: tuple[int, ...]
     width: int
 
 
 def prefill_batches(lengths: Sequence[int], *, most_tokens: int) -> tuple[PrefillBatch, ...]:
-    """Divide prompts into forward passes: prompts of similar length together, at most `most_tokens` padded tokens in
-    each.
+    """Divide prompts with these lengths into forward passes, prompts of similar length together.
 
-    A prompt longer than `most_tokens` has its own pass. At most a quarter of a pass is padding.
+    A pass has at most `most_tokens` tokens with padding, and at most a quarter of it is padding. A prompt longer than
+    `most_tokens` has its own pass.
     """
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     batches: list[PrefillBatch] = []
@@ -54,26 +55,30 @@ def prefill_batches(lengths: Sequence[int], *, most_tokens: int) -> tuple[Prefil
 
 
 LOGIT_CELLS = 32 * 1024 * 1024
-"""Maximum number of logits in one pass if log-probabilities of prompt tokens are requested."""
+"""Maximum number of logits (positions x vocabulary) in one pass if log-probabilities of prompt tokens are requested."""
 
 
 @dataclass(slots=True, eq=False)
 class PromptPrefill:
-    """A prompt, or the tokens of a sample that continues. `kept`: data of the lane."""
+    """Progress of the prefill of a prompt, or of a preempted sample with its tokens.
+
+    `kept`: where the model runner has the keys and values. `tops`: number of most likely tokens that are requested per
+    position. `values`, `likeliest`, `named`: log-probabilities computed so far, by position.
+    """
 
     tokens: tuple[int, ...]
     logprobs_from: int | None = None
-    """First position whose log-probability is requested."""
+    """First prompt position whose log-probability is requested; None: no position."""
     tops: int = 0
     names: tuple[int, ...] = ()
-    """Tokens whose log-probabilities are requested at the same positions."""
+    """Tokens whose log-probabilities are requested at the same positions, likely or not."""
     done: int = 0
-    """Number of prefilled tokens."""
+    """Number of tokens prefilled so far."""
     kept: Any = None
     logits: torch.Tensor | None = None
     """[vocabulary]: logits after the last token, once all are prefilled."""
     stale: bool = False
-    """Whether other weights than the present ones prefilled a part of it."""
+    """Whether older weights than the present ones prefilled a part of the prompt."""
     values: list[float | None] = field(default_factory=list)
     likeliest: list[Top | None] = field(default_factory=list)
     named: list[tuple[float, ...] | None] = field(default_factory=list)
@@ -85,34 +90,36 @@ class PromptPrefill:
 
     @property
     def logprobs(self) -> PromptLogprobs | None:
-        """Log-probabilities of its tokens; None if not requested."""
+        """Requested log-probabilities of the prompt's tokens; None if none are requested."""
         if self.logprobs_from is None:
             return None
         return PromptLogprobs(self.logprobs_from, tuple(self.values), tuple(self.likeliest), tuple(self.named))
 
     def most(self, vocabulary: int) -> int | None:
-        """Return the maximum number of tokens in one pass; None: no limit."""
+        """Return the maximum number of tokens in one pass, which bounds the memory for logits; None: no limit."""
         return None if self.logprobs_from is None else max(1, LOGIT_CELLS // vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """The next `count` tokens of a prompt."""
+    """The next `count` tokens of a prompt, to be prefilled now."""
 
     prompt: PromptPrefill
     count: int
 
     @property
     def alone(self) -> bool:
-        """Whether it cannot share a pass: it is a part of a prompt, or the log-probabilities of its tokens are
-        requested."""
+        """Whether the chunk cannot share a pass with other prompts: it is only a part of a prompt, or log-probabilities
+        of prompt tokens are requested.
+        """
         return self.count < len(self.prompt.tokens) or self.prompt.logprobs_from is not None
 
 
 class PrefillCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """Keys and values of prompts in one pass, by layer `[prompt, kv_head, token, head_dim]`.
+    """Keys and values of the prompts of one pass, by layer [prompt, kv_head, token, head_dim].
 
-    With `length` it is a buffer for one prompt of this many tokens, prefilled in several passes.
+    With `length` it is a buffer for one prompt of this many tokens, which is prefilled in several passes. `begin`:
+    first position that the next pass writes.
     """
 
     is_compileable = False
@@ -131,7 +138,7 @@ class PrefillCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by the model, layer by layer."""
+        """Store a layer's new keys and values, and return those of all tokens so far. The model calls it in each layer."""
         if not self._buffered:
             assert layer_idx == len(self.keys), "layers must come in order"
             self.keys.append(key_states)
@@ -150,14 +157,17 @@ class PrefillCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
 @dataclass(frozen=True, slots=True)
 class PrefixSlice:
-    """Index of a prefilled prompt in a pass."""
+    """Where the keys and values of a prefilled prompt are: at `index` of `prefix`."""
 
     prefix: PrefillCache
     index: int
 
 
 def prefill(model: Model, chunks: Sequence[PrefillChunk], *, grid: int | None = None) -> None:
-    """Prefill all chunks in few passes; with a `grid` each chunk in separate passes that end at its multiples."""
+    """Prefill all chunks, in as few forward passes as possible.
+
+    `grid`: prefill each chunk alone, in passes that end at multiples of this many tokens.
+    """
     sharing = [chunk.prompt for chunk in chunks if grid is None and not chunk.alone]
     for chunk in chunks:
         if grid is not None or chunk.alone:
@@ -205,13 +215,13 @@ def _read_alone(model: Model, chunk: PrefillChunk, grid: int | None) -> None:
 
 
 def chunk_length(prompt: PromptPrefill, left: int, vocabulary: int, grid: int | None) -> int:
-    """Return the number of tokens in the next pass, of `left` to be prefilled now."""
+    """Return how many of the `left` tokens of a prompt the next pass prefills. `grid`: see `prefill`."""
     to_line = left if grid is None else grid - prompt.done % grid
     return min(left, to_line, prompt.most(vocabulary) or left)
 
 
 def logit_positions(prompt: PromptPrefill, begin: int, end: int) -> list[int]:
-    """Return the positions in [begin, end) whose logits are needed; at least one, because a pass must have some."""
+    """Return the positions in [begin, end) whose logits are needed; at least the last, because a pass must have one."""
     if prompt.logprobs_from is None:
         return [end - 1]
     # The logits at a position predict the next token.
@@ -219,7 +229,9 @@ def logit_positions(prompt: PromptPrefill, begin: int, end: int) -> list[int]:
 
 
 def record_logits(prompt: PromptPrefill, positions: Sequence[int], logits: torch.Tensor) -> None:
-    """Record the requested parts of `logits` [position, vocabulary], which belong to these positions of the prompt."""
+    """Store what is requested of a prompt's logits [position, vocabulary] at these positions: log-probabilities, and
+    the logits after the last token.
+    """
     length = len(prompt.tokens)
     if positions[-1] == length - 1:
         prompt.logits = logits[-1]

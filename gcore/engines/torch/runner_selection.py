@@ -1,12 +1,12 @@
-"""Choose the lane that serves a model, by a trial at start.
+"""Choose the model runner (here also *lane*) that serves a model, by a trial at start.
 
 The engine's own loop continues short prompts of different lengths, with every operation on rows: a prompt is prefilled
 in two chunks, a row joins late with the prompt of a running row, rows leave and others move. The log-probabilities of
-the results are compared with plain forward passes of the same module. If the lane does not honour a model's positions,
-attention or states, the numbers differ. So no table of supported models is needed. The fast lane is tried first, then
-the generic one; a model that neither serves is refused. Features that show only in long contexts are found in the
-configuration: a sliding window that the attention function does not receive, or layers of other kinds, need the plain
-lane.
+the results are compared with plain forward passes of the same module. If the runner handles positions, attention or
+states of the model incorrectly, the numbers differ. So no table of supported models is needed. The fast or the
+deterministic runner is tried first, then the generic one; a model that neither serves is refused. Features that have an
+effect only in long contexts are found in the configuration: a sliding window that the attention function does not
+receive, or layers of unknown kinds, need the generic runner.
 
 For deterministic decoding, samples are generated alone and in a batch that fills more than a tile, and compared bit by
 bit.
@@ -35,7 +35,7 @@ log = logging.getLogger("gcore.engine")
 LENGTHS = (3, 12)
 
 PIECE = 7
-"""Tokens in the first of two chunks of a prompt: more than the convolution of a state-space model spans."""
+"""Number of tokens in the first of two chunks of a prompt: more than the convolution of a state-space model spans."""
 
 COMPARED = 64
 """Number of tokens, spread over the vocabulary, whose log-probabilities are compared at each position."""
@@ -45,23 +45,24 @@ ALLOWED_HALF = 0.25
 CONTINUED = 4
 
 ROWS = 8
-"""Rows of a shared lane in the trial; more than it needs."""
+"""Maximum number of rows of `FastRunner` in the trial; more than it needs."""
 
 SHORT_WINDOW = 64
-"""Up to this size a sliding window is tested with a longer prompt."""
+"""A sliding window of at most this many tokens is tested with a prompt that is longer than it."""
 
 KINDS = frozenset({"full_attention", "sliding_attention"})
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class RunnerUnproved(Exception):
-    """A lane does not serve the model; the text says why."""
+    """A runner cannot serve the model; the text says why."""
 
 
 def select_runner(model: Model, *, deterministic: bool, chunk: int) -> ModelRunner:
-    """Return the lane that serves the model. A shared one has as few rows as the trial needs, and no budget.
+    """Return the first runner that passes the trial, and set the model up for it. Raises DataError if none does.
 
-    Raises DataError if no lane serves it.
+    `deterministic`: only runners with deterministic decoding. `chunk`: multiple at which these cut prompts. A
+    `FastRunner` has only as many rows as the trial needs; the caller creates one with the real limits.
     """
     if model.context < max(LENGTHS) + CONTINUED:
         raise DataError(f"the model's context of {model.context} tokens is too short to serve", where=str(model.folder))
@@ -85,7 +86,10 @@ def select_runner(model: Model, *, deterministic: bool, chunk: int) -> ModelRunn
 
 
 def _lanes(model: Model, deterministic: bool, chunk: int, reasons: list[str]) -> Iterator[ModelRunner]:
-    """Yield the lanes to try, best first; the model is set up for each as it is yielded."""
+    """Yield the runners to try, best first. The model is set up for each when it is yielded.
+
+    Reasons why better ones are not tried are added to `reasons`.
+    """
     if (why := _unfit(model)) is not None:
         reasons.append(why)
     else:
@@ -109,7 +113,7 @@ def _lanes(model: Model, deterministic: bool, chunk: int, reasons: list[str]) ->
 
 
 def _unfit(model: Model) -> str | None:
-    """Return why the fast lanes cannot serve the model, as far as known without a trial."""
+    """Return why `FastRunner` and `DeterministicRunner` cannot serve the model, as far as known without a trial."""
     c = model.module.config
     if not getattr(model.module, "_supports_attention_backend", False):
         return f"a {c.model_type} has no attention that can be replaced"
@@ -120,7 +124,10 @@ def _unfit(model: Model) -> str | None:
 
 @torch.inference_mode()
 def _measure(model: Model) -> None:
-    """Run two tokens through the model to see what its layers cache. Raises RunnerUnproved if the layers differ."""
+    """Run two tokens through the model to measure what its layers cache, and set `model.shape` and `model.straight`.
+
+    Raises RunnerUnproved if the layers do not cache keys and values, one per token, with equal numbers of heads.
+    """
     model.use_own_attention()
     model.attention.kind = PrefillPass()
     prefix, device = PrefillCache(), model.shape.device
@@ -141,7 +148,7 @@ def _measure(model: Model) -> None:
 
 
 def _window(model: Model) -> int | None:
-    """Return the sliding window of the configuration if it is shorter than the context."""
+    """Return the size of the model's sliding window in tokens; None if there is none shorter than the context."""
     c = model.module.config
     window = getattr(c, "sliding_window", None) if getattr(c, "use_sliding_window", True) else None
     kinds = getattr(c, "layer_types", None)
@@ -158,7 +165,7 @@ def _work(model: Model, number: int, length: int, *, temperature: float = 0.0) -
 
 
 def _prove(model: Model, lane: ModelRunner) -> None:
-    """Raises RunnerUnproved if the lane's log-probabilities differ from the model's own."""
+    """Raise RunnerUnproved if the runner's log-probabilities differ from those of a plain forward pass."""
     window = _window(model)
     lengths = list(LENGTHS)
     if window is not None and window <= SHORT_WINDOW and window + 2 * CONTINUED < model.context:
@@ -179,7 +186,10 @@ def _prove(model: Model, lane: ModelRunner) -> None:
 
 
 def _run(model: Model, lane: ModelRunner, works: list[SequenceState], late: SequenceState) -> list[SequenceState]:
-    """Continue `works`. The first leaves early, the last is prefilled in two chunks, and `late` joins later."""
+    """Generate a few tokens for `works` with the runner, and return all sequences.
+
+    The first leaves early, the last is prefilled in two chunks, and `late` joins later.
+    """
     decoder = Decoder(model, lane, len(works) + 1)
     prompts = [decoder.prompt(work) for work in works]
     if lane.grid != UNCUT:
@@ -200,7 +210,7 @@ def _run(model: Model, lane: ModelRunner, works: list[SequenceState], late: Sequ
 
 @torch.inference_mode()
 def _error(model: Model, work: SequenceState) -> float:
-    """Return the largest difference between the work's log-probabilities and a plain forward pass."""
+    """Return the largest difference between a sequence's log-probabilities and those of a plain forward pass."""
     ids = torch.tensor([[*work.task.prompt, *work.tokens]], device=model.shape.device)
     logits: Any = model.module(input_ids=ids, use_cache=False).logits
     begin = len(work.task.prompt) - 1
@@ -209,7 +219,7 @@ def _error(model: Model, work: SequenceState) -> float:
 
 
 def _prove_bits(model: Model, lane: ModelRunner) -> None:
-    """Raises RunnerUnproved if a sample depends on others in the batch."""
+    """Raise RunnerUnproved if a sample differs in any bit when others are in the batch."""
     # One of them crosses from one block of the cache to the next.
     lengths = [length for length in (1, 7, BLOCK - 2) if length + CONTINUED <= model.context]
     alone = [_sampled(model, lane, [_work(model, n, length, temperature=1.0)])[0] for n, length in enumerate(lengths)]

@@ -1,4 +1,4 @@
-"""Sample tokens from logits.
+"""Sampling of tokens from logits.
 
 Log-probabilities are those of `softmax(logits / T)` before any truncation (top-k, top-p, min-p, the minimum length):
 the distribution that the trainer computes too. Greedy rows (T = 0) take the most likely token, and their
@@ -32,7 +32,7 @@ SMALL_VOCABULARY = 4096
 """Up to this vocabulary size one cumulative sum over all of it is faster than the steps that avoid it."""
 
 SLAB_CELLS = 512 * 1024
-"""Numbers processed at once on a CPU: 2 MiB."""
+"""Number of logits processed at once on a CPU: 2 MiB of float32."""
 
 BLOCK = 512
 CANDIDATES = 1024
@@ -40,8 +40,11 @@ CANDIDATES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Rows whose truncation needs the same number of candidates. Each field is `[row, 1]`, except `rows`, which is
-    [row]."""
+    """Rows that truncate their distribution with the same number of candidate tokens.
+
+    `rows` [row]: their numbers in the batch. `top_p`, `top_k`, `min_p` [row, 1]: their parameters. `candidates`: number
+    of most likely tokens that are considered first; 0: all.
+    """
 
     candidates: int
     rows: torch.Tensor
@@ -53,7 +56,9 @@ class Truncation:
     def groups(
         cls, rows: Ints, top_p: Doubles, top_k: Ints, min_p: Doubles, device: torch.device
     ) -> tuple[Truncation, ...]:
-        """Group rows by the number of candidates that a row itself requests, so that other rows do not influence it."""
+        """Group rows by the number of candidates that each requests, so that other rows do not influence a row's
+        result.
+        """
         wanted = np.where((top_k > 0) & (top_k < CANDIDATES), top_k, CANDIDATES)
         made = []
         for count in np.unique(wanted[rows]):
@@ -70,7 +75,7 @@ class Truncation:
         return tuple(made)
 
     def only(self, places: torch.Tensor) -> Truncation:
-        """Select some of the rows, with every token a candidate."""
+        """Select the rows at `places`, with every token of the vocabulary as a candidate."""
         return Truncation(0, self.rows[places], self.top_p[places], self.top_k[places], self.min_p[places])
 
 
@@ -105,7 +110,7 @@ class BatchSamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """`tokens` [row] int64 and `logprobs` [row] float32."""
+    """Sampled tokens [row] int64, and their log-probabilities [row] float32."""
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
@@ -113,7 +118,9 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class ForbiddenTokens:
-    """Cells that must not be sampled now: token `tokens[i]` in row `rows[i]`. Their log-probabilities are unchanged."""
+    """Tokens that must not be sampled in this step: token `tokens[i]` in row `rows[i]`, such as an end token before the
+    minimum length. Log-probabilities are unchanged.
+    """
 
     rows: torch.Tensor
     tokens: torch.Tensor
@@ -122,7 +129,7 @@ class ForbiddenTokens:
 def sample(
     logits: torch.Tensor, uniforms: torch.Tensor, params: BatchSamplingParams, forbidden: ForbiddenTokens | None = None
 ) -> SampledTokens:
-    """Sample one token per row. `logits` [row, vocabulary], any float; `uniforms` [row] float64 in [0, 1)."""
+    """Sample one token per row. `logits` [row, vocabulary], any float dtype; `uniforms` [row] float64 in [0, 1)."""
     rows, vocabulary = logits.shape
     if vocabulary <= SMALL_VOCABULARY:
         return _draw_small(logits, uniforms, params, forbidden)
@@ -185,7 +192,10 @@ def _choose(
     forbidden: ForbiddenTokens | None,
     first: int,
 ) -> torch.Tensor:
-    """Choose the tokens of the rows from `first` on. `weights`: probabilities; None if all rows are greedy."""
+    """Choose the tokens of a slab of rows, which begins at row `first` of the batch. Returns [row].
+
+    `scaled`: logits / T. `weights`: probabilities; None if all rows are greedy.
+    """
     rows = scaled.shape[0]
     cells = None if forbidden is None else _within(forbidden, first, rows)
     tokens: torch.Tensor | None = None
@@ -221,7 +231,9 @@ def _some(truncation: Truncation, inside: torch.Tensor) -> Truncation:
 
 
 def _inverse(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return [row]: the first index at which the cumulative weight exceeds uniform x total. `weights` [row, token]."""
+    """Sample by the inverse of the cumulative distribution. Returns [row]: the first index at which the cumulative
+    weight exceeds uniform x total. `weights` [row, token], `uniforms` [row].
+    """
     rows, width = weights.shape
     if width <= SMALL_VOCABULARY:
         return _search(weights, uniforms).index
@@ -240,8 +252,10 @@ def _inverse(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class DrawPosition:
-    """Positions of uniform numbers among the cumulative weights. `column` [row, 1] int64; the others as in
-    `_search`."""
+    """Result of `_search`: in which weight's interval of the cumulative distribution each row's uniform number lies.
+
+    `column` [row, 1] int64: index of that weight. `target` [row, 1]: uniform x total.
+    """
 
     column: torch.Tensor
     weights: torch.Tensor
@@ -250,18 +264,18 @@ class DrawPosition:
 
     @property
     def index(self) -> torch.Tensor:
-        """[row]"""
+        """Index of the weight, [row]."""
         return self.column[:, 0]
 
     def within(self) -> torch.Tensor:
-        """[row]: position between the two ends of its weight, in [0, 1)."""
+        """Relative position of the target inside the weight's interval, [row] in [0, 1): a new uniform number."""
         own = self.weights.gather(-1, self.column).double()
         into = (self.target - (self.cumulative.gather(-1, self.column) - own)) / own
         return into[:, 0].nan_to_num_(0.0).clamp_(0.0, BELOW_ONE)
 
 
 def _search(weights: torch.Tensor, uniforms: torch.Tensor) -> DrawPosition:
-    """Find, by row, the first index at which the cumulative weight exceeds uniform x total."""
+    """Find in each row the first index at which the cumulative weight exceeds uniform x total."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = uniforms[:, None] * cumulative[:, -1:]
     column = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[-1] - 1)
@@ -269,7 +283,7 @@ def _search(weights: torch.Tensor, uniforms: torch.Tensor) -> DrawPosition:
 
 
 def _truncated(weights: torch.Tensor, uniforms: torch.Tensor, cut: Truncation) -> torch.Tensor:
-    """Return [row]: tokens sampled from `weights` [row, token] after truncation."""
+    """Sample tokens [row] from `weights` [row, token] after truncation by top-k, top-p and min-p."""
     width = weights.shape[-1]
     everything = cut.candidates == 0 or cut.candidates * 4 >= width
     if everything:

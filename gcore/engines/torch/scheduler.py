@@ -1,8 +1,20 @@
 """Scheduler: which sequences run, wait or are preempted, and how much of the waiting prompts is prefilled now.
 
-Memory is counted in cells: the keys and values of one token. A runner's `footprint` returns the cells of a batch;
-admission never exceeds the budget. `RunningBatch` keeps the data of running sequences in arrays, so that a decode step
-does no work per sequence in Python. Imports numpy, not torch.
+All rules are pure functions of sizes. Memory is counted in cells: one cell is the keys and values of one token. A model
+runner's `footprint` returns the cells of rows with given lengths; admission never exceeds the budget (`cache_tokens`).
+
+- Requests are admitted in order of arrival. One that does not fit yet blocks those behind it, so smaller ones cannot
+  overtake it forever.
+- A request is admitted with `RESERVE` tokens of growth, or all that it may still generate if that is less, so that it
+  is not preempted again at once.
+- If the running rows outgrow the budget, the youngest are preempted. They wait before all others and keep their tokens,
+  so the queue stays in order of arrival. The oldest is never preempted, and every accepted request fits alone, so each
+  request finishes.
+- While rows decode, a cycle prefills at most `prefill_chunk_tokens` of waiting prompts, which limits the delay of other
+  requests' next token. If no row decodes, it prefills up to `IDLE_TOKENS`.
+
+`RunningBatch` keeps the data of running sequences in arrays, so that a decode step does no work per sequence in Python.
+Imports numpy, not torch.
 """
 
 from __future__ import annotations
@@ -21,7 +33,10 @@ from gcore.engines.request import GenerationRequest, SequenceState
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """Row `sources[i]` is copied to `holes[i]`; afterwards the remaining rows are the first `active`."""
+    """How the remaining rows are made contiguous after some have left: row `sources[i]` is copied to `holes[i]`.
+
+    Afterwards the remaining rows are the first `active`.
+    """
 
     holes: tuple[int, ...]
     sources: tuple[int, ...]
@@ -29,7 +44,7 @@ class Compaction:
 
 
 def plan_compaction(leaving: Sequence[int], active: int) -> Compaction:
-    """Choose which rows move into the places of leaving ones, with the fewest copies."""
+    """Choose which of `active` rows move into the places of the `leaving` ones, with the fewest copies."""
     gone = set(leaving)
     stay = active - len(gone)
     holes = tuple(sorted(row for row in gone if row < stay))
@@ -38,7 +53,7 @@ def plan_compaction(leaving: Sequence[int], active: int) -> Compaction:
 
 
 class WaitingQueue:
-    """Tasks without a row, in the order in which they will get one."""
+    """Sequences that wait to run, in the order in which they will be admitted."""
 
     def __init__(self) -> None:
         self._queue: deque[SequenceState] = deque()
@@ -47,23 +62,23 @@ class WaitingQueue:
         return len(self._queue)
 
     def put(self, works: Iterable[SequenceState]) -> None:
-        """Append at the end."""
+        """Append sequences at the end."""
         self._queue.extend(works)
 
     def put_back(self, works: Sequence[SequenceState]) -> None:
-        """Insert before all others, in this order."""
+        """Insert preempted sequences before all others, in this order."""
         self._queue.extendleft(reversed(works))
 
     def peek(self, count: int) -> list[SequenceState]:
-        """Return the first `count` without removing them."""
+        """Return the first `count` sequences without removing them."""
         return list(islice(self._queue, max(0, count)))
 
     def take(self, count: int) -> list[SequenceState]:
-        """Remove and return the first `count`, or as many as there are."""
+        """Remove and return the first `count` sequences, or as many as there are."""
         return [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
 
     def drop(self, unwanted: Callable[[GenerationRequest], bool]) -> list[SequenceState]:
-        """Remove and return the unwanted tasks."""
+        """Remove and return the sequences for whose request `unwanted` is true."""
         dropped = [work for work in self._queue if unwanted(work.task)]
         if dropped:
             gone = {work.task.number for work in dropped}
@@ -72,13 +87,13 @@ class WaitingQueue:
 
 
 RESERVE = 64
-"""Tokens of growth reserved at admission."""
+"""Maximum number of tokens that a request is assumed to generate when it is admitted."""
 
 IDLE_TOKENS = 8192
 """Maximum prompt tokens in one cycle if no row decodes, and padded tokens in one forward pass of several prompts."""
 
 SMALLEST_PIECE = 32
-"""A prompt is not started for fewer tokens than this."""
+"""If fewer tokens than this are left of a cycle's budget, the prefill of a further prompt is not started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +115,19 @@ class BatchSize:
 
 
 Footprint = Callable[[BatchSize], int]
-"""Returns the cells that rows of this size take."""
+"""Function that returns the number of cells that rows of this size take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A waiting sample: its tokens (prompt and generated ones), and the maximum it may still generate."""
+    """Size of a waiting sequence: its tokens (prompt and generated ones), and the maximum it may still generate."""
 
     length: int
     growth: int
 
     @property
     def reserved(self) -> int:
-        """The length with which it is admitted."""
+        """Length in tokens for which room must exist when the sequence is admitted."""
         return self.length + min(self.growth, RESERVE)
 
 
@@ -124,24 +139,10 @@ def longest_request(most: int, *, budget: int, footprint: Footprint) -> int:
 def num_admissible(
     waiting: Sequence[Admission], held: BatchSize, *, free: int, budget: int, footprint: Footprint
 ) -> int:
-    """Return how many of the first waiting samples may get a row, in addition to those `held`. `free`: number of free
-    rows.
+    """Return how many of the first waiting sequences may be admitted. See the module docstring for the rules.
 
-    The first is admitted in any case if nothing is held. The rules of admission, preemption and prefill are pure
-    functions of sizes:
-
-    Memory is counted in cells: the keys and values of one token. The `footprint` of a lane returns the cells of rows
-    with given lengths; admission never exceeds the budget (`cache_tokens`).
-
-    - Requests are admitted in order of arrival. One that does not fit yet blocks those behind it, so smaller ones
-      cannot overtake it forever.
-    - A request is admitted with `RESERVE` tokens of growth, or all that it may still generate, so that it is not
-      preempted again at once.
-    - If the running rows outgrow the budget, the youngest are preempted. They wait before all others and keep their
-      tokens, so the queue stays in order of arrival. The oldest is never preempted, and every accepted request fits
-      alone, so each request finishes.
-    - While rows decode, a cycle prefills at most `prefill_chunk_tokens` of waiting prompts, which limits the delay of
-      other requests' next token. If no row decodes, it prefills up to `IDLE_TOKENS`.
+    `waiting`: in order. `held`: size of the rows that run or are being prefilled. `free`: number of free rows.
+    `budget`: maximum number of cells. The first is admitted in any case if nothing is held.
     """
     count, size = 0, held
     for want in waiting[: max(0, free)]:
@@ -153,9 +154,9 @@ def num_admissible(
 
 
 def rows_to_preempt(lengths: Sequence[int], ages: Sequence[int], *, budget: int, footprint: Footprint) -> list[int]:
-    """Return the rows (as indices) to preempt, youngest first, so that the others fit; the oldest always stays.
+    """Return the indexes of the rows to preempt, youngest first, so that the others fit; the oldest always stays.
 
-    `ages`: numbers in order of arrival.
+    `lengths`: tokens by row. `ages`: request numbers by row, which increase with arrival.
     """
     if footprint(BatchSize.of(lengths)) <= budget:
         return []
@@ -169,11 +170,11 @@ def rows_to_preempt(lengths: Sequence[int], ages: Sequence[int], *, budget: int,
 def prefill_lengths(
     remaining: Sequence[int], *, budget: int, grid: int | None = None, done: Sequence[int] = ()
 ) -> list[int]:
-    """Return the tokens of each prompt to prefill in this cycle, in order; 0 after the budget is used up.
+    """Return how many tokens of each prompt a cycle prefills, in order; 0 after the budget is used up.
 
-    `remaining`: tokens still to prefill. With a `grid` a prompt is cut only at multiples of it, counted from its
-    beginning (`done`: tokens already prefilled), so the chunks are the same however busy the engine is. The first chunk
-    is prefilled even if it exceeds the budget.
+    `remaining`: tokens still to prefill, by prompt. `budget`: maximum tokens in the cycle. `grid`: cut prompts only at
+    multiples of this many tokens from their beginning, so that the chunks are the same however busy the engine is; the
+    first chunk is then prefilled even if it exceeds the budget. `done`: tokens already prefilled, by prompt.
     """
     left = budget
     taken: list[int] = []
@@ -210,8 +211,10 @@ BELOW_ONE = 1.0 - 2.0**-40
 
 
 class PhiloxStreams:
-    """Uniform numbers in [0, 1) from Philox streams. Reuses one generator and sets its key, which is four times as
-    fast."""
+    """Generates uniform numbers in [0, 1) from Philox random streams, each identified by a key.
+
+    Reuses one generator and sets its key, which is four times as fast as a new generator.
+    """
 
     def __init__(self) -> None:
         self._bits = np.random.Philox(key=0)
@@ -219,7 +222,7 @@ class PhiloxStreams:
         self._fresh = self._bits.state
 
     def draw(self, key: int, count: int) -> Doubles:
-        """Return the first `count` numbers of the stream with this key (its low 128 bits)."""
+        """Return the first `count` numbers of the stream whose key is the low 128 bits of `key`."""
         state = self._fresh
         state["state"]["key"][:] = (key & (2**64 - 1), (key >> 64) & (2**64 - 1))
         self._bits.state = state
@@ -228,10 +231,10 @@ class PhiloxStreams:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRows:
-    """Rows that ended with the recorded token: at their limit, or at a stop token. `suspects` may have completed a stop
-    string.
+    """Which rows ended with the newest token, as row numbers.
 
-    `replayed`: number of rows that recorded a token they had generated before.
+    `by_count`: at their maximum length. `by_token`: with a stop token. `suspects`: may have completed a stop string,
+    which only the text shows. `replayed`: number of rows whose newest token was generated before a preemption.
     """
 
     by_count: Ints
@@ -241,7 +244,7 @@ class FinishedRows:
 
 
 FEW = 256
-"""Initial capacity of a row in tokens."""
+"""Initial number of tokens for which a row's arrays have room."""
 
 MOST_STOP_SETS = 64
 """Maximum number of cached sets of stop strings, in addition to those in use."""
@@ -250,12 +253,12 @@ PER_ROW = ("counts", "prompts", "temperature", "top_p", "top_k", "min_p", "_know
 
 
 class RunningBatch:
-    """The running sequences.
+    """The running sequences (rows) as arrays: sampling parameters, generated tokens, and when each row ends.
 
-    Row `i` of every array belongs to `works[i]`. Padding cells of `stops` have -1, which is no token id. Imports numpy,
-    not torch. Determines which rows have ended by count or by token, and which may have completed a stop string.
+    Row `i` of every array belongs to `works[i]`. Determines which rows have ended by length or by a stop token, and
+    which may have completed a stop string.
 
-    A row may be replayed: the tokens from before its preemption pass through the model again, one by one, and are kept
+    A row may be replayed after a preemption: its earlier tokens pass through the model again, one by one, and are kept
     instead of sampled ones.
     """
 
@@ -267,16 +270,16 @@ class RunningBatch:
         self._stop_sets: dict[tuple[str, ...], int] = {}
         self._suspect_tokens: Flags = np.zeros((1, 1), dtype=np.bool_)
         self.counts: Ints = np.zeros(0, np.int64)
-        """Generated tokens; for a replayed row, those that passed through the model again."""
+        """Number of generated tokens by row; for a replayed row, of those that passed through the model again."""
         self.prompts: Ints = np.zeros(0, np.int64)
-        """Tokens of each row's prompt."""
+        """Number of prompt tokens by row."""
         self.temperature: Doubles = np.zeros(0)
         self.top_p: Doubles = np.zeros(0)
         self.top_k: Ints = np.zeros(0, np.int64)
         """0: no limit."""
         self.min_p: Doubles = np.zeros(0)
         self._known: Ints = np.zeros(0, np.int64)
-        """Tokens generated before a preemption."""
+        """Number of tokens generated before a preemption, by row, if the row is replayed; else 0."""
         self._limits: Ints = np.zeros(0, np.int64)
         self._minimums: Ints = np.zeros(0, np.int64)
         self._sets: Ints = np.zeros(0, np.int64)
@@ -292,12 +295,12 @@ class RunningBatch:
 
     @property
     def streaming(self) -> bool:
-        """Whether any of them streams token by token."""
+        """Whether the client of any row wants its tokens as a stream."""
         return self._streaming > 0
 
     @property
     def lengths(self) -> Ints:
-        """[row] tokens of each: prompt and generated ones."""
+        """Number of tokens of each row, prompt and generated ones, [row]."""
         return self.prompts[: self.active] + self.counts[: self.active]
 
     def made(self, row: int) -> int:
@@ -305,12 +308,14 @@ class RunningBatch:
         return max(int(self.counts[row]), int(self._known[row]))
 
     def replays(self, row: int) -> bool:
-        """Whether the last recorded token was a replayed one."""
+        """Whether the newest token of `row` was generated before a preemption and is only replayed."""
         return bool(self.counts[row] <= self._known[row])
 
     def know_stop_strings(self, stop: tuple[str, ...], suspects: Flags) -> None:
-        """Register stop strings. `suspects[t]`: whether token `t` may complete one of `stop`. Call it before such a row
-        joins."""
+        """Register a set of stop strings. Call it before a row with these stop strings joins.
+
+        `suspects` [vocabulary]: whether a token may complete one of `stop`.
+        """
         if stop in self._stop_sets:
             return
         if self._suspect_tokens.shape[1] != len(suspects):
@@ -319,7 +324,7 @@ class RunningBatch:
         self._suspect_tokens = np.vstack([self._suspect_tokens, suspects])
 
     def forget_stop_strings(self) -> None:
-        """If many sets are registered, drop all but those of running rows."""
+        """Drop the sets of stop strings that no running row uses, if `MOST_STOP_SETS` are registered."""
         if len(self._stop_sets) < MOST_STOP_SETS:
             return
         used = sorted({work.task.sampling.stop for work in self.works} & self._stop_sets.keys())
@@ -328,11 +333,11 @@ class RunningBatch:
         self._sets[: self.active] = [self._stop_sets.get(work.task.sampling.stop, 0) for work in self.works]
 
     def knows_stop_strings(self, stop: tuple[str, ...]) -> bool:
-        """Whether `know_stop_strings` was called with them, or there are none."""
+        """Whether this set of stop strings is registered or empty."""
         return not stop or stop in self._stop_sets
 
     def join(self, works: Sequence[SequenceState], *, replay: bool = False) -> None:
-        """Add rows at the end. With `replay` their earlier tokens pass through the model again, one by one."""
+        """Add rows at the end. `replay`: their earlier tokens will pass through the model again, one by one."""
         sampling = [work.task.sampling for work in works]
         before, after = self.active, self.active + len(works)
         self._reserve(
@@ -366,7 +371,10 @@ class RunningBatch:
         self._draw_uniforms(range(before, after))
 
     def _draw_uniforms(self, rows: Sequence[int]) -> None:
-        """Draw uniforms up to the capacity. A stream begins with the same numbers however many are drawn."""
+        """Generate the uniform numbers for all tokens for which these rows have room.
+
+        A row's stream begins with the same numbers however many are generated.
+        """
         width = self._uniforms.shape[1]
         for row in rows:
             s = self.works[row].task.sampling
@@ -392,7 +400,7 @@ class RunningBatch:
             self._stops[: old.shape[0], : old.shape[1]] = old
 
     def refill(self, refill: Compaction) -> None:
-        """Rows have left; move the last ones into the holes."""
+        """Move rows into the places of rows that have left, and drop the rows beyond `refill.active`."""
         holes, sources = list(refill.holes), list(refill.sources)
         if holes:
             for name in (*PER_ROW, "_stops", "_uniforms", "_tokens", "_logprobs"):
@@ -404,22 +412,25 @@ class RunningBatch:
         self._streaming = sum(work.task.streams for work in self.works) if self._streaming else 0
 
     def pending(self) -> Ints:
-        """Return each row's last token, which passes through the model next."""
+        """Return each row's last token [row], which passes through the model next."""
         rows = np.arange(self.active)
         return self._tokens[rows, self.counts[: self.active] - 1]
 
     def uniforms(self, first: int) -> Doubles:
-        """Return the numbers with which rows from `first` on sample their next token."""
+        """Return the uniform numbers with which the rows from `first` on sample their next token."""
         rows = np.arange(first, self.active)
         return self._uniforms[rows, self.counts[first : self.active]]
 
     def forbidden(self, first: int) -> list[tuple[int, int]]:
-        """Return cells (row - first, token) that must not be sampled, because the row is shorter than its minimum."""
+        """Return the stop tokens that rows below their minimum length must not sample now, as (row - `first`, token)."""
         short = np.flatnonzero(self.counts[first : self.active] < self._minimums[first : self.active])
         return [(int(r), int(t)) for r in short for t in self._stops[first + r] if t != NO_TOKEN]
 
     def record(self, first: int, tokens: Ints, logprobs: npt.NDArray[np.float32]) -> FinishedRows:
-        """Record the tokens of rows from `first` on. Return which of them ended."""
+        """Store a new token and its log-probability for each row from `first` on. Returns which rows ended.
+
+        For replayed rows the tokens from before the preemption are kept.
+        """
         rows = np.arange(first, self.active)
         counts = self.counts[first : self.active]
         replayed = counts < self._known[first : self.active] if self._replaying else None
@@ -446,13 +457,13 @@ class RunningBatch:
         )
 
     def tail(self, row: int, count: int) -> list[int]:
-        """Return the last `count` generated tokens of the row, or all."""
+        """Return the last `count` generated tokens of a row, or all if there are fewer."""
         made = int(self.counts[row])
         tail: list[int] = self._tokens[row, max(0, made - count) : made].tolist()
         return tail
 
     def save(self, row: int) -> SequenceState:
-        """Return the row's sequence with all generated tokens."""
+        """Copy a row's generated tokens and log-probabilities into its sequence, and return the sequence."""
         work, made = self.works[row], self.made(row)
         work.tokens = self._tokens[row, :made].tolist()
         work.logprobs = self._logprobs[row, :made].tolist()

@@ -1,8 +1,8 @@
-"""The torch engine's process: load a model, select its runner, listen, serve, stop.
+"""The torch engine's process: loads a model, selects its runner, and serves HTTP until it is stopped.
 
-The port is bound before the model is loaded, so that a port in use is detected at once. Requests are answered when the
-model serves. The supervisor receives "serving", progress, and "failed" with an explanation; "stop" ends the process in
-order.
+The port is bound before the model is loaded, so that a port in use is detected at once; requests wait until the model
+is loaded. The process sends "serving", progress, and "failed" with an explanation to its supervisor; on "stop" it
+finishes running requests for `GRACE_S` and ends.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from gcore.system.network import join_host_port, listen
 from gcore.worker.control import ControlLine
 
 SHORTEST = 2
-"""Minimum tokens of a request: one of the prompt, one of the response."""
+"""Number of tokens of the smallest request: one of the prompt, one of the response."""
 
 
 def start_engine(launch: EngineLaunch, text: Detokenizer | None) -> EngineCore:
-    """Create a serving core from a launch: load the model, select its runner, limit its cache. Opens no port, starts no
-    thread.
+    """Create the engine core for a launch document: load the model, select its runner, and set the size of its KV
+    cache.
 
-    Raises UsageError, DataError and EngineError, each in one sentence, if it cannot be served.
+    Opens no port and starts no thread. Raises UsageError, DataError or EngineError if the model cannot be served.
     """
     device = device_of(launch)
     with explain_memory_error("while it loaded the model", TOO_BIG):
@@ -82,8 +82,9 @@ def start_engine(launch: EngineLaunch, text: Detokenizer | None) -> EngineCore:
 
 
 SWITCH_S = 0.0005
-"""The interpreter's switch interval in seconds: the model's thread and the event loop must not wait 5 ms for each
-other."""
+"""Python's thread switch interval in seconds. With the default of 5 ms the model's thread and the event loop would wait
+too long for each other.
+"""
 
 BACKLOG = 4096
 
@@ -94,7 +95,11 @@ DEATH_EXIT = 1
 
 
 def serve_engine(launch: EngineLaunch, control: ControlLine | None, clock: Clock | None = None) -> None:
-    """Serve until a stop is requested. Raises UsageError and DataError before that, each in one sentence."""
+    """Load the model of a launch document and serve it until the supervisor sends "stop" or a signal arrives.
+
+    `control`: connection to the supervisor; None: started by hand. Raises UsageError, DataError or EngineError if the
+    engine cannot start.
+    """
     clock = clock or SystemClock()
     _raise_descriptor_limit()
     listener = _listen(launch.host, launch.port)
@@ -110,7 +115,7 @@ def serve_engine(launch: EngineLaunch, control: ControlLine | None, clock: Clock
 def _facade(
     core: EngineCore | ClassifierCore, text: Detokenizer | None, launch: EngineLaunch, clock: Clock
 ) -> tuple[RequestHandler | ClassifierRequestHandler, ASGIApp]:
-    """Create the request handler in front of the model's thread, and the application with its routes."""
+    """Create the request handler for a core, and the ASGI application with its routes."""
     keys = ApiKeys(launch.api_key, launch.admin_api_key)
     description = _description(core, launch)
     if isinstance(core, ClassifierCore):
@@ -181,8 +186,9 @@ async def _run(
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the limit of open files: each running request is an open connection, and shells set a limit of 1024 for
-    programs that use select()."""
+    """Raise the limit of open files to the hard limit: each running request is an open connection, and shells usually
+    set a limit of 1024.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # a kernel may allow less than the hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -205,8 +211,9 @@ def _obey(control: ControlLine, server: uvicorn.Server) -> None:
 
 
 def _death(control: ControlLine | None) -> Callable[[Exception], None]:
-    """Return a callback for the end of the model's thread: the process ends, because it could not answer any
-    request."""
+    """Return the function to call when the model's thread has failed. It reports the error and ends the process, which
+    could not serve any request.
+    """
 
     def die(error: Exception) -> None:
         import traceback

@@ -1,9 +1,9 @@
 """Routes for weights broadcast by a trainer, and for reading a tensor of the served model.
 
-The sequence: join a weight group, begin an update, receive tensors, end the update. Each route responds with
-`{"success": bool, "message": str}`, with status 400 if nothing was done; a broadcast that does not fit changes nothing.
-Blocking calls of the group run in a separate thread, one after the other; the model's thread only writes received
-tensors.
+A trainer joins the engine to a weight group (a process group for broadcasts), begins an update, broadcasts tensors, and
+ends the update. Each route responds with `{"success": bool, "message": str}`, with status 400 if nothing was done; a
+broadcast that does not fit changes nothing. Blocking calls of the group run in a separate thread, one after the other;
+the model's thread only writes received tensors.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ JOIN_S = 120.0
 
 
 class WeightRoutes:
-    """The handlers, and the weight groups of the engine."""
+    """Handlers of these routes, with the weight groups that the engine has joined."""
 
     def __init__(self, engine: AsyncEngine[Any, Any]) -> None:
         self._engine = engine
@@ -64,7 +64,7 @@ class WeightRoutes:
         return [*routes, Route("/get_weights_by_name", answer_errors(self.by_name), methods=["GET", "POST"])]
 
     async def from_distributed(self, request: Request) -> Response:
-        """Receive some or all weights from the trainer of a weight group."""
+        """Receive some or all weights by a broadcast in a weight group, and serve them."""
         body = await read_fields(request, UpdateDistributedBody)
         engine = self._engine
         try:
@@ -87,7 +87,7 @@ class WeightRoutes:
         return _outcome(True, "Succeeded to update parameter online." + version_notice(body.weight_version))
 
     async def init_group(self, request: Request) -> Response:
-        """Join a weight group."""
+        """Join a weight group, as the rank that the request names."""
         body = await read_fields(request, InitGroupBody)
 
         def join() -> WeightGroup:
@@ -121,7 +121,7 @@ class WeightRoutes:
         return _outcome(True, "Succeeded to destroy custom process group.")
 
     async def begin(self, request: Request) -> Response:
-        """Accept broadcasts."""
+        """Begin a weight update: broadcasts are accepted until it ends."""
         await read_fields(request, BeginBody)
         if self._begun:
             return _outcome(False, "A weight update is already active; call /end_weight_update first.")
@@ -130,7 +130,7 @@ class WeightRoutes:
         return _outcome(True, "Success")
 
     async def end(self, request: Request) -> Response:
-        """Stop accepting broadcasts."""
+        """End the weight update: broadcasts are refused."""
         await read_fields(request, EmptyBody)
         if not self._begun:
             return _outcome(False, "No weight update is active; call /begin_weight_update first.")
@@ -139,7 +139,7 @@ class WeightRoutes:
         return _outcome(True, "Success")
 
     async def by_name(self, request: Request) -> Response:
-        """Return a tensor's first rows as float32."""
+        """Respond with the first `truncate_size` rows of a weight tensor as float32."""
         body = await read_fields(request, WeightsByNameBody)
         model = self._engine.core.model
 
@@ -155,7 +155,7 @@ class WeightRoutes:
 
 
 async def _in_thread(call: Callable[[], T]) -> T:
-    """Run the call in a thread that does not keep the process from ending: it may wait for two minutes."""
+    """Run a blocking call in a daemon thread, which does not delay the end of the process: it may wait two minutes."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -169,7 +169,10 @@ async def _in_thread(call: Callable[[], T]) -> T:
 
 
 def _part_of_model(own: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> StagedWeights:
-    """Check the received tensors, which may be a part of the model's. Raises EngineError if one does not fit."""
+    """Check received tensors, which may be only some of the model's. Raises EngineError if one does not fit.
+
+    `own`: the model's tensors, by name.
+    """
     for name, tensor in tensors.items():
         if name not in own:
             raise EngineError(f"the model has no tensor {name!r}; the whole broadcast was rejected")

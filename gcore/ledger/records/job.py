@@ -498,7 +498,7 @@ class EvalAsked(Record):
 
     step: PositiveInt
     by: str = ""
-    """Who requested it, if known."""
+    """User who requested it, if known."""
     time: float = 0.0
 
 
