@@ -46,7 +46,6 @@ ALLOWED: dict[str, int] = {
     "docs/use": 9,
     "gcore/data": 1,
     "gcore/engines": 2,
-    "gcore/ledger": 3,
     "gcore/reward": 2,
     "gcore/store": 1,
     "gcore/train": 6,
