@@ -8,6 +8,7 @@ from gcore import aliases
 if TYPE_CHECKING:
     from gcore.client.client import AsyncClient, Client
     from gcore.client.local import LocalCluster, run
+    from gcore.reward.api import batch_reward
 
 # gRPC's core writes to stderr without Python logging, at INFO whenever a peer disconnects. Read at the first import of grpc.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -15,15 +16,19 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 aliases.install()
 
 __version__ = "0.1.0"
-__all__ = ["AsyncClient", "Client", "LocalCluster", "__version__", "run"]
+__all__ = ["AsyncClient", "Client", "LocalCluster", "__version__", "batch_reward", "run"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the clients and the local cluster at first use, because workers and commands start without them."""
+    """Import the clients, the local cluster and the decorator of rewards at first use, because workers and commands start without them."""
     if name in ("LocalCluster", "run"):
         from gcore.client import local
 
         return getattr(local, name)
+    if name == "batch_reward":
+        from gcore.reward.api import batch_reward
+
+        return batch_reward
     if name == "AsyncClient":
         from gcore.client.client import AsyncClient
 

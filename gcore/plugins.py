@@ -14,6 +14,7 @@ This module does not know what a kind of plug-in takes or returns.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import os
@@ -125,12 +126,9 @@ def _unknown(kind: PluginKind, name: str, names: set[str]) -> PluginFault:
 
 def _loaded_file(kind: PluginKind, file: PluginFile) -> Callable[..., Any]:
     try:
-        found = load_plugin_file(file)
-    except (LookupError, OSError) as error:
-        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise PluginFault(
-            f"{kind.noun} {str(file)!r} cannot be loaded: {said}", where=kind.where, fix="Correct the file"
-        ) from error
+        found = load_plugin_file(file, kind.where)
+    except SpecError as error:
+        raise PluginFault(error.what, where=error.where, fix=error.fix) from error
     except (*RAISED, CancelledError) as error:  # the edge to foreign code: running it may raise anything
         what = f"{kind.noun} {str(file)!r} cannot be loaded ({error_sentence(error)}){_place_of(error)}"
         trace = plugin_trace(error)
@@ -212,6 +210,12 @@ def parse_plugin_file(reference: str) -> PluginFile | None:
     return None if found is None else PluginFile(Path(found["path"]), found["name"])
 
 
+def short_name(reference: str) -> str:
+    """The name of a plug-in, or the name of the function of a plug-in file."""
+    file = parse_plugin_file(reference)
+    return reference if file is None else file.name
+
+
 def replace_plugin_files(tree: Any, change: Callable[[PluginFile, str], str], where: str = "") -> Any:
     """A spec with each reference to a plug-in file replaced by `change(file, dotted key)`. A key `file` becomes the key `name`."""
     if isinstance(tree, list | tuple):
@@ -240,9 +244,17 @@ def _replaced(value: Any, change: Callable[[PluginFile, str], str], where: str, 
     return replace_plugin_files(value, change, where)
 
 
-def resolve_plugin_files(tree: Any, base: Path) -> Any:
-    """A spec with the paths of its plug-in files absolute. `base`: the folder of the spec."""
-    return replace_plugin_files(tree, lambda file, _: f"{(base / file.path.expanduser()).resolve()}:{file.name}")
+def resolve_plugin_files(tree: Any, base: Path | None) -> Any:
+    """A spec with the paths of its plug-in files absolute. `base`: the folder of the spec, whose files are then checked, but not run; None if
+    the paths are absolute already. Raises SpecError."""
+
+    def resolve(file: PluginFile, where: str) -> str:
+        path = ((base or Path("/")) / file.path.expanduser()).resolve()
+        if base is not None:
+            read_plugin_file(path, where)
+        return f"{path}:{file.name}"
+
+    return replace_plugin_files(tree, resolve)
 
 
 def plugin_files(tree: Any) -> list[tuple[str, PluginFile]]:
@@ -280,7 +292,20 @@ def read_plugin_file(path: Path, where: str) -> bytes:
         raise SpecError(
             f"the plug-in file has more than {MOST_FILE_BYTES} bytes", where=f"{where}: {path}", fix="Package it"
         )
+    _check_syntax(data, path, where)
     return data
+
+
+def _check_syntax(data: bytes, path: Path, where: str) -> None:
+    try:
+        ast.parse(data)
+    except SyntaxError as error:
+        line = f":{error.lineno}" if error.lineno else ""
+        what = f"the plug-in file has a syntax error ({error.msg})"
+        raise SpecError(what, where=f"{where}: {path}{line}", fix="Correct the file") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        what = f"the plug-in file is not Python ({error_sentence(error)})"
+        raise SpecError(what, where=f"{where}: {path}", fix="Correct the file") from error
 
 
 def file_digest(data: bytes) -> str:
@@ -315,12 +340,14 @@ class _FileLoader(InspectLoader):
         return self.source_to_code(self._data, str(self._path))
 
 
-def load_plugin_file(file: PluginFile) -> Any:
-    """Run a file and return what it defines under the name. Raises what the file raises, LookupError if the name is absent, OSError."""
-    data = file.path.read_bytes()
+def load_plugin_file(file: PluginFile, where: str) -> Any:
+    """Run a file and return what it defines under the name. Raises what the file raises, and SpecError if it lacks the name, has
+    changed since its submission, or is refused by `read_plugin_file`. `where`: the key that names it."""
+    data = read_plugin_file(file.path, where)
     digest = file_digest(data)
     if _DIGEST.fullmatch(file.path.parent.name) and file.path.parent.name != digest:
-        raise LookupError(f"{file.path} has changed since the job was submitted")
+        what = f"{file.path} has changed since the job was submitted"
+        raise SpecError(what, where=where, fix="Submit the job again with --new")
     module_name = f"gcore_file_{digest}"
     module = sys.modules.get(module_name)
     if module is None:
@@ -337,7 +364,8 @@ def load_plugin_file(file: PluginFile) -> Any:
         return getattr(module, file.name)
     except AttributeError:
         names = ", ".join(_functions(module)) or "none"
-        raise LookupError(f"{file.path} defines no {file.name!r}; its functions: {names}") from None
+        what = f"{file.path} defines no {file.name!r}; its functions: {names}"
+        raise SpecError(what, where=where, fix="Name a function of the file") from None
 
 
 def _functions(module: Any) -> Iterator[str]:

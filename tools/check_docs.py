@@ -166,7 +166,7 @@ def _spec_is_valid(block: Block) -> None:
     tree: dict[str, Any] = yaml.safe_load(block.text)
     # A job goes by steps or by epochs.
     base = BASE | {"flow": {}} if "epochs" in tree.get("flow", {}) else BASE
-    tree = resolve_plugin_files(tree, Path("/"))
+    tree = resolve_plugin_files(tree, None)
     parse_spec(base | {k: {**base.get(k, {}), **v} if isinstance(v, dict) else v for k, v in tree.items()})
 
 

@@ -49,8 +49,27 @@ def _add_function(found: FunctionType | type, name: str, parts: dict[str, str]) 
     for used in _global_names(text):
         if used not in parts and used != name:
             _add_global(used, found, parts)
+    attributes = _attributes(found, parts) if isinstance(found, FunctionType) else []
     parts.pop(name)
-    parts[name] = text.rstrip()
+    parts[name] = "\n".join([text.rstrip(), *attributes])
+
+
+def _attributes(function: FunctionType, parts: dict[str, str]) -> list[str]:
+    """Assignments of the function's attributes, such as `start` and `batch` of a reward."""
+    lines = []
+    for key, value in vars(function).items():
+        if key.startswith("__"):
+            continue
+        if isinstance(value, FunctionType):
+            if value.__name__ not in parts:
+                _add_function(value, value.__name__, parts)
+            lines.append(f"{function.__name__}.{key} = {value.__name__}")
+        elif _is_constant(value):
+            lines.append(f"{function.__name__}.{key} = {value!r}")
+        else:
+            what = f"attribute {key!r} of function {function.__name__!r} is a {type(value).__name__} that cannot be written down"
+            raise UsageError(what, fix="Make it a function or a constant")
+    return lines
 
 
 def _global_names(text: str) -> list[str]:

@@ -93,7 +93,9 @@ class LocalCluster:
         `reward`: a function, or several that are added up, in place of the spec's reward. `set`: `section.field=value`, for a file. `progress`:
         print what happens. Raises JobFailed if the job fails, SpecError, UsageError.
         """
-        spec_json = self._spec_json(spec, set, reward)
+        return self._run(_spec_json(spec, set, reward, self.home), new=new, progress=progress)
+
+    def _run(self, spec_json: str, *, new: bool, progress: bool) -> FinishedRun:
         job = self.client.submit(json.loads(spec_json), new=new)
         for event in self.client.events(job):
             if progress and event.kind in SHOWN:
@@ -102,39 +104,6 @@ class LocalCluster:
         if ended.state != "SUCCEEDED":
             raise JobFailed(f"job {ended.name!r} is {ended.state}: {ended.reason}", fix=f"See {ended.run_dir}/logs")
         return FinishedRun(ended, Path(ended.run_dir))
-
-    def _spec_json(
-        self,
-        spec: str | Path | Mapping[str, Any],
-        set: Sequence[str],
-        reward: RewardFunction | Sequence[RewardFunction] | None,
-    ) -> str:
-        if isinstance(spec, Mapping):
-            if set:
-                raise UsageError("`set` changes a spec file; change the mapping itself", fix="Leave `set` out")
-            whole = new_spec(dict(spec), base=Path.cwd())
-        else:
-            whole = load_spec(Path(spec), set)
-        tree = json.loads(dump_explicit(whole))
-        if reward is not None:
-            functions = list(reward) if isinstance(reward, Sequence) else [reward]
-            tree["reward"] = self._reward_section(functions)
-        return json.dumps(tree)
-
-    def _reward_section(self, functions: Sequence[RewardFunction]) -> dict[str, Any]:
-        named = [(function.__name__, self._write(function)) for function in functions]
-        if len(named) == 1:
-            return {"name": named[0][1]}
-        return {"parts": [{"name": reference, "label": label} for label, reference in named]}
-
-    def _write(self, function: RewardFunction) -> str:
-        """Write a function with what it needs to a file in the home; the reference to it."""
-        text = function_source(function).encode()
-        file = self.home / "functions" / f"{function.__name__}_{file_digest(text)[:8]}.py"
-        with explain_os_errors("cannot write the function", where=file, fix="Choose another home"):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(file, text, mode=0o600)
-        return f"{file}:{function.__name__}"
 
     def _command(self, *words: str) -> None:
         command = [sys.executable, "-c", PROGRAM, *words, "--home", str(self.home)]
@@ -154,9 +123,54 @@ def run(
     new: bool = False,
     progress: bool = True,
 ) -> FinishedRun:
-    """Start a cluster of this machine, run a job to its end and stop the cluster. Arguments and errors as in `LocalCluster.run`."""
+    """Start a cluster of this machine, run a job to its end and stop the cluster. Arguments and errors as in `LocalCluster.run`.
+
+    The spec and the functions are checked before anything starts.
+    """
+    spec_json = _spec_json(spec, set, reward, Path(home).absolute())
     with LocalCluster(home) as cluster:
-        return cluster.run(spec, reward=reward, set=set, new=new, progress=progress)
+        return cluster._run(spec_json, new=new, progress=progress)
+
+
+def _spec_json(
+    spec: str | Path | Mapping[str, Any],
+    set: Sequence[str],
+    reward: RewardFunction | Sequence[RewardFunction] | None,
+    home: Path,
+) -> str:
+    """The spec to submit. Functions are written to files in `home`. Raises SpecError, UsageError; then nothing was written."""
+    if isinstance(spec, Mapping):
+        if set:
+            raise UsageError("`set` changes a spec file; change the mapping itself", fix="Leave `set` out")
+        whole = new_spec(dict(spec), base=Path.cwd())
+    else:
+        whole = load_spec(Path(spec), set)
+    tree = json.loads(dump_explicit(whole))
+    if reward is not None:
+        tree["reward"] = _reward_section(list(reward) if isinstance(reward, Sequence) else [reward], home)
+    return json.dumps(tree)
+
+
+def _reward_section(functions: Sequence[RewardFunction], home: Path) -> dict[str, Any]:
+    if not functions:
+        raise UsageError("`reward` is an empty list", fix="Pass at least one function, or leave it out")
+    sources = [(function, function_source(function).encode()) for function in functions]
+    names = [function.__name__ for function in functions]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"{names.count(twice)} reward functions are called {twice!r}", fix="Rename all but one")
+    references = [_write_function(function.__name__, text, home) for function, text in sources]
+    if len(references) == 1:
+        return {"name": references[0]}
+    return {"parts": [{"name": reference} for reference in references]}
+
+
+def _write_function(name: str, text: bytes, home: Path) -> str:
+    """Write the source of a function to a file in the home; the reference to it."""
+    file = home / "functions" / f"{name}_{file_digest(text)[:8]}.py"
+    with explain_os_errors("cannot write the function", where=file, fix="Choose another home"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, text, mode=0o600)
+    return f"{file}:{name}"
 
 
 @dataclass(frozen=True)

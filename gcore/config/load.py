@@ -209,12 +209,12 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
 
 
 def new_spec(tree: dict[str, Any], *, where: str = "spec", base: Path | None = None) -> JobSpec:
-    """Validate a spec that a user wrote, with its flow's settings. Raises SpecError.
+    """Validate a spec that a user wrote, with its flow's settings. `base`: the folder of the spec, if it is on this machine. Raises SpecError.
 
     Stored specs are complete and go to `parse_spec`, which looks up no flow.
     """
     _check_tree(tree, where)
-    tree = resolve_plugin_files(tree, base or Path("/"))
+    tree = resolve_plugin_files(tree, base)
     whole = apply_flow_settings(tree)
     return _checked(whole, where, base, blame=lambda problems: blame_flow(tree, problems, _problems(tree)))
 

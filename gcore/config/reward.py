@@ -37,6 +37,7 @@ from gcore.config.base import (
     is_unset,
     refuse_torch,
 )
+from gcore.plugins import short_name
 from gcore.types import LARGEST_REWARD
 
 DEFAULT_REWARD = "numeric"
@@ -62,7 +63,8 @@ class RewardPart(Section):
     judge: str | None = Field(None, description=JUDGE_HELP)
     label: Annotated[str, Field(min_length=1, max_length=32, pattern=r"^[A-Za-z0-9_.-]+$")] | None = Field(
         None,
-        description="Name of the part in metrics and samples. Must differ between parts. Default: its name or its judge's",
+        description="Name of the part in metrics and samples. Must differ between parts. Default: its name or its judge's; of a file, "
+        "the function's name",
     )
     answer: str | None = Field(None, description=f"{ANSWER_HELP}. Default: reward.answer")
     options: dict[str, Option] = Field({}, description=OPTIONS_HELP)
@@ -80,12 +82,12 @@ class RewardPart(Section):
 
     @property
     def shown_as(self) -> str:
-        """The label; by default the name of the reward or judge."""
-        return self.label or self.name or self.judge or ""
+        """The label; by default the name of the reward or judge, or the name of the function in a file."""
+        return self.label or short_name(self.name or self.judge or "")
 
 
 class RewardSpec(Section):
-    """How responses are scored."""
+    """How responses are scored. A list of rewards is short for `parts`, which are summed up."""
 
     name: str = Field(
         DEFAULT_REWARD,
@@ -100,11 +102,23 @@ class RewardSpec(Section):
         description="How parts combine. sum: the sum of weight times value. gate: if the first part is not positive, 0; otherwise the "
         "sum of the other parts. min: the smallest weight times value",
     )
-    timeout_s: PositiveFloat = Field(10.0, le=3600, description="Longest time to score one response, in seconds")
+    timeout_s: PositiveFloat = Field(
+        10.0, le=3600, description="Longest time to score one response, in seconds; with a batch reward, one group"
+    )
     timeout_value: Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)] | None = Field(
         None,
         description="Reward of a response whose scoring timed out or killed its process. Default: the prompt fails",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list_of_parts(cls, given: Any) -> Any:
+        """A list is short for parts that are summed up."""
+        if not isinstance(given, list | tuple):
+            return given
+        if not given:
+            raise ValueError("the list of rewards is empty; name at least one, or leave it out")
+        return {"parts": given}
 
     @model_validator(mode="after")
     def _one_form(self) -> RewardSpec:

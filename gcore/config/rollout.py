@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from gcore.config.base import SPANS, Option, Section, SlotsPerEngine, StopString, Temperature, refuse_torch
+from gcore.plugins import short_name
 
 
 class RolloutSpec(Section):
@@ -164,9 +165,18 @@ class ToolsSpec(Section):
     @field_validator("names")
     @classmethod
     def _names_differ(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        called = [short_name(name) for name in names]
+        if twice := sorted({name for name in called if called.count(name) > 1}):
+            same = [name for name in names if short_name(name) == twice[0]]
+            if len({*same}) > 1:
+                raise ValueError(f"two tools are called {twice[0]!r} ({' and '.join(same)}); rename one of them")
             raise ValueError(f"tool {twice[0]!r} is listed twice; list it once")
         return names
+
+    @property
+    def called(self) -> dict[str, str]:
+        """The tools by the names that the environment and the model use: that of a tool in a file is its function's."""
+        return {short_name(name): name for name in self.names}
 
 
 class EnvironmentSpec(Section):

@@ -1,45 +1,52 @@
 """`python -m gcore.reward FD BEGUN`: a process that scores for a controller (`gcore.worker.sandbox.child`).
 
     controller -> process   {"rewards": [[SOURCE, SPEC]...], "memory_mb": 4096}                      once
-    controller -> process   [[REWARD, FIELDS, [[TEXT, TOKENS, TRUNCATED, ENVIRONMENT]...]]...]       a batch; REWARD is an index;
+    process -> controller   {"ready": true, "facts": {"batch_rewards": [REWARD...]}}                 once; REWARD is an index
+    controller -> process   [[REWARD, FIELDS, [[TEXT, TOKENS, TRUNCATED, ENVIRONMENT]...], GROUP]...]       a batch of calls;
                                                                                       null for a response: check FIELDS
-    process -> controller   [VALUE, [[PART, NUMBER]...]] or {"what": ...}             per response, in order, several at once
+    process -> controller   [[VALUE, [[PART, NUMBER]...]] or {"what": ...}...]        per call, in order, several at once
 
-It loads the given rewards and only the modules of gcore that they need: no engine, no torch, no store. It scores one
-response at a time. Results of fast rewards are sent together, so the process writes the index of the current response
-into BEGUN. From there the controller reads on which response the process hangs or dies.
+With GROUP true the responses of an item are one call, for a batch reward. Otherwise each of them is a call.
+
+It loads the given rewards and only the modules of gcore that they need: no engine, no torch, no store. It runs one call
+at a time. Results of fast rewards are sent together, so the process writes the index of the current call
+into BEGUN. From there the controller reads in which call the process hangs or dies.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gcore.config.reward import RewardSpec
 from gcore.plugins import PluginFault
-from gcore.reward.api import OpenReward, Response, RewardError, Scored, ScoringCall, score_response
+from gcore.reward.api import OpenReward, Response, RewardError, Scored, ScoringCall, score_responses
 from gcore.system.clock import SystemClock
-from gcore.worker.sandbox.child import Answers, ProgressCell, encode_line, error_fields, serve
+from gcore.worker.sandbox.child import Loaded, ProgressCell, encode_line, error_fields, serve
 
 TOGETHER_S = 0.002
 """Seconds for which results are collected: each line that is sent wakes the controller."""
 
 
 def parse_batch(batch: Any) -> list[ScoringCall]:
-    """Inverse of `batch_line`."""
-    return [
-        (reward, fields, None if response is None else Response(*response))
-        for reward, fields, responses in batch
-        for response in responses
-    ]
+    """Inverse of `batch_line`, with one response per call unless it is a group."""
+    calls: list[ScoringCall] = []
+    for reward, fields, told, group in batch:
+        responses = tuple(None if response is None else Response(*response) for response in told)
+        calls += [(reward, fields, some, group) for some in ([responses] if group else zip(responses, strict=True))]
+    return calls
 
 
-def answer_line(scored: Scored) -> bytes:
-    """Encode a response's reward or error."""
-    if isinstance(scored, RewardError):
-        return encode_line(error_fields(scored, scored.trace))
-    return encode_line((scored.value, scored.parts))
+def answer_line(scored: Sequence[Scored]) -> bytes:
+    """Encode the rewards or errors of a call. The trace of an error that several responses share is written once."""
+    told: list[Any] = []
+    for number, one in enumerate(scored):
+        if isinstance(one, RewardError):
+            told.append(error_fields(one, "" if number and scored[number - 1] is one else one.trace))
+        else:
+            told.append((one.value, one.parts))
+    return encode_line(told)
 
 
 def open_reward(source: str, spec: RewardSpec) -> OpenReward:
@@ -55,20 +62,21 @@ def main() -> None:
     """Run the process."""
     begun, clock = ProgressCell(int(sys.argv[2])), SystemClock()
 
-    def load(setup: dict[str, Any]) -> Answers:
+    def load(setup: dict[str, Any]) -> Loaded:
         rewards = [open_reward(source, RewardSpec.model_validate(spec)) for source, spec in setup["rewards"]]
 
         def answer_batch(number: int, batch: Any) -> Iterator[bytes]:
             answers, since = [], clock.monotonic()
-            for place, (reward, fields, response) in enumerate(parse_batch(batch)):
+            for place, (reward, fields, responses, group) in enumerate(parse_batch(batch)):
                 begun.write(number, place)
-                answers.append(answer_line(score_response(rewards[reward], response, fields)))
+                answers.append(answer_line(score_responses(rewards[reward], responses, fields, group=group)))
                 if (now := clock.monotonic()) - since > TOGETHER_S:
                     yield b"".join(answers)
                     answers, since = [], now
             yield b"".join(answers)
 
-        return answer_batch
+        batched = [number for number, reward in enumerate(rewards) if reward.is_batch]
+        return Loaded(answer_batch, {"batch_rewards": batched})
 
     serve(load)
 

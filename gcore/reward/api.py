@@ -6,6 +6,9 @@ checked. A number that is not finite, a result of another type, or an exception 
 ends as failed and the job continues. A hang, a crash or excessive memory use is contained by the process in which the
 reward runs (`gcore.reward.pool`).
 
+A reward decorated with `batch_reward` gets all responses of a group in one call. An error of the call, or a list of another
+length than the group, counts for each response of the group.
+
 A composed reward is a weighted sum, a gate, or a minimum. Every part is computed for every response, even if it cannot
 change the value, because users read the parts. If a part cannot score a response, the whole reward fails; no value is
 substituted. Exception: a judge's part without weight is left out if the judge fails. The parts of a part are named
@@ -21,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from inspect import Parameter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from gcore.config.base import shorten_text
 from gcore.config.reward import RewardPart, RewardSpec
@@ -73,6 +76,9 @@ class RewardResult:
     parts: tuple[tuple[str, float], ...] = ()
 
 
+Scored = RewardResult | RewardError
+
+
 class Reward(Protocol):
     """Scores one response."""
 
@@ -81,12 +87,92 @@ class Reward(Protocol):
         ...
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+BATCH_NAMES = ("responses", "completions", "prompts", "fields", "spec")
+"""Parameters of a batch reward with a meaning of their own. A field of the entry with such a name is read from `fields`."""
+
+
+def batch_reward(function: F) -> F:
+    """Decorate a reward that scores all responses of a group in one call.
+
+    The function gets lists, by name, and returns a list with one result per response:
+
+        responses, completions    the responses (`Response`)
+        prompts                   the field `prompt` of the entry, for each response
+        fields                    the entry, for each response
+        spec                      the reward's section of the spec; not a list
+        any other name            the field of the entry with this name, for each response
+        **kwargs                  all of these that are not named
+
+    A group is what one call of `peer.score` passes: the responses to one prompt. Groups finish one by one, so no call waits for a step.
+    """
+    function.batch = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_batch_reward(function: Callable[..., Any]) -> bool:
+    """Whether the reward takes a group at a time."""
+    return getattr(function, "batch", False) is True
+
+
+def call_batch_reward(
+    name: str, function: Callable[..., Any], responses: Sequence[str], fields: Mapping[str, Any], spec: RewardSpec
+) -> list[Any]:
+    """Call a batch reward; returns its unchecked result for each response. Raises RewardError, and what the function raises."""
+    given = _arguments(name, function, responses, fields, spec)
+    found = function(**given)
+    if not isinstance(found, list | tuple) and callable(to_list := getattr(found, "tolist", None)):
+        found = to_list()  # an array or a tensor
+    if not isinstance(found, list | tuple):
+        raise RewardError(
+            f"batch reward {name!r} returned a {type(found).__name__}, not a list", fix="Return one number per response"
+        )
+    if len(found) != len(responses):
+        raise RewardError(
+            f"batch reward {name!r} returned {len(found)} results for {len(responses)} responses",
+            fix="Return one number per response",
+        )
+    return list(found)
+
+
+def _arguments(
+    name: str, function: Callable[..., Any], responses: Sequence[str], fields: Mapping[str, Any], spec: RewardSpec
+) -> dict[str, Any]:
+    count = len(responses)
+    known: dict[str, Any] = {key: [value] * count for key, value in fields.items() if key not in BATCH_NAMES}
+    known |= {"responses": list(responses), "completions": list(responses), "fields": [fields] * count, "spec": spec}
+    if "prompt" in fields:
+        known["prompts"] = [fields["prompt"]] * count
+    given: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is Parameter.VAR_KEYWORD:
+            return known | given
+        if parameter.kind is Parameter.POSITIONAL_ONLY:
+            raise RewardError(
+                f"batch reward {name!r} takes {parameter.name!r} by position, but arguments are passed by name",
+                fix="Remove the / from its parameters",
+            )
+        if parameter.kind is Parameter.VAR_POSITIONAL:
+            continue
+        if parameter.name in known:
+            given[parameter.name] = known[parameter.name]
+        elif parameter.default is Parameter.empty:
+            missing = "prompt" if parameter.name == "prompts" else parameter.name
+            raise RewardError(
+                f"batch reward {name!r} has the parameter {parameter.name!r}, and the entry has no field {missing!r}",
+                fix=f"Name a field ({shorten_text(', '.join(fields)) or 'there is none'}) or one of {', '.join(BATCH_NAMES)}",
+            )
+    return given
+
+
 def find_reward(name: str) -> CheckedReward:
     """Find a reward by entry-point name and wrap it with result checks.
 
     Raises PluginFault, with the nearest name if there is none.
     """
-    return CheckedReward(name, with_all_arguments(find_plugin(REWARDS, name)))
+    found = find_plugin(REWARDS, name)
+    return CheckedReward(name, found if is_batch_reward(found) else with_all_arguments(found))
 
 
 def with_all_arguments(reward: Callable[..., Any]) -> Reward:
@@ -110,11 +196,12 @@ def with_all_arguments(reward: Callable[..., Any]) -> Reward:
 
 
 class CheckedReward:
-    """A reward whose results are checked."""
+    """A reward whose results are checked. `is_batch`: it scores a group in one call."""
 
-    def __init__(self, name: str, reward: Reward) -> None:
+    def __init__(self, name: str, reward: Callable[..., Any]) -> None:
         self._name = name
         self._reward = reward
+        self.is_batch = is_batch_reward(reward)
 
     def start(self, spec: RewardSpec) -> None:
         """Run the reward's own `start`, if it has one, once before its first response. Raises RewardError."""
@@ -142,12 +229,30 @@ class CheckedReward:
 
     def __call__(self, response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
         """Score a response and check the result. Raises only RewardError."""
+        (scored,) = self.score_group((response,), fields, spec)
+        if isinstance(scored, RewardError):
+            raise scored
+        return scored
+
+    def score_group(self, responses: Sequence[str], fields: Mapping[str, Any], spec: RewardSpec) -> list[Scored]:
+        """Score the responses to one prompt; returns a result or an error for each."""
+        if not self.is_batch:
+            return [self._scored(self._reward, response, fields, spec) for response in responses]
         try:
-            return self._checked(self._reward(response, fields, spec))
-        except RewardError:
-            raise
+            results = call_batch_reward(self._name, self._reward, responses, fields, spec)
+        except RewardError as error:
+            return [error] * len(responses)
+        except RAISED as error:  # foreign code
+            return [self._raised(error)] * len(responses)
+        return [self._scored(lambda result: result, result) for result in results]
+
+    def _scored(self, reward: Callable[..., Any], *given: Any) -> Scored:
+        try:
+            return self._checked(reward(*given))
+        except RewardError as error:
+            return error
         except RAISED as error:  # foreign code: one bad response or result must not end the process
-            raise self._raised(error) from error
+            return self._raised(error)
 
     def _checked(self, result: Any) -> RewardResult:
         """Copy the result into gcore's types. Its numbers, names and sequences may be foreign objects."""
@@ -314,14 +419,24 @@ class OpenReward:
             found.append((one, reward))
         return cls(spec, tuple(found))
 
+    @property
+    def is_batch(self) -> bool:
+        """Whether it, or a part of it, scores a group in one call."""
+        return any(reward.is_batch for _, reward in self._parts)
+
     def __call__(self, response: str, fields: Mapping[str, Any]) -> RewardResult:
         """Score a response; returns the reward and its parts. Raises RewardError."""
+        (scored,) = self.score_group((response,), fields)
+        if isinstance(scored, RewardError):
+            raise scored
+        return scored
+
+    def score_group(self, responses: Sequence[str], fields: Mapping[str, Any]) -> list[Scored]:
+        """Score the responses to one prompt; returns a result or an error for each."""
+        by_part = [reward.score_group(responses, fields, spec) for spec, reward in self._parts]
         if not self._spec.parts:
-            spec, reward = self._parts[0]
-            return reward(response, fields, spec)
-        return compose_reward(
-            self._spec, [self._scored(number, response, fields) for number in range(len(self._parts))]
-        )
+            return by_part[0]
+        return [self._composed(results) for results in zip(*by_part, strict=True)]
 
     def check(self, fields: Mapping[str, Any]) -> None:
         """Check an entry. Raises RewardError if no response to it could be scored."""
@@ -331,12 +446,16 @@ class OpenReward:
             except RewardError as error:
                 raise (blame_part(self._spec.parts[number], error) if self._spec.parts else error) from error
 
-    def _scored(self, number: int, response: str, fields: Mapping[str, Any]) -> RewardResult:
-        spec, reward = self._parts[number]
+    def _composed(self, results: Sequence[Scored]) -> Scored:
+        known = []
+        for part, result in zip(self._spec.parts, results, strict=True):
+            if isinstance(result, RewardError):
+                return blame_part(part, result)
+            known.append(result)
         try:
-            return reward(response, fields, spec)
+            return compose_reward(self._spec, known)
         except RewardError as error:
-            raise blame_part(self._spec.parts[number], error) from error
+            return error
 
 
 def blame_part(part: RewardPart, error: RewardError) -> RewardError:
@@ -374,14 +493,21 @@ def _value(spec: RewardSpec, values: Sequence[float]) -> float:
     return math.fsum(weighted)
 
 
-Scored = RewardResult | RewardError
-
-ScoringCall = tuple[int, Mapping[str, Any], Response | None]
-"""Number of a reward, a prompt's entry, and a response; None instead of a response checks the entry."""
+ScoringCall = tuple[int, Mapping[str, Any], tuple[Response | None, ...], bool]
+"""Number of a reward, a prompt's entry, responses (None checks the entry), and whether they are scored as a group."""
 
 
-def score_response(reward: OpenReward, response: Response | None, fields: Mapping[str, Any]) -> Scored:
-    """The reward's result or error. Without a response the entry is checked; the result is then 0 if it is valid."""
+def score_responses(
+    reward: OpenReward, responses: Sequence[Response | None], fields: Mapping[str, Any], *, group: bool
+) -> list[Scored]:
+    """A result or an error for each response. For None the entry is checked; the result is 0 if it is valid."""
+    shown = [response for response in responses if response is not None]
+    if group and len(shown) == len(responses):
+        return reward.score_group(shown, fields)
+    return [_score_response(reward, response, fields) for response in responses]
+
+
+def _score_response(reward: OpenReward, response: Response | None, fields: Mapping[str, Any]) -> Scored:
     try:
         if response is None:
             reward.check(fields)

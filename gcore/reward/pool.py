@@ -1,5 +1,8 @@
 """Process pool that scores responses with a job's function rewards, and recovers from hangs and crashes.
 
+A response is a call of its own, except for a batch reward (`gcore.reward.api.batch_reward`): its responses to one prompt are one call,
+in one process, with one timeout.
+
 Rewards are foreign code, and rules process arbitrary text, so they do not run in the controller. A few processes
 (`scoring.workers`) take responses from a queue. Fast rewards get batches and slow ones single responses, so that no
 process idles while another has a queue. If a response takes longer than its `reward.timeout_s`, its process is killed
@@ -27,7 +30,7 @@ from typing import Any, Protocol
 from gcore.config.reward import RewardSpec, ScoringSpec
 from gcore.errors import GcoreError
 from gcore.plugins import PluginFault
-from gcore.reward.api import OpenReward, Response, RewardError, RewardResult, Scored, ScoringCall, score_response
+from gcore.reward.api import OpenReward, Response, RewardError, RewardResult, Scored, ScoringCall, score_responses
 from gcore.system.clock import Clock, SystemClock
 from gcore.system.process import CannotStart
 from gcore.worker.sandbox.child import encode_line
@@ -69,7 +72,7 @@ class DirectScorer:
         if reward is None:
             reward = OpenReward.of(spec)
             self._open.append((spec, reward))
-        return tuple(score_response(reward, response, fields) for response in responses)
+        return tuple(score_responses(reward, responses, fields, group=reward.is_batch))
 
 
 def setup_line(sources: Sequence[str], specs: Sequence[RewardSpec], memory_mb: int) -> bytes:
@@ -78,20 +81,29 @@ def setup_line(sources: Sequence[str], specs: Sequence[RewardSpec], memory_mb: i
     return encode_line({"rewards": rewards, "memory_mb": memory_mb})
 
 
+_ToldResponse = tuple[str, int | None, bool, float | None]
+
+
 def batch_line(calls: Sequence[ScoringCall]) -> bytes:
     """Encode a batch. An entry shared by consecutive responses is written once."""
-    groups: list[tuple[int, Mapping[str, Any], list[tuple[str, int | None, bool, float | None] | None]]] = []
-    for reward, fields, response in calls:
-        if not groups or groups[-1][0] != reward or groups[-1][1] is not fields:
-            groups.append((reward, fields, []))
-        groups[-1][2].append(
-            None if response is None else (response, response.tokens, response.truncated, response.environment)
+    items: list[tuple[int, Mapping[str, Any], list[_ToldResponse | None], bool]] = []
+    for reward, fields, responses, group in calls:
+        if group or not items or items[-1][3] or items[-1][0] != reward or items[-1][1] is not fields:
+            items.append((reward, fields, [], group))
+        items[-1][2].extend(
+            None if one is None else (one, one.tokens, one.truncated, one.environment) for one in responses
         )
-    return encode_line(groups)
+    return encode_line(items)
 
 
-def parse_answer(value: Any) -> Scored:
-    """Inverse of `answer_line`. Raises ValueError on other input."""
+def parse_answer(value: Any, count: int = 1) -> list[Scored]:
+    """Inverse of `answer_line` for a call with `count` responses. Raises ValueError on other input."""
+    if not isinstance(value, list) or len(value) != count:
+        raise ValueError(f"not {count} results: {value!r}")
+    return [_parse_scored(one) for one in value]
+
+
+def _parse_scored(value: Any) -> Scored:
     match value:
         case [float() | int() as number, list() as parts]:
             return RewardResult(float(number), tuple((str(name), float(part)) for name, part in parts))
@@ -116,25 +128,27 @@ class ScoringRequest:
 
 @dataclass(eq=False, slots=True)
 class ScoringItem:
-    """One response, or None for a check of the entry."""
+    """A call: one response, None for a check of the entry, or with `group` all responses of the request."""
 
     request: ScoringRequest
     place: int
+    """Index of its first response in the request."""
     reward: int
     fields: Mapping[str, Any]
-    response: Response | None
+    responses: tuple[Response | None, ...]
+    group: bool
     tried: bool = False
     """Whether a process has died with it. It is then retried first, alone in a fresh process."""
 
 
 @dataclass(eq=False, slots=True)
 class ProcessSlot:
-    """A process and the speed of its responses. `answered`: the rewards that have scored in this process."""
+    """A process and the speed of its calls. `answered`: the rewards that have scored in this process."""
 
     process: SandboxProcess | None = None
     answered: set[int] = field(default_factory=set)
     seconds: float = BATCH_S
-    """Moving average of seconds per response; initially such that a batch has one response."""
+    """Moving average of seconds per call; initially such that a batch has one call."""
 
 
 FACTOR = 10.0
@@ -195,7 +209,7 @@ FIRST_ROOM = 4.0
 """Extra time for a first call beyond `reward.timeout_s`, as a multiple of the longest first call so far."""
 
 LARGEST_BATCH = 64
-"""Maximum number of responses per batch."""
+"""Maximum number of calls per batch."""
 
 TIMED_OUT, KILLED = "timed_out", "killed"
 """The reward parts that say why a response got `reward.timeout_value`."""
@@ -232,6 +246,8 @@ class RewardPool:
         self._first_s: dict[int, float] = {}
         """Longest successful first call of a reward in any process so far, in seconds."""
         self._scored = 0
+        self._batch_rewards: frozenset[int] = frozenset()
+        """Rewards that score a group in one call, as the newest process said."""
         self._queue: deque[ScoringItem] = deque()
         self._requests: set[ScoringRequest] = set()
         self._news = asyncio.Condition()
@@ -268,6 +284,7 @@ class RewardPool:
             raise
         for slot, process in zip(slots, made, strict=True):
             slot.process = process
+            self._note_facts(process)
         self._slots = slots
         self._tasks = [asyncio.create_task(self._serve(slot), name="rewards") for slot in self._slots]
 
@@ -287,8 +304,10 @@ class RewardPool:
         )
         if not responses:
             return ()
-        for place, response in enumerate(responses):
-            self._queue.append(ScoringItem(request, place, reward, fields, response))
+        group = reward in self._batch_rewards and None not in responses
+        calls = [tuple(responses)] if group else [(one,) for one in responses]
+        for place, call in enumerate(calls):
+            self._queue.append(ScoringItem(request, place, reward, fields, call, group))
         self._requests.add(request)
         request.done.add_done_callback(lambda _: self._requests.discard(request))
         await self._notify()
@@ -326,6 +345,7 @@ class RewardPool:
                         await self._end(slot)
                     if slot.process is None:
                         slot.process = await self._starter.started()
+                        self._note_facts(slot.process)
                         self._lacks = ""
                 except GcoreError as error:
                     self._queue.extendleft(reversed(batch))
@@ -347,6 +367,9 @@ class RewardPool:
             process, slot.process = slot.process, None
             if process is not None:
                 await process.end()
+
+    def _note_facts(self, process: SandboxProcess) -> None:
+        self._batch_rewards = frozenset(process.facts.get("batch_rewards", ()))
 
     async def _take(self, slot: ProcessSlot) -> list[ScoringItem]:
         async with self._news:
@@ -376,13 +399,13 @@ class RewardPool:
         if not batch:
             return
         began = self._clock.monotonic()
-        process.send_batch(batch_line([(call.reward, call.fields, call.response) for call in batch]))
+        process.send_batch(batch_line([(call.reward, call.fields, call.responses, call.group) for call in batch]))
         for number, call in enumerate(batch):
             asked = self._clock.monotonic()
             first = call.reward not in slot.answered
             limit = self._limit(call.reward, first=first)
             try:
-                self._settle(call, parse_answer(await process.answer(limit)))
+                self._settle(call, parse_answer(await process.answer(limit), len(call.responses)))
             except (TimeoutError, ProcessEnded, ValueError) as error:
                 # Results before this one may have been lost in transit; they are computed again.
                 place = max(number, min(process.begun, len(batch) - 1))
@@ -395,14 +418,14 @@ class RewardPool:
                 took = self._clock.monotonic() - asked
                 self._first_s[call.reward] = max(took, self._first_s.get(call.reward, 0.0))
             elif (slow := self._clock.monotonic() - asked) >= LEAST_S:
-                self._note_pace(call.reward, slow)  # before the batch has finished
+                self._note_pace(call.reward, slow / len(call.responses))  # before the batch has finished
         taken = (self._clock.monotonic() - began) / len(batch)
         slot.seconds = 0.8 * slot.seconds + 0.2 * taken
         if taken < LEAST_S:
-            self._note_pace(batch[0].reward, taken)
+            self._note_pace(batch[0].reward, taken * len(batch) / sum(len(call.responses) for call in batch))
 
     def _limit(self, reward: int, *, first: bool) -> float:
-        """Timeout of a response in seconds.
+        """Timeout of a call in seconds.
 
         The first call in a process may load a library. Its timeout is `start_timeout_s` until one such call succeeded
         in any process; later it depends on the longest such call.
@@ -444,25 +467,27 @@ class RewardPool:
         self._queue.extendleft(first)
         await self._notify()
 
-    def _settle(self, call: ScoringItem, scored: Scored) -> None:
-        if isinstance(scored, RewardError) and scored.trace:
-            self._on_fault(scored)
+    def _settle(self, call: ScoringItem, scored: Sequence[Scored]) -> None:
+        told = [one for one in scored if isinstance(one, RewardError) and one.trace]
+        for error in {str(one): one for one in told}.values():  # an error of a group is that of each response
+            self._on_fault(error)
         request = call.request
-        if request.results[call.place] is None:
-            request.results[call.place] = scored
-            request.missing -= 1
-            self._scored += 1
+        for place, one in enumerate(scored, call.place):
+            if request.results[place] is None:
+                request.results[place] = one
+                request.missing -= 1
+                self._scored += 1
         if request.missing == 0 and not request.done.done():
             request.done.set_result(None)
 
     def _blame(self, call: ScoringItem, part: str, how: str) -> None:
         spec = self._specs[call.reward]
         what = f"reward {spec.shown_as!r} {how}"
-        log.warning("%s; the response began with %r", what, (call.response or "")[:100])
-        if spec.timeout_value is None:
-            self._settle(call, RewardError(what, fix="Correct the reward, or set reward.timeout_value"))
-        else:
-            self._settle(call, RewardResult(spec.timeout_value, ((part, 1.0),)))
+        log.warning("%s; the response began with %r", what, (call.responses[0] or "")[:100])
+        scored: Scored = RewardError(what, fix="Correct the reward, or set reward.timeout_value")
+        if spec.timeout_value is not None:
+            scored = RewardResult(spec.timeout_value, ((part, 1.0),))
+        self._settle(call, [scored] * len(call.responses))
 
     async def _end(self, slot: ProcessSlot) -> str:
         process, slot.process = slot.process, None
@@ -517,9 +542,9 @@ class RewardTrial:
         return self
 
     def score(self, spec: RewardSpec, fields: Mapping[str, Any], response: Response) -> Scored:
-        """Score one response, or return the error. Raises SpecError."""
-        (result,) = self._runner.run(self._pool.score(spec, fields, (response,)))
-        return result
+        """Score a group of two such responses; returns the first result, or the first error. Raises SpecError."""
+        results = self._runner.run(self._pool.score(spec, fields, (response, response)))
+        return next((one for one in results if isinstance(one, RewardError)), results[0])
 
     def first_bad_entry(self, spec: RewardSpec, entries: Iterable[Mapping[str, Any]]) -> tuple[int, RewardError] | None:
         """Index of the first of `entries` for which no response could be scored, and the error; None if all are valid.

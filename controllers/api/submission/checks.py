@@ -385,7 +385,7 @@ def check_tags(environment: EnvironmentSpec, renderer: PromptRenderer) -> None:
     """Check that the tokenizer can encode the tags around a tool call. Raises SpecError."""
     if environment.name != SAYS_NOTHING:
         return
-    form = call_format(environment.options, environment.tools.names, chat=renderer.chat)
+    form = call_format(environment.options, tuple(environment.tools.called), chat=renderer.chat)
     if not isinstance(form, TagCallFormat):
         return
     for name in ("open", "close", "before", "after", "failed"):

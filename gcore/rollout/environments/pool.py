@@ -54,6 +54,7 @@ class ToolPool:
         `group`: the control group of the processes.
         """
         self._spec = spec
+        self._called = spec.called
         self._on_fault = on_fault
         setup = encode_line({"tools": list(spec.names), "memory_mb": spec.memory_mb})
         program = SandboxProgram(
@@ -65,7 +66,7 @@ class ToolPool:
     @property
     def names(self) -> tuple[str, ...]:
         """In the order of the spec."""
-        return self._spec.names
+        return tuple(self._called)
 
     async def warm(self) -> None:
         """Start one process. Raises PluginFault for a tool that cannot be loaded, CannotStart."""
@@ -84,12 +85,11 @@ class ToolPool:
         Raises KeyError for a name that is not in the spec, and PluginFault if this node lacks a tool of the spec,
         because every response would be invalid then.
         """
-        if name not in self._spec.names:
-            raise KeyError(name)
+        reference = self._called[name]
         if len(argument) > LONGEST_ARGUMENT:
             return _error(f"an argument of {len(argument)} characters; at most {LONGEST_ARGUMENT}")
         async with self._crew.lent(self._holding) as loan:
-            loan.process.ask((name, argument))
+            loan.process.ask((reference, argument))
             try:
                 told = self._told(await loan.process.told(self._spec.timeout_s))
             except TimeoutError:

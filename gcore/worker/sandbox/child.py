@@ -4,7 +4,7 @@ A controller starts `python -m MODULE FD BEGUN` (`gcore.worker.sandbox.process`)
 value per line:
 
     controller -> process   {"memory_mb": 4096, ...}                   once: what to load
-    process -> controller   {"ready": true} or {"failed": {...}}       once: loaded, or failed
+    process -> controller   {"ready": true, "facts": {...}} or {"failed": {...}}       once: loaded, or failed
     controller -> process   a call                                     MODULE defines calls and responses
     process -> controller   its responses
 
@@ -23,7 +23,8 @@ import resource
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from gcore.errors import GcoreError
@@ -38,6 +39,14 @@ BEGUN_BYTES = _BEGUN.size
 Answers = Callable[[int, Any], Iterable[bytes]]
 """Yields the encoded responses to a call, given its number (from 1) and its content; each is sent as soon as it is
 yielded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Loaded code. `facts`: what its pool needs to know of it, as JSON."""
+
+    answers: Answers
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ProgressCell:
@@ -72,7 +81,7 @@ def error_fields(error: GcoreError, trace: str) -> dict[str, str | None]:
     return {"what": str(error.what)[:LONGEST_WORDS], **said, "trace": trace[-MAX_TRACE:]}
 
 
-def serve(load: Callable[[dict[str, Any]], Answers]) -> None:
+def serve(load: Callable[[dict[str, Any]], Loaded]) -> None:
     """Run the process. `load` gets the setup; it raises PluginFault if the code cannot be loaded."""
     line = socket.socket(fileno=int(sys.argv[1]))
     guard_answers(line)
@@ -81,14 +90,14 @@ def serve(load: Callable[[dict[str, Any]], Answers]) -> None:
         setup = json.loads(heard.readline())
         limit_memory(setup["memory_mb"])
         try:
-            answers = load(setup)
+            loaded = load(setup)
         except PluginFault as fault:
             line.sendall(encode_line({"failed": error_fields(fault, fault.trace)}))
             return
-        line.sendall(encode_line({"ready": True}))
+        line.sendall(encode_line({"ready": True, "facts": loaded.facts}))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the controller is gone
             for number, call in enumerate(heard, 1):
-                for answer in answers(number, json.loads(call)):
+                for answer in loaded.answers(number, json.loads(call)):
                     line.sendall(answer)
 
 
@@ -98,11 +107,11 @@ def serve_calls(load: Callable[[dict[str, Any]], Callable[[Any], Any]]) -> None:
     `load` returns the function from a question to its answer.
     """
 
-    def answers(setup: dict[str, Any]) -> Answers:
+    def load_answers(setup: dict[str, Any]) -> Loaded:
         answer = load(setup)
-        return lambda _, call: [encode_line((call[0], answer(call[1])))]
+        return Loaded(lambda _, call: [encode_line((call[0], answer(call[1])))])
 
-    serve(answers)
+    serve(load_answers)
 
 
 def guard_answers(line: socket.socket) -> None:

@@ -74,7 +74,7 @@ class ProcessStarter:
         program = self._program
         process = await SandboxProcess.of(program.module, program.setup, program.group)
         try:
-            check_ready(await process.answer(program.start_timeout_s))
+            process.facts = check_ready(await process.answer(program.start_timeout_s))
         except TimeoutError:
             await process.end()
             raise self._late() from None

@@ -51,11 +51,12 @@ class ProtocolBroken(ProcessEnded):
     """It sent a message that violates the protocol; it cannot be used any more."""
 
 
-def check_ready(value: Any) -> None:
-    """Raises PluginFault if the foreign code cannot be loaded, ValueError for an invalid message."""
+def check_ready(value: Any) -> dict[str, Any]:
+    """What the process says of the code that it has loaded. Raises PluginFault if the code cannot be loaded, ValueError for an
+    invalid message."""
     match value:
-        case {"ready": True}:
-            return
+        case {"ready": True, "facts": dict(facts)}:
+            return facts
         case {"failed": {"what": str(what), "where": where, "fix": fix, "trace": str(trace)}}:
             raise PluginFault(what, where=where, fix=fix, trace=trace)
     raise ValueError(f"neither ready nor failed: {value!r}")
@@ -75,6 +76,8 @@ class SandboxProcess(asyncio.Protocol):
         self._pid = 0
         self._batches, self._asked = 0, 0
         self._oom_kills = 0
+        self.facts: dict[str, Any] = {}
+        """What it said of the code that it has loaded."""
 
     @classmethod
     async def of(cls, module: str, setup: bytes, group: str = "") -> SandboxProcess:

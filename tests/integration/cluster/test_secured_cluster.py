@@ -219,6 +219,13 @@ async def test_a_daemon_with_certificates_answers_whoever_shows_one_or_a_token(t
             asked = job(work, "https://judge.example", data={"path": "train.jsonl", "template": token})
             with pytest.raises(GcoreError, match=r"lists no folders that specs may use.*allow\.roots"):
                 await admin.create_job(asked, request_id=uuid.uuid4().hex, mode=pb.START_MODE_NEW)
+            (work / "reward.py").write_text("def score(response):\n    return 1.0\n")
+            (work / "reward.py").chmod(0o600)
+            job(work, "https://judge.example", judges=[], reward={"file": "reward.py:score"})
+            refused = await asyncio.to_thread(cluster.gcore, "submit", str(work / "job.yaml"))
+            assert refused.returncode == NotAllowed.exit_code, refused.stderr
+            assert re.fullmatch(r".*this cluster runs no plug-in files.*plugins\.md.*\n", refused.stderr)
+            assert list(await admin.list_jobs()) == []
         stranger = cluster.client("")
         with pytest.raises(NotAllowed):
             await stranger.list_nodes()

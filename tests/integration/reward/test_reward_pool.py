@@ -50,7 +50,7 @@ def score(response, fields, spec):
     if word == "fork":
         return RewardResult(1.0 if os.fork() else 7.0)
     if word == "write":
-        os.write(int(sys.argv[1]), b"[7.0, []]\\n")
+        os.write(int(sys.argv[1]), b"[[7.0, []]]\\n")
     if word == "nan":
         return RewardResult(float("nan"))
     if word == "pid":
@@ -310,3 +310,70 @@ async def test_a_reward_that_slows_down_is_told_by_what_it_takes_and_what_waits_
     assert len(said) == 1
     assert re.fullmatch(r"reward 'odd' takes \S+ s per response, \d+ times the usual .* s", said[0])
     assert pool.scoring == PoolStatus(0, 11, "0 responses wait to be scored by reward ")
+
+
+BATCH = """
+import os, time
+import gcore
+
+@gcore.batch_reward
+def group(responses, bonus):
+    if "hang" in responses:
+        time.sleep(1000)
+    if "exit" in responses:
+        os._exit(3)
+    if "raise" in responses:
+        raise ValueError("no group")
+    return [len(responses) + value for value in bonus]
+
+def score(response, fields, spec):
+    return len(response)
+"""
+
+
+@asynccontextmanager
+async def batch_pool(folder: Path, monkeypatch: pytest.MonkeyPatch, **reward: Any) -> AsyncIterator[RewardPool]:
+    install(folder, monkeypatch, BATCH, "odd = pack_odd:group\nplain = pack_odd:score")
+    spec = RewardSpec(name="odd", **{"timeout_s": 30.0, **reward})
+    errors: list[RewardError] = []
+    rewards = {"data": spec, "other": RewardSpec(name="plain")}
+    pool = RewardPool(rewards, ScoringSpec(workers=2), SystemClock(), errors.append)
+    pool.spec, pool.errors = spec, errors  # type: ignore[attr-defined]
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+async def test_a_group_goes_to_a_batch_reward_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with batch_pool(tmp_path, monkeypatch) as pool:
+        sizes = [1, 2, 100, 3, 8] * 4
+        groups = await asyncio.gather(*(score(pool, *["a"] * size, bonus=0.5) for size in sizes))
+        for size, group in zip(sizes, groups, strict=True):
+            assert group == (RewardResult(size + 0.5),) * size
+        plain = await pool.score(RewardSpec(name="plain"), {}, [Response("a"), Response("bb")])
+        assert plain == (RewardResult(1.0), RewardResult(2.0))
+        assert await pool.score(pool.spec, {"bonus": 0}, [None]) == (RewardResult(0.0),)  # type: ignore[attr-defined]
+
+
+async def test_a_group_that_hangs_kills_its_process_or_raises_fails_whole_and_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with batch_pool(tmp_path, monkeypatch, timeout_s=1.0) as pool:
+        await score(pool, "a", bonus=0)
+        bad = [score(pool, "a", word, "b", bonus=0) for word in ("hang", "exit", "raise")]
+        good = [score(pool, "a", "b", bonus=1) for _ in range(8)]
+        hung, ended, raised, *fine = await asyncio.gather(*bad, *good)
+        assert fine == [(RewardResult(3.0),) * 2] * 8
+        for found, said in ((hung, "took longer than"), (ended, "exit code 3"), (raised, "ValueError: no group")):
+            assert len(found) == 3
+            assert all(said in str(one) for one in found)
+        assert len(pool.errors) == 1  # type: ignore[attr-defined]
+
+
+async def test_a_group_that_takes_too_long_is_worth_what_the_spec_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with batch_pool(tmp_path, monkeypatch, timeout_s=0.5, timeout_value=-1.0) as pool:
+        await score(pool, "a", bonus=0)
+        assert await score(pool, "hang", "a", bonus=0) == (RewardResult(-1.0, (("timed_out", 1.0),)),) * 2

@@ -14,6 +14,7 @@ import pytest
 
 from gcore.client.function_source import function_source
 from gcore.errors import UsageError
+from gcore.reward import batch_reward
 
 LIMIT = 3
 TABLE = {"a": (1, 2.5), "b": [None, True]}
@@ -58,6 +59,39 @@ def with_default(response: str, weight: float = 2.0) -> float:
     return sum(scores)
 
 
+def load(spec: Any) -> int:
+    return LIMIT
+
+
+@batch_reward
+def decorated(response: str) -> float:
+    return float(len(response))
+
+
+def marked(response: str) -> float:
+    return float(len(response))
+
+
+marked.start = load  # type: ignore[attr-defined]
+marked.batch = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("function", [decorated, marked])
+def test_decorators_and_attributes_of_a_function_are_written_too(function: Any) -> None:
+    names: dict[str, Any] = {"__name__": "written"}
+    exec(compile(function_source(function), "written.py", "exec", dont_inherit=True), names)
+    assert names[function.__name__].batch is True
+    if function is marked:
+        assert names["marked"].start(None) == LIMIT
+
+
+def with_live_attribute(response: str) -> float:
+    return 0.0
+
+
+with_live_attribute.start = LIVE  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("function", [plain, with_constants, with_modules, with_helpers, recursive, with_default])
 @pytest.mark.parametrize("response", ["", "a/ab12"])
 def test_the_written_function_gives_what_the_function_gives(function: Callable[..., float], response: str) -> None:
@@ -96,6 +130,7 @@ def uses_nothing_known(response: str) -> float:
         pytest.param(enclosing(), r"variables of the function that it is defined in \(weight\)", id="a closure"),
         pytest.param(uses_live, "'LIVE', a object that cannot be written down", id="a live object"),
         pytest.param(uses_nothing_known, "'no_such_name', which is not defined", id="an unknown name"),
+        pytest.param(with_live_attribute, "attribute 'start' .* is a object", id="a live attribute"),
         pytest.param(len, "is not a function", id="a built-in"),
         pytest.param(Scale(), "is not a function", id="an object"),
     ],

@@ -63,6 +63,16 @@ def test_paths_are_relative_to_the_spec_and_a_file_may_stand_wherever_a_plugin_i
     assert stored_spec(found.model_dump(mode="json")) == found
 
 
+def test_the_files_of_a_users_spec_are_checked_before_anything_of_them_runs(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "mine.py").chmod(0o622)
+    for sections in ({"flow": {"steps": 1, "file": "mine.py:run"}}, {"reward": [{"file": "mine.py:score"}]}):
+        with pytest.raises(SpecError, match="other users can write the file"):
+            new_spec(spec(**sections), base=tmp_path)
+    with pytest.raises(SpecError, match=r"^reward\.0\.file: .*absent\.py: cannot read the plug-in file"):
+        new_spec(spec(reward=[{"file": "absent.py:score"}]), base=tmp_path)
+
+
 def test_options_are_not_references() -> None:
     tree = spec(reward={"name": "regex", "options": {"pattern": "x.py:y", "name": "x.py:y"}})
     assert plugin_files(tree) == []
@@ -96,7 +106,7 @@ def test_a_file_that_changed_after_its_submission_does_not_run(tmp_path: Path) -
     ("text", "said"),
     [
         ("def other(response):\n    return 1\n", r"defines no 'score'; its functions: other"),
-        ("def score(:\n", "SyntaxError"),
+        ("def score(:\n", r"reward\.py:1: the plug-in file has a syntax error \(invalid syntax\)"),
         ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("score = 3\n", "is a int, which cannot be called"),
         ("raise SystemExit(1)\n", "SystemExit: 1"),

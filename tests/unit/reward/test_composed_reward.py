@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plug_in_package import Install, installer
+from pydantic import ValidationError
 
 from gcore.config import parse_spec
 from gcore.config.reward import RewardPart, RewardSpec
@@ -115,6 +116,30 @@ def test_an_unknown_part_is_refused_with_its_place_and_the_nearest_name() -> Non
         PluginFault, match=r"reward\.parts\.1\.name: no reward is called 'regexx', did you mean 'regex'"
     ):
         reward([PARTS[0], {"name": "regexx"}])
+
+
+def test_a_list_is_short_for_parts_that_are_summed_up() -> None:
+    parts = [{"name": "exact"}, {"name": "/m.py:score", "weight": 0.5}]
+    short = RewardSpec.model_validate(parts)
+    assert short == RewardSpec.model_validate({"parts": parts})
+    assert short.model_dump(exclude_unset=True) == {"parts": tuple(parts)}
+    assert [part.shown_as for part in short.parts] == ["exact", "score"]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        pytest.param([], "the list of rewards is empty", id="empty"),
+        pytest.param(
+            [{"name": "/a.py:score"}, {"name": "/b.py:score"}], "the label 'score'", id="functions of one name"
+        ),
+        pytest.param([{"name": "exact"}, {"name": "/b.py:exact"}], "the label 'exact'", id="a function and a rule"),
+        pytest.param([{"weight": 1.0}], "a part needs either a name or a judge", id="neither name nor file"),
+    ],
+)
+def test_a_list_of_rewards_that_cannot_be_told_apart_is_refused(rewards: Any, said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        RewardSpec.model_validate(rewards)
 
 
 def spec(**reward: Any) -> Any:

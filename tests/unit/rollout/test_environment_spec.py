@@ -53,6 +53,7 @@ def test_a_response_has_room_for_twice_what_the_model_may_make_unless_the_spec_s
         ({**TOOLS, "max_turns": 0}, {}, "max_turns"),
         ({**TOOLS, "max_turn": 2}, {}, "max_turns"),
         ({**TOOLS, "tools": {"names": ["a", "a"]}}, {}, "listed twice"),
+        ({**TOOLS, "tools": {"names": ["calculator", "/m.py:calculator"]}}, {}, "two tools are called 'calculator'"),
         (TOOLS, {"train": {"loss": "sft"}, "flow": {"steps": 3, "name": "sft"}}, "cannot use an environment"),
         (None, {"reward": {"name": "environment"}}, "no section environment"),
         (None, {"reward": {"parts": [{"name": "numeric"}, {"name": "environment"}]}}, "no section environment"),
@@ -77,8 +78,9 @@ def test_the_reward_environment_hands_on_what_the_environment_said() -> None:
 
 
 def test_what_the_environment_said_goes_to_the_process_that_scores() -> None:
-    line = batch_line([(0, {"a": 1}, Response("x", 3, True, 0.5)), (0, {"a": 1}, Response("y"))])
-    found = [response for _, _, response in parse_batch(json.loads(line))]
+    fields = {"a": 1}
+    line = batch_line([(0, fields, (Response("x", 3, True, 0.5),), False), (0, fields, (Response("y"),), False)])
+    found = [response for _, _, (response,), _ in parse_batch(json.loads(line)) if response is not None]
     assert [(r, r.tokens, r.truncated, r.environment) for r in found] == [("x", 3, True, 0.5), ("y", None, False, None)]
 
 

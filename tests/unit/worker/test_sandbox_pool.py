@@ -17,7 +17,7 @@ from gcore.worker.sandbox.pool import START_TRIES, WAIT_S, SandboxProgram, Worke
 from gcore.worker.sandbox.process import ProcessEnded, SandboxProcess
 
 PROGRAM = SandboxProgram("odd", b"", "the tools", "environment.tools", 60.0)
-READY, LATE, DEAD = {"ready": True}, TimeoutError(), ProcessEnded("it died")
+READY, LATE, DEAD = {"ready": True, "facts": {}}, TimeoutError(), ProcessEnded("it died")
 
 
 class Started:
