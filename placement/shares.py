@@ -26,11 +26,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gcore.config.spec import JobSpec
 from gcore.ledger.records.cluster import Claim, QueuePosition, Share, Shares, Slot, group_by_node, slots_of_share
+from gcore.ledger.records.restart_reasons import slots_limited, slots_taken, slots_unusable
 from placement.request import PlacementRequest, count_lacking_slots
 from placement.slots import Snapshot, count_noun, replica_groups
 
@@ -118,6 +119,37 @@ def queue_jobs(cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Share
     _, _, turns, counting = _counted(cluster, claims, shares)
     waiting = [uid for uid in turns if not counting.has_any(uid)]
     return {uid: QueuePosition(position, counting.why(uid)) for position, uid in enumerate(waiting, 1)}
+
+
+def explain_surplus(
+    cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Shares, uid: str, drained: Collection[str]
+) -> tuple[str, ...]:
+    """Explain why job `uid` must give back slots: which jobs get them, which nodes are draining (`drained`), which slots are unhealthy, or the
+    job's maximum. One sentence each; empty if there is nothing to give back or no such reason. Jobs of other namespaces are not named."""
+    share = shares.jobs.get(uid)
+    if share is None or not share.surplus or uid not in claims:
+        return ()
+    wanting, has, turns, counting = _counted(cluster, claims, shares)
+    holders = {slot: one for one in claims if one in shares.jobs for slot in slots_of_share(shares.jobs[one].held)}
+    chosen = _chosen(cluster, wanting, turns, counting.counts, holders, has)
+    takers = {slot: one for one, units in chosen.items() for unit in units for slot in unit}
+    taken, draining, unhealthy = Counter[str](), Counter[str](), Counter[str]()
+    claim = claims[uid]
+    for slot in share.surplus:
+        taker = takers.get(slot, uid)
+        if taker != uid:
+            same = claims[taker].namespace == claim.namespace
+            taken[f"job {taker}" if same else "a job of another namespace"] += 1
+        elif slot.node in drained:
+            draining[slot.node] += 1
+        elif slot in cluster.out:
+            unhealthy[slot.node] += 1
+    found = [slots_taken(count, name) for name, count in sorted(taken.items())]
+    found += [slots_unusable(count, node, draining=True) for node, count in sorted(draining.items())]
+    found += [slots_unusable(count, node, draining=False) for node, count in sorted(unhealthy.items())]
+    if not found and claim.most is not None and len(slots_of_share(share.granted)) + claim.unit > claim.most:
+        found.append(slots_limited(claim.most))
+    return tuple(found)
 
 
 def _counted(

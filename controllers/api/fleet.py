@@ -152,7 +152,7 @@ class FleetMethods(JobsServiceBase):
             raise bad_field("node", "is empty" if not name else f"is longer than {LONGEST_NODE} characters")
         listing, key = await self._jobs.cluster(), keys.drained_node(name)
         known = await self._jobs.store.get(key)
-        if name not in {node.name for node in listing.nodes} and known is None:
+        if known is None and name not in {node.name for node in listing.nodes} and not await self._has_slots(name):
             raise NodeNotFound(f"there is no node {name!r}", fix="`gcore nodes` lists the nodes")
         if request.undo and known is not None:
             await self._jobs.store.transact((), (Delete(key),))
@@ -162,6 +162,11 @@ class FleetMethods(JobsServiceBase):
         namespaces = {uid: claim.namespace for uid, claim in (await self._jobs.claims()).items()}
         there = {node.name: node for node in await self._nodes(await self._jobs.cluster(), namespaces)}
         return there.get(name, pb.Node(name=name, draining=not request.undo))
+
+    async def _has_slots(self, node: str) -> bool:
+        """Whether jobs have slots on a node that is not registered: its daemon has ended and may return."""
+        shares = await self._jobs.shares() or Shares()
+        return any(node in share.held for share in shares.jobs.values())
 
     @handle_errors
     async def ListNodes(self, request: pb.ListNodesRequest, context: CallContext) -> pb.ListNodesReply:

@@ -31,6 +31,7 @@ from controllers.cli.view.state import (
     WarningPoint,
 )
 from gcore.config.data import OF_PART, REWARD
+from gcore.ledger.records.restart_reasons import restart_sentence
 from gcore.quickstart import NAMES
 
 if TYPE_CHECKING:
@@ -412,7 +413,7 @@ def job_rows(job: JobSnapshot, now: float) -> dict[str, str]:
         rows[f"waits ({number})"] = f"{printable_text(wait.who)}: {printable_text(wait.what, 300)}, for {since}"
     if job.rollback is not None:
         back = job.rollback
-        rows["last rollback"] = f"to step {back.step}, lineage {back.lineage}: {printable_text(back.reason, 300)}"
+        rows["last rollback"] = printable_text(restart_sentence(back.step, back.lineage, back.reason), 400)
     for number, warning in enumerate(job.warnings, 1):
         ago = f", {format_seconds(max(0.0, now - warning.time))} ago" if warning.time else ""
         told = f"{printable_text(warning.node)}: {printable_text(warning.sentence, 300)}"

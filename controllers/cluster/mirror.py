@@ -18,7 +18,7 @@ from gcore.store import keys
 from gcore.store.types import KeyValue, Store, WatchBatch
 from gcore.system.concurrency import limit_time
 from gcore.worker.records import WorkerRecord
-from placement.shares import ClusterSlots, queue_jobs
+from placement.shares import ClusterSlots, explain_surplus, queue_jobs
 
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound=Record)
@@ -208,6 +208,17 @@ class ClusterMirror:
         there, shares = self.there, self.shares.record
         return self._remembered.get(
             "queue", (there, self.claims, self.shares), lambda: queue_jobs(there, self.claims, shares)
+        )
+
+    def surplus_reasons(self, uid: str) -> tuple[str, ...]:
+        """Why a job must give back slots, one sentence for each reason. Empty until everything is received."""
+        if not self.is_complete or self.shares is None:
+            return ()
+        there, shares = self.there, self.shares.record
+        return self._remembered.get(
+            ("surplus", uid),
+            (there, self.claims, self.shares),
+            lambda: explain_surplus(there, self.claims, shares, uid, self.drained),
         )
 
     async def queue_with(self, revision: int) -> Mapping[str, QueuePosition]:

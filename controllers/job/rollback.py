@@ -20,6 +20,7 @@ from gcore.ledger import chain, transactions
 from gcore.ledger.archive import highest_in_folder
 from gcore.ledger.records.chain import Checkpoint, LogEntry
 from gcore.ledger.records.job import Plan
+from gcore.ledger.records.restart_reasons import RESTORED
 from gcore.ledger.selection import resumable_checkpoints
 from gcore.ledger.transactions import Transaction, TxnOutcome, Versioned, keeping_to
 from gcore.models.layout import CheckpointDamaged, highest_lineage, manifest_digest, verify_checkpoint
@@ -45,7 +46,7 @@ async def roll_back(action: Rollback, view: JobView, effects: Effects) -> Action
     reason = action.reason
     seen = await highest_numbers(view, effects.run_dir)
     if seen.entry > head.seq:
-        reason += f"; etcd was restored from a backup: its log ends at entry {head.seq}, but the run's folder has entries up to {seen.entry}"
+        reason += f"; {RESTORED}: its log ends at entry {head.seq}, but the run's folder has entries up to {seen.entry}"
     # In-memory copies are lost with the ranks of a suspended job.
     state = None if action.stands_still else state_at_hand(view, frozenset(rank.node for rank in plan.ranks))
     if state is not None:

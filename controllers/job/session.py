@@ -477,6 +477,7 @@ class JobSession(LiveJob):
             share=cluster.share_of(self.uid),
             claim=cluster.claims.get(self.uid, Claim()),
             queued=cluster.queue.get(self.uid),
+            surplus_reasons=cluster.surplus_reasons(self.uid),
             outdated_nodes=cluster.unable(written_version()),
             workers=cluster.workers,
             ranks=dependencies.ranks.views,

@@ -32,9 +32,6 @@ from controllers.rules.actions import (
 )
 from controllers.rules.view import SETTLE_S, JobView, turn_of
 from controllers.rules.world import (
-    GAVE_BACK,
-    HAS_AGAIN,
-    LEFT,
     awaits_world,
     is_between_steps,
     is_state_at_hand,
@@ -44,6 +41,7 @@ from controllers.rules.world import (
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.cluster import Slot
 from gcore.ledger.records.job import JobPhase, Move, MoveKind, Pin, Plan
+from gcore.ledger.records.restart_reasons import GAVE_BACK, HAS_AGAIN, LEFT, PAUSED, SMALLER
 from gcore.ledger.selection import resumable_checkpoints
 from placement.moves import MoveProposal, MoveReport
 from placement.placer import new_placer
@@ -162,8 +160,9 @@ def _why(view: JobView) -> str:
     if view.claim.ends:
         return f"{LEFT}: {view.claim.ends}"
     if view.claim.paused:
-        return f"{LEFT}: the job is paused"
-    return f"{LEFT}: its share is smaller now" if view.queued is None else f"{GAVE_BACK}: {view.queued.reason}"
+        return PAUSED
+    reason = SMALLER if view.queued is None else f"{GAVE_BACK}: {view.queued.reason}"
+    return "; ".join([reason, *view.surplus_reasons])
 
 
 def resume(view: JobView) -> Iterator[Intent]:

@@ -260,6 +260,8 @@ class JobView:
     """The job's claim on slots."""
     queued: QueuePosition | None = None
     """The job's position in the queue for slots, if it waits."""
+    surplus_reasons: tuple[str, ...] = ()
+    """Why the job must give back slots: who gets them, or why they may not be used."""
     outdated_nodes: Mapping[str, int] = field(default_factory=dict)
     """Nodes too old to read the records written now, with the newest schema version that each reads. They are not in `nodes`."""
     missing_input: str = ""

@@ -27,6 +27,7 @@ from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import LogEntry, SealState, StateName, WorldState, head_state_names, whole_state
 from gcore.ledger.records.cluster import ModelConfigs
 from gcore.ledger.records.job import JobPhase, Move, MoveKind
+from gcore.ledger.records.restart_reasons import OF_SHARES, PLACED, RESTORED, node_lost_reason
 from gcore.ledger.selection import resumable_checkpoints
 from gcore.ledger.statistics import barren_epoch, explain_barren_epoch
 from placement.placer import GrowthMeasurements, new_placer, worth_forming
@@ -62,7 +63,10 @@ def _lost_world(view: JobView) -> WorldLoss | None:
             continue
         worker = view.workers.get(claim.instance)
         if worker is None:
-            return WorldLoss(f"rank {place.rank} on {place.node} is gone", instance=claim.instance)
+            lost = f"rank {place.rank} on {place.node} is gone"
+            if place.node not in view.nodes:
+                lost = node_lost_reason(place.rank, place.node)
+            return WorldLoss(lost, instance=claim.instance)
         if worker.state in ("failed", "stopping"):
             why = f"rank {place.rank} on {place.node} failed: {worker.reason or worker.state}"
             return WorldLoss(why, instance=claim.instance)
@@ -80,7 +84,7 @@ def _ahead(view: JobView) -> str:
     has just not seen the newest head or seal, the compares of the rollback fail.
     """
     head, seal = view.head, view.seal
-    back = f"etcd was restored from a backup of step {head.step}"
+    back = f"{RESTORED} of step {head.step}"
     for rank in view.ranks.values():
         applied = rank.applied
         if view.begun(rank) and view.contradicts(rank):
@@ -207,7 +211,7 @@ def wanted_world(view: JobView) -> Move | None:
 def _growth(view: JobView) -> str:
     if view.spec.placement.is_live:
         move = wanted_world(view)
-        return "" if move is None or view.is_over else f"placement: {move.reason}"
+        return "" if move is None or view.is_over else f"{PLACED}: {move.reason}"
     entry = newest_step(view)
     ready = {stored.record.node for stored in view.mirror.members.values()}
     if view.is_over or entry is None or entry.lineage != view.head.lineage or not ready >= view.nodes.keys():
@@ -344,13 +348,6 @@ def lacking_slots(view: JobView) -> str:
         f"{'is' if lacking == 1 else 'are'} available. Start the missing controllers, or {fix}"
     )
 
-
-GAVE_BACK = "slots go to other jobs"
-LEFT = "its slots are given back"
-HAS_AGAIN = "it has slots again"
-
-OF_SHARES = (GAVE_BACK, LEFT, HAS_AGAIN)
-"""Prefixes of the reasons of planned rollbacks. Stored log entries contain them, so they must not change."""
 
 NODE_GRACE_S = 15.0
 """Delay before a world with an absent node is placed on the other nodes."""

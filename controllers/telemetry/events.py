@@ -30,6 +30,7 @@ from gcore.ledger.records.job import (
     Moves,
     Trouble,
 )
+from gcore.ledger.records.restart_reasons import restart_sentence
 from gcore.ledger.statistics import commonest_reason
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
@@ -171,7 +172,7 @@ def derive_events(keys: JobKeys, before: JobMirror, change: WatchEvent, after: J
     if change.kind == "delete":
         if key.startswith(keys.member_prefix):
             node = node_of(key.removeprefix(keys.member_prefix))
-            yield "member", f"{node} has left", {"node": node, "joined": False}
+            yield "member", _left(before, key.removeprefix(keys.member_prefix)), {"node": node, "joined": False}
         return
     if key == keys.state:
         status = JobStatus.decode(kv.value, key)
@@ -204,7 +205,11 @@ def derive_events(keys: JobKeys, before: JobMirror, change: WatchEvent, after: J
     elif key.startswith(keys.member_prefix):
         node = node_of(key.removeprefix(keys.member_prefix))
         if Member.decode(kv.value, key).leaving:
-            yield "member", f"{node} is leaving; its shards move to other nodes", {"node": node, "leaving": True}
+            yield (
+                "member",
+                f"{node} is leaving: its daemon shuts down; its shards move to other nodes",
+                {"node": node, "leaving": True},
+            )
         else:
             yield "member", f"{node} has joined", {"node": node, "joined": True}
     elif key == keys.moves:
@@ -213,6 +218,14 @@ def derive_events(keys: JobKeys, before: JobMirror, change: WatchEvent, after: J
         yield from _entry(before, LogEntry.decode(kv.value, key), after)
     elif key.startswith(keys.eval_prefix):
         yield _evaluation(Evaluation.decode(kv.value, key))
+
+
+def _left(before: JobMirror, incarnation: str) -> str:
+    """How a controller left the job, as far as the records before show it."""
+    known, sentence = before.members.get(incarnation), f"{node_of(incarnation)} has left"
+    if known is None or known.record.leaving or before.has_ended:
+        return sentence
+    return f"{sentence} without handing over: its daemon ended, lost its lease, or cannot work on the job"
 
 
 def truncation_warning(source: str, step: Mapping[str, Any]) -> Derived:
@@ -297,20 +310,10 @@ def _entry(before: JobMirror, entry: LogEntry, after: JobMirror) -> Iterator[Der
         data = {"from_step": from_step, "to_step": entry.step, "lineage": entry.lineage, "reason": entry.reason}
         if entry.raised is not None:
             data["raised"] = str(entry.raised)
-        yield "rollback", _restart_sentence(before, entry), data
+        lost = None if before.head is None else from_step - entry.step
+        yield "rollback", restart_sentence(entry.step, entry.lineage, entry.reason, lost), data
     elif entry.kind == "account":
         yield _untrained(entry)
-
-
-def _restart_sentence(before: JobMirror, entry: LogEntry) -> str:
-    """`restarted from checkpoint 44 (attempt 2): preempted; no step is lost`. Without a known head before, lost steps are not mentioned."""
-    source = f"checkpoint {entry.step}" if entry.step else "the initial model"
-    verb = "restarted" if entry.raised is None else "continued"
-    sentence = f"{verb} from {source} (attempt {entry.lineage + 1}): {entry.reason.rstrip('.')}"
-    lost = None if before.head is None or entry.raised is not None else before.head.record.step - entry.step
-    if lost is None or lost < 0:
-        return sentence
-    return f"{sentence}; {lost or 'no'} step{'s are' if lost > 1 else ' is'} lost"
 
 
 def _known_steps(job: JobRecord) -> int | None:

@@ -24,6 +24,7 @@ from gcore.ledger.archive import highest_in_folder
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, LogEntry, RaisedGoal
 from gcore.ledger.records.job import JobPhase, JobRecord
+from gcore.ledger.records.restart_reasons import CONTINUED
 from gcore.ledger.selection import resumable_checkpoints
 from gcore.ledger.transactions import EndedJob, Transaction, TxnOutcome, Versioned
 from gcore.models.layout import highest_lineage
@@ -91,7 +92,7 @@ def extend_transaction(
     """
     job = ended.job.record.with_goal(raised.what, raised.after)
     writer = chain.ChainWriter(by, uuid.uuid4().hex[:16], chain.job_digest(job))
-    reason, world = f"continued after its end: {raised}", uuid.uuid4().hex[:12]
+    reason, world = f"{CONTINUED}: {raised}", uuid.uuid4().hex[:12]
     advance = chain.rollback_entry(ended.head.record, entry, world, writer, reason, seen=seen, raised=raised)
     claim = new_claim(stored_spec(job.spec), created=time, owner=job.owner)
     return transactions.extend(job_keys, ended, advance, claim)

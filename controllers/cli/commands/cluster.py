@@ -41,11 +41,15 @@ if TYPE_CHECKING:
     from controllers.storage.garbage import DeletionReport
     from controllers.storage.rules import GarbageDecision
     from gcore.api.v1 import jobs_pb2 as pb
+    from gcore.client.jobs import JobsClient
     from gcore.config.local_cluster import LocalClusterState
     from gcore.config.node import NodeConfig
 
 
 HOUR_S = 3600.0
+LOOK_S = 1.0
+"""Seconds between two requests while a command waits for a node."""
+
 WORKER = ("instance", "node", "role", "job_uid", "state", "address", "pid", "slot")
 SHARD = ("shard", "node", "incarnation", "data_epoch", "seq", "length", "ahead")
 
@@ -82,27 +86,65 @@ def nodes(
         print_table(("WORKER", "ROLE", "NODE", "SLOTS", "JOB", "STATE"), found)
 
 
-@command("drain", FLEET, "gcore drain gpu-07", "[dim]Undo:[/dim]  gcore drain gpu-07 --undo")
+@command(
+    "drain",
+    FLEET,
+    "gcore drain gpu-07",
+    "[dim]Do not wait until it is drained:[/dim]  gcore drain gpu-07 --no-wait",
+    "[dim]Undo:[/dim]  gcore drain gpu-07 --undo",
+)
 def drain(
     node: NodeName,
     undo: Annotated[bool, typer.Option("--undo", help="Stop draining and use the node again.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait until no job uses the node. With -o json or yaml: never.")
+    ] = True,
     home: Home = DEFAULT_HOME,
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
     """Drain a node: jobs leave it at their next commit, and the scheduler places no new work there until --undo.
 
-    The node stays drained when its daemon restarts.
+    Prints that the node is draining and which jobs still use it, then waits and prints that it is drained. Ctrl-C ends
+    the wait; the node continues to drain. It stays drained when its daemon restarts.
     """
-    found = call_cluster(lambda client: client.drain_node(node, undo=undo), address, home)
+
+    async def ask(client: JobsClient) -> pb.Node:
+        found = await client.drain_node(node, undo=undo)
+        if not output.is_for_programs:
+            typer.echo(drain_sentence(found))
+            if wait and not undo:
+                await _until_drained(client, found)
+        return found
+
+    found = call_cluster(ask, address, home)
     if output.is_for_programs:
         typer.echo(output.text(node_tree(found)))
-    elif undo:
-        typer.echo(f"Node {printable_text(found.name)} is available again.")
-    else:
-        used = slot_usage(found)
-        state = f"draining; it is still used by {used}" if used != "-" else "drained; no job uses it"
-        typer.echo(f"Node {printable_text(found.name)} is {state}.")
+
+
+async def _until_drained(client: JobsClient, node: pb.Node) -> None:
+    """Wait until no job uses the node, and print each change. Raises GcoreError if another user undoes the draining."""
+    clock, said = SystemClock(), drain_sentence(node)
+    while node.uses:
+        await clock.sleep(LOOK_S)
+        reply = await client.list_nodes()
+        gone = type(node)(name=node.name, draining=True)  # a node whose daemon has ended is not listed
+        node = next((one for one in reply.nodes if one.name == node.name), gone)
+        if not node.draining:
+            raise GcoreError(f"node {node.name!r} is no longer draining: another user undid it", fix="Drain it again")
+        if (sentence := drain_sentence(node)) != said:
+            typer.echo(sentence)
+            said = sentence
+
+
+def drain_sentence(node: pb.Node) -> str:
+    """Whether a node is available again, draining or drained."""
+    name, used = printable_text(node.name), slot_usage(node)
+    if not node.draining:
+        return f"Node {name} is available again."
+    if used != "-":
+        return f"Node {name} is draining; it is still used by {used}."
+    return f"Node {name} is drained; " + ("no job uses it." if node.incarnation else "its daemon does not run.")
 
 
 @command("shards", JOBS, *verb_examples("shards"))

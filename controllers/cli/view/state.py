@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from gcore.ledger.records.restart_reasons import is_restart, restart_sentence
 from gcore.observability.events import JobEvent
 
 PHASES = ("collect", "exchange", "train", "publish")
@@ -486,15 +487,15 @@ def _rollback(state: ViewState, event: JobEvent) -> ViewState:
         return state._logged(event, "")
     lineage = get_count(event.data, "lineage")
     reason = get_text(event.data, "reason")
-    lost = f"{max(state.step - to_step, 0) or 'no'} step{'s are' if state.step - to_step > 1 else ' is'} lost"
-    text = f"restarted from checkpoint {to_step}" + (f": {reason}" if reason else "") + f"; {lost}"
+    lineage = state.lineage + 1 if lineage is None else lineage
+    text = restart_sentence(to_step, lineage, reason, max(state.step - to_step, 0))
     state = replace(
         state,
         points=_up_to(state.points, to_step),
         evals=tuple(e for e in state.evals if e.step <= to_step),
         step=to_step,
-        lineage=state.lineage + 1 if lineage is None else lineage,
-        rollbacks=state.rollbacks + ("raised" not in event.data),
+        lineage=lineage,
+        rollbacks=state.rollbacks + (is_restart(reason) and "raised" not in event.data),
     )
     return state._logged(event, text)
 

@@ -52,9 +52,9 @@ def test_the_page_is_walked_from_an_empty_folder_to_an_export_of_a_model_that_ha
                 assert wrong is None, f"{command.text} does not print {wrong!r}:\n{ended.stdout}"
     finally:
         subprocess.run("gcore down", shell=True, cwd=folder, env=environment, capture_output=True, check=False)
-    (file, *_) = (folder / ".gcore" / "runs").glob(f"sorting-*/{'summary.json'}")
-    summary = json.loads(file.read_text())
-    assert (summary["state"], summary["steps"], summary["audit"]) == ("SUCCEEDED", STEPS, "clean")
+    found = [json.loads(file.read_text()) for file in (folder / ".gcore" / "runs").glob("sorting-*/summary.json")]
+    (summary,) = (one for one in found if one["steps"] == STEPS)  # a later command of the page trains 2 steps
+    assert (summary["state"], summary["audit"]) == ("SUCCEEDED", "clean")
     assert summary["eval_accuracy_before"] <= 0.6
     assert summary["eval_accuracy_after"] >= 0.85
     assert (folder / "trained" / "model.safetensors").is_file()

@@ -33,7 +33,7 @@ def test_a_controller_that_is_asked_to_end_hands_over_and_nothing_is_lost(spec: 
     assert outcome.summary["steps"] == 14
     events = [json.loads(line) for line in (newest_run(home) / "events.jsonl").read_text().splitlines()]
     told = [event["message"] for event in events if event["kind"] == "member"]
-    leaving = told.index("node-1 is leaving; its shards move to other nodes")
+    leaving = told.index("node-1 is leaving: its daemon shuts down; its shards move to other nodes")
     assert told.index("node-1 has left") > leaving
     assert "node-1 has joined" in told[leaving:]  # it is brought back, as it would be by systemd
     assert [event for event in events if event["kind"] == "rollback"] == []

@@ -236,7 +236,7 @@ def test_slots_are_lent_to_the_judge_while_it_is_behind_and_come_back(
     moves = moves_of(home)
     lent = [move for move in moves if move.kind == "lend"]
     assert lent
-    assert all("the judges had" in move.reason and move.after.reward > move.before.reward for move in lent)
+    assert all(move.reason and move.after.reward > move.before.reward for move in lent)
     assert any(move.kind == "return" for move in moves)
     reads_like_an_account(home)
 

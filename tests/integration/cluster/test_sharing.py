@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from cluster_run import ClusterRun, gcore
 
-from controllers.rules.world import GAVE_BACK, HAS_AGAIN
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.engines.emulated.launch import LAW_FILE
+from gcore.ledger.records.restart_reasons import GAVE_BACK, HAS_AGAIN
 from gcore.testing.models import make_tiny_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(400)]

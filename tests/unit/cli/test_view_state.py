@@ -144,7 +144,7 @@ def test_a_rollback_takes_back_steps_groups_and_evaluations():
     assert (state.step, state.lineage, state.rollbacks) == (1, 1, 1)
     assert state.groups_by_node == {"node-0": 4}
     assert state.evals == ()
-    assert state.log[-1].text == "restarted from checkpoint 1: rank 0 died; 2 steps are lost"
+    assert state.log[-1].text == "restarted from checkpoint 1 (attempt 2): rank 0 died; 2 steps are lost"
 
 
 def test_a_new_world_that_loses_no_step_is_not_told_as_going_back():
@@ -153,7 +153,22 @@ def test_a_new_world_that_loses_no_step_is_not_told_as_going_back():
         JobEvent(3, 3.0, "rollback", data={"from_step": 2, "to_step": 2, "lineage": 1, "reason": "rank 0 died"})
     )
     assert (state.step, state.lineage) == (2, 1)
-    assert state.log[-1].text == "restarted from checkpoint 2: rank 0 died; no step is lost"
+    assert state.log[-1].text == "restarted from checkpoint 2 (attempt 2): rank 0 died; no step is lost"
+
+
+def test_a_start_after_waiting_for_slots_is_no_rollback():
+    reasons = (
+        "its slots are given back: the job is paused",
+        "it has slots again",
+        "slots go to other jobs: it needs 1 slot",
+        "it has slots again",
+        "rank 1 on node-1 is gone",
+    )
+    events = (
+        JobEvent(n, float(n), "rollback", data={"to_step": 2, "lineage": n, "reason": reason})
+        for n, reason in enumerate(reasons, 1)
+    )
+    assert fold(events).rollbacks == 2, "preempted once, and a lost rank"
 
 
 def test_accuracy_before_and_after_are_those_of_the_first_and_the_last_evaluation():

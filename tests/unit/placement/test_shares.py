@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.ledger.records.cluster import Claim, QueuePosition, Share, Shares, group_by_node, slots_of_share
-from placement.shares import ClusterSlots, divide_slots, queue_jobs
+from placement.shares import ClusterSlots, divide_slots, explain_surplus, queue_jobs
 
 
 def nodes(**slots: int) -> dict[str, tuple[str, ...]]:
@@ -121,6 +121,29 @@ def test_a_drained_nodes_slots_are_given_back_and_others_found() -> None:
     after = divide_slots(ClusterSlots(cluster.nodes, out), claims, settled(cluster, claims))
     assert set(after.jobs["one"].granted) == {"n", "m"} - {node}
     assert after.jobs["one"].surplus == out
+
+
+def given_up(cluster: ClusterSlots, claims: Mapping[str, Claim], drained: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Why job `one`, which had every slot, gives some back."""
+    before = settled(ClusterSlots(cluster.nodes), {"one": Claim()})
+    after = divide_slots(cluster, claims, before)
+    return explain_surplus(cluster, claims, after, "one", drained)
+
+
+def test_the_reason_for_giving_slots_back_names_the_job_the_node_or_the_limit() -> None:
+    cluster, one = ClusterSlots(nodes(n=2, m=2)), Claim()
+    urgent = {"one": one, "two": Claim(least=3, most=3, priority=1, created=1.0)}
+    assert given_up(cluster, urgent) == ("3 slots go to job two",)
+    stranger = {"one": one, "two": Claim(least=1, most=1, namespace="other", priority=1, created=1.0)}
+    assert given_up(cluster, stranger) == ("1 slot goes to a job of another namespace",)
+    out = ClusterSlots(cluster.nodes, slots_of_share({"n": ["cpu:0", "cpu:1"], "m": ["cpu:0"]}))
+    assert given_up(out, {"one": one}, ("n",)) == (
+        "2 slots are on a draining node: n",
+        "1 slot is on a node where it is unhealthy: m",
+    )
+    assert given_up(cluster, {"one": Claim(most=3)}) == ("it may use at most 3 slots",)
+    assert given_up(cluster, {"one": Claim(paused=True)}) == ()
+    assert given_up(cluster, {"one": one}) == ()
 
 
 def test_the_slots_of_a_node_that_is_away_stay_its_jobs() -> None:

@@ -100,7 +100,7 @@ def test_a_described_job_tells_what_went_wrong_to_who_followed_no_event() -> Non
     job.warnings.add(topic="samples", node="node-1", sentence="of an older version")
     job.rollback.CopyFrom(pb.LastRollback(step=3, lineage=2, reason="rank 1 is gone"))
     shown = job_rows(job_snapshot(job), 100.0)
-    assert shown["last rollback"] == "to step 3, lineage 2: rank 1 is gone"
+    assert shown["last rollback"] == "restarted from checkpoint 3 (attempt 3): rank 1 is gone"
     assert shown["warning (1)"] == "node-0: no room is left (folder, 12s ago)"
     assert shown["warning (2)"] == "node-1: of an older version (samples)"
     tree = json.loads(json.dumps(job_tree(job_snapshot(job))))

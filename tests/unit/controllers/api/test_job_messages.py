@@ -283,6 +283,10 @@ async def test_a_node_is_drained_and_used_again() -> None:
     assert not (await api.ask("DrainNode", pb.DrainNodeRequest(node="n0", undo=True))).draining
     assert (await StoreReader(api.store).pool())[0] == frozenset()
     assert (await api.refused("DrainNode", pb.DrainNodeRequest(node="nowhere")))[0] is Code.NOT_FOUND
+    away = Shares(jobs={"u": Share(granted={"away": ("cpu:0",)}, held={"away": ("cpu:0",)})})
+    await api.store.transact((), (Put(keys.SHARES, away.encode()),))
+    gone = await api.ask("DrainNode", pb.DrainNodeRequest(node="away"))
+    assert (gone.draining, gone.incarnation) == (True, ""), "its daemon has ended, and may return"
     assert (await api.refused("DrainNode", pb.DrainNodeRequest()))[0] is Code.INVALID_ARGUMENT
 
 

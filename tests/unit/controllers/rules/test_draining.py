@@ -180,4 +180,7 @@ async def test_followers_are_told_that_it_leaves_before_it_is_gone(pair: Pair) -
     gone = WatchEvent("delete", KeyValue(keys.member(ME), b"", 0, 91))
     empty = JobMirror(keys)
     log.note(empty, WatchBatch((put, gone), 91), empty, 0.0)
-    assert [event.message for event in log.events] == ["n0 is leaving; its shards move to other nodes", "n0 has left"]
+    assert [event.message for event in log.events] == [
+        "n0 is leaving: its daemon shuts down; its shards move to other nodes",
+        "n0 has left",
+    ]

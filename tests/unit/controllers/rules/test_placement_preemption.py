@@ -14,10 +14,11 @@ from controllers.rules.placement import is_suspended, remove_slots, wants_checkp
 from controllers.rules.view import CheckpointProgress, JobView, RankView, SavedCheckpoint, Timers
 from controllers.rules.waits import current_waits, overdue_waits
 from controllers.rules.workers import Launches, StartEngine, StopWorker, schedule_workers
-from controllers.rules.world import HAS_AGAIN, LEFT, fruitless_rollbacks, placement_snapshot
+from controllers.rules.world import fruitless_rollbacks, placement_snapshot
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, LogEntry
 from gcore.ledger.records.cluster import Claim, KnownShare, QueuePosition, Share, Shares, group_by_node
 from gcore.ledger.records.job import EnginePlace, JobPhase, JobStatus, NodeRecord
+from gcore.ledger.records.restart_reasons import GAVE_BACK, HAS_AGAIN, LEFT, cause_in_words
 from gcore.ledger.selection import SealStep
 from gcore.types import Token, Version
 from gcore.worker.records import WorkerRecord
@@ -99,6 +100,16 @@ def test_a_smaller_world_is_formed_between_two_steps_from_heads_own_state() -> N
     assert (action.between_steps, action.slots_as_seen, action.stands_still) == (True, True, False)
     assert action.reason == f"{LEFT}: its share is smaller now"
     assert intents(job(FIRST, step=2, saved=1), Rollback) == [], "head has no checkpoint yet"
+
+
+def test_the_reason_names_who_gets_the_slots_after_the_words_by_which_programs_know_it() -> None:
+    taken = ("1 slot goes to job 7f3a",)
+    (smaller,) = intents(job(FIRST, step=1, saved=1, surplus_reasons=taken), Rollback)
+    assert smaller.reason == f"{LEFT}: its share is smaller now; 1 slot goes to job 7f3a"
+    queued = QueuePosition(1, "it needs 1 slot")
+    (preempted,) = intents(job(NONE, step=1, saved=1, queued=queued, surplus_reasons=taken), Rollback)
+    assert preempted.reason == f"{GAVE_BACK}: it needs 1 slot; 1 slot goes to job 7f3a"
+    assert cause_in_words(smaller.reason) == cause_in_words(preempted.reason) == "preempted, 1 slot went to job 7f3a"
 
 
 def test_while_a_step_is_trained_nothing_is_left() -> None:

@@ -231,3 +231,19 @@ def test_whoever_goes_on_is_not_told_again_of_what_a_list_sums_up() -> None:
         "checkpoint of step 2 registered",
     ]
     assert listed.after(100, goes_on=True) == []
+
+
+def member(node: str, *, leaving: bool = False, revision: int) -> WatchEvent:
+    record = Member(incarnation=f"{node}.a", node=node, address="h:1", leaving=leaving)
+    return put(KEYS.member(f"{node}.a"), record.encode(), revision)
+
+
+def test_a_controller_that_hands_over_first_leaves_otherwise_than_one_that_is_lost() -> None:
+    leaves = [member("n", revision=3), member("n", leaving=True, revision=4), gone(KEYS.member("n.a"), 5)]
+    lost = [member("m", revision=3), gone(KEYS.member("m.a"), 4)]
+    ended = put(KEYS.state, JobStatus(phase=JobPhase.SUCCEEDED).encode(), 4)
+    after = [member("m", revision=3), ended, gone(KEYS.member("m.a"), 5)]
+    messages = [heard([[change] for change in story]).events[-1].message for story in (leaves, lost, after)]
+    assert messages[0] == "n has left"
+    assert messages[1].startswith("m has left without handing over: its daemon ended, lost its lease")
+    assert messages[2] == "m has left"
