@@ -2,7 +2,7 @@
 
 The code that draws the terminal draws the picture too, from the events that `gcore run` recorded. The job's name is taken
 from the `summary.json` beside the events, if there is one. `--sequence` draws an earlier moment; `--frames 16` draws an animated picture of the whole
-run, in which a second of the picture is `--speed` seconds of the run.
+run, with further pictures where shards move; a second of it is `--speed` seconds of the run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def render_animation(events: Path, *, frames: int, speed: float, width: int = 11
     """The whole run as an SVG document of several pictures, each shown until the next one's time."""
     parsed = list(_parsed(events.read_text(encoding="utf-8").splitlines(), events))
     begin, end = parsed[0].time, parsed[-1].time
-    chosen = sorted({_last_before(parsed, begin + (end - begin) * part / (frames - 1)) for part in range(frames)})
+    even = {_last_before(parsed, begin + (end - begin) * part / (frames - 1)) for part in range(frames)}
+    chosen = sorted(even | {place for place, event in enumerate(parsed) if event.kind in MOVES})
     times = [(parsed[place].time - begin) / speed for place in chosen]
     whole = times[-1] + LAST_FRAME_S
     styles, pictures, sizes = [], [], []
@@ -73,6 +74,9 @@ def render_animation(events: Path, *, frames: int, speed: float, width: int = 11
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:g} {high:g}">'
     return f"{head}<style>{' '.join(styles)}</style>{''.join(pictures)}</svg>\n"
 
+
+MOVES = ("member", "shards")
+"""Kinds of events that always have a picture: the map of shards is drawn only while they move."""
 
 LAST_FRAME_S = 4.0
 """How long the last picture is shown."""

@@ -27,7 +27,8 @@ from controllers.cli.commands import (  # noqa: F401 (importing a module registe
     streams,
 )
 from controllers.cli.options import ACCESS, JOBS, app
-from controllers.cli.output import prepare_hint, with_program_name
+from controllers.cli.output import prepare_hint
+from controllers.cli.terminal import say
 from gcore import __version__
 from gcore.errors import GcoreError
 from gcore.system.process import accept_signals
@@ -88,7 +89,7 @@ def main() -> None:
         app()
     except GcoreError as error:
         sentence = " ".join(str(error).split())
-        typer.echo("gcore: " + with_program_name(sentence + prepare_hint(sentence)), err=True)
+        say(f"gcore: {sentence}{prepare_hint(sentence)}", err=True, indent="  ")
         sys.exit(error.exit_code)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -304,6 +305,9 @@ def command(name: str, panel: str, *lines: str) -> Callable[[Function], Function
                 typer.echo("gcore: interrupted", err=True)
                 raise typer.Exit(INTERRUPTED) from None
 
+        # Line breaks of the source would be printed; the terminal wraps the paragraphs.
+        paragraphs = inspect.cleandoc(call.__doc__ or "").split("\n\n")
+        interruptible.__doc__ = "\n\n".join(" ".join(one.split()) for one in paragraphs)
         app.command(name, epilog=examples(*lines), rich_help_panel=panel)(interruptible)
         return call
 

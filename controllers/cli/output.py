@@ -1,4 +1,4 @@
-"""Tables and JSON of the messages of the job API, text that is safe to print, and hints with the program name as the user called it.
+"""Tables and JSON of the messages of the job API, and text that is safe to print.
 
 `-o json` has every field under its API name; tables show a selection. Models and datasets may write control characters that move the cursor,
 so every text from a spec, a model or a dataset is printed through `printable_text`.
@@ -9,18 +9,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
-import shutil
-import sys
 import unicodedata
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from controllers.cli.terminal import STATE_COLOURS, Rows, rows_table
 from controllers.cli.view.state import (
     BestPoint,
     JobSnapshot,
@@ -36,14 +34,12 @@ from gcore.quickstart import NAMES
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     from gcore.api.v1 import jobs_pb2 as pb
 
 LEVELS = " ▁▂▃▄▅▆▇█"
 SHADES = " ░▒▓█"
+MIN_CHART_VALUES = 3
 
 
 def printable_text(text: str, limit: int = 60) -> str:
@@ -104,7 +100,7 @@ def fill_gaps(values: Sequence[float | None], end: int) -> tuple[float | None, .
 
 
 def draw_chart(values: Sequence[float | None], *, height: int, low: float, high: float) -> tuple[str, ...]:
-    """The lines of a column chart, top first. A value at or below `low` still gets the lowest mark."""
+    """The lines of a column chart, top first. A value at or below `low` still gets the lowest mark, one above `high` the highest."""
     steps = height * (len(LEVELS) - 1)
     span = (high - low) or 1.0
     filled = [None if v is None else max(1, min(steps, round((v - low) / span * steps))) for v in values]
@@ -113,6 +109,31 @@ def draw_chart(values: Sequence[float | None], *, height: int, low: float, high:
         base = row * (len(LEVELS) - 1)
         lines.append("".join(" " if f is None else LEVELS[max(0, min(len(LEVELS) - 1, f - base))] for f in filled))
     return tuple(lines)
+
+
+def scale_chart(values: Sequence[float], *, clip_first: bool = False) -> tuple[float, float]:
+    """The ends of a chart's axis: round numbers around `values`, so that their differences remain visible.
+
+    `clip_first`: for times and rates, whose first step includes the start of engines and train ranks. The first value does not count if it is
+    farther from the later ones than these are apart; `draw_chart` then draws it at the end of the axis.
+    """
+    known = list(values)
+    if clip_first and first_is_outlier(known):
+        known = known[1:]
+    low, high = min(known, default=0.0), max(known, default=1.0)
+    if low == high:
+        return (0.0, 1.0) if 0.0 <= low <= 1.0 else (min(0.0, low), max(0.0, high))
+    unit = 10.0 ** math.floor(math.log10(high - low))
+    step = unit * max(share for share in (0.1, 0.2, 0.5, 1.0) if share * unit * 4 <= high - low)
+    return math.floor(low / step) * step, math.ceil(high / step) * step
+
+
+def first_is_outlier(values: Sequence[float]) -> bool:
+    """Whether the first of at least three values is farther from the range of the others than the width of that range."""
+    if len(values) < MIN_CHART_VALUES:
+        return False
+    first, low, high = values[0], min(values[1:]), max(values[1:])
+    return max(low - first, first - high) > high - low
 
 
 def divide_cells(amounts: Mapping[str, float], width: int) -> dict[str, int]:
@@ -258,17 +279,6 @@ def _finite(tree: Any) -> Any:
 MOST_VIOLATIONS = 20
 """Maximum number of violations in a table; JSON has all."""
 
-PIPE_WIDTH = 1000
-"""Columns of an output that is not a terminal, so that lines are not wrapped at 80 columns."""
-
-
-def stdout_console() -> Console:
-    """A console for standard output."""
-    from rich.console import Console
-
-    found = Console()
-    return found if found.is_terminal else Console(width=PIPE_WIDTH)
-
 
 def job_snapshot(job: pb.Job) -> JobSnapshot:
     """The snapshot of an API job, for the views."""
@@ -328,14 +338,19 @@ def audit_tree(report: pb.AuditReport) -> dict[str, Any]:
     )
 
 
-def jobs_table(jobs: Sequence[JobSnapshot]) -> Table:
+def jobs_table(jobs: Sequence[JobSnapshot]) -> Rows:
     """A table with one line per job."""
+    from rich.text import Text
+
     headings = ("NAME", "UID", "STATE", "PRIORITY", "SLOTS", "STEP", "CREATED", "REASON")
     rows = (
         (
             printable_text(job.full_name),
             printable_text(job.uid),
-            job.state + (f" ({job.queue_position})" if job.queue_position else ""),
+            Text(
+                job.state + (f" ({job.queue_position})" if job.queue_position else ""),
+                style=STATE_COLOURS.get(job.state, ""),
+            ),
             str(job.priority),
             str(job.slots or "-"),
             f"{job.step}/{job.of_steps}",
@@ -344,48 +359,12 @@ def jobs_table(jobs: Sequence[JobSnapshot]) -> Table:
         )
         for job in jobs
     )
-    return rows_table(headings, rows, whole=headings[:-1])
-
-
-def rows_table(
-    headings: Sequence[str],
-    rows: Iterable[Sequence[str | Text]],
-    *,
-    right: Collection[str] = (),
-    whole: Collection[str] = (),
-    fold: Collection[str] = (),
-) -> Table:
-    """A table. Columns in `right` are right-aligned, cells in `whole` are never wrapped, `fold` breaks words. Cells are not parsed as markup."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(
-            heading,
-            justify="right" if heading in right else "left",
-            no_wrap=heading in whole,
-            overflow="fold" if heading in fold else "ellipsis",
-        )
-    for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
-    return table
+    return rows_table(headings, rows)
 
 
 def printable_cells(*values: object) -> tuple[str, ...]:
     """A row of a table, each cell through `printable_text`."""
     return tuple(printable_text(str(value)) for value in values)
-
-
-def pairs_table(rows: Mapping[str, str]) -> Table:
-    """A table of two columns: names and values."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 3, 0, 0))
-    for name, value in rows.items():
-        table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
-    return table
 
 
 def job_rows(job: JobSnapshot, now: float) -> dict[str, str]:
@@ -473,26 +452,8 @@ def format_time(epoch_s: float) -> str:
     return datetime.fromtimestamp(epoch_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if epoch_s else "-"
 
 
-_HINT = "`gcore "
-
 PREPARED = ".cache/examples"
 """Default target folder of `gcore prepare`."""
-
-
-def program_name() -> str:
-    """`gcore` if the shell finds this program by that name, else its path as it was called."""
-    called = Path(sys.argv[0])
-    found = shutil.which("gcore")
-    # Under another name, a test or another program is running.
-    if called.name != "gcore" or (found is not None and _same(Path(found), called)):
-        return "gcore"
-    relative = os.path.relpath(called)
-    return relative if not relative.startswith("..") else str(called)
-
-
-def with_program_name(text: str) -> str:
-    """`text` with the program name replaced in hints in backquotes."""
-    return text.replace(_HINT, f"`{program_name()} ")
 
 
 def prepare_hint(text: str) -> str:
@@ -503,10 +464,3 @@ def prepare_hint(text: str) -> str:
             there = "" if Path(path).resolve() == Path(PREPARED, name).resolve() else f" --to {path}"
             return f". Create it with `gcore prepare {name}{there}`"
     return ""
-
-
-def _same(one: Path, other: Path) -> bool:
-    try:
-        return one.samefile(other)
-    except OSError:
-        return False

@@ -27,6 +27,7 @@ from controllers.cli.options import (
     parse_addresses,
 )
 from controllers.cli.output import Output, message_tree
+from controllers.cli.terminal import say
 from gcore.errors import UsageError, explain_os_errors
 from gcore.system.clock import SystemClock
 
@@ -68,11 +69,9 @@ def create_authority(
     from gcore.api.authority import CA, CA_KEY, ENGINES, make_authority
 
     make_authority(authority, name, days=days, now=_now())
-    typer.echo(f"{authority / CA}      public CA certificate; distribute it to all nodes and users")
-    typer.echo(f"{authority / CA_KEY}  private signing key; keep it off the nodes")
-    typer.echo(
-        f"{authority / ENGINES}  secret from which engine keys are derived; nodes get it with their certificates"
-    )
+    say(f"{authority / CA}      public CA certificate; distribute it to all nodes and users")
+    say(f"{authority / CA_KEY}  private signing key; keep it off the nodes")
+    say(f"{authority / ENGINES}  secret from which engine keys are derived; nodes get it with their certificates")
 
 
 @certs_app.command(
@@ -304,7 +303,7 @@ def create_first_admin(to: Annotated[Path, typer.Option(help="File to write (mod
     if to.exists():
         raise UsageError("the file exists", where=str(to), fix="Give another file with --to")
     write_secret(to, new_token().text)
-    typer.echo(f"{to}  set auth.admin_token_file of every daemon to this file")
+    say(f"{to}  set auth.admin_token_file of every daemon to this file")
 
 
 @command("whoami", ACCESS, "gcore whoami", "gcore whoami -o json")

@@ -29,13 +29,12 @@ from controllers.cli.options import (
     find_cluster,
     run_of_home,
 )
-from controllers.cli.output import Output, format_seconds, message_tree, printable_text, rows_table, stdout_console
+from controllers.cli.output import Output, format_seconds, message_tree, printable_text
+from controllers.cli.terminal import Rows, display, rows_table, say
 from gcore.errors import Unreachable, UsageError
 from gcore.system.clock import SystemClock
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from gcore.api.v1 import jobs_pb2 as pb
 
 
@@ -85,7 +84,7 @@ def export(
             where=str(to),
             fix="Choose a folder that can be created, on a disk with space for the model",
         ) from error
-    typer.echo(f"The model of job {found.name} ({found.uid}){found.by} is in {to}; {found.what} is {folder}.")
+    say(f"The model of job {found.name} ({found.uid}){found.by} is in {to}; {found.what} is {folder}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +153,9 @@ def checkpoints(
     if output.is_for_programs:
         typer.echo(output.text([message_tree(one, *FIELDS) for one in found.checkpoints]))
     elif not found.checkpoints:
-        typer.echo(f"Job {found.name} ({found.uid}) has no checkpoint yet.")
+        say(f"Job {found.name} ({found.uid}) has no checkpoint yet.")
     else:
-        stdout_console().print(_table(found, SystemClock().wall()))
+        display(_table(found, SystemClock().wall()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +198,7 @@ def checkpoint_digest(folder: Path, uid: str, home: Path, address: str | None) -
     return next((one.digest for one in listed if Path(one.folder).name == folder.name), "")
 
 
-def _table(found: pb.ListCheckpointsReply, now: float) -> Table:
+def _table(found: pb.ListCheckpointsReply, now: float) -> Rows:
     numbers, rows = ("STEP", "LINEAGE", "SIZE", "AGE"), []
     for one in found.checkpoints:
         age = format_seconds(max(now - one.written, 0.0)) if one.written else "-"
@@ -208,7 +207,7 @@ def _table(found: pb.ListCheckpointsReply, now: float) -> Table:
         words = f"{words}; on {', '.join(one.nodes)}" if one.nodes else words
         texts = (printable_text(words, WIDEST), printable_text(one.folder, WIDEST))
         rows.append((str(one.step), str(one.lineage), format_size(one.bytes), age, *texts))
-    return rows_table((*numbers, "KEPT", "FOLDER"), rows, right=numbers, fold=("FOLDER",))
+    return rows_table((*numbers, "KEPT", "FOLDER"), rows, right=numbers)
 
 
 def format_size(count: int) -> str:

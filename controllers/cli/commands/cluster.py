@@ -33,7 +33,8 @@ from controllers.cli.options import (
     command,
     verb_examples,
 )
-from controllers.cli.output import Output, message_tree, printable_cells, printable_text, rows_table, stdout_console
+from controllers.cli.output import Output, message_tree, printable_cells, printable_text
+from controllers.cli.terminal import display, rows_table, say
 from gcore.errors import GcoreError, Unreachable, UsageError
 from gcore.system.clock import SystemClock
 
@@ -112,7 +113,7 @@ def drain(
     async def ask(client: JobsClient) -> pb.Node:
         found = await client.drain_node(node, undo=undo)
         if not output.is_for_programs:
-            typer.echo(drain_sentence(found))
+            say(drain_sentence(found))
             if wait and not undo:
                 await _until_drained(client, found)
         return found
@@ -133,7 +134,7 @@ async def _until_drained(client: JobsClient, node: pb.Node) -> None:
         if not node.draining:
             raise GcoreError(f"node {node.name!r} is no longer draining: another user undid it", fix="Drain it again")
         if (sentence := drain_sentence(node)) != said:
-            typer.echo(sentence)
+            say(sentence)
             said = sentence
 
 
@@ -239,7 +240,7 @@ def usage_tree(one: pb.Usage) -> dict[str, Any]:
 
 def print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, numbers: int = 0) -> None:
     """Print a table. The last `numbers` columns are right-aligned."""
-    stdout_console().print(rows_table(headings, rows, right=headings[len(headings) - numbers :], fold=headings))
+    display(rows_table(headings, rows, right=headings[len(headings) - numbers :]))
 
 
 GIB = 1 << 30
@@ -329,11 +330,9 @@ def _print(verdicts: tuple[GarbageDecision, ...], *, dry_run: bool) -> None:
         for one in verdicts
     ]
     if verdicts:
-        stdout_console().print(rows_table(("", "kind", "GiB", "path", "why"), rows, right=("GiB",)))
+        display(rows_table(("", "kind", "GiB", "path", "why"), rows, right=("GiB",)))
     what = "would be deleted" if dry_run else "deleted"
-    typer.echo(
-        f"{len(going)} of {len(verdicts)} entries {what}, {sum(one.found.bytes for one in going) / GIB:.3f} GiB."
-    )
+    say(f"{len(going)} of {len(verdicts)} entries {what}, {sum(one.found.bytes for one in going) / GIB:.3f} GiB.")
 
 
 @command(
@@ -365,18 +364,21 @@ def up(
 
     request = local.UpRequest(home, controllers, slots, port, etcd_port, find_python(sglang_python))
     result = asyncio.run(
-        local.start_cluster(request, clock=SystemClock(), say=lambda what: typer.echo(what, err=output.is_for_programs))
+        local.start_cluster(request, clock=SystemClock(), say=lambda what: say(what, err=output.is_for_programs))
     )
     cluster = result.cluster
     if output.is_for_programs:
         typer.echo(output.text(cluster.model_dump(mode="json")))
     else:
-        typer.echo(f"The cluster in {cluster.home} is {'running' if result.started else 'already running'}.")
+        say(f"The cluster in {cluster.home} is {'running' if result.started else 'already running'}.")
         for one in cluster.controllers:
             missing = "  does not respond" if one.name in result.absent else ""
-            typer.echo(f"  {one.name}  {one.address}  metrics {one.metrics_address}  {' '.join(one.slots)}{missing}")
-        typer.echo(f"  etcd    {cluster.etcd.endpoint}  {cluster.etcd.binary}")
-        typer.echo(f"Page: {cluster.page}")
+            say(
+                f"  {one.name}  {one.address}  metrics {one.metrics_address}  {' '.join(one.slots)}{missing}",
+                indent="  ",
+            )
+        say(f"  etcd    {cluster.etcd.endpoint}  {cluster.etcd.binary}")
+        say(f"Page: {cluster.page}")
     if not result.started:
         given = {name for name in context.params if _was_given(context, name)}
         check_cluster_matches(cluster, given, controllers, local.deal_slots(slots, 1)[0])
@@ -412,7 +414,7 @@ def down(home: Home = DEFAULT_HOME) -> None:
 
     ended = local.stop_cluster(home, clock=SystemClock())
     killed = f" ({ended.killed} of them killed)" if ended.killed else ""
-    typer.echo(
+    say(
         f"Stopped {ended.ended} processes{killed}."
         if ended.ended
         else f"No cluster was running in {local.real_path(home)}."
@@ -449,7 +451,7 @@ def workers(
         return
     if ended is not None:
         killed = f" ({ended.killed} of them killed)" if ended.killed else ""
-        typer.echo(f"Stopped {ended.ended} processes{killed}." if left else "All workers have a running daemon.")
+        say(f"Stopped {ended.ended} processes{killed}." if left else "All workers have a running daemon.")
         return
     cells = [
         printable_cells(one.instance, one.process.pid, str(one.home), "-" if one.has_daemon else "orphaned")

@@ -33,7 +33,8 @@ from controllers.cli.options import (
     Slots,
     command,
 )
-from controllers.cli.output import Output, rows_table, stdout_console
+from controllers.cli.output import Output
+from controllers.cli.terminal import CHECK_COLOURS, display, rows_table, say
 from controllers.cli.view import doctor_checks
 from controllers.cli.view.doctor_checks import FAIL, OK, WARN, Check, PackageFacts, RequestedSlots, grade
 from gcore.errors import GcoreError
@@ -50,9 +51,6 @@ ANSWER_S = 5.0
 VERSION_S = 20.0
 SYNCS = 5
 _HERE = Path(__file__).resolve().parents[3]
-
-
-_COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 @command(
@@ -80,15 +78,15 @@ def doctor(
 
     wanted = RequestedSlots(slots.partition(":")[0], len(deal_slots(slots, 1)[0]))
     if output is Output.TABLE:
-        typer.echo("Checking; starting torch and etcd briefly, which takes some seconds ...", err=True)
+        say("Checking; starting torch and etcd briefly, which takes some seconds ...", err=True)
     checks = asyncio.run(_look(home, wanted, online=online, sglang_python=sglang_python))
     if output.is_for_programs:
         rows = [{"check": c.name, "state": c.state.value, "seen": c.seen, "fix": c.fix} for c in checks]
         typer.echo(output.text({"checks": rows, "failed": sum(c.state is FAIL for c in checks)}))
     else:
         headings = ("CHECK", "STATE", "FOUND", "WHAT TO DO")
-        cells = ((c.name, Text(c.state.value, style=_COLOURS[c.state.value]), c.seen, c.fix) for c in checks)
-        stdout_console().print(rows_table(headings, cells, whole=headings[:2], fold=headings))
+        cells = ((c.name, Text(c.state.value, style=CHECK_COLOURS[c.state.value]), c.seen, c.fix) for c in checks)
+        display(rows_table(headings, cells))
     if any(check.state is FAIL for check in checks):
         raise typer.Exit(1)
 

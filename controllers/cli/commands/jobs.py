@@ -36,10 +36,9 @@ from controllers.cli.output import (
     job_tree,
     jobs_table,
     message_tree,
-    pairs_table,
     printable_text,
-    stdout_console,
 )
+from controllers.cli.terminal import BAD, GOOD, STATE_COLOURS, display, pairs_table, say
 from gcore.errors import GcoreError, Unreachable, UsageError, did_you_mean
 from gcore.system.clock import SystemClock
 
@@ -78,7 +77,7 @@ def list_jobs(
     if output.is_for_programs:
         typer.echo(output.text([job_tree(job) for job in jobs]))
     else:
-        stdout_console().print(jobs_table(jobs))
+        display(jobs_table(jobs))
 
 
 def parse_state(word: str) -> int:
@@ -128,7 +127,7 @@ def describe(
         rows |= {f"placement: {name}": value for name, value in placement_rows(placement).items() if name != "job"}
     for event in last[-events:] if events else []:
         rows[f"event {event.sequence}"] = f"{format_time(event.time)}: {printable_text(event.message, 200)}"
-    stdout_console().print(pairs_table(rows))
+    display(pairs_table(rows, {"state": STATE_COLOURS.get(found.state, "")}))
 
 
 @command("audit", JOBS, *verb_examples("audit"))
@@ -149,7 +148,7 @@ def audit(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, outp
     if output.is_for_programs:
         typer.echo(output.text(audit_tree(report)))
     else:
-        stdout_console().print(pairs_table(audit_rows(report)))
+        display(pairs_table(audit_rows(report), {"verdict": GOOD if report.clean else BAD}))
     if not report.clean:
         raise typer.Exit(1)
 
@@ -267,7 +266,7 @@ def delete(
         )
     call_cluster(lambda client: client.delete_job(found.uid, files=files), address, home)
     left = "" if files or not found.run_dir else f"; its run folder {found.run_dir} is kept"
-    typer.echo(f"Job {printable_text(found.full_name)} ({found.uid}) is deleted{left}.")
+    say(f"Job {printable_text(found.full_name)} ({found.uid}) is deleted{left}.")
 
 
 @command("eval", JOBS, *verb_examples("eval"))
@@ -277,9 +276,7 @@ def evaluate(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, o
     if output.is_for_programs:
         typer.echo(output.text(message_tree(reply, "step", "lineage")))
     else:
-        typer.echo(
-            f"The weights of step {reply.step} (lineage {reply.lineage}) will be evaluated when the engines have them."
-        )
+        say(f"The weights of step {reply.step} (lineage {reply.lineage}) will be evaluated when the engines have them.")
 
 
 def _tell(job: pb.Job, output: Output) -> None:
@@ -288,4 +285,4 @@ def _tell(job: pb.Job, output: Output) -> None:
         typer.echo(output.text(job_tree(found)))
     else:
         why = f": {printable_text(found.reason, 300)}" if found.reason else ""
-        typer.echo(f"Job {printable_text(found.full_name)} ({found.uid}) is {found.state}{why}.".replace("..", "."))
+        say(f"Job {printable_text(found.full_name)} ({found.uid}) is {found.state}{why}.".replace("..", "."))

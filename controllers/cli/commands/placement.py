@@ -29,7 +29,8 @@ from controllers.cli.options import (
     examples,
     run_of_home,
 )
-from controllers.cli.output import Output, job_snapshot, pairs_table, stdout_console
+from controllers.cli.output import Output, job_snapshot
+from controllers.cli.terminal import display, pairs_table, say, stdout_console
 from controllers.cli.view.state import ENDED_STATES
 from gcore.errors import GcoreError, Unreachable, UsageError, explain_os_errors
 from gcore.system.clock import SystemClock
@@ -76,9 +77,9 @@ def show_placement(
     if output.is_for_programs:
         typer.echo(output.text(placement_tree(reply)))
         return
-    stdout_console().print(pairs_table(placement_rows(reply)))
+    display(pairs_table(placement_rows(reply)))
     if reply.plan:
-        stdout_console().print(slots_table(reply))
+        display(slots_table(reply))
 
 
 @app.command(
@@ -101,7 +102,7 @@ def explain_placement(
         typer.echo(output.text(history_tree(moves, stays)))
         return
     for line in placement_story(known.name, known.reply, moves, left_out, stays):
-        typer.echo(line)
+        say(line, indent="  ")
 
 
 @app.command(
@@ -117,9 +118,9 @@ def show_history(
     if output.is_for_programs:
         typer.echo(output.text([move_tree(move) for move in known.moves]))
     elif not known.moves:
-        typer.echo(f"Job {known.name} has no moves.")
+        say(f"Job {known.name} has no moves.")
     else:
-        stdout_console().print(history_table(known.moves))
+        display(history_table(known.moves))
 
 
 @app.command(
@@ -152,9 +153,10 @@ def pin_placement(
         job=job, freeze=freeze, rollout=rollout, reward=reward, train=train, release=release
     )
     reply = call_cluster(lambda client: client.pin_placement(request), address, home)
-    typer.echo(
-        output.text(placement_tree(reply)) if output.is_for_programs else f"Job {reply.name}: {pin_words(reply)}."
-    )
+    if output.is_for_programs:
+        typer.echo(output.text(placement_tree(reply)))
+    else:
+        say(f"Job {reply.name}: {pin_words(reply)}.", indent="  ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +266,7 @@ def top(
     if output.is_for_programs:
         typer.echo(output.text(top_tree(found)))
     else:
-        screen.print(render_top(found))
+        display(render_top(found), screen)
 
 
 async def fetch_top(client: JobsClient, job: str | None) -> JobTop:
@@ -355,7 +357,7 @@ def trace(
     with explain_os_errors(f"{file} cannot be written", UsageError, where="--to"):
         file.write_text(text + "\n", encoding="utf-8")
     slots = sum(len(line.spans) for line in lines.values())
-    typer.echo(f"{file}: step {step}, {slots} slots of {len(lines)} nodes. Open it in https://ui.perfetto.dev")
+    say(f"{file}: step {step}, {slots} slots of {len(lines)} nodes. Open it in https://ui.perfetto.dev")
 
 
 def _read_step(

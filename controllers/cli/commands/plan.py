@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from controllers.cli.options import DEFAULT_HOME, FILES, Format, Home, Set, SpecFile, command
-from controllers.cli.output import Output, as_json, printable_text, stdout_console
+from controllers.cli.output import Output, as_json, printable_text
+from controllers.cli.terminal import display, rows_table, say
 from gcore.errors import DataError, UsageError, explain_os_errors
 
 if TYPE_CHECKING:
@@ -266,31 +267,21 @@ def _regime(staleness: int) -> str:
 
 
 def _show(tree: dict[str, Any]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    out = stdout_console()
     said = printable_text(f"{tree['scenario']}: {tree['what']}", MOST_SHOWN)
-    out.print(said, highlight=False, soft_wrap=True, markup=False)
-    out.print(
-        f"{tree['steps']} steps on {tree['slots']} slots, {_regime(tree['staleness'])}; moving engines takes {tree['switch_s']:.3g} s",
-        highlight=False,
-        soft_wrap=True,
+    say(said)
+    say(
+        f"{tree['steps']} steps on {tree['slots']} slots, {_regime(tree['staleness'])}; moving engines takes {tree['switch_s']:.3g} s"
     )
     if tree["recorded_s"] is not None:
-        out.print(f"the recorded run took {tree['recorded_s']:.1f} s for these steps", highlight=False)
-    table = Table(box=None)
-    table.add_column("policy")
-    for name in ("seconds", "s/step", "behind the best", "moves"):
-        table.add_column(name, justify="right")
-    table.add_column("initial split")
+        say(f"the recorded run took {tree['recorded_s']:.1f} s for these steps")
+    rows, numbers = [], ("seconds", "s/step", "behind the best", "moves")
     for row in tree["rows"]:
         behind = "" if row["behind_best"] is None else f"{row['behind_best']:.1%}"
         figures = (f"{row['seconds']:.1f}", f"{row['step_s']:.2f}", behind, f"{len(row['moves'])}")
-        table.add_row(Text(row["policy"]), *figures, row["first"])
-    out.print(table)
+        rows.append((row["policy"], *figures, row["first"]))
+    display(rows_table(("policy", *numbers, "initial split"), rows, right=numbers))
     if any(row["behind_best"] is None for row in tree["rows"]):
-        out.print("the best splits are not computed without numba: pip install 'gcore\\[simulate]'", highlight=False)
+        say("the best splits are not computed without numba: `pip install 'gcore[simulate]'`")
 
 
 MOST_CLUSTER_BYTES = 1 << 16
@@ -341,7 +332,7 @@ def plan(
     if output is Output.JSON:
         typer.echo(as_json(plan_tree(planned, show)))
     elif output is Output.TABLE:
-        print_tables(planned, show, stdout_console())
+        print_tables(planned, show)
     if first is None:
         raise _nothing_fits(planned, cluster)
     if output is Output.YAML:

@@ -22,7 +22,7 @@ import shlex
 import signal
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import FrameType
@@ -55,11 +55,8 @@ from controllers.cli.output import (
     Output,
     job_snapshot,
     job_tree,
-    pairs_table,
-    program_name,
-    stdout_console,
-    with_program_name,
 )
+from controllers.cli.terminal import display, list_commands, program_name, say, stdout_console
 from controllers.cli.view.event_file import EventFile
 from controllers.cli.view.screens import JsonScreen, Screen, choose_screen
 from controllers.cli.view.state import ENDED_STATES, JobSnapshot
@@ -120,6 +117,7 @@ def submit(
         loaded,
         request_id or uuid.uuid4().hex,
         home=home if address is None else None,
+        address=address,
         new=new,
         follow=follow,
         wait=wait,
@@ -134,7 +132,7 @@ def submit(
         uid = submission.uid
         come_back = f"`gcore events {uid} --follow` follows it again, `gcore describe {uid}` shows its state, "
         hint = f"{come_back}`gcore cancel {uid}` cancels it."
-        typer.echo(with_program_name(f"Stopped following; job {loaded.name} continues. {hint}"), err=True)
+        say(f"Stopped following; job {loaded.name} continues. {hint}", err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 
@@ -147,6 +145,7 @@ class _Submission:
         request: str,
         *,
         home: Path | None,
+        address: str | None,
         new: bool,
         follow: bool,
         wait: bool,
@@ -155,6 +154,7 @@ class _Submission:
     ) -> None:
         self.uid = ""
         self._home = home
+        self._address = address
         self._spec = spec
         self._request = request
         self._new = new
@@ -169,7 +169,7 @@ class _Submission:
         self.uid = job.uid
         if self._output is Output.TABLE:
             found = job_snapshot(job)
-            typer.echo(f"Job {found.name} ({found.uid}) is {found.state}; its run folder is {found.run_dir}.")
+            say(f"Job {found.name} ({found.uid}) is {found.state}; its run folder is {found.run_dir}.")
             if self._home is not None:
                 show_page(self._home, found.uid)
         if self._follow:
@@ -187,6 +187,9 @@ class _Submission:
         if self._output.is_for_programs:
             screen = JsonScreen(stdout_console(), self._output)
         ended = await record_job(client, job_snapshot(job), screen, clock, begun=clock.monotonic())
+        if self._output is Output.TABLE:
+            more = longer_command(sys.argv[1:], self._spec)
+            _show_summary(ended, more, self._home, self._address)
         if ended.state != "SUCCEEDED":
             raise JobFailed(f"job {ended.job} is {ended.state}: {ended.reason}", fix="See `gcore describe`")
 
@@ -195,7 +198,7 @@ class _Submission:
         if self._output.is_for_programs:
             typer.echo(self._output.text(job_tree(found)))
         elif self._wait:
-            typer.echo(f"Job {found.name} ({found.uid}) is {found.state}: {found.reason}.")
+            say(f"Job {found.name} ({found.uid}) is {found.state}: {found.reason}.")
         if self._wait and found.state != "SUCCEEDED":
             raise JobFailed(f"job {found.name} is {found.state}: {found.reason}", fix="See `gcore describe`")
 
@@ -208,7 +211,7 @@ def _check(spec: JobSpec, home: Home, output: Output) -> None:
     if output.is_for_programs:
         typer.echo(output.text(spec.model_dump(mode="json")))
     else:
-        typer.echo(f"The spec of job {spec.name} is valid ({checked.prompts.prompts} prompts). Nothing was submitted.")
+        say(f"The spec of job {spec.name} is valid ({checked.prompts.prompts} prompts). Nothing was submitted.")
 
 
 ASK_INTERVAL_S = 1.0
@@ -292,7 +295,7 @@ def _visible_here(run_dir: Path) -> Path | None:
     """The run folder, or None if this machine has no access to it; a remote cluster may use other storage."""
     if run_dir.parent.is_dir():
         return run_dir
-    typer.echo(f"The run folder {run_dir} is not on this machine; events and summary are not written.", err=True)
+    say(f"The run folder {run_dir} is not on this machine; events and summary are not written.", err=True)
     return None
 
 
@@ -403,16 +406,16 @@ async def begin_job(client: JobsClient, spec: JobSpec, *, request_id: str, new: 
     job = await create_job(client, dump_explicit(spec), request_id=request_id, new=new)
     if old is not None and old.uid == job.uid and job_snapshot(job).state not in ENDED_STATES:
         goal = f"{spec.flow.steps} steps" if spec.flow.steps is not None else f"{spec.flow.epochs} data epochs"
-        typer.echo(
+        say(
             f"Job {old.full_name} ({old.uid}) finished {old.step} steps before and continues from its last checkpoint up to {goal}. "
             "Use --new for a new job.",
             err=True,
         )
     elif old is not None and old.uid != job.uid and not job.step:
-        typer.echo(
+        say(
             f"Job {old.full_name} ({old.uid}) has finished all its steps ({old.step}), so this is a new job. To continue the finished job "
             "from its last checkpoint, raise flow.steps or flow.epochs and change nothing else. To start a new job with its weights: "
-            f"`{program_name()} export {old.uid} --to DIR`, then --set model.path=DIR.",
+            f"`gcore export {old.uid} --to DIR`, then --set model.path=DIR.",
             err=True,
         )
     return job
@@ -433,11 +436,18 @@ async def find_finished(client: JobsClient, spec: JobSpec) -> JobSnapshot | None
 
 def show_page(home: Path, uid: str) -> None:
     """Print the address of a job's page, if the local cluster in `home` runs it."""
+    if page := page_address(home, uid):
+        say(f"Page: {page}", err=True)
+
+
+def page_address(home: Path, uid: str) -> str:
+    """The address of a job's page on the local cluster in `home`; empty if no cluster is running there."""
     from gcore.config.local_cluster import LocalClusterState
 
     with contextlib.suppress(GcoreError):
         if (local := LocalClusterState.load(home)) is not None:
-            typer.echo(f"Page: {local.page}#{uid}", err=True)
+            return f"{local.page}#{uid}"
+    return ""
 
 
 async def resume_if_paused(client: JobsClient, job: pb.Job) -> pb.Job:
@@ -446,7 +456,7 @@ async def resume_if_paused(client: JobsClient, job: pb.Job) -> pb.Job:
 
     if job.state != pb.JOB_STATE_PAUSED:
         return job
-    typer.echo(f"Job {job.name} ({job.uid}) was paused; resuming it.", err=True)
+    say(f"Job {job.name} ({job.uid}) was paused; resuming it.", err=True)
     return await client.resume_job(job.uid)
 
 
@@ -459,7 +469,7 @@ async def create_job(client: JobsClient, spec_json: str, *, request_id: str, new
     try:
         done, _ = await asyncio.wait({creating}, timeout=QUIET_S)
         if not done:
-            typer.echo(NOTICE, err=True)
+            say(NOTICE, err=True)
         return await creating
     finally:
         creating.cancel()
@@ -517,7 +527,6 @@ def run(
 
     from controllers.cli import local
     from controllers.cli.commands.specs import warn_of_trust
-    from controllers.cli.view.summary import summary_rows
     from gcore.config.load import load_spec
     from gcore.engines.sglang.command import find_python
 
@@ -536,8 +545,8 @@ def run(
             if address is None:
                 python = find_python(sglang_python)
                 request = local.UpRequest(home, controllers, slots, sglang_python=python)
-                share = stack.enter_context(register_command(home, clock, say=typer.echo))
-                result = runner.run(local.start_cluster(request, clock=clock, say=typer.echo))
+                share = stack.enter_context(register_command(home, clock, say=say))
+                result = runner.run(local.start_cluster(request, clock=clock, say=say))
                 started = result.started
             cluster = find_cluster(address, home)
             summary = runner.run(_submit_and_follow(loaded, screen, cluster, home=local_home, new=new, begun=begun))
@@ -557,12 +566,10 @@ def run(
             _down(home, further)
         stack.close()
 
-    console.print()
-    console.print(pairs_table(summary_rows(summary, again=_again())))
+    more = longer_command(sys.argv[1:], loaded)
+    _show_summary(summary, more, local_home, address)
     if address is None and not started:
-        typer.echo(
-            f"The cluster in {home} was running before and keeps running; `{program_name()} down` stops it.", err=True
-        )
+        say(f"The cluster in {home} was running before and keeps running; `gcore down` stops it.", err=True)
     if not summary.succeeded:
         raise typer.Exit(1)
 
@@ -580,7 +587,7 @@ def demo(
     from gcore.quickstart.__main__ import EXAMPLES
 
     folder = home / "demo"
-    typer.echo(f"Preparing the example in {folder} ...")
+    say(f"Preparing the example in {folder} ...")
     EXAMPLES["arithmetic"](folder, 0)
     spec = folder / "grpo.yaml"
     with explain_os_errors("cannot write the spec", GcoreError, where=spec, fix="Choose another --home"):
@@ -709,7 +716,7 @@ def _is_shared(share: HomeUser | None, home: Path, screen: Screen, runner: async
     if share is None or (not jobs and share.is_alone()):
         return False
     who = f"job {', '.join(map(repr, jobs))} runs on it" if jobs else "another `gcore run` uses it"
-    typer.echo(f"The cluster keeps running, because {who}; `{program_name()} down` stops it.", err=True)
+    say(f"The cluster keeps running, because {who}; `gcore down` stops it.", err=True)
     return True
 
 
@@ -723,16 +730,16 @@ def _say_interrupted(screen: Screen, *, started: bool) -> None:
     where = f" at step {state.step} of {state.steps}" if state.steps else ""
     if started:
         after = f" after a checkpoint, or after {CHECKPOINT_S:.0f} s without one" if _may_lose_steps(state) else ""
-        typer.echo(f"Interrupted{where}; stopping the cluster{after} (press Ctrl-C again to kill it).", err=True)
-        typer.echo(f"To continue the job, run the same command again: {_again()}", err=True)
+        say(f"Interrupted{where}; stopping the cluster{after} (press Ctrl-C again to kill it).", err=True)
+        say(f"To continue the job, run the same command again: `{_again()}`", err=True)
     elif state.uid:
-        typer.echo(
+        say(
             f"Stopped following{where}; the job continues, because its cluster keeps running. "
-            f"The same command follows it again, `{program_name()} cancel {state.uid}` cancels it.",
+            f"The same command follows it again, `gcore cancel {state.uid}` cancels it.",
             err=True,
         )
     else:
-        typer.echo("Interrupted; nothing was started.", err=True)
+        say("Interrupted; nothing was started.", err=True)
 
 
 def _down(home: Path, further: RepeatedSignals | None) -> None:
@@ -748,9 +755,41 @@ def _down(home: Path, further: RepeatedSignals | None) -> None:
         raise typer.Exit(INTERRUPTED) from None
     except GcoreError as error:
         # Print the error instead of raising it: the result of the run matters more.
-        typer.echo(f"gcore: {error}", err=True)
+        say(f"gcore: {error}", err=True, indent="  ")
+
+
+def _show_summary(summary: Summary, longer: str, home: Path | None, address: str | None) -> None:
+    """Print the result of a run and the next commands. `home`: that of the local cluster, which may have been stopped."""
+    from controllers.cli.view.summary import next_commands, summary_table
+
+    options = ["--address", address] if address is not None else []
+    if home is not None and home != DEFAULT_HOME:
+        options = ["--home", str(home)]
+    page = page_address(home, summary.uid) if home is not None else ""
+    typer.echo()
+    display(summary_table(summary, page))
+    typer.echo("\nNext:")
+    list_commands(next_commands(summary, _again(), longer, options))
 
 
 def _again() -> str:
     """The command line as given, without --new, which would create a new job."""
     return f"{program_name()} {shlex.join(word for word in sys.argv[1:] if word != '--new')}"
+
+
+def longer_command(words: Sequence[str], spec: JobSpec) -> str:
+    """The command line `words` with twice the steps (or data epochs), which continues the finished job."""
+    field = "steps" if spec.flow.steps is not None else "epochs"
+    count = spec.flow.steps or spec.flow.epochs or 1
+    option, value = ("--steps", str(2 * count)) if words[:1] == ["demo"] else ("--set", f"flow.{field}={2 * count}")
+    kept: list[str] = []
+    left = iter(word for word in words if word != "--new")
+    for word in left:
+        name, equals, given = word.partition("=")
+        if name != option:
+            kept.append(word)
+            continue
+        given = given if equals else next(left, "")
+        if option == "--set" and not given.startswith(f"flow.{field}="):
+            kept += [option, given]
+    return shlex.join((program_name(), *kept, option, value))

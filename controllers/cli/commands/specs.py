@@ -31,7 +31,8 @@ from controllers.cli.options import (
     SpecFile,
     command,
 )
-from controllers.cli.output import PREPARED, Output, as_json, rows_table, stdout_console
+from controllers.cli.output import PREPARED, Output, as_json
+from controllers.cli.terminal import display, rows_table, say
 from gcore.errors import UsageError, explain_os_errors
 from gcore.quickstart import NAMES
 from gcore.system.process import identify_process
@@ -81,9 +82,9 @@ def init(
     ):
         accuracy = _write(target, TASKS[task], own, force=force)
     if accuracy is not None:
-        typer.echo(f"{name} is ready. The accuracy of its model on held-out prompts is {accuracy:.0%}. Next:\n")
+        say(f"{name} is ready. The accuracy of its model on held-out prompts is {accuracy:.0%}. Next:\n")
     else:
-        typer.echo(f"{name} is ready. Next:\n")
+        say(f"{name} is ready. Next:\n")
     for line in (
         f"cd {shlex.quote(str(name))}",
         "pip install --no-build-isolation --no-deps --editable .",
@@ -207,7 +208,7 @@ def warn_of_trust(model: ModelSpec) -> None:
             f"warning: model.trust_remote_code is set. Python code that comes with {model.path} runs in every engine "
             "and train rank, with all permissions of your account."
         )
-        typer.echo(warning, err=True)
+        say(warning, err=True)
 
 
 def format_bytes(size: int) -> str:
@@ -312,7 +313,7 @@ def validate(
     answer = ask_hub(loaded.model.path, trust_remote_code=loaded.model.trust_remote_code)
     warn_of_trust(loaded.model)
     if (missing := local_warning(loaded)) is not None:
-        typer.echo(missing, err=True)
+        say(missing, err=True)
     tree = loaded.model_dump(mode="json")
     if output.is_for_programs:
         download = download_tree(answer) if answer is not None else None
@@ -321,10 +322,10 @@ def validate(
         typer.echo(output.text(shown))
         return
     typer.echo(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
-    stdout_console().print(sources_table(checked.sources))
+    display(sources_table(checked.sources))
     typer.echo()
     for note in data_notes(checked.sources):
-        typer.echo(note)
+        say(note)
     for source in checked.sources:
         typer.echo(f"{first_prompt(source)}\n")
         typer.echo(lengths_title(source))
@@ -332,10 +333,10 @@ def validate(
             typer.echo(f"  {line}")
         typer.echo()
     rows = ((process["process"], process["node"], process["slot"]) for process in processes)
-    stdout_console().print(rows_table(("PROCESS", "NODE", "SLOT"), rows))
+    display(rows_table(("PROCESS", "NODE", "SLOT"), rows))
     if answer is not None:
-        typer.echo(f"\n{download_sentence(loaded.model.path, answer)}")
-    typer.echo(f"\n{spec} is valid: {prompts} prompts, {run_length(loaded.flow, prompts)}.")
+        say(f"\n{download_sentence(loaded.model.path, answer)}")
+    say(f"\n{spec} is valid: {prompts} prompts, {run_length(loaded.flow, prompts)}.")
 
 
 @command("schema", FILES, "gcore schema > job.schema.json")
@@ -364,9 +365,9 @@ def prepare(
     if example not in EXAMPLES:
         raise UsageError(f"there is no example {example!r}", where="prepare", fix=f"Use one of {', '.join(EXAMPLES)}")
     folder = to or PREPARED_UNDER / example
-    typer.echo(f"Preparing {example} in {folder} ...")
+    say(f"Preparing {example} in {folder} ...")
     there = EXAMPLES[example](folder, 0)
-    typer.echo(f"{example} is prepared in {folder}: {there}.")
+    say(f"{example} is prepared in {folder}: {there}.")
 
 
 def check_files(spec: JobSpec, home: Path, sample: int | None) -> CheckedJob:

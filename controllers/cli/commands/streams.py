@@ -28,7 +28,8 @@ from controllers.cli.options import (
     command,
     run_of_home,
 )
-from controllers.cli.output import Output, format_time, printable_text, stdout_console, with_program_name
+from controllers.cli.output import Output, format_time, printable_text
+from controllers.cli.terminal import say, stdout_console
 from controllers.cli.view.screens import event_text
 from gcore.errors import Unreachable, UsageError
 from gcore.system.clock import SystemClock
@@ -91,7 +92,7 @@ def logs(
                 said = True
                 typer.echo(format_log_line(line, output))
         if not said:
-            typer.echo(with_program_name(_nothing(job, previous=previous)), err=True)
+            say(_nothing(job, previous=previous), err=True)
 
     _until_interrupted(read, lambda: f"`gcore logs {job} --follow --tail 10` continues", address, home)
 
@@ -131,8 +132,9 @@ def events(
                     typer.echo(event_text(event, output))
                 else:
                     what = printable_text(event.message, 500)
-                    typer.echo(
-                        f"{event.sequence:>9}  {format_time(event.time)}  {printable_text(event.kind):<10}  {what}"
+                    say(
+                        f"{event.sequence:>9}  {format_time(event.time)}  {printable_text(event.kind):<10}  {what}",
+                        indent="  ",
                     )
 
     def hint() -> str:
@@ -183,7 +185,7 @@ def _until_interrupted(
     try:
         call_cluster(read, address, home)
     except KeyboardInterrupt:
-        typer.echo(with_program_name(f"Stopped following; {hint()}."), err=True)
+        say(f"Stopped following; {hint()}.", err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 

@@ -19,7 +19,8 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from controllers.cli.output import message_tree, printable_text, rows_table
+from controllers.cli.output import message_tree, printable_text
+from controllers.cli.terminal import ATTENTION, BAD, GOOD, HEADING, QUIET, Rows, rows_table
 from gcore.rollout.environments.episode import mark_observed
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def show_groups(console: Console, groups: Sequence[pb.SampleGroup]) -> None:
     first = groups[0]
     note = STANDINGS.get(first.standing, "")
     head = f"step {first.step}, lineage {first.lineage}{note}: {len(groups)} of {first.of} kept prompts"
-    console.print(head, style="bold", markup=False, highlight=False)
+    console.print(head, style=HEADING, markup=False, highlight=False)
     for group in groups:
         if console.is_terminal:
             console.print(_panel(group, console.width))
@@ -96,15 +97,15 @@ def _panel(group: pb.SampleGroup, width: int) -> RenderableType:
         row = cells[first : first + side_by_side]
         table.add_row(*row, *[Text()] * (side_by_side - len(row)))
     prompt = Text(clip_text(group.prompt.text, PROMPT_CHARACTERS, group.prompt.more))
-    answer = Text(f"answer: {clip_text(group.answer, 300)}", style="dim") if group.answer else Text()
+    answer = Text(f"answer: {clip_text(group.answer, 300)}", style=QUIET) if group.answer else Text()
     return Panel(Group(prompt, answer, table), title=Text(_title(group)), title_align="left")
 
 
 def _cell(response: pb.SampleResponse) -> RenderableType:
-    colour = "green" if response.reward > 0 else "red" if response.reward < 0 else "yellow"
+    style = GOOD if response.reward > 0 else BAD if response.reward < 0 else ATTENTION
     return Text.assemble(
-        (f"{reward_text(response)}\n", f"bold {colour}"),
-        (f"{response_details(response)}\n", "dim"),
+        (f"{reward_text(response)}\n", f"bold {style}"),
+        (f"{response_details(response)}\n", QUIET),
         clip_text(mark_observed_text(response), RESPONSE_CHARACTERS, response.text.more),
     )
 
@@ -177,7 +178,7 @@ BAR_CELLS = 30
 PROMPT_SHOWN = 240
 
 
-def sources_table(sources: Sequence[CheckedSource]) -> Table:
+def sources_table(sources: Sequence[CheckedSource]) -> Rows:
     """One line a source. It fits into 80 columns if names are short; lengths are printed separately."""
     numbers = ("ENTRIES", "WEIGHT", "PER EPOCH")
     rows = (

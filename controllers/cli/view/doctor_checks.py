@@ -104,7 +104,7 @@ def check_packages(found: Sequence[PackageFacts]) -> Iterator[Check]:
 
 def _package(package: PackageFacts) -> Check | None:
     name = f"package {package.name}"
-    extra = f"pip install 'gcore[{package.needed_for}]'" if package.needed_for else "pip install gcore"
+    extra = f"`pip install 'gcore[{package.needed_for}]'`" if package.needed_for else "`pip install gcore`"
     if package.installed is None:
         if package.needed_for == "modelscope":
             return None  # Only ms:// models need it, and their error says so.

@@ -1,8 +1,11 @@
 """The live view: one job on one screen.
 
 `render_view` is a function of the state, the wall clock and the terminal size. From top to bottom it shows the progress of the job, the curves
-of reward and held-out accuracy, the phases and waits of recent steps, each controller with its shards, each source if there are several,
-held-out responses before and now, and the newest events. "-" stands for an unknown value.
+of reward and held-out accuracy, the seconds of the steps, the phases and waits of recent steps, each controller, each source if there are
+several, held-out responses before and now, and the newest events. "-" stands for an unknown value.
+
+Charts are scaled by their data. The chart of seconds leaves out the first step if it is an outlier, because it includes the start of engines and
+train ranks. A map of the shards is drawn while shards move or a shard has no living owner.
 """
 
 from __future__ import annotations
@@ -24,12 +27,29 @@ from controllers.cli.output import (
     divide_cells,
     draw_chart,
     fill_gaps,
+    first_is_outlier,
     format_measure,
     format_measures,
     format_seconds,
     moved_cells,
     printable_text,
+    scale_chart,
     shard_strip,
+)
+from controllers.cli.terminal import (
+    ACTIVE,
+    ATTENTION,
+    BAD,
+    EVENT_STYLES,
+    GOOD,
+    HEADING,
+    HELD_OUT_COLOUR,
+    NODE_COLOURS,
+    PHASE_COLOURS,
+    QUIET,
+    REWARD_COLOUR,
+    STATE_COLOURS,
+    wrap_text,
 )
 from controllers.cli.view.state import (
     PHASE_NAMES,
@@ -67,7 +87,7 @@ def sources_table(state: ViewState) -> Table | None:
     sets = state.evals[-1].sets if state.evals else {}
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_row(
-        *(Text(heading, style="dim") for heading in ("source", "groups", "reward", "length", "truncated", "accuracy"))
+        *(Text(heading, style=QUIET) for heading in ("source", "groups", "reward", "length", "truncated", "accuracy"))
     )
     for name in names[:SHOWN]:
         table.add_row(
@@ -79,7 +99,7 @@ def sources_table(state: ViewState) -> Table | None:
             Text(_measured(scores.get(name), sets.get(name))),
         )
     if len(names) > SHOWN:
-        table.add_row(Text(f"and {len(names) - SHOWN} more", style="dim"))
+        table.add_row(Text(f"and {len(names) - SHOWN} more", style=QUIET))
     return table
 
 
@@ -126,16 +146,23 @@ def find_bottleneck(waits: Mapping[str, float]) -> str:
 
 
 CHART_HEIGHT = 5
+AXIS = 7
+"""Columns of a chart's axis."""
 
 HIGHLIGHT_S = 6.0
 """How long moved shards are highlighted."""
 
-NODE_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_red", "bright_cyan", "bright_magenta")
-PHASE_COLOURS = {"collect": "cyan", "exchange": "yellow", "train": "magenta", "publish": "green"}
-STATE_COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "CANCELLED": "yellow", "RUNNING": "cyan"}
-LOG_SHOWN = 6
+LOG_LINES = 8
+"""Maximum lines of events on the screen; a long event takes several."""
+
+EVENT_LINES = 3
+"""Maximum lines of one event."""
+
 ANSWERS_SHOWN = 5
 WAITS_SHOWN = 2
+WAIT_LINES = 3
+"""Maximum lines of one wait report."""
+
 GAP = 3
 ROWS_WITH_ANSWERS = 37
 
@@ -152,40 +179,47 @@ def render_view(state: ViewState, now: float, width: int = 100, height: int | No
         _charts(state, inner),
         Text(),
         _numbers(state, inner),
+        *_seconds_chart(state, inner),
     ]
     rows += [_time_bar(state, inner), *_waits(state, now, inner), Text(), _controllers(state, now, inner)]
     if (sources := sources_table(state)) is not None and (height is None or height >= ROWS_WITH_ANSWERS):
-        rows += [Rule("sources, newest step", style="dim", align="left"), sources]
+        rows += [Rule("sources, newest step", style=QUIET, align="left"), sources]
     if state.evals and (height is None or height >= ROWS_WITH_ANSWERS):
-        rows += [Rule("held-out responses", style="dim", align="left"), _answers(state)]
-    rows += [Rule("events", style="dim", align="left"), *_log(state, inner)]
-    return Panel(Group(*rows), title=_title(state), title_align="left", border_style="dim", width=inner + 4)
+        rows += [Rule("held-out responses", style=QUIET, align="left"), _answers(state)]
+    rows += [Rule("events", style=QUIET, align="left"), *_log(state, inner)]
+    return Panel(Group(*rows), title=_title(state), title_align="left", border_style=QUIET, width=inner + 4)
 
 
 def _title(state: ViewState) -> Text:
-    title = Text(" gcore  ", style="bold")
-    title.append(printable_text(state.job) or "a job", style="bold")
+    title = Text(" gcore  ", style=f"{HEADING} not dim")
+    title.append(printable_text(state.job) or "a job")
     title.append("  ")
-    title.append(printable_text(state.state), style=f"bold {STATE_COLOURS.get(state.state, 'white')}")
+    title.append(printable_text(state.state), style=f"{STATE_COLOURS.get(state.state, '')}")
     if state.uid:
-        title.append(f"  {printable_text(state.uid)}", style="dim")
+        title.append(f"  {printable_text(state.uid)}", style=QUIET)
     return title.append(" ")
 
 
 def _progress(state: ViewState, now: float, width: int) -> RenderableType:
     line = Table.grid(expand=False, padding=(0, 2, 0, 0))
     share = state.step / state.steps if state.steps else 0.0
-    words = [Text(f"step {state.step}/{state.of_steps}", style="bold"), Text(f"{share:.0%}")]
+    words = [Text(f"step {state.step}/{state.of_steps}", style=HEADING), Text(f"{share:.0%}")]
     if state.started is not None:
         end = state.last_time if state.ended and state.last_time is not None else now
-        words.append(Text(f"{format_seconds(max(0.0, end - state.started))} elapsed", style="dim"))
+        words.append(Text(f"{format_seconds(max(0.0, end - state.started))} elapsed", style=QUIET))
     left = state.seconds_left
     if left and not state.ended:
-        words.append(Text(f"about {format_seconds(left)} left", style="dim"))
+        words.append(Text(f"about {format_seconds(left)} left", style=QUIET))
     if state.rollbacks:
-        words.append(Text(f"rolled back {state.rollbacks}×", style="yellow"))
+        words.append(Text(f"rolled back {state.rollbacks}×", style=ATTENTION))
     room = width - sum(word.cell_len + 2 for word in words) - 2
-    bar = ProgressBar(total=max(1, state.steps), completed=state.step, width=max(4, min(width // 3, room)))
+    bar = ProgressBar(
+        total=max(1, state.steps),
+        completed=state.step,
+        width=max(4, min(width // 3, room)),
+        complete_style=ACTIVE,
+        finished_style=GOOD,
+    )
     for word in words:
         word.no_wrap, word.overflow = True, "ellipsis"
     line.add_row(words[0], bar, *words[1:])
@@ -193,63 +227,61 @@ def _progress(state: ViewState, now: float, width: int) -> RenderableType:
 
 
 def _charts(state: ViewState, width: int) -> RenderableType:
-    cells = max(10, (width - 14) // 2)
+    cells = max(10, (width - 2 * AXIS - GAP) // 2)
     steps = max(1, state.steps, state.step)
     rewards = [((p.step - 1) / steps, p.stats["reward"]) for p in state.points if "reward" in p.stats]
     held_out = [(e.step / steps, e.accuracy) for e in state.evals]
     if state.is_graded:
         held_out = [(e.step / steps, e.mean_reward) for e in state.evals if e.mean_reward is not None]
     end = int((state.step / steps) * cells)
-    table = Table.grid(padding=(0, 4, 0, 0))
+    table = Table.grid(padding=(0, GAP, 0, 0))
     table.add_row(
         _chart(
             "reward",
             fill_gaps(bin_points(rewards, cells), end),
             f"{rewards[-1][1]:.3f}" if rewards else "-",
-            *_scale([value for _, value in rewards]),
-            "cyan",
+            REWARD_COLOUR,
         ),
         _chart(
             "held-out reward" if state.is_graded else "held-out accuracy",
             fill_gaps(bin_points(held_out, cells), end),
             _held_out(state),
-            *(_scale([value for _, value in held_out]) if state.is_graded else (0.0, 1.0)),
-            "green",
+            HELD_OUT_COLOUR,
         ),
     )
     return table
 
 
-def _scale(values: Sequence[float]) -> tuple[float, float]:
-    """The range of a reward chart: from 0 (or a negative minimum) to the maximum, or to 1 if the maximum is just below."""
-    high = max(values, default=1.0)
-    return min([0.0, *values]), 1.0 if 0.5 < high <= 1.0 or high <= 0.0 else high
-
-
 def _held_out(state: ViewState) -> str:
-    """`97.1%`, or with graded rewards `0.367, accuracy 20.0%`; followed by the best value if it is of another step."""
+    """The newest held-out accuracy, or with graded rewards the mean reward: `97.1%`, `0.367`."""
     if not state.evals:
         return "-"
     newest = state.evals[-1]
-    now = f"{newest.accuracy:.1%}"
-    if newest.is_graded and newest.mean_reward is not None:
-        now = f"{newest.mean_reward:.3f}, accuracy {now}"
-    best = state.best
-    if best is None or best.step == newest.step:
-        return now
-    value = format_measure(best.metric, best.value).removeprefix("accuracy ").removeprefix("reward ")
-    return f"{now}, best {value} (step {best.step})"
+    return (
+        f"{newest.mean_reward:.3f}" if state.is_graded and newest.mean_reward is not None else f"{newest.accuracy:.1%}"
+    )
 
 
-def _chart(
-    name: str, values: tuple[float | None, ...], last: str, low: float, high: float, colour: str
-) -> RenderableType:
-    head = Text.assemble((name, "bold"), "  ", (last, f"bold {colour}"))
+def _beside_held_out(state: ViewState) -> Iterator[tuple[str, str, str]]:
+    """With graded rewards, the accuracy; and the best value, if it is of another step than the newest one."""
+    if not state.evals:
+        return
+    newest, best = state.evals[-1], state.best
+    if state.is_graded and newest.mean_reward is not None:
+        yield "held-out accuracy", f"{newest.accuracy:.1%}", "{}"
+    if best is not None and best.step != newest.step:
+        value = format_measure(best.metric, best.value).removeprefix("accuracy ").removeprefix("reward ")
+        yield "best", f"{value} (step {best.step})", "{}"
+
+
+def _chart(name: str, values: tuple[float | None, ...], last: str, colour: str) -> RenderableType:
+    head = Text.assemble((name, HEADING), "  ", (last, f"bold {colour}"), no_wrap=True, overflow="ellipsis")
     body = Table.grid()
+    low, high = scale_chart([value for value in values if value is not None])
     drawn = draw_chart(values, height=CHART_HEIGHT, low=low, high=high)
     for row, line in enumerate(drawn):
-        label = f"{high:4.4g} ┤" if row == 0 else f"{low:4.4g} ┤" if row == len(drawn) - 1 else "     │"
-        body.add_row(Text(label, style="dim", no_wrap=True), Text(line, style=colour, no_wrap=True, overflow="crop"))
+        label = f"{high:>5.3g} ┤" if row == 0 else f"{low:>5.3g} ┤" if row == len(drawn) - 1 else "      │"
+        body.add_row(Text(label, style=QUIET, no_wrap=True), Text(line, style=colour, no_wrap=True, overflow="crop"))
     return Group(head, body)
 
 
@@ -257,33 +289,51 @@ def _numbers(state: ViewState, width: int) -> RenderableType:
     """The numbers of the newest step. On a narrow terminal they wrap, but never between a name and its number."""
     stats = state.points[-1].stats if state.points else {}
     rate = state.points[-1].tokens_per_second if state.points else None
-    shown = [
+    shown: list[tuple[str, float | str | None, str]] = [
         ("length", stats.get("response_length"), "{:.1f}"),
-        ("tok/s", rate, "{:,.0f}"),
+        ("tokens/s", rate, "{:,.0f}"),
         ("loss", stats.get("loss"), "{:.4f}"),
-        ("kl", stats.get("kl"), "{:.4f}"),
+        ("KL", stats.get("kl"), "{:.4f}"),
         ("clipped", stats.get("clip_fraction"), "{:.1%}"),
-        ("grad", stats.get("grad_norm"), "{:.2f}"),
+        ("gradient norm", stats.get("grad_norm"), "{:.2f}"),
         ("entropy", stats.get("entropy"), "{:.3f}"),
-        ("lr", stats.get("learning_rate"), "{:.1e}"),
+        ("learning rate", stats.get("learning_rate"), "{:.1e}"),
     ]
     if stats.get("filter_rate"):
         shown.append(("filtered", stats["filter_rate"], "{:.0%}"))
         shown.append(("unfiltered reward", stats.get("reward_before_filter"), "{:.3f}"))
+    shown += _beside_held_out(state)
     lines = [Text()]
     for name, value, form in shown:
-        number = Text.assemble((f"{name} ", "dim"), "-" if value is None else form.format(value))
+        number = Text.assemble((f"{name} ", QUIET), "-" if value is None else form.format(value))
         if lines[-1].cell_len + GAP + number.cell_len > width:
             lines.append(Text())
         lines[-1].append(" " * GAP if lines[-1].cell_len else "").append_text(number)
     return Group(*lines)
 
 
+def _seconds_chart(state: ViewState, width: int) -> Iterator[RenderableType]:
+    """The seconds of each step on one line, from the second step on."""
+    steps = max(1, state.steps, state.step)
+    seconds = [((p.step - 1) / steps, p.stats["seconds"]) for p in state.points if "seconds" in p.stats]
+    if len(seconds) < 2:
+        return
+    cells = max(10, width // 3)
+    columns = bin_points(seconds, cells)
+    known = [value for value in columns if value is not None]
+    low, high = scale_chart(known, clip_first=True)
+    (drawn,) = draw_chart(fill_gaps(columns, int(state.step / steps * cells)), height=1, low=low, high=high)
+    line = Text.assemble(("seconds per step ", QUIET), (drawn.rstrip(), ACTIVE), f"  {format_seconds(seconds[-1][1])}")
+    if first_is_outlier(known):
+        line.append(f"  (first {format_seconds(seconds[0][1])})", style=QUIET)
+    yield line
+
+
 def _time_bar(state: ViewState, width: int) -> RenderableType:
     # The median without the first step, which includes the start of engines and train ranks.
     recent = state.points[max(1, len(state.points) - RECENT_STEPS) :] or state.points
     usual = {phase: median(p.phases.get(phase, 0.0) for p in recent) if recent else 0.0 for phase in PHASES}
-    head, legend = Text("step ", style="dim", no_wrap=True), Text()
+    head, legend = Text.assemble(("step ", QUIET), no_wrap=True), Text()
     for phase in PHASES:
         legend.append(f"  {PHASE_NAMES[phase]} ", style=PHASE_COLOURS[phase])
         legend.append(format_seconds(usual[phase]) if recent else "-")
@@ -294,37 +344,48 @@ def _time_bar(state: ViewState, width: int) -> RenderableType:
         head.append("█" * cells.get(phase, 0), style=PHASE_COLOURS[phase])
     head.append_text(legend)
     if waits := waits_line(usual_waits(recent)):
-        return Group(head, Padding(Text(waits, style="dim"), (0, 0, 0, 7)))
+        return Group(head, Padding(Text(waits, style=QUIET), (0, 0, 0, 7)))
     return head
 
 
 def _controllers(state: ViewState, now: float, width: int) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     map_width = max(16, min(64, width - 42))
-    headings = ("controller", f"shards (of {state.shard_count or '?'})", "", "groups", "now")
-    table.add_row(*(Text(text, style="dim") for text in headings))
+    has_map = shows_shards(state, now)
+    shards = f"shards (of {state.shard_count or '?'})"
+    headings = ("controller", shards, "", "groups", "now") if has_map else ("controller", shards, "groups", "now")
+    table.add_row(*(Text(text, style=QUIET) for text in headings if text or has_map))
     groups = state.groups_by_node
     fresh = state.moved if now - state.moved_at < HIGHLIGHT_S else frozenset()
     for index, node in enumerate(sorted(state.nodes, key=lambda node: node.name)):
         colour = NODE_COLOURS[index % len(NODE_COLOURS)]
-        lamp = Text("● " if node.alive else "✗ ", style="green" if node.alive else "bold red")
+        lamp = Text("● " if node.alive else "✗ ", style=GOOD if node.alive else BAD)
+        shard_map = [_shard_map(node, fresh, state.shard_count, map_width, colour)] if has_map else []
         table.add_row(
-            lamp.append(printable_text(node.name, 20), style=colour if node.alive else "red"),
-            _shard_map(node, fresh, state.shard_count, map_width, colour),
+            lamp.append(printable_text(node.name, 20), style=colour if node.alive else BAD),
+            *shard_map,
             Text(str(len(node.shards)), style=colour),
             Text(str(groups.get(node.name, 0))),
-            Text(_doing(state, node), style="" if node.alive else "red", overflow="ellipsis", no_wrap=True),
+            Text(_doing(state, node), style="" if node.alive else BAD, overflow="ellipsis", no_wrap=True),
         )
     if not state.nodes:
-        table.add_row(Text("-"), Text(), Text(), Text(), Text("no controller runs the job yet", style="dim"))
+        return Text("no controller runs the job yet", style=QUIET)
     return table
+
+
+def shows_shards(state: ViewState, now: float) -> bool:
+    """Whether shards move, or a shard of a running job has no living owner."""
+    if state.ended or not any(node.shards for node in state.nodes):
+        return False
+    owned = sum(len(node.shards) for node in state.nodes if node.alive)
+    return owned < state.shard_count or (bool(state.moved) and now - state.moved_at < HIGHLIGHT_S)
 
 
 def _shard_map(node: NodeView, fresh: frozenset[int], count: int, width: int, colour: str) -> Text:
     marked = moved_cells(fresh & frozenset(node.shards), count, width)
     line = Text(no_wrap=True)
     for cell, character in enumerate(shard_strip(node.shards, count, width)):
-        style = "dim" if character == "·" else f"bold reverse {colour}" if cell in marked else colour
+        style = QUIET if character == "·" else f"bold reverse {colour}" if cell in marked else colour
         line.append(character, style=style)
     return line
 
@@ -341,8 +402,20 @@ def _waits(state: ViewState, now: float, width: int) -> Iterator[RenderableType]
     """Wait reports, longest first."""
     waits = () if state.ended else sorted(state.waiting, key=lambda wait: wait.since)
     for wait in waits[:WAITS_SHOWN]:
-        text = Text(f"waits  {format_seconds(max(0.0, now - wait.since)):>6}  ", style="dim", no_wrap=True)
-        yield text.append(printable_text(f"{wait.who}: {wait.what}", max(10, width - 16)))
+        head = f"waits  {format_seconds(max(0.0, now - wait.since)):>6}  "
+        yield _hanging(head, f"{wait.who}: {wait.what}", width, WAIT_LINES)
+
+
+def _hanging(head: str, text: str, width: int, most: int, style: str = "") -> Text:
+    """`text` beside `head`, wrapped on words in at most `most` lines."""
+    room = max(10, width - len(head))
+    lines = wrap_text(printable_text(text, room * most), room).split("\n")
+    shown = Text.assemble((head, QUIET), no_wrap=True, overflow="ellipsis")
+    for number, line in enumerate(lines[:most]):
+        left = "\n" + " " * len(head) if number else ""
+        rest = len(lines) > most and number == most - 1
+        shown.append(left + (line[: room - 2] + " …" if rest else line), style=style)
+    return shown
 
 
 def _answers(state: ViewState) -> RenderableType:
@@ -350,29 +423,35 @@ def _answers(state: ViewState) -> RenderableType:
     now_by_prompt = {a.prompt: a for a in last.samples}
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_row(
-        Text("prompt", style="dim"),
-        Text(f"before ({first.accuracy:.1%})", style="dim"),
-        Text(f"after step {last.step} ({last.accuracy:.1%})" if last is not first else "now", style="dim"),
-        Text("expected", style="dim"),
+        Text("prompt", style=QUIET),
+        Text(f"before ({first.accuracy:.1%})", style=QUIET),
+        Text(f"after step {last.step} ({last.accuracy:.1%})" if last is not first else "now", style=QUIET),
+        Text("expected", style=QUIET),
     )
     answers = first.samples[:ANSWERS_SHOWN]
     for before, prompt in zip(answers, distinguish_texts([answer.prompt for answer in answers], 40), strict=True):
         now = now_by_prompt.get(before.prompt) if last is not first else None
-        table.add_row(Text(prompt), _marked(before), _marked(now), Text(printable_text(before.answer, 24), "dim"))
+        table.add_row(Text(prompt), _marked(before), _marked(now), Text(printable_text(before.answer, 24), QUIET))
     return table
 
 
 def _marked(answer: AnswerPoint | None) -> Text:
     if answer is None:
-        return Text("-", style="dim")
+        return Text("-", style=QUIET)
     right = answer.right
-    text = Text("✓ " if right else "✗ ", style="green" if right else "red")
+    text = Text("✓ " if right else "✗ ", style=GOOD if right else BAD)
     return text.append(printable_text(answer.response, 24) or "(empty)")
 
 
 def _log(state: ViewState, width: int) -> Iterator[RenderableType]:
-    colours = {"rollback": "yellow", "member": "bold", "shards": "cyan", "state": "bold"}
-    for line in state.log[-LOG_SHOWN:]:
+    """The newest events that fit into `LOG_LINES`, oldest first."""
+    room, shown = LOG_LINES, []
+    for line in reversed(state.log[-LOG_LINES:]):
         since = line.time - (state.started if state.started is not None else line.time)
-        text = Text(f"{format_seconds(max(0.0, since)):>7}  ", style="dim", no_wrap=True, overflow="ellipsis")
-        yield text.append(printable_text(line.text, width - 9), style=colours.get(line.kind, ""))
+        head = f"{format_seconds(max(0.0, since)):>7}  "
+        text = _hanging(head, line.text, width, EVENT_LINES, EVENT_STYLES.get(line.kind, ""))
+        room -= text.plain.count("\n") + 1
+        if room < 0:
+            break
+        shown.append(text)
+    yield from reversed(shown)

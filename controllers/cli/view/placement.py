@@ -25,7 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from controllers.accounting.states import add_times
-from controllers.cli.output import format_seconds, pairs_table, printable_text, rows_table
+from controllers.cli.output import format_seconds, printable_text
+from controllers.cli.terminal import QUIET, Rows, pairs_table, rows_table
 from controllers.cli.view.state import PHASE_NAMES
 from gcore.config.placement import FIXED_POLICIES
 from gcore.ledger.records.cluster import Slot
@@ -142,7 +143,7 @@ def slot_roles(plan: Plan) -> dict[Slot, list[str]]:
     return dict(sorted(found.items()))
 
 
-def slots_table(reply: pb.PlacementReply) -> Table:
+def slots_table(reply: pb.PlacementReply) -> Rows:
     """A table with one line per slot."""
     plan = plan_of(reply)
     rows = [
@@ -295,7 +296,7 @@ def _slots_in_words(slots: Sequence[str]) -> str:
     return "; ".join([*told, *others])
 
 
-def history_table(moves: Sequence[Move]) -> Table:
+def history_table(moves: Sequence[Move]) -> Rows:
     """A table with one line per move."""
     rows = (
         (
@@ -403,7 +404,7 @@ def top_rows(top: JobTop) -> Iterable[tuple[str, str]]:
 def states_table(top: JobTop) -> Table:
     """A table of slots by state, largest first."""
     table = Table.grid(padding=(0, 3, 0, 0))
-    table.add_row(*(Text(word, style="dim") for word in ("state", "slots", "")))
+    table.add_row(*(Text(word, style=QUIET) for word in ("state", "slots", "")))
     for state, slots in sorted(top.by_state.items(), key=lambda item: (-item[1], item[0])):
         share = slots / top.slots if top.slots else 0.0
         table.add_row(
@@ -418,7 +419,7 @@ def render_top(top: JobTop) -> Group:
     if top.books:
         parts += [Text(""), states_table(top)]
     else:
-        parts.append(Text(f"There is no slot accounting{'' if top.folder else ' yet'}.", style="dim"))
+        parts.append(Text(f"There is no slot accounting{'' if top.folder else ' yet'}.", style=QUIET))
     return Group(*parts)
 
 

@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
-from controllers.cli.output import printable_text, rows_table
+from controllers.cli.output import printable_text
+from controllers.cli.terminal import Rows, display, rows_table, say
 from gcore.config.spec import JobSpec
 from placement.mapping.cluster import GIB, ClusterSpec
 from placement.mapping.memory import (
@@ -183,37 +181,35 @@ def _model(name: str, parameters: int, parts: dict[str, int]) -> dict[str, Any]:
     return {"model": name, "parameters": parameters, **sizes, "total_gib": round(sum(parts.values()) / GIB, 3)}
 
 
-def print_tables(planned: PlanReport, show: int, console: Console) -> None:
+def print_tables(planned: PlanReport, show: int) -> None:
     """Print the report for people."""
     found, cluster = planned.found, planned.cluster
     weakest = "" if cluster.alike else " (nodes differ; the lowest value of each figure is used)"
-    console.print(
+    say(
         f"{planned.spec.name} on {count_noun(cluster.slots, 'slot')} of {count_noun(cluster.node_count, 'node')}, "
         f"{SlotMemory.of(cluster).all_of_it / GIB:.4g} GiB each{weakest}; mean prompt {planned.lengths.prompt:.4g} tokens, mean response "
         f"{planned.lengths.response:.4g} tokens.\n",
-        highlight=False,
     )
-    console.print(_models_table(planned))
-    console.print(f"\n{_counted(planned)}\n", highlight=False)
+    display(_models_table(planned))
+    say(f"\n{_counted(planned)}\n")
     if found.fits:
-        console.print(_fits_table(planned, show))
+        display(_fits_table(planned, show))
     if (first := planned.first) is not None:
-        console.print(f"\n{_begins(planned, first)}", highlight=False, soft_wrap=True)
+        say(f"\n{_begins(planned, first)}")
         for line in cache_hints(first):
-            console.print(f"{printable_text(line, LONG)}.", highlight=False, soft_wrap=True)
+            say(f"{printable_text(line, LONG)}.")
     if found.misfits:
-        console.print("\nPlacements that do not fit, closest first:", highlight=False)
+        say("\nPlacements that do not fit, closest first:")
         for one in found.misfits[:MOST_MISFITS]:
             more = f" (and {one.count - 1} similar)" if one.count > 1 else ""
-            console.print(
+            say(
                 f"  {printable_text(str(one.way), LONG)}: {printable_text(str(one.excess), LONG)}{more}",
-                highlight=False,
-                soft_wrap=True,
+                indent="    ",
             )
         if len(found.misfits) > MOST_MISFITS:
-            console.print(f"  and {len(found.misfits) - MOST_MISFITS} more kinds (-o json has all)", highlight=False)
+            say(f"  and {len(found.misfits) - MOST_MISFITS} more kinds (-o json has all)")
     for hint in found.hints:
-        console.print(f"\n{printable_text(hint, LONG)}.", highlight=False, soft_wrap=True)
+        say(f"\n{printable_text(hint, LONG)}.")
 
 
 def _begins(planned: PlanReport, first: FittingLayout) -> str:
@@ -252,7 +248,7 @@ def _counted(planned: PlanReport) -> str:
     return f"{fit}. The best, by predicted step time:" if found.fits else f"{fit}."
 
 
-def _models_table(planned: PlanReport) -> Table:
+def _models_table(planned: PlanReport) -> Rows:
     headings = ("MODEL", "PARAMETERS", "WEIGHTS GiB", "CACHE GiB", "WORKING GiB", "TOTAL GiB")
     sizes = ("weights_gib", "cache_gib", "working_gib", "total_gib")
     rows = (
@@ -262,7 +258,7 @@ def _models_table(planned: PlanReport) -> Table:
     return rows_table(headings, rows, right=headings[1:])
 
 
-def _fits_table(planned: PlanReport, show: int) -> Table:
+def _fits_table(planned: PlanReport, show: int) -> Rows:
     headings = ("PLACEMENT", "STEP s", "ROLLOUT", "JUDGES", "TRAIN", "SYNC", "SWITCH", "FULLEST SLOT GiB", "CAN START")
     shown = list(planned.found.fits[:show])
     if planned.first is not None and planned.first not in shown:

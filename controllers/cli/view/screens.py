@@ -21,6 +21,7 @@ from controllers.cli.output import (
     format_seconds,
     printable_text,
 )
+from controllers.cli.terminal import wrap_text
 from controllers.cli.view.state import (
     PHASE_NAMES,
     AnswerPoint,
@@ -182,9 +183,10 @@ class PlainScreen:
 
     def _print(self, lines: Iterable[str]) -> None:
         """Print lines. A full disk must not end the run, so that error is ignored; a closed pipe ends it."""
+        width = self._console.width if self._console.is_terminal else None
         for line in lines:
             try:
-                self._console.out(line, highlight=False)
+                self._console.out(wrap_text(line, width, "  "), highlight=False)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
@@ -249,5 +251,6 @@ class LiveScreen:
 
 
 def choose_screen(console: Console, clock: Clock, *, plain: bool) -> Screen:
-    """The live view on a terminal, plain lines otherwise or with `plain`."""
-    return LiveScreen(console, clock) if console.is_terminal and not plain else PlainScreen(console)
+    """The live view on a terminal that can draw over a line; plain lines otherwise or with `plain`."""
+    can_draw = console.is_terminal and not console.is_dumb_terminal
+    return LiveScreen(console, clock) if can_draw and not plain else PlainScreen(console)

@@ -165,7 +165,7 @@ def test_an_interrupted_run_takes_down_what_it_started_and_says_how_to_go_on(hom
     os.kill(process.pid, signal.SIGINT)
     code, _, err = finished(process)
     assert code == 130
-    assert err.splitlines()[-1] == f"To continue the job, run the same command again: gcore run {job} --home {home}"
+    assert err.splitlines()[-1] == f"To continue the job, run the same command again: `gcore run {job} --home {home}`"
     assert "Traceback" not in err
     assert home_processes(home) == ()
 

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from controllers.cli.local import check_gpus, check_timing_model, count_gpus
 from controllers.cli.main import app
-from controllers.cli.output import prepare_hint, program_name, with_program_name
+from controllers.cli.output import prepare_hint
+from controllers.cli.terminal import program_name, with_program_name
 from gcore.engines.emulated.launch import LAW_FILE
 from gcore.engines.emulated.law import read_timing_model
 from gcore.errors import GcoreError, UsageError

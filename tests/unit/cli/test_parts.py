@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from controllers.cli.commands.cluster import check_cluster_matches
-from controllers.cli.commands.run import EventFile
+from controllers.cli.commands.run import EventFile, longer_command
 from controllers.cli.local import UpRequest, UpResult, classify_process, deal_slots
 from controllers.cli.local import start_cluster as local_up
 from controllers.cli.main import app
@@ -24,6 +24,7 @@ from controllers.cli.view import summary as summaries
 from controllers.cli.view.state import BestPoint, JobSnapshot, SourceFigures, ViewState
 from controllers.cli.view.summary import AuditVerdict, find_summary, summarize
 from gcore.api.v1 import jobs_pb2 as pb
+from gcore.config import parse_spec
 from gcore.config.local_cluster import ControllerProcess, EtcdProcess, LocalClusterState
 from gcore.errors import GcoreError, Unreachable, UsageError
 from gcore.observability.events import JobEvent
@@ -274,11 +275,11 @@ def test_the_summary_has_what_came_of_each_source(tmp_path):
         "eval_before": {}, "eval_after": {}, "eval_unscored": 0,
     }  # fmt: skip
     assert written["sums"]["mean_reward"] is None
-    shown = summaries.summary_rows(summary, again="gcore run x.yaml")["sources"]
+    shown = summaries.summary_rows(summary)["sources"]
     assert shown == "letters 5 trained, 40.0% → 90.0%; sums 7 trained"
     held_out = dataclasses.replace(summary.sources["letters"], trained=0)  # a source for evaluation alone
     summary = dataclasses.replace(summary, sources=summary.sources | {"letters": held_out})
-    assert summaries.summary_rows(summary, again="x")["sources"] == "letters 40.0% → 90.0%; sums 7 trained"
+    assert summaries.summary_rows(summary)["sources"] == "letters 40.0% → 90.0%; sums 7 trained"
 
 
 def test_the_summary_has_what_was_measured_beside_the_accuracy_and_the_best_state(tmp_path):
@@ -291,10 +292,11 @@ def test_the_summary_has_what_was_measured_beside_the_accuracy_and_the_best_stat
     written = json.loads(summaries.write_summary(summary, tmp_path).read_text())
     assert written["sources"]["letters"]["eval_before"] == score["metrics"]
     assert written["best"] == dataclasses.asdict(best)
-    shown = summaries.summary_rows(summary, again="x")
+    shown = summaries.summary_rows(summary)
     assert shown["best"] == "step 32, letters/pass@4 98.5%: /runs/u1/checkpoints/0-32"
     assert shown["sources"] == ("letters 50.0% → -, mean@4 0.550, pass@4 80.0%, 2 responses not scored; sums 7 trained")
-    assert shown["export"] == "gcore export u1 --to DIR (add --best for the best checkpoint)"
+    commands = summaries.next_commands(summary, "gcore run x.yaml", "gcore run x.yaml --set flow.steps=4")
+    assert commands["export the best"] == "gcore export u1 --best --to sums-u1-best"
 
 
 @pytest.mark.parametrize(
@@ -328,10 +330,50 @@ def test_without_an_audit_the_groups_are_those_of_the_events():
 
 
 def test_the_table_of_a_run_tells_how_to_go_on():
-    shown = summaries.summary_rows(summarize(finished_state(), JOB, AuditVerdict(), 1.0), again="gcore run x.yaml")
-    assert shown["accuracy"] == "45.0% before, 94.0% after"
-    assert shown["export"] == "gcore export u1 --to DIR"
-    assert shown["run again"] == "gcore run x.yaml"
+    summary = summarize(finished_state(), JOB, AuditVerdict(), 1.0)
+    shown = summaries.summary_rows(summary)
+    assert shown["held-out accuracy"] == "45.0% before, 94.0% after"
+    assert shown["mean reward"] == "0.450 before, 0.940 after, held out"
+    longer = "gcore run x.yaml --set flow.steps=4"
+    assert summaries.next_commands(summary, "gcore run x.yaml", longer, ["--home", "/h h"]) == {
+        "export the model": "gcore export u1 --to sums-u1 --home '/h h'",
+        "read responses": "gcore samples u1 --home '/h h'",
+        "train longer": longer,
+        "run again": "gcore run x.yaml",
+    }
+
+
+def test_the_summary_has_the_mean_training_reward_of_the_first_and_the_last_steps():
+    state = ViewState()
+    for step in range(1, 21):
+        state = state.apply(
+            JobEvent(step, 1.0, "step", data={"step": step, "steps": 20, "stats": {"reward": step / 20}})
+        )
+    summary = summarize(state, dataclasses.replace(JOB, step=20), AuditVerdict(), 1.0)
+    assert summaries.summary_rows(summary)["reward"] == "0.150 in the first 5 steps, 0.900 in the last 5 steps"
+    assert summaries.summary_rows(summarize(ViewState(), JOB, AuditVerdict(), 1.0))["reward"] == "-"
+
+
+@pytest.mark.parametrize(
+    ("given", "longer"),
+    [
+        ("run a.yaml --new", "run a.yaml --set flow.steps=8"),
+        ("run a.yaml --set flow.steps=4 --set train.epochs=2", "run a.yaml --set train.epochs=2 --set flow.steps=8"),
+        ("run --set=flow.steps=4 a.yaml", "run a.yaml --set flow.steps=8"),
+        ("demo --steps 4 --home x", "demo --home x --steps 8"),
+    ],
+)
+def test_the_command_that_trains_longer_is_the_same_with_twice_the_steps(given, longer):
+    spec = parse_spec(
+        {
+            "name": "j",
+            "model": {"path": "m"},
+            "data": {"path": "d"},
+            "flow": {"steps": 4},
+            "rollout": {"max_new_tokens": 4},
+        }
+    )
+    assert longer_command(given.split(), spec) == f"gcore {longer}"
 
 
 def test_a_finished_run_is_found_by_name_and_uid(tmp_path):
@@ -430,7 +472,8 @@ def test_the_mean_reward_stands_beside_the_accuracy_where_rewards_are_graded():
     assert [point.measured for point in state.evals] == ["accuracy 0.0%", "accuracy 20.0%, mean reward 0.367"]
     summary = summarize(state, JOB, AuditVerdict(), 1.0)
     assert (summary.eval_reward_before, summary.eval_reward_after) == (0.0, 0.367)
-    shown = summaries.summary_rows(summary, again="x")["accuracy"]
-    assert shown == "0.0% before, 20.0% after; mean reward 0.000 before, 0.367 after"
-    best = summaries.summary_rows(dataclasses.replace(summary, best=BestPoint(10, "reward", 0.367, "/c")), again="x")
+    shown = summaries.summary_rows(summary)
+    assert shown["held-out accuracy"] == "0.0% before, 20.0% after"
+    assert shown["mean reward"] == "0.000 before, 0.367 after, held out"
+    best = summaries.summary_rows(dataclasses.replace(summary, best=BestPoint(10, "reward", 0.367, "/c")))
     assert best["best"] == "step 10, reward 0.367: /c"

@@ -227,7 +227,7 @@ def test_the_account_says_of_a_move_why_what_was_expected_and_what_came_of_it() 
     assert placement_story("j", still, (), 0)[-1] == "There were no moves: policy static never moves slots."
     (move,) = mirror().moves.moves
     assert move_tree(move)["sentence"].startswith("went from")
-    assert history_table([move]).row_count == 1
+    assert len(history_table([move]).rows) == 1
 
 
 def test_slots_of_nodes_that_are_away_are_told_apart_from_those_that_serve() -> None:

@@ -17,6 +17,7 @@ from controllers.cli.output import (
     format_seconds,
     moved_cells,
     printable_text,
+    scale_chart,
     shard_strip,
 )
 from controllers.cli.view import screens as view_plain
@@ -126,8 +127,74 @@ def test_the_live_view_shows_the_run():
     text = drawn(final().observe(JobSnapshot("sums", "u1", "SUCCEEDED")))
     for part in ("sums", "SUCCEEDED", "step 3/3", "94.0%", "0.620", "812", "node-0", "gone", "47+8=", "4 shards moved"):
         assert part in text
-    assert "████████" in text  # node-0 has all eight shards
     assert "\x1b[2J" not in text
+
+
+OWNED = [
+    event(1, "state", state="RUNNING"),
+    event(2, "shards", shares={"node-0": [0, 1, 2, 3], "node-1": [4, 5, 6, 7]}),
+]
+LEFT = event(3, "member", node="node-1", joined=False)
+MOVED = event(4, "shards", shares={"node-0": [0, 1, 2, 3, 4, 5, 6, 7], "node-1": []}, moved=4)
+
+
+@pytest.mark.parametrize(
+    ("events", "now", "maps"),
+    [
+        pytest.param(OWNED, 103.0, [], id="all are owned"),
+        pytest.param([*OWNED, LEFT], 200.0, ["████····", "····████"], id="an owner is missing"),
+        pytest.param([*OWNED, LEFT, MOVED], 105.0, ["████████", "········"], id="shards have just moved"),
+        pytest.param([*OWNED, LEFT, MOVED], 200.0, [], id="they moved long ago"),
+        pytest.param([*OWNED, LEFT, event(4, "state", state="FAILED")], 105.0, [], id="the job has ended"),
+    ],
+)
+def test_the_map_of_shards_is_drawn_only_while_they_move_or_an_owner_is_missing(events, now, maps):
+    state = ViewState()
+    for one in events:
+        state = state.apply(one)
+    text = drawn(state, now=now)
+    shown = [word for line in text.splitlines() for word in line.split() if set(word) <= set("█·░▒▓")]
+    assert shown == maps
+    assert "node-0" in text
+
+
+@given(st.floats(-1e6, 1e6), st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=30))
+def test_a_first_step_never_flattens_the_chart_of_the_others(first, rest):
+    low, high = scale_chart([first, *rest], clip_first=True)
+    span = max(rest) - min(rest)
+    assert low <= min(rest)
+    assert max(rest) <= high
+    if span > 1e-3:
+        assert span >= (high - low) / 3
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30))
+def test_a_chart_without_clipping_contains_all_its_values(values):
+    low, high = scale_chart(values)
+    assert low < high
+    assert low <= min(values)
+    assert max(values) <= high
+
+
+def test_the_seconds_of_a_slow_first_step_are_named_beside_the_chart():
+    state = ViewState()
+    for number, seconds in enumerate((90.0, 1.0, 1.2, 1.1), 1):
+        state = state.apply(event(number, "step", step=number, steps=4, stats={"seconds": seconds}))
+    (line,) = [line for line in drawn(state, width=80).splitlines() if "seconds per step" in line]
+    assert "1.10s  (first 1m30s)" in line
+    chart = line.partition("per step ")[2].partition("  ")[0]
+    assert len(set(chart)) > 2
+    assert chart[0] == "█"
+
+
+def test_a_long_wait_and_a_long_event_wrap_on_words():
+    what = "step 2 needs 3 more prompts, " + " ".join(f"word{number}" for number in range(20))
+    waiting = (WaitPoint("node-0", what, 100.0),)
+    state = ViewState().observe(JobSnapshot("sums", "u1", "RUNNING", waiting=waiting))
+    state = state.apply(event(1, "warning", "one " + " ".join(f"event{number}" for number in range(20))))
+    text = drawn(state, width=80)
+    assert {f"word{number}" for number in range(20)} | {f"event{number}" for number in range(20)} <= set(text.split())
+    assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("width", [20, 60, 80, 110, 200])
@@ -145,8 +212,8 @@ def test_on_eighty_columns_nothing_wraps_and_no_number_is_torn_from_its_name():
     state = state.apply(event(6, "rollback", to_step=4, lineage=1, reason="rank 0 died"))
     text = drawn(state, now=5000.0, width=80)
     for whole in (
-        "grad 12.34",
-        "lr 3.0e-04",
+        "gradient norm 12.34",
+        "learning rate 3.0e-04",
         "train 5m01s",
         "weight sync 0.10s",
         "step 4/1000",
@@ -320,7 +387,7 @@ def test_the_live_view_has_pass_at_k_and_where_it_was_best():
     state = of_sources("sums").apply(event(30, "eval", step=5, accuracy=0.25, count=4, by_source={"sums": PASSED}))
     assert "25.0%, pass@4 75.0%" in drawn(state)
     best = replace(state, best=BestPoint(3, "accuracy", 0.985))
-    assert "25.0%, best 98.5% (step 3)" in drawn(best)
+    assert "best 98.5% (step 3)" in drawn(best)
     now = replace(state, best=BestPoint(5, "accuracy", 0.25))
     assert "best" not in drawn(now)
 
