@@ -1,4 +1,4 @@
-"""For all tests: a real etcd, the mark `needs` for tools of the machine, skips that count as failures, patient properties.
+"""Fixtures and hooks for all tests: a real etcd, the mark `needs` for system tools, skips that count as failures, patient properties.
 
 No example of a property is judged by how long it took, because machines are shared.
 """

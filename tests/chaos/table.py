@@ -1,4 +1,4 @@
-"""`make chaos`: the whole table of faults, each at several random moments, on real clusters on this machine.
+"""`make chaos`: run every fault of the table at several random moments, on real clusters on this machine.
 
     python tests/chaos/table.py [--only controller,etcd] [--moments 5] [--together 5] [--fresh] [--dirty]
 

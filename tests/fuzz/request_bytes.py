@@ -1,5 +1,4 @@
-"""atheris: bytes as requests of the job API, and what looks at them first. The answer is that they are no message, or that fields of
-them are wrong: `make fuzz`."""
+"""atheris: random bytes as requests of the job API. The server answers that they are no message or that fields are wrong: `make fuzz`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""atheris: bytes as a spec file, and as the spec in a request. Whatever they are, the answer is a spec or one sentence: `make fuzz`."""
+"""atheris: random bytes as a spec file, and as the spec in a request. The answer is a spec or one error sentence: `make fuzz`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `gcore plan` estimates of a GPU's memory, beside what torch allocates there: a rank of each stage, and an engine.
+"""Compare `gcore plan`'s estimates of GPU memory with torch's allocations: a rank of each ZeRO stage, and an engine.
 
 Models are made from configurations, so nothing is downloaded. One rank, in this process: NCCL needs a device a rank.
 """

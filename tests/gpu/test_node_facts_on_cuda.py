@@ -1,4 +1,4 @@
-"""What a daemon tells of a GPU is what torch finds there."""
+"""A daemon reports the same GPU facts as torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's memory on a GPU: given back to the device, so that another process has it, and taken again bit for bit."""
+"""A rank releases its GPU memory to the device, where another process can use it, and restores it bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For tests that run whole clusters: one cluster for all that kill nothing, a folder for one of their own, the arithmetic example."""
+"""Fixtures for tests of whole clusters: one shared cluster for tests that kill nothing, a folder for a private cluster, the arithmetic example."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whole clusters in made-up time (`simulated_cluster`): nothing is lost and nothing trained twice, whatever happens to them."""
+"""Whole clusters in simulated time (`simulated_cluster`): under every fault, no prompt is lost and none is trained twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is trained is as long as what was issued, at any staleness; and no prompt waits for ever.
+"""Trained responses are as long as sampled ones, at any staleness; and no prompt waits forever.
 
 Fixed seeds, virtual time (`race_simulation`). The two-sample test is that of Kolmogorov and Smirnov at level 0.01.
 """

@@ -1,5 +1,6 @@
-"""Whole clusters in made-up time whose placement moves all the while: engines sleep and wake, worlds get other sizes, and whoever leads,
-carries it out or is carried out may be stopped, cut off or dead. Which move is made next follows from head; nobody measures anything."""
+"""Whole clusters in simulated time with constant changes of placement: engines sleep and wake, worlds are resized, and every process
+involved may be stopped, partitioned or killed. The next move follows from head; no measurement is involved.
+"""
 
 from __future__ import annotations
 

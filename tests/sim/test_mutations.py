@@ -1,4 +1,4 @@
-"""The simulations notice when a compare or a rule of the protocol is taken out. A few of them; all with `make mutations`."""
+"""The simulations detect a removed compare or rule of the protocol. This file tries a few; `make mutations` tries all."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Whole clusters in made-up time that plan as in production: the planner, the lender and a policy that wants anything that can be had, while
-whoever leads, carries it out or is carried out may be stopped, cut off or dead."""
+"""Whole clusters in simulated time with production's planning: the planner, the lender and a policy that requests random feasible placements.
+Every process involved may be stopped, partitioned or killed.
+"""
 
 from __future__ import annotations
 

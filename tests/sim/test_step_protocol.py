@@ -1,4 +1,4 @@
-"""The step protocol under random faults (`step_simulation`): many seeds, each another story."""
+"""The step protocol under random faults (`step_simulation`), for many seeds."""
 
 from __future__ import annotations
 

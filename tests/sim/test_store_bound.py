@@ -1,4 +1,4 @@
-"""The store holds as much of a job after 100,000 steps as after a few thousand, and never more than its stated bound."""
+"""The store's size for a job is the same after 100,000 steps as after a few thousand, and within its stated bound."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Over-provision and another order leave nothing behind: what is trained is as long as what was issued, ref by ref.
+"""Over-provisioning and reordering cause no bias: trained responses are as long as sampled ones, ref by ref.
 
-Many seeds of `race_simulation`, whose lengths have a longer tail than the field's. A single pair of samples of one distribution
-fails the test of Kolmogorov and Smirnov at level 0.01 once in a hundred times; so of the seeds of a case one may, and all of
+Many seeds of `race_simulation`, with a longer tail of lengths than in the field. Two samples of one distribution
+fail the test of Kolmogorov and Smirnov at level 0.01 once in a hundred times; so one seed of a case may fail, and all of
 them together must not.
 """
 

@@ -1,4 +1,4 @@
-"""A job API that plays a script, beside a test that is not asynchronous: in a thread of its own."""
+"""A scripted job API in a thread of its own, for synchronous tests."""
 
 from __future__ import annotations
 

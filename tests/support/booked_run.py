@@ -1,4 +1,4 @@
-"""What the nodes of a whole run have booked, and that it sums."""
+"""Slot accounting of a whole run: the nodes' records, and a check of their sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real cluster that a test may break anywhere: etcd members, daemons with their workers, and somebody who starts again what died.
+"""A real cluster that a test may break anywhere: etcd members, daemons with their workers, and a loop that restarts dead processes.
 
 Everything is the product's own: Debian's etcd (or whichever is on PATH), `gcore-controller` daemons as a deployment starts
 them (not `gcore up`), torch engines, DeepSpeed ranks. What systemd does on a cluster, `_keep` does here: whatever is wanted

@@ -1,8 +1,8 @@
-"""The faults of `make chaos`: what each does to a running cluster, and what must hold besides the audit.
+"""The faults of `make chaos`: the effect of each on a running cluster, and the conditions that must hold besides the audit.
 
-A fault is a coroutine over a cluster whose job is under way; it returns what it did, for the line and the results file, and
-raises ChaosFailed if what it can see for itself is wrong, and NobodyHit if it met nobody. The moment at which it begins, and every choice in it, follow from
-the run's seed. What all runs have in common (the job, the moment, its end, the audit) is `chaos_run`'s.
+A fault is a coroutine over a cluster whose job is under way. It returns a description for the log and the results file. It
+raises ChaosFailed if a condition is violated, and NobodyHit if it affected no process. Its start and every choice in it follow from
+the run's seed. `chaos_run` has the parts that all runs share: the job, the moment, its end, the audit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small network of namespaces: every machine of a test cluster has its own, a router stands between, and can cut any way.
+"""A small network of namespaces: every machine of a test cluster has its own, and a router between them can cut any path.
 
 Each machine is 10.203.N.2 in a namespace of its own; the router has 10.203.N.1 toward it. The test itself is one of them,
 in the machine's own namespace. A cut is a routing rule of the router that throws away what comes from one and goes to the

@@ -1,6 +1,6 @@
-"""What must hold over several lives of a whole cluster: the same losses, the same accuracy, with any number of controllers.
+"""Chaos over several restarts of a whole cluster: the same losses and the same accuracy, with any number of controllers.
 
-Each life is a cluster on the same folders, with its own number of nodes; between two lives everything was killed at once. These
+Each restart is a cluster on the same folders, with its own number of nodes; all processes are killed between two of them. These
 are rows of `make chaos` like the others, and take longer.
 """
 

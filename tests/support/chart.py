@@ -1,4 +1,4 @@
-"""What Helm makes of the chart, and what other packages say of `deploy/`: in an environment of its own (`make test-deploy`), which
+"""Helm's rendering of the chart, and third-party checks of `deploy/`, in a separate environment (`make test-deploy`) that
 GCORE_DEPLOY_PYTHON names.
 """
 

@@ -1,7 +1,7 @@
 """Local clusters as users run them, for tests.
 
-`cluster_up` is a cluster that stays up and `run_job` a job on it, for tests that kill nothing. `ClusterRun` is a `gcore run`
-with a cluster of its own, in which a test kills things.
+`cluster_up` is a cluster that stays up and `run_job` a job on it, for tests without kills. `ClusterRun` is a `gcore run`
+with a private cluster, for tests that kill processes.
 """
 
 from __future__ import annotations

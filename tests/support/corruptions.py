@@ -1,9 +1,9 @@
-"""Ways in which a job's records can be damaged, each of which an audit must refute: with its kind and the prompts at fault, or
-with none where it is about an entry, a step or a record and no prompt.
+"""Damage to a job's records that an audit must find, with its kind and the affected prompts (none where an entry, a step or a record
+is damaged and no prompt).
 
-Each takes a `Scene`, any job with at least two committed steps, some entries in the archive and receipts, and changes it as one
-would who edits the store or the folder: the rest stays as it was written. What would follow from a changed record elsewhere is
-not changed along with it, except where that would be given away by a simpler check.
+Each corruption takes a `Scene`, any job with at least two committed steps, some entries in the archive and receipts, and edits
+the store or the folder as a person could. All other records stay as they were, except where a simpler check
+would find the damage first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A daemon as a service: started as systemd does it, and what it says there."""
+"""A daemon as a service: started as systemd does it, with its messages to systemd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of each configuration in `deploy/`."""
+"""The requirements on each configuration in `deploy/`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests use of the documents: their blocks and commands, and whether a program prints what a document shows."""
+"""Read the documents in tests: their blocks and commands, and a comparison of a program's output with the documented one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps after which a job that goes by steps evaluates and checkpoints, as a test lists them."""
+"""The expected steps after which a job by steps evaluates and writes checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A host of emulated engines at work in a test: over real sockets, with the store in memory."""
+"""A running host of emulated engines for tests: over real sockets, with the store in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Specs of jobs on emulated slots, for runs in which everything but the devices is real."""
+"""Specs of jobs on emulated slots, for runs in which only the devices are simulated."""
 
 from __future__ import annotations
 

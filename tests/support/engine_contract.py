@@ -1,4 +1,4 @@
-"""What the engine contract's tests share: engines to speak to, prompts, and the plain model whose numbers count."""
+"""Shared parts of the engine contract's tests: engines, prompts, and the reference model."""
 
 from __future__ import annotations
 

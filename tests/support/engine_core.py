@@ -1,4 +1,4 @@
-"""The engine's core in the test's own process: small models of many kinds, whole runs, and what plain transformers says."""
+"""The engine's core in the test's own process: small models of many kinds, whole runs, and plain transformers as the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that serve, for tests of whoever asks them: their registrations, and what stands for the client of one."""
+"""Serving engines for tests of their callers: registrations, and a fake for each engine's client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""etcd's own tools, as an operator uses them, for tests: a backup, putting it back, users."""
+"""etcd's own tools as an operator uses them, for tests: backup, restore, users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several controllers that evaluate one job together, over a store in memory and a clock that is moved by hand."""
+"""Several controllers that evaluate one job together, over a store in memory and a manual clock."""
 
 from __future__ import annotations
 

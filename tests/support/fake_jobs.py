@@ -1,7 +1,7 @@
-"""A Jobs service that plays a script: a real gRPC server, so that clients meet real streams, refusals and deaths.
+"""A scripted Jobs service: a real gRPC server, so that clients meet real streams, refusals and crashes.
 
-Several `FakeJobs` may serve one `Script`, as several controllers serve one cluster; `kill` ends one of them as a crash
-would, `hush` makes it keep its connections and say nothing more. Does no training, keeps nothing, validates nothing.
+Several `FakeJobs` may serve one `Script`, as several controllers serve one cluster. `kill` ends one as a crash
+does; `hush` keeps its connections open and sends nothing more. It trains, stores and validates nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Judges in memory: they answer with a function, on the clock that they are given, and remember what they were asked."""
+"""Judges in memory: they answer with a function, use a given clock, and record their requests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A server that answers chat completions with a function, and fails as it is told to: for tests of whatever asks outside judges.
+"""A server that answers chat completions with a function and fails on demand, for tests of clients of external judges.
 
-It is a real HTTP server, on a port of its own of this machine, in the loop of whoever opens it. It counts what it is asked and
-looks at the key. It holds no model, and knows of OpenAI's fields only those that a judge's requests have.
+It is a real HTTP server on a port of its own, in the event loop of the test. It counts requests and
+checks the API key. It holds no model, and supports only the fields of OpenAI's API that a judge's requests have.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Stands in for the Python of SGLang's environment: run as `... -m sglang.launch_server OPTIONS`, it serves a few routes.
+"""A stand-in for the Python of SGLang's environment: run as `... -m sglang.launch_server OPTIONS`, it serves a few routes.
 
-What it does besides is asked for with options of its own, as a job would in `rollout.engine_args`. It leaves two
-grandchildren behind, one of them in a session of its own, as SGLang does with its scheduler and its compilers.
+Options of its own select other behaviour, as a job would in `rollout.engine_args`. It leaves two
+grandchildren behind, one in a session of its own, as SGLang does with its scheduler and its compilers.
 """
 
 from __future__ import annotations

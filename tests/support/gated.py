@@ -1,4 +1,4 @@
-"""A server behind the gate, over real gRPC and TLS, that has every RPC of every service of gcore; and how it is asked."""
+"""A server behind authentication, over real gRPC and TLS, with every RPC of every service of gcore; and its clients."""
 
 from __future__ import annotations
 

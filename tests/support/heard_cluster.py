@@ -1,4 +1,4 @@
-"""What a daemon hears of the cluster, without the daemon."""
+"""A daemon's view of the cluster, without the daemon."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A hub of models on loopback, for tests: speaks as much of the Hugging Face API, and of ModelScope's, as a client needs.
+"""A model hub on loopback for tests, with the parts of the Hugging Face and ModelScope APIs that their clients need.
 
-Serves folders of files under names and commits; can demand a token, break a file off in the middle, and answer slowly.
+It serves folders of files under names and commits. It can require a token, break off a file in the middle, and answer slowly.
 """
 
 from __future__ import annotations

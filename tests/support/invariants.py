@@ -1,8 +1,8 @@
-"""What must hold after every event of a simulated cluster: I1 to I5 of the step protocol, and what its rules forbid.
+"""The conditions after every event of a simulated cluster: I1 to I5 of the step protocol, and its rules.
 
-The ledger's own audit recomputes I1, I2 and I4 from the chain whenever head moves. I3 is looked at in the ranks' weights, I5
-in the log. Beside them: a token never names two sets of groups, a slot only goes the ways that the protocol knows, and what
-is sealed is neither terminal nor sealed twice. Reads everything, decides and writes nothing.
+The ledger's own audit recomputes I1, I2 and I4 from the chain whenever head moves. I3 is checked in the ranks' weights, I5
+in the log. Beside them: a token never names two sets of groups, a slot only makes the transitions of the protocol, and a sealed
+prompt is neither terminal nor sealed twice. This module reads everything and writes nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Certificates and tokens for tests: an authority in a folder, and what it issues, as `gcore certs` does."""
+"""Certificates and tokens for tests: a certificate authority in a folder, as `gcore certs` creates it."""
 
 from __future__ import annotations
 

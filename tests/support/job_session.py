@@ -1,4 +1,4 @@
-"""Production's session of a job, over a store in memory: nothing of it runs."""
+"""Production's session of a job over a store in memory, without running tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs as they are created, in a store in memory, for what lists and steers them."""
+"""Jobs in a store in memory, for tests of listing and control."""
 
 from __future__ import annotations
 

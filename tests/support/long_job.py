@@ -1,8 +1,8 @@
-"""One job for very many steps, over the store in memory: production transactions, rules of decision, and their carrying out.
+"""One job for very many steps over the store in memory: production's transactions, decisions and executors.
 
-Controllers come and go, the world is lost now and then, evaluations are begun and left, plug-ins fail, data epochs begin under a
-curriculum, peers agree, and whatever the housekeeping and sweeping rules want is carried out a few steps late. Nothing is
-generated or trained: groups have lengths only. The store's size is looked at again and again.
+Controllers come and go, the world is lost now and then, evaluations are started and abandoned, plug-ins fail, data epochs begin under a
+curriculum, peers agree, and the housekeeping and sweeping rules are executed a few steps late. Nothing is
+generated or trained: groups have lengths only. The test measures the store's size regularly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Jobs and clusters that placements are searched for: models by their sizes, specs as trees."""
+"""Jobs and clusters for tests of the placement search: models by their sizes, specs as trees."""
 
 from __future__ import annotations
 

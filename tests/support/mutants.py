@@ -1,4 +1,4 @@
-"""Looks for what notices a mutation: seeds of both simulations first, then the unit test that the mutation names."""
+"""Find what detects a mutation: seeds of both simulations first, then the unit test that the mutation names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A plug-in of pytest (`-p mutated`): the tests run against gcore with the mutation that GCORE_MUTATION names.
+"""A pytest plug-in (`-p mutated`) that runs the tests against gcore with the mutation that GCORE_MUTATION names.
 
-It is in place before any test is imported, so that what tests take from gcore by name is mutated too. A mutation that raises
-an error of its own ends the run with the status `BROKEN`: no test has noticed anything then.
+It applies the mutation before any test is imported, so that names that tests import from gcore are mutated too. A mutation that raises
+an unrelated error ends the run with the status `BROKEN`: no test has detected anything then.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""gcore with one compare, or one rule of the step protocol, taken out: what the simulations and the tests must notice.
+"""gcore without one compare or one rule of the step protocol: the simulations and the tests must detect each removal.
 
-Each mutation is a patch of production's modules. `caught_by` names the unit tests that notice it too: no simulation can see
-an outcome that is only worse (a hint that is lost), or a rule that another one covers. Nothing here is imported by anything
-but the mutation tests.
+Each mutation is a patch of production's modules. `caught_by` names the unit tests that detect it too: no simulation can detect
+an outcome that is only worse (a lost hint), or a rule that another one covers. Only the mutation tests import this module.
 
-A mutation must be noticed for what it does. One that raises an error of its own would be "noticed" by everything that comes by
-it: that is Broken, not noticed.
+A test must detect the mutation's effect. A mutation that raises an unrelated error would fail every test that reaches
+it: that counts as Broken, not as detected.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A peer on a bench: the real one over a store in memory, and the shipped fake, behind one interface for one suite."""
+"""The real peer over a store in memory, and the shipped fake, behind one interface for one test suite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A peer that serves a run's files, and a checkpoint to be served."""
+"""A peer that serves a run's files, with a checkpoint in its folder."""
 
 from __future__ import annotations
 

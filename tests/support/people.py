@@ -1,4 +1,4 @@
-"""What people do to a simulated cluster: quotas, pauses, drained nodes. They reach the store while it is there, and else do nothing."""
+"""Operators' actions on a simulated cluster: quotas, pauses, drained nodes. Without a reachable store they do nothing."""
 
 from __future__ import annotations
 

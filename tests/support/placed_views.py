@@ -1,4 +1,4 @@
-"""Views of a running job whose engines are on slots, some of them asleep by the plan. An engine is called as its judge and its slot."""
+"""Views of a running job whose engines are on slots, some asleep by plan. An engine is named after its judge and its slot."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Policies beside bounds: the best of all schedules of lending, what no lending or split can be below, and all policies on one job.
+"""Placement policies beside bounds: the best lending schedule, a lower bound for any lending or split, and all policies on one job.
 
-`compare_lending` compares the rule with the best of all schedules at the moments at which the rule looks, which are few, for all
-schedules are tried. `lower_bound` is below whatever lends and moves.
+`compare_lending` compares the rule with the best of all schedules at the moments at which the rule decides. It tries all
+schedules, so there must be few such moments. `lower_bound` is below the time of every lending and move.
 """
 
 from __future__ import annotations

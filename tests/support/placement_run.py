@@ -1,8 +1,8 @@
-"""Runs on emulated slots whose placement moves: a job with a judge, and policies made for tests, in a package of their own.
+"""Runs on emulated slots with dynamic placement: a job with a judge, and test policies in a package of their own.
 
-`swing` gives slots back and forth between rollout and the judge, at each step, `sway` every three steps. `regrow` makes the train world larger and smaller.
-`tight` does so on four slots, where a node has to give its last engine of the policy away. `broken` raises. `keep` never moves anything, so that whatever moves was
-lent. `pairs` moves two slots at a time, for engines that span two.
+`swing` moves slots back and forth between rollout and the judge at each step, `sway` every three steps. `regrow` grows and shrinks the train world.
+`tight` does so on four slots, where a node gives away its last engine of the policy. `broken` raises. `keep` never moves anything, so that every
+moved slot was lent. `pairs` moves two slots at a time, for engines that span two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A job at its second step for `fake_jobs`, with all that commands of the command line tell of one."""
+"""A scripted job at its second step for `fake_jobs`, with everything that commands display of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A package with entry points, put on the path as an installer would put it there."""
+"""A package with entry points on the path, as after an installation."""
 
 from __future__ import annotations
 

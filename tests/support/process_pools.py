@@ -1,4 +1,4 @@
-"""The pools of processes that run foreign code, behind one face: what a pool must do whichever program its processes run."""
+"""The pools of processes that run third-party code behind one interface: the requirements on every pool, whatever its program."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A real Prometheus for tests: it scrapes what it is told, once a second, and is asked over HTTP.
+"""A real Prometheus for tests: it scrapes the given targets once a second and answers queries over HTTP.
 
-It runs under the rules of `deploy/prometheus`, so whatever a dashboard or an alert asks is there.
+It runs under the rules of `deploy/prometheus`, so every series of a dashboard or an alert exists.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sources of prompts for tests: a data file, a tokenizer of words, and what a spec would say of them."""
+"""Sources of prompts for tests: a data file, a tokenizer of words, and their section of a spec."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Long and short answers racing for places in steps: virtual time, several controllers, the ledger's own rules.
+"""Long and short responses compete for places in steps: virtual time, several controllers, the ledger's own rules.
 
-A response takes as long as it is; lengths have a long tail. Between a seal and its commit the trainer works; at
-staleness 0 nothing goes on meanwhile, else what is in flight does, and more is begun. Controllers may be killed, and with them goes what they hold. With `seats` each has so
-many in flight at most, and with `longest_first` it begins those first that it expects to be the longest, which it knows
-about as well as real ones do. Nothing here has a rule of its own about what is due, sealed, awaited or too old; only
-`take_first` does, which is what not to do.
+A response takes time in proportion to its length; lengths have a long tail. Between a seal and its commit the trainer works. At
+staleness 0 generation pauses meanwhile; otherwise responses in flight continue and more are started. Controllers may be killed together with
+their responses. With `seats` each controller has at most so many in flight. With `longest_first` it starts those first that it expects to be
+the longest, with an accuracy like that of real ones. The module has no rule of its own about which responses are due, sealed, awaited or too old; only
+`take_first` has, as a negative example.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Runs a program of train ranks (`train_rank_program.run`): a plain loop, one rank, two, with all cases in each process.
+"""Run a program of train ranks (`train_rank_program.run`): a plain loop, one rank, two ranks, with all cases in each process.
 
-With `make test-large` two ranks run everything at each ZeRO stage. Without, at stage 3 only, and of the gradients' cases those in which ranks
-exchange more than gradients, or have unequal work. A single rank, which has nothing to share out, runs everything at one stage.
+With `make test-large` two ranks run everything at each ZeRO stage. Otherwise they run stage 3 only, and of the gradients' cases those in which
+ranks exchange more than gradients or have unequal work. A single rank runs everything at one stage, because it shards nothing.
 """
 
 from __future__ import annotations

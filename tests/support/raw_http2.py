@@ -1,4 +1,4 @@
-"""A client of gRPC's wire that does what no library lets one do: it takes no answer, for it grants none any room."""
+"""A client of gRPC's wire protocol that accepts no response: it grants no flow-control window, which no library allows."""
 
 from __future__ import annotations
 

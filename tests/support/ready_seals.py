@@ -1,4 +1,4 @@
-"""A seal as a rank hears of it."""
+"""A seal as a rank receives it."""
 
 from __future__ import annotations
 

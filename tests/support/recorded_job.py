@@ -1,7 +1,7 @@
 """A job's records as the production transactions write them, without a cluster: in the store in memory, and a run's folder.
 
-Two controllers hold groups and offer them, batches are sealed, trained (receipts, by the ranks' own book), committed and
-checkpointed; outcomes are accounted for; a world dies and the job goes back; old entries move to the archive. Nothing here
+Two controllers hold groups and offer them. Batches are sealed, trained (receipts, by the ranks' own accounting), committed and
+checkpointed; outcomes are recorded; a world dies and the job rolls back; old entries move to the archive. Nothing here
 computes a token.
 """
 

@@ -1,4 +1,4 @@
-"""What a run must have left for people to read, whatever happened in it."""
+"""The records that every run must leave for its users."""
 
 from __future__ import annotations
 

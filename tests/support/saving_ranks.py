@@ -1,4 +1,4 @@
-"""Two ranks that save, a thread each, with a model of a few numbers: no world, no DeepSpeed."""
+"""Two ranks that write checkpoints, a thread each, with a model of a few numbers: no world, no DeepSpeed."""
 
 from __future__ import annotations
 

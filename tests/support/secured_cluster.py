@@ -1,5 +1,7 @@
-"""A cluster as it would be deployed where others reach it, on loopback: etcd, daemons, ranks and engines with certificates, people with
-tokens. Real processes; its jobs run on emulated slots. `everything_written` is what of it could hold a secret that should be nowhere."""
+"""A cluster with certificates for etcd, daemons, ranks and engines, and tokens for users, on loopback.
+
+The processes are real; the jobs run on emulated slots. `everything_written` is every output of the cluster that could leak a secret.
+"""
 
 from __future__ import annotations
 

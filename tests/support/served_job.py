@@ -1,5 +1,6 @@
-"""A recorded job (`recorded_job`) behind the real job API, in a thread, with all that commands can show of it: nodes, workers, shares,
-usage, slot times, moves, samples, logs, tokens, what is wrong with it. Times are those of a clock that stands still."""
+"""A recorded job (`recorded_job`) behind the real job API, in a thread, with everything that commands display of it: nodes, workers, shares,
+usage, slot times, moves, samples, logs, tokens, warnings. Times are those of a stopped clock.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker in front of SGLang's server, held by a test as its supervisor would hold it."""
+"""A worker in front of SGLang's server, with a test in the role of its supervisor."""
 
 from __future__ import annotations
 

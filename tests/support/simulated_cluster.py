@@ -1,12 +1,12 @@
-"""A whole gcore cluster in one thread and made-up time: production's daemons over a store in memory, and a seed's faults.
+"""A whole gcore cluster in one thread and simulated time: production's daemons over a store in memory, and a seed's faults.
 
-One seed is one story: how many nodes there are, what the job is like, how bad the network is, and what happens when. Nodes
-and single processes are killed, stopped for longer than their leases live, cut off in both directions or in one, join, leave
-and come back; clocks jump; the store forgets its history, is away, gives leases their full time again. After every revision
-of the store and every step that a rank trains, `Invariants` looks. Then the faults stop, and the job must come to its end.
+One seed is one story: the number of nodes, the job, the quality of the network, and the events. Nodes
+and single processes are killed, stopped for longer than their leases, partitioned in both directions or in one, join, leave
+and return; clocks jump; the store compacts its history, is unavailable, and renews leases. After every revision
+of the store and every step of a rank, `Invariants` checks. Then the faults stop, and the job must finish.
 
-The history is what everybody did, in order; the same seed makes the same history in any process. Nothing here decides, seals
-or commits: all that is written to the store is written by production's modules, and the faults are the world's.
+The history lists all actions in order; the same seed gives the same history in any process. Nothing here decides, seals
+or commits: production's modules write all records, and this module injects faults.
 """
 
 from __future__ import annotations

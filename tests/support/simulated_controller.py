@@ -1,8 +1,8 @@
-"""What a controller of the simulated cluster reaches: production's session of a job, over simulated messages.
+"""The surroundings of a controller in the simulated cluster: production's session of a job, over simulated messages.
 
 One life is one incarnation under one lease, as in `controllers.daemon.incarnation`, and `controllers.job.session` builds the job's parts as in the
-daemon. Simulated are only the ends: prompts come from nowhere, engines and ranks are those of `simulated_workers`, starting a worker
-starts a simulated one, and nothing is recorded for people.
+daemon. Only the ends are simulated: prompts are generated, engines and ranks are those of `simulated_workers`, starting a worker
+starts a simulated one, and no logs or samples are written.
 """
 
 from __future__ import annotations

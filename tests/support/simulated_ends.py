@@ -1,6 +1,6 @@
-"""The ends of a simulated controller: its lines to ranks and engines, its staff, prompts from nowhere, a ledger that tells.
+"""The ends of a simulated controller: connections to ranks and engines, workers, prompts, and a ledger that reports its writes.
 
-Each stands where production has a network, a process or a folder. Nothing here decides, seals or commits.
+Each replaces a network, a process or a folder of production. Nothing here decides, seals or commits.
 """
 
 from __future__ import annotations

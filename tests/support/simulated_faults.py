@@ -1,6 +1,6 @@
-"""What happens to a simulated cluster: kills, stops, cuts, joins and leaves, jumps of clocks, and what befalls the store.
+"""The faults of a simulated cluster: kills, stops, partitions, joins and leaves, clock jumps, and faults of the store.
 
-Which, when and for how long is chance, by the story's seed. Nothing here touches a record.
+The story's seed selects kind, time and duration. Nothing here changes a record.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Files that go from one simulated node's folder of the run to another's, where nodes share none: `controllers.storage.peer_files` without
-its calls. A peer gives what lies there if its daemon runs and nothing is cut between the two; receipts are the machine room's,
-so of them only that they could be had counts.
+"""File transfer between the run folders of simulated nodes that share none: `controllers.storage.peer_files` without its calls.
+
+A peer serves its files if its daemon runs and no partition separates the two nodes. Receipts belong to the simulated storage,
+so for them only availability counts.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Messages between simulated processes, and a store at the other end of them.
 
-A message is on its way by itself: it arrives even if its sender was killed meanwhile, late or twice or never, and what comes
-for a stopped process waits until it goes on. A link can be cut one way only. Nothing here knows what the messages say.
+A message arrives even if its sender was killed meanwhile, late or twice or never. Messages for a stopped process wait
+until it continues. A link can be cut in one direction. Nothing here interprets the messages.
 
-`RemoteStore` is `gcore.store.types.Store` over such messages to a `MemoryCluster`, which is never stopped by itself and does
-each call at once when it arrives. A watch asks for what comes after the revision it knows, and lists again when that was
-compacted away. After an answer that did not come in time a call ends in StoreUnavailable, whatever becomes of it.
+`RemoteStore` is `gcore.store.types.Store` over such messages to a `MemoryCluster`, which is never stopped by itself and executes
+each call on arrival. A watch requests everything after the revision that it knows, and lists again after a
+compaction. A call without a timely answer ends in StoreUnavailable; the store may have executed it.
 """
 
 from __future__ import annotations

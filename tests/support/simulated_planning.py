@@ -1,9 +1,9 @@
-"""Planning in the simulated cluster: production's planner and lender, a policy that wants anything that can be had, and engines whose
-requests are made up.
+"""Planning in the simulated cluster: production's planner and lender, a policy that requests random feasible placements, and engines with
+simulated requests.
 
-What engines have to do follows from nothing: now rollout is behind, now the judges are, so that slots are lent back and forth all the while.
-Nobody measures anything either, so speeds are given. What is looked at is that whatever is wanted, lent and told at once never contradicts:
-no move is lost from the record, and no loan takes the place of a train world that is wanted.
+The engines' load is arbitrary: alternately rollout and the judges are behind, so that slots are lent back and forth constantly.
+Speeds are given, not measured. The checks are that concurrent targets, loans and reports never contradict each other:
+no move is lost from the record, and no loan takes the slots of a target train world.
 """
 
 from __future__ import annotations

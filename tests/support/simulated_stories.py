@@ -1,4 +1,4 @@
-"""Stories for the simulated cluster whose placement changes: one move a step that nobody measured, or production's planner."""
+"""Stories for the simulated cluster with changing placement: one arbitrary move a step, or production's planner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a seed of the simulated cluster is about: how many nodes, what job, what weather, which faults; and how it ended."""
+"""The story of a seed of the simulated cluster: number of nodes, job, network quality, faults; and its outcome."""
 
 from __future__ import annotations
 

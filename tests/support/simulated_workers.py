@@ -1,9 +1,9 @@
-"""Train ranks and engines of the simulated cluster: what they hold and refuse is production's, computing is waiting.
+"""Train ranks and engines of the simulated cluster: their state and refusals are production's, compute is a delay.
 
-A rank keeps `gcore.train.rank.feed`'s state and answers with it. Its weights are the list of what they were trained on: one
-set of refs for each step. All ranks of a world enter a step together, as collectives make them, and if one dies the others
-fail. An engine serves the highest version it was brought, and makes a group in a while. Both are registered by
-`gcore.worker.supervisor`, as real workers are by their supervisors; a worker whose registration is refused ends.
+A rank keeps `gcore.train.rank.feed`'s state and answers with it. Its weights are the list of its training batches: one
+set of refs for each step. All ranks of a world enter a step together, as in collectives, and if one dies the others
+fail. An engine serves the highest version that it received, and generates a group after a delay. Both are registered by
+`gcore.worker.supervisor`, as real workers are by their supervisors; a worker whose registration is refused exits.
 """
 
 from __future__ import annotations

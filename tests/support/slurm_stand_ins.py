@@ -1,7 +1,7 @@
-"""Stand-ins for Slurm's commands and for what a job starts, each a small program that writes down how it was called.
+"""Stand-ins for Slurm's commands and for the programs of a job; each is a small program that logs its call.
 
-`srun` runs its command once for each node of the allocation, on this machine, and passes SIGTERM on; `gcore-controller` and `etcd` wait
-to be ended. `gcore` is gcore's own.
+`srun` runs its command once for each node of the allocation, on this machine, and forwards SIGTERM; `gcore-controller` and `etcd` wait
+for their end. `gcore` is gcore's own.
 """
 
 from __future__ import annotations

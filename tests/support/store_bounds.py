@@ -1,10 +1,10 @@
-"""How much the store holds of a job at most.
+"""Upper bounds for a job's size in the store.
 
-For each kind of key of `gcore.store.keys.JobKeys` how many there are at most, and how large each is. They follow from the
-spec, from how many controllers and ranks there are now, and from how often the job went back or re-formed its world (28 bytes each
-time, in head: those numbers tell for ever which evaluation, epoch record or served version is of the chain). They do not depend on
-the number of steps, but for checkpoints that the spec keeps for ever (`checkpoint.keep_every`). What is not pruned yet is part of
-them (`LAG`): while the run's folder takes nothing, the log grows up to it. Sizes are generous sums of what a record's fields take
+For each kind of key of `gcore.store.keys.JobKeys`: the maximum number of keys and the size of each. They follow from the
+spec, from the present number of controllers and ranks, and from the number of rollbacks and world changes (28 bytes each
+in head: these numbers tell which evaluation, epoch record or served version belongs to the chain). They do not depend on
+the number of steps, except for checkpoints that the spec keeps forever (`checkpoint.keep_every`). Entries that are not yet pruned are
+included (`LAG`): the log grows up to it while the run's folder is not writable. Sizes are generous sums of a record's fields
 as JSON.
 """
 

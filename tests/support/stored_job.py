@@ -1,4 +1,4 @@
-"""A small job in a store, moved on transaction by transaction, as controllers do it."""
+"""A small job in a store that tests advance transaction by transaction, as controllers do."""
 
 from __future__ import annotations
 

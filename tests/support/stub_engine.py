@@ -1,6 +1,6 @@
-"""An engine behind the routes that a controller uses, as a process that can be stopped: `python stub_engine.py WAYS...`.
+"""A stub engine with the routes that a controller uses, as a process that can be stopped: `python stub_engine.py WAYS...`.
 
-It makes one token a sample. WAYS: `mute` accepts requests for responses and never answers them, while it answers all else;
+It makes one token a sample. WAYS: `mute` accepts requests for responses and never answers them, but answers all others;
 `dead` accepts every request and never answers any.
 """
 

@@ -1,9 +1,9 @@
-"""A TCP connection that can be cut, stalled, or made to lose what comes back: the network between two real processes.
+"""A TCP proxy that can be cut, stalled, or drop replies: the network between two real processes.
 
-Stands before a real server on loopback. `cut` closes every connection and refuses new ones, as a dead host does;
-`stall` accepts and forwards nothing, as a stopped one does; `lose_replies` forwards only what is sent to the server.
-`heal` undoes all three, on the same port; connections that were stalled or lost something are closed, since bytes are
-missing in them. For tests; it shapes no bandwidth and understands no protocol.
+It is in front of a real server on loopback. `cut` closes every connection and refuses new ones, as a dead host does;
+`stall` accepts and forwards nothing, as a stopped host does; `lose_replies` forwards only traffic to the server.
+`heal` undoes all three on the same port and closes connections that missed bytes.
+It limits no bandwidth and understands no protocol.
 """
 
 from __future__ import annotations

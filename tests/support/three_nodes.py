@@ -1,5 +1,4 @@
-"""Three daemons, as a deployment starts them, and a real etcd of three members, on one machine; by default nothing computes, for the slots are
-emulated."""
+"""Three daemons, started as in a deployment, and a real etcd of three members, on one machine. By default the slots are emulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that tell what they are, and what is kept of a model's configuration."""
+"""Nodes that report their facts, and the stored facts of a model's configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector for tests: a real HTTP server that keeps the spans it is sent."""
+"""An OpenTelemetry collector for tests: a real HTTP server that keeps the received spans."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An environment as a user has one after `make setup`, in which a test may install packages without touching ours.
+"""A user's environment after `make setup`, in which a test may install packages without changing ours.
 
-A virtual environment of its own that sees everything ours has, with `gcore`, `pip` and `pytest` on its PATH. Needs no
-network: nothing is downloaded.
+A virtual environment that sees everything ours has, with `gcore`, `pip` and `pytest` on its PATH. It needs no
+network.
 """
 
 from __future__ import annotations

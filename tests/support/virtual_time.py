@@ -1,11 +1,11 @@
-"""An event loop whose time is made up, and processes on it that can be stopped and killed like real ones.
+"""An event loop with simulated time, and processes on it that can be stopped and killed like real ones.
 
-`VirtualLoop` runs asyncio programs as they are: timers, `asyncio.timeout` and sleeps go by its own time, which moves to the
-next timer whenever nothing else can run. There are no sockets and no threads (what is sent to a thread runs at once), so a
-program on it does the same in every run, and minutes take milliseconds.
+`VirtualLoop` runs asyncio programs unchanged: timers, `asyncio.timeout` and sleeps use its own time, which jumps to the
+next timer whenever nothing else can run. There are no sockets and no threads (work for a thread runs at once), so a
+program behaves the same in every run, and minutes take milliseconds.
 
-A `Process` is a set of tasks, those begun by `Process.run` and whatever they begin. `freeze` is SIGSTOP: nothing of it runs
-until `thaw`, while time goes on. `kill` is SIGKILL: nothing of it runs ever again, no `finally` either.
+A `Process` is a set of tasks: those started by `Process.run` and their children. `freeze` is SIGSTOP: no task runs
+until `thaw`, while time continues. `kill` is SIGKILL: no task runs again, not even its `finally`.
 """
 
 from __future__ import annotations

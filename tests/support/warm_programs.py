@@ -1,8 +1,8 @@
-"""Programs of Python modules, forked from a process that has imported what is heavy, instead of started from nothing.
+"""Python programs forked from a process with the heavy imports done, instead of cold starts.
 
-Importing torch and transformers takes four seconds of the processor, the command line half a second, and tests start
-hundreds of both. A program gets its own arguments, environment, folder and descriptors, its end is its own, and it is no
-child of the test: what the process that starts it must be is tested elsewhere, with real starts.
+Importing torch and transformers takes four seconds of CPU time, the command line half a second, and tests start
+hundreds of both. A program gets its own arguments, environment, folder and descriptors, and exits on its own. It is not a
+child of the test; other tests cover the requirements on the parent process with real starts.
 
     process = COMMANDS.popen("controllers.cli.main", "list", stdout=subprocess.PIPE, text=True)
 """

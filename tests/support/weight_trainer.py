@@ -1,7 +1,7 @@
-"""A trainer of which engines get their weights: `python weight_trainer.py FOLDER PORT WORLD_SIZE GROUP`.
+"""A trainer that sends weights to engines: `python weight_trainer.py FOLDER PORT WORLD_SIZE GROUP`.
 
-Rank 0 of a weight group. Prints "joined" once all are there; then for each line "send NAME,NAME,..." on its input it
-broadcasts these tensors of the folder's weights ("send *": all, in the order of their names) and prints "sent". Ends at the
+Rank 0 of a weight group. Prints "joined" once all members are connected. For each line "send NAME,NAME,..." on its input it
+broadcasts these tensors of the folder's weights ("send *": all, in the order of their names) and prints "sent". Exits at the
 end of its input.
 """
 

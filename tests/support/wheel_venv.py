@@ -1,6 +1,6 @@
-"""Environments in which gcore is installed from a wheel, as on a node: of this source code, or of a commit before.
+"""Environments with gcore installed from a wheel, as on a node: built from this source tree, or from an earlier commit.
 
-What gcore stands on is taken from the environment that runs the tests; gcore itself is not.
+gcore's dependencies come from the environment that runs the tests; gcore itself does not.
 """
 
 from __future__ import annotations

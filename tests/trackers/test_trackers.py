@@ -1,4 +1,4 @@
-"""The trackers' real packages, off line: a run with a rollback, given by two processes, read back with what they bring.
+"""The trackers' real packages, offline: a run with a rollback is sent by two processes and read back with the packages' own readers.
 
 In an environment of their own (make test-trackers): they are many packages, and none of them is needed to work on gcore.
 """

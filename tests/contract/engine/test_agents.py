@@ -1,4 +1,4 @@
-"""An agent's conversation with a real engine, over HTTP: the tokens that are trained are those that the engine saw. Of each engine."""
+"""An agent's conversation with each real engine over HTTP: the trained tokens are those that the engine processed."""
 
 from __future__ import annotations
 

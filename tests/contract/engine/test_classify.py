@@ -1,7 +1,7 @@
-"""What every engine that serves a classifier does on SGLang's routes. Run against each engine present.
+"""Classification on SGLang's routes, against each available engine.
 
-The real SGLang (marker `sglang`, on the CPU) is not asked for samples, nor for what has no tokens or a token that its vocabulary
-has not: 0.5.23 with --is-embedding dies of each of them.
+The real SGLang (marker `sglang`, on the CPU) gets no sampling requests, no empty token lists and no tokens outside its vocabulary:
+version 0.5.23 with --is-embedding crashes on each of them.
 """
 
 from __future__ import annotations

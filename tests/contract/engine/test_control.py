@@ -1,6 +1,6 @@
-"""Aborts, pauses, changes of weights from a folder, memory and what engines tell of themselves. Run against each engine.
+"""Aborts, pauses, weight updates from a folder, memory release and status reports, against each available engine.
 
-Requests that must be running when something happens are streams of which the first token has come.
+Requests that must be running during an operation are streams whose first token has arrived.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""What every engine does on SGLang's routes with a request for samples. Run against each engine present.
+"""Sampling requests on SGLang's routes, against each available engine.
 
-The torch engine is started as a process with few rows, so that its cache has to move all the time; the real SGLang server
-(marker `sglang`, on the CPU) is the one that it must be equal to.
+The torch engine runs as a process with few rows, so that it moves its cache often. The real SGLang server (marker `sglang`, on the
+CPU) is the reference.
 """
 
 import asyncio

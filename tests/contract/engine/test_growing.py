@@ -1,4 +1,4 @@
-"""Samples that are told of as they grow: what a client has of them when their engine is lost."""
+"""Streamed samples: which tokens a client has when their engine is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's routes, as judges and other programs use them. Run against each engine present."""
+"""OpenAI's routes, as judges and other programs use them, against each available engine."""
 
 import asyncio
 import json

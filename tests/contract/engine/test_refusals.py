@@ -1,9 +1,9 @@
-"""What engines refuse, with which status, in which shape. Run against each engine present.
+"""Which requests engines refuse, with which status and body, against each available engine.
 
 The shapes are SGLang's. "whole": an object with `object: "error"`, where the body is not what the route takes. "contract":
 `{"error": sentence}`, where a field of /generate or a sampling parameter is unknown or of another type. "message":
-`{"error": {"message": sentence}}`, everything else that cannot be served. "plain": `{"detail": ...}`, a route or method that
-is not there. "outcome": `{"success": false, "message": ...}`, a change of weights.
+`{"error": {"message": sentence}}`, every other refusal. "plain": `{"detail": ...}`, an unknown route or method.
+"outcome": `{"success": false, "message": ...}`, a weight update.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""What engines whose memory is released do, as whoever places them relies on it. Run against the torch engine and the emulated one alike.
+"""Engines with released memory, as the scheduler relies on them: the torch engine and the emulated engine.
 
-That a request runs is seen in the engine's gauges, or because it has told its first tokens.
+A test knows that a request runs from the engine's gauges or from the request's first tokens.
 """
 
 from __future__ import annotations

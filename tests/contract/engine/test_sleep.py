@@ -1,4 +1,4 @@
-"""Sleep and wake by the client, against each engine: what runs comes back with its tokens, and weights are brought anew."""
+"""Sleep and wake by the client, against each available engine: running requests resume with their tokens, and weights are loaded again."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What an engine tells of its time: two readings make a stretch of which every second is accounted for."""
+"""An engine's time report: the difference of two readings accounts for every second between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that a real trainer process broadcasts into an engine over gloo. Run against each engine present."""
+"""Weight updates that a real trainer process broadcasts over gloo, against each available engine."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""What a flow may count on, of a controller's peer and of the peers in memory that plug-ins are tested with."""
+"""The contract between a flow and its peer: a controller's peer, and the in-memory peers for tests of plug-ins."""
 
 from __future__ import annotations
 

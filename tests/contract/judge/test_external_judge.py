@@ -1,4 +1,4 @@
-"""A judge outside of the cluster, asked over real HTTP: of the fake that tests use, and of the torch engine, which speaks the same."""
+"""An external judge over real HTTP: the fake that tests use, and the torch engine, which has the same routes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What every store does, run against each there is: the one in memory, a real etcd, and the simulated cluster's, which is the
-one in memory behind simulated messages."""
+"""The contract of every store: in memory, a real etcd, and the simulated cluster's store (in memory behind simulated messages)."""
 
 import asyncio
 import random

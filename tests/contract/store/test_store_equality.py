@@ -1,7 +1,6 @@
-"""The store in memory and a real etcd do the same, whatever is asked of them, in whatever order.
+"""The store in memory and a real etcd give the same results for the same random operations.
 
-Both are driven by the same random operations. Revisions differ by what else has happened in etcd, so they are compared
-through a map that each write extends; lease ids likewise.
+Revisions differ by other writes to etcd, so the tests compare them through a map that each write extends; lease ids likewise.
 """
 
 import asyncio

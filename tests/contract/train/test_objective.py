@@ -1,4 +1,4 @@
-"""The contract of `gcore.train.objectives.Objective`: every loss of the policy, the critic's, and the fake."""
+"""The contract of `gcore.train.objectives.Objective`: every policy loss, the critic's loss, and the fake."""
 
 from __future__ import annotations
 

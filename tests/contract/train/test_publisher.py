@@ -1,4 +1,4 @@
-"""The contract of `gcore.models.publisher.Publisher`: a folder a version, a broadcast, and the fake."""
+"""The contract of `gcore.models.publisher.Publisher`: one folder per version, a broadcast, and the fake."""
 
 from __future__ import annotations
 

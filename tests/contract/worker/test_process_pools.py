@@ -1,4 +1,4 @@
-"""Pools of processes that run foreign code: a call that hangs, dies or takes all memory costs its own process and nothing else."""
+"""Pools of processes that run third-party code: a call that hangs, crashes or exhausts memory costs only its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callers may do to a daemon's API: messages of any size, bytes of any kind, streams that are never read, tools that ask what is there."""
+"""Limits of a daemon's API: message sizes, malformed bytes, streams without a reader, reflection tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gcore audit` against a controller's own service and a real etcd: damage to what etcd holds ends the command with 1."""
+"""`gcore audit` against a real controller service and a real etcd: damaged records end the command with exit code 1."""
 
 from __future__ import annotations
 

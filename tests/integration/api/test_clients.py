@@ -1,4 +1,4 @@
-"""`gcore.Client` and `gcore.AsyncClient` against controllers that play a script, as a script or a notebook uses them."""
+"""`gcore.Client` and `gcore.AsyncClient` against scripted controllers, as a script or a notebook uses them."""
 
 from __future__ import annotations
 

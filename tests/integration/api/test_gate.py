@@ -1,4 +1,4 @@
-"""The gate before a daemon's services, over real gRPC and TLS: without a token or certificate nothing but health is answered."""
+"""Authentication of a daemon's services over real gRPC and TLS: without a token or certificate only health answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a daemon shows over HTTP, with tokens and certificates: nothing to anybody unknown, and to others what is theirs."""
+"""Access to a daemon's HTTP pages with tokens and certificates: strangers see nothing, users see only their own jobs."""
 
 from __future__ import annotations
 

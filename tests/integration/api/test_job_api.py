@@ -1,4 +1,4 @@
-"""The job API on real daemons: any controller answers for the whole cluster."""
+"""The job API on real daemons: every controller answers for the whole cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs that are followed while controllers die: another one goes on with them, and each line comes once."""
+"""Following logs while controllers die: another controller continues them, and each line arrives once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: what it shows, that hostile words stay words, that it asks nobody else, dark and light."""
+"""The web page in a real browser: its content, escaping of hostile text, no requests to third parties, dark and light mode."""
 
 from __future__ import annotations
 

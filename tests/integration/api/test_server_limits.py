@@ -1,5 +1,4 @@
-"""Who may take how much of a daemon's room: strangers none but a few places at health, a person half, and nobody any by sending nothing, or
-by taking nothing."""
+"""Limits for the callers of a daemon: strangers get a few connections for health, a user at most half of all, and idle or non-reading clients none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every stream of the API that a daemon serves, followed by clients that never read: each takes a place, and no more than its window."""
+"""Every stream of a daemon's API with clients that never read: each client takes one connection and at most its own flow-control window."""
 
 from __future__ import annotations
 

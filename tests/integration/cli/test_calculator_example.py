@@ -1,4 +1,4 @@
-"""examples/calculator, shorter: with its tool the model learns to ask, without it there is little to learn."""
+"""examples/calculator, shortened: with its tool the model learns to call it; without the tool there is little to learn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands as a person runs them: what they print, how they end, and that an error is one sentence."""
+"""The commands as a user runs them: output, exit codes, and errors of one sentence."""
 
 import asyncio
 import contextlib

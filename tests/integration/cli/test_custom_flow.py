@@ -1,4 +1,4 @@
-"""examples/custom_flow, as its README has it: installed beside gcore, it passes the contract kit, and it learns."""
+"""examples/custom_flow as its README describes it: installed beside gcore, it passes the contract kit, and its model learns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gcore doctor` as a person runs it: here, where all is well, and in an environment that is broken in several places."""
+"""`gcore doctor` as a user runs it: in a healthy environment, and in one with several faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Following a job through the death of controllers: nothing twice, nothing lost."""
+"""Following a job while controllers die: no line is lost, and none appears twice."""
 
 import asyncio
 from contextlib import aclosing

@@ -1,4 +1,4 @@
-"""examples/gsm8k, followed as its README says for a machine without a GPU, with fewer steps."""
+"""examples/gsm8k as its README describes it for a machine without a GPU, with fewer steps."""
 
 from __future__ import annotations
 

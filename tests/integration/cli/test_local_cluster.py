@@ -1,4 +1,4 @@
-"""The local cluster: it comes up whole or not at all, and goes down without a trace. Real etcd, real processes."""
+"""The local cluster starts completely or not at all, and stops without leftovers. Real etcd, real processes."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""`gcore plan`: what a person is shown, what to write into a spec, and one clear sentence for what is wrong."""
+"""`gcore plan`: the displayed placements, the suggested spec, and one clear sentence for each error."""
 
 from __future__ import annotations
 

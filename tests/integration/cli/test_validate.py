@@ -1,4 +1,4 @@
-"""`gcore validate`: everything a spec names is checked, and shown as the job will see it."""
+"""`gcore validate` checks everything that a spec names and displays it as the job will use it."""
 
 from __future__ import annotations
 

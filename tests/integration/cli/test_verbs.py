@@ -1,4 +1,4 @@
-"""The verbs of the command line against a controller that plays a script: what they ask, what they print, how they end."""
+"""The command line's verbs against a scripted controller: requests, output, exit codes."""
 
 from __future__ import annotations
 

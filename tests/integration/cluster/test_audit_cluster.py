@@ -1,4 +1,4 @@
-"""The audit of a real job: while it runs, when it has ended, when its cluster is gone, and with its records damaged in etcd."""
+"""The audit of a real job: while it runs, after its end, without its cluster, and with damaged records in etcd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job whose policy moves slots begins, in a cluster on real cores, with what memory and time allow, and says so."""
+"""A job with dynamic placement starts, in a cluster on real cores, with a placement that memory and step time allow, and reports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole cluster with a classic reward model for its judge: a policy that knows nothing comes to write what the model likes."""
+"""A whole cluster with a classic reward model as the judge: a random policy learns the outputs that the model scores high."""
 
 from __future__ import annotations
 

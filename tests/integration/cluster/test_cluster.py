@@ -1,4 +1,4 @@
-"""The whole thing: `gcore run` with etcd, daemons, engines and train ranks, undisturbed and with things killed."""
+"""Whole runs of `gcore run` with etcd, daemons, engines and train ranks, with and without killed processes."""
 
 from __future__ import annotations
 

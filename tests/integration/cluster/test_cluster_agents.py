@@ -1,4 +1,4 @@
-"""A whole run whose responses a foreign agent makes, with nothing but Python's own HTTP: it learns, and nothing is lost when a controller dies."""
+"""A whole run with an external agent that uses only Python's HTTP client: the model learns, and a dead controller loses nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that share no folder: a node is lost with all that it had, and the job goes on from what its peers have of it."""
+"""Nodes without a shared folder: one node is lost with its data, and the job continues from the copies on its peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A daemon is asked to end amid a run: its shards are the other's, nothing is rolled back, nothing is trained twice."""
+"""A daemon is drained during a run: its shards move, no step is rolled back, and no prompt is trained twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The train world of a whole cluster when ranks and nodes go and come: no committed step is lost, none is trained twice."""
+"""A whole cluster whose train ranks and nodes leave and join: no committed step is lost, and none is trained twice."""
 
 from __future__ import annotations
 

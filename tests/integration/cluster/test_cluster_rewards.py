@@ -1,4 +1,4 @@
-"""A whole run whose rewards are composed, differ by source, raise, hang and crash: the job goes on, and every prompt is told of.
+"""A whole run with rewards that are composed, differ by source, raise, hang and crash: the job continues and records every prompt.
 
 One controller, a random model of a few thousand weights; nothing is learned here.
 """

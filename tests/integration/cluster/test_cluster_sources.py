@@ -1,4 +1,4 @@
-"""Whole runs over several sources: each way with truncated responses, curricula, and data that bring nothing.
+"""Whole runs over several sources: each policy for truncated responses, curricula, and data that yield no training prompts.
 
 On the shared cluster, with a random model of a few thousand weights; nothing is learned here.
 """

@@ -1,4 +1,4 @@
-"""Whole clusters whose steps come in parts, with a controller or a rank killed between two of them: every account is right."""
+"""Whole clusters with streamed steps, where a controller or a rank is killed between two parts: every account stays correct."""
 
 from __future__ import annotations
 

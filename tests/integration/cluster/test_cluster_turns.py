@@ -1,4 +1,4 @@
-"""Whole clusters whose engines and train ranks take turns in the memory of the slots that they share."""
+"""Whole clusters whose engines and train ranks time-share the memory of their slots."""
 
 from __future__ import annotations
 

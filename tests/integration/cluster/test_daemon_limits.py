@@ -1,4 +1,4 @@
-"""What a job may take of a node, end to end: a real daemon and a real etcd, emulated devices."""
+"""Resource limits of a job on a node, end to end: a real daemon and a real etcd, emulated devices."""
 
 from __future__ import annotations
 

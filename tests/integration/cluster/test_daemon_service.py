@@ -1,4 +1,4 @@
-"""A daemon as a service, as a real process with a real etcd: when it is ready, what it tells systemd, how it reads its configuration."""
+"""A daemon as a system service, a real process with a real etcd: readiness, messages to systemd, configuration."""
 
 from __future__ import annotations
 

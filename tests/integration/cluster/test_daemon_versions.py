@@ -1,6 +1,4 @@
-"""Daemons of the first schema version and an invented next side by side, as real processes, without a job: what they write, and how
-they end.
-"""
+"""Daemons of the first schema version and an invented next version side by side, as real processes, without a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DAPO over two controllers with most prompts filtered, and one of them killed: quotas, the end of the epoch, the audit."""
+"""DAPO over two controllers with most prompts filtered and one controller killed: quotas, the end of the epoch, the audit."""
 
 from __future__ import annotations
 

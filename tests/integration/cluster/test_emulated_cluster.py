@@ -1,4 +1,4 @@
-"""Whole runs on emulated slots: everything real but the devices."""
+"""Whole runs on emulated slots: control plane, network and storage are real, compute is simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole clusters in which something hangs and does not die: it is named in an event, and cured."""
+"""Whole clusters with a hung component: an event names it, and the cluster recovers."""
 
 from __future__ import annotations
 

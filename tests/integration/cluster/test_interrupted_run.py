@@ -1,4 +1,4 @@
-"""Ctrl-C of `gcore run` costs no committed step: the same command goes on from the last commit, whatever `checkpoint.every` says."""
+"""Ctrl-C of `gcore run` costs no committed step: the same command continues from the last commit for any `checkpoint.every`."""
 
 from __future__ import annotations
 

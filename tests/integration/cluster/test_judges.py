@@ -1,5 +1,4 @@
-"""Judges in whole clusters: a policy learns from one alone, learns nothing from one that knows nothing, and loses nothing with a
-controller or with a judge's engine."""
+"""Judges in whole clusters: a policy learns from a useful judge, learns nothing from a random one, and survives a lost controller or judge engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults that leave nobody to repair them, or the wrong cause to be named: all daemons at once, a store that refuses writes, a lost head."""
+"""Faults that disable a whole cluster or point at a wrong cause: all daemons lost, a store that refuses writes, a lost head."""
 
 from __future__ import annotations
 

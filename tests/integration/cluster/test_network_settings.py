@@ -1,4 +1,4 @@
-"""Whole runs of real engines and ranks with what an environment says about the network outside, and at addresses of IPv6."""
+"""Whole runs of real engines and ranks with proxy settings in the environment, and on IPv6 addresses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Placement that moves, in whole clusters on emulated slots: engines change over, worlds change their size, slots are lent, and who
-dies in the middle of it holds nothing up."""
+"""Dynamic placement in whole clusters on emulated slots: engines change pools, worlds are resized, slots are lent, and a crash in between blocks nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A whole cluster with certificates and tokens: a run over nothing but TLS, namespaces that see nothing of each other, and a secret that
-is written nowhere."""
+"""A whole cluster with certificates and tokens: a run over TLS only, isolated namespaces, and no secret in any file."""
 
 from __future__ import annotations
 

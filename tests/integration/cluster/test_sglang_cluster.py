@@ -1,4 +1,4 @@
-"""A training run whose engine is the real SGLang, undisturbed and with its server killed (make test-sglang)."""
+"""A training run on the real SGLang, undisturbed and with its server killed (make test-sglang)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The books of whole runs: every slot's time is accounted for, on emulated slots undisturbed, and killed. On real engines and ranks:
-`test_cluster`, where the demo runs anyway."""
+"""Slot accounting of whole runs on emulated slots: every second of every slot is booked, with and without killed processes.
+`test_cluster` checks the same on real engines and ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real processes of a real run: how large daemons are, how many threads workers may have, and a model from a hub."""
+"""Real processes of a real run: memory of daemons, threads of workers, and a model from a hub."""
 
 from __future__ import annotations
 

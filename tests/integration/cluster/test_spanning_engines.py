@@ -1,5 +1,4 @@
-"""Engines that span several slots, in a whole cluster on emulated slots: they change over whole, one that is killed comes back on all of
-its slots, and each of these is booked."""
+"""Engines that span several slots, in a whole cluster on emulated slots: they change pools and restart as a whole, and each slot is booked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that train what older weights made: a whole cluster whose answers outlast the steps."""
+"""Off-policy steps: a whole cluster whose responses take longer than a step."""
 
 from __future__ import annotations
 

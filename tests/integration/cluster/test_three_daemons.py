@@ -1,4 +1,4 @@
-"""Three daemons and a real etcd of three members: any of them takes a job, any tells of it, and one that dies is not missed."""
+"""Three daemons and a real etcd of three members: any daemon accepts and reports a job, and the others replace one that dies."""
 
 from __future__ import annotations
 

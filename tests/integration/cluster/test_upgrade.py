@@ -1,6 +1,6 @@
-"""A cluster is upgraded under a running job: three daemons of the wheel of a commit before, one after the other replaced by this one's.
+"""A rolling upgrade under a running job: three daemons from an earlier commit's wheel are replaced one after the other by today's.
 
-The commit is the newest one before this that changed what is packaged; GCORE_UPGRADE_FROM names another.
+The earlier commit is the newest one that changed the package; GCORE_UPGRADE_FROM names another.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A real Prometheus over real runs: every query of every dashboard's panels has data, and they change during the runs.
+"""A real Prometheus over real runs: every query of every dashboard panel has data, and the values change during the runs.
 
-Two runs are watched. One on emulated slots has what comes of many slots: moves, judges of the cluster and of others, a controller that is
-killed, a rank that is, a store that does not answer for a while. One on the cores of this machine learns: only it has a loss.
+One run on emulated slots covers the events of many slots: moves, cluster and external judges, a killed controller, a killed rank and an
+unavailable store. One run on the cores of this machine learns: only this one has a loss.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Emulated engines as a controller meets them: over real sockets, in the store, many in one process."""
+"""Emulated engines as a controller uses them: over real sockets, registered in the store, several in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judges on emulated slots, beside the policy's engines in one process: what they say, what they take, how they come and go."""
+"""Emulated judges beside the policy's engines in one process: their answers, speed, start and stop."""
 
 from __future__ import annotations
 

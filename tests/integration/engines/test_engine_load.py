@@ -1,7 +1,6 @@
-"""The torch engine's process under load: late and lost clients, long queues, changes of weights, slow readers.
+"""The torch engine's process under load: late and lost clients, long queues, weight updates, slow readers.
 
-Nothing here is judged by how long it took: what must be under way when something happens is seen in the engine's gauges,
-which are never late.
+No test measures time: each waits until the engine's gauges show the required state.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The engine as a process: how it starts, what it tells its supervisor, which models it refuses, how it ends."""
+"""The engine as a process: start, messages to its supervisor, refused models, shutdown."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Engines that live and answer nothing, as real processes: left within their time, named, used again or ended."""
+"""Hung engines as real processes: requests leave them in time, events name them, and they are used again or stopped."""
 
 from __future__ import annotations
 

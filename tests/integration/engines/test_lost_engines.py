@@ -1,4 +1,4 @@
-"""An engine is killed while it makes responses: another goes on with the tokens that it had told."""
+"""An engine is killed during generation: another engine continues from the tokens that it had streamed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The worker and the client in front of the real SGLang, on the CPU (make test-sglang).
 
-What SGLang does on its routes is the engine contract's (tests/contract); this is what gcore does with it.
+The engine contract (tests/contract) covers SGLang's routes; these tests cover gcore's use of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The worker beside SGLang's server as a process: what its supervisor hears, and that nothing of it is ever left behind.
+"""The worker beside SGLang's server as a process: messages to its supervisor, and no leftover processes.
 
-The server is a small stand-in that answers at once (`tests/support/fake_sglang.py`); the same worker in front of the
-real one is in test_sglang_real.py.
+The server is a small stand-in (`tests/support/fake_sglang.py`); test_sglang_real.py runs the same worker in front of the real one.
 """
 
 from __future__ import annotations

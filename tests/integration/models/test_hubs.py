@@ -1,4 +1,4 @@
-"""Models are really fetched, from a hub on loopback that speaks the hubs' API, through the hubs' own clients."""
+"""Download models from a hub on loopback, which serves the hubs' API, with the hubs' own clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents in processes of their own, asking over HTTP: what each kind of bad agent costs, and that nothing hangs or is lost."""
+"""Agents in processes of their own over HTTP: each kind of faulty agent has a bounded cost, and no response hangs or is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge of the arithmetic example as it is prepared for use, asked about what the example's own model answers."""
+"""The prepared judge of the arithmetic example scores answers of the example's own model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Foreign programs are shut in: each way out is tried for real, and where they cannot be, nothing is run."""
+"""The sandbox for untrusted programs: each way out is tried for real, and without a working sandbox no program runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Rewards in processes of their own: batches, sources, blame and pace.
 
-What every pool of processes does is in `tests/contract/worker`.
+`tests/contract/worker` covers the behaviour of all process pools.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tools in processes of their own: what the model is told of one that fails, and what a call leaves running.
+"""Tools in processes of their own: the model's view of a failed tool, and leftovers of a call.
 
-What every pool of processes does is in `tests/contract/worker`.
+`tests/contract/worker` covers the behaviour of all process pools.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A local etcd: started, found healthy, started again, ended; and what is said when that fails."""
+"""A local etcd: start, health check, restart, stop, and the error messages of each."""
 
 import json
 import os

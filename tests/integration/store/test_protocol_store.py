@@ -1,5 +1,5 @@
-"""The step protocol against a real etcd: who was paused beyond its lease cannot write, who was cut off while history was
-compacted goes on from what there is, and what etcd refuses never reaches it.
+"""The step protocol against a real etcd: a paused process cannot write after its lease, a watcher resumes after a compaction, and invalid requests
+are refused before etcd gets them.
 """
 
 from __future__ import annotations

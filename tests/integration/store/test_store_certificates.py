@@ -1,4 +1,4 @@
-"""When the certificates of etcd's members end, as a daemon sees it from outside: renewed ones, ended ones, and those of strangers."""
+"""The expiry of etcd members' certificates, as a daemon sees it from outside: renewed, expired and foreign certificates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The etcd client on a cluster of three members, of which some die or are stopped."""
+"""The etcd client on a cluster of three members, some of which die or are stopped."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""The etcd client when the server dies, hangs, or loses what it answers. Real processes, real connections."""
+"""The etcd client when the server dies, hangs, or loses its replies. Real processes, real connections."""
 
 import asyncio
 import signal

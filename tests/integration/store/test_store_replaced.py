@@ -1,4 +1,4 @@
-"""A store that was put back to an older state, with etcd's own tools, while somebody held a lease in it."""
+"""A store that was restored from an older backup with etcd's own tools while a session had a lease in it."""
 
 from __future__ import annotations
 

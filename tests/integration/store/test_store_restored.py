@@ -1,7 +1,7 @@
-"""An older backup of the store is put back, with etcd's own tools, and the job goes on: real daemons, engines, ranks and etcd.
+"""An older backup of the store is restored with etcd's own tools, and the job continues: real daemons, engines, ranks and etcd.
 
-The job has gone far enough by then for entries of the log to have left the store, so that the run's folder holds all kinds of what
-belongs to the future that is cut off: archived entries, lines of `metrics.jsonl`, receipts, weights, checkpoints, samples.
+By then some log entries have left the store, so the run's folder has every kind of file of the discarded branch: archived entries, lines
+of `metrics.jsonl`, receipts, weights, checkpoints, samples.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The etcd client with certificates and users: what is let in, what is refused, and a token that has expired."""
+"""The etcd client with certificates and users: accepted and refused credentials, and an expired token."""
 
 import socket
 import subprocess

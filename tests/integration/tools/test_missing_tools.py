@@ -1,4 +1,4 @@
-"""Tests whose tool is missing: pytest leaves them out and names them, unless `GCORE_REQUIRE_ALL` is set."""
+"""Tests without their system tool: pytest skips and names them, unless `GCORE_REQUIRE_ALL` is set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An emulated rank's process, as a supervisor starts it and a controller speaks to it."""
+"""An emulated rank's process, started by a supervisor and called by a controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the first placement estimates of memory is about what real processes take: a smaller form of `make bench-memory`."""
+"""The memory estimates of the first placement are close to the use of real processes: a smaller form of `make bench-memory`."""
 
 from __future__ import annotations
 

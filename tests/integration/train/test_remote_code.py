@@ -1,4 +1,4 @@
-"""A model that comes with its own code: refused unasked, and the same in engine and rank once it is trusted."""
+"""A model with its own code is refused by default, and loads in engine and rank once it is trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PPO with a critic through DeepSpeed is that of a plain loop, and goes on from a checkpoint as if nothing had been."""
+"""PPO with a critic through DeepSpeed equals a plain loop, and resumes from a checkpoint with the same results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A train world goes on from copies in the memory of its nodes, at another size, with the losses of an uninterrupted run."""
+"""A train world resumes from copies in its nodes' memory, at another size, with the losses of an uninterrupted run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient of a whole step through DeepSpeed is that of a plain loop: any ZeRO stage, any number of ranks."""
+"""The gradient of a whole step through DeepSpeed equals that of a plain loop, for every ZeRO stage and number of ranks."""
 
 from __future__ import annotations
 

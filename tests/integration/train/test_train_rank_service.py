@@ -1,4 +1,4 @@
-"""The gRPC side of a train rank, over a real channel, without torch: what is trained is only noted."""
+"""The gRPC service of a train rank over a real channel, without torch: a fake trainer records its calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train worlds that give their memory back between steps train exactly as those that keep it, at every ZeRO stage."""
+"""Train worlds that release their memory between steps train exactly as those that keep it, at every ZeRO stage."""
 
 from __future__ import annotations
 

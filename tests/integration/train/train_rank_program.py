@@ -1,4 +1,4 @@
-"""Run by test_train_rank_gradients.py: one rank, or the plain loop it is held against, with all cases in one process.
+"""Run by test_train_rank_gradients.py: one rank, or the plain loop that is its reference, with all cases in one process.
 
 python train_rank_program.py FOLDER
 

@@ -2,12 +2,12 @@
 
 python train_worlds_program.py elastic|resting FOLDER
 
-elastic: worlds of several sizes that go on from one another's copies. Each case once without an interruption, as one world of
-two ranks, and once as three worlds, each of which is killed after two steps without a word of farewell, and the memory of
-nodes with it. No checkpoint is written.
+elastic: worlds of several sizes that resume from one another's copies. Each case runs once without an interruption, as one world of
+two ranks, and once as three worlds, each of which is killed after two steps together with the memory of its nodes. No checkpoint
+is written.
 
-resting: worlds of two ranks that give their memory back between steps, beside such that never do. What their memory was is
-written down with the losses.
+resting: worlds of two ranks that release their memory between steps, beside worlds that keep it. The output has the losses and
+the memory use.
 """
 
 from __future__ import annotations

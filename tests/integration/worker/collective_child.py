@@ -1,4 +1,4 @@
-"""A child that meets another in one collective after the other, as train ranks do, and tells each before it begins."""
+"""A child that runs collectives with another one, as train ranks do, and reports each before it starts."""
 
 from __future__ import annotations
 

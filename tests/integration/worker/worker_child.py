@@ -1,4 +1,4 @@
-"""A child as the supervisor's tests need it: does what its launch document says, line by line, and then obeys.
+"""A child for the supervisor's tests: it runs the steps of its launch document one by one, then waits for commands.
 
 A step is [name, arguments...]; see `STEPS`. After the last it waits for "stop" and ends with 0.
 """

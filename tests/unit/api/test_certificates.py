@@ -1,4 +1,4 @@
-"""`gcore certs`: who a certificate is of, what an authority signs, its folders and their modes, and its renewal."""
+"""`gcore certs`: a certificate's identity, signing by an authority, folders and file modes, renewal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of TLS: what fits together is read, what has changed is read anew, and what is wrong is told in one sentence."""
+"""TLS files: valid combinations are loaded, changed files are reloaded, and each mistake is one error sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person is told to type is what works where they are; GPUs that are not there are told of early."""
+"""Suggested commands work on the user's machine, and missing GPUs are reported early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gcore checkpoints` and `gcore export --step`: which there are, why each is kept, and how it lies on the disk."""
+"""`gcore checkpoints` and `gcore export --step`: the list, the reason that each is kept, and its layout on the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `gcore doctor` makes of what it sees."""
+"""The findings of `gcore doctor`."""
 
 from __future__ import annotations
 

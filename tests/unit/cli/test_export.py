@@ -1,4 +1,4 @@
-"""`gcore export` without a cluster: it says which job's model it copied, and a folder it cannot make is a sentence."""
+"""`gcore export` without a cluster: it names the job of the copied model, and reports a folder that it cannot create."""
 
 from __future__ import annotations
 

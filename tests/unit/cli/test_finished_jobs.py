@@ -1,4 +1,4 @@
-"""A command that begins a job of the name of a finished one says so, and how to begin with that one's weights; or that it goes on."""
+"""A command that starts a job with the name of a finished one reports that, or that the job continues, and shows how to start from its weights."""
 
 from __future__ import annotations
 

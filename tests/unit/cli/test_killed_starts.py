@@ -1,4 +1,4 @@
-"""A local cluster of which a signal ends a process before it is ready."""
+"""A local cluster with a process that a signal kills during the start."""
 
 from __future__ import annotations
 

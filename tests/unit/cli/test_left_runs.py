@@ -1,4 +1,4 @@
-"""Runs that nobody watched to their end: what their folders say when no cluster is up."""
+"""Runs whose cluster is gone: their state as their folders tell it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers of this machine whose daemon has ended are found and ended; others are left alone."""
+"""Workers of this machine whose daemon is gone are found and stopped; others stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `gcore run` says of a job that the store has lost while it was followed."""
+"""The message of `gcore run` about a followed job that the store has lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of the command line that decide something: slots, addresses, leftovers, the record, the summary, tables."""
+"""The decisions of the command line: slots, addresses, leftovers, the record, the summary, tables."""
 
 import asyncio
 import dataclasses

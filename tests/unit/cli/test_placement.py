@@ -1,6 +1,6 @@
-"""What `gcore placement` prints of reasons that anybody's policy wrote: as it was written, and never as markup or control characters.
+"""`gcore placement` prints a policy's reasons unchanged and escapes markup and control characters.
 
-What the pages on placement show works, and what they list is all there is.
+The examples on the placement pages work, and their lists are complete.
 """
 
 from __future__ import annotations

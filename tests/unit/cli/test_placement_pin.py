@@ -1,4 +1,4 @@
-"""What a person fixes of a placement, and what cannot be fixed; what the API says of a placement."""
+"""Pinned placements: valid and invalid pins, and the API's report of a placement."""
 
 from __future__ import annotations
 

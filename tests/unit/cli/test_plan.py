@@ -1,4 +1,4 @@
-"""What `gcore plan` says of the placements that it found, and what to write into the spec."""
+"""The messages of `gcore plan` about the placements that it found, and the suggested lines of a spec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A key press between two that are heeded is not lost."""
+"""A key press between two handled ones is not lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGTERM ends every command in order, whatever its parent left of signals; SIGINT too, unless it was ignored."""
+"""SIGTERM ends every command cleanly, whatever signal state its parent left; SIGINT does too, unless it was ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gcore simulate`: a scenario's file or a run's records in, a table or JSON out; what is wrong is told in a sentence."""
+"""`gcore simulate`: a scenario file or a run's records as input, a table or JSON as output; each mistake is one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gcore logs` says so when nothing was there to show, and where to look."""
+"""`gcore logs` says so when there are no lines, and where to look."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gcore trace` and `gcore top`: what is shown of a step is what was booked, and a trace is one that Perfetto opens."""
+"""`gcore trace` and `gcore top`: displayed times equal the accounted ones, and Perfetto opens the trace."""
 
 from __future__ import annotations
 

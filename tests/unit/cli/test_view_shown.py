@@ -1,4 +1,4 @@
-"""What is drawn and printed: plain lines, the live view, the picture; and that no text of a model can do harm."""
+"""The output of the views: plain lines, the live view, the chart; and escaping of a model's text."""
 
 import io
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The fold behind the views: what is shown is what stands on the job's chain."""
+"""The fold behind the views: the displayed state equals the job's chain."""
 
 import string
 

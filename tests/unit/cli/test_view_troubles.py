@@ -1,4 +1,4 @@
-"""What the views say when nobody can tell how the job is, or its record cannot be written."""
+"""The views when no controller answers, or when the record cannot be written."""
 
 from __future__ import annotations
 

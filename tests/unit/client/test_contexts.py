@@ -1,4 +1,4 @@
-"""Contexts: which cluster a command talks to, and what it shows there; the file, and the commands that write it."""
+"""Contexts: the cluster and credentials of a command, the contexts file, and the commands that write it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function is written down with the imports, constants and definitions that it names; what cannot be written down is refused."""
+"""A function is serialized with the imports, constants and definitions that it uses; unsupported ones are refused."""
 
 from __future__ import annotations
 

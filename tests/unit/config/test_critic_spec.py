@@ -1,4 +1,4 @@
-"""`train.critic` is there where the advantage is gae's, and nowhere else; what contradicts itself is one sentence."""
+"""`train.critic` is set exactly where the advantage is gae; contradictions are one error sentence."""
 
 from __future__ import annotations
 

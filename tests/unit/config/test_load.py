@@ -1,4 +1,4 @@
-"""A spec file either loads or is told apart in one sentence."""
+"""A spec file either loads or gives one error sentence."""
 
 from __future__ import annotations
 

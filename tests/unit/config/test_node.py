@@ -1,4 +1,4 @@
-"""The daemon's configuration: what it may say, in YAML and as `gcore up` writes it, and each mistake in one sentence."""
+"""The daemon's configuration: its fields in YAML and as `gcore up` writes it, and one sentence for each mistake."""
 
 from __future__ import annotations
 

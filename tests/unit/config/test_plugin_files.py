@@ -1,4 +1,4 @@
-"""Plug-ins in files: how a spec names them, which files are taken, and what is said of a file that cannot be used."""
+"""Plug-ins in files: their names in a spec, the accepted files, and the errors about unusable files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the spec promises beside its validation: defaults, dates, and what does not fit together."""
+"""The spec beside its validation: defaults, dates, and incompatible fields."""
 
 from __future__ import annotations
 

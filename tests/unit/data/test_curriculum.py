@@ -1,4 +1,4 @@
-"""Curricula: the same order for everybody, every entry once, and what a curriculum may get wrong."""
+"""Curricula: the same order on every node, every entry once, and errors in a curriculum."""
 
 from __future__ import annotations
 

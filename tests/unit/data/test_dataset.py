@@ -1,4 +1,4 @@
-"""A dataset is checked once, whole, and then read by position."""
+"""A dataset is checked once as a whole, and then read by position."""
 
 from __future__ import annotations
 

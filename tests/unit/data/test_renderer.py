@@ -1,4 +1,4 @@
-"""Rendering agrees with transformers, and says what is wrong where it cannot."""
+"""Rendering agrees with transformers, and reports where it cannot."""
 
 from __future__ import annotations
 

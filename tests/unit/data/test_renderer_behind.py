@@ -1,4 +1,4 @@
-"""What stands between two answers: the template's words, and tokens that fit behind those that are there."""
+"""The tokens between two answers: the template's text, tokenized to continue the existing tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations of several turns: the tokens are those of transformers, whatever the form of the template and its end tokens."""
+"""Conversations of several turns: the tokens equal those of transformers, for every form of template and end tokens."""
 
 from __future__ import annotations
 

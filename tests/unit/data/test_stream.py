@@ -1,4 +1,4 @@
-"""From a ref to tokens: every entry as often as its source's weight says, and none that does not fit."""
+"""From a ref to tokens: every entry as often as its source's weight says, and none that is too long."""
 
 from __future__ import annotations
 

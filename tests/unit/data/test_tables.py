@@ -1,4 +1,4 @@
-"""Parquet files and saved datasets are checked, read, named and told of like JSONL, without pyarrow in the process."""
+"""Parquet files and saved datasets are checked, read, named and reported like JSONL, without pyarrow in the process."""
 
 from __future__ import annotations
 

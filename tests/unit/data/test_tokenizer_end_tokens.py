@@ -1,4 +1,4 @@
-"""Every token that ends a response is known, wherever a model's folder names it."""
+"""Every end token of a model is known, whichever file of its folder names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long texts on their way to tokens: beside the event loop, and not to their end where there is no room for them anyway."""
+"""Tokenization of long texts: off the event loop, and not to the end of texts that exceed the limit anyway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an idle engine waits for a burst; and the thread that owns the model, over a core that only counts."""
+"""An idle engine's wait for a burst of requests; and the thread that owns the model, over a core that only counts."""
 
 import threading
 from collections.abc import Sequence

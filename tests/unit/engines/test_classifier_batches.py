@@ -1,4 +1,4 @@
-"""Which questions a classifier takes through its model together."""
+"""The batching of a classifier's questions."""
 
 from __future__ import annotations
 

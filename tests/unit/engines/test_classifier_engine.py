@@ -1,4 +1,4 @@
-"""The torch engine's classifier in the test's own process: what it gives, and which folders it refuses."""
+"""The torch engine's classifier in the test's own process: its values, and refused model folders."""
 
 from __future__ import annotations
 

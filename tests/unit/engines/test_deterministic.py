@@ -1,4 +1,4 @@
-"""Deterministic decoding: a sample is the same to the bit, whatever is in the batch, at several widths and on each lane."""
+"""Deterministic decoding: a sample is bitwise equal for any batch, at several widths and on each lane."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What of a growing text may be told.
+"""The part of a growing text that may be streamed.
 
 The tokenizer's side of the engine.
 """

@@ -1,4 +1,4 @@
-"""The emulated engine in time: every sample ends when the law says, whatever comes and goes meanwhile."""
+"""The emulated engine in time: every sample ends at its computed time, whatever else starts or ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What starts emulated engines: their names, the document, who takes it, and which judges may be served there."""
+"""The start of emulated engines: names, the launch document, its receiver, and the judges that may be served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The law of emulated devices: times that scale, paces that differ and stay hidden, responses that are functions of seeds."""
+"""The timing model of emulated devices: scaled times, hidden differences in speed, responses that are functions of seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An emulated slot in an event loop, and a request that reaches an engine there which has ended meanwhile."""
+"""An emulated slot in an event loop, and a request to an engine that has ended meanwhile."""
 
 from __future__ import annotations
 

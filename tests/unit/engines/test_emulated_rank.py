@@ -1,4 +1,4 @@
-"""What an emulated rank leaves behind: receipts as a real one's, staged folders, checkpoints that are whole and hold no weights."""
+"""The outputs of an emulated rank: receipts like a real rank's, staged folders, complete checkpoints without weights."""
 
 from __future__ import annotations
 

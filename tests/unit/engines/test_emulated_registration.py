@@ -1,4 +1,4 @@
-"""The registrations of a process's emulated engines, against the store in memory under a clock that stands still."""
+"""The registrations of a process's emulated engines, against the store in memory with a stopped clock."""
 
 from __future__ import annotations
 

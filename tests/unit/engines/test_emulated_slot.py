@@ -1,4 +1,4 @@
-"""Emulated engines on one slot: whoever computes beside another goes half as fast, exactly as long as the other computes."""
+"""Emulated engines on one slot: two that compute at the same time run at half speed for as long as both do."""
 
 from __future__ import annotations
 

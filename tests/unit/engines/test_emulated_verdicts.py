@@ -1,4 +1,4 @@
-"""What an emulated judge says is what the job's parser reads, for each of gcore's parsers; what it cannot say is refused in words."""
+"""An emulated judge's answers are valid for each of gcore's parsers; an unsupported parser is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's core in this process: what a sample is does not depend on what else goes on; memory, prompts, weights."""
+"""The engine's core in this process: a sample does not depend on other requests; memory, prompts, weights."""
 
 import itertools
 from collections.abc import Callable

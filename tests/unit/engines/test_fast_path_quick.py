@@ -1,4 +1,4 @@
-"""A model made quick: the same bits, the same saved state, and no part that is out of date."""
+"""The fast path of a model: the same bits, the same saved state, and no outdated part."""
 
 from pathlib import Path
 

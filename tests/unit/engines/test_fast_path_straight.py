@@ -1,4 +1,4 @@
-"""The straight step: the same bits as the model's own modules, for the kinds it is for, and for no others."""
+"""The straight step: the same bits as the model's own modules, for the supported architectures only."""
 
 from typing import Any
 

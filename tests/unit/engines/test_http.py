@@ -1,6 +1,6 @@
-"""Who may call which route, as a table.
+"""The permitted callers of each route, as a table.
 
-The gate between requests and changes of weights.
+The gate between requests and weight updates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the engine takes: numbers beyond all bounds, endless lists of wrong things, names of samples."""
+"""The engine's inputs: huge numbers, endless invalid lists, names of samples."""
 
 import pytest
 from pydantic import ValidationError

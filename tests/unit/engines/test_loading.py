@@ -1,4 +1,4 @@
-"""Model folders that cannot be served: one sentence that says what is wrong, before anything is served."""
+"""Model folders that cannot be served: one error sentence before the server starts."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How much memory the cache may take, and that what is released is really free."""
+"""The memory limit of the cache, and release of memory to the system."""
 
 import gc
 from pathlib import Path

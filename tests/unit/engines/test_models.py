@@ -1,4 +1,4 @@
-"""Any causal model of transformers: on which lane it is served, and that what it says is what a full forward pass says."""
+"""Any causal model of transformers: its lane, and output equal to a full forward pass."""
 
 from collections.abc import Callable
 from pathlib import Path

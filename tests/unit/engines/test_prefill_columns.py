@@ -1,4 +1,4 @@
-"""Where in the cache things stand, as a table of cells that remember which token of which sequence they hold."""
+"""Positions in the cache, as a table of cells that remember the token and the sequence that they hold."""
 
 from dataclasses import dataclass, field
 

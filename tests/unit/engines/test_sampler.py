@@ -1,4 +1,4 @@
-"""From logits to tokens: what is drawn, and what its log-probability is."""
+"""From logits to tokens: the sampled token and its log-probability."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Who gets a row, who gives it back, and how much of the prompts is read: the decisions, and whole lives under them."""
+"""Rows of the batch: acquisition, release, and prefill progress; single decisions, and whole runs of requests."""
 
 from dataclasses import dataclass, field
 

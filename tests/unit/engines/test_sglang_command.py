@@ -1,4 +1,4 @@
-"""How SGLang's server is started: its command line, its environment, where its Python is found, and its last words."""
+"""The start of SGLang's server: command line, environment, Python interpreter, and error output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang is shown of a classifier: the model's own folder, or one where the bias of its head is 0."""
+"""The folder of a classifier for SGLang: the model's own, or one with a zero bias of the head."""
 
 from __future__ import annotations
 

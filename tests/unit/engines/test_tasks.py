@@ -1,4 +1,4 @@
-"""What waits, spans of versions, and a row's bookkeeping."""
+"""Waiting tasks, spans of versions, and a row's bookkeeping."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What estimators, losses and corrections do not go together, and that everything else does."""
+"""Invalid combinations of estimators, losses and corrections; all others are valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filters: what they keep, what becomes of one that is wrong, and that none is passed over in silence."""
+"""Filters: kept prompts, errors of a filter, and a record of every filtered prompt."""
 
 from __future__ import annotations
 

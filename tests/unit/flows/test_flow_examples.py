@@ -1,4 +1,4 @@
-"""The example of each built-in flow: what it means with the flow's settings, and that it repeats none of them."""
+"""The example of each built-in flow: its meaning with the flow's settings, and no repeated setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a job goes, and how many prompts a step may use up: what a spec may say of it, and what follows."""
+"""The length of a job and the prompt limit of a step: valid specs, and the results."""
 
 from __future__ import annotations
 

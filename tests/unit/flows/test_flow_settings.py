@@ -1,4 +1,4 @@
-"""A flow's settings stand under what a user writes, and what they break is told with the flow's name."""
+"""A flow's settings are defaults below the user's spec, and errors about them name the flow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every built-in flow, in memory: what it asks for, what it offers, and that it is short."""
+"""Every built-in flow in memory: its requests, its offers, and its short code."""
 
 from __future__ import annotations
 

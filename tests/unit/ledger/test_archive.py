@@ -1,4 +1,4 @@
-"""Old log entries: what may leave the store, and the run's folder that takes them."""
+"""Old log entries: when they may leave the store, and the archive in the run's folder."""
 
 from __future__ import annotations
 

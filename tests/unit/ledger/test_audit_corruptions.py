@@ -1,4 +1,4 @@
-"""Every kind of damage to a job's records is refuted, with exactly the prompts at fault: in the store, and from the run's folder."""
+"""The audit finds every kind of damage to a job's records, with exactly the affected prompts: in the store, and in the run's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layout of a step: complete, deterministic, and balanced as LPT promises."""
+"""The layout of a step: complete, deterministic, and as balanced as LPT guarantees."""
 
 from __future__ import annotations
 

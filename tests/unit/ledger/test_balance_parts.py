@@ -1,4 +1,4 @@
-"""Parts of a streamed step: what is certain, what stays, and that the batch is the same as without them."""
+"""Parts of a streamed step: stable parts, and the same batch as without streaming."""
 
 from __future__ import annotations
 

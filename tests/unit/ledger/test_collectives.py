@@ -1,4 +1,4 @@
-"""What peers tell each other in a step: one answer for all, whoever dies, joins, comes late or repeats the step."""
+"""Agreement of peers within a step: one result for all, under crashes, joins, late arrivals and a repeated step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A damaged hint (an offer, a part, what lies in a node's memory) keeps nobody from the job: it is as if it were not there."""
+"""A damaged hint (an offer, a part, the contents of a node's memory) blocks no job: it counts as absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes, limits and ends of steps in which many prompts are filtered: pure rules, played over whole jobs."""
+"""Sizes, limits and ends of steps with many filtered prompts: pure rules, applied over whole jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pass@k against every choice there is, exact integers, and what must hold of any estimate."""
+"""pass@k against an enumeration of every choice in exact integers, and properties of every estimate."""
 
 from __future__ import annotations
 

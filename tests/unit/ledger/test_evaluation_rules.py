@@ -1,4 +1,4 @@
-"""What an evaluation is cut into and adds up to, whose part is whose, which checkpoint is the best; and what a spec may say."""
+"""Evaluation: its parts, their owners, the aggregate, the best checkpoint, and the spec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which records of a job the store cannot have lost without a finding."""
+"""The records of a job whose loss from the store the audit must report."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A chain of which each step may be written by a controller of this schema version or of the one before, as while nodes are
-replaced one by one: it is one chain for both, and the audit finds nothing.
+"""A chain with steps from controllers of this schema version and of the previous one, as during a rolling upgrade: both read one
+chain, and the audit finds nothing.
 """
 
 from __future__ import annotations

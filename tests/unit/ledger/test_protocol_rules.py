@@ -1,8 +1,8 @@
 """The rules of the step protocol that are decided or written in one place, one by one: with the production records,
 transactions and decisions, over the store in memory.
 
-Each transaction's compares are named here once more, apart from the code, and each is shown to matter: whatever of them
-has changed since the writer looked, the transaction writes nothing.
+The tests list each transaction's compares again, apart from the code, and show that each matters: if one of the compared keys
+has changed since the writer read it, the transaction writes nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""New worlds that go on from copies: what head's state is called, and that no story of transactions loses or repeats a step."""
+"""New worlds that resume from copies: the names of head's states, and no sequence of transactions loses or repeats a step."""
 
 from __future__ import annotations
 

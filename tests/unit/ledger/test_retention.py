@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: whatever happens, a job keeps where it would go on from, its best, and every k-th step for ever."""
+"""Kept checkpoints: a job always keeps its resume point, its best, and every k-th step forever."""
 
 from __future__ import annotations
 

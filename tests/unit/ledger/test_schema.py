@@ -1,7 +1,7 @@
-"""Stored records: each says its version, and what the first version wrote is read for ever.
+"""Stored records: each has its version, and records of the first version stay readable forever.
 
-`records_of_version_2/` holds one record of each kind as the first version writes it, with every field set, and which fields each kind
-has then. They are never written anew. What holds between two versions is in `test_schema_versions.py`.
+`records_of_version_2/` holds one record of each kind as the first version writes it, with every field set, and the fields of each kind
+at that time. These files never change. `test_schema_versions.py` covers the relation between two versions.
 """
 
 from __future__ import annotations

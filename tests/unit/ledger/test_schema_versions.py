@@ -1,4 +1,4 @@
-"""Records of the version before and of this one: a process reads both, and writes either."""
+"""Records of the previous version and of this one: a process reads both, and writes either."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strictly on-policy order: what is due, and what a seal takes."""
+"""The strictly on-policy order: due refs, and the selection of a seal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No plan is made of slots that were given back, and none is given back that a plan uses."""
+"""A plan uses no released slot, and no slot of a plan is released."""
 
 from __future__ import annotations
 

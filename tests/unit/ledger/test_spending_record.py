@@ -1,4 +1,4 @@
-"""What is spent, by node: it is added up without loss, and nodes that are gone do not fill the store."""
+"""Spending by node: the sum is exact, and lost nodes do not fill the store."""
 
 from __future__ import annotations
 

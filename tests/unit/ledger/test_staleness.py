@@ -1,4 +1,4 @@
-"""What is due, and what a seal takes and waits for, where steps may train what older weights made."""
+"""Off-policy steps: due refs, the selection of a seal, and its waits."""
 
 from __future__ import annotations
 

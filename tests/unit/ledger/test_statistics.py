@@ -1,4 +1,4 @@
-"""Tallies: head's sums by source, and what is told when an epoch brought nothing."""
+"""Tallies: head's sums by source, and the report of an epoch without training prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How data epochs begin: which record counts, when one is needed, what may be forgotten, and who wins."""
+"""The start of data epochs: the valid record, when one is needed, what may be deleted, and concurrent writers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job is begun from what was seen, once; and what is left of a deleted one goes only while it is deleted."""
+"""A job starts once, from the state that its controller read; leftovers of a deleted job are removed only while it is deleted."""
 
 from __future__ import annotations
 

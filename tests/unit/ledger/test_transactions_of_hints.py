@@ -1,4 +1,4 @@
-"""Hints are written over what was seen, not over what somebody else has written meanwhile."""
+"""A hint overwrites only the value that its writer read, not a newer one."""
 
 from __future__ import annotations
 

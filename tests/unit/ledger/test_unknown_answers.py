@@ -1,4 +1,4 @@
-"""An answer that never came: what became of the transaction is read, and it is never made a second time."""
+"""A transaction without an answer: its outcome is read back, and it is never executed twice."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Code and pickles that come with a model are found before anything is started.
+"""Code and pickles in a model's folder are found before any process starts.
 
-Weights that are not all there are told before anything starts, by names and sizes alone.
-A critic's folder that cannot be started from is refused when the job is submitted.
+Missing weights are reported before any process starts, from names and sizes alone.
+An unusable critic folder is refused at the job's submission.
 """
 
 from __future__ import annotations

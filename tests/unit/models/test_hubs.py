@@ -1,4 +1,4 @@
-"""What `model.path` may name."""
+"""Valid values of `model.path`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that are whole or not there, and checkpoints that are found damaged."""
+"""Folders are complete or absent, and damaged checkpoints are found."""
 
 from __future__ import annotations
 

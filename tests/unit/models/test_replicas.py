@@ -1,4 +1,4 @@
-"""Copies of train states in a node's memory: their files, who keeps a second one, and giving the memory back."""
+"""Copies of train states in a node's memory: their files, the owners of second copies, and release of the memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl: what its lines say, and that they are right whoever writes them, after whatever happened."""
+"""metrics.jsonl: its lines are complete and correct for every writer, after every fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples kept for people: which groups, when they are written, what stands in the files, and what is removed."""
+"""Samples for users: the selected groups, the time of writing, the files' contents, and their removal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading samples: which are found, in which words they are not, and how they look on a terminal and in a pipe."""
+"""Reading samples: lookup, error messages, and output on a terminal and in a pipe."""
 
 from __future__ import annotations
 

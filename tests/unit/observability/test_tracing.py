@@ -1,4 +1,4 @@
-"""Steps as spans: one trace a step on all nodes, sent to a collector over HTTP; without the extra, one sentence."""
+"""Steps as spans: one trace per step over all nodes, sent to a collector over HTTP; without the extra, one sentence."""
 
 from __future__ import annotations
 

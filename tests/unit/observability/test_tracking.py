@@ -1,4 +1,4 @@
-"""Trackers: refused where it can be known, fed each line, once or again after a crash, and never out of order."""
+"""Trackers: early refusals, each line delivered once (or again after a crash), and always in order."""
 
 from __future__ import annotations
 

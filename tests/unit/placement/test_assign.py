@@ -1,4 +1,4 @@
-"""From a split to places: never a slot twice, every pool with work, whole nodes for a group, and nothing moves for nothing."""
+"""From a split to slots: no slot twice, work for every pool, whole nodes for a group, and no needless move."""
 
 from __future__ import annotations
 

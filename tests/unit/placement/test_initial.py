@@ -1,4 +1,4 @@
-"""What a job whose policy moves slots begins with, and that people are told why."""
+"""The first placement of a job with dynamic placement, and its explanation for users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which slots are lent within a step, from what engines have to do."""
+"""Lending within a step: the lent slots, given the engines' outstanding work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster's file says what there is, or what is wrong with it in one sentence."""
+"""A cluster file gives the available hardware or one error sentence."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Estimates of memory: what they grow with, what they shrink with, and that their constants are those of the programs they are of.
+"""Memory estimates: their growth and reduction by each parameter, and constants equal to those of the programs.
 
-How near they come to real processes: tests/integration/train/test_mapping_memory.py and `make bench-memory`.
+Comparison with real processes: tests/integration/train/test_mapping_memory.py and `make bench-memory`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What nodes and jobs tell of themselves becomes what is planned with; what they do not tell is not guessed."""
+"""Reported facts of nodes and jobs are the planner's input; missing facts are not guessed."""
 
 from __future__ import annotations
 

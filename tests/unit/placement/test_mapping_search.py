@@ -1,4 +1,4 @@
-"""The first placement: every way that is offered fits, the same question has the same answer, and a refusal says who is too large."""
+"""The first placement: every offered layout fits, the same input gives the same answer, and a refusal names the model that is too large."""
 
 from __future__ import annotations
 

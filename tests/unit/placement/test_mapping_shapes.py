@@ -1,4 +1,4 @@
-"""A model's size is read off its configuration, to the parameter."""
+"""A model's exact size follows from its configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What policies are shown of a committed step is what was measured of it, and nothing that was not."""
+"""The policies' input about a committed step has all its measurements, and nothing else."""
 
 from __future__ import annotations
 

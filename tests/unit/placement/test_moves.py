@@ -1,4 +1,4 @@
-"""Moves: what is decided between steps, what came of it, and how it is told."""
+"""Moves: decisions between steps, their outcomes, and their reports."""
 
 from __future__ import annotations
 

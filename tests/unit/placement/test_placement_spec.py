@@ -1,4 +1,4 @@
-"""The section placement where slots move: what cannot be is refused in a sentence."""
+"""The section placement for dynamic placement: each invalid value is refused with one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a placement that moves slots begins with, what it must keep to, and what a person fixes of it."""
+"""The first placement with movable slots: its constraints, and pins by users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which slots the pools of a job get: judges beside the policy, or each pool on slots of its own."""
+"""The slots of a job's pools: judges beside the policy, or each pool on slots of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every policy keeps to what a split may be, says the same when asked the same, and rests when nothing changed."""
+"""Every policy returns valid splits, is deterministic, and stays when nothing changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `dynamic` does over the steps of a job: it moves where that pays, keeps still where it does not, and goes back."""
+"""The policy `dynamic` over the steps of a job: it moves slots when the estimated gain exceeds the cost, and returns when the load does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that span several slots: on one node each, whole or not at all, and on the same slots whichever pool has them."""
+"""Engines that span several slots: on one node each, complete or absent, and on the same slots in every pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets which slots where several jobs want them."""
+"""The distribution of slots among several jobs."""
 
 from __future__ import annotations
 

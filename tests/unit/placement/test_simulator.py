@@ -1,4 +1,4 @@
-"""The simulator is what it says: exact on what can be worked out by hand, the same with and without a compiler, below no bound."""
+"""The simulator: exact on cases with a closed form, the same with and without a compiler, and never below a lower bound."""
 
 from __future__ import annotations
 

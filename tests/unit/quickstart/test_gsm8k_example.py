@@ -1,4 +1,4 @@
-"""examples/gsm8k: the data set's rows become gcore's, the specs are valid, and the reward fits both."""
+"""examples/gsm8k: the data set's rows are converted, the specs are valid, and the reward fits both."""
 
 from __future__ import annotations
 

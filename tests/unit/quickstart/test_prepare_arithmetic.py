@@ -1,4 +1,4 @@
-"""Preparing the arithmetic example: the same bytes every time, at once the second time, and never half."""
+"""Preparing the arithmetic example: the same bytes every time, fast the second time, and never partial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preparing the judge of the arithmetic example: a model of the right shape, made once, and never in another's place."""
+"""Preparing the judge of the arithmetic example: a model of the right shape, made once, in a folder of its own."""
 
 from __future__ import annotations
 

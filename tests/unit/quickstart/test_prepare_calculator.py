@@ -1,4 +1,4 @@
-"""Preparing the calculator example: products that are apart, two hands, and a model that asks as it was shown."""
+"""Preparing the calculator example: disjoint products, two formats, and a model that calls the tool as trained."""
 
 from __future__ import annotations
 

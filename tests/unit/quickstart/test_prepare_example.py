@@ -1,4 +1,4 @@
-"""The example's spec is what `gcore prepare` made room for."""
+"""The example's spec is valid for the output of `gcore prepare`."""
 
 from __future__ import annotations
 

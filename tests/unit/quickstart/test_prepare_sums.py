@@ -1,4 +1,4 @@
-"""The sums of the arithmetic example: held out by pair, in both orders, and answered carelessly."""
+"""The sums of the arithmetic example: held out by pair, in both orders, with deliberately imperfect answers."""
 
 from __future__ import annotations
 

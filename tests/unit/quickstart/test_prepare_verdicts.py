@@ -1,4 +1,4 @@
-"""What the judge of the arithmetic example is taught: every question answered right, and of every kind."""
+"""The training set for the judge of the arithmetic example: every question has the correct verdict, and all kinds occur."""
 
 from __future__ import annotations
 

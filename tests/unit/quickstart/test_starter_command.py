@@ -1,4 +1,4 @@
-"""`gcore init`: what it writes is valid, nothing that exists is touched, and nothing half-made remains."""
+"""`gcore init`: it writes valid files, changes no existing one, and leaves nothing partial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tasks that `gcore init` begins with: right answers are right, careless ones mostly wrong, nothing held out is seen."""
+"""The starter tasks of `gcore init`: correct answers score high, careless ones mostly low, and held-out data are not trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs and their tests, as responses and data sets write them."""
+"""Programs and their tests, in the forms of responses and data sets."""
 
 from __future__ import annotations
 

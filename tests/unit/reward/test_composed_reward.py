@@ -1,4 +1,4 @@
-"""Several rewards as one, and what a spec may say of them."""
+"""Several rewards composed into one, and their section of a spec."""
 
 from __future__ import annotations
 

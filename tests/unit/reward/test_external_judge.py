@@ -1,4 +1,4 @@
-"""A judge that somebody else serves: what it is sent, what its answers say, and what becomes of a server that gives none."""
+"""An external judge: its requests, its answers, and a server without answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A judge: questions, tries, votes and pairs come to values, or to the reason why not; and whoever counts is told."""
+"""A judge: questions, tries, votes and pairs give values or a reason for their absence; and statistics for users."""
 
 from __future__ import annotations
 

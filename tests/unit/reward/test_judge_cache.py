@@ -1,4 +1,4 @@
-"""Verdicts are remembered by question; what two ask at the same moment is asked once; nobody hangs or pays for another."""
+"""Verdicts are cached by question; concurrent equal questions share one request; no caller hangs or pays for another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a spec says of judges that cannot work together with the rest of it."""
+"""Invalid combinations of judges and other fields of a spec."""
 
 from __future__ import annotations
 

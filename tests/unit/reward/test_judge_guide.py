@@ -1,4 +1,4 @@
-"""The page on judges: its specs are valid, its example answers are parsed as stated, and its metrics exist."""
+"""The page on judges: its specs are valid, its example answers parse as stated, and its metrics exist."""
 
 from __future__ import annotations
 

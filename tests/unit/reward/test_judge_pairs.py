@@ -1,4 +1,4 @@
-"""Pairs: every response is held against enough others, places cancel out, and what cannot be judged counts for nobody."""
+"""Pairs: every response is compared with enough others, position bias cancels, and unreadable comparisons count for neither."""
 
 from __future__ import annotations
 

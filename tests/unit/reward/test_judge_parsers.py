@@ -1,4 +1,4 @@
-"""An answer becomes a number by its parser, within its bounds; what holds no verdict is unreadable, never 0."""
+"""Parsers turn an answer into a number within their bounds; an answer without a verdict is unreadable, never 0."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How often something may be done: never more than the rate allows and one burst, whatever the rate changes to.
+"""The rate limiter: never more than the rate and one burst, also when the rate changes.
 
-The gate of an external judge: how many requests are under way, how often they start, what holds all of them back.
+The gate of an external judge: concurrent requests, start rate, and backoff for all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a judge is shown: templates are checked before there is a response, and cannot hurt when there is one."""
+"""A judge's prompt: templates are checked before the first response, and a response cannot inject template code."""
 
 from __future__ import annotations
 

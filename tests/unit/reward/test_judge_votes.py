@@ -1,4 +1,4 @@
-"""Votes: the mean of what can be read; if nothing can be, that is said with an example."""
+"""Votes: the mean of the readable ones; without any, an error with an example."""
 
 from __future__ import annotations
 

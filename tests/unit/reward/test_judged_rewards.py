@@ -1,4 +1,4 @@
-"""Rewards of which judges are a part: what they come to, and what becomes of a response that no judge can judge."""
+"""Rewards with judges: their values, and responses that no judge can judge."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Mathematical answers: a corpus of pairs with the verdict of a reader, and what bounds the work.
+"""Mathematical answers: a corpus of pairs with human verdicts, and limits of the work.
 
-Where a reader might differ, the pair has a note.
+A pair has a note where readers might disagree.
 """
 
 from __future__ import annotations

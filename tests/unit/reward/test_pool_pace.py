@@ -1,4 +1,4 @@
-"""A reward that slows down is found by what it takes."""
+"""A slowdown of a reward is detected from its times."""
 
 from __future__ import annotations
 

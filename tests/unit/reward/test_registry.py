@@ -1,4 +1,4 @@
-"""Rewards are found by name, and foreign ones cannot hurt."""
+"""Rewards are found by name, and third-party ones are contained."""
 
 from __future__ import annotations
 

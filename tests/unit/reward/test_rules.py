@@ -1,4 +1,4 @@
-"""The rules: what counts as the right answer.
+"""Rule-based rewards: the accepted answers.
 
 Rewards for the form of a response, and for mathematics.
 """

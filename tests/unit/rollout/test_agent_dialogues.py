@@ -1,4 +1,4 @@
-"""Conversations of agents as tokens: what was generated stands as it was, whatever is said; what is not the same is refused."""
+"""Conversations of agents as tokens: generated tokens stay unchanged, and a changed history is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The address that an agent asks, over real HTTP: what it is answered, when it is refused, and what becomes of its response."""
+"""The endpoint for an agent, over real HTTP: answers, refusals, and the fate of its response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section `agent`: what contradicts itself is refused, and what an agent says reaches rewards and groups."""
+"""The section `agent`: contradictions are refused, and an agent's metadata reaches rewards and groups."""
 
 from __future__ import annotations
 

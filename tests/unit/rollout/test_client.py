@@ -1,4 +1,4 @@
-"""What the client makes of an engine's answers, and of engines that do not answer."""
+"""The client's handling of an engine's answers, and of engines that do not answer."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""An engine that does not report its memory, as SGLang: nothing is released or taken twice, whoever asks and wherever it was left."""
+"""An engine without memory reports, as SGLang: memory is released and acquired once, for any caller and any earlier state."""
 
 from __future__ import annotations
 

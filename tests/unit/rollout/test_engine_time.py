@@ -1,4 +1,4 @@
-"""What an engine sums up of its own time is all of it, however often it is looked at; and what a reader makes of it."""
+"""An engine's time totals are complete for any number of readings; and a reader's differences."""
 
 from __future__ import annotations
 

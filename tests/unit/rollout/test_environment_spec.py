@@ -1,4 +1,4 @@
-"""The section `environment`: what contradicts itself is refused, and what an environment says reaches rewards."""
+"""The section `environment`: contradictions are refused, and an environment's metadata reaches rewards."""
 
 from __future__ import annotations
 

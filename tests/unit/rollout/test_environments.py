@@ -1,4 +1,4 @@
-"""Environments: how calls are written and worked out, how a response of several turns is put together, and what ends it."""
+"""Environments: the syntax and execution of calls, and the assembly and end of a response of several turns."""
 
 from __future__ import annotations
 

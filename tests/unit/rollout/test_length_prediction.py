@@ -1,4 +1,4 @@
-"""How long a response is expected to become: better than its source's mean, and never absurd."""
+"""The predicted length of a response: better than its source's mean, and always plausible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What responses under way have still to come: those that are finished are the short ones, and those that go on have outlived them."""
+"""The remaining length of running responses: finished ones are biased to be short, so running ones are conditioned on survival."""
 
 from __future__ import annotations
 

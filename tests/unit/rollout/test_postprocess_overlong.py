@@ -1,4 +1,4 @@
-"""The penalty of length, and which groups teach nothing."""
+"""The length penalty, and groups without a training signal."""
 
 from dataclasses import replace
 

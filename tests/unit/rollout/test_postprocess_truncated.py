@@ -1,4 +1,4 @@
-"""Responses that were cut off: each policy, on any group."""
+"""Truncated responses: each policy, on any group."""
 
 from __future__ import annotations
 

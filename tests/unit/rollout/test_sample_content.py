@@ -1,4 +1,4 @@
-"""Content of prompts and samples: one form inside, every way of making one, and the digests of before there was content."""
+"""Content of prompts and samples: one internal form, every constructor, and stable digests for text-only samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a store that was put back is told from a member that lags behind."""
+"""The client distinguishes a restored store from a member that lags behind."""
 
 from __future__ import annotations
 

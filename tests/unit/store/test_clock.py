@@ -1,4 +1,4 @@
-"""The clock that stands still."""
+"""The stopped clock."""
 
 import asyncio
 

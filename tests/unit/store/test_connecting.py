@@ -1,4 +1,4 @@
-"""The store's password: whose file it may be, and what is said of one that cannot be used."""
+"""The store's password file: its owner, and errors about unusable ones."""
 
 from __future__ import annotations
 

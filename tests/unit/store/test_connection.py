@@ -1,4 +1,4 @@
-"""Endpoints as people write them, certificates, and what etcd's errors mean."""
+"""The syntax of endpoints, certificates, and the meaning of etcd's errors."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,6 +1,6 @@
-"""Where an etcd comes from, without starting one.
+"""The source of an etcd binary, without a start.
 
-Which etcd is warned of, where, and how often.
+Warnings about etcd versions: which, where, and how often.
 """
 
 from __future__ import annotations

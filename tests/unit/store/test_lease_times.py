@@ -1,4 +1,4 @@
-"""The one inequality of a lease's times: which times fit, what a daemon says of others, and that it bears what it promises."""
+"""The inequality of a lease's times: valid times, a daemon's errors about others, and the guarantee that follows."""
 
 from __future__ import annotations
 

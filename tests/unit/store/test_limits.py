@@ -1,4 +1,4 @@
-"""What passes here, the store accepts; and the ranges that prefixes become."""
+"""A request within the client's limits is accepted by the store; and the ranges of prefixes."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What the store in memory can do beyond a store: lose, delay, and end things when a test wants it."""
+"""The test controls of the store in memory: losing, delaying and ending calls."""
 
 import asyncio
 from contextlib import aclosing

@@ -1,4 +1,4 @@
-"""A lease that is kept alive, on a clock that stands still."""
+"""A lease with keep-alives, on a stopped clock."""
 
 import asyncio
 from collections.abc import AsyncIterator

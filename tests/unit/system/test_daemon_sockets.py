@@ -1,4 +1,4 @@
-"""Why an address cannot be had, and whether whoever starts daemons is to try again."""
+"""The reason that an address cannot be bound, and whether a retry makes sense."""
 
 from __future__ import annotations
 

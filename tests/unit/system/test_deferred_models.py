@@ -1,4 +1,4 @@
-"""Validators of records and sections are built with their first use, so what is wrong with a class would show only then."""
+"""Deferred validators of records and sections all build: otherwise a faulty class fails only at its first use."""
 
 from __future__ import annotations
 

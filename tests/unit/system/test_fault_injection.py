@@ -1,4 +1,4 @@
-"""Fault points: nothing unless armed; once in a cluster; at the pass that was asked for."""
+"""Fault points: no effect unless armed; once in a cluster; at the requested pass."""
 
 from __future__ import annotations
 

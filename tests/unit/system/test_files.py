@@ -1,6 +1,6 @@
-"""A file is there whole, as it was before, or not at all.
+"""A file is written completely, or stays as it was before.
 
-What stands in a file of JSON lines that anybody may have damaged is read, or passed over, and nothing is raised.
+Damaged files of JSON lines are read or skipped without an error.
 """
 
 from __future__ import annotations

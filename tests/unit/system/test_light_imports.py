@@ -1,4 +1,4 @@
-"""What each program loads at its entry: controllers, supervisors, commands and the edges of all workers start without torch."""
+"""The imports of each program at its entry: controllers, supervisors, commands and the edges of all workers start without torch."""
 
 from __future__ import annotations
 

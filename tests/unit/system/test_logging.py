@@ -1,4 +1,4 @@
-"""Lines of a log as JSON: what they are about, and that a line is always one object."""
+"""Log lines as JSON: their context fields, and exactly one object a line."""
 
 from __future__ import annotations
 

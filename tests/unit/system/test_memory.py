@@ -1,4 +1,4 @@
-"""Memory of the host and of the control group, and errors that mean that it ran out."""
+"""Memory of the host and of the control group, and the errors that mean out of memory."""
 
 from __future__ import annotations
 

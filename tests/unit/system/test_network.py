@@ -1,4 +1,4 @@
-"""Connections inside the cluster do not go by the environment's proxies, and addresses may be of IPv6."""
+"""Connections inside the cluster ignore the environment's proxies, and IPv6 addresses work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plug-ins of every kind are found by name in one way, and their mistakes are told with their own tracebacks."""
+"""Plug-ins of every kind are found by name in one way, and their errors have their own tracebacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes by identity. Real processes, all of them ours."""
+"""Processes by identity, with real processes of the test's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What slots are called, what their names mean, and which do not go together."""
+"""Slot names, their meaning, and invalid combinations."""
 
 from __future__ import annotations
 

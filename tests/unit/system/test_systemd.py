@@ -1,4 +1,4 @@
-"""What is told to systemd: by which socket, in which words, and when."""
+"""Messages to systemd: socket, content and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers start without torch's compiler, and get it if something asks. In processes of their own: imports are for ever."""
+"""Workers start without torch's compiler and import it on demand. In separate processes, because imports cannot be undone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract kit finds what it promises to find: each plug-in here breaks one promise."""
+"""The contract kit finds each broken promise: each plug-in here breaks one."""
 
 from __future__ import annotations
 

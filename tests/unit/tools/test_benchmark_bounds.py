@@ -1,4 +1,4 @@
-"""Every ratio of a committed result has a limit, the results keep them, and one that becomes worse is found."""
+"""Every ratio of a committed result has a limit, the results are within the limits, and a regression is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run for a benchmark: read, checked, and its cluster ended however it went. `gcore` is a script that leaves a run's files."""
+"""One run for a benchmark: read, checked, and its cluster always stopped. `gcore` is a script that leaves a run's files."""
 
 from __future__ import annotations
 

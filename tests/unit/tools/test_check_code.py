@@ -1,4 +1,4 @@
-"""The checker of the sources finds each kind of fault, and leaves what is harmless alone."""
+"""The checker of the sources finds each kind of fault, and accepts harmless code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checker of the simulation finds what it decides or writes itself."""
+"""The checker of the simulation finds decisions and writes of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of what became of tests: what the script finds by itself, and which rows it calls wrong."""
+"""The table of moved tests: rows that the script finds itself, and wrong rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Imports of packages that were written for the commit before the modules moved go on working, and warn of the new place.
+"""Imports of packages from before the move of the modules still work, with a warning that names the new module.
 
-What they import is in `tests/golden`, made from that commit by `tools.old_imports`.
+The list of these imports is in `tests/golden`, made from that commit by `tools.old_imports`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The simulator's table goes on only with rows that everything which decides on them is the same for."""
+"""The simulator's table keeps only rows whose inputs are unchanged."""
 
 from __future__ import annotations
 

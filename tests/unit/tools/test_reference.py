@@ -1,4 +1,4 @@
-"""The tools that hold moves of modules against what was recorded: they find differences, and count what is entered."""
+"""The tools that compare moves of modules with the record: they find differences and count the entries."""
 
 from __future__ import annotations
 

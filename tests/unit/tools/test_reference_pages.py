@@ -1,4 +1,4 @@
-"""The generated reference pages have every field of a spec, every command and the public modules; a page that differs is found."""
+"""The generated reference pages have every field of a spec, every command and the public modules; an outdated page is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is checked before a release: which files count, what is run again, and what is never taken for passed."""
+"""The checks before a release: relevant files, repeated checks, and checks that never count as passed."""
 
 from __future__ import annotations
 

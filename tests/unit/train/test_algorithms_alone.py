@@ -1,4 +1,4 @@
-"""The algorithms can be used without the rest of gcore."""
+"""The algorithms work without the rest of gcore."""
 
 from __future__ import annotations
 

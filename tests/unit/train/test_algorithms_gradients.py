@@ -1,7 +1,7 @@
 """The gradient of every loss against central differences in float64.
 
-What a loss holds fixed (stop-gradients, detached weights) is held fixed in the differences too: each case gives the plain
-function of x whose derivative at x = `at` the paper means. Inputs are drawn once from seeds, so that no kink is met by chance.
+The differences hold fixed everything that a loss holds fixed (stop-gradients, detached weights): each case gives the plain
+function of x whose derivative at x = `at` the paper means. Inputs are fixed samples from seeds, so that no kink is hit by chance.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What holds for every input: splits do not matter, gradients are those of the formulas, the traps stay shut."""
+"""Properties for every input: splits do not matter, gradients equal the formulas, known pitfalls stay fixed."""
 
 from __future__ import annotations
 

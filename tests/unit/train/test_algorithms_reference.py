@@ -1,4 +1,4 @@
-"""The reference numbers: what independent implementations give in float64, to 1e-6."""
+"""Reference numbers of independent implementations in float64, to 1e-6."""
 
 from __future__ import annotations
 

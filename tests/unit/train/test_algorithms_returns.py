@@ -1,4 +1,4 @@
-"""Returns, generalised advantages and whitening: what holds for every input."""
+"""Returns, generalised advantages and whitening: properties for every input."""
 
 from __future__ import annotations
 

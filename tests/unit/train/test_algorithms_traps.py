@@ -1,4 +1,4 @@
-"""The known traps, one by one: what implementations disagree on, or get wrong in silence. A test for each, by its name."""
+"""The known pitfalls, one test each: points where implementations disagree or fail silently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside the steps: whole or not there, one at a time, and a failing disk costs no step."""
+"""Asynchronous checkpoints: complete or absent, one at a time, and a failing disk costs no step."""
 
 from __future__ import annotations
 

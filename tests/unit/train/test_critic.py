@@ -1,4 +1,4 @@
-"""The critic: what each value has seen, what it is fitted to, where it starts from, and what is refused."""
+"""The critic: the inputs of each value, the targets, the initial weights, and refusals."""
 
 from __future__ import annotations
 

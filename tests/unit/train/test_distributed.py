@@ -1,4 +1,4 @@
-"""Where the ranks of a world meet."""
+"""The rendezvous of a world's ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tool or an environment said stands in a response and is not trained: it counts nowhere, and is handed through."""
+"""Tokens of tools and environments are part of a response and are not trained: they count nowhere, and are passed through."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's memory is given back and taken again bit for bit: with a plain optimizer here, under DeepSpeed in integration tests."""
+"""A rank's memory is released and restored bit for bit: with a plain optimizer here, under DeepSpeed in integration tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantage estimators and losses of a package of the user's: named in a spec, tried at a rank's start, every result checked."""
+"""Advantage estimators and losses from a user's package: named in a spec, tried at a rank's start, every result checked."""
 
 from __future__ import annotations
 

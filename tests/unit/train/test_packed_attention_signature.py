@@ -1,4 +1,4 @@
-"""The variable-length kernel of older and newer torch: `enable_gqa` is given only where the kernel takes it."""
+"""The variable-length kernel of older and newer torch: `enable_gqa` is passed only where the kernel accepts it."""
 
 from __future__ import annotations
 

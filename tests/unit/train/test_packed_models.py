@@ -1,4 +1,4 @@
-"""Sequences end to end, or in rows: the same log-probabilities and gradients as each alone, whatever the architecture."""
+"""Packed sequences and padded rows: the same log-probabilities and gradients as each sequence alone, for any architecture."""
 
 from __future__ import annotations
 

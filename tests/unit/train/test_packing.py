@@ -1,4 +1,4 @@
-"""Micro-batches: every sample once, within the budget, little padding, equally many and alike in cost on all ranks."""
+"""Micro-batches: every sample once, within the budget, little padding, equal in number and similar in cost on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank holds and may apply: properties of the pure state machine."""
+"""A rank's received samples and their application: properties of the pure state machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank begins of a streamed step: each READY part once, in order, whoever tells of it and in whatever later state."""
+"""A rank's work on a streamed step: each READY part once, in order, for any sender and any later state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's time by phase: all of it, whoever looks and when."""
+"""A rank's time by phase: complete for any reader at any time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes over the wire is what was sent, or is refused."""
+"""Messages on the wire round-trip exactly or are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank leaves in its node's memory, and whether there is room for it, with a model of a few numbers and no world."""
+"""A rank's copies in its node's memory, and the check for room, with a model of a few numbers and no world."""
 
 from __future__ import annotations
 

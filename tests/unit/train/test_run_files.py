@@ -1,6 +1,6 @@
-"""A rank that finds another folder at its run's path writes nothing there, and goes on when the right one is back.
+"""A rank that finds another folder at its run's path writes nothing there, and continues when the right one is back.
 
-Staged weights and receipts are written again until the disk takes them, by all ranks together, and not for ever.
+Writes of staged weights and receipts are retried by all ranks together until the disk accepts them, up to a limit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What of a step is trained, and how much that is over all ranks; what a group's baseline is good for."""
+"""The trained part of a step, its totals over all ranks, and the use of a group's baseline."""
 
 from __future__ import annotations
 

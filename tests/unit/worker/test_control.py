@@ -1,4 +1,4 @@
-"""What a child says, how it died, and what is written about workers."""
+"""A child's messages, its cause of death, and the records of workers."""
 
 from __future__ import annotations
 

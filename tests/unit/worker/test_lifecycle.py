@@ -1,4 +1,4 @@
-"""What the supervisor decides, as a story of events and as properties over any such story.
+"""The supervisor's decisions, as sequences of events and as properties over any such sequence.
 
 The watchdog, exactly at its limits.
 """

@@ -1,4 +1,4 @@
-"""The registration against the store in memory, under a clock that stands still."""
+"""The registration against the store in memory, with a stopped clock."""
 
 from __future__ import annotations
 

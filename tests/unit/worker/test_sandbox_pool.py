@@ -1,4 +1,4 @@
-"""Processes that callers share: who waits for one gets it, whatever becomes of those before, and of the processes."""
+"""Shared processes: every waiting caller gets one, whatever happens to earlier callers and processes."""
 
 from __future__ import annotations
 

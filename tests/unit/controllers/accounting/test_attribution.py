@@ -1,6 +1,6 @@
-"""Why engines and ranks are idle: each cause by evidence of its own.
+"""The causes of idle engines and ranks, each with its own evidence.
 
-Who waits for whom: seconds of a step in which ranks had no batch, and engines nothing to do.
+Seconds of a step in which ranks had no batch, and in which engines had no work.
 """
 
 from __future__ import annotations

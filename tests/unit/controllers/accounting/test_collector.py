@@ -1,4 +1,4 @@
-"""What is closed is written, also when who keeps the books is told to end meanwhile."""
+"""Closed accounting periods are written, even when the accountant is asked to stop meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asserted of the books of whole runs notices what is wrong with them."""
+"""The assertions about the slot accounting of whole runs detect wrong records."""
 
 from __future__ import annotations
 

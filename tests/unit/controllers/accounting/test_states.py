@@ -1,4 +1,4 @@
-"""The books of slots: they sum exactly, nothing is negative, and the order in which workers tell is of no matter."""
+"""Slot accounting: times sum exactly, no time is negative, and the order of the workers' reports does not matter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The books of a node: what engines and ranks tell, and places where none serves, come to a step's book that sums."""
+"""A node's slot accounting: reports of engines and ranks, and slots without a worker, give an account of the step that sums."""
 
 from __future__ import annotations
 

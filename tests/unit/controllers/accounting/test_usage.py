@@ -1,4 +1,4 @@
-"""What jobs have used of the cluster: every slot-second once, whatever happens to those who write it down."""
+"""Jobs' use of the cluster: every slot-second is counted once, whatever happens to the writers."""
 
 from __future__ import annotations
 

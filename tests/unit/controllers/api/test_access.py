@@ -1,4 +1,4 @@
-"""The role table: who may call what, verb by verb, over every RPC of every service that gcore has."""
+"""The role table: the permitted callers of every RPC of every service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a spec may name on a cluster: plug-ins, code, secrets; checked before any of it is touched. Of paths see `test_allowlist_paths.py`."""
+"""The names that a spec may use on a cluster: plug-ins, code, secrets; checked before any is loaded. `test_allowlist_paths.py` covers paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the paths of a spec may lead: into the roots, and never to the daemon's own files; links are followed before anything is judged."""
+"""The paths that a spec may name: within the roots, and never the daemon's own files; links are resolved first."""
 
 from __future__ import annotations
 

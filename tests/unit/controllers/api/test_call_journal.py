@@ -1,4 +1,4 @@
-"""The journal of calls: one line each, bounded in every way, and never in anybody's way."""
+"""The audit log of calls: one line each, bounded in size and count, and without delay for the call."""
 
 from __future__ import annotations
 

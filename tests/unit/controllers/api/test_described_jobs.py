@@ -1,4 +1,4 @@
-"""What `gcore describe` and `gcore audit` tell of what went wrong: the newest warnings, the last rollback, the first violations."""
+"""The problems in `gcore describe` and `gcore audit`: the newest warnings, the last rollback, the first violations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a refused call says: a code, one sentence, a constant for programs, and the fields that are wrong."""
+"""A refused call: a code, one sentence, a constant for programs, and the wrong fields."""
 
 from __future__ import annotations
 

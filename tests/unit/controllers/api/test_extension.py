@@ -1,4 +1,4 @@
-"""A job that has succeeded and is submitted with a higher goal goes on from its last checkpoint; nothing else does."""
+"""A succeeded job that is submitted again with a higher goal continues from its last checkpoint; no other job does."""
 
 from __future__ import annotations
 

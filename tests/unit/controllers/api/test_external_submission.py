@@ -1,4 +1,4 @@
-"""What is refused of a judge that others serve before there is a job."""
+"""Errors about external judges at the submission of a job."""
 
 from __future__ import annotations
 

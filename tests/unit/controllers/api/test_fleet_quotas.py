@@ -1,4 +1,4 @@
-"""Quotas of namespaces: set by one writer after the other, told to those who may see them."""
+"""Quotas of namespaces: concurrent writers take turns, and only permitted users see them."""
 
 from __future__ import annotations
 

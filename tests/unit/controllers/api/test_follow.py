@@ -1,4 +1,4 @@
-"""Following a job: no event is lost to what happens while others are sent on."""
+"""Following a job: no event is lost while others are sent."""
 
 from __future__ import annotations
 

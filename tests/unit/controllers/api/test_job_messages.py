@@ -1,4 +1,4 @@
-"""What people change of a job's claim, how a job stands that has no slots, and forgetting a job: as the API does it."""
+"""Changes of a job's claim, the state of a job without slots, and deletion of a job, in the API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's log, read line by line, whatever is done to it meanwhile."""
+"""Reading a worker's log line by line while it is rotated, truncated or deleted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is in another namespace is not there: every verb of the job API that names a job, found in the API itself."""
+"""Jobs of other namespaces are invisible to every verb of the job API that names a job."""
 
 from __future__ import annotations
 

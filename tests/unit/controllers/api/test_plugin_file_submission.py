@@ -1,4 +1,4 @@
-"""A spec that names plug-in files is taken from the owner of a local cluster alone; the files are copied into the run's folder."""
+"""Only the owner of a local cluster may submit a spec with plug-in files; the files are copied into the run's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places for streams: how many there are, and how many of them are one person's."""
+"""Limits for streams: in total, and for one user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the API says of a job's shards: all of them, whose each is, and the first prompt of it without an outcome."""
+"""The API's list of a job's shards: all of them, with the owner and the first prompt without an outcome."""
 
 from __future__ import annotations
 

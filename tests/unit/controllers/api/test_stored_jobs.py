@@ -1,4 +1,4 @@
-"""What is read of the store on demand, and that one record of another version does not hide the rest."""
+"""Reading jobs from the store on demand: one record of another version does not hide the rest."""
 
 from __future__ import annotations
 

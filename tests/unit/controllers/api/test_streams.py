@@ -1,4 +1,4 @@
-"""The numbers of steps as a stream: in the chain's order, from any place of it on, also across a rollback."""
+"""The numbers of steps as a stream: in the chain's order, from any position, also across a rollback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a job's data from its creation on."""
+"""The facts about a job's data from its creation on."""
 
 from __future__ import annotations
 

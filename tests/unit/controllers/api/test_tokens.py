@@ -1,4 +1,4 @@
-"""Tokens: what one looks like, whose a call is that shows it, and how an admin makes, lists and revokes them."""
+"""Tokens: their form, the user of a call with a token, and their creation, listing and revocation by an admin."""
 
 from __future__ import annotations
 

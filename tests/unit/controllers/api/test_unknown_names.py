@@ -1,4 +1,4 @@
-"""Whoever asks by a name that nothing has is told so, and gets no empty answer."""
+"""A request with an unknown name gets an error and no empty answer."""
 
 from __future__ import annotations
 

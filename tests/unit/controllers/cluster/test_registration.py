@@ -1,6 +1,6 @@
-"""A node's registration: what stands in the store is what the daemon knows, whatever became of its calls.
+"""A node's registration: the record in the store equals the daemon's state, whatever happened to its calls.
 
-What a daemon tells of its node, and what it leaves unsaid.
+The facts that a daemon reports of its node, and those that it omits.
 """
 
 from __future__ import annotations

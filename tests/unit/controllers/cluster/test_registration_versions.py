@@ -1,4 +1,4 @@
-"""The step to the next schema version: who takes it, and what the store says by then."""
+"""The switch to the next schema version: its writer, and the state of the store at that time."""
 
 from __future__ import annotations
 

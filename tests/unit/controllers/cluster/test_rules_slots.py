@@ -1,4 +1,4 @@
-"""Which slots are called sick for what became of workers on them, and when they are tried again."""
+"""Slots are marked sick for failures of their workers, and tried again later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The daemons' part in sharing slots out: what they hear, who writes, and how a claim is changed."""
+"""The daemons' part in sharing slots: inputs, the writer, and changes of a claim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which devices are there: what the driver lists, how often it may be silent, which cores may be used."""
+"""The available devices: the driver's list, tolerated failures of the driver, usable cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One version beside the next: which is written, which calls are served."""
+"""Two schema versions side by side: the written version, and the served calls."""
 
 from __future__ import annotations
 

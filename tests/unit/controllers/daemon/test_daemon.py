@@ -1,4 +1,4 @@
-"""What a daemon waits for before it ends."""
+"""The shutdown of a daemon waits for its tasks."""
 
 from __future__ import annotations
 

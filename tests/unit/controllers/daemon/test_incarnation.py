@@ -1,4 +1,4 @@
-"""What is imported late is imported by one thread at a time; which workers a node ends."""
+"""Late imports are done by one thread at a time; a node stops its own workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the keeper brings back, it notes, or it has not brought it back."""
+"""The keeper records each repair; without the record it has repaired nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses of several turns on engines: side by side, each on the engine that knows it, and what becomes of those that fail."""
+"""Responses of several turns on engines: concurrent, each on the engine that has its cache; and failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation by several peers: how the work is dealt out, what happens when one is gone, what is written down."""
+"""Evaluation by several peers: distribution of the work, lost peers, and the written results."""
 
 from __future__ import annotations
 

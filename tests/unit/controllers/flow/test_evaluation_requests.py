@@ -1,4 +1,4 @@
-"""An evaluation that a person asks for: of the step that is under way, by all peers, and never taken for the best."""
+"""An evaluation on a user's request: of the current step, by all peers, and never counted as the best."""
 
 from __future__ import annotations
 

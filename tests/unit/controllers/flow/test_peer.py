@@ -1,4 +1,4 @@
-"""Producing and evaluating: what becomes of the rest when one part fails."""
+"""Generation and evaluation run side by side: when one part fails, the others are cancelled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is begun first, and what an engine is taken to owe."""
+"""The order in which prompts are started, and the expected outstanding tokens of an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of responses in flight when a step's batch is sealed, at staleness 0: engines are told to give them up."""
+"""Responses in flight when a step's batch is sealed at staleness 0: the engines abort them."""
 
 from __future__ import annotations
 

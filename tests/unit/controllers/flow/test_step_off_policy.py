@@ -1,4 +1,4 @@
-"""What outlives a step on a controller where some staleness is allowed: named, followed, given up."""
+"""Responses that outlive a step on a controller with staleness: recorded, continued, abandoned."""
 
 from __future__ import annotations
 

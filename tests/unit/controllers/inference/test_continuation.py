@@ -1,4 +1,4 @@
-"""Responses that outlive their engine: what is kept, what is asked of the next, and what they are in the end."""
+"""Responses that outlive their engine: kept tokens, the request to the next engine, and the final response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engines of judges: which are asked, what an answer must be to count, and what people are told of it."""
+"""The engines of judges: routing, conditions for a valid answer, and reports to users."""
 
 from __future__ import annotations
 

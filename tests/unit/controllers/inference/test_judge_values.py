@@ -1,4 +1,4 @@
-"""A judge that is a classifier: how its questions are put together, what an answer must be to count, what is refused before."""
+"""A judge that is a classifier: its questions, conditions for a valid answer, and refused questions."""
 
 from __future__ import annotations
 

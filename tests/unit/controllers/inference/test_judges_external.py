@@ -1,4 +1,4 @@
-"""A job's controller opens the judges that others serve, asks them, and writes down what they cost: no engine, no cluster."""
+"""A job's controller connects to external judges, queries them, and records their cost, without an engine or a cluster."""
 
 from __future__ import annotations
 

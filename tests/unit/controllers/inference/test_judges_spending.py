@@ -1,4 +1,4 @@
-"""What a job has spent: known to all controllers, kept over their deaths, told once, and the job waits."""
+"""A job's spending: shared by all controllers, durable over their deaths, reported once; at the limit the job waits."""
 
 from __future__ import annotations
 

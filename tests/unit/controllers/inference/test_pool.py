@@ -1,4 +1,4 @@
-"""Routing to engines: what an answer must be to count."""
+"""Routing to engines: conditions for a valid answer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Which engine a request goes to.
+"""The choice of an engine for a request.
 
-When an engine that took requests is silent, when it is hung, and what is said of it.
-What waits at an engine while another has room goes there.
+Silent and hung engines, and their reports. Requests that queue at one engine move to another with room.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A checkpoint of which any file is damaged in any way is skipped for the one before it, and an event says which and why."""
+"""A damaged checkpoint is skipped for the one before it, and an event names the checkpoint and the damage."""
 
 from __future__ import annotations
 

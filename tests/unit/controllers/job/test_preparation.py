@@ -1,6 +1,6 @@
-"""A node that cannot have what a job needs: when that ends the job, and when the node stays away and tries again.
+"""A node without the job's requirements: when the job fails, and when only the node retries later.
 
-How far a node is with the job's model: written a few times, told as an event, and as what the job waits for.
+A node's progress with the job's model: written a few times, reported as an event, and as the job's wait cause.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A store that is put back to an older state: what the run's folder has of the future that was cut off does no harm."""
+"""A store restored from an older backup: files of the discarded branch in the run's folder do no harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running a flow: what ends the job, with which words, and when it is begun anew."""
+"""Running a flow: failures that end the job, their messages, and restarts."""
 
 from __future__ import annotations
 

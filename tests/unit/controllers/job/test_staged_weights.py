@@ -1,4 +1,4 @@
-"""Staged weights are looked for beside the event loop: a folder that hangs or fails is told, and ends nothing."""
+"""Staged weights are looked up off the event loop: a folder that hangs or fails is reported and ends nothing."""
 
 from __future__ import annotations
 

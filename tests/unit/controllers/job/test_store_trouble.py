@@ -1,4 +1,4 @@
-"""A store that refuses writes: what a job's session knows of it, and what the command shows."""
+"""A store that refuses writes: the state in a job's session, and the command's output."""
 
 from __future__ import annotations
 

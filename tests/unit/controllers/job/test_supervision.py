@@ -1,4 +1,4 @@
-"""What a daemon hears of the cluster, and what it does with what it cannot read."""
+"""A daemon's notifications about the cluster, and its handling of unreadable records."""
 
 from __future__ import annotations
 

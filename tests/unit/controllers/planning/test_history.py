@@ -1,6 +1,6 @@
-"""The newest steps as whoever plans is shown them: each with the split that it ran with, or not at all.
+"""The newest steps in the planner's history: each with the split that it ran with, or absent.
 
-The file of a run's moves has each of them, and whoever writes it remembers the newest only.
+The file of a run's moves has every move; its writer keeps only the newest in memory.
 """
 
 from __future__ import annotations

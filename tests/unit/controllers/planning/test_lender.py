@@ -1,6 +1,6 @@
-"""Loans that a guess forbids: at last one is made, and what changes cost is measured by it.
+"""Loans that the estimate forbids: after a while one is made, and its cost is measured.
 
-What a controller tells of its engines, and what the one that plans makes of all answers.
+A controller's report about its engines, and the planner's summary of all reports.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who plans: when the policy is asked, what of its decision becomes a proposal, and what a policy of foreign hands may do."""
+"""Planning: when the policy is called, how its decision becomes a proposal, and limits for third-party policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies may be anybody's code: whatever they do, there is a decision or a sentence."""
+"""Third-party policies: whatever they do, the planner gets a decision or an error sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where nothing moves: why, what the store and the run's folder are told of it, and what people read."""
+"""Steps without a move: the reason, its records in the store and the run's folder, and its text for users."""
 
 from __future__ import annotations
 

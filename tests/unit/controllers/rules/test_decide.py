@@ -1,4 +1,4 @@
-"""What a controller decides, rule by rule, from views made by hand."""
+"""A controller's decisions, rule by rule, from hand-made views."""
 
 from __future__ import annotations
 

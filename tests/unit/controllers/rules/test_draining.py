@@ -1,4 +1,4 @@
-"""A controller that was asked to end: what it says, what it stops doing, and when it goes."""
+"""A draining controller: its reports, the work that it stops, and the time of its exit."""
 
 from __future__ import annotations
 

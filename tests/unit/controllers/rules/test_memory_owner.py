@@ -1,4 +1,4 @@
-"""Whose engine an engine is."""
+"""The owner of an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that sleep and wake as the plan says: who does what, in which order, and what becomes of what they had under way."""
+"""Engines that sleep and wake by plan: the actor, the order, and requests in progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines and train ranks of a slot take turns in its memory: who gives it back, who takes it, in which order, and who waits for whom."""
+"""Engines and train ranks that time-share a slot's memory: release, acquisition, order and waiting."""
 
 from __future__ import annotations
 

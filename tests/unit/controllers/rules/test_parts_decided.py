@@ -1,4 +1,4 @@
-"""What controllers decide of a streamed step, from views made by hand."""
+"""Controllers' decisions for a streamed step, from hand-made views."""
 
 from __future__ import annotations
 

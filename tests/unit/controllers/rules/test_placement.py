@@ -1,4 +1,4 @@
-"""Who plans a job's placement, what is written of it, and the world that a policy wants."""
+"""The planner of a job's placement, its records, and the train world that a policy requests."""
 
 from __future__ import annotations
 

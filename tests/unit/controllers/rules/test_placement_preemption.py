@@ -1,4 +1,4 @@
-"""A job and its share of the slots: what it leaves, when it stands still, when it goes on."""
+"""A job and its share of the slots: released slots, preemption and resumption."""
 
 from __future__ import annotations
 

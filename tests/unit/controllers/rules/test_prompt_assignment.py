@@ -1,4 +1,4 @@
-"""Who works on which shard: sticky, balanced, few moves."""
+"""The assignment of shards to controllers: sticky, balanced, few moves."""
 
 from __future__ import annotations
 

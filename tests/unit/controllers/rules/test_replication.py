@@ -1,4 +1,4 @@
-"""Where nodes share no folder: what must survive a node lies on enough of them before the store names or forgets it."""
+"""Nodes without a shared folder: durable data is on enough nodes before the store names or deletes it."""
 
 from __future__ import annotations
 

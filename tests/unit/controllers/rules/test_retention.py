@@ -1,4 +1,4 @@
-"""What nothing asks for any more leaves the store: past worlds, parts of evaluations, old evaluations; and the folder."""
+"""Unreferenced records leave the store: past worlds, parts of evaluations, old evaluations; and the run's folder."""
 
 from __future__ import annotations
 

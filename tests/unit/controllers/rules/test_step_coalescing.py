@@ -1,4 +1,4 @@
-"""How long an offer waits: few writes, and no seal later for it."""
+"""The delay of an offer: few writes, and no later seal because of it."""
 
 from __future__ import annotations
 

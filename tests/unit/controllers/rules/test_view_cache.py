@@ -1,4 +1,4 @@
-"""What was worked out is worked out again exactly when a record that it follows from is another object."""
+"""A cached value is recomputed exactly when one of its input records is a different object."""
 
 from __future__ import annotations
 

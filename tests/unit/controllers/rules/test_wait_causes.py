@@ -1,6 +1,6 @@
-"""Each cause of docs/operate/failures.md, produced: the view, `gcore describe`, events and metrics all name it, the events within the stated time.
+"""Each cause of docs/operate/failures.md: the view, `gcore describe`, events and metrics name it, the events within the documented time.
 
-The views are of one controller, as its records, engines, ranks and pools would make them; all that is said comes from production's code.
+The views are of one controller, as its records, engines, ranks and pools would make them; production's code makes all texts.
 """
 
 from __future__ import annotations

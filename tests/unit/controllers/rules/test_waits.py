@@ -1,6 +1,6 @@
-"""Waits that stand still become events: after how long, told by whom, and what counts as getting anywhere.
+"""Waits without progress become events: the delay, the reporter, and the definition of progress.
 
-What is said of what hangs, from views made by hand.
+The reports about hung components, from hand-made views.
 """
 
 from __future__ import annotations

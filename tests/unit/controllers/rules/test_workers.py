@@ -1,4 +1,4 @@
-"""Which workers a node starts and stops."""
+"""The workers that a node starts and stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that take turns on a GPU load one after the other: an engine that loads measures what is free, and a rank needs all of it."""
+"""Workers that time-share a GPU load one after the other: a loading engine measures free memory, and a rank needs all of it."""
 
 from __future__ import annotations
 

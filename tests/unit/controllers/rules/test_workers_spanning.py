@@ -1,4 +1,4 @@
-"""Engines that span several slots: what a spec may say, what they are told, when they wake, and which of their slots are booked."""
+"""Engines that span several slots: spec, launch settings, wake-up, and accounting of their slots."""
 
 from __future__ import annotations
 

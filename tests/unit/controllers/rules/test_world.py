@@ -1,4 +1,4 @@
-"""Worlds of another size and engines for nodes that come: what is decided, and what it is weighed by."""
+"""Resized worlds and engines for new nodes: decisions and their criteria."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What goes and what stays, by the policy; and what is found on a disk and in a store.
+"""Deletion and retention by policy; and leftovers on a disk and in a store.
 
-A run's disk quota: how it stands, what is told when, and that the job is paused and not ended.
+A run's disk quota: its state, its warnings, and the pause of the job.
 """
 
 from __future__ import annotations

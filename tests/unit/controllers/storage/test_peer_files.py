@@ -1,4 +1,4 @@
-"""Files of a run from peer to peer: only what lies there and is served, and only whole."""
+"""Files of a run from peer to peer: only existing files under the served paths, and only whole."""
 
 from __future__ import annotations
 

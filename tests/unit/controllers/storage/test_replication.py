@@ -1,4 +1,4 @@
-"""A node's own folder of a run gets what it lacks from peers, and says what lies there; what a peer has damaged is not taken."""
+"""A node's own folder of a run fetches missing files from peers, reports its contents, and refuses damaged files."""
 
 from __future__ import annotations
 

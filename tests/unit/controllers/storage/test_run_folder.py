@@ -1,4 +1,4 @@
-"""Nodes prove that they see one folder, whoever comes first; one that does not is named, with the path."""
+"""Nodes prove that they share one folder, in any order of arrival; a node that does not is named with its path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is counted where it happens: checkpoints, requests to engines, calls to the store."""
+"""Counters at their source: checkpoints, requests to engines, calls to the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the records of a job, and however they are heard, its events have ascending numbers, and none is lost or comes twice."""
+"""A job's events have ascending numbers for any records and any order of notification; none is lost or duplicated."""
 
 from __future__ import annotations
 

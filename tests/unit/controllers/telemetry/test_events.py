@@ -1,4 +1,4 @@
-"""Events follow from records, with the same numbers everywhere."""
+"""Events follow from records, with the same numbers on every controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What placement expects and what came of it, how much the store holds, and which calls were answered, as metrics."""
+"""Metrics of placement (expected and measured), of the store's size, and of answered calls."""
 
 from __future__ import annotations
 

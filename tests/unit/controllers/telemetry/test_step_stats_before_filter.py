@@ -1,4 +1,4 @@
-"""What a step says of the prompts it used up, and what was worth what before the filter."""
+"""A step's statistics of its prompts and their rewards before the filter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step's numbers by source: in the log entry, in metrics and in what the API answers."""
+"""A step's numbers by source: in the log entry, in metrics and in the API's answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rewards are made of, as a step's numbers and as metrics."""
+"""The parts of rewards, as a step's numbers and as metrics."""
 
 from __future__ import annotations
 

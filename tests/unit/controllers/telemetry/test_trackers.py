@@ -1,4 +1,4 @@
-"""One controller's hand on a tracker's process: real processes, a plug-in of one's own, and what goes wrong with it."""
+"""One controller's connection to a tracker's process: real processes, a user's plug-in, and failures."""
 
 from __future__ import annotations
 

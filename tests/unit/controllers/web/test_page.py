@@ -1,4 +1,4 @@
-"""The page: what is asked over HTTP, what is drawn, and that whatever was written by others is only ever text."""
+"""The web page: its HTTP requests, its rendering, and escaping of untrusted text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page shows of jobs as they stand in the store: to whom, and what of it."""
+"""The jobs on the web page: for which users, and with which details."""
 
 from __future__ import annotations
 

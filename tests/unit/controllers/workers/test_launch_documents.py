@@ -1,4 +1,4 @@
-"""What a node's workers are told: the same things to either engine."""
+"""The launch documents of a node's workers: the same values for either engine."""
 
 from __future__ import annotations
 

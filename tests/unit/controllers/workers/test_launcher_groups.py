@@ -1,4 +1,4 @@
-"""Control groups of jobs: where they are made, what is written into them, and that a machine without them is told once."""
+"""Control groups of jobs: location, contents, and one warning on machines without them."""
 
 from __future__ import annotations
 

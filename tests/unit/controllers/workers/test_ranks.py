@@ -1,6 +1,6 @@
-"""How what a rank is fed is cut into calls.
+"""The calls into which a rank's feed is cut.
 
-What controllers know of ranks and engines, whatever overtakes what.
+Controllers' knowledge of ranks and engines under reordered messages.
 """
 
 from __future__ import annotations

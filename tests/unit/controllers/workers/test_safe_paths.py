@@ -1,4 +1,4 @@
-"""Files of the folder where a user stands are nobody's modules: a `queue.py` there must not be taken for Python's."""
+"""Files in the user's working directory are no modules: a `queue.py` there does not replace Python's."""
 
 from __future__ import annotations
 
