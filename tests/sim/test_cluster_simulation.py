@@ -23,14 +23,14 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + CLUSTERS))
-def test_whatever_happens_to_a_cluster_its_job_ends_with_every_account_right(seed: int) -> None:
+def test_job_completes_with_correct_accounts_under_random_faults(seed: int) -> None:
     ended = tell_story(Story.of(seed))
     assert not ended.wrong, ended.why
     assert ended.steps > 0
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + max(2, CLUSTERS // 8)))
-def test_whatever_happens_to_nodes_that_share_no_folder_their_job_ends_with_every_account_right(seed: int) -> None:
+def test_job_on_nodes_without_a_shared_folder_completes_with_correct_accounts(seed: int) -> None:
     """Now and then one of them is lost with its disk, and another comes under its name."""
     ended = tell_story(replace(Story.of(seed), copies=2 + seed % 2))
     assert not ended.wrong, ended.why
@@ -92,9 +92,7 @@ def test_a_daemon_that_is_asked_to_end_hands_over_in_a_simulation_too() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_what_is_remembered_between_looks_is_what_would_be_worked_out_anew(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_decisions_equal_recomputed_ones(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a rule keeps from one look to the next, and whatever it goes by in keeping it."""
     looks = 0
 
@@ -114,7 +112,7 @@ def test_what_is_remembered_between_looks_is_what_would_be_worked_out_anew(
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + max(3, CLUSTERS // 4)))
-def test_whatever_happens_to_slots_that_take_turns_their_job_ends_with_every_account_right(seed: int) -> None:
+def test_job_on_time_shared_slots_completes_with_correct_accounts(seed: int) -> None:
     """Engines and ranks give each other the memory of a slot, and whoever is to see to it may be stopped, cut off or dead."""
     ended = tell_story(replace(Story.of(seed), staleness=0, part=None, turns=True, copies=(None, None, 2)[seed % 3]))
     assert not ended.wrong, ended.why

@@ -18,7 +18,7 @@ def test_a_node_that_still_ends_a_job_takes_it_up_again_when_that_goes_on(seed: 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_happens_meanwhile_what_was_trained_before_is_trained_once(seed: int) -> None:
+def test_continued_job_trains_earlier_prompts_once_under_random_faults(seed: int) -> None:
     ended = tell_story(replace(Story.of(seed), goes_on=2))
     assert not ended.wrong, ended.why
     assert any("the job goes on" in line for line in ended.history)

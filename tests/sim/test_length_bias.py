@@ -23,7 +23,7 @@ def is_biased(race: Race) -> bool:
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_what_is_trained_is_as_long_as_what_was_issued(staleness: int) -> None:
+def test_trained_lengths_equal_sampled_lengths(staleness: int) -> None:
     race = Race(1, rules(staleness))
     race.run(STEPS)
     assert len(race.trained) == STEPS * QUOTA

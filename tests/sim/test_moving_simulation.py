@@ -21,7 +21,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + max(2, CLUSTERS // 4)))
-def test_whatever_happens_to_a_cluster_whose_slots_move_its_job_ends_with_every_account_right(seed: int) -> None:
+def test_job_with_moving_slots_completes_with_correct_accounts(seed: int) -> None:
     ended = tell_story(moving(seed))
     assert not ended.wrong, ended.why
     assert ended.steps > 0

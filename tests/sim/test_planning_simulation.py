@@ -32,7 +32,7 @@ def moves_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + max(2, CLUSTERS // 4)))
-def test_whatever_happens_to_a_cluster_that_plans_no_move_is_lost_and_no_loan_is_in_the_way_of_a_world(
+def test_planning_cluster_loses_no_move_and_lends_no_slot_of_a_wanted_world(
     seed: int,
 ) -> None:
     ended = tell_story(planning(seed))

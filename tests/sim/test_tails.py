@@ -59,7 +59,7 @@ def is_biased(trained: list[int], issued: list[int]) -> bool:
 
 
 @pytest.mark.parametrize(("staleness", "over_provision", "filtered"), CASES)
-def test_however_many_are_begun_at_once_the_long_ones_are_trained_too(
+def test_long_responses_are_trained_at_any_over_provision(
     staleness: int, over_provision: float, filtered: float
 ) -> None:
     trained: list[int] = []

@@ -18,7 +18,7 @@ TURNS, EACH = 3, 7
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_what_is_recorded_of_a_conversation_has_the_models_log_probabilities(
+async def test_recorded_conversation_has_the_models_log_probabilities(
     serving: Serving, client: EngineClient, streams: bool
 ) -> None:
     folder = serving.weights[0]

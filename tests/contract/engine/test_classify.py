@@ -161,7 +161,7 @@ async def test_questions_wait_while_it_is_paused(client: EngineClient, serving: 
 
 
 @pytest.mark.sglang
-async def test_what_sglang_adds_to_the_scores_of_a_qwen_is_nothing(tmp_path: Path) -> None:
+async def test_sglang_adds_no_bias_to_the_scores_of_a_qwen_classifier(tmp_path: Path) -> None:
     """Its head has a bias that the model's weights have not, and that it would leave as chance made it."""
     folder = make_tiny_classifier(tmp_path, kind="qwen3")
     with SglangProcess(folder, task="classify", batch_slots=SLOTS) as process:
@@ -175,7 +175,7 @@ async def test_what_sglang_adds_to_the_scores_of_a_qwen_is_nothing(tmp_path: Pat
 
 # What the real SGLang does here is found in the module's first words.
 @pytest.mark.parametrize("serving", ["torch"], indirect=True)
-async def test_what_is_aborted_while_it_waits_is_given_up(client: EngineClient) -> None:
+async def test_aborting_a_waiting_classification_leaves_others_running(client: EngineClient) -> None:
     await client.pause("in_place")
     asked = asyncio.create_task(client.classify([prompt(5, 6), prompt(6, 7)], rid="mine"))
     other = asyncio.create_task(client.classify([prompt(5, 6)], rid="other"))
@@ -198,7 +198,7 @@ async def test_a_client_that_goes_away_takes_its_questions_along(client: EngineC
 
 
 @pytest.mark.parametrize("serving", ["torch"], indirect=True)
-async def test_whoever_asks_a_classifier_for_words_is_told_what_it_is(client: EngineClient) -> None:
+async def test_classifier_refuses_to_generate_text(client: EngineClient) -> None:
     params = SamplingParams(temperature=1.0, max_new_tokens=1)
     with pytest.raises(EngineError, match="does not generate text"):
         await client.generate([3], params, seeds=(1,), rid="words")

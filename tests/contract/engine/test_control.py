@@ -94,7 +94,7 @@ async def test_a_batch_is_aborted_by_its_name_and_nothing_by_the_beginning_of_it
 
 
 @TORCH_ONLY
-async def test_what_waits_is_aborted_too_and_still_tells_a_version(client: EngineClient) -> None:
+async def test_abort_ends_waiting_samples_too_and_reports_their_version(client: EngineClient) -> None:
     sampling = SamplingParams(temperature=1.0, max_new_tokens=10_000)
     running = asyncio.create_task(client.generate(prompt(1, 5), sampling, seeds=range(40), rid="gone"))
     await until(client, running=5)
@@ -155,7 +155,7 @@ async def test_a_pause_with_abort_ends_what_runs_and_new_requests_wait(http: htt
     assert reason(await later)["type"] in ("length", "stop")
 
 
-async def test_what_is_aborted_under_a_pause_has_ended_when_it_is_over(http: httpx.AsyncClient) -> None:
+async def test_requests_aborted_during_a_pause_have_ended_after_it(http: httpx.AsyncClient) -> None:
     for mode in ("in_place", "retract"):
         running = await begin(http, input_ids=[5, 6], rid=mode, sampling_params=ENDLESS)
         await post(http, "/pause_generation", mode=mode)

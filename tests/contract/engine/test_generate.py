@@ -308,7 +308,7 @@ async def test_a_stream_may_tell_only_every_so_many_tokens(http: httpx.AsyncClie
     assert all(later - earlier >= 30 for earlier, later in pairwise(lengths[:-1]))
 
 
-async def test_what_a_stream_cannot_serve_is_one_of_its_parts(http: httpx.AsyncClient) -> None:
+async def test_stream_reports_an_unservable_request_as_an_error_event(http: httpx.AsyncClient) -> None:
     body = {"input_ids": [5] * 40_001, "stream": True}
     response = await http.post("/generate", json=body)
     assert response.status_code == 200

@@ -12,7 +12,7 @@ from gcore.types import Sample
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=40)
 
 
-async def test_what_was_told_of_a_sample_is_its_beginning_and_the_end_is_the_same_as_without(
+async def test_streamed_samples_are_prefixes_and_end_equal_to_unstreamed_ones(
     serving: Serving, client: EngineClient
 ) -> None:
     told: dict[int, list[Sample]] = {0: [], 1: []}
@@ -39,7 +39,7 @@ async def test_each_sample_has_its_own_limits(client: EngineClient) -> None:
     assert [len(one.token_ids) for one in made] == [40, 3]
 
 
-async def test_what_is_refused_is_refused_when_it_would_be_told_of_too(client: EngineClient) -> None:
+async def test_streaming_requests_get_the_same_refusals(client: EngineClient) -> None:
     growing = ProgressCallback(8, lambda place, sample: None)
     too_long = tuple(range(1, 5)) * 10_000
     with pytest.raises(EngineError):

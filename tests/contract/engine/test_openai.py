@@ -144,7 +144,7 @@ async def test_the_model_is_listed(http: httpx.AsyncClient, serving: Serving) ->
         pytest.param(CHAT, {"messages": [{"role": "nobody", "content": "a"}]}, id="an unknown role"),
     ],
 )
-async def test_what_cannot_be_served_is_refused(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
+async def test_unservable_requests_are_refused(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
     response = await http.post(path, json=body)
     assert response.status_code == 400
     assert response.json()["object"] == "error"
@@ -164,7 +164,7 @@ async def test_what_cannot_be_served_is_refused(http: httpx.AsyncClient, path: s
         pytest.param(CHAT, {"messages": [{"role": "user", "content": [{}]}]}, "content", id="parts of content"),
     ],
 )
-async def test_what_it_has_not_is_refused_by_name(
+async def test_unsupported_fields_are_refused_by_name(
     http: httpx.AsyncClient, path: str, body: dict[str, Any], names: str
 ) -> None:
     response = await http.post(path, json=body)

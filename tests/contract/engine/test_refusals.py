@@ -112,7 +112,7 @@ async def test_a_request_that_cannot_be_served_is_refused(http: httpx.AsyncClien
         pytest.param(sampled(n=10**6), "1000000 samples", id="a million samples"),
     ],
 )
-async def test_what_would_break_an_engine_or_be_passed_over_is_refused_by_name(
+async def test_invalid_or_ignored_parameters_are_refused_by_name(
     http: httpx.AsyncClient, body: dict[str, Any], names: str
 ) -> None:
     response = await http.post("/generate", json=body)

@@ -70,7 +70,7 @@ async def released(http: httpx.AsyncClient) -> list[str]:
     return sorted(state["released"])
 
 
-async def test_what_is_asked_of_an_engine_that_sleeps_waits_until_all_of_it_is_awake(http: httpx.AsyncClient) -> None:
+async def test_requests_to_a_sleeping_engine_wait_until_all_of_it_is_awake(http: httpx.AsyncClient) -> None:
     assert await post(http, "/release_memory_occupation", tags=ALL) is None
     assert await released(http) == ALL
     waiting = asyncio.create_task(generate(http, input_ids=[5, 6], sampling_params={"max_new_tokens": 3}))
@@ -122,7 +122,7 @@ async def test_an_engine_serves_what_it_served_before_it_slept_until_it_is_broug
     assert spans(await generate(http, **asked)) == [("0.4", 0, 2)]
 
 
-async def test_what_is_aborted_for_a_release_has_told_its_tokens_as_they_came(http: httpx.AsyncClient) -> None:
+async def test_requests_aborted_for_a_release_keep_their_streamed_tokens(http: httpx.AsyncClient) -> None:
     growing = await begin(http, interval=20, input_ids=prompt(2, 8), sampling_params=LONG)
     await growing.until(60)
     await post(http, "/pause_generation", mode="abort")
@@ -133,7 +133,7 @@ async def test_what_is_aborted_for_a_release_has_told_its_tokens_as_they_came(ht
     await post(http, "/continue_generation")
 
 
-async def test_what_waits_at_an_engine_that_sleeps_can_be_aborted(http: httpx.AsyncClient) -> None:
+async def test_requests_waiting_at_a_sleeping_engine_can_be_aborted(http: httpx.AsyncClient) -> None:
     await post(http, "/release_memory_occupation", tags=ALL)
     waiting = asyncio.create_task(generate(http, input_ids=[5, 6], rid="gone", sampling_params=LONG))
     await until(http, running=0, waiting=1)

@@ -158,7 +158,7 @@ async def test_cut_off_answers_become_what_the_spec_says(make: Make, rollout: di
         assert [(sample.reward, sample.masked) for sample in group.samples] == found
 
 
-async def test_what_cannot_be_scored_is_an_error_for_the_flow(make: Make) -> None:
+async def test_scoring_errors_reach_the_flow(make: Make) -> None:
     bench = make(entries=NO_NUMBERS, reward={"name": "numeric"})
     _, (prompt, *_) = await some_prompts(bench, 1)
     with pytest.raises(RewardError, match="is not a number"):
@@ -268,7 +268,7 @@ OTHER = PromptRef(0, 0, 50)
     ],
     ids=["nothing", "a list", "trained", "no kind", "no reason", "another prompt's"],
 )
-async def test_what_is_neither_the_prompts_group_nor_its_end_ends_the_flow_with_what_to_return(
+async def test_flow_that_returns_neither_group_nor_outcome_fails_with_an_explanation(
     make: Make, wrong: Callable[[Any], Any], said: str
 ) -> None:
     bench = make()

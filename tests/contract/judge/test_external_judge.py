@@ -107,9 +107,7 @@ async def test_a_judge_answers_each_seed_and_is_paid_by_tokens_and_answers_the_s
         pytest.param(FakeFailure(302, {"location": "http://127.0.0.1:1/"}), JudgeError, id="elsewhere"),
     ],
 )
-async def test_what_a_server_does_to_one_request_the_next_gets_over(
-    failing: FakeFailure, error: type[JudgeError]
-) -> None:
+async def test_next_request_succeeds_after_a_server_failure(failing: FakeFailure, error: type[JudgeError]) -> None:
     book, began = Book(), SystemClock().monotonic()
     async with FakeOpenAI(said, key=KEY) as fake, asking(fake.url, book, timeout_s=0.5) as ask:
         fake.script = [failing]
@@ -123,7 +121,7 @@ async def test_what_a_server_does_to_one_request_the_next_gets_over(
         assert "server" in book.causes
 
 
-async def test_nobody_is_there() -> None:
+async def test_unreachable_judge_raises_judge_away() -> None:
     async with FakeOpenAI(said) as fake:
         gone = fake.url
     async with asking(gone, Book()) as ask:

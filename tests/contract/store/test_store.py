@@ -560,7 +560,7 @@ async def test_a_watch_to_which_nothing_comes_back_misses_nothing(rig: Rig, at: 
     assert [event.kv.value for batch in seen for event in batch.events] == [b"1", b"2", b"v"]
 
 
-async def test_what_is_sent_while_nothing_comes_back_is_made_and_not_known_to_be(rig: Rig, at: str) -> None:
+async def test_write_without_a_reply_takes_effect_and_its_outcome_is_unknown(rig: Rig, at: str) -> None:
     revision = await put(rig.store, at + "k", b"1")
     await rig.deafen()
     with pytest.raises(StoreUnavailable):

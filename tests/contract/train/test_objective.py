@@ -108,7 +108,7 @@ def test_the_loss_of_a_batch_is_the_sum_of_its_rows_losses(case: Case) -> None:
     assert bool(gradient.any())
 
 
-def test_what_is_not_trained_is_not_in_the_loss(case: Case) -> None:
+def test_masked_positions_do_not_affect_the_loss(case: Case) -> None:
     whole, gradient = loss_of(case, EVERY)
     assert not gradient[~MASK].any()
     other, _ = loss_of(case, EVERY, torch.where(MASK, case.outputs, -7.0))

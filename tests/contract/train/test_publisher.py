@@ -187,7 +187,7 @@ def test_a_version_that_is_staged_again_is_what_it_is_the_last_time(published: P
     assert_same(published.take(update), served(published.model))
 
 
-def test_what_is_released_cannot_be_had_any_more(published: Published) -> None:
+def test_released_updates_cannot_be_taken(published: Published) -> None:
     update = published.stage(FIRST)
     published.publisher.release(update)
     published.publisher.release(update)

@@ -128,7 +128,7 @@ async def test_a_call_that_kills_its_process_or_raises_is_blamed_and_fails_alone
         assert await pool.ask("bb") == 2
 
 
-async def test_what_foreign_code_prints_is_no_answer(opened: Open) -> None:
+async def test_output_of_third_party_code_is_no_answer(opened: Open) -> None:
     async with opened() as pool:
         assert await pool.ask("print [1,[]]") == len("print [1,[]]")
 

@@ -103,7 +103,7 @@ def test_there_is_a_verb_for_every_call_of_the_api() -> None:
     assert not [verb for verb in CALLED.values() if not hasattr(AsyncClient, verb)]
 
 
-def test_what_answers_with_the_apis_own_messages_asks_for_what_was_said(
+def test_methods_that_return_api_messages_forward_their_arguments(
     cluster: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[object, ...]] = []
@@ -192,7 +192,7 @@ async def test_the_asynchronous_client_has_its_streams_as_iterators(servers: lis
         assert [one.step async for one in cluster.metrics(job, after_step=1)] == [2]
 
 
-def test_what_a_notebook_shows_is_only_ever_text(cluster: Client) -> None:
+def test_notebook_html_is_escaped(cluster: Client) -> None:
     shown = cluster.get("sums")._repr_html_()
     assert "&lt;b&gt;bold&lt;/b&gt;" in shown
     assert "<b>" not in shown

@@ -89,9 +89,7 @@ async def test_a_server_of_another_authority_or_name_is_not_spoken_to(served: Se
     assert (await ask(by_token(served, token), served.people, GET))[0] is Code.OK
 
 
-async def test_whoever_cannot_connect_is_told_what_is_wrong_with_the_certificates(
-    served: Served, tmp_path: Path
-) -> None:
+async def test_connection_errors_explain_the_problem_with_the_certificates(served: Served, tmp_path: Path) -> None:
     ours = TlsMaterial(served.ca / "ca.pem")
     foreign = issued.authority(tmp_path / "theirs")
     wrong = {
@@ -172,7 +170,7 @@ async def test_a_stream_ends_when_its_token_is_revoked(served: Served) -> None:
     assert caught.value.code() is Code.UNAUTHENTICATED
 
 
-async def test_who_changed_what_and_who_was_refused_is_written_down_and_no_secret(served: Served) -> None:
+async def test_journal_records_changes_and_refusals_without_secrets(served: Served) -> None:
     token = served.token("submitter", "vision")
     one = by_token(served, token)
     await ask(one, served.people, "/gcore.api.v1.Jobs/CancelJob", job="job-7")
@@ -213,7 +211,7 @@ async def test_of_each_verb_that_changes_anything_it_is_noted_what_it_was_about(
     assert told_of == {verb: f"the-{field}" if field else MADE for verb, field in wanted.items()}
 
 
-async def test_what_a_known_caller_may_not_is_noted_with_what_it_was_about(served: Served) -> None:
+async def test_journal_records_the_subject_of_a_users_refused_call(served: Served) -> None:
     viewer = by_token(served, served.token("viewer", "vision"))
     assert (await ask(viewer, served.people, "/gcore.api.v1.Jobs/SetQuota", namespace="speech"))[
         0

@@ -180,7 +180,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("change", "expected"), WRONG.values(), ids=WRONG)
-def test_what_cannot_work_is_refused_in_one_sentence_before_anything_is_written(
+def test_invalid_specs_are_refused_in_one_sentence_before_anything_is_written(
     cluster: LocalClusterState, tree: dict[str, Any], change: dict[str, Any], expected: str
 ) -> None:
     wrong = tree | {"name": "wrong"} | {k: v for k, v in change.items() if k != "shards"}

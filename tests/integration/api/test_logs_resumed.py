@@ -147,7 +147,7 @@ async def test_logs_that_are_not_followed_come_whole_from_several_controllers(cl
     assert found == wrote(RANK, 0, 20_000)
 
 
-async def test_whoever_asks_for_no_places_is_sent_lines_alone(cluster: Cluster) -> None:
+async def test_log_requests_without_positions_get_lines_only(cluster: Cluster) -> None:
     await cluster.work(RANK)
     cluster.write(RANK, 0, 3)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{await cluster.serve()}") as channel:

@@ -207,7 +207,7 @@ def test_it_looks_again_for_what_is_new_only(browser: Browser, address: str, tol
     assert browser.value("document.querySelectorAll('#events li').length") == 5
 
 
-def test_nobody_else_is_asked_and_nothing_breaks(browser: Browser, address: str) -> None:
+def test_page_contacts_no_third_party_and_raises_no_error(browser: Browser, address: str) -> None:
     asked = {one["request"]["url"] for one in browser.told("Network.requestWillBeSent")}
     assert {url for url in asked if not url.startswith((address, "data:"))} == set()
     assert browser.told("Runtime.exceptionThrown") == []
@@ -250,7 +250,7 @@ def test_an_address_with_a_name_and_a_token_in_it_shows_the_jobs(browser: Browse
 
 
 @pytest.mark.parametrize("width", [1280, 380])
-def test_what_is_told_fits_into_wide_and_narrow_windows(browser: Browser, address: str, width: int) -> None:
+def test_content_fits_into_wide_and_narrow_windows(browser: Browser, address: str, width: int) -> None:
     browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
     try:
         browser.open(f"{address}/#{JOB['uid']}")

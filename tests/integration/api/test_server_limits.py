@@ -145,7 +145,7 @@ async def test_a_known_caller_who_sends_no_request_is_told_so_after_a_while(serv
     await until(lambda: served.room.taken == 0)
 
 
-async def test_nobody_has_more_than_half_of_the_calls_and_people_take_no_place_of_nodes_and_of_health(
+async def test_user_gets_at_most_half_of_the_calls_and_none_of_those_for_nodes_and_health(
     served: Served,
 ) -> None:
     served.service.between.clear()
@@ -172,7 +172,7 @@ async def test_nobody_has_more_than_half_of_the_calls_and_people_take_no_place_o
     assert await ask(ann, served.people, GET) == (Code.OK, "")
 
 
-async def test_whoever_takes_no_answer_holds_places_of_their_own_only(served: Served) -> None:
+async def test_client_that_reads_no_answer_uses_only_its_own_quota(served: Served) -> None:
     ann, bob = (by_token(served, served.token(role, "vision")) for role in ("submitter", "viewer"))
     with TakesNothing(served.people, served.ca / "ca.pem") as stuck:
         for _ in range(most_at_once(CALLS) + 100):

@@ -182,9 +182,7 @@ def test_every_stream_of_the_api_is_tried() -> None:
 
 
 @pytest.mark.parametrize("method", streaming())
-async def test_who_never_reads_a_stream_has_its_place_and_its_window_and_nothing_more(
-    method: str, tmp_path: Path
-) -> None:
+async def test_unread_stream_uses_one_place_and_at_most_its_window(method: str, tmp_path: Path) -> None:
     stub_of, request = REQUESTS[method]
     api = Api(tmp_path, method)
     async with api.serving() as channel:

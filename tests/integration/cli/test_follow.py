@@ -69,7 +69,7 @@ async def test_a_creation_that_takes_longer_than_other_calls_is_waited_for(scrip
     await slow.kill()
 
 
-async def test_who_waits_long_for_a_creation_is_told_what_for(script, monkeypatch, capsys):
+async def test_slow_job_creation_prints_what_it_waits_for(script, monkeypatch, capsys):
     slow = await SlowJobs(script).start()
     async with JobsClient([slow.address], clock=SystemClock()) as jobs:
         slow.let.set()

@@ -93,7 +93,7 @@ def test_all_of_it_is_there_as_json(folder: Path) -> None:
     assert all(one["why"] and one["count"] for one in tree["misfits"])
 
 
-def test_what_it_prints_as_yaml_can_be_pasted_and_then_plans_the_same(folder: Path) -> None:
+def test_printed_yaml_can_be_pasted_and_gives_the_same_plan(folder: Path) -> None:
     first = plan(folder, "-o", "yaml")
     assert first.returncode == 0, first.stderr
     section = yaml.safe_load(first.stdout)
@@ -135,7 +135,7 @@ def test_a_job_that_fits_nowhere_is_refused_with_who_is_too_large_and_what_would
         ((), "nodes: [{accelerators: 8, tflops: .nan, host_memory_gib: 5}]", "nodes.0.tflops: "),
     ],
 )
-def test_what_is_wrong_is_one_sentence(folder: Path, words: tuple[str, ...], cluster: str | None, said: str) -> None:
+def test_errors_are_one_sentence(folder: Path, words: tuple[str, ...], cluster: str | None, said: str) -> None:
     if cluster is not None:
         (folder / "cluster.yaml").write_text(cluster)
     done = plan(folder, *words)

@@ -260,7 +260,7 @@ def test_the_documented_exit_codes_are_those_of_the_help() -> None:
     ],
     ids=["events", "logs"],
 )
-def test_whoever_stops_following_is_told_how_to_go_on(address: str, words: list[str], hint: str) -> None:
+def test_interrupted_follow_prints_how_to_continue(address: str, words: list[str], hint: str) -> None:
     command = [sys.executable, "-m", "controllers.cli.main", *words, "--address", address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ) as child:
         assert child.stdout is not None
@@ -304,6 +304,6 @@ def test_a_time_is_so_long_ago_or_a_moment(text: str, time: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "yesterday", "10x", "-5m", "99999-01-01", "m"])
-def test_what_is_no_time_is_refused(text: str) -> None:
+def test_invalid_times_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a time"):
         parse_time(text, 1000.0)

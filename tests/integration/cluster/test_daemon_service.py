@@ -114,7 +114,7 @@ async def test_the_stores_user_has_its_password_from_a_file_and_a_wrong_one_is_o
         pytest.param({"etcd": {"endpoints": ["a:1:2"]}}, "'a:1:2' is not an etcd endpoint", id="endpoint"),
     ],
 )
-async def test_what_cannot_work_ends_it_with_one_sentence_and_code_2(
+async def test_invalid_configuration_ends_the_daemon_with_one_sentence_and_code_2(
     tmp_path: Path, changed: dict[str, Any], said: str
 ) -> None:
     await _ends_with(tmp_path, changed, said, UsageError.exit_code)

@@ -71,7 +71,7 @@ def with_random_judge(folder: Path, steps: int) -> Path:
 
 
 @pytest.mark.usefixtures("example")
-def test_what_is_trained_on_was_scored_by_the_judge(cluster: LocalClusterState, tmp_path: Path) -> None:
+def test_trained_samples_were_scored_by_the_judge(cluster: LocalClusterState, tmp_path: Path) -> None:
     ended = run_job(cluster, with_random_judge(tmp_path, 2))
     assert ended.code == 0, ended.output
     assert (ended.summary["audit"], ended.summary["steps"]) == ("clean", 2)

@@ -138,7 +138,7 @@ def test_the_train_world_grows_and_shrinks_between_steps_and_no_step_is_lost(
     reads_like_an_account(home)
 
 
-def test_what_a_policy_would_do_is_only_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_only_reports_the_policys_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     placement = {"policy": "swing", "train": 1, "reward": 1, "dry_run": True}
     home = tmp_path / "home"
     ended_well(played(write_job(tmp_path, monkeypatch, placement, steps=4), home), 4)
@@ -240,7 +240,7 @@ def test_slots_are_lent_to_the_judge_while_it_is_behind_and_come_back(
     reads_like_an_account(home)
 
 
-def test_what_a_person_fixes_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pin_overrides_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = write_job(tmp_path, monkeypatch, {"policy": "swing", "train": 1, "reward": 1}, steps=STEPS)
     home = tmp_path / "home"
     run = ClusterRun(spec, home, "--slots", "emulated:8")

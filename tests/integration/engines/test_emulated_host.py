@@ -85,7 +85,7 @@ async def test_the_clients_update_serves_the_new_version_and_an_older_one_is_ref
         await client.generate((3,), PARAMS, seeds=(1,), rid="b")  # it goes on after a refusal
 
 
-async def test_what_runs_goes_on_under_new_weights_and_what_is_aborted_comes_back(model: Path) -> None:
+async def test_running_requests_continue_under_new_weights_and_aborted_ones_return(model: Path) -> None:
     async with hosting(model, SLOW) as scene:
         (client,) = scene.clients
         asking = asyncio.create_task(client.generate((3,), PARAMS, seeds=tuple(range(6)), rid="slow"))
@@ -123,7 +123,7 @@ async def test_a_response_that_is_finished_is_told_before_the_others_of_its_requ
         assert first == [1, 0]
 
 
-async def test_what_an_engine_had_told_is_kept_when_it_dies_and_another_ends_it_where_it_would_have(
+async def test_streamed_tokens_survive_a_dead_engine_and_another_completes_the_sample(
     model: Path,
 ) -> None:
     params = SamplingParams(temperature=1.0, max_new_tokens=8 * FEWEST)
@@ -181,7 +181,7 @@ async def test_an_engine_sleeps_only_when_nothing_runs_and_requests_wait_until_i
         ("/v1/completions", {"prompt": "3"}, "not supported by an emulated engine"),
     ],
 )
-async def test_what_it_cannot_tell_is_refused_in_words(
+async def test_unsupported_requests_are_refused_with_a_reason(
     model: Path, path: str, body: dict[str, Any], words: str
 ) -> None:
     async with hosting(model, FAST) as scene, httpx.AsyncClient(base_url=scene.clients[0].base_url) as http:

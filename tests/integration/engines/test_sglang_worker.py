@@ -186,9 +186,7 @@ def test_a_scheduler_that_does_not_answer_makes_no_progress(start: Callable[...,
         pytest.param({"batch_slots": 0}, "batch_slots", id="a field that does not fit"),
     ],
 )
-def test_what_cannot_be_started_is_told_in_a_sentence(
-    start: Callable[..., Fake], more: dict[str, Any], words: str
-) -> None:
+def test_failed_start_is_reported_with_a_sentence(start: Callable[..., Fake], more: dict[str, Any], words: str) -> None:
     fake = start(**more)
     worker = fake.worker
     assert words in worker.hear("failed")["reason"]

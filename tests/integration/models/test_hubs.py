@@ -157,7 +157,7 @@ def test_progress_counts_what_is_needed_and_ends_with_all_of_it(served: FakeHub,
     assert all(done <= total for done, _ in seen)
 
 
-def test_what_would_be_fetched_is_told_without_fetching_weights(served: FakeHub, tmp_path: Path) -> None:
+def test_asking_a_hub_lists_the_files_without_fetching_weights(served: FakeHub, tmp_path: Path) -> None:
     commit = served.add("own/tiny", TINY)
     answer = ask_hub("hf://own/tiny", hub=on(served, tmp_path))
     assert answer is not None
@@ -205,9 +205,7 @@ def test_no_hub_at_all_says_what_to_do(tmp_path: Path) -> None:
     "page", ["<html>Sign in</html>", "null", "[]", '{"id": "own/t', '{"siblings": ["config.json"]}']
 )
 @pytest.mark.parametrize("scheme", ["hf", "ms"])
-def test_what_is_no_answer_of_a_hub_is_told_and_may_be_asked_again(
-    served: FakeHub, tmp_path: Path, scheme: str, page: str
-) -> None:
+def test_invalid_hub_answer_is_reported_as_retryable(served: FakeHub, tmp_path: Path, scheme: str, page: str) -> None:
     served.add("own/tiny", TINY, branch="master")
     served.page = page.encode()
     hub = on(served, tmp_path) if scheme == "hf" else ModelScope(endpoint=served.url, cache=tmp_path)

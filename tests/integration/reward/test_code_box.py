@@ -60,7 +60,7 @@ def test_the_same_program_prints_the_same_again(box: ProgramSandbox) -> None:
     assert run(box, program) == run(box, program)
 
 
-def test_what_a_program_raises_is_told_and_its_tests_are_not_run(box: ProgramSandbox) -> None:
+def test_program_that_raises_reports_its_error_and_runs_no_tests(box: ProgramSandbox) -> None:
     ran = run(box, "1 / 0", "pass")
     assert (ran.error, ran.passed) == ("ZeroDivisionError: division by zero", ())
 

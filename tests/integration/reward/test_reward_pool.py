@@ -126,7 +126,7 @@ async def test_a_reward_knows_how_many_tokens_a_response_has_and_whether_it_was_
         assert result == RewardResult(7.0, (("truncated", 1.0),))
 
 
-async def test_what_takes_too_long_is_worth_what_the_spec_says_and_a_part_tells(opened: Opened) -> None:
+async def test_timed_out_reward_has_the_configured_value_and_a_part_that_says_so(opened: Opened) -> None:
     async with opened(timeout_s=0.5, timeout_value=-1.0) as pool:
         await score(pool, "a")
         assert await score(pool, "hang") == (RewardResult(-1.0, (("timed_out", 1.0),)),)

@@ -109,16 +109,14 @@ async def test_a_tool_that_fails_says_so_and_the_next_call_is_answered(pools: Op
                 assert await pool.call("odd", "go on") == Said("GO ON")
 
 
-async def test_what_a_tool_says_and_is_asked_is_bounded(pools: Open) -> None:
+async def test_tool_arguments_and_results_are_bounded(pools: Open) -> None:
     async with pools() as (pool, _):
         assert len((await pool.call("odd", "much")).text) == 2000
         assert "at most" in (await pool.call("odd", "x" * (LONGEST_ARGUMENT + 1))).text
 
 
 @pytest.mark.parametrize("how", ["leave", "orphan"])
-async def test_what_a_call_leaves_running_is_ended_with_its_process_and_the_next_has_another(
-    pools: Open, how: str
-) -> None:
+async def test_leftover_process_of_a_call_is_killed_and_the_next_call_gets_a_new_worker(pools: Open, how: str) -> None:
     async with pools(workers=1) as (pool, told):
         before = await pool.call("odd", "pid")
         left = identify_process(int((await pool.call("odd", how)).text))
@@ -128,7 +126,7 @@ async def test_what_a_call_leaves_running_is_ended_with_its_process_and_the_next
         assert told == []
 
 
-async def test_what_a_tool_started_before_it_crashed_is_ended_too(pools: Open, tmp_path: Path) -> None:
+async def test_processes_of_a_crashed_tool_are_killed(pools: Open, tmp_path: Path) -> None:
     async with pools(workers=1) as (pool, _):
         said = await pool.call("odd", f"crash {tmp_path / 'pid'}")
         assert said.failed
@@ -162,7 +160,7 @@ async def test_a_tool_that_this_node_does_not_have_is_no_fault_of_the_models(poo
         ({"name": "tools", "tools": {"names": ["calculator"]}, "options": {"from": "tags"}}, "no option 'from'"),
     ],
 )
-def test_what_can_be_known_to_be_wrong_is_told_before_there_is_a_job(spec: dict[str, Any], words: str) -> None:
+def test_detectable_environment_errors_are_reported_before_the_job_starts(spec: dict[str, Any], words: str) -> None:
     with pytest.raises(PluginFault, match=words):
         try_environment(EnvironmentSpec.model_validate(spec), {}, chat=False)
 

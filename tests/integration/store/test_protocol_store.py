@@ -136,7 +136,7 @@ async def test_a_paused_sealer_and_a_paused_committer_fail_too(etcd: LocalEtcd, 
     await mine.close()
 
 
-async def test_who_was_cut_off_while_history_was_compacted_lists_again_compares_and_goes_on(
+async def test_watcher_that_missed_a_compaction_lists_again_and_continues_writing(
     etcd: LocalEtcd, job: StoredJob
 ) -> None:
     proxy = await Proxy.start(etcd.endpoint)

@@ -85,9 +85,7 @@ async def test_the_end_of_a_members_certificate_is_seen_and_that_of_a_renewed_on
     assert "rejected connection" not in log, "a look is no error in etcd's log"
 
 
-async def test_what_a_stranger_shows_is_not_told_nor_anything_while_files_are_away(
-    member: StoreRef, tmp_path: Path
-) -> None:
+async def test_expiries_are_empty_for_a_foreign_server_and_for_missing_files(member: StoreRef, tmp_path: Path) -> None:
     make_authority(tmp_path / "theirs", "gcore", days=900, now=NOW)
     other = TlsFiles(ca=str(tmp_path / "theirs" / "ca.pem"))
     assert await store_certificate_expiries(member.model_copy(update={"tls": other})) == {}

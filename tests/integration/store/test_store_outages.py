@@ -51,7 +51,7 @@ async def store(server: Server) -> AsyncIterator[EtcdStore]:
     await store.close()
 
 
-async def test_what_was_written_is_there_after_the_server_was_killed(server: Server, store: EtcdStore) -> None:
+async def test_writes_survive_a_killed_server(server: Server, store: EtcdStore) -> None:
     revision = (await store.transact([], [Put("k", b"1")])).revision
     await server.kill()
     await server.restart()

@@ -224,7 +224,7 @@ async def test_a_user_does_what_it_may(guarded: LocalEtcd) -> None:
         pytest.param(StoreUser("nobody", "x"), id="unknown user"),
     ],
 )
-async def test_who_is_not_known_is_refused_at_once(guarded: LocalEtcd, user: StoreUser | None) -> None:
+async def test_unknown_users_are_refused_at_once(guarded: LocalEtcd, user: StoreUser | None) -> None:
     store = await EtcdStore.connect([guarded.endpoint], clock=CLOCK, user=user, timeout_s=60.0)
     with pytest.raises(StoreRefused):
         await store.get("/open/k")

@@ -151,7 +151,7 @@ def test_ratios_are_exactly_one_in_the_first_update_and_not_against_the_engine(
 
 
 @pytest.mark.parametrize(("size", "stage"), RUNS)
-def test_what_a_correction_did_is_in_the_numbers(folder: Path, stage: int, size: int) -> None:
+def test_metrics_report_the_effect_of_a_correction(folder: Path, stage: int, size: int) -> None:
     found = {}
     cases = ("tis", "plus", "remax", "mis", "engine")
     for case in (case for case in cases if WHOLE or size == 1 or case in CROSSING):

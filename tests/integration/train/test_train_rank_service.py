@@ -137,7 +137,7 @@ def apply_request(seal: bytes, world: pb.WorldId = ME) -> pb.ApplyRequest:
     return pb.ApplyRequest(schema_version=SCHEMA_VERSION, world=world, token=TOKEN, seal=seal)
 
 
-async def test_what_was_fed_in_many_chunks_and_calls_is_held_and_then_trained(served: Served) -> None:
+async def test_samples_fed_in_many_chunks_and_calls_are_held_and_trained(served: Served) -> None:
     group = make_group(tokens=200_000)
     first = await served.stub.Feed(chunks(payload(group, (0,)), size=700_000))
     assert [list(one.samples) for one in first.held] == [[0]]
@@ -169,7 +169,7 @@ async def test_parts_of_a_step_are_begun_once_and_its_end_begins_the_rest(served
 
 
 @pytest.mark.parametrize("who", OTHERS)
-async def test_whoever_means_another_world_is_refused_everything(served: Served, who: str) -> None:
+async def test_calls_for_another_world_are_refused(served: Served, who: str) -> None:
     world = OTHERS[who]
     group = make_group()
     calls = [

@@ -46,7 +46,7 @@ def test_a_world_that_rests_has_exactly_the_losses_of_one_that_does_not(folder: 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_resting_costs_stands_in_the_report_of_the_step_that_follows(folder: Path, case: str) -> None:
+def test_next_step_reports_the_cost_of_releasing_memory(folder: Path, case: str) -> None:
     first, *later = found(folder, case, "resting")["losses"]
     assert not any(name in first for name in COSTS), "before the first step nobody had rested"
     for metrics in later:

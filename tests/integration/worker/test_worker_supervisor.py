@@ -270,7 +270,7 @@ async def test_a_child_dies_with_its_supervisor_and_the_registration_with_its_le
     await node.gone(spec)
 
 
-async def test_what_a_child_left_behind_is_killed_with_it(node: Node) -> None:
+async def test_grandchildren_of_a_dead_child_are_killed(node: Node) -> None:
     spec = node.spec(["leave a grandchild"], SERVE)
     node.start(spec)
     child = child_of(await node.shown(spec, "serving"))

@@ -34,7 +34,7 @@ spaces = st.frozensets(st.from_regex(r"[a-z0-9]([a-z0-9-]{0,8}[a-z0-9])?", fullm
 
 
 @given(names, st.sampled_from(["viewer", "submitter"]), spaces)
-def test_who_a_certificate_is_of_is_read_as_it_was_written(name: str, role: str, where: frozenset[str]) -> None:
+def test_certificate_names_round_trip(name: str, role: str, where: frozenset[str]) -> None:
     for whose in (
         check_user(name, role, where, "x"),
         check_user(name, "admin", (), "x"),
@@ -151,7 +151,9 @@ def test_keys_are_for_their_owner_alone_and_a_nodes_folder_has_what_a_node_needs
         (CertificateRequest("node", "n1", ("h",), days=0), "0 is not a valid number of days"),
     ],
 )
-def test_what_cannot_be_issued_is_told_in_one_sentence(authority: Path, wanted: CertificateRequest, said: str) -> None:
+def test_invalid_certificate_requests_are_refused_in_one_sentence(
+    authority: Path, wanted: CertificateRequest, said: str
+) -> None:
     with pytest.raises(UsageError, match=said):
         issue_certificate_into(authority / "x", authority, wanted, NOW)
     assert not (authority / "x").exists()
@@ -165,7 +167,7 @@ def test_nothing_is_overwritten(authority: Path) -> None:
         issue_certificate_into(authority / "n1", authority, CertificateRequest("node", "n1", ("h",)), NOW)
 
 
-def test_what_ends_soon_is_renewed_for_the_same_names_with_another_key(authority: Path) -> None:
+def test_renewal_keeps_the_names_and_changes_the_key(authority: Path) -> None:
     folder = authority / "n1"
     issue_certificate_into(folder, authority, CertificateRequest("node", "n1", ("h", "10.0.0.1"), days=40), NOW)
     before, key = inspect_certificate(folder), (folder / "key.pem").read_bytes()

@@ -21,7 +21,7 @@ def ca(tmp_path: Path) -> Path:
     return issued.authority(tmp_path / "ca")
 
 
-def test_what_was_renewed_counts_from_the_next_look_on(ca: Path) -> None:
+def test_renewed_files_are_used_from_the_next_read_on(ca: Path) -> None:
     watched = ReloadingFiles(issued.node(ca, "n1"))
     before = watched.pem
     assert watched.pem is before

@@ -102,7 +102,7 @@ async def test_each_is_listed_with_its_size_and_why_it_is_kept(tmp_path: Path) -
     assert not first.problem
 
 
-async def test_what_can_be_seen_to_be_damaged_is_said(tmp_path: Path) -> None:
+async def test_visible_damage_of_checkpoints_is_reported(tmp_path: Path) -> None:
     entries = [make_checkpoint(tmp_path, n) for n in (4, 8, 12)]
     (tmp_path / entries[0].file / "exp_avg.safetensors").write_bytes(b"1")
     (tmp_path / entries[1].file / "config.json").unlink()

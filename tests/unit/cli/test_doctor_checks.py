@@ -97,7 +97,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str, CheckState]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_is_broken_is_named_with_what_to_do_and_nothing_else_is(case: str) -> None:
+def test_broken_part_is_named_with_a_fix_and_no_other_part_is(case: str) -> None:
     seen, name, state = BROKEN[case]
     bad = [check for check in all_checks(**seen) if check.state is not CheckState.OK]
     assert (name, state) in [(check.name, check.state) for check in bad]
@@ -182,7 +182,7 @@ def test_a_home_that_cannot_be_looked_at_is_a_verdict_and_no_error(
     assert found is None or found.is_absolute()
 
 
-def test_what_only_the_simulator_wants_is_not_said_to_be_wanted_by_nodes() -> None:
+def test_packages_for_the_simulator_are_not_required_on_nodes() -> None:
     (check,) = judge.check_packages([PackageFacts("matplotlib", None, needed_for="simulate")])
     assert check.seen == "not installed; only the plots of make bench-placement need it (simulate)"
     (check,) = judge.check_packages([PackageFacts("numba", None, needed_for="simulate")])

@@ -65,7 +65,7 @@ async def test_another_refusal_ends_the_command_as_before(tmp_path: Path) -> Non
         await record_job(LosingClient("BAD_FIELDS"), job_in(tmp_path), screen, clock, begun=0.0)  # type: ignore[arg-type]
 
 
-def test_who_asks_for_a_run_whose_etcd_is_gone_is_not_told_that_it_goes_on(tmp_path: Path) -> None:
+def test_finished_run_without_its_etcd_is_not_described_as_resumable(tmp_path: Path) -> None:
     job_in(tmp_path)
     with pytest.raises(Unreachable, match=r"etcd, which no longer exists.*start a new job"):
         describe_finished_run(tmp_path, "sums", Unreachable("no cluster is up here"))

@@ -46,7 +46,7 @@ def test_slots_are_dealt_out_completely_and_evenly(slots, controllers):
 
 
 @pytest.mark.parametrize("text", ["", "cpu", "cpu:", "cpu:0", "cpu:-1", "cpu:x", "2", "cpu:²"])
-def test_what_is_no_number_of_slots_is_refused(text):
+def test_invalid_slot_counts_are_refused(text):
     with pytest.raises(UsageError, match="is not KIND:NUMBER"):
         deal_slots(text, 1)
 
@@ -169,7 +169,7 @@ def test_addresses_that_are_given_win_over_the_home(tmp_path):
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:0", "host:70000", "host:x", "a:1,"])
-def test_what_is_no_address_is_refused(address, tmp_path):
+def test_invalid_addresses_are_refused(address, tmp_path):
     with pytest.raises(UsageError, match="is not host:port"):
         find_addresses(address, tmp_path)
 
@@ -179,7 +179,7 @@ def test_without_a_cluster_nobody_can_be_asked(tmp_path):
         find_addresses(None, tmp_path)
 
 
-def test_who_looks_for_the_cluster_of_a_run_is_told_that_it_ended_with_the_run(tmp_path):
+def test_missing_cluster_error_explains_that_a_runs_cluster_ends_with_it(tmp_path):
     (tmp_path / "runs").mkdir()
     with pytest.raises(
         Unreachable, match=r"`gcore up` \(a cluster that `gcore run` started stops with it; its jobs are kept\)"

@@ -102,7 +102,7 @@ def test_it_is_told_who_planned_from_then_on() -> None:
     assert told == ["  Planned by b from here on; before by a."]
 
 
-def test_what_pools_idled_is_told_once() -> None:
+def test_idle_shares_of_pools_are_printed_once() -> None:
     moved = move("rollout was idle for 83% of the newest step").model_copy(update={"idle": {"rollout": 0.825}})
     assert not any("Idle before" in line for line in placement_story("j", None, [moved], 0))
     assert any(
@@ -139,7 +139,7 @@ def test_every_field_of_a_scenario_is_on_the_page_about_the_simulator() -> None:
             assert f"`{name}`" in page, name
 
 
-def test_who_asks_where_slots_are_after_a_run_is_told_what_can_still_be_read(
+def test_placement_of_an_ended_job_points_to_the_commands_that_still_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("controllers.cli.view.summary.describe_finished_run", lambda home, job, error: {"job": job})

@@ -93,7 +93,7 @@ def mirror(**more: Any) -> JobMirror:
     return replace(found, **more)
 
 
-def test_what_is_fixed_is_added_to_what_was_and_let_go_as_a_whole() -> None:
+def test_pins_accumulate_and_a_release_clears_all() -> None:
     first = parse_pin(asked(reward=2), Pin(), job(), 8, "a", 5.0)
     assert (first.reward, first.by, first.time) == (2, "a", 5.0)
     both = parse_pin(asked(freeze=True, train=1), first, job(), 8, "a", 6.0)
@@ -120,7 +120,7 @@ def test_what_is_fixed_is_added_to_what_was_and_let_go_as_a_whole() -> None:
         ),
     ],
 )
-def test_what_cannot_be_fixed_is_refused_in_a_sentence(request_: Any, record: JobRecord, said: str) -> None:
+def test_impossible_pins_are_refused_in_a_sentence(request_: Any, record: JobRecord, said: str) -> None:
     with pytest.raises(GcoreError, match=said):
         parse_pin(request_, Pin(), record, 8, "a", 5.0)
 
@@ -162,7 +162,7 @@ class Writes:
         return TxnReport(self.outcomes.pop(0), 1)
 
 
-async def test_who_loses_a_compare_looks_again_and_an_unknown_answer_is_told() -> None:
+async def test_pin_write_retries_after_a_lost_compare_and_reports_unknown_outcomes() -> None:
     looked = 0
 
     async def look() -> JobMirror:
@@ -184,7 +184,7 @@ async def test_who_loses_a_compare_looks_again_and_an_unknown_answer_is_told() -
         await write_pin(Writes(), over, asked(freeze=True), 8, "a", 5.0)  # type: ignore[arg-type]
 
 
-def test_what_is_shown_names_each_slot_and_who_sleeps_there() -> None:
+def test_displayed_placement_names_each_slot_and_its_sleeping_engines() -> None:
     reply = describe_placement(mirror(), frozenset({"a", "b"}))
     rows = placement_rows(reply)
     assert rows["slots"] == "2 rollout, 1 reward, 1 train"

@@ -40,7 +40,7 @@ def test_a_policy_that_moves_slots_keeps_its_name_and_begins_with_the_sizes() ->
     assert "train" not in placement_section(job, together)
 
 
-def test_who_has_the_memory_is_said_where_slots_are_shared_and_only_there() -> None:
+def test_memory_policy_is_suggested_only_for_shared_slots() -> None:
     fits = search_layouts(work(SEVEN, train={"zero_stage": 3}), machines()).fits
     for mode, memory in (("colocated", {"kept", "in_turns"}), ("coexisting", {None})):
         found = {
@@ -95,7 +95,7 @@ def test_where_nothing_can_be_begun_with_a_sentence_says_so_whatever_is_nearest_
     assert "no placement of job 'j' fits" in str(_nothing_fits(planned_of(replace(found, fits=())), Path("c.yaml")))
 
 
-def test_what_the_spec_says_now_is_told_beside_what_it_should_say() -> None:
+def test_plan_compares_the_current_spec_with_the_suggestion() -> None:
     base: dict[str, Any] = {"train": {"zero_stage": 3}}
     found = search_layouts(work(SEVEN, **base), machines())
     named = planned_of(found, placement={"policy": "static", "train": 6}, **base)
@@ -134,7 +134,7 @@ def test_where_the_spec_names_no_number_of_ranks_it_is_said_where_the_number_com
     assert "train.ranks" not in _begins(planned_of(found, placement={"policy": "dynamic"}), shared.first)
 
 
-def test_who_pastes_a_section_is_told_what_of_the_spec_to_delete() -> None:
+def test_plan_lists_the_lines_to_delete_from_the_spec() -> None:
     together: YamlSection = {"placement": {"policy": "dynamic", "memory": "kept"}}
     said = spec(placement={"policy": "dynamic", "train": 2, "reward": 1}, judges=[JUDGE], reward={"judge": "right"})
     assert lines_to_delete(said, together) == (
@@ -238,7 +238,7 @@ def test_engines_over_several_slots_are_written_once() -> None:
 
 
 @pytest.mark.parametrize("policy", ["dynamic", "static"])
-def test_what_the_job_begins_with_as_it_stands_has_engines_of_the_specs_own_size(policy: str) -> None:
+def test_current_placement_uses_the_specs_engine_size(policy: str) -> None:
     for size in (1, 2):
         said = WIDE | {"placement": {"policy": policy} | ({"train": 4} if policy == "static" else {})}
         said["rollout"] = said["rollout"] | {"slots_per_engine": size}

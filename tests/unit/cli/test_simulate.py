@@ -191,7 +191,7 @@ def test_a_step_of_which_a_part_was_kept_has_as_many_responses_as_it_had(tmp_pat
     assert lengths.sum() == pytest.approx(16 * 80, rel=0.01)
 
 
-def test_what_was_filtered_out_of_a_step_is_replayed_too_whether_or_not_samples_were_kept(tmp_path: Path) -> None:
+def test_filtered_responses_are_replayed_with_and_without_kept_samples(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run", filter_rate=0.75, response_length_before_filter=95.0)
     with_samples(folder, 5, 40, 60, 80, 140)
     replay = read_run(folder)
@@ -258,7 +258,7 @@ def test_a_run_without_books_is_refused(tmp_path: Path) -> None:
         pytest.param(["FILE", "--policy", "clever"], "no placement policy is called 'clever'", id="unknown policy"),
     ],
 )
-def test_what_cannot_be_played_is_told_in_a_sentence(
+def test_invalid_arguments_are_refused_in_a_sentence(
     words: list[str], sentence: str, scenario: Path, tmp_path: Path
 ) -> None:
     told = [str(scenario) if word == "FILE" else word for word in words]
@@ -274,7 +274,7 @@ def test_the_first_split_of_a_replay_is_chosen_by_the_runs_own_lengths(tmp_path:
     assert told.prompt == pytest.approx(1600 / 16 - told.lengths.mean, abs=5)
 
 
-def test_what_could_have_been_had_says_which_split_it_was_and_where_it_moved(scenario: Path) -> None:
+def test_bound_rows_name_their_splits_and_moves(scenario: Path) -> None:
     pytest.importorskip("numba")
     scenario.write_text(SMALL + "losses: [{at: 1, until: 3, slots: 2}]\n")
     tree = json.loads(said(str(scenario), "--policy", "static", "--cost", "0", "-o", "json"))
@@ -386,7 +386,7 @@ def test_a_file_without_an_end_is_not_read_to_it() -> None:
         read_scenario(Path("/dev/zero"))
 
 
-def test_what_a_scenario_calls_itself_is_no_markup(scenario: Path) -> None:
+def test_scenario_name_is_not_interpreted_as_markup(scenario: Path) -> None:
     scenario.write_text(SMALL.replace("name: small", "name: '[/red]'"))
     assert "[/red]: a small job" in said(str(scenario), "--policy", "static")
 

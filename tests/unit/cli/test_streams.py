@@ -28,7 +28,7 @@ def logs(monkeypatch: pytest.MonkeyPatch, lines: list[pb.LogLine], *args: str) -
     return done.exit_code, done.stdout, done.stderr
 
 
-def test_who_gets_no_line_is_told_where_lines_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_log_prints_where_lines_are(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = logs(monkeypatch, [], "--role", "train")
     assert (code, out) == (0, "")
     assert "gcore logs sums --previous" in err
@@ -37,6 +37,6 @@ def test_who_gets_no_line_is_told_where_lines_are(monkeypatch: pytest.MonkeyPatc
     assert "No exited worker" in err
 
 
-def test_who_gets_lines_is_told_nothing_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_empty_log_prints_no_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     line = pb.LogLine(instance="train-n-1", node="n", role="train", text="serves")
     assert logs(monkeypatch, [line]) == (0, "train-n-1  serves\n", "")

@@ -147,7 +147,7 @@ def top(**books: StepAccount) -> JobTop:
     return JobTop("j", "u", "RUNNING", 3, "~40", books)
 
 
-def test_what_top_shows_is_the_newest_booked_step_of_every_node() -> None:
+def test_top_displays_the_newest_accounted_step_of_every_node() -> None:
     found = top(a=line("a").book, b=line("b").book)
     assert found.slots == 4
     assert found.by_state["busy rollout"] == pytest.approx(1.6)
@@ -263,7 +263,7 @@ def test_a_trace_of_a_step_long_ago_has_the_moves_that_the_store_keeps_no_more(
     assert [e["ts"] for e in events if e["ph"] == "i"] == [2e6]
 
 
-def test_who_asks_a_finished_run_for_a_step_it_has_not_is_told_which_it_has(
+def test_missing_step_of_a_finished_run_names_the_available_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "runs" / "j-u"

@@ -102,7 +102,7 @@ def test_the_plain_view_is_one_line_for_each_event_and_answers_before_and_after(
 
 
 @pytest.mark.parametrize(("judged", "shown"), [(0.95, "95.0%"), (0.953, "95.3%"), (3.2, "3.200")])
-def test_what_a_judge_says_of_held_out_answers_is_shown_beside_the_accuracy_also_when_they_agree(judged, shown):
+def test_judge_score_on_held_out_answers_is_displayed_beside_the_accuracy(judged, shown):
     metrics = {"pass@1": 0.95, "mean@1": 0.95, "part:judged": judged}
     score = {"accuracy": 0.95, "count": 5, "samples": 1, "metrics": metrics}
     one = event(2, "eval", step=1, accuracy=0.95, count=5, by_source={"sums": score})
@@ -392,7 +392,7 @@ def test_the_live_view_has_pass_at_k_and_where_it_was_best():
     assert "best" not in drawn(now)
 
 
-def test_what_a_plug_in_raised_is_shown_with_its_own_traceback_line_by_line():
+def test_plug_in_fault_is_displayed_with_its_escaped_traceback():
     trace = 'Traceback (most recent call last):\n  File "mine.py", line 2, in score\nKeyError: \x1b[2Jx'
     told = event(9, "fault", "reward 'mine' raised KeyError", what="...", trace=trace, node="node-0")
     head, *rest = view_plain.event_lines(ViewState(), told)

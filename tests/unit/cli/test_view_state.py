@@ -201,7 +201,7 @@ def test_the_time_left_is_the_steps_left_at_the_recent_pace(step_seconds, left):
     assert state.seconds_left == left
 
 
-def test_what_the_api_says_of_a_job_fills_in_what_events_did_not():
+def test_job_snapshot_fills_in_what_events_lack():
     job = JobSnapshot(
         "sums", "u1", "RUNNING", steps=9, step=5, spec={"data": {"shards": 4}},
         shares=(NodeView("node-0", True, (0, 1, 2, 3)),), waiting=(WaitPoint("node-0", "engines", 1.0),),

@@ -100,7 +100,7 @@ class AwayJobs:
         raise StoreUnavailable(AWAY)
 
 
-async def test_whoever_asks_while_the_store_is_away_is_told_why_it_does_not_come_back() -> None:
+async def test_unavailable_store_error_gives_the_keepers_reason() -> None:
     jobs: Any = AwayJobs()
     trouble = ["etcd has ended and cannot be started again: no space left"]
     service = JobsService(jobs, None, None, FakeClock(), lambda: trouble[0])  # type: ignore[arg-type]

@@ -135,7 +135,7 @@ def uses_nothing_known(response: str) -> float:
         pytest.param(Scale(), "is not a function", id="an object"),
     ],
 )
-def test_what_cannot_be_written_down_is_refused_in_a_sentence(function: Any, said: str) -> None:
+def test_unserializable_functions_are_refused_in_a_sentence(function: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         function_source(function)
 

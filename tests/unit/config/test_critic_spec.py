@@ -57,7 +57,7 @@ def test_one_sample_a_prompt_is_enough_for_gae() -> None:
         ),
     ],
 )
-def test_what_contradicts_itself_is_refused_in_a_sentence(train: dict[str, Any], says: str) -> None:
+def test_contradictions_are_refused_in_a_sentence(train: dict[str, Any], says: str) -> None:
     with pytest.raises(SpecError) as caught:
         make(train, samples=2)
     assert says in str(caught.value)

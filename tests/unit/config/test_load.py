@@ -353,7 +353,7 @@ def test_a_wrong_value_is_told_with_its_field_and_itself(dotted: str, value: Any
 
 
 @pytest.mark.parametrize("section", ["name", "model", "data", "flow", "rollout"])
-def test_what_has_no_default_must_be_there(section: str) -> None:
+def test_sections_without_a_default_are_required(section: str) -> None:
     tree = {key: value for key, value in MINIMAL.items() if key != section}
     with pytest.raises(SpecError, match=f"'{section}' is missing"):
         parse_spec(tree)
@@ -452,7 +452,7 @@ SPECS = [file for file in EXAMPLES if file.parent.name != "custom_flow"]
 
 @pytest.mark.parametrize("file", SPECS, ids=lambda file: f"{file.parent.name}/{file.stem}")
 @pytest.mark.parametrize("overrides", [(), ("flow.steps=7", "train.zero_stage=2")], ids=["as it is", "with --set"])
-def test_what_is_sent_is_what_was_said_and_means_the_same(file: Path, overrides: tuple[str, ...]) -> None:
+def test_sent_spec_has_only_explicit_fields_and_parses_to_the_same(file: Path, overrides: tuple[str, ...]) -> None:
     """A controller of an older gcore knows no sections that nobody said anything of, and must not be told them."""
     spec = load_spec(file, overrides)
     said = json.loads(dump_explicit(spec))
@@ -462,7 +462,7 @@ def test_what_is_sent_is_what_was_said_and_means_the_same(file: Path, overrides:
 
 
 @pytest.mark.parametrize("correction", ["none", "tis", "mis"])
-def test_what_training_draws_is_not_cut_off_but_a_job_that_was_stored_so_goes_on(correction: str) -> None:
+def test_truncated_sampling_is_refused_for_new_jobs_and_reported_for_stored_ones(correction: str) -> None:
     old = {"max_new_tokens": 8, "top_p": 0.9, "correction": correction}
     if correction != "none":
         old["staleness"] = 1

@@ -96,7 +96,7 @@ def test_a_yaml_file_says_everything_and_what_is_relative_is_beside_it(tmp_path:
     assert config.tls.key == str(tmp_path / "tls" / "key.pem")
 
 
-def test_what_it_writes_as_json_is_read_as_the_same(tmp_path: Path) -> None:
+def test_json_form_loads_as_the_same_configuration(tmp_path: Path) -> None:
     config = loaded(tmp_path, lease_margin_s=0.00001, host_memory_gib=1e-7)
     file = tmp_path / "node.json"
     file.write_text(config.model_dump_json(indent=2))

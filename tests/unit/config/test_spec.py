@@ -86,7 +86,7 @@ TREE = {
         *("on-policy, more at once", "more than is ever trained", "less than a step"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(section: str, more: dict[str, object], said: str) -> None:
+def test_incompatible_settings_are_refused(section: str, more: dict[str, object], said: str) -> None:
     tree = {**TREE, section: {**TREE.get(section, {}), **more}}  # type: ignore[dict-item]
     with pytest.raises(SpecError, match=said):
         parse_spec(tree)

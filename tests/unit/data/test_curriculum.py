@@ -151,7 +151,7 @@ def test_hard_sources_come_first_and_unknown_ones_before_them() -> None:
     assert [key(source, {}) for source in "abcd"] == [2.0, 1.0, 0.0, 2.0]
 
 
-def test_what_was_committed_long_ago_counts_where_nothing_was_lately() -> None:
+def test_older_statistics_count_for_sources_without_recent_ones() -> None:
     seen = replace(
         view(a=0.5, b=None), so_far={"a": SourceStatistics(), "b": SourceStatistics(kept=1, mean_reward=0.9)}
     )
@@ -234,7 +234,7 @@ def raises(*_: Any) -> Any:
     ],
     ids=["raises", "no key", "key raises", "not a number", "too large", "text"],
 )
-def test_what_a_curriculum_gets_wrong_is_one_sentence(
+def test_curriculum_errors_are_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: Any, said: str
 ) -> None:
     provide(monkeypatch, target)
@@ -329,7 +329,7 @@ async def test_after_a_rollback_the_order_is_the_new_records(two_peers: list[One
     assert [name for name, _ in after] == sorted((name for name, _ in before), reverse=True)
 
 
-async def test_what_is_over_or_went_elsewhere_is_not_kept(two_peers: list[OnePeer]) -> None:
+async def test_orders_of_finished_epochs_and_foreign_shards_are_dropped(two_peers: list[OnePeer]) -> None:
     peer = two_peers[0]
     stream = peer.stream
     await peer.until_ready([PromptRef(0, shard, 0) for shard in range(SHARDS)], {1: ONE})
@@ -357,7 +357,7 @@ async def test_of_what_is_held_the_order_stays_though_its_epoch_is_over_or_its_s
             peer.stream.found(ref)
 
 
-async def test_what_a_curriculum_raises_reaches_the_flow(tmp_path: Path) -> None:
+async def test_curriculum_exception_reaches_the_flow(tmp_path: Path) -> None:
     spec = make_spec(tmp_path, curriculum="easy_first", curriculum_options={"field": "nothing"})
     peer = OnePeer(spec, tmp_path)
     with pytest.raises(CurriculumError, match="has no field 'nothing'"):

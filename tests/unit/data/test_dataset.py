@@ -61,7 +61,7 @@ entries = st.builds(lambda more, prompt: {**more, "p": prompt}, st.dictionaries(
     st.booleans(),
     st.sampled_from([7, 64, 4096]),
 )
-def test_whatever_json_writes_is_read_back_at_any_block_size_and_line_ending(
+def test_json_entries_round_trip_at_any_block_size_and_line_ending(
     written: list[dict[str, Any]], ending: str, ascii_only: bool, mark: bool, block: int
 ) -> None:
     import tempfile

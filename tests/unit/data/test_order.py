@@ -56,7 +56,7 @@ def test_cursors_come_back_from_their_text(shards: list[set[int]]) -> None:
 
 
 @pytest.mark.parametrize("damaged", [[1], [None, "4"], [["4"]], ["x"], ["4+x"]], ids=str)
-def test_what_is_no_cursor_is_refused(damaged: list[Any]) -> None:
+def test_invalid_cursors_are_refused(damaged: list[Any]) -> None:
     with pytest.raises(ValueError, match=r"cursor|invalid literal"):
         Cursors.decode(damaged)
 

@@ -287,7 +287,7 @@ def test_a_template_that_is_none_is_named(make_model: Maker, tmp_path: Path, con
 
 
 @pytest.mark.parametrize("given", [{"system": "x"}, {"tools": "t.json"}, {"template": "t.jinja"}], ids=str)
-def test_what_only_a_chat_template_can_show_is_refused_without_one(make_model: Maker, given: dict[str, str]) -> None:
+def test_chat_settings_are_refused_for_plain_prompts(make_model: Maker, given: dict[str, str]) -> None:
     name = next(iter(given))
     with pytest.raises(DataError, match=f"`{name}` is set, but the prompts are plain text"):
         PromptRenderer.load(make_model(), chat=False, **given)
@@ -300,7 +300,7 @@ def test_a_namespace_of_a_template_takes_no_names_that_lead_out_of_the_sandbox(m
         PromptRenderer.load(make_model(template), chat=True).render("x")
 
 
-def test_what_the_vocabulary_cannot_say_is_a_sentence(tmp_path: Path) -> None:
+def test_text_outside_the_vocabulary_is_an_error_sentence(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="?"))  # and "?" is not in it
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     known = ModelTokenizer(tokenizer, special_tokens={}, settings={}, max_length=None)

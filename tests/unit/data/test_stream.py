@@ -216,7 +216,7 @@ def test_prompts_outside_their_sources_bounds_are_filtered_with_the_bound(
         assert caught.value.what == reason, "one reason for all of a kind, so that outcomes can be counted"
 
 
-def test_what_is_not_filtered_and_does_not_fit_stays_a_failure(tmp_path: Path) -> None:
+def test_too_long_prompts_without_a_filter_are_errors(tmp_path: Path) -> None:
     source = open_source(tmp_path, ["1 + 1 ="], limit=3, max_prompt_tokens=4)
     with pytest.raises(DataError, match="has 4 tokens, but at most 3"):
         source.prompt(0, PromptRef(0, 0, 0))
@@ -230,7 +230,7 @@ def test_an_evaluation_prompt_has_its_index_for_a_ref(tmp_path: Path) -> None:
     assert held_out.source.name == "held"
 
 
-def test_what_the_renderer_refuses_is_told_with_the_entry(tmp_path: Path) -> None:
+def test_renderer_errors_name_the_entry(tmp_path: Path) -> None:
     source = open_source(tmp_path, ["1", [{"role": "user", "content": "1"}]])
     with pytest.raises(DataError, match=r"entry 1: .*chat messages.*model\.chat"):
         check_lengths(source)

@@ -124,7 +124,7 @@ CHANGES: dict[str, Callable[[dict[str, Any], Path], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_whatever_changes_what_a_ref_means_changes_the_digest(
+def test_digest_changes_with_everything_that_changes_a_refs_meaning(
     folder: Path, change: Callable[[dict[str, Any], Path], object]
 ) -> None:
     chat = {"chat": True, "template": "own.jinja", "tools": "tools.json"}

@@ -173,7 +173,7 @@ json_like = st.fixed_dictionaries(
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(json_like, min_size=1, max_size=9))
-def test_whatever_is_written_is_read_back(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+def test_table_rows_round_trip(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     schema = pa.schema(
         [("prompt", pa.string()), ("answer", pa.int64()), ("share", pa.float64()), ("tags", pa.list_(pa.string()))]
     )
@@ -441,7 +441,7 @@ DAMAGE: list[Any] = [
 
 
 @pytest.mark.parametrize(("name", "damage", "message"), DAMAGE)
-def test_what_is_not_what_it_seems_is_told_in_a_sentence(
+def test_damaged_tables_are_reported_in_a_sentence(
     tmp_path: Path, cache: Path, name: str, damage: Any, message: str
 ) -> None:
     path = tmp_path / name
@@ -563,7 +563,7 @@ def test_data_that_change_while_they_are_read_are_told(tmp_path: Path, cache: Pa
         open_dataset(path, cache, progress=lambda done, total: os.utime(path, ns=(1, 1)))
 
 
-def test_who_needs_a_copy_at_once_waits_for_the_one_that_makes_it(tmp_path: Path, cache: Path) -> None:
+def test_concurrent_readers_wait_for_one_conversion(tmp_path: Path, cache: Path) -> None:
     path = write_parquet(tmp_path / "d.parquet", ROWS)
     counts: list[int] = []
     threads = [threading.Thread(target=lambda: counts.append(made(path, cache))) for _ in range(4)]
@@ -594,7 +594,7 @@ find_or_make_copy(find_files(path, "auto", None), None, cache)
 """
 
 
-def test_nobody_writes_a_copy_while_the_writer_of_a_killed_maker_goes_on(tmp_path: Path, cache: Path) -> None:
+def test_lock_is_held_while_the_writer_of_a_killed_maker_runs(tmp_path: Path, cache: Path) -> None:
     path = write_parquet(tmp_path / "d.parquet", ROWS)
     for pipe in ("begun", "end"):
         os.mkfifo(tmp_path / pipe)

@@ -84,7 +84,7 @@ def started(core: Counting) -> ModelThread:
     return runner
 
 
-def test_what_an_action_raises_reaches_whoever_asked() -> None:
+def test_exception_of_an_action_reaches_its_caller() -> None:
     running = started(Counting())
 
     def fail() -> None:

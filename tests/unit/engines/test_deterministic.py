@@ -155,7 +155,7 @@ def test_a_prompt_whose_log_probabilities_are_asked_for_changes_no_bit_of_others
         assert (found[one.number].tokens, found[one.number].logprobs) == (alone.tokens, alone.logprobs)
 
 
-def test_what_the_lane_stands_on_holds_here() -> None:
+def test_matrix_product_rows_do_not_depend_on_their_neighbours() -> None:
     """A row of a matrix product with the tile's rows does not depend on its place or its neighbours, at any width used."""
     generator = torch.Generator().manual_seed(0)
     for inner, outer in [(32, 96), (128, 512), (512, 128), (768, 768), (1024, 3072), (3072, 1024), (1024, 5003)]:

@@ -25,7 +25,7 @@ def test_the_beginning_of_a_stop_string_is_held_back() -> None:
 
 
 @given(TEXTS, TEXTS, STOPS)
-def test_what_is_told_stays_whatever_comes(text: str, more: str, stop: list[str]) -> None:
+def test_streamed_text_is_a_prefix_of_the_final_text(text: str, more: str, stop: list[str]) -> None:
     told = stable_text(text, stop)
     assert text.startswith(told)
     if any(one in text for one in stop):

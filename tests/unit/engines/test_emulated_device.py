@@ -57,7 +57,7 @@ def test_more_sequences_make_a_step_longer_from_when_they_join_to_when_they_end(
     assert [(round(at, 6), d.number) for at, d in run(one, 100.0)] == [(4.0, 1), (5.0, 0)]
 
 
-def test_who_finds_no_row_waits_for_one() -> None:
+def test_sample_without_a_row_waits() -> None:
     one = device(rows=1)
     one.submit([task(0, 2), task(1, 2)], 0.0)
     assert (one.running, one.waiting) == (1, 1)
@@ -107,7 +107,7 @@ def test_an_aborted_sample_has_the_tokens_made_so_far() -> None:
     assert one.wake_at() is None
 
 
-def test_what_left_and_came_back_does_not_end_at_its_old_time() -> None:
+def test_retracted_sample_does_not_end_at_its_old_time() -> None:
     one = device()
     one.submit([task(0, 10)], 0.0)
     for at in (1.0, 2.0, 3.0):

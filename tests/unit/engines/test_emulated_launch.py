@@ -71,7 +71,7 @@ def test_a_document_is_taken_once_by_the_one_process_that_has_the_claim(tmp_path
     assert first.take() == []
 
 
-def test_what_is_no_launch_document_is_named(tmp_path: Path) -> None:
+def test_invalid_launch_document_is_named(tmp_path: Path) -> None:
     inbox = LaunchQueue(tmp_path / "inbox")
     (tmp_path / "inbox" / "x.json").write_text("{}")
     with pytest.raises(UnreadableRecord, match=r"x\.json"):

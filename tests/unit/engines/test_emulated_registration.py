@@ -95,7 +95,7 @@ async def test_leaving_takes_all_of_them_out(scene: Scene) -> None:
     assert scene.shown() == {}
 
 
-async def test_what_is_forgotten_stands_in_the_store_no_more_and_the_others_do(scene: Scene) -> None:
+async def test_deregistered_engine_leaves_the_store_and_others_stay(scene: Scene) -> None:
     for number in range(3):
         scene.registration.show(record(number))
     await scene.clock.advance(1)
@@ -105,7 +105,7 @@ async def test_what_is_forgotten_stands_in_the_store_no_more_and_the_others_do(s
     assert set(scene.shown()) == {"e0", "e2"}
 
 
-async def test_what_is_forgotten_before_the_store_answered_is_taken_away_once_it_does(scene: Scene) -> None:
+async def test_deregistration_during_an_outage_is_applied_afterwards(scene: Scene) -> None:
     scene.registration.show(record(0))
     await scene.clock.advance(1)
     scene.store.away = True

@@ -70,7 +70,7 @@ def test_those_that_share_lose_as_much_by_it_as_the_law_says() -> None:
     assert scene.ended == {(1, 1): pytest.approx(6.0), (0, 0): pytest.approx(8.0)}
 
 
-def test_who_sleeps_or_is_paused_takes_nothing_from_the_others() -> None:
+def test_sleeping_or_paused_engines_slow_down_no_other() -> None:
     scene = Scene(3)
     scene.devices[1].release(BOTH, 0.0)
     scene.devices[2].pause("in_place", 0.0)
@@ -93,7 +93,7 @@ def test_reading_a_prompt_takes_longer_too_beside_another_that_computes() -> Non
     assert scene.ended == {(0, 0): pytest.approx(5.0), (1, 1): pytest.approx(6.0)}
 
 
-def test_who_is_gone_leaves_the_slot_to_the_others() -> None:
+def test_removed_engine_leaves_the_slot_to_the_others() -> None:
     scene = Scene(2)
     scene.submit(0, task(0, 10), 0.0)
     scene.submit(1, task(1, 10), 0.0)

@@ -248,7 +248,7 @@ def test_likeliest_and_named_tokens_are_told_for_each_token_made(
         assert named == pytest.approx([float(row[8]), float(row[20])], abs=1e-5)
 
 
-def test_who_does_not_ask_is_told_of_no_other_tokens(folder: Path) -> None:
+def test_requests_without_top_logprobs_get_none(folder: Path) -> None:
     done = finish(make_core(folder), [task(0, (5, 6), 4), task(1, (5, 6), 4, top_logprobs=1)])
     assert done[0].tops == done[0].named == ()
     assert done[0].prompt_logprobs is None

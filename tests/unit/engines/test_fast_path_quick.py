@@ -44,7 +44,7 @@ def test_not_a_bit_of_the_logits_changes(kind: str, dtype: torch.dtype) -> None:
             assert torch.equal(plain(ids).logits, quick(ids).logits)
 
 
-def test_what_is_saved_and_listed_is_the_same(tmp_path: Path) -> None:
+def test_patched_model_has_the_same_modules_and_saved_state(tmp_path: Path) -> None:
     plain, quick = model("qwen3"), model("qwen3")
     patch_norms(quick)
     assert [name for name, _ in quick.named_modules()] == [name for name, _ in plain.named_modules()]

@@ -31,7 +31,7 @@ def test_a_route_opens_to_its_own_key(keys: ApiKeys, normal: set[str | None], ad
 
 
 @pytest.mark.parametrize("header", ["", "Bearer", "k", "Basic k", "Bearer  k", "Bearer kk", "Bearer \u00e4"])
-def test_what_is_not_the_key_opens_nothing(header: str) -> None:
+def test_wrong_key_is_refused(header: str) -> None:
     assert not ApiKeys("k").allow(NORMAL, header)
 
 

@@ -56,5 +56,5 @@ def test_an_abort_ends_the_samples_numbered_under_its_name_and_no_other_request(
     assert not AbortBody().names("a")
 
 
-def test_what_json_cannot_say_is_null() -> None:
+def test_non_finite_numbers_become_null() -> None:
     assert json_number([[1.5, float("nan")], [float("-inf"), None]]) == [[1.5, None], [None, None]]

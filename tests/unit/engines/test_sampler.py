@@ -76,7 +76,7 @@ def test_rows_of_one_batch_have_their_own_parameters() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_is_forbidden_is_not_drawn_and_changes_no_log_probability(temperature: float) -> None:
+def test_forbidden_tokens_are_not_sampled_and_change_no_log_probability(temperature: float) -> None:
     logits = [0.0, 1.0, 9.0]
     forbidden = ForbiddenTokens(torch.tensor([0]), torch.tensor([2]))
     u = torch.tensor([0.999], dtype=torch.float64)
@@ -162,7 +162,7 @@ def test_a_row_is_drawn_to_the_same_bits_whatever_stands_beside_it(vocabulary: i
         assert torch.equal(apart.logprobs, together.logprobs[rows])
 
 
-def test_what_is_forbidden_in_a_large_vocabulary_is_not_drawn() -> None:
+def test_forbidden_tokens_of_a_large_vocabulary_are_not_sampled() -> None:
     logits = torch.zeros(50, LARGE)
     logits[:, 19_999] = 40.0
     forbidden = ForbiddenTokens(torch.arange(0, 50, 2), torch.full((25,), 19_999))

@@ -37,7 +37,7 @@ wants = st.builds(Admission, st.integers(1, 200), st.integers(1, 300))
 
 
 @given(st.lists(wants, max_size=20), st.lists(st.integers(1, 300), max_size=5), st.integers(0, 9), footprints)
-def test_what_is_admitted_fits_with_its_reserve_and_none_is_passed_over(
+def test_admitted_requests_fit_with_their_reserve_in_order(
     waiting: list[Admission], held: list[int], free: int, footprint: Footprint
 ) -> None:
     budget = 4000

@@ -93,7 +93,7 @@ def test_a_cpu_cache_holds_at_least_one_whole_context() -> None:
     assert said["--max-total-tokens"] == str(CPU_CACHE_TOKENS + 1)
 
 
-def test_what_the_job_says_comes_last_and_so_stands() -> None:
+def test_engine_args_of_the_job_come_last() -> None:
     words = server_command(launch(engine_args=("--mem-fraction-static", "0.5", "--max-running-requests=3")), 1)
     assert words[-3:] == ("--mem-fraction-static", "0.5", "--max-running-requests=3")
     assert options(words)["--mem-fraction-static"] == "0.5"
@@ -101,7 +101,7 @@ def test_what_the_job_says_comes_last_and_so_stands() -> None:
 
 @pytest.mark.parametrize("name", [*OURS, *GUARDS, "--api-k", "--ssl-cert", "--conf"])
 @pytest.mark.parametrize("form", ["{} x", "{}=x"])
-def test_what_gcore_must_choose_itself_is_refused_in_engine_args(name: str, form: str) -> None:
+def test_engine_args_that_gcore_sets_are_refused(name: str, form: str) -> None:
     with pytest.raises(UsageError, match=rf"rollout\.engine_args: {name} is set by gcore"):
         server_command(launch(engine_args=tuple(form.format(name).split())), 1)
 

@@ -20,9 +20,7 @@ def numbers(works: list[SequenceState]) -> list[int]:
 
 
 @given(st.lists(st.integers(0, 99), unique=True), st.integers(0, 20), st.sets(st.integers(0, 99)))
-def test_what_waits_is_taken_in_order_and_what_was_put_back_goes_first(
-    order: list[int], count: int, unwanted: set[int]
-) -> None:
+def test_queue_is_in_order_and_returned_tasks_come_first(order: list[int], count: int, unwanted: set[int]) -> None:
     waiting = WaitingQueue()
     waiting.put(work(n) for n in order)
     taken = waiting.take(count)

@@ -117,7 +117,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("settings", "sentence"), REFUSED.values(), ids=REFUSED)
-def test_what_contradicts_itself_is_one_sentence(settings: dict[str, Any], sentence: str) -> None:
+def test_contradictions_are_one_sentence(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SpecError, match=sentence):
         spec(**settings)
 

@@ -149,12 +149,12 @@ def test_a_filter_sees_the_entry_and_its_options() -> None:
 
 
 @pytest.mark.parametrize("bad", [True, False, 0, "", " ", ["x"]], ids=repr)
-def test_what_is_neither_none_nor_a_sentence_is_an_error(bad: Any) -> None:
+def test_invalid_filter_result_is_an_error(bad: Any) -> None:
     with pytest.raises(FilterError, match="neither None nor a sentence"):
         CheckedFilter("mine", lambda group, fields, options: bad, {}).refuses(group_of((0.0,)), {})
 
 
-def test_one_that_raises_is_refused_before_there_is_a_job_with_its_own_traceback(install: Install) -> None:
+def test_raising_filter_is_refused_before_the_job_starts_with_its_traceback(install: Install) -> None:
     install("filt_a", "mine = filt_a:mine", "def mine(group, fields, options):\n    return fields['nothing']\n")
     filters = find_filters([FilterSpec(name="mine")])
     with pytest.raises(PluginFault, match="filter 'mine' raised KeyError: 'nothing'") as caught:
@@ -222,7 +222,7 @@ class Job:
         return sorted(events.events, key=lambda event: event.message)
 
 
-async def test_what_a_filter_refuses_is_filtered_with_its_reason_and_the_rest_is_held() -> None:
+async def test_refused_groups_are_filtered_with_a_reason_and_others_are_held() -> None:
     job = Job(CheckedFilter("signal", signal, {}))
     await job.produce(group_of((1.0, 1.0)))
     (outcome,) = job.buffer.outcomes.values()
@@ -256,7 +256,7 @@ async def test_why_prompts_fail_is_an_event_once_for_each_reason_also_without_a_
     ]
 
 
-async def test_what_is_filtered_is_counted_and_no_event() -> None:
+async def test_filtered_group_makes_no_event() -> None:
     job = Job(CheckedFilter("signal", signal, {}))
     await job.produce(group_of((1.0, 1.0)))
     assert await job.events() == []

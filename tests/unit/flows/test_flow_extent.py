@@ -50,7 +50,7 @@ def spec(**sections: dict[str, Any]) -> JobSpec:
     ],
     ids=["neither", "both", "no epoch", "another count", "a limit below the quota", "another choice", "a cap below 1"],
 )
-def test_what_contradicts_itself_is_refused_in_a_sentence(flow: dict[str, Any], said: str) -> None:
+def test_contradictions_are_refused_in_a_sentence(flow: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         spec(flow=flow)
 

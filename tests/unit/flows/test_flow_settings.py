@@ -73,7 +73,7 @@ def test_the_name_of_a_flow_alone_brings_its_settings() -> None:
     assert (spec.flow.samples_per_prompt, spec.flow.steps, spec.checkpoint.every) == (3, 3, 7)
 
 
-def test_what_a_user_writes_wins_key_by_key() -> None:
+def test_user_settings_override_the_flows_key_by_key() -> None:
     spec = new_spec(spec_of(train={"advantage": "grpo"}, flow={"samples_per_prompt": 2}))
     assert (spec.train.advantage, spec.train.learning_rate) == ("grpo", 0.5)
     assert spec.flow.samples_per_prompt == 2
@@ -115,7 +115,7 @@ def test_no_flow_is_looked_up_for_a_stored_spec() -> None:
         ),
     ],
 )
-def test_what_a_flow_sets_wrongly_is_told_with_its_name(name: str, said: str) -> None:
+def test_invalid_flow_settings_are_reported_with_the_flows_name(name: str, said: str) -> None:
     with pytest.raises(SpecError, match=said):
         new_spec(spec_of(flow={"name": name}))
 

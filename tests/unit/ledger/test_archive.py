@@ -37,7 +37,7 @@ def test_only_what_nothing_needs_any_more_is_prunable() -> None:
     assert chain.prunable_entries(head, named, log, keep=10) == (1, 2, 3, 4, 6, 8, 9)
 
 
-def test_what_is_archived_is_read_again(tmp_path: Path) -> None:
+def test_archived_entries_are_read_back(tmp_path: Path) -> None:
     archive.append_entries(tmp_path, "a", [entry(1), entry(2)])
     archive.append_entries(tmp_path, "b", [entry(2), entry(3)])
     archive.append_entries(tmp_path, "a", [entry(4)])

@@ -277,7 +277,7 @@ def test_heads_world_may_have_trained_the_step_of_a_ready_seal_only() -> None:
     assert len(audit_records(RULES, run.head, run.log, open_step.receipts, sealed).violations) == 1
 
 
-def test_what_a_rank_writes_while_the_audit_reads_is_no_violation() -> None:
+def test_receipts_written_during_the_audit_are_no_violation() -> None:
     """The job goes on meanwhile: only receipts from before head was read must be named by what was read."""
     run = good_run()
     ahead = step(run, "n7")

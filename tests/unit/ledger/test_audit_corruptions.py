@@ -61,7 +61,7 @@ def test_a_job_under_way_is_clean_and_its_prompts_balance(job: RecordedJob) -> N
 
 
 @pytest.mark.parametrize("corruption", CORRUPTIONS, ids=lambda one: one.__name__)
-def test_what_was_damaged_is_refuted_with_the_prompts_at_fault(job: RecordedJob, corruption: Corruption) -> None:
+def test_corruption_is_found_with_the_affected_prompts(job: RecordedJob, corruption: Corruption) -> None:
     refuted = damage(job, corruption)
     found = audited(job).findings
     fitting = [one for one in found if one.kind == refuted.kind and refuted.words in one.sentence]
@@ -109,7 +109,7 @@ def test_a_run_that_has_ended_is_audited_from_its_folder_when_no_cluster_is_up(
 
 
 @pytest.mark.parametrize("corruption", CORRUPTIONS, ids=lambda one: one.__name__)
-def test_what_was_damaged_before_its_copy_is_refuted_from_the_folder_by_the_command(
+def test_corruption_before_the_store_copy_is_found_from_the_folder(
     job: RecordedJob, corruption: Corruption, tmp_path: Path
 ) -> None:
     refuted = damage(job, corruption)

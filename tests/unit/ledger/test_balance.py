@@ -129,7 +129,7 @@ def test_the_layout_does_not_depend_on_who_holds_the_groups_or_on_the_attempt(se
 
 
 @given(seals)
-def test_what_a_rank_takes_is_the_union_of_its_shares(seal: Seal) -> None:
+def test_samples_of_a_rank_are_the_union_of_its_shares(seal: Seal) -> None:
     layout = balance_samples(seal)
     for rank in range(seal.world_size):
         slots = layout.of_rank(rank)

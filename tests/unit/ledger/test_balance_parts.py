@@ -153,7 +153,7 @@ def test_the_batch_is_the_same_with_and_without_parts_in_whatever_order_prompts_
 
 
 @given(steps, st.integers(0, 10**6), st.floats(0.2, 1))
-def test_what_is_certain_is_taken_whatever_becomes_of_all_others(rules_: StreamRules, seed: int, kept: float) -> None:
+def test_certain_groups_are_sealed_whatever_happens_to_the_others(rules_: StreamRules, seed: int, kept: float) -> None:
     chance = random.Random(seed)
     cluster = Cluster(rules_)
     for ref in list(refs_in_order(rules_, cluster.head, ()))[: rules_.quota * 3]:
@@ -250,7 +250,7 @@ def test_a_whole_seal_begins_with_its_ready_parts_and_is_refused_without_them() 
     assert "is already sealed" in str(refuse_seal(cluster.rules, cluster.head, cluster.seals, twice))
 
 
-def test_what_parts_hold_counts_for_the_quota_and_is_not_due_again() -> None:
+def test_groups_in_parts_count_for_the_quota_and_are_not_due_again() -> None:
     cluster = parted()
     refs = list(refs_in_order(cluster.rules, cluster.head, ()))
     assert {g.ref for g in begun_groups(cluster.head, cluster.seals)} == {refs[0], refs[2]}
@@ -258,7 +258,7 @@ def test_what_parts_hold_counts_for_the_quota_and_is_not_due_again() -> None:
     assert choose_seal(cluster.rules, cluster.head, cluster.seals, cluster.offered) == AwaitGroups(refs[1], 2)
 
 
-def test_what_is_asked_of_a_step_while_its_parts_are_made_changes_none_of_them() -> None:
+def test_changes_of_a_step_in_progress_do_not_change_its_parts() -> None:
     """Or ranks that were told of a part by one state of the slot and by another would not compute on it together."""
     slot = parted().slot
     assert slot is not None

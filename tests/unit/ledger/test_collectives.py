@@ -68,7 +68,7 @@ def test_an_answer_holds_what_was_given_in_that_step_only() -> None:
     assert compute_answer(FIRST, "x", parts).values == {"a": 1, "b": 2}
 
 
-def test_what_was_given_is_never_changed() -> None:
+def test_contribution_is_never_changed() -> None:
     once = add_contribution(None, "a", FIRST, "x", 1)
     assert add_contribution(once, "a", FIRST, "x", 2).given == {"x": 1}
     assert add_contribution(once, "a", FIRST, "y", 2).given == {"x": 1, "y": 2}
@@ -100,7 +100,7 @@ def test_a_value_that_is_no_small_json_is_refused(value: object) -> None:
         check_contribution("x", value)
 
 
-def test_what_is_nested_so_deep_that_nobody_could_read_it_again_is_refused() -> None:
+def test_too_deeply_nested_contribution_is_refused() -> None:
     """A record may be written that no reader takes: it would stand in the way of every controller of the job."""
     value: object = 1
     for depth in range(1, 3000):
@@ -115,7 +115,7 @@ def test_what_is_nested_so_deep_that_nobody_could_read_it_again_is_refused() -> 
 
 
 @pytest.mark.parametrize("value", [True, "1", None, [1]], ids=repr)
-def test_what_is_no_number_has_no_sum(value: object) -> None:
+def test_non_numbers_have_no_sum(value: object) -> None:
     with pytest.raises(ValueError, match="not a number"):
         exact_sum([1, value])
 
@@ -299,7 +299,7 @@ async def test_a_sum_is_one_number_for_all() -> None:
             await a.collectives.sum(FIRST, "m", "one")  # type: ignore[arg-type]
 
 
-async def test_one_that_repeats_the_step_reads_what_was_agreed() -> None:
+async def test_peer_that_repeats_the_step_reads_the_agreed_values() -> None:
     async with nodes("a", "b") as (a, b):
         await asyncio.gather(a.gather(FIRST, "x", 1), b.gather(FIRST, "x", 2))
         assert await a.gather(FIRST, "x", 77) == (1, 2)

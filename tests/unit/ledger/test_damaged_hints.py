@@ -77,13 +77,13 @@ def test_a_hint_that_is_damaged_takes_the_place_of_the_one_before_and_gives_it_b
 
 
 @pytest.mark.parametrize("key", ["head", "state", "ckpts", "plan", "assign", "seal/000000000001", "log/000000000001"])
-def test_what_transactions_rest_on_is_never_passed_over(key: str) -> None:
+def test_damaged_records_that_transactions_compare_are_errors(key: str) -> None:
     with pytest.raises(UnreadableRecord):
         JobMirror(KEYS).fold(batch((key, b"{")))
 
 
 @pytest.mark.parametrize("prefix", ["offer/", "part/", "copies/", "folder/", "trouble/"])
-async def test_whoever_wrote_a_hint_that_was_damaged_writes_it_anew(prefix: str) -> None:
+async def test_writer_of_a_damaged_hint_overwrites_it(prefix: str) -> None:
     """It would compare that nothing is there, lose for ever, and the job would wait for what it never tells."""
     store = MemoryStore(MemoryCluster(FakeClock()))
     key = f"{KEYS.prefix}{prefix}n"

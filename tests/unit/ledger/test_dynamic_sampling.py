@@ -221,7 +221,7 @@ class TestSizes:
         assert issue_ratio(job.rules, back) == issue_ratio(job.rules, target)
 
     @given(st.integers(1, 12), st.floats(1.0, 8.0), st.floats(1.0, 20.0), st.data())
-    def test_what_a_seal_waits_for_is_always_due(
+    def test_refs_that_a_seal_waits_for_are_always_due(
         self, quota: int, cap: float, ratio: float, data: st.DataObject
     ) -> None:
         limit = data.draw(st.none() | st.integers(quota, 40))

@@ -48,7 +48,7 @@ def test_more_tries_and_more_correct_responses_never_lower_it(case: tuple[int, i
 
 
 @given(cases(1000))
-def test_what_is_known_without_an_estimate_is_exact(case: tuple[int, int, int]) -> None:
+def test_trivial_estimates_are_exact(case: tuple[int, int, int]) -> None:
     n, c, k = case
     assert pass_at_k(n, c, 1) == c / n
     assert pass_at_k(n, 0, k) == 0.0
@@ -67,7 +67,7 @@ def test_it_is_unbiased() -> None:
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0), (0, 0, 1)])
-def test_what_is_not_defined_is_refused(n: int, c: int, k: int) -> None:
+def test_undefined_estimates_are_refused(n: int, c: int, k: int) -> None:
     with pytest.raises(ValueError, match="is not defined"):
         pass_at_k(n, c, k)
 

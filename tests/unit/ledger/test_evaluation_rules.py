@@ -67,7 +67,7 @@ def test_every_part_has_one_owner_and_all_own_as_many(names: list[str], count: i
 
 
 @given(MEMBERS, st.integers(1, 40))
-def test_what_its_owner_does_not_deliver_is_taken_by_one_after_the_other(names: list[str], count: int) -> None:
+def test_undelivered_parts_are_taken_over_by_one_member_after_another(names: list[str], count: int) -> None:
     members = evaluation_order(VERSION, names)
     numbers = range(count)
 
@@ -80,7 +80,7 @@ def test_what_its_owner_does_not_deliver_is_taken_by_one_after_the_other(names: 
     assert set(takers(len(members) * TAKEOVER_S).values()) == {len(members)}
 
 
-def test_who_helps_comes_from_the_end_and_never_where_something_comes() -> None:
+def test_helpers_take_parts_from_the_end_and_only_from_quiet_members() -> None:
     members = evaluation_order(VERSION, "abc")
     first, second, third = members
     quiet = {first: TAKEOVER_S, second: 0.0, third: 3 * TAKEOVER_S}
@@ -211,7 +211,7 @@ def test_the_best_is_the_highest_on_heads_chain_and_of_equal_ones_the_earlier() 
     assert best_evaluation(head, [], "accuracy") is None
 
 
-def test_what_a_rollback_cut_off_is_not_the_best() -> None:
+def test_evaluations_of_a_discarded_branch_are_not_the_best() -> None:
     made = [evaluated(Version(0, 8), 0.5), evaluated(Version(0, 16), 0.9), evaluated(Version(1, 12), 0.6)]
     assert best_evaluation(head_at(12, 8), made, "accuracy") == BestEvaluation(Version(1, 12), "accuracy", 0.6)
     assert best_evaluation(head_at(12, 8), made[:2], "accuracy") == BestEvaluation(Version(0, 8), "accuracy", 0.5)
@@ -344,7 +344,7 @@ def test_a_set_says_how_it_is_drawn_and_the_section_says_the_rest() -> None:
         ),
     ],
 )
-def test_what_cannot_be_measured_is_refused(evaluation: dict[str, Any], said: str) -> None:
+def test_invalid_evaluations_are_refused(evaluation: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         spec_of(evaluation)
 

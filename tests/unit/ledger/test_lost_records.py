@@ -42,7 +42,7 @@ def test_a_claim_without_any_record_is_a_job_that_is_lost_and_neither_is_one_tha
     assert job.mirror.lost_keys(claimed=False) == ()
 
 
-def test_what_a_job_has_lost_that_has_ended_is_the_audits(tmp_path: Path) -> None:
+def test_lost_records_of_an_ended_job_are_left_to_the_audit(tmp_path: Path) -> None:
     job = a_finished_job(tmp_path)
     job.corrupt({KEYS.head: None})
     assert job.mirror.status is not None

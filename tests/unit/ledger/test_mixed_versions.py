@@ -45,7 +45,7 @@ def receipts_of(seal: Seal) -> list[Receipt]:
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from([OLDER, NEWEST_VERSION]), st.booleans()), max_size=4), st.booleans())
-async def test_whoever_writes_which_step_the_chain_is_whole(history: list[tuple[int, bool]], rolls_back: bool) -> None:
+async def test_chain_with_steps_of_both_versions_is_whole(history: list[tuple[int, bool]], rolls_back: bool) -> None:
     schema.set_written_version(OLDER)
     job = StoredJob(MemoryStore(MemoryCluster(FakeClock())), "u", "a")
     await job.create()

@@ -614,7 +614,7 @@ async def test_a_commit_ends_what_was_filtered_and_failed_too_whoever_noted_it(j
 # Rules 5, 6, 9
 
 
-async def test_what_is_due_is_found_anew_after_a_rollback_and_after_a_step_was_given_up(job: StoredJob) -> None:
+async def test_due_refs_are_recomputed_after_a_rollback_and_after_an_abandoned_step(job: StoredJob) -> None:
     def wanted() -> tuple[PromptRef, ...]:
         return due_refs(RULES, head_of(job), job.slots.seals, OffersView({}, {}))
 
@@ -785,7 +785,7 @@ def test_a_holder_keeps_what_may_still_be_trained_and_drops_the_rest_when_head_c
     assert buffer.went_stale == {refs[2]}  # it counts as issued in vain; of a lineage that was cut off nothing counts
 
 
-async def test_what_is_sealed_is_held_until_head_has_it(job: StoredJob) -> None:
+async def test_sealed_groups_are_held_until_head_has_them(job: StoredJob) -> None:
     seal: Seal = job.mirror.seals[2].record
     buffer = GroupBuffer()
     for one in seal.groups:

@@ -323,7 +323,7 @@ def check_chain(head: Head, log: Mapping[int, LogEntry]) -> frozenset[PromptRef]
 
 @settings(max_examples=40, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_whatever_happens_a_world_that_goes_on_from_copies_holds_what_the_chain_says(chance: Random) -> None:
+def test_world_that_resumes_from_copies_holds_the_state_of_the_chain(chance: Random) -> None:
     story = Story(chance)
     for _ in range(120):
         story.step()

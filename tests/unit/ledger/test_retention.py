@@ -58,7 +58,7 @@ def test_each_is_told_why_it_is_kept() -> None:
     }
 
 
-def test_what_a_rollback_cut_off_is_not_kept_for_any_reason() -> None:
+def test_checkpoints_of_a_discarded_branch_are_not_kept() -> None:
     known = [checkpoint(0), checkpoint(4), checkpoint(8), checkpoint(6, lineage=1)]
     assert kept(head_at(7, 4), known, Retention(9, every=8, best=8)) == [0, 4, 6]
 
@@ -104,7 +104,7 @@ def test_kept_is_what_a_reason_names_and_nothing_else(found: tuple[Head, list[Ch
 
 
 @given(chains(), POLICIES, st.integers(1, 20))
-def test_what_is_kept_every_k_steps_stays_however_many_come_after_it(
+def test_checkpoints_kept_every_k_steps_stay_forever(
     found: tuple[Head, list[Checkpoint]], policy: Retention, more: int
 ) -> None:
     head, known = found

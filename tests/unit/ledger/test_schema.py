@@ -106,7 +106,7 @@ def test_every_field_that_the_first_version_did_not_have_says_since_when_it_is_t
         "a gap",
     ],
 )
-def test_what_cannot_be_read_is_told_with_where_and_what_to_do(data: bytes, words: str) -> None:
+def test_unreadable_record_error_names_the_key_and_a_fix(data: bytes, words: str) -> None:
     with pytest.raises(UnreadableRecord, match=words) as raised:
         Member.decode(data, "/gcore/jobs/u/member/n.a")
     assert raised.value.where == "/gcore/jobs/u/member/n.a"
@@ -161,7 +161,7 @@ def test_the_short_way_of_writing_a_record_says_what_the_long_one_says(stats: di
     assert LogEntry.decode(short) == entry
 
 
-def test_what_the_short_way_cannot_write_goes_the_long_one() -> None:
+def test_fast_encoder_falls_back_to_the_slow_one() -> None:
     entry = LogEntry(seq=1, parent=0, kind="train", lineage=0, step=1, world="w", nonce="n", reason="half \ud800 pair")
     assert entry._as_json() is None
     assert LogEntry.decode(entry.encode()).reason == "half \\ud800 pair"

@@ -60,14 +60,14 @@ def test_a_record_of_the_version_before_is_read_whole_and_written_as_it_was(path
     assert again == record
 
 
-def test_what_came_later_is_left_out_for_readers_of_the_version_before() -> None:
+def test_newer_fields_are_omitted_for_readers_of_the_previous_version() -> None:
     note = Note(node="n", leaving=True)
     assert json.loads(note.encode())["leaving"] is True
     assert json.loads(note.encode(OLDER)) == {"schema_version": OLDER, "node": "n"}
     assert Note.decode(note.encode(OLDER)) == note.model_copy(update={"leaving": False})
 
 
-def test_what_came_later_is_left_out_at_any_depth() -> None:
+def test_newer_fields_are_omitted_at_any_depth() -> None:
     tree = json.loads(Note(node="n", parts=(NotePart(ref=(1, 2), digest="d"),)).encode(OLDER))
     assert tree["parts"] == [{"ref": [1, 2]}]
 

@@ -133,9 +133,7 @@ def test_two_holders_of_one_ref_give_one_group() -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 9), st.data())
-def test_whatever_is_sealed_is_never_refused_and_never_twice(
-    shards: int, window: int, quota: int, data: st.DataObject
-) -> None:
+def test_sealed_refs_are_accepted_and_end_once(shards: int, window: int, quota: int, data: st.DataObject) -> None:
     """Many steps with arbitrary offers: every ref ends once, in order, and the stream never gets stuck."""
     r = rules(prompts=shards * 3 + 1, shards=shards, window=window, quota=quota)
     head = start(shards)

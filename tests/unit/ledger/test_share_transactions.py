@@ -52,7 +52,7 @@ def planned(cluster: MemoryCluster) -> Versioned[Plan]:
     return Versioned(plan, put(cluster, KEYS.plan, plan.encode()))
 
 
-def test_what_is_given_back_is_nobodys(cluster: MemoryCluster) -> None:
+def test_released_slots_leave_the_share(cluster: MemoryCluster) -> None:
     txn = share_transactions.give_back(KEYS, planned(cluster), known(cluster), ONE)
     assert txn.kind is TxnKind.GIVE_BACK
     assert won(cluster, txn)
@@ -80,7 +80,7 @@ def test_a_job_that_was_never_planned_gives_back_as_long_as_it_is_not(cluster: M
     assert not won(cluster, txn)
 
 
-def test_who_shares_out_goes_by_what_stands(cluster: MemoryCluster) -> None:
+def test_shares_are_written_over_the_stored_revision_only(cluster: MemoryCluster) -> None:
     assert won(cluster, share_transactions.share_out(KEYS, None, shares()))
     assert not won(cluster, share_transactions.share_out(KEYS, None, shares()))
     stands = known(cluster)

@@ -32,9 +32,7 @@ USES = st.dictionaries(st.sampled_from(["a", "b", "c"]), USE)
 
 
 @given(one=USES, other=USES)
-def test_what_is_added_and_taken_off_again_is_what_there_was(
-    one: dict[str, JudgeUse], other: dict[str, JudgeUse]
-) -> None:
+def test_adding_and_subtracting_uses_are_inverse(one: dict[str, JudgeUse], other: dict[str, JudgeUse]) -> None:
     assert add_uses((one, other)) == add_uses((other, one))
     rest = subtract_uses(add_uses((one, other)), other)
     assert rest == {judge: use for judge, use in one.items() if use != NOTHING}
@@ -47,7 +45,7 @@ def test_a_record_is_read_as_it_was_written(before: dict[str, JudgeUse], life: d
     assert record.uses == add_uses((before, life))
 
 
-def test_what_a_record_takes_is_within_its_bound() -> None:
+def test_record_size_is_within_its_bound() -> None:
     much = JudgeUse(requests=10**15, tokens_in=10**18, tokens_out=10**18)
     uses = {f"{number:02}" + "j" * 30: much for number in range(MOST_JUDGES)}
     record = NodeSpent(node="n" * 100, by="n" * 120, before=uses, life=uses)

@@ -53,7 +53,7 @@ def test_a_seal_takes_what_is_offered_and_does_not_wait_for_the_oldest() -> None
     assert sealed(choose_seal(r, head, (), known)) == first[1:5]
 
 
-def test_what_was_begun_for_an_earlier_step_comes_before_what_stands_earlier_in_the_order() -> None:
+def test_refs_begun_for_an_earlier_step_come_first() -> None:
     r, head = rules(), at(1)
     first = refs(r, head, 6)
     groups = [group(ref, 1) for ref in first[:4]] + [group(first[4], 0, 1), group(first[5], 0)]
@@ -69,7 +69,7 @@ def test_a_seal_waits_for_what_would_be_too_old_after_it_though_the_quota_is_the
     assert awaited_refs(r, head, (), known) == (first[0],)
 
 
-def test_what_has_a_step_left_is_waited_for_only_if_a_quota_of_it_is_left_already() -> None:
+def test_refs_with_one_step_left_are_awaited_only_if_they_fill_a_quota() -> None:
     """With two steps left for twelve prompts of four a step, four of them must be in this one."""
     r, head = rules(2), at(1)
     first = refs(r, head, 14)
@@ -117,7 +117,7 @@ def sealed_of(r: StreamRules, head: Head, chosen: list[PromptRef]) -> Seal:
     return chain.seal_slot(None, head, now, world_size=2, mini_batches=2, sealer="a")
 
 
-def test_what_a_dead_holder_had_is_issued_before_anything_new() -> None:
+def test_refs_of_a_dead_holder_are_due_before_new_ones() -> None:
     r, head = rules(), at(1)
     first = refs(r, head, 12)
     left = offer(*(group(ref, 0) for ref in first[3:6]), flying={first[6]: 0})
@@ -156,7 +156,7 @@ def test_a_step_tells_how_old_its_weights_were() -> None:
 
 
 @given(st.integers(1, 3), st.integers(1, 5), st.integers(2, 6), st.integers(1, 7), st.data())
-def test_whatever_is_sealed_is_fresh_enough_and_taken_once_and_nothing_gets_stuck(
+def test_sealed_refs_are_fresh_enough_and_taken_once_without_deadlock(
     staleness: int, shards: int, window: int, quota: int, data: st.DataObject
 ) -> None:
     """Arbitrary prompts finish, are filtered or go on at every look; what a seal waits for is finished then."""

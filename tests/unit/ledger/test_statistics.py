@@ -42,7 +42,7 @@ def epoch_refs(epoch: int) -> list[PromptRef]:
     return [PromptRef(epoch, shard, seq) for shard, length in enumerate(SHAPE.lengths) for seq in range(length)]
 
 
-def test_what_is_kept_filtered_and_failed_is_counted_by_source() -> None:
+def test_kept_filtered_and_failed_prompts_are_counted_by_source() -> None:
     ended = (
         filtered(PromptRef(0, 0, 1)),
         EndedRef(ref=PromptRef(0, 1, 0), kind="failed", reason="no engine", source="words"),

@@ -160,14 +160,14 @@ BEGUN = {epoch: record(epoch, 0, 2 * epoch) for epoch in range(1, 6)}
         "an entry that is not at hand forbids everything",
     ],
 )
-def test_what_no_rollback_asks_for_is_forgotten(
+def test_epoch_records_that_no_rollback_needs_are_superfluous(
     checkpoints: tuple[Checkpoint, ...], log: dict[int, LogEntry], forgotten: tuple[int, ...]
 ) -> None:
     head = head_at(10, positions=(15, 10))
     assert epochs.superfluous_epochs(SHAPE, head, checkpoints, log, BEGUN) == forgotten
 
 
-def test_what_began_with_the_first_model_is_never_forgotten() -> None:
+def test_epoch_records_of_the_first_model_are_never_superfluous() -> None:
     begun = {**BEGUN, 1: record(1, 0, 0)}
     log = log_at(_0=(0, 0), _8=(12, 8))
     assert epochs.superfluous_epochs(SHAPE, head_at(10, positions=(15, 10)), (BASE, at(8)), log, begun) == (2, 3)
@@ -225,7 +225,7 @@ async def test_statistics_of_an_old_head_are_not_written() -> None:
     assert job.look().epochs == {}
 
 
-async def test_what_a_rollback_cut_off_is_written_anew_once() -> None:
+async def test_epoch_of_a_discarded_branch_is_written_again_once() -> None:
     job = Cluster()
     job.move_head(step=3)
     assert await job.begin(job.look(), 1) is TxnOutcome.WON

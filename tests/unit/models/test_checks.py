@@ -172,9 +172,7 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "message"), [case[1:] for case in DAMAGE], ids=[case[0] for case in DAMAGE])
-def test_what_is_wrong_with_weights_is_one_sentence(
-    tmp_path: Path, damage: Callable[[Path], object], message: str
-) -> None:
+def test_weight_errors_are_one_sentence(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
     write(tmp_path / "model.safetensors")
     damage(tmp_path)
     with pytest.raises(ModelError, match=message) as caught:

@@ -136,7 +136,7 @@ def test_a_writer_that_dies_leaves_the_one_before_and_nothing_else(tmp_path: Pat
     assert manifest_digest(before) == digest
 
 
-def test_what_a_killed_writer_left_is_hidden_and_swept(tmp_path: Path) -> None:
+def test_draft_of_a_killed_writer_is_hidden_and_swept(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 5)
     left = tmp_path / "checkpoints" / ".0-6.w.tmp"
     left.mkdir()
@@ -222,7 +222,7 @@ def test_a_whole_checkpoint_that_is_not_the_registered_one_is_not_copied(tmp_pat
     copy_model(folder, tmp_path / "to", manifest_digest(folder))
 
 
-def test_what_the_manifest_does_not_name_is_not_copied(tmp_path: Path) -> None:
+def test_files_outside_the_manifest_are_not_copied(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, 5)
     (folder / "more.safetensors").write_bytes(b"?")
     (folder / "more.json").write_text("{}")

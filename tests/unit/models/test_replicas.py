@@ -50,7 +50,7 @@ def test_a_second_copy_is_on_another_node_if_there_is_one(nodes: list[str]) -> N
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=2, max_size=12), st.sampled_from("abcd"))
-def test_whichever_node_is_lost_every_shard_is_left_on_another(nodes: list[str], lost: str) -> None:
+def test_every_shard_survives_the_loss_of_any_node(nodes: list[str], lost: str) -> None:
     left = {node for node in nodes if node != lost}
     if left:
         for rank, keeper in enumerate(second_keepers(nodes)):
@@ -81,7 +81,7 @@ def test_a_header_says_where_everything_stands_in_the_data() -> None:
     assert ends[-1] == header.size
 
 
-def test_what_is_not_whole_is_no_copy(tmp_path: Path) -> None:
+def test_incomplete_copies_are_not_listed(tmp_path: Path) -> None:
     whole = leave(tmp_path, state(), 0)
     leave(tmp_path, state(), 1)
     data_file(tmp_path, state(), 1).write_bytes(b"\0\0")  # shorter than its header says
@@ -96,7 +96,7 @@ def test_what_is_not_whole_is_no_copy(tmp_path: Path) -> None:
     assert list_copies(tmp_path / "none", "j") == ()
 
 
-def test_what_is_dropped_goes_with_what_never_got_a_header_and_nothing_else_goes(tmp_path: Path) -> None:
+def test_dropped_copies_and_headerless_files_are_deleted_and_others_stay(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         leave(tmp_path, state(step), 0)
     leave(tmp_path, state(1, world="other", lineage=1), 0)

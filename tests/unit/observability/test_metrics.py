@@ -58,7 +58,7 @@ def test_two_catalogues_do_not_share_counts() -> None:
     assert other.registry.get_sample_value("gcore_transactions_total", labels) is None
 
 
-def test_what_is_waited_for_is_counted_by_cause_and_its_seconds_are_added_up() -> None:
+def test_waits_are_counted_by_cause_and_their_seconds_summed() -> None:
     metrics = Metrics()
 
     def seen(name: str, **labels: str) -> float | None:
@@ -136,7 +136,7 @@ def asked(server: str, path: str = "/metrics", method: str = "GET", **headers: s
         return error.code
 
 
-def test_what_is_no_question_is_refused() -> None:
+def test_invalid_requests_are_refused() -> None:
     server = serve_metrics(Metrics())
     try:
         assert asked(server.address) == 200
@@ -181,7 +181,7 @@ def test_connections_that_say_nothing_make_room_for_who_asks_the_oldest_first() 
         server.close()
 
 
-def test_who_has_asked_keeps_its_place_and_one_too_many_is_closed_at_once() -> None:
+def test_waiting_client_keeps_its_connection_and_one_too_many_is_closed() -> None:
     server = serve_metrics(Metrics())
     host, _, port = server.address.rpartition(":")
     busy = [socket.create_connection((host, int(port))) for _ in range(MOST_CONNECTIONS)]
@@ -204,7 +204,7 @@ def test_who_has_asked_keeps_its_place_and_one_too_many_is_closed_at_once() -> N
         server.close()
 
 
-def test_whoever_dribbles_is_cut_off_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_sender_is_disconnected_eventually(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte comes before the connection would be taken for silent."""
     monkeypatch.setattr(serving, "LONGEST_S", 0.3)
     server = serve_metrics(Metrics())
@@ -229,7 +229,7 @@ def test_whoever_dribbles_is_cut_off_in_the_end(monkeypatch: pytest.MonkeyPatch)
         server.close()
 
 
-def test_what_a_rate_is_taken_of_is_there_before_it_counts_for_the_first_time() -> None:
+def test_counters_exist_before_their_first_increment() -> None:
     """A series that begins at 1 has no increase, so an alert on it would never hear of the first time."""
     metrics = Metrics()
 

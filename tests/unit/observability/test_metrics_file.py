@@ -210,7 +210,7 @@ def test_a_line_of_a_strangers_is_no_line_to_whoever_writes_or_reads(tmp_path: P
     assert told(tmp_path) == in_order()
 
 
-def test_who_finds_another_writing_does_not_wait(tmp_path: Path) -> None:
+def test_busy_file_raises_without_waiting(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(FileBusy):
@@ -221,7 +221,7 @@ def test_who_finds_another_writing_does_not_wait(tmp_path: Path) -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, len(CHAIN)), st.booleans(), st.integers(0, 80)), max_size=12)
 )
-def test_however_writers_take_turns_with_old_views_and_tear_lines_the_file_ends_the_same(
+def test_concurrent_writers_with_old_views_and_torn_lines_give_the_same_file(
     tmp_path_factory: pytest.TempPathFactory, turns: list[tuple[int, int, bool, int]]
 ) -> None:
     run_dir = tmp_path_factory.mktemp("run")

@@ -114,7 +114,7 @@ def committed(one: Seal) -> LogEntry:
     )
 
 
-async def test_what_this_controller_holds_of_a_ready_batch_is_written_with_prompt_and_answer(tmp_path: Path) -> None:
+async def test_held_groups_of_a_ready_batch_are_written_with_prompt_and_answer(tmp_path: Path) -> None:
     one, other = group(0), group(1)
     held, both = holding(one), [sealed(one), sealed(other, "node-1.def")]
     samples = keeper(tmp_path)
@@ -226,7 +226,7 @@ def test_every_holder_keeps_at_most_so_many_in_order_and_none_twice(holders: lis
         assert sum(g.holder == holder for g in taken) == min(limit, holders.count(holder))
 
 
-def test_what_is_chosen_is_spread_over_the_step() -> None:
+def test_chosen_groups_are_spread_over_the_step() -> None:
     groups = [sealed(group(0, seq)) for seq in range(100)]
     assert [g.ref.seq for g in choose_groups(seal(groups), 4)] == [0, 25, 50, 75]
 

@@ -114,7 +114,7 @@ def test_a_step_is_found_in_its_newest_lineage_and_the_default_is_the_newest_com
         ([], head(9), SamplesSpec(), 3, "There are no samples at all"),
     ],
 )  # fmt: skip
-def test_what_is_not_there_is_told_with_why_and_what_there_is(
+def test_missing_samples_error_says_why_and_which_exist(
     kept: list[Version], now: Head | None, spec: SamplesSpec, step: int | None, words: str
 ) -> None:
     with pytest.raises(NoSamples, match=re.escape(words)):

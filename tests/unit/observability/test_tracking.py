@@ -105,7 +105,7 @@ def test_a_tracker_is_told_each_step_evaluation_rollback_and_the_end(tmp_path: P
     assert load_cursor(tmp_path / "cursor.json").done
 
 
-def test_who_goes_on_tells_only_what_is_new(tmp_path: Path) -> None:
+def test_resumed_feeder_sends_only_new_lines(tmp_path: Path) -> None:
     write(tmp_path, STEPS[:4])
     feeder(tmp_path, Remembering()).feed()
     write(tmp_path)
@@ -135,7 +135,7 @@ def test_a_file_written_anew_is_told_from_where_it_was_known(tmp_path: Path) -> 
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 4))
-def test_however_often_a_tracker_breaks_every_line_reaches_it_in_order(
+def test_every_line_reaches_a_failing_tracker_in_order(
     tmp_path_factory: pytest.TempPathFactory, breaks: list[int], batch: int
 ) -> None:
     run_dir = tmp_path_factory.mktemp("run")

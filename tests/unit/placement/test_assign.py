@@ -180,7 +180,7 @@ def test_engines_of_a_node_that_is_away_keep_their_places_until_there_is_a_new_w
         pytest.param(Split("colocated", 8, 8, 2), Split("colocated", 6, 6, 2), id="the mode stays"),
     ],
 )
-def test_what_is_nearest_changes_the_train_world_last(now: Split, expected: Split) -> None:
+def test_nearest_splits_change_the_train_world_last(now: Split, expected: Split) -> None:
     bounds = SplitBounds(6, train_sizes=(1, 2))
     found, *others = sort_by_unlikeness(now, bounds)
     assert (found.mode, found.train) == (expected.mode, expected.train)

@@ -93,7 +93,7 @@ def test_of_devices_that_are_not_known_the_first_way_that_fits_is_taken() -> Non
     assert found.beginning.expected_s is None
 
 
-def test_what_a_person_says_is_not_searched_for() -> None:
+def test_explicit_placement_is_not_searched() -> None:
     said = make_initial_plan(gpus(), job(train=2, reward=3), SMALL_MODELS)
     assert split_of(said.plan) == Split("coexisting", 3, 3, 2)
     assert said.plan.reason.endswith("; the spec sets it")
@@ -151,7 +151,7 @@ sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
 
 @given(sizes, st.sampled_from([4.0, 24.0, 80.0, 400.0]), st.sampled_from([SMALL_MODELS, LARGE_MODELS]), st.booleans())
-def test_what_a_job_begins_with_is_one_of_the_splits_that_its_policy_may_choose(
+def test_first_split_is_one_that_the_policy_may_choose(
     slots: list[int], memory: float, models: ModelConfigs, kept: bool
 ) -> None:
     nodes = Snapshot(tuple(node(f"n{i}", *[memory] * n, host=2000.0) for i, n in enumerate(slots)))
@@ -194,7 +194,7 @@ async def started(asked: JobSpec, memory: float, outcome: TxnOutcome = TxnOutcom
     return ledger, told
 
 
-async def test_what_a_job_began_with_and_why_is_its_first_move() -> None:
+async def test_first_placement_and_its_reason_are_the_first_move() -> None:
     ledger, told = await started(job(), 79.6)
     moves = Moves.decode(next(value for key, value in ledger.written.items() if key.endswith("placement/moves")))
     plan = Plan.decode(next(value for key, value in ledger.written.items() if key.endswith("/plan")))
@@ -218,7 +218,7 @@ async def test_a_job_whose_slots_do_not_move_has_no_move_to_begin_with() -> None
 
 
 @pytest.mark.parametrize("outcome", [TxnOutcome.WON, TxnOutcome.STALE])
-async def test_that_nothing_fits_is_told_by_who_began_the_job(outcome: TxnOutcome) -> None:
+async def test_placement_that_does_not_fit_is_reported_by_the_starter_of_the_job(outcome: TxnOutcome) -> None:
     _, told = await started(job(), 8.0, outcome)
     assert [sentence.partition(";")[0] for sentence in told] == (
         ["by estimate no placement fits"] if outcome is TxnOutcome.WON else []

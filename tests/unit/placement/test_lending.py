@@ -101,7 +101,7 @@ def test_slots_with_the_least_to_do_are_lent_first() -> None:
     assert any(line.startswith(awake[0]) for line in found.move.slots)
 
 
-def test_what_would_be_lent_is_only_told() -> None:
+def test_dry_run_reports_a_loan_without_a_plan() -> None:
     plan = plan_of()
     dry = DecisionContext(3, 7, "a", 100.0, dry=True)
     found = make_lending_move(plan, loads_of(plan, reward=8), speeds([STEP]), 0.1, BOTH, ROWS, dry)
@@ -111,7 +111,7 @@ def test_what_would_be_lent_is_only_told() -> None:
 
 
 @given(st.integers(1, 4), st.integers(0, 60), st.integers(0, 60), st.integers(0, 40), st.floats(0.0, 20.0))
-def test_whatever_is_lent_every_pool_keeps_an_engine_and_only_who_sleeps_changes(
+def test_lending_keeps_an_engine_in_every_pool_and_changes_only_sleepers(
     reward: int, running: int, asked: int, waiting: int, cost: float
 ) -> None:
     plan = plan_of(Split("coexisting", 5 - reward, reward, 1))
@@ -166,7 +166,7 @@ def test_a_judge_that_is_asked_often_for_a_response_owes_so_many_requests_of_so_
     assert owed[1] < owed[0] / 4, "what waits is questions, and five of them are one response's"
 
 
-def test_what_brings_a_pool_back_to_what_it_had_is_a_return_and_what_gives_it_more_is_lent() -> None:
+def test_restoring_a_pool_is_a_return_and_enlarging_it_is_a_loan() -> None:
     own = plan_of(Split("coexisting", 3, 2, 1))
     loads, terse = loads_of(own, rollout=12), speeds([replace(STEP, judged=(1.0,) * 8)])
     lent = make_lending_move(own, loads, terse, 0.01, BOTH, ROWS, AT)
@@ -186,7 +186,7 @@ def test_what_brings_a_pool_back_to_what_it_had_is_a_return_and_what_gives_it_mo
     assert back.plan.lent_from is None, "nothing is lent any more"
 
 
-def test_what_is_lent_while_a_node_is_away_is_held_against_what_the_slots_that_are_there_began_with() -> None:
+def test_loan_during_a_nodes_absence_is_compared_with_the_present_slots_at_the_start_of_the_step() -> None:
     """Against what all slots began with, a pool that gets more would seem to be on its way back."""
     three = Snapshot((*SNAPSHOT.nodes, NodeSlots("c", ("cpu:0", "cpu:1", "cpu:2"))))
     plan = assign_split(Split("coexisting", 5, 3, 1), None, three, ("j",), world="w", generation=1)
@@ -214,7 +214,7 @@ def test_engines_that_nobody_told_of_are_not_counted_on() -> None:
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 16))
-def test_who_lends_keeps_as_many_slots_as_run_all_that_it_owes(running: int, asked: int, rows: int) -> None:
+def test_lender_keeps_enough_slots_for_its_outstanding_requests(running: int, asked: int, rows: int) -> None:
     plan = plan_of(Split("coexisting", 3, 2, 1))
     found = make_lending_move(
         plan, loads_of(plan, running, asked), speeds([STEP]), 0.01, BOTH, EngineRows(rows, rows), AT
@@ -229,7 +229,7 @@ def test_who_lends_keeps_as_many_slots_as_run_all_that_it_owes(running: int, ask
 
 
 @given(st.lists(st.lists(st.integers(1, 400), min_size=1, max_size=30), min_size=1, max_size=3))
-def test_what_the_last_response_has_still_to_come_is_what_it_is_longer_by_than_those_that_are_done(
+def test_response_tail_is_the_excess_over_finished_responses(
     steps: list[list[int]],
 ) -> None:
     fewest = min(len(step) for step in steps)
@@ -269,7 +269,7 @@ def test_twice_as_late_is_what_doubling_says(
     assert many == pytest.approx(2 * alone) if twice >= 1 else many >= 2 * alone * 0.99
 
 
-def test_what_responses_tell_of_those_to_the_same_prompts_makes_what_is_left_longer_or_shorter() -> None:
+def test_sibling_responses_scale_the_expected_tail() -> None:
     usual = PoolSpeed(0.02, 20.0, 100.0, 60.0, 8, ((0.0, 0.0), (50.0, 50.0), (120.0, 80.0)))
     engines = (EngineLoad("a", "0", "", 2, 0, ready=True, asleep=False),)
 

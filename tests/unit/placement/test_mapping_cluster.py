@@ -77,7 +77,7 @@ def test_every_device_has_a_source_and_figures_above_zero() -> None:
         ({"nodes": [NODE | {"name": "a b"}]}, "nodes.0.name: "),
     ],
 )
-def test_what_is_wrong_is_said_in_one_sentence_with_the_key(tree: dict[str, Any], said: str) -> None:
+def test_errors_are_one_sentence_with_the_key(tree: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said) as caught:
         parse_cluster(tree, where="c.yaml")
     assert str(caught.value).startswith("c.yaml: ")

@@ -89,7 +89,7 @@ def test_an_engine_over_more_slots_takes_less_of_each(size: int, rows: int) -> N
 
 
 @given(st.integers(0, 1 << 24), st.integers(1, 256), st.sampled_from(["torch", "sglang"]))
-def test_what_runs_in_a_cache_is_at_least_one_and_at_most_what_is_wanted(cells: int, rows: int, engine: Any) -> None:
+def test_rows_in_cache_are_between_one_and_the_wanted_number(cells: int, rows: int, engine: Any) -> None:
     served = replace(work(SMALL).rollout, engine=engine)
     assert 1 <= rows_in_cache(served, cells, rows) <= rows
     wanted = engine_memory(served, size=1, rows=rows, gpu=True).wanted

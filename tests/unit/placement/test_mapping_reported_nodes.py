@@ -62,7 +62,7 @@ def test_cores_share_their_hosts_memory() -> None:
         pytest.param([node("a", 80.0, host=0.0)], "should be greater than 0", id="no memory at all"),
     ],
 )
-def test_what_is_not_known_has_a_sentence_in_its_place(nodes: list[NodeSlots], why: str) -> None:
+def test_unknown_hardware_gives_a_sentence(nodes: list[NodeSlots], why: str) -> None:
     found = describe_nodes(nodes)
     assert isinstance(found, str)
     assert why in found
@@ -79,7 +79,7 @@ gpus = st.builds(
 
 
 @given(st.lists(gpus, min_size=1, max_size=6))
-def test_what_is_planned_with_is_what_the_weakest_has(nodes: list[NodeSlots]) -> None:
+def test_planner_uses_the_weakest_node(nodes: list[NodeSlots]) -> None:
     found = describe_nodes(nodes)
     assert isinstance(found, KnownNodes)
     facts = [one.facts for one in nodes if one.facts is not None]

@@ -46,7 +46,7 @@ def sizes(found: LayoutSearchResult) -> set[Split]:
 
 
 @given(jobs(), clusters)
-def test_what_is_offered_fits_and_uses_no_slot_twice(job: Workload, cluster: ClusterSpec) -> None:
+def test_offered_layouts_fit_and_use_no_slot_twice(job: Workload, cluster: ClusterSpec) -> None:
     limit = SlotMemory.of(cluster).limit
     for fit in search_layouts(job, cluster).fits:
         split = fit.way.split
@@ -89,7 +89,7 @@ def test_more_ranks_never_compute_longer_where_they_need_not_talk(shape: Any, ra
     assert machine.train_s(training, 2 * ranks) <= machine.train_s(training, ranks) * 1.001
 
 
-def test_who_exceeds_what_by_how_much_is_said() -> None:
+def test_misfit_names_the_models_and_the_excess() -> None:
     found = search_layouts(work(SEVEN, train={"advantage": "gae"}), machines(1, 4, memory_gib=80))
     said = [str(one.excess) for one in found.misfits if one.way.split.mode == "colocated"]
     assert any(
@@ -195,7 +195,7 @@ def test_a_job_begins_within_the_bounds_that_it_is_given() -> None:
 
 
 @given(jobs(), clusters, st.booleans())
-def test_what_a_job_begins_with_fits_and_is_within_its_bounds(job: Workload, cluster: ClusterSpec, timed: bool) -> None:
+def test_first_layout_fits_and_is_within_its_bounds(job: Workload, cluster: ClusterSpec, timed: bool) -> None:
     bounds = SplitBounds(cluster.slots, train_sizes=tuple(range(1, cluster.slots + 1)), judged=bool(job.judges))
     first = choose_first_layout(job, cluster, bounds, "" if timed else "nobody knows how fast it is")
     fitting = as_it_begins(job, search_layouts(job, cluster).fits)
@@ -224,7 +224,7 @@ def test_memory_takes_no_split_away_that_fits_and_leaves_some(
         assert now in left.train_sizes
 
 
-def test_what_cannot_fit_is_no_choice_for_a_policy() -> None:
+def test_splits_that_exceed_memory_are_excluded_from_the_bounds() -> None:
     job, cluster = work(SEVEN, train={"zero_stage": 3}), machines(1, 8, memory_gib=40)
     bounds = SplitBounds(8, train_sizes=tuple(range(1, 9)), judged=False)
     left = bound_by_memory(bounds, job, cluster)

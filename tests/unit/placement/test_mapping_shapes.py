@@ -114,7 +114,7 @@ def test_a_configuration_that_says_no_size_is_refused(tree: dict[str, Any], said
 
 
 @given(st.dictionaries(st.sampled_from([*SMALL, "model_type"]), st.none() | st.integers() | st.sampled_from(KNOWN)))
-def test_whatever_a_configuration_says_it_is_a_size_or_refused(tree: dict[str, Any]) -> None:
+def test_configuration_gives_a_size_or_is_refused(tree: dict[str, Any]) -> None:
     with contextlib.suppress(DataError):
         assert read_shape(tree, where="here").parameters > 0
 
@@ -130,7 +130,7 @@ configs = st.builds(
 
 
 @given(configs)
-def test_what_is_kept_of_a_configuration_says_what_the_whole_says_and_is_short(config: dict[str, Any]) -> None:
+def test_reduced_configuration_gives_the_same_shape_and_is_short(config: dict[str, Any]) -> None:
     kept = relevant_sizes(config)
     assert len(json.dumps(kept)) < 2000
     assert ModelConfigs.model_validate_json(ModelConfigs(policy=kept).model_dump_json()).policy == kept

@@ -110,7 +110,7 @@ def test_a_load_is_of_all_numbers_of_requests_from_its_least_to_the_next_ones(ru
     assert least_requests(load) <= running < least_requests(load + 1)
 
 
-def test_what_nobody_measured_is_missing() -> None:
+def test_unmeasured_values_are_missing() -> None:
     bare = LogEntry(seq=4, parent=3, kind="train", lineage=0, step=4, world="w", nonce="n")
     found = measure_step([], bare, None, SPLIT)
     assert (found.seconds, found.lengths, found.judged, found.speed, found.busy) == (None, (), (), (), {})
@@ -198,7 +198,7 @@ def test_a_batch_that_ranks_waited_for_was_made_for_as_long_as_the_step_took() -
     assert found.other_s == 0.5, "the weights go out while the next batch is made"
 
 
-def test_what_engines_beside_working_ranks_take_for_a_batch_is_not_known() -> None:
+def test_production_time_is_unknown_beside_working_ranks() -> None:
     stats = {**AHEAD, "collect_s": 2.0, "exchange_s": 0.5, "train_s": 2.5}
     found = measure_step([], entry(**stats), None, Split("colocated", 4, 4, 4))
     assert (found.produce_s, found.seconds) == (None, 5.0)
@@ -212,7 +212,7 @@ def test_a_node_keeps_its_newest_steps_and_each_once() -> None:
     assert NodeAccounts.decode(books.encode()) == books
 
 
-def test_what_nodes_have_booked_is_found_by_the_step() -> None:
+def test_node_accounts_are_grouped_by_step() -> None:
     books = {
         "b": NodeAccounts(node="b", steps=(book(4),)),
         "a": NodeAccounts(node="a", steps=(book(4), book(5))),

@@ -95,7 +95,7 @@ def test_another_train_world_is_only_wanted_until_it_is_formed() -> None:
     assert move_in_words(late).endswith("because rollout was idle; it was not formed before the next step")
 
 
-def test_what_would_be_done_is_told_once() -> None:
+def test_dry_run_move_is_reported_once() -> None:
     plan, dry = plan_of(FIRST), DecisionContext(3, 7, "a", 100.0, dry=True)
     found = propose_move(decided(SECOND), plan, plan_of(SECOND, plan), FIRST, dry)
     assert found is not None
@@ -105,7 +105,7 @@ def test_what_would_be_done_is_told_once() -> None:
     assert not is_repeated(Moves(), found.move)
 
 
-def test_what_is_lent_within_a_step_is_no_part_of_the_split_that_it_began_with() -> None:
+def test_base_split_ignores_slots_lent_within_the_step() -> None:
     plan = plan_of(FIRST)
     lent = plan_of(SECOND, plan).model_copy(update={"lent_from": split_part(FIRST)})
     assert split_of(lent) == SECOND
@@ -118,7 +118,7 @@ def test_what_is_lent_within_a_step_is_no_part_of_the_split_that_it_began_with()
     assert base_split(back.plan) == FIRST
 
 
-def test_what_is_lent_and_wanted_for_good_is_its_own_from_then_on() -> None:
+def test_adopting_a_loan_changes_the_base_split() -> None:
     lent = plan_of(SECOND, plan_of(FIRST)).model_copy(update={"lent_from": split_part(FIRST)})
     found = propose_move(decided(SECOND), lent, plan_of(SECOND, lent), FIRST, AT)
     assert found is not None
@@ -160,7 +160,7 @@ def test_nodes_that_take_the_place_of_a_world_that_was_wanted_are_told_of_and_it
     assert add_outcomes(wanted, (), {}, 8, formed).moves[0].state == "done"
 
 
-def test_what_came_of_a_move_is_the_mean_of_the_steps_after_the_one_that_paid_for_it() -> None:
+def test_outcome_of_a_move_is_the_mean_of_the_steps_after_it() -> None:
     plan = plan_of(FIRST)
     steps = in_order({1: 3.0, 2: 3.2, 3: 3.4, 4: 9.0, 5: 2.0, 6: 2.2})
     found = add_outcomes(Moves().plus(move()), steps, {2: 1.25}, 9, plan).newest
@@ -196,7 +196,7 @@ def test_a_move_that_was_made_before_a_rollback_has_no_part_in_what_came_after_t
     assert [one.outcome.step_s for one in found.moves if one.outcome is not None] == [10.0, 5.0]
 
 
-def test_what_was_told_wrongly_of_a_move_is_told_anew_and_what_is_no_more_known_is_kept() -> None:
+def test_wrong_outcome_is_corrected_and_an_unmeasurable_one_is_kept() -> None:
     told = move(step=3, outcome={"steps": 2, "step_s": 9.0, "before_s": 3.0})
     right = add_outcomes(Moves().plus(told), in_order({4: 9.0, 5: 2.0, 6: 2.2}), {}, 9, plan_of(FIRST)).newest
     assert right is not None

@@ -69,7 +69,9 @@ def spec(placement: dict[str, Any], *, judged: bool = False, **more: Any) -> Any
         pytest.param({"policy": "no such/thing"}, False, {}, "placement.policy", id="no name"),
     ],
 )
-def test_what_cannot_be_is_refused(placement: dict[str, Any], judged: bool, more: dict[str, Any], said: str) -> None:
+def test_invalid_placements_are_refused(
+    placement: dict[str, Any], judged: bool, more: dict[str, Any], said: str
+) -> None:
     with pytest.raises(SpecError) as caught:
         spec(placement, judged=judged, **more)
     assert said in str(caught.value)

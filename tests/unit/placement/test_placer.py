@@ -76,7 +76,7 @@ def test_a_split_that_is_wanted_is_placed_if_it_fits() -> None:
     assert split_of(small) != wanted
 
 
-def test_what_a_person_fixed_gives_way_to_a_job_that_could_not_go_on() -> None:
+def test_pin_yields_when_the_job_could_not_run() -> None:
     plan = place_split(cluster(2), JOB, world="w", generation=1, pin=Pin(train=5))
     assert plan is not None
     assert len(plan.ranks) <= 2
@@ -101,7 +101,7 @@ def test_a_plan_has_what_a_person_fixed_at_the_beginning_and_in_a_new_world(pin:
     assert pin.off(split_of(after)) == 0
 
 
-def test_what_cannot_be_had_as_fixed_is_placed_as_near_to_it_as_can_be() -> None:
+def test_unsatisfiable_pin_is_approximated() -> None:
     pin = Pin(rollout=3, reward=3, train=2)
     before = place_split(cluster(4, 4), JOB, world="w", generation=1, pin=pin)
     after = place_split(cluster(4, 3), JOB, world="x", generation=2, current=before, pin=pin)
@@ -151,7 +151,7 @@ def test_pools_apart_stay_apart_where_only_the_train_world_is_fixed() -> None:
     assert found.split == Split("coexisting", 4, 0, 4)
 
 
-def test_what_cannot_be_had_is_no_decision() -> None:
+def test_unsatisfiable_pin_gives_no_decision() -> None:
     limits = find_bounds(cluster(4), JOB, Pin(rollout=4))
     assert apply_pin(Decision(Split("coexisting", 1, 2, 1), "why"), limits, Pin(rollout=4)) is None
 
@@ -184,7 +184,7 @@ def test_a_policy_that_nobody_provides_is_named_with_those_that_there_are() -> N
         find_policy("dynamics")
 
 
-def test_what_a_job_begins_with_can_be_told_before_it_does_or_why_it_cannot() -> None:
+def test_initial_plan_is_known_before_the_start_or_refused() -> None:
     tree = {
         "name": "j",
         "model": {"path": "m"},

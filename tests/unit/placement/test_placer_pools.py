@@ -185,7 +185,7 @@ def test_colocated_judges_with_a_number_of_engines_get_those_back() -> None:
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=5), st.sets(st.integers(0, 4)), st.data())
-def test_whoever_stays_away_judges_that_can_have_engines_have_them_and_nothing_is_moved_twice(
+def test_possible_judges_get_engines_and_no_engine_moves_twice(
     slots: list[int], away: set[int], data: st.DataObject
 ) -> None:
     judges = {name: data.draw(st.none() | st.integers(1, 3)) for name in "ab"}

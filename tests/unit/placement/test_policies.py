@@ -109,7 +109,7 @@ def run_of(name: str, first: SplitBounds, then: SplitBounds, seed: int, steps: i
 
 
 @given(POLICIES, bounded(), bounded(), st.integers(0, 999))
-def test_what_a_policy_chooses_is_feasible_whatever_is_measured_and_however_slots_come_and_go(
+def test_policies_choose_feasible_splits_for_any_measurements_and_slots(
     name: str, first: SplitBounds, then: SplitBounds, seed: int
 ) -> None:
     splits = run_of(name, first, then, seed)
@@ -150,7 +150,7 @@ def test_whether_a_split_is_allowed_is_whether_it_is_one_of_those_there_are(
 
 
 @given(bounded(), st.integers(0, 999), st.tuples(st.floats(0, 60), st.floats(0, 60)))
-def test_what_is_worked_out_of_all_splits_at_once_is_what_it_is_of_each(
+def test_vectorized_values_equal_those_of_each_split(
     bounds: SplitBounds, seed: int, costs: tuple[float, float]
 ) -> None:
     draw, there, told, errors = np.random.default_rng(seed), list_choices(bounds), SwitchCosts(*costs), ForecastErrors()
@@ -245,13 +245,13 @@ def test_lending_leaves_each_pool_that_owes_anything_a_replica(
 
 
 @given(st.integers(1, 12), st.floats(1, 300), st.integers(1, 12), st.floats(1, 300))
-def test_what_takes_longer_to_lend_than_the_step_has_left_is_not_lent(
+def test_loan_that_takes_longer_than_the_rest_of_the_step_is_not_made(
     rollout: int, left: float, reward: int, judged: float
 ) -> None:
     assert replicas_to_lend(max(left, judged), rollout, 50.0, 20.0, left, reward, 50.0, 20.0, judged) == 0
 
 
-def test_what_idles_is_lent_to_the_pool_that_is_behind_and_back() -> None:
+def test_idle_slots_are_lent_to_the_pool_that_is_behind() -> None:
     assert replicas_to_lend(1.0, 6, 4.0, 20.0, 5.0, 1, 200.0, 20.0, 90.0) > 0
     assert replicas_to_lend(1.0, 1, 200.0, 20.0, 90.0, 6, 204.0, 200.0, 5.0) < 0
 
@@ -422,7 +422,7 @@ def one_by_one(lengths: list[float], rows: int, law: DecodeLaw) -> list[float]:
 
 @pytest.mark.parametrize("spread", [0.1, 0.4, 0.8])
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_what_waits_for_a_row_ends_when_a_queue_would_let_it(spread: float, replicas: int) -> None:
+def test_drain_times_match_a_simulated_queue(spread: float, replicas: int) -> None:
     draw, law = np.random.default_rng(3), DecodeLaw(0.01, 0.004, 8)
     lengths = np.round(np.exp(draw.normal(np.log(60), spread, 256))).clip(1)
     true = sorted(end for r in range(replicas) for end in one_by_one(lengths[r::replicas].tolist(), 8, law))

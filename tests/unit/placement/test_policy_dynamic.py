@@ -131,7 +131,7 @@ def test_a_change_must_save_more_than_forecasts_are_wrong_by() -> None:
 
 
 @pytest.mark.parametrize("times", [1.4, 1.8, 2.7])
-def test_what_became_worse_by_a_change_is_changed_back_soon_and_not_tried_again(times: float) -> None:
+def test_harmful_move_is_reverted_soon_and_not_retried(times: float) -> None:
     better, now = best(Truth())[:2]
     truth = Truth(times=lambda step, split: times if split == better else 1.0)
     found = lived(truth, now, 60)

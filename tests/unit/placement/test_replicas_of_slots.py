@@ -189,7 +189,7 @@ def test_a_judge_whose_node_stays_away_gets_whole_engines_of_the_policys_slots(
     assert sum(not place.judge for place in after.engines) == left
 
 
-def test_what_is_left_over_of_a_node_serves_nothing() -> None:
+def test_slots_that_fill_no_replica_are_unused() -> None:
     assert [len(node.slots) for node in trim_to_replicas(cluster(5, 1, 4), ReplicaSizes(4, 2)).nodes] == [4, 0, 4]
     assert trim_to_replicas(cluster(5, 1), ReplicaSizes()) == cluster(5, 1)
 

@@ -45,7 +45,7 @@ def test_two_equals_have_half_each_and_the_older_the_odd_one() -> None:
     assert counts(settled(ClusterSlots(nodes(n=2, m=3)), claims)) == {"b": 3, "a": 2}
 
 
-def test_what_one_may_still_use_is_nobody_elses() -> None:
+def test_slots_in_use_go_to_no_other_job() -> None:
     cluster = ClusterSlots(nodes(n=4))
     alone = divide_slots(cluster, {"one": Claim()}, Shares())
     both = divide_slots(cluster, {"one": Claim(), "two": Claim(created=9.0)}, alone)
@@ -72,7 +72,7 @@ def test_a_job_of_a_higher_priority_takes_what_it_needs_and_the_lower_has_the_re
     }
 
 
-def test_nobody_is_interrupted_for_an_equal() -> None:
+def test_jobs_of_equal_priority_do_not_preempt_each_other() -> None:
     cluster = ClusterSlots(nodes(n=2))
     before = settled(cluster, {"runs": Claim(least=2, created=5.0)})
     claims = {"runs": Claim(least=2, created=5.0), "older": Claim(least=2, created=1.0)}
@@ -245,7 +245,7 @@ def test_slots_that_no_engine_of_two_can_have_go_to_jobs_of_single_ones_and_who_
     assert queue_jobs(cluster, claims, rest).keys() == {"pair-2"}
 
 
-def test_one_that_ended_is_forgotten() -> None:
+def test_ended_job_is_removed_from_the_shares() -> None:
     cluster = ClusterSlots(nodes(n=2))
     before = settled(cluster, {"one": Claim(), "two": Claim()})
     assert counts(settled(cluster, {"two": Claim()}, before)) == {"two": 2}
@@ -313,7 +313,7 @@ def check(cluster: ClusterSlots, claims: Mapping[str, Claim], before: Shares, af
 
 
 @given(st.lists(st.tuples(CLUSTERS, CLAIMS, st.booleans()), min_size=1, max_size=6))
-def test_whatever_comes_and_goes_no_slot_is_two_jobs(story: list[tuple[ClusterSlots, dict[str, Claim], bool]]) -> None:
+def test_no_slot_belongs_to_two_jobs(story: list[tuple[ClusterSlots, dict[str, Claim], bool]]) -> None:
     shares = Shares()
     for cluster, claims, gives_back in story:
         after = divide_slots(cluster, claims, shares)
@@ -367,7 +367,7 @@ def test_half_an_engine_is_not_granted_while_another_job_may_use_its_other_half(
     assert counts(settled(cluster, both, asked)) == {"a": 2, "b": 2}
 
 
-def test_who_takes_fewer_than_it_runs_on_waits_and_is_told_why() -> None:
+def test_limit_below_the_rounded_minimum_is_the_reason_to_wait() -> None:
     """Its fewest are rounded up to whole engines."""
     cluster, claims = ClusterSlots(nodes(n=4, m=4)), {"a": Claim(least=5, most=6, unit=4)}
     assert divide_slots(cluster, claims, Shares()) == Shares()

@@ -94,7 +94,7 @@ def test_two_requests_on_one_replica_slow_each_other_until_the_shorter_has_ended
     assert end([100.0, 300.0], [], 1, 1) == pytest.approx(100 * 0.022 + 200 * 0.021)
 
 
-def test_what_does_not_fit_waits_for_a_seat() -> None:
+def test_requests_beyond_the_rows_wait() -> None:
     assert end([100.0] * 5, [], 1, 1) == pytest.approx(100 * 0.024 + 100 * 0.021)
 
 
@@ -102,7 +102,7 @@ def test_a_response_is_judged_when_it_is_whole() -> None:
     assert end([100.0], [50.0], 1, 2) == pytest.approx(100 * 0.021 + 50 * 0.032)
 
 
-def test_what_is_lent_away_goes_on_elsewhere_from_its_tokens() -> None:
+def test_requests_of_a_lent_replica_continue_elsewhere_from_their_tokens() -> None:
     told = np.array([100.0]), np.array([50.0]), np.ones(3), 2, LAWS, MOST
     # The idle replica of the two is lent after a second: nothing changes.
     one = play_batch(*told, BY_SCHEDULE, 0.5, 1.0, *NOBODY_KNOWS, np.array([0, 1], np.int64), 0, 0.0)
@@ -174,7 +174,7 @@ def test_the_best_lending_is_what_trying_all_of_it_finds() -> None:
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("cost", [0.0, 0.5, 20.0])
-def test_nobody_is_faster_than_who_knew_everything_and_he_no_faster_than_the_bound(staleness: int, cost: float) -> None:
+def test_no_policy_beats_the_oracle_and_the_oracle_does_not_beat_the_bound(staleness: int, cost: float) -> None:
     job = SimulatedJob(small(staleness=staleness, steps=16), 5)
     costs = switch_costs(job.scenario, job.seed, cost)
     best, fixed = best_each_step(job, costs).seconds, best_static(job, costs).seconds  # he was told of no run
@@ -188,7 +188,7 @@ def test_nobody_is_faster_than_who_knew_everything_and_he_no_faster_than_the_bou
     assert len(set(without.values())) > 1
 
 
-def test_what_a_policy_is_held_against_has_each_step_at_most_as_long_as_the_run_had_it() -> None:
+def test_reference_schedule_has_no_step_longer_than_the_run_had() -> None:
     """The rule may be luckier with what it was told there than with the truth."""
     job = SimulatedJob(small(steps=16, judging={"tokens": 600}), 5)
     rows = {row.policy: row for row in compare_policies(job, 0.5)}
@@ -244,7 +244,7 @@ def test_before_anything_was_measured_nothing_is_lent() -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_what_was_lent_goes_back_while_ranks_train_or_one_step_ahead_in_the_next_production(staleness: int) -> None:
+def test_lent_slots_return_while_ranks_train_or_in_the_next_production(staleness: int) -> None:
     job, split = SimulatedJob(small(staleness=staleness, judging={"tokens": 600}), 2), Split("coexisting", 4, 1, 1)
     truth = true_knowledge(3, job.scenario, job.work(3))
     quick, slow = (replace(job.produced(3, split, LendingSetup(0.1, truth)), back_s=cost) for cost in (0.1, 1000.0))

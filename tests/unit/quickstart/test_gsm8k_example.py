@@ -65,7 +65,7 @@ def test_files_of_the_data_set_are_read_where_they_lie(tmp_path: Path, suffix: s
         pytest.param("no JSON\n", "cannot read it", id="no JSON"),
     ],
 )
-def test_what_is_not_the_data_set_is_refused_and_leaves_nothing(tmp_path: Path, content: str, said: str) -> None:
+def test_foreign_data_is_refused_and_leaves_nothing(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "from").mkdir()
     (tmp_path / "from" / "train.jsonl").write_text(content)
     with pytest.raises(DataError, match=said):

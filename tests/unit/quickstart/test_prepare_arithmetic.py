@@ -89,9 +89,7 @@ def test_a_second_call_finds_what_the_first_has_made(
         pytest.param(lambda folder: edit_manifest(folder, schema_version=99), id="a newer gcore made it"),
     ],
 )
-def test_what_is_not_as_it_was_made_is_made_anew(
-    example: PreparedFolder[ArithmeticManifest], tmp_path: Path, damage
-) -> None:  # type: ignore[no-untyped-def]
+def test_damaged_example_is_rebuilt(example: PreparedFolder[ArithmeticManifest], tmp_path: Path, damage) -> None:  # type: ignore[no-untyped-def]
     shutil.copytree(example.folder, tmp_path / "arithmetic")
     (tmp_path / ".arithmetic.lock").touch()
     good = bytes_of(tmp_path / "arithmetic")
@@ -141,7 +139,7 @@ def test_a_failed_preparation_leaves_nothing_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a file", "a foreign folder", "a link"])
-def test_what_gcore_did_not_make_is_left_alone(tmp_path: Path, kind: str) -> None:
+def test_existing_paths_of_the_user_are_left_alone(tmp_path: Path, kind: str) -> None:
     to = tmp_path / "mine"
     if kind == "a file":
         to.write_text("precious")

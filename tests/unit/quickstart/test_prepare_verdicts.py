@@ -114,7 +114,7 @@ def test_while_it_learns_a_judge_is_looked_at_with_one_question_on_a_sum_and_all
     assert right == [place % sum(MEASURED) == 0 for place in range(len(looked_at))]
 
 
-def test_what_a_judge_is_measured_by_is_the_same_for_ever() -> None:
+def test_held_out_questions_for_the_judge_never_change() -> None:
     assert [one.prompt for one in held_out_answers(split_sums(0))[:8]] == [
         "9+59=68?",
         "9+59=78?",

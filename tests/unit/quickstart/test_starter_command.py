@@ -107,7 +107,7 @@ def test_every_name_that_is_taken_makes_a_package_and_a_job(name: str) -> None:
 
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("kind", ["a file", "a folder with something in it", "a link", "a dangling link"])
-def test_what_exists_is_never_touched(tmp_path: Path, kind: str, force: bool) -> None:
+def test_existing_paths_are_never_changed(tmp_path: Path, kind: str, force: bool) -> None:
     target = tmp_path / "mine"
     if kind == "a file":
         target.write_text("precious")
@@ -199,7 +199,7 @@ def test_a_full_disk_is_told_while_the_model_is_written(tmp_path: Path, monkeypa
     assert caught.value.errno == 28
 
 
-def test_what_a_killed_init_left_is_removed_though_nobody_collected_it(quick: Path) -> None:
+def test_leftovers_of_a_killed_init_are_removed_although_it_is_a_zombie(quick: Path) -> None:
     zombie = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
     (quick / f".mine.init-{zombie.pid}.tmp").mkdir()
@@ -208,7 +208,7 @@ def test_what_a_killed_init_left_is_removed_though_nobody_collected_it(quick: Pa
     assert [p.name for p in quick.iterdir()] == ["mine"]
 
 
-def test_what_a_killed_init_left_is_removed_by_the_next_but_not_that_of_one_that_runs(quick: Path) -> None:
+def test_leftovers_of_a_killed_init_are_removed_and_those_of_a_running_one_stay(quick: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     (quick / f".mine.init-{ended.pid}.tmp").mkdir()

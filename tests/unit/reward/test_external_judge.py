@@ -139,13 +139,13 @@ def test_a_request_holds_nothing_that_json_cannot(seed: int, question: str) -> N
         pytest.param(said(choices=[{"message": {"role": "assistant"}}]), "", False, id="no content"),
     ],
 )
-async def test_what_an_answer_says(answer: httpx.Response, text: str, truncated: bool) -> None:
+async def test_answers_give_text_and_truncation(answer: httpx.Response, text: str, truncated: bool) -> None:
     (told,) = await Shop(judge(), answer).asked()
     assert (told.text, told.truncated) == (text, truncated)
 
 
 @pytest.mark.parametrize("status", [400, 404, 413, 422, 302])
-async def test_what_a_server_refuses_is_not_asked_again_and_its_words_are_told(status: int) -> None:
+async def test_refused_request_is_not_retried_and_the_servers_message_is_reported(status: int) -> None:
     shop = Shop(judge(), httpx.Response(status, json={"error": {"message": "context too long " * 100}}))
     with pytest.raises(JudgeError, match=rf"refuses the request \(status {status}: context too long") as raised:
         await shop.asked()
@@ -424,7 +424,7 @@ def test_retry_after_is_seconds_or_a_date(value: str | None, seconds: float | No
 
 
 @given(st.text())
-def test_whatever_retry_after_says_is_a_number_of_seconds_or_nothing(value: str) -> None:
+def test_retry_after_gives_finite_seconds_or_nothing(value: str) -> None:
     seconds = retry_after_s(value, wall=10.0)
     assert seconds is None or 0 <= seconds < float("inf")
 
@@ -440,7 +440,7 @@ JSON: Any = st.recursive(
 
 
 @given(JSON)
-def test_whatever_comes_is_a_completion_or_garbled_and_has_words(tree: Any) -> None:
+def test_response_is_a_completion_or_invalid_with_an_error_text(tree: Any) -> None:
     assert isinstance(error_text(tree, "text"), str)
     with contextlib.suppress(InvalidCompletion):
         assert isinstance(parse_completion(tree).answer.text, str)

@@ -69,7 +69,7 @@ def test_its_numbers_are_those_of_the_code() -> None:
     assert f"at most {flight} and {unwritten:g} requests" in TEXT
 
 
-def test_what_it_says_of_each_status_is_so() -> None:
+def test_guide_states_the_class_of_each_status() -> None:
     assert {classify_status(status) for status in (400, 404, 422, 302)} == {"refused"}
     assert {classify_status(status) for status in (408, 429, 500, 503, 403)} == {"away"}
     assert {classify_status(status) for status in (401, 402)} == {"key"}

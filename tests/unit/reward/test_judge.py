@@ -122,7 +122,7 @@ async def test_a_judge_that_stays_away_is_given_up_after_its_tries_and_asked_ane
     assert court.heard.failures == ["away", "away"]
 
 
-async def test_what_will_not_help_is_not_asked_again() -> None:
+async def test_permanent_failures_are_not_retried() -> None:
     court = Court(spec(tries=5), failures=[LONG])
     assert numbers(await court.values("1", "1")) == ["too long"] * 2
     with pytest.raises(JudgeError, match="too long"):
@@ -171,7 +171,7 @@ async def test_a_question_between_two_tries_is_open() -> None:
     assert not court.judge.is_full
 
 
-async def test_who_is_cancelled_leaves_no_question_behind() -> None:
+async def test_cancellation_leaves_no_open_question() -> None:
     court = Court(spec(), delay_s=lambda question: 50.0)
     judging = asyncio.create_task(court.judge.values(PROMPT, ["1", "0"]))
     await court.clock.advance(1.0)

@@ -41,7 +41,7 @@ async def test_the_same_question_is_asked_once() -> None:
 
 
 @given(st.integers(0, 4), st.lists(st.integers(0, 6), max_size=40))
-def test_what_was_asked_for_least_recently_goes_first(most: int, keys: list[int]) -> None:
+def test_least_recently_used_verdict_is_evicted(most: int, keys: list[int]) -> None:
     async def all_of_them() -> None:
         remembered: VerdictCache[int] = VerdictCache(most)
         model: OrderedDict[int, int] = OrderedDict()
@@ -166,7 +166,7 @@ def test_if_the_one_who_asks_is_cancelled_one_of_the_others_asks() -> None:
     assert sum(scene.asked) == 2
 
 
-def test_one_who_waits_and_is_cancelled_disturbs_nobody() -> None:
+def test_cancelled_waiter_does_not_disturb_others() -> None:
     scene = Scene([Asker(0, 0.0, 5.0, False, None), Asker(0, 1.0, 5.0, False, 1.5), Asker(0, 1.0, 5.0, False, None)])
     ended = asyncio.run(scene.play())
     assert isinstance(ended[1], asyncio.CancelledError)

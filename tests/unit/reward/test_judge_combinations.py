@@ -41,11 +41,11 @@ def test_a_judge_that_compares_is_given_groups() -> None:
 
 
 @pytest.mark.parametrize("name", ["environment", "agent"])
-def test_what_scores_instead_of_a_judge_needs_the_section_that_it_hands_on(name: str) -> None:
+def test_fallback_without_its_section_is_refused(name: str) -> None:
     with pytest.raises(SpecError, match=f"reward '{name}' returns .* but the spec has no section {name}"):
         spec({"on_error": {"fallback": name}})
 
 
-def test_what_no_number_can_hold_is_not_scaled() -> None:
+def test_unscalable_verdict_range_is_refused() -> None:
     with pytest.raises(SpecError, match="is too large to scale"):
         spec({"verdict": {"least": -1e308, "most": 1e308, "scale": True}})

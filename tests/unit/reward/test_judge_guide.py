@@ -68,7 +68,7 @@ def test_the_answers_of_the_table_are_read() -> None:
         assert find_parser(name)(answer, VerdictSpec.model_validate({"parser": name} | told[name])) == 7
 
 
-def test_what_the_guide_says_is_not_there_is_refused() -> None:
+def test_templates_that_the_guide_excludes_are_refused() -> None:
     for template in (
         "{{ response|center(9) }}",
         "{% macro m() %}{% endmacro %}{{ response }}",

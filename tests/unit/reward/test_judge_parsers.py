@@ -138,19 +138,19 @@ def gives(result: Any) -> CheckedParser:
 
 
 @pytest.mark.parametrize("bad", ["x", None, [1], object()], ids=["text", "none", "list", "object"])
-def test_what_is_no_number_is_the_parsers_fault(bad: Any) -> None:
+def test_non_number_is_the_parsers_fault(bad: Any) -> None:
     with pytest.raises(JudgeError, match="verdict parser 'mine' returned"):
         gives(bad)("", VerdictSpec())
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 10**400], ids=["nan", "inf", "-inf", "too large"])
-def test_what_is_not_finite_is_unreadable(bad: Any) -> None:
+def test_non_finite_verdict_is_unreadable(bad: Any) -> None:
     with pytest.raises(Unreadable):
         gives(bad)("", VerdictSpec())
 
 
 @pytest.mark.parametrize("error", [ValueError("odd\nlines"), SystemExit(3), RecursionError()], ids=repr)
-def test_what_a_parser_raises_is_told_with_its_traceback(error: BaseException) -> None:
+def test_parser_exception_is_reported_with_its_traceback(error: BaseException) -> None:
     def broken(answer: str, spec: VerdictSpec) -> float:
         raise error
 
@@ -161,7 +161,7 @@ def test_what_a_parser_raises_is_told_with_its_traceback(error: BaseException) -
 
 
 @given(st.text(max_size=200), st.sampled_from(OWN_PARSERS), st.booleans())
-def test_whatever_is_answered_there_is_a_verdict_within_its_bounds_or_none(text: str, parser: str, scale: bool) -> None:
+def test_parsed_verdict_is_within_its_bounds_or_unreadable(text: str, parser: str, scale: bool) -> None:
     words = {} if parser == "number" else {"a": 0.0, "ab": 5.0, "{": 2.0}
     spec = VerdictSpec(parser=parser, words=words, most=5, scale=scale)
     with suppress(Unreadable):

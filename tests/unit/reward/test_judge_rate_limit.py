@@ -56,7 +56,7 @@ def test_over_any_time_no_more_is_done_than_the_rates_allow_and_one_burst(
 
 
 @given(rate=RATES, seconds=st.floats(1.0, 1000.0))
-def test_whoever_always_waits_as_long_as_is_said_loses_nothing(rate: float, seconds: float) -> None:
+def test_waiting_exactly_as_long_as_requested_reaches_the_rate(rate: float, seconds: float) -> None:
     bucket, now, done = TokenBucket.full(rate, 0.0), 0.0, 0
     while now <= seconds and done < 2000:
         bucket = bucket.filled(rate, now)
@@ -67,7 +67,7 @@ def test_whoever_always_waits_as_long_as_is_said_loses_nothing(rate: float, seco
     assert done >= min(2000, int(rate * seconds * (1 - 1e-6)))
 
 
-def test_what_timers_are_late_is_not_lost_up_to_a_burst() -> None:
+def test_late_timers_lose_no_more_than_a_burst() -> None:
     bucket = TokenBucket.full(100.0, 0.0)
     assert burst_size(100.0) == 100.0 * BURST_S == 10
     for _ in range(10):
@@ -210,7 +210,7 @@ async def test_a_key_that_is_not_taken_is_told_once_and_tried_with_one_request_a
     assert road.ear.troubles[1:] == ["key: judge 'j' accepts the key again"]
 
 
-async def test_who_gives_up_waiting_leaves_the_line_to_the_next() -> None:
+async def test_cancelled_waiter_lets_the_next_one_start() -> None:
     road = Road()
     road.ear.empty = "all is spent"
     road.send(2)

@@ -79,7 +79,7 @@ def test_a_pairwise_template_is_shown_both_responses_in_their_order() -> None:
     assert question.between(PROMPT, "20", "19") == "12+7= A: 20 B: 19"
 
 
-def test_what_a_response_holds_is_never_a_template() -> None:
+def test_response_text_is_never_a_template() -> None:
     assert rendered("{{ response }}", "{{ 7 * 7 }}{% raise %}") == "{{ 7 * 7 }}{% raise %}"
 
 
@@ -260,7 +260,7 @@ def test_a_bad_template_of_a_file_is_told_with_the_file(tmp_path: Path, content:
 
 
 @given(st.text(alphabet="{}%|~+*().'[]_ 019abrespon", max_size=40))
-def test_whatever_a_template_is_made_of_it_is_refused_or_fails_in_words_or_gives_text(written: str) -> None:
+def test_template_is_refused_or_fails_with_an_error_or_gives_text(written: str) -> None:
     with suppress(SpecError, JudgeError):
         question = Question.compile(spec("{{ response }}" + written), "judges.0")
         assert len(question.about(PROMPT, "19")) <= LONGEST_TEXT

@@ -70,7 +70,7 @@ def test_a_broken_parser_is_no_unreadable_answer() -> None:
 
 
 @given(st.lists(st.floats(-3e38, 3e38) | st.none(), max_size=12))
-def test_what_cannot_be_read_changes_nothing(votes: list[float | None]) -> None:
+def test_unreadable_votes_do_not_change_the_mean(votes: list[float | None]) -> None:
     told = read_answers(answers(*("?" if vote is None else repr(vote) for vote in votes)), read)
     values = [vote for vote in votes if vote is not None]
     if not values:

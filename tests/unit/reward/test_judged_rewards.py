@@ -187,7 +187,7 @@ async def test_an_error_of_one_part_is_the_responses_and_says_which_part() -> No
     assert error.what.startswith("part 'exact': the prompt's entry has no answer")
 
 
-async def test_what_is_judged_early_is_not_asked_again() -> None:
+async def test_early_verdict_is_not_requested_again() -> None:
     parts = [{"name": "exact"}, {"judge": "tutor"}]
     court = Court(job({"parts": parts}, judge_tree()))
     pipeline = court.pipeline()
@@ -199,7 +199,7 @@ async def test_what_is_judged_early_is_not_asked_again() -> None:
     await court.clock.run(pipeline.judge_early(PROMPT, sample("what")))  # its error is told when the group is scored
 
 
-async def test_what_could_not_be_judged_early_is_asked_again_only_when_its_prompt_is_issued_again() -> None:
+async def test_failed_early_judging_is_retried_only_when_the_prompt_is_issued_again() -> None:
     court = Court(job({"judge": "tutor"}, judge_tree()))
     pipeline, odd = court.pipeline(), [sample("what"), sample("what")]
     await court.clock.run(pipeline.judge_early(PROMPT, sample("what")))
@@ -253,7 +253,7 @@ def test_the_functions_of_a_reward_are_its_parts_and_what_scores_instead_of_judg
         spec.reward.of_part(RewardPart(judge="tutor"))
 
 
-def test_what_a_judge_is_shown_needs_no_answer_field() -> None:
+def test_judge_needs_no_answer_field() -> None:
     spec = job({"parts": [{"name": "exact", "answer": "solution"}, {"judge": "tutor"}]}, judge_tree())
     assert spec.reward.answers == ("solution",)
     assert replace(training_sources(job({"judge": "tutor"}, judge_tree()))[0]).reward.answers == ()

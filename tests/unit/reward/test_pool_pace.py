@@ -34,5 +34,5 @@ def test_one_slow_response_and_what_nobody_would_notice_are_no_slowdown() -> Non
 
 
 @given(st.floats(1e-4, 1.0), st.lists(st.floats(0.5, 4.9), max_size=60))
-def test_one_that_keeps_within_its_ways_is_never_told(usual: float, factors: list[float]) -> None:
+def test_steady_reward_is_never_reported(usual: float, factors: list[float]) -> None:
     assert after(*[usual * f for f in [1.0] * SETTLED + factors])[1] == []

@@ -97,7 +97,7 @@ def ids_of(drawn: tuple[list[int], bool]) -> tuple[int, ...]:
     first=WORDS,
     turns=st.lists(st.tuples(GENERATED, st.sampled_from(["user", "tool", "system"]), WORDS), min_size=1, max_size=4),
 )
-def test_what_was_generated_stands_as_it_was_and_the_rest_reads_as_the_template_writes_it(
+def test_generated_tokens_stay_unchanged_and_the_rest_follows_the_template(
     template: str, first: str, turns: list[tuple[tuple[list[int], bool], str, str]]
 ) -> None:
     ours = renderer(template)
@@ -283,7 +283,7 @@ def test_a_template_that_does_not_show_where_an_answer_ends_is_refused(template:
         ({"temprature": 1.0}, "unsupported_parameter", "temprature"),
     ],
 )
-def test_what_cannot_be_had_is_refused_with_the_reason(body: Any, code: str, words: str) -> None:
+def test_unsupported_requests_are_refused_with_the_reason(body: Any, code: str, words: str) -> None:
     messages = {"messages": [{"role": "user", "content": "x"}]}
     raw = (
         body
@@ -296,7 +296,7 @@ def test_what_cannot_be_had_is_refused_with_the_reason(body: Any, code: str, wor
     assert json.loads(encode_refusal(caught.value))["error"]["code"] == code
 
 
-def test_what_changes_nothing_is_let_pass_and_what_the_spec_ignores_too() -> None:
+def test_neutral_and_ignored_parameters_are_accepted() -> None:
     user = {"role": "user", "content": "x"}
     plain = asked(user)
     nothing = {
@@ -320,7 +320,7 @@ def test_what_changes_nothing_is_let_pass_and_what_the_spec_ignores_too() -> Non
 
 
 @given(st.binary(max_size=40) | st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=4), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "messages", "stop", "tools", "user"]), inner, max_size=4)).map(lambda tree: json.dumps(tree).encode()))  # fmt: skip
-def test_whatever_is_sent_is_a_question_or_refused(raw: bytes) -> None:
+def test_request_is_parsed_or_refused(raw: bytes) -> None:
     with contextlib.suppress(AgentRequestRefused):
         assert parse_request(raw, RULES).messages
 

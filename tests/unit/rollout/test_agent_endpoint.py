@@ -259,7 +259,7 @@ async def test_with_history_last_a_new_conversation_begins_and_is_what_is_traine
     ("limits", "words"),
     [({"turns": 1}, "max_turns"), ({"own": 3}, "max_new_tokens"), ({"room": 12}, "agent.max_tokens")],
 )
-async def test_who_asks_beyond_a_limit_is_told_so_and_the_response_was_cut_off(
+async def test_request_beyond_a_limit_gets_an_error_and_truncates_the_response(
     talk: Talk, limits: dict[str, int], words: str
 ) -> None:
     await talk.begin(**limits)

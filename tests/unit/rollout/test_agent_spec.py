@@ -61,7 +61,7 @@ def test_a_response_has_room_for_twice_what_the_model_may_make_unless_the_spec_s
         (AGENT, {"reward": {"name": "environment"}}, "no section environment"),
     ],
 )
-def test_what_cannot_be_is_refused(agent: dict[str, Any] | None, more: dict[str, Any], words: str) -> None:
+def test_invalid_agents_are_refused(agent: dict[str, Any] | None, more: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         spec(agent, **more)
 
@@ -87,7 +87,7 @@ def test_the_reward_agent_hands_on_what_the_agent_returned() -> None:
         ([], "not a number"),
     ],
 )
-def test_what_an_agent_returns_is_a_number_or_nothing(made: Any, found: Any) -> None:
+def test_agent_result_is_a_number_or_nothing(made: Any, found: Any) -> None:
     said = parse_result(made)
     if isinstance(found, str):
         assert found in said["what"]

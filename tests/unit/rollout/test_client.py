@@ -69,7 +69,7 @@ async def test_a_group_is_one_request_with_a_seed_and_a_name_for_each_sample() -
     assert samples[0].reward == 0.0
 
 
-async def test_what_a_source_draws_differently_is_sent_and_nothing_else() -> None:
+async def test_per_source_sampling_parameters_are_sent() -> None:
     asked: list[dict[str, Any]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -207,7 +207,7 @@ async def test_nothing_that_comes_late_takes_the_place_of_a_whole_response() -> 
 
 
 @pytest.mark.parametrize(("status", "kind"), [(503, EngineUnreachable), (500, EngineUnreachable), (400, EngineError)])
-async def test_what_cannot_be_served_fails_in_a_stream_as_it_does_without(status: int, kind: type[EngineError]) -> None:
+async def test_streamed_failure_equals_the_unstreamed_one(status: int, kind: type[EngineError]) -> None:
     """SGLang has begun its answer with status 200 by then: it is said in a response's end."""
     ending = {"type": "abort", "status_code": status, "message": "The request queue is full."}
     with pytest.raises(EngineError, match=r"/generate .*queue is full") as caught:

@@ -41,7 +41,7 @@ def test_all_of_the_time_is_in_the_sums_and_they_only_grow(
 
 
 @given(stretches=STRETCHES, looks=st.lists(st.floats(0, 1), max_size=10))
-def test_what_it_is_does_not_depend_on_who_looks(stretches: list[tuple[float, Doing, int]], looks: list[float]) -> None:
+def test_time_totals_do_not_depend_on_readings(stretches: list[tuple[float, Doing, int]], looks: list[float]) -> None:
     watched, left, now = EngineTimeMeter(4, 0.0), EngineTimeMeter(4, 0.0), 0.0
     for passed, doing, wanted in stretches:
         watched.note(doing, wanted, now)

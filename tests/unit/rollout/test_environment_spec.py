@@ -61,7 +61,7 @@ def test_a_response_has_room_for_twice_what_the_model_may_make_unless_the_spec_s
         (TOOLS, {"reward": {"parts": [{"name": "environment"}, {"name": "numeric"}]}}, "'tools' gives none"),
     ],
 )
-def test_what_cannot_be_is_refused(environment: dict[str, Any] | None, more: dict[str, Any], words: str) -> None:
+def test_invalid_environments_are_refused(environment: dict[str, Any] | None, more: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         spec(environment, **more)
 

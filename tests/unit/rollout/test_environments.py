@@ -88,7 +88,7 @@ def test_sums_are_worked_out_exactly(sum_: str, result: str) -> None:
         ("9" * 40 + "*" + "9" * 40, "more than 64 digits"),
     ],
 )
-def test_what_is_no_sum_is_told_to_the_model(sum_: str, words: str) -> None:
+def test_invalid_sums_are_reported_to_the_model(sum_: str, words: str) -> None:
     with pytest.raises(BadArgument, match=words):
         calculator(sum_)
 
@@ -351,7 +351,7 @@ class Game:
 games: list[Game] = []
 
 
-async def test_what_is_long_is_tokenized_in_a_thread_and_what_has_no_room_not_to_its_end(
+async def test_long_observation_is_tokenized_in_a_thread_and_only_up_to_its_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encode, seen = Letters.encode_behind, list[tuple[int, bool]]()
@@ -371,7 +371,7 @@ async def test_what_is_long_is_tokenized_in_a_thread_and_what_has_no_room_not_to
         await play_episode(checked(Game, shown=[Observation("c" * 1_000_000)]), Model(), scene())
 
 
-async def test_what_an_environment_shows_first_belongs_to_the_response_and_its_reward_comes_along() -> None:
+async def test_first_observation_is_part_of_the_response() -> None:
     sample = await play_episode(
         checked(Game, shown=[Observation("go: "), Observation(" and? "), Done(0.5)]), Model("a", "b"), scene()
     )
@@ -477,7 +477,7 @@ async def test_an_environment_that_does_not_end_when_it_is_told_to_is_left_to_it
         await playing
 
 
-def test_one_that_does_not_end_when_it_is_told_to_is_refused_and_holds_up_nobody(
+def test_uncancellable_environment_is_refused_without_blocking(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("gcore.system.concurrency.END_S", 0.1)
@@ -520,7 +520,7 @@ def test_an_environment_that_cannot_be_made_has_failed() -> None:
         checked(Stops, shown=[])
 
 
-def test_what_an_environment_does_to_its_entry_and_its_options_reaches_nobody_else() -> None:
+def test_environment_cannot_change_its_shared_entry_and_options() -> None:
     fields, options = {"answer": 7, "steps": [1, {"of": 2}]}, {"guesses": 5}
 
     def greedy(setting: Setting) -> Any:
@@ -545,7 +545,7 @@ def test_an_environment_lacks_no_method_and_all_are_asynchronous(method: str) ->
     checked(type("Wrapped", (Game,), {method: wrapped}), shown=[])
 
 
-async def test_what_an_environment_raises_before_there_is_anything_to_wait_for_is_its_fault_too() -> None:
+async def test_exception_before_the_first_await_is_an_environment_fault() -> None:
     @functools.wraps(Game.step)
     def step(self: Game, turn: Turn) -> Any:
         raise ValueError("at once")

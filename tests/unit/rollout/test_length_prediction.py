@@ -57,7 +57,7 @@ def test_without_anything_of_its_own_a_response_is_as_long_as_its_sources_are_in
     assert expected_length(SourceLengths.of([[100, 300], [200, 400]]), NONE, 0, 1000) == pytest.approx(250.0)
 
 
-def test_what_is_longer_than_all_that_were_known_is_expected_to_go_on() -> None:
+def test_response_longer_than_all_known_ones_is_expected_to_continue() -> None:
     assert expected_length(SourceLengths.of([[100, 300], [200, 400]]), NONE, 800, 2000) == pytest.approx(1040.0)
 
 
@@ -92,7 +92,7 @@ def test_it_misses_by_less_than_the_sources_mean(likeness: float, siblings: int,
     assert missed < by_mean * {0.15: 1.0, 0.4: 0.96, 0.7: 0.8, 0.93: 0.5}[likeness]
 
 
-def test_what_was_seen_of_a_prompt_is_of_use_when_lengths_have_doubled() -> None:
+def test_sibling_lengths_stay_useful_when_lengths_double() -> None:
     chance = random.Random(5)
     early = [drawn(chance, 0.7, 8) for _ in range(64)]
     late = [[2 * length for length in group] for group in early]

@@ -44,7 +44,7 @@ def test_nothing_is_left_of_nothing_and_all_of_what_nobody_knows() -> None:
     assert tokens_left(SourceLengths.of([]), NONE, [], [10, 0], 100) == 190.0
 
 
-def test_who_outlived_the_others_by_far_is_expected_to_be_of_a_long_prompt() -> None:
+def test_response_that_outlives_its_siblings_is_expected_to_be_shorter_than_one_beside_long_ones() -> None:
     chance = random.Random(1)
     source = SourceLengths.of([drawn(chance, 0.7, 8) for _ in range(64)])
     beside_short = tokens_left(source, NONE, [100, 120, 140], [500], LONGEST)

@@ -27,7 +27,7 @@ def test_it_is_the_formula_of_the_tensors(length: int, cache: int, penalty: floa
     assert length_penalty(length, longest=120, cache=cache, penalty=penalty) == pytest.approx(float(expected))
 
 
-def test_what_is_taken_off_is_a_part_of_the_reward() -> None:
+def test_length_penalty_is_a_part_of_the_reward() -> None:
     long = penalize_sample(sample(18, 1.0), longest=20, cache=4, penalty=0.5)
     assert (long.reward, long.reward_parts) == (0.75, ((OVERLONG_PART, -0.25),))
     short = sample(16, 1.0)

@@ -35,7 +35,7 @@ groups = st.lists(samples, min_size=1, max_size=8)
 
 
 @given(groups, st.sampled_from(POLICIES), st.floats(0.125, 4, width=32))
-def test_what_ended_by_itself_is_never_touched(group: list[Sample], policy: TruncationPolicy, penalty: float) -> None:
+def test_finished_responses_are_never_changed(group: list[Sample], policy: TruncationPolicy, penalty: float) -> None:
     assert all(treat_truncated(one, policy, penalty) == one for one in group if not is_truncated(one))
     if not any(is_truncated(one) for one in group):
         assert drop_truncated(group, policy) is None

@@ -146,5 +146,5 @@ def test_a_prompt_of_text_is_one_part() -> None:
 @pytest.mark.parametrize(
     "value", [PROMPT, *(sample for sample, _ in SAMPLES), GROUPS[0][0]], ids=lambda one: type(one).__name__
 )
-def test_what_is_pickled_comes_back(value: object) -> None:
+def test_values_survive_pickling(value: object) -> None:
     assert pickle.loads(pickle.dumps(value)) == value

@@ -35,5 +35,5 @@ def test_an_older_revision_or_another_cluster_contradicts(cluster: int, revision
     assert not RestoreCheck().contradicts(header(cluster, revision)), "whoever has heard nothing knows nothing"
 
 
-def test_what_another_cluster_says_is_not_mixed_with_what_was_heard() -> None:
+def test_revision_of_another_cluster_is_not_mixed_in() -> None:
     assert RestoreCheck(7, 10).and_now(header(8, 99)) == RestoreCheck(7, 10)

@@ -70,7 +70,7 @@ async def test_those_who_wake_at_the_same_moment_wake_in_the_order_in_which_they
     await asyncio.gather(*tasks)
 
 
-async def test_what_a_wake_up_sets_off_is_done_before_time_goes_on() -> None:
+async def test_tasks_of_a_wake_up_finish_before_time_advances() -> None:
     clock = FakeClock(monotonic=0.0)
     seen: list[float] = []
 

@@ -40,7 +40,7 @@ def test_an_endpoint_is_read(text: str, target: str, secure: bool) -> None:
 @pytest.mark.parametrize(
     "text", ["", "etcd", "etcd:", "etcd:port", "etcd:99999", "ftp://etcd:1", "http://etcd:1/v3", ":2379"]
 )
-def test_what_is_no_endpoint_is_refused_with_an_example(text: str) -> None:
+def test_invalid_endpoints_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match="is not an etcd endpoint") as caught:
         EtcdEndpoint.parse(text)
     assert "host:port" in str(caught.value)

@@ -110,7 +110,7 @@ def test_where_there_is_none_one_is_told_what_to_do(tmp_path: Path, monkeypatch:
         pytest.param("exit 3", "--version failed", id="fails"),
     ],
 )
-def test_what_is_no_etcd_is_found_out(tmp_path: Path, text: str, words: str) -> None:
+def test_programs_that_are_not_etcd_are_detected(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(EtcdFailed, match=words):
         EtcdBinary(script(tmp_path / "etcd", text)).version()
 

@@ -27,7 +27,7 @@ def written(folder: Path, **more: object) -> Path:
 
 
 @given(st.integers(1, 3600))
-def test_what_is_left_out_fits_whatever_the_lease(ttl: int) -> None:
+def test_default_times_fit_any_lease(ttl: int) -> None:
     assert LeaseTimes.of(ttl).check("here").needed_s < ttl
 
 

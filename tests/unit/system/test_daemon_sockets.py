@@ -30,7 +30,7 @@ def of(number: int) -> OSError:
     ],
     ids=str,
 )
-def test_what_passes_by_itself_is_no_error_of_the_configuration(error: OSError | None, kind: type[GcoreError]) -> None:
+def test_transient_listen_errors_are_no_usage_errors(error: OSError | None, kind: type[GcoreError]) -> None:
     found = listen_error("cannot listen on 10.0.0.7:7500", error)
     assert type(found) is kind
     assert CannotListen.exit_code != UsageError.exit_code

@@ -64,7 +64,7 @@ def test_a_process_is_killed_at_its_pass_and_only_one_is(tmp_path: Path) -> None
     assert program(tmp_path).stdout == "alive\n"
 
 
-def test_what_was_taken_away_meanwhile_was_another_process_fault(arm: Arm, tmp_path: Path) -> None:
+def test_fault_claimed_by_another_process_does_not_fire_here(arm: Arm, tmp_path: Path) -> None:
     arm("commit.before", "lose")
     with pytest.raises(StoreUnavailable):
         fault_point("commit", "before")

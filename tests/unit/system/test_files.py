@@ -43,7 +43,7 @@ def test_a_secret_can_be_read_by_its_owner_alone(tmp_path: Path) -> None:
     assert (tmp_path / "launch.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_replacement_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "cursor.json"
     replace_file(path, b"one")
 
@@ -77,7 +77,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
     ["", "{", "[1]", "[" * 100_000, '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e400}', '{"a": 1' + "0" * 5000 + "}"],
     ids=lambda line: line[:20],
 )
-def test_what_is_no_object_of_numbers_that_were_measured_is_nothing(line: str) -> None:
+def test_invalid_lines_are_parsed_as_nothing(line: str) -> None:
     assert parse_object(line) is None
 
 
@@ -118,7 +118,7 @@ def test_a_step_of_the_books_that_has_something_of_another_kind_is_passed_over(
 
 
 @given(key=st.sampled_from(["node", "book", "phases", "spans", "kept"]), value=VALUES)
-def test_whatever_stands_in_a_line_of_the_books_it_is_read_or_passed_over(key: str, value: Any) -> None:
+def test_any_line_of_the_accounts_is_read_or_skipped(key: str, value: Any) -> None:
     found = parse_line(json.dumps({**json.loads(encode_line(LINE)), key: value}))
     if found is not None:
         json.dumps(encode_line(found), allow_nan=False)

@@ -122,7 +122,7 @@ def test_each_program_has_loaded_at_its_entry_only_the_packages_that_are_named_h
     assert too_many(ENTRIES) == {}
 
 
-def test_what_packages_of_users_import_loads_only_the_packages_that_are_named_here() -> None:
+def test_public_modules_load_only_the_listed_packages() -> None:
     assert too_many(PUBLIC) == {}
 
 

@@ -38,7 +38,7 @@ def record(message: str, *values: object) -> logging.LogRecord:
 
 
 @given(st.text(), st.dictionaries(st.sampled_from(["job", "worker"]), st.text()))
-def test_whatever_is_said_a_line_is_one_object_that_says_it(message: str, fixed: dict[str, str]) -> None:
+def test_log_line_is_one_object_with_its_message(message: str, fixed: dict[str, str]) -> None:
     line = JsonFormatter(fixed).format(record("%s", message))
     assert "\n" not in line
     tree = json.loads(line)
@@ -97,7 +97,7 @@ def test_a_process_writes_as_its_environment_says_and_of_what_it_was_started_for
 
 
 @pytest.mark.parametrize("said", ["not json", "[1]", '"x"', "{"])
-def test_what_it_was_started_for_may_be_anything(said: str) -> None:
+def test_logging_context_may_be_any_text(said: str) -> None:
     stream = io.StringIO()
     set_up_logging(
         environment={FORMAT_VARIABLE: "json", "GCORE_LOG_ABOUT": said, LEVEL_VARIABLE: "loud"}, stream=stream

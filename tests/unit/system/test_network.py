@@ -64,7 +64,7 @@ def test_programs_of_others_are_told_what_no_proxy_is_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
-def test_what_listens_at_an_address_of_either_version_is_reached_there(host: str) -> None:
+def test_listeners_of_either_ip_version_are_reachable(host: str) -> None:
     with listen(host) as listener:
         address = join_host_port(host, listener.getsockname()[1])
         with socket.create_connection(split_host_port(address), timeout=20):

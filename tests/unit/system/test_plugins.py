@@ -43,7 +43,7 @@ def test_a_name_provided_twice_is_refused(install: Install) -> None:
         find_plugin(KIND, "f")
 
 
-def test_what_raises_at_import_is_told_with_its_place_and_its_own_traceback(install: Install) -> None:
+def test_import_error_is_reported_with_its_place_and_traceback(install: Install) -> None:
     install("gad_e", "f = gad_e:f", "def broken():\n    return 1 / 0\n\n\nbroken()\n")
     with pytest.raises(PluginFault, match=r"ZeroDivisionError: division by zero\), raised at .*gad_e\.py:2") as caught:
         find_plugin(KIND, "f")
@@ -54,14 +54,14 @@ def test_what_raises_at_import_is_told_with_its_place_and_its_own_traceback(inst
     assert "importlib" not in caught.value.trace
 
 
-def test_what_is_cancelled_at_import_is_told_too(install: Install) -> None:
+def test_cancellation_during_an_import_is_reported(install: Install) -> None:
     """In a controller it would end whatever looked for the plug-in, as if that had been told to end."""
     install("gad_k", "k = gad_k:k", "import asyncio\nraise asyncio.CancelledError('half of it')\n")
     with pytest.raises(PluginFault, match=r"cannot be loaded from .* \(CancelledError: half of it\)"):
         find_plugin(KIND, "k")
 
 
-def test_what_cannot_be_called_is_refused(install: Install) -> None:
+def test_non_callable_plug_ins_are_refused(install: Install) -> None:
     install("gad_f", "f = gad_f:f", "f = 3")
     with pytest.raises(SpecError, match="is a int, which is not callable"):
         find_plugin(KIND, "f")

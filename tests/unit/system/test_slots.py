@@ -42,7 +42,7 @@ def test_a_slot_binds_to_the_cores_that_it_names_and_to_no_others(slot: str, cor
         pytest.param("x" * 5000, "is not a slot", id="long"),
     ],
 )
-def test_what_is_no_slot_is_told_in_one_sentence(slot: str, said: str) -> None:
+def test_invalid_slot_is_reported_in_one_sentence(slot: str, said: str) -> None:
     problem = slot_problem(slot)
     assert said in problem
     assert len(problem) < 250
@@ -59,14 +59,14 @@ def test_what_is_no_slot_is_told_in_one_sentence(slot: str, said: str) -> None:
         pytest.param(tuple(f"cpu:{n}" for n in range(4097)), "but a node may have at most", id="too many"),
     ],
 )
-def test_what_does_not_go_together_on_a_node_is_told(slots: tuple[str, ...], said: str) -> None:
+def test_incompatible_slots_of_a_node_are_reported(slots: tuple[str, ...], said: str) -> None:
     assert said in slots_problem(slots)
 
 
 @pytest.mark.parametrize(
     "slots", [("cuda:0", "cuda:1", "cpu:0-3", "cpu:4-7"), ("cpu:0", "cpu:1"), ("emulated:0",)], ids=lambda s: s[0]
 )
-def test_what_goes_together_is_no_problem(slots: tuple[str, ...]) -> None:
+def test_compatible_slots_are_no_problem(slots: tuple[str, ...]) -> None:
     assert slots_problem(slots) == ""
 
 

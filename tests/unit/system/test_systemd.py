@@ -51,7 +51,7 @@ def heard(listening: socket.socket) -> list[str]:
         pytest.param({"WATCHDOG_USEC": "3000000"}, ServiceManager(), id="nobody to tell"),
     ],
 )
-def test_who_is_told_stands_in_the_environment(environment: Mapping[str, str], expected: ServiceManager) -> None:
+def test_service_manager_comes_from_the_environment(environment: Mapping[str, str], expected: ServiceManager) -> None:
     assert ServiceManager.from_environment(environment, 7) == expected
 
 

@@ -42,7 +42,7 @@ def test_numbers_are_those_of_an_untouched_process() -> None:
     assert run(BEFORE + program) == run(program)
 
 
-def test_who_asks_for_the_compiler_gets_the_real_one() -> None:
+def test_compiler_is_the_real_one_when_imported() -> None:
     program = (
         "import torch, torch._dynamo; "
         "real = torch._dynamo.config; import torch._dynamo.eval_frame; "

@@ -80,7 +80,7 @@ def test_of_a_part_only_its_own_ratios_are_compared() -> None:
     assert [one.name for one in found] == ["check: engine, equal"]
 
 
-def test_what_misses_its_limit_is_measured_once_more(
+def test_missed_limit_is_measured_once_more(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good, bad = live_engine(), live_engine()

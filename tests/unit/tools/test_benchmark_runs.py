@@ -84,7 +84,7 @@ def gcore(tmp_path: Path) -> Gcore:
     return Gcore(tmp_path)
 
 
-def test_what_a_run_left_is_read_and_its_folder_is_gone(runs: Any, gcore: Gcore) -> None:
+def test_files_of_a_run_are_read_and_its_folder_is_deleted(runs: Any, gcore: Gcore) -> None:
     gcore.leaves(SUMMARY)
     run = runs.finished_run(SPEC, "flow.steps=3", controllers=1, slots="emulated:2", environment={"A_LAW": "law.json"})
     assert run.summary == SUMMARY
@@ -147,7 +147,7 @@ def test_a_cluster_is_ended_when_what_is_measured_on_it_raises(runs: Any, gcore:
     assert gcore.verbs() == ["down"]
 
 
-def test_which_side_goes_first_changes_from_pair_to_pair_and_pairs_name_them_in_one_order(
+def test_alternating_pairs_swap_the_first_side_and_keep_one_order_of_names(
     runs: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran: list[str] = []

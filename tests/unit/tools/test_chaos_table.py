@@ -103,7 +103,7 @@ def test_rows_are_chosen_by_name_and_by_beginning() -> None:
         table.chosen("contoller")
 
 
-def test_what_has_passed_is_not_run_again_and_what_failed_is() -> None:
+def test_passed_runs_are_skipped_and_failed_ones_repeated() -> None:
     runs = table.planned(table.chosen("etcd"), 3)
     done = [result("etcd", 0), result("etcd", 1, ok=False), result("rank", 2)]
     assert [seed for _, seed in table.still_to_do(runs, done)] == [1, 2]
@@ -242,7 +242,7 @@ async def test_there_is_no_fault_where_there_is_no_process(act: Callable[[ChaosC
         await act(cluster)
 
 
-async def test_nobody_who_fell_asleep_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pause_without_a_process_at_the_fault_point_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster: Any = Played(last=3)
     cluster.arm, cluster.fired, cluster.daemons = lambda *_: None, lambda _: None, {}
     with pytest.raises(NobodyHit, match=r"before anybody came to commit\.before"):
@@ -382,7 +382,7 @@ async def test_a_full_disk_must_be_told(tmp_path: Path, step: int) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-async def test_what_was_told_at_an_earlier_moment_does_not_count(tmp_path: Path) -> None:
+async def test_warnings_of_an_earlier_moment_do_not_count(tmp_path: Path) -> None:
     cluster: Any = Telling(tmp_path, lambda looks: {}, last=30)
     cluster.seen.mirror.troubles = {"folder": trouble(FULL, 7)}
     with pytest.raises(NobodyHit):
@@ -471,7 +471,7 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_the_table_writes_itself_makes_no_dirty_tree(repository: Path) -> None:
+def test_results_file_of_the_table_makes_no_dirty_tree(repository: Path) -> None:
     results = repository / "results.json"
     clean = table.commit_of(repository, results)
     assert re.fullmatch(r"[0-9a-f]{7,}", clean)

@@ -28,7 +28,7 @@ from tools.problem import ROOT
     ],
     ids=["a function", "a method", "within another", "nothing"],
 )
-def test_what_is_of_the_simulations_own_is_found(source: str, found: list[str]) -> None:
+def test_own_rules_of_the_simulation_are_found(source: str, found: list[str]) -> None:
     problems = check_simulation.of_its_own("x.py", ast.parse(source), set())
     assert sorted(problem.message.partition(":")[0] for problem in problems) == sorted(found)
 

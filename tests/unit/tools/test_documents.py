@@ -30,7 +30,7 @@ def test_the_reward_of_the_guide_passes_the_test_of_the_guide(tmp_path: Path) ->
     assert "6 passed" in ended.stdout
 
 
-def test_what_is_printed_is_compared_line_by_line_and_dots_stand_for_anything() -> None:
+def test_printed_lines_are_compared_in_order_and_dots_match_anything() -> None:
     assert mismatch(("one", "...", "th...e"), "one\ntwo\nthree\nfour") is None
     assert mismatch((), "anything") is None
     assert mismatch(("two",), "one\ntwo") == "two"

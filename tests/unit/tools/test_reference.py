@@ -55,7 +55,7 @@ def test_records_that_differ_under_equal_histories_are_a_difference() -> None:
         ("metrics", {"gcore_x": {"type": "gauge", "labels": ["job"]}}, "metrics: gcore_x"),
     ],
 )
-def test_what_is_printed_otherwise_or_not_at_all_is_a_difference(section: str, now: Any, expected: str) -> None:
+def test_changed_or_missing_output_is_a_difference(section: str, now: Any, expected: str) -> None:
     (found,) = differences(recording(), recording(**{section: now}), [0], ALL)
     assert found.startswith(expected)
 

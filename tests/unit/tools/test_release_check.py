@@ -75,7 +75,7 @@ def test_files_that_are_in_no_commit_are_refused(repository: Path, name: str) ->
         tree_digest(repository)
 
 
-def test_what_failed_or_is_missing_is_run_again_and_what_passed_is_not(
+def test_failed_and_missing_parts_are_repeated_and_passed_ones_are_not(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([]) == 1

@@ -159,7 +159,7 @@ def test_aggregation_agrees_with_its_definition_spelled_out(lengths: list[int], 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_stands_at_masked_places_has_no_effect(mode: Mode) -> None:
+def test_masked_positions_have_no_effect(mode: Mode) -> None:
     losses, mask = padded([3, 1], 5)
     dirty = torch.where(mask, losses, torch.tensor(math.inf, dtype=torch.float64))
     assert float(loss_sum(dirty, mask, mode, 4.0)) == float(loss_sum(losses, mask, mode, 4.0))

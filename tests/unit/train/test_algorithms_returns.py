@@ -91,7 +91,7 @@ def test_moments_of_parts_add_up_to_those_of_the_whole(seed: int, cut: int, shif
 
 
 @given(seeds)
-def test_what_is_whitened_has_mean_zero_and_variance_one_and_masked_places_are_zero(seed: int) -> None:
+def test_whitened_values_have_mean_zero_and_variance_one_and_masked_ones_are_zero(seed: int) -> None:
     values, mask = generic(seed, 6, 5) * 7 + 3, holes(seed, 6, 5)
     made = whitened(values, mask, Moments.of(values, mask))
     assert float(made[mask].mean()) == pytest.approx(0, abs=1e-9)

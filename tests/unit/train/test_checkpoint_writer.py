@@ -171,7 +171,7 @@ def test_between_two_tries_it_is_shown_why_and_that_it_goes_on(tmp_path: Path) -
     assert lying(tmp_path) == []
 
 
-def test_what_is_given_up_leaves_nothing_half_written(tmp_path: Path) -> None:
+def test_abandoned_checkpoint_leaves_no_files(tmp_path: Path) -> None:
     writer, disk = BackgroundWriter(tmp_path, "w"), Disk()
     disk.open.clear()
     writer.begin(Version(0, 1), 1, disk.fill, insist=True)

@@ -130,7 +130,7 @@ def test_only_what_the_policy_made_is_too_long() -> None:
     assert alone.reward == group.samples[0].reward - 1.0
 
 
-def test_what_was_observed_is_kept_for_people_and_marked() -> None:
+def test_observed_text_is_kept_and_marked_in_samples() -> None:
     group = told_group()
     told = replace(group.samples[0], text="6*7=<<6*7>>42 so 42", observed_text=((11, 13),))
     kept = make_kept_group(replace(group, samples=(told,)), "d", "p", "", "n.a", 12).samples[0]

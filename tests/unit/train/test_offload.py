@@ -90,7 +90,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_what_is_taken_again_is_the_same_bit_for_bit_and_views_are_still_views() -> None:
+def test_restored_memory_is_bitwise_equal_and_views_stay_views() -> None:
     model = Small()
     row = model.module[0].weight.data[3]
     row.numpy()  # after which torch itself could not give the memory back
@@ -141,7 +141,7 @@ def test_the_parts_are_released_each_by_itself_and_asking_twice_does_nothing() -
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.sets(st.sampled_from(sorted(PARTS))), max_size=6))
-def test_whatever_is_released_in_whatever_order_comes_back(orders: list[set[str]]) -> None:
+def test_parts_released_in_any_order_are_restored(orders: list[set[str]]) -> None:
     model = Small(64)
     before = [one.detach().clone() for one in model.everything()]
     rank = resting(model)
@@ -170,7 +170,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_what_finds_no_room_stays_as_it_was_and_says_what_to_do() -> None:
+def test_failed_offload_changes_nothing_and_names_a_fix() -> None:
     model = Small()
     rank = resting(model)
     with files_of_at_most(100_000), pytest.raises(CannotOffload, match=r"cannot be offloaded.*TMPDIR"):
@@ -205,7 +205,7 @@ def test_a_part_that_finds_room_stays_released_when_the_other_does_not() -> None
     model.learn()
 
 
-def test_what_comes_back_damaged_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_damaged_offload_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda prefix: (tmp_path / prefix).open("w+b"))
     rank = resting(Small())
     rank.rest({"optimizer"}, nothing)

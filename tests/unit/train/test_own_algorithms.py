@@ -150,7 +150,7 @@ def test_a_loss_is_summed_as_gcores_own_are() -> None:
         ("loss", "a_number", r"loss 'a_number' returned a tensor of shape \[\]"),
     ],
 )
-def test_what_is_wrong_with_one_is_told_before_the_first_step(kind: str, name: str, sentence: str) -> None:
+def test_plug_in_errors_are_reported_before_the_first_step(kind: str, name: str, sentence: str) -> None:
     load: Any = find_plugin_advantage if kind == "advantage" else find_plugin_loss
     with pytest.raises(PluginFault, match=sentence) as caught:
         load(TrainSpec(**{kind: name}))

@@ -201,7 +201,7 @@ def test_attention_that_looks_beyond_a_sequence_is_found_out(monkeypatch: pytest
     assert packing_obstacle(make_model("llama"), None) == ""
 
 
-def test_what_one_rank_cannot_pack_no_rank_packs() -> None:
+def test_no_rank_packs_when_another_cannot() -> None:
     model = make_model("llama")
     assert choose_feeding(model, TrainSpec(), None, lambda values: [1.0]) == FeedingChoice(
         "bucketed", "another rank cannot pack it"

@@ -156,7 +156,7 @@ def test_a_token_is_applied_once_however_often_it_is_asked_for() -> None:
     assert isinstance(feed_state.apply_step(after, ME, seal.token, seal), AlreadyApplied)
 
 
-def test_what_is_being_applied_is_not_touched_by_feeds() -> None:
+def test_feeds_do_not_change_the_step_being_applied() -> None:
     seal = make_seal()
     begun = feed_state.apply_step(fed(fresh(), seal), ME, seal.token, seal)
     assert isinstance(begun, Begin)
@@ -230,7 +230,7 @@ def test_a_rank_without_a_share_applies_without_having_been_fed() -> None:
 
 
 @pytest.mark.parametrize("sealed", [(), (0, 1)], ids=["the seal says unmasked", "the seal says masked"])
-def test_what_the_seal_masks_must_have_come_masked_and_nothing_else(sealed: tuple[int, ...]) -> None:
+def test_samples_must_be_masked_exactly_as_the_seal_says(sealed: tuple[int, ...]) -> None:
     seal = make_seal()
     seal = seal.model_copy(update={"groups": tuple(g.model_copy(update={"masked": sealed}) for g in seal.groups)})
     state = fed(fresh(), seal)

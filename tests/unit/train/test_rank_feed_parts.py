@@ -133,7 +133,7 @@ def test_no_part_is_begun_before_it_is_ready() -> None:
     assert "not READY" in refused.reason
 
 
-def test_what_is_held_of_a_streamed_step_outlives_the_attempt() -> None:
+def test_samples_of_a_streamed_step_outlive_the_attempt() -> None:
     first = slot(1)
     state = fed(fresh(), first)
     again = slot(1, attempt=7, state=SealState.PARTIAL)
@@ -146,7 +146,7 @@ def test_what_is_held_of_a_streamed_step_outlives_the_attempt() -> None:
     assert set(fed(plain, again, range(1, 2)).held) == {"g2"}
 
 
-def test_what_was_begun_is_not_held_again() -> None:
+def test_samples_of_a_begun_part_are_not_held_again() -> None:
     state, _ = told(fed(fresh(), slot(1)), slot(1))
     again = fed(state, slot(2, attempt=9))
     assert set(again.groups) == {"g2"}

@@ -90,7 +90,7 @@ def has_room(monkeypatch: pytest.MonkeyPatch, memory: Path, states: float) -> No
 
 
 @pytest.mark.parametrize(("room", "copies_gb"), [(2.1, 1.0), (4 * 2.1, None)], ids=["as the spec says", "by default"])
-def test_what_was_room_enough_for_a_world_is_enough_for_the_next(
+def test_room_for_one_world_is_enough_for_the_next(
     memory: Path, monkeypatch: pytest.MonkeyPatch, room: float, copies_gb: float | None
 ) -> None:
     has_room(monkeypatch, memory, room)

@@ -222,7 +222,7 @@ def test_a_defect_is_raised_at_once() -> None:
         RetryingWriter(lambda sentence: None, SECONDS).until_taken("it", Path("f"), attempt, list, lambda: None)
 
 
-def test_what_is_tried_again_is_shown_by_the_writer(tmp_path: Path) -> None:
+def test_writer_reports_each_change_of_its_trouble(tmp_path: Path) -> None:
     seen: list[str] = []
     writer = BackgroundWriter(tmp_path, "w", lambda: seen.append(writer.trouble))
     writer.hindered("full")

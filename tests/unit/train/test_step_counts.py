@@ -77,7 +77,7 @@ def test_without_a_correction_that_drops_all_tokens_of_the_responses_are_trained
     assert all(torch.equal(found.masks[place], step.at(place).mask) for place in step.places())
 
 
-def test_what_is_within_the_band_is_all_kept_and_what_is_outside_all_dropped() -> None:
+def test_samples_inside_the_band_are_all_kept_and_those_outside_all_dropped() -> None:
     step = step_of()
     assert (
         mis(step, same(step, -1.2)).counts
@@ -136,7 +136,7 @@ def test_remax_without_a_baseline_is_one_sentence() -> None:
         advantages(step_of(advantage="remax"), TrainSpec(advantage="remax"), {}, Alone())
 
 
-def test_what_is_only_imitated_has_no_advantage_and_asks_for_none() -> None:
+def test_imitated_samples_have_no_advantage() -> None:
     """Not even where the estimator could not be taken: groups of one, no baseline."""
     train = TrainSpec(loss="sft", advantage="remax")
     step = step_of(loss="sft", advantage="remax")

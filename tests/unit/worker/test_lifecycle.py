@@ -101,7 +101,7 @@ def test_an_idle_engine_is_left_alone_for_ever() -> None:
     assert serving().passes(1e6) == []
 
 
-def test_who_comes_second_for_a_rank_never_starts_a_child_and_leaves_with_the_reason_shown() -> None:
+def test_second_worker_for_a_rank_starts_no_child_and_exits_with_the_reason() -> None:
     story = Story(RANK)
     assert story.meets(e.RegistrationRefused("rank 1 of world w is taken by worker w0")) == []
     assert (story.life.state, story.life.reason) == ("failed", "rank 1 of world w is taken by worker w0")
@@ -200,14 +200,14 @@ def test_a_child_that_does_not_stop_is_killed_after_the_grace() -> None:
     assert story.meets(e.ChildEnded("killed by SIGKILL")) == [e.EndSupervisor(STOPPED)]
 
 
-def test_who_does_not_serve_yet_has_nothing_to_drain_and_is_killed_at_once() -> None:
+def test_worker_that_does_not_serve_yet_is_killed_at_once() -> None:
     story = Story()
     story.meets(e.Registered(), e.ChildStarted(7))
     assert story.meets(e.StopRequested("received SIGTERM")) == [e.SendStop(), e.KillChild()]
     assert story.meets(e.ChildEnded("killed by SIGKILL")) == [e.EndSupervisor(STOPPED)]
 
 
-def test_who_asks_twice_does_not_want_to_wait() -> None:
+def test_second_stop_request_kills_the_child() -> None:
     story = serving()
     story.meets(e.StopRequested("received SIGTERM"))
     assert story.meets(e.StopRequested("received SIGTERM")) == [e.KillChild()]
@@ -405,7 +405,7 @@ def test_the_verdict_turns_exactly_when_it_was_said_to_be_due(reports: list[tupl
 
 
 @given(st.lists(st.floats(0, 9.9), max_size=30))
-def test_who_gets_on_within_the_limit_never_hangs(gaps: list[float]) -> None:
+def test_worker_with_progress_within_the_limit_never_hangs(gaps: list[float]) -> None:
     dog, now = FRESH, 0.0
     for progress, gap in enumerate(gaps):
         now += gap

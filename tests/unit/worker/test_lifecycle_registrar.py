@@ -152,7 +152,7 @@ async def test_a_late_write_does_not_undo_a_newer_one(cluster: MemoryCluster) ->
         assert scene.registered() == record(spec("w1"), state="serving", address="h:1")
 
 
-async def test_who_lost_its_lease_registers_anew_under_another(cluster: MemoryCluster) -> None:
+async def test_worker_that_lost_its_lease_registers_again_under_a_new_one(cluster: MemoryCluster) -> None:
     launch = spec("w1", rank=1)
     async with working(cluster, launch) as scene:
         scene.registrar.show(record(launch, state="serving", address="h:1"))
@@ -183,7 +183,7 @@ async def test_a_rank_does_not_register_again_in_a_world_that_is_gone(cluster: M
         assert scene.news()[0] == RegistrationRefused("rank 1 of world w is taken by worker w9")
 
 
-async def test_what_another_process_registered_under_the_same_name_is_never_touched(cluster: MemoryCluster) -> None:
+async def test_registration_of_another_process_is_never_changed(cluster: MemoryCluster) -> None:
     async with working(cluster, spec("w1")) as one, working(cluster, spec("w1")) as twin:
         one.registrar.show(record(spec("w1")))
         await one.clock.advance(1)

@@ -90,7 +90,7 @@ async def test_a_program_that_takes_too_long_is_the_specs_fault_until_one_has_be
 
 
 @pytest.mark.parametrize("lack", [DEAD, CannotStart("no process can be started (no memory)")])
-async def test_who_needs_a_process_that_cannot_be_started_waits_and_it_is_told_why(
+async def test_waiting_for_an_unstartable_process_is_reported_with_the_reason(
     lack: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, said = FakeClock(), []
@@ -119,7 +119,7 @@ async def test_no_more_are_started_than_are_needed_and_none_serves_two_at_once(m
     assert len(machine.started) == 4
 
 
-async def test_one_that_is_not_given_back_fit_or_has_died_meanwhile_is_replaced(
+async def test_unfit_or_dead_process_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = Machine(monkeypatch)
@@ -196,7 +196,7 @@ async def test_time_that_is_held_by_some_counts_again_when_the_last_has_gone() -
     assert hold.seconds == pytest.approx(14.0)
 
 
-async def test_one_that_was_left_with_processes_is_replaced_but_not_for_those_of_its_program(
+async def test_process_with_leftover_children_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = Machine(monkeypatch)

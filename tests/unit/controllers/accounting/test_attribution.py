@@ -59,7 +59,7 @@ def test_once_all_is_begun_or_finished_others_have_the_tail() -> None:
 
 
 @pytest.mark.parametrize("cause", ["judge", "concurrency", "leaving"])
-def test_what_admission_holds_is_back_pressure(cause: str) -> None:
+def test_held_back_requests_count_as_back_pressure(cause: str) -> None:
     view = begun(running_job(), 1)
     if cause == "concurrency":
         rollout = SPEC.rollout.model_copy(update={"concurrency": 1})
@@ -161,7 +161,7 @@ def test_an_engine_that_has_nothing_to_do_waits_for_something(
     assert IdleEngines.of(view(served), {"e"} if busy else (), stage).causes == {"e": cause}
 
 
-def test_one_that_sleeps_waits_for_nothing() -> None:
+def test_sleeping_engine_has_no_idle_cause() -> None:
     assert IdleEngines.of(view(3, asleep=True), (), "tail").causes == {}
 
 

@@ -50,9 +50,7 @@ def tellings(draw: st.DrawFn, least: float = 0.0, most: float = 20.0) -> list[Ti
 
 
 @given(length=st.floats(0, 20), claims=st.lists(CLAIM, max_size=4))
-def test_what_is_booked_is_never_more_than_there_was_nor_than_was_claimed(
-    length: float, claims: list[dict[str, float]]
-) -> None:
+def test_booked_time_exceeds_neither_the_period_nor_the_claims(length: float, claims: list[dict[str, float]]) -> None:
     booked = settle_claims(length, claims)
     assert sum(booked.values()) <= length + 1e-9
     assert sum(booked.values()) == pytest.approx(min(length, sum(sum(claim.values()) for claim in claims)))
@@ -134,13 +132,13 @@ def test_a_slot_is_idle_only_as_far_as_nobody_on_it_was_at_anything() -> None:
     )
 
 
-def test_one_that_sleeps_lays_no_claim_to_its_slot() -> None:
+def test_sleeping_engine_claims_no_slot_time() -> None:
     times = book_of(TimeReport("engine", 0, 10, {}), TimeReport("judge", 0, 10, {busy("reward"): 10.0})).close()
     assert times.booked == {busy("reward"): 10.0}
     assert times.unbooked == 0
 
 
-def test_what_nobody_told_is_unbooked_and_not_given_to_anybody() -> None:
+def test_unreported_time_stays_unbooked() -> None:
     times = book_of(TimeReport("engine", 2, 6, {busy("rollout"): 4.0})).close()
     assert (times.booked, times.unbooked) == ({busy("rollout"): 4.0}, 6.0)
     assert [(span.begin, span.end, span.longest(precedence)) for span in times.spans] == [
@@ -150,13 +148,13 @@ def test_what_nobody_told_is_unbooked_and_not_given_to_anybody() -> None:
     ]
 
 
-def test_what_a_worker_tells_beyond_its_own_time_is_cut_off_and_counted() -> None:
+def test_reports_beyond_a_workers_own_time_are_scaled_down_and_counted() -> None:
     times = book_of(TimeReport("engine", 0, 10, {busy("rollout"): 15.0, SYNCING: 5.0})).close()
     assert times.booked == pytest.approx({busy("rollout"): 7.5, SYNCING: 2.5})
     assert times.overbooked == pytest.approx(10.0)
 
 
-def test_what_is_told_of_a_time_that_is_settled_comes_too_late() -> None:
+def test_reports_for_settled_time_are_ignored() -> None:
     book = book_of()
     book.close()
     book.add(TimeReport("engine", 5, 10, {busy("rollout"): 5.0}))

@@ -86,7 +86,7 @@ def test_a_start_that_was_over_before_the_job_was_looked_at_has_no_book_and_the_
     assert closed(books, 3.0 + REPORT_DELAY_S).seconds == pytest.approx(2.6)
 
 
-def test_what_an_engine_was_idle_for_is_what_was_known_of_the_job_meanwhile() -> None:
+def test_engine_idle_time_has_the_cause_known_at_that_time() -> None:
     view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
     books = begun(view)
     books.update(view, "tail", 6.0)
@@ -331,7 +331,7 @@ def test_a_rank_tells_its_phases_and_is_believed_until_it_tells_again() -> None:
     assert book.error == pytest.approx(0.0, abs=1e-9)
 
 
-def test_what_a_rank_was_taken_for_beyond_its_word_is_not_told_twice() -> None:
+def test_rank_report_does_not_repeat_extrapolated_time() -> None:
     line, claims = Timeline(Attribution(idle("train", "tail")), 0.0), RankReports("t0")
     assert not claims.receive(told(0.0, "waiting"), line)
     (ahead,) = claims.extend(3.0, line)
@@ -342,7 +342,7 @@ def test_what_a_rank_was_taken_for_beyond_its_word_is_not_told_twice() -> None:
     assert not claims.extend(5.0, line)
 
 
-def test_what_happened_before_the_job_was_taken_up_is_not_booked() -> None:
+def test_time_before_the_job_was_taken_up_is_not_booked() -> None:
     view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
     books = StepAccountBuilder(SPEC, 100.0, 0.0)
     books.update(view, "no_work", 100.0)
@@ -398,7 +398,7 @@ def kept_until(at: float, view: JobView) -> dict[str, WorkerTotals]:
     return dict(line.kept)
 
 
-def test_who_is_sent_away_before_it_says_what_it_did_while_its_controller_was_away_has_failed_meanwhile() -> None:
+def test_worker_stopped_before_it_reports_the_gap_is_booked_as_failed() -> None:
     view = job(place("cpu:1"), workers=(engine_of("e", "cpu:1"),), rank=True)
     kept = kept_until(10.0, view)
     # As the controller comes back, the plan has nobody here any more: the rank is on its way out, the engine goes before it is read.
@@ -430,7 +430,7 @@ def test_a_rank_that_is_slow_to_say_what_it_did_while_its_controller_was_away_is
     assert FAILED not in found.book.booked
 
 
-def test_one_that_never_says_it_is_waited_for_no_longer_than_an_engine() -> None:
+def test_silent_rank_is_waited_for_no_longer_than_an_engine() -> None:
     view = job(place("cpu:1"), workers=(engine_of("e", "cpu:1"),), rank=True)
     books = StepAccountBuilder(SPEC, 16.0, 1016.0, head=STEP, gap_s=6.0, kept=kept_until(10.0, view))
     books.update(view, "tail", 16.0)
@@ -441,7 +441,7 @@ def test_one_that_never_says_it_is_waited_for_no_longer_than_an_engine() -> None
     assert found.book.booked[FAILED] == pytest.approx(12.4)
 
 
-def test_what_is_kept_is_of_the_time_before_the_step_ended_so_that_nothing_is_missed_after_it() -> None:
+def test_kept_reports_are_older_than_the_end_of_the_step() -> None:
     kept = kept_until(10.0, job(place("cpu:1"), workers=(engine_of("e", "cpu:1"),), rank=True))
     assert {name: one.at for name, one in kept.items()} == {"e": 9.0, "t0": 8.0}
 
@@ -472,7 +472,7 @@ def test_a_slot_whose_rank_rests_beside_engines_that_are_to_sleep_is_the_idle_ra
     assert closed(books, 11.0).booked == pytest.approx({idle("train", "tail"): 10.0, UNALLOCATED: 20.0})
 
 
-def test_who_outlives_a_controller_says_what_it_did_meanwhile_and_who_does_not_has_failed() -> None:
+def test_surviving_workers_report_the_gap_and_dead_ones_count_as_failed() -> None:
     workers = engine_of("e", "cpu:1"), engine_of("f", "cpu:2")
     view = job(place("cpu:1"), place("cpu:2"), workers=workers, rank=True)
     before = begun(replace(view, ranks={0: told(0.0, "waiting")}))
@@ -529,7 +529,7 @@ def test_a_slot_on_which_all_slept_while_its_controller_was_away_was_nobodys() -
     assert booked[UNALLOCATED] == pytest.approx(2 * 6.1 + 3.0)
 
 
-def test_what_engines_did_is_summed_by_pool_and_cut_where_the_step_ends() -> None:
+def test_engine_sums_are_grouped_by_pool_and_cut_at_the_end_of_the_step() -> None:
     view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
     books = begun(view)
     books.engine_read("e", EngineReading(8.0, EngineTimeSums(8.0, 8.0, 0, 0, 0, 8.0, 32.0), 4, 0, 160, 4))
@@ -554,7 +554,7 @@ def test_a_step_that_takes_days_takes_no_more_room_the_longer_it_takes() -> None
     assert (sums.active_s, sums.tokens, sums.requests) == (pytest.approx(2000.0), 20_000, 2000)
 
 
-def test_what_engines_did_is_told_by_how_many_requests_they_had() -> None:
+def test_engine_sums_are_reported_by_number_of_requests() -> None:
     view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
     books = begun(view)
     for at, running_s, tokens in ((2.0, 32.0, 640), (3.0, 35.0, 710), (5.0, 41.0, 860)):
@@ -571,9 +571,7 @@ def test_what_engines_did_is_told_by_how_many_requests_they_had() -> None:
     ),
     extends=st.lists(st.floats(0, 60), max_size=8),
 )
-def test_whatever_a_rank_was_taken_for_every_second_of_it_is_told_once(
-    phases: list[tuple[float, str, bool]], extends: list[float]
-) -> None:
+def test_rank_seconds_are_reported_exactly_once(phases: list[tuple[float, str, bool]], extends: list[float]) -> None:
     line = Timeline(Attribution(idle("train", "tail")), 0.0)
     claims, totals, now, phase = RankReports("t0"), {"waiting": 0.0}, 0.0, "waiting"
     words = [(0.0, told(0.0, "waiting", waiting=0.0))]
@@ -622,7 +620,7 @@ WHAT = st.sampled_from(["look", "look elsewhere", "read", "head", "close", "unre
     gap_s=st.sampled_from([0.0, 3.0, 40.0]),
     events=st.lists(st.tuples(st.floats(0.01, 8.0), WHAT, st.floats(0, 1)), max_size=25),
 )
-def test_whatever_comes_first_window_booked_and_unbooked_agree(
+def test_booked_and_unbooked_time_fill_the_window_in_any_order_of_events(
     gap_s: float, events: list[tuple[float, str, float]]
 ) -> None:
     """A controller comes back: head moves, it looks at the job, engines answer, in any order and as late as can be."""

@@ -85,7 +85,7 @@ def test_a_step_that_is_made_again_in_another_lineage_or_later_counts_again() ->
     ),
     st.lists(st.sampled_from(["namespace", "job", "owner", "pool"]), min_size=1, max_size=4),
 )
-def test_however_it_is_summed_the_total_is_the_same(rows: list[tuple[int, str, str, float]], by: list[str]) -> None:
+def test_usage_total_is_independent_of_the_grouping(rows: list[tuple[int, str, str, float]], by: list[str]) -> None:
     usages = [
         used(
             day=day,
@@ -189,7 +189,7 @@ async def test_a_steps_time_belongs_to_the_day_on_which_it_ended() -> None:
     assert await stored(store) == {0: 8.5, 1: 17.0}
 
 
-async def test_what_is_very_old_goes() -> None:
+async def test_old_usage_is_deleted() -> None:
     clock = FakeClock()
     store = MemoryStore(MemoryCluster(clock))
     today = int(clock.wall() // DAY_S)
@@ -205,7 +205,7 @@ async def put(store: MemoryStore, node: str, day: int, number: int = 0) -> None:
     await store.transact((), (Put(keys.usage(node, day, usage.uid), usage.encode()),))
 
 
-async def test_what_is_very_old_of_nodes_that_have_left_goes_too_once_a_day_and_by_whoever_is_first() -> None:
+async def test_old_usage_of_departed_nodes_is_deleted_once_a_day() -> None:
     clock = FakeClock()
     store = MemoryStore(MemoryCluster(clock))
     today = int(clock.wall() // DAY_S)
@@ -303,7 +303,7 @@ def test_usage_is_asked_for_by_day_and_namespace() -> None:
     assert asked(namespace="research", by=["pool"]) == [({"pool": "rollout"}, 20.0), ({"pool": "train"}, 10.0)]
 
 
-def test_what_another_namespace_used_is_nobody_elses_business() -> None:
+def test_usage_of_other_namespaces_is_hidden() -> None:
     with acting_as(Caller("eve", Role.VIEWER, frozenset({"research"}))):
         assert asked() == [({"namespace": "research"}, 30.0)]
         assert asked(namespace="default") == []
@@ -319,7 +319,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("request_", "field"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_with_a_request_names_the_field(request_: dict[str, Any], field: str) -> None:
+def test_invalid_requests_name_the_field(request_: dict[str, Any], field: str) -> None:
     with pytest.raises(BadFields) as error:
         asked(**request_)
     assert [one.field for one in error.value.violations] == [field]

@@ -65,7 +65,7 @@ def test_where_nobody_is_told_apart_everything_is_allowed(method: str) -> None:
     assert access_refusal(NOBODY_IS_TOLD_APART, method) is None
 
 
-def test_what_is_not_in_the_table_is_refused_to_everybody() -> None:
+def test_rpc_missing_from_the_role_table_is_refused() -> None:
     assert "not in the role table" in str(access_refusal(NOBODY_IS_TOLD_APART, "/gcore.api.v1.Jobs/NewVerb"))
 
 

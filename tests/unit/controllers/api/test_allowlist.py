@@ -99,7 +99,7 @@ def test_a_flow_that_is_not_allowed_is_refused_before_its_code_is_loaded() -> No
         allowed(flows=["grpo"]).check_flow(odd)
 
 
-def test_what_gcore_itself_brings_for_training_needs_no_list() -> None:
+def test_built_in_algorithms_need_no_allowlist() -> None:
     allowed(advantages=[], losses=[]).check(spec())
 
 
@@ -110,7 +110,7 @@ def test_what_gcore_itself_brings_for_training_needs_no_list() -> None:
         ({"rollout": {"engine": "sglang", "engine_args": ["--x"]}}, "engine_args"),
     ],
 )
-def test_what_brings_code_is_for_the_owner_unless_it_is_allowed(sections: dict[str, Any], key: str) -> None:
+def test_specs_that_bring_code_are_for_the_owner_unless_allowed(sections: dict[str, Any], key: str) -> None:
     brings = spec(**sections)
     EVERYTHING.check(brings)
     allowed(**{key: True}).check(brings)

@@ -158,7 +158,7 @@ def test_a_path_that_is_not_whole_is_refused_for_nobody_knows_what_it_is_relativ
 
 
 @pytest.mark.parametrize("field", ["path", "template", "tools"])
-def test_what_looks_like_a_model_of_a_hub_is_a_path_where_no_model_is_named(field: str, tmp_path: Path) -> None:
+def test_hub_name_in_a_path_field_counts_as_a_path(field: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="is not an absolute path"):
         on(node(tmp_path), "/models", "/data").check(spec(data={field: "hf://../../etc/passwd"}))
 
@@ -228,7 +228,7 @@ def test_a_folder_of_very_many_files_is_not_looked_through(tmp_path: Path, monke
     on(node(tmp_path), tmp_path, "/data", "/models").check(spec(storage={"root": str(folder)}))
 
 
-def test_whatever_the_configuration_names_in_its_guarded_sections_is_the_daemons_own(tmp_path: Path) -> None:
+def test_paths_in_guarded_sections_count_as_the_daemons_own(tmp_path: Path) -> None:
     config = node(tmp_path)
     tree = config.model_dump(include={"tls": True, "auth": True, "etcd": {"tls", "user"}})
 

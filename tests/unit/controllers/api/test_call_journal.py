@@ -51,7 +51,7 @@ def test_the_file_is_turned_over_and_never_grows_beyond_its_bounds(tmp_path: Pat
     assert kept == [f"job-{number}" for number in range(100 - len(kept), 100)]
 
 
-def test_whoever_knocks_often_drives_no_line_of_others_out(tmp_path: Path) -> None:
+def test_repeated_refusals_do_not_displace_lines_of_others(tmp_path: Path) -> None:
     file = tmp_path / "calls.jsonl"
     journal = CallJournal(file, FakeClock(), most_bytes=1000, kept=0)
     journal.note(entry())
@@ -75,7 +75,7 @@ def test_while_the_disk_hangs_a_crowd_of_strangers_drives_no_line_out_that_waits
     assert waiting.count("calls.jsonl") == 10
 
 
-def test_what_callers_write_is_one_line_of_bounded_length(tmp_path: Path) -> None:
+def test_caller_text_is_one_line_of_bounded_length(tmp_path: Path) -> None:
     file = tmp_path / "calls.jsonl"
     journal = CallJournal(file, FakeClock())
     journal.note(entry(job='x\n{"caller": "somebody else"}' + "y" * 10_000))

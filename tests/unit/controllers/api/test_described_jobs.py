@@ -66,7 +66,7 @@ async def test_warnings_of_a_version_that_did_not_say_when_stand_in_the_order_in
     assert [(one.topic, one.time) for one in reply.warnings] == [("c", 0.0), ("a", 0.0), ("b", 0.0)]
 
 
-async def test_what_a_controller_notes_says_when() -> None:
+async def test_warning_record_has_its_time() -> None:
     job, clock = await a_job(), FakeClock()
     book = WarningLog(job.store, job.keys, "n0", clock)
     book.note("folder", "no room is left")

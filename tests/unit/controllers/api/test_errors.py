@@ -125,7 +125,7 @@ def test_a_client_reads_reason_and_fields_of_calls_and_streams() -> None:
         assert (refusal.reason, refusal.violations) == ("BAD_REQUEST", error.violations)
 
 
-def test_whoever_asks_while_the_store_is_away_hears_why_it_does_not_come_back() -> None:
+def test_unavailable_store_refusal_gives_the_keepers_reason() -> None:
     for refusal in asyncio.run(refusals(StoreUnavailable("no answer"))):
         assert (refusal.code, refusal.sentence) == (Code.UNAVAILABLE, "etcd's disk is full")
 
@@ -171,7 +171,7 @@ def test_details_that_are_none_are_passed_over(data: bytes) -> None:
 
 
 @given(st.text(max_size=5000))
-def test_what_is_written_fits_into_the_metadata_of_a_call(text: str) -> None:
+def test_refusal_metadata_fits_into_the_limit_of_a_call(text: str) -> None:
     sentence = clip_details(text * 3)
     wrong = (Violation(text, text),) * 99
     ((_, value),) = refusal_metadata(Refusal(Code.INVALID_ARGUMENT, sentence, "R" * 40, wrong, {text: text}))

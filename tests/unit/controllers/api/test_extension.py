@@ -95,7 +95,7 @@ def test_it_waits_for_slots_at_its_last_checkpoint_with_nothing_open_and_nobody_
     assert audited(finished) == ()
 
 
-def test_what_it_trains_then_is_proven_together_with_what_it_trained_before(finished: RecordedJob) -> None:
+def test_audit_covers_the_steps_before_and_after_an_extension(finished: RecordedJob) -> None:
     for epochs in (2, 3):
         finished.extend(epochs)
         finished.finish()
@@ -137,7 +137,7 @@ def with_older_nodes(job: RecordedJob) -> None:
         pytest.param(with_older_nodes, "nodes of an earlier version", id="older nodes are there"),
     ],
 )
-def test_one_that_cannot_go_on_says_why_and_stays_as_it_is(
+def test_job_that_cannot_be_extended_gives_a_reason_and_stays_unchanged(
     finished: RecordedJob, harm: Callable[[RecordedJob], None], said: str
 ) -> None:
     harm(finished)

@@ -82,7 +82,7 @@ def test_emulated_slots_need_no_engine_for_a_judge_outside_of_the_cluster() -> N
         *("a query", "a fragment", "the key itself", "never", "as good as never", "nothing at once"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_the_field(external: dict[str, Any], message: str) -> None:
+def test_invalid_external_judges_are_refused_with_the_field(external: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as raised:
         spec(**external)
     assert message in str(raised.value)

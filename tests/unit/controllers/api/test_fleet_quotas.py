@@ -76,7 +76,7 @@ async def test_a_quota_is_set_changed_and_taken_away(memory: MemoryCluster) -> N
     assert rows(await list_quotas(store)) == [("b", 6, 0, 0)]
 
 
-async def test_what_jobs_have_counts_until_it_is_given_back(memory: MemoryCluster) -> None:
+async def test_held_slots_count_until_they_are_released(memory: MemoryCluster) -> None:
     store = MemoryStore(memory)
     held = Share(granted={"n": ("cpu:0",)}, held={"n": ("cpu:0", "cpu:1")})
     memory.transact((), (Put(JobKeys("one").active, Claim(namespace="x").encode()), Put(JobKeys("two").active, b"")))
@@ -87,7 +87,7 @@ async def test_what_jobs_have_counts_until_it_is_given_back(memory: MemoryCluste
         assert rows(await list_quotas(store)) == [("x", None, 2, 1)]
 
 
-async def test_who_sets_another_meanwhile_is_not_overwritten(memory: MemoryCluster) -> None:
+async def test_concurrent_quota_write_is_not_overwritten(memory: MemoryCluster) -> None:
     class Busy(MemoryStore):
         times = 0
 
@@ -111,7 +111,7 @@ async def test_a_record_that_cannot_be_read_is_written_anew(memory: MemoryCluste
     assert rows(await list_quotas(store)) == [("a", 1, 0, 0)]
 
 
-async def test_what_nobody_knows_to_be_written_and_too_many_are_refused(memory: MemoryCluster) -> None:
+async def test_unknown_outcomes_and_too_many_quotas_are_refused(memory: MemoryCluster) -> None:
     class Away(MemoryStore):
         async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
             raise StoreUnavailable("away")
@@ -125,7 +125,7 @@ async def test_what_nobody_knows_to_be_written_and_too_many_are_refused(memory: 
 
 
 @given(st.text(max_size=100).filter(lambda text: not text.isascii() or not text.replace("-", "").isalnum()))
-async def test_what_is_no_namespace_is_refused(namespace: str) -> None:
+async def test_invalid_namespaces_are_refused(namespace: str) -> None:
     service: Any = JobsService(
         StoreReader(MemoryStore(MemoryCluster(FakeClock()))), None, lambda uid: None, FakeClock()
     )  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ def test_slots_are_a_number_or_none(text: str, slots: int | None) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "eight", "9" * 20, "٣"])
-def test_what_is_no_number_of_slots_is_refused_with_what_to_say(text: str) -> None:
+def test_invalid_slot_counts_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match="Give a number, or none: gcore quota research 8"):
         parse_slots("research", text)
 

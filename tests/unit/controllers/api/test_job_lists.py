@@ -94,7 +94,7 @@ def test_a_filter_that_nothing_passes_ends_its_call_after_a_while(monkeypatch: p
     assert second.next_page_token == ""
 
 
-def test_what_another_namespace_has_is_not_in_the_list() -> None:
+def test_jobs_of_other_namespaces_are_not_listed() -> None:
     (reply,) = listed({}, caller=Caller("eve", Role.VIEWER, frozenset({"research"})))
     assert uids(reply) == []
 
@@ -116,7 +116,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("request_", "field"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_with_a_request_names_the_field(request_: dict[str, Any], field: str) -> None:
+def test_invalid_requests_name_the_field(request_: dict[str, Any], field: str) -> None:
     with pytest.raises(BadFields) as error:
         parse_query(pb.ListJobsRequest(**request_), None)
     assert [one.field for one in error.value.violations] == [field]

@@ -59,7 +59,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("request_", "fields"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_with_a_change_names_the_fields(request_: pb.UpdateJobRequest, fields: list[str]) -> None:
+def test_invalid_changes_name_the_fields(request_: pb.UpdateJobRequest, fields: list[str]) -> None:
     with pytest.raises(BadFields) as error:
         update_change(request_)
     assert [one.field for one in error.value.violations] == fields
@@ -302,7 +302,7 @@ async def test_jobs_that_wait_say_at_which_place_and_what_they_need() -> None:
     assert first.reason.startswith("it needs 1 slot")
 
 
-async def test_however_many_ask_the_queue_is_worked_out_once_for_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_queue_positions_are_computed_once_per_change(monkeypatch: pytest.MonkeyPatch) -> None:
     api, made = await Api().ready(), list[int]()
 
     def counted(there: ClusterSlots, claims: Mapping[str, Claim], shares: Shares) -> Mapping[str, QueuePosition]:
@@ -333,7 +333,7 @@ async def test_a_daemon_that_hears_nothing_of_the_cluster_tells_of_jobs_all_the_
     assert (job.state, job.queue_position, job.reason) == (pb.JOB_STATE_QUEUED, 0, "waiting for 1 slot")
 
 
-async def test_whose_a_slot_is_is_told_to_those_who_may_know_it() -> None:
+async def test_slot_owners_are_visible_only_to_permitted_users() -> None:
     api = await Api().ready()
     with acting_as(Caller("eve", Role.VIEWER, frozenset({"research"}))):
         (node,) = (await api.ask("ListNodes", pb.ListNodesRequest())).nodes

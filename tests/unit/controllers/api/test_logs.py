@@ -110,7 +110,7 @@ def test_a_log_that_was_cut_short_is_read_from_its_beginning(tmp_path: Path) -> 
     st.integers(1, 17),
     st.binary(max_size=9),
 )
-def test_whoever_goes_on_behind_any_line_is_told_exactly_the_rest(
+def test_resumed_reader_gets_exactly_the_remaining_lines(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], breaks: list[int], at_once: int, rest: bytes
 ) -> None:
     """However long the lines, however often it is gone on, and however much is read at once."""
@@ -252,7 +252,7 @@ def test_logs_are_of_those_who_are_there_or_of_those_who_are_gone() -> None:
     assert chosen(JobPhase.FAILED) == [REWARD, ROLLOUT, ("train-node-0-bbbbbbbb", None), RANK_1]
 
 
-def test_who_goes_on_is_told_to_its_end_what_those_wrote_who_have_gone_since() -> None:
+def test_resumed_request_includes_logs_of_workers_that_have_ended_since() -> None:
     after = [pb.LogPlace(instance="reward-node-1-dddddddd")]
     assert chosen(after=after) == [REWARD, ROLLOUT, RANK_0]
     assert chosen(after=after, role="train") == [RANK_0]
@@ -280,7 +280,7 @@ NODES, WORKERS = ("node-0", "node-1"), ("train-node-0-bbbbbbbb", "reward-node-0-
         {"instance": "reward-node-0-eeeeeeee"},
     ],
 )
-def test_whoever_is_registered_or_has_a_log_is_known(ask: dict[str, object]) -> None:
+def test_registered_workers_and_logged_workers_are_known(ask: dict[str, object]) -> None:
     request = pb.StreamLogsRequest(job="u", **ask)  # type: ignore[arg-type]
     check_log_names(request, ["node-0"], WORKERS, names=NAMES, whole=True)
 
@@ -308,7 +308,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("ask", "field"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_with_a_request_names_the_field(ask: dict[str, object], field: str) -> None:
+def test_invalid_requests_name_the_field(ask: dict[str, object], field: str) -> None:
     with pytest.raises(BadFields) as error:
         check_log_request(pb.StreamLogsRequest(job="u", **ask))  # type: ignore[arg-type]
     assert [one.field for one in error.value.violations] == [field]

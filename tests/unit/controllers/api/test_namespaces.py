@@ -129,7 +129,7 @@ async def test_the_list_has_what_is_the_callers(tmp_path: Path) -> None:
         assert [job.name for job in reply.jobs] == names
 
 
-async def test_nobody_submits_to_a_namespace_that_is_not_theirs_nor_ends_a_job_there(tmp_path: Path) -> None:
+async def test_submission_to_a_foreign_namespace_is_refused_and_ends_no_job(tmp_path: Path) -> None:
     _, store = await service_of(tmp_path)
     submissions = Submitter(store, StoreReader(store), tmp_path, tmp_path, FakeClock())
     before = (await store.list("")).kvs

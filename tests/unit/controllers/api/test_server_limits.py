@@ -18,7 +18,7 @@ def take(room: StreamLimiter, one: Caller, stack: ExitStack) -> None:
         stack.enter_context(room.place())
 
 
-def test_nobody_has_more_than_half_of_the_places_and_a_place_that_is_left_is_free_again() -> None:
+def test_user_gets_at_most_half_of_the_streams_and_closed_streams_are_free_again() -> None:
     room = StreamLimiter(4)
     with ExitStack() as held:
         with ExitStack() as of_ann:

@@ -219,9 +219,7 @@ def test_a_file_that_several_held_out_sets_share_is_named_once(tmp_path: Path) -
         pytest.param({"epochs": 2, "groups_per_step": 8}, 100, "the job has at most 50 steps", id="none by epochs"),
     ],
 )
-def test_what_is_to_be_kept_for_ever_is_something_and_not_too_much(
-    flow: dict[str, int], keep_every: int, wrong: str
-) -> None:
+def test_number_of_permanently_kept_checkpoints_is_bounded(flow: dict[str, int], keep_every: int, wrong: str) -> None:
     tree = {"name": "j", "model": {"path": "m"}, "data": {"path": "d"}, "flow": flow, "rollout": {"max_new_tokens": 4}}
     spec = parse_spec(tree | {"checkpoint": {"every": 50, "keep_every": keep_every}})
     if not wrong:

@@ -75,7 +75,7 @@ def test_any_other_text_is_no_token(text: str) -> None:
     assert found is None or found.text == text
 
 
-async def test_whose_a_token_is_stands_in_the_store_without_its_secret(clock: FakeClock) -> None:
+async def test_stored_token_identifies_its_user_without_the_secret(clock: FakeClock) -> None:
     store, book = MemoryStore(MemoryCluster(clock)), Authenticator(clock, required=True)
     reply = await made(store, clock)
     (kv,) = (await store.list(keys.TOKENS)).kvs
@@ -114,7 +114,9 @@ async def test_an_admin_has_every_namespace_and_others_those_that_were_named(
         ({"lifetime_s": 1e12}, "lifetime_s"),
     ],
 )
-async def test_what_cannot_be_a_token_is_refused_by_field(clock: FakeClock, fields: dict[str, Any], named: str) -> None:
+async def test_invalid_token_requests_are_refused_by_field(
+    clock: FakeClock, fields: dict[str, Any], named: str
+) -> None:
     context, store = Refusing(), MemoryStore(MemoryCluster(clock))
     request = pb.CreateTokenRequest(**({"name": "ada", "role": "viewer", "namespaces": ["vision"]} | fields))
     with pytest.raises(Aborted):
@@ -151,7 +153,7 @@ async def test_an_expired_a_revoked_a_foreign_and_a_garbled_token_are_each_refus
         assert short.secret not in str(caught.value)
 
 
-async def test_who_shows_nothing_or_another_scheme_is_nobody(clock: FakeClock) -> None:
+async def test_missing_or_foreign_credentials_are_unauthenticated(clock: FakeClock) -> None:
     book = Authenticator(clock, required=True)
     for header, uris, reason in [
         (None, None, "NO_CREDENTIALS"),
@@ -203,7 +205,7 @@ async def test_records_that_cannot_be_read_count_for_nothing_and_hide_no_others(
     assert [one.name for one in listed.tokens] == ["?", "ada", "x"]
 
 
-async def test_one_that_expired_long_ago_goes_when_another_is_made(clock: FakeClock) -> None:
+async def test_long_expired_tokens_are_deleted_when_another_is_created(clock: FakeClock) -> None:
     store = MemoryStore(MemoryCluster(clock))
     await made(store, clock, lifetime_s=60.0)
     await clock.advance(61 + KEPT_S)
@@ -231,7 +233,7 @@ def test_the_first_admins_file_is_checked_at_the_start(
         read_token(file)
 
 
-async def test_whom_a_call_is_taken_for_is_told(clock: FakeClock) -> None:
+async def test_who_am_i_reports_the_caller(clock: FakeClock) -> None:
     service = AccessService(MemoryStore(MemoryCluster(clock)), clock)
     with acting_as(Caller("ada", Role.VIEWER, frozenset({"b", "a"}))):
         told = await service.WhoAmI(pb.WhoAmIRequest(), Refusing())
@@ -241,7 +243,7 @@ async def test_whom_a_call_is_taken_for_is_told(clock: FakeClock) -> None:
 
 
 @given(st.none() | st.text(max_size=300), st.none() | st.lists(st.text(max_size=60), max_size=3))
-def test_whatever_a_call_shows_it_is_a_caller_or_is_refused_in_a_sentence(header: str | None, uris: Any) -> None:
+def test_credentials_give_a_caller_or_a_short_refusal(header: str | None, uris: Any) -> None:
     book = Authenticator(FakeClock(), required=True)
     book.note(WatchBatch((), 1, reset=True))
     try:

@@ -110,7 +110,7 @@ async def test_a_namespace_that_nobody_uses_is_not_there_and_the_nearest_is_told
     assert told[0][0][1].replace("limited", "X") == told[1][0][1].replace("limitd", "X")
 
 
-async def test_what_cannot_be_read_names_no_namespace() -> None:
+async def test_unreadable_records_name_no_namespace() -> None:
     store = await new_store()
     await store.transact((), (Put(keys.QUOTAS, b"{"), Put(keys.token("t"), b"{")))
     for namespace in ("limited", "tokened"):

@@ -217,7 +217,7 @@ async def test_cores_have_a_part_of_their_hosts_memory_and_no_driver_is_asked() 
         pytest.param(("cuda:0",), driver("NVIDIA H200, 143771, Enabled\n"), id="a GPU in parts"),
     ],
 )
-async def test_what_is_not_known_for_sure_is_not_told(slots: tuple[str, ...], command: tuple[str, ...]) -> None:
+async def test_uncertain_facts_are_not_reported(slots: tuple[str, ...], command: tuple[str, ...]) -> None:
     assert await node_facts(slots, command=command) is None
 
 

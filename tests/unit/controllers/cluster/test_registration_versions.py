@@ -98,7 +98,7 @@ async def test_beside_an_older_node_the_older_version_until_it_has_gone(memory: 
         assert await daemon.speaks(OLDER) == NEWEST_VERSION
 
 
-async def test_who_hears_that_another_writes_the_next_version_does_so_too(memory: MemoryCluster) -> None:
+async def test_daemon_follows_another_that_writes_the_next_version(memory: MemoryCluster) -> None:
     """It has seen the older node go, and this one has not, for that came back at once."""
     memory.transact((), registered("old", OLDER))
     daemon = Daemon(memory, FakeClock())
@@ -134,7 +134,7 @@ async def test_a_store_that_does_not_answer_is_asked_again_and_nothing_newer_is_
 
 
 @pytest.mark.parametrize("said", [b"two", b"9" * 5000, b""])
-async def test_what_is_no_version_is_written_anew(memory: MemoryCluster, said: bytes) -> None:
+async def test_invalid_version_is_overwritten(memory: MemoryCluster, said: bytes) -> None:
     memory.transact((), (Put(keys.WRITTEN, said),))
     daemon = Daemon(memory, FakeClock())
     async with daemon.listening():
@@ -145,7 +145,7 @@ async def test_what_is_no_version_is_written_anew(memory: MemoryCluster, said: b
     assert told.value == NEWEST
 
 
-async def test_what_nodes_read_is_heard_after_who_is_there(memory: MemoryCluster) -> None:
+async def test_node_list_counts_as_received_only_with_the_nodes_versions(memory: MemoryCluster) -> None:
     """A node that was there without what it reads would be taken for an older one."""
     daemon = Daemon(memory, FakeClock())
     watching = asyncio.create_task(daemon.cluster.watch_schemas())

@@ -81,17 +81,17 @@ def test_without_one_of_the_same_kind_that_serves_the_slot_is_not_blamed(others:
     assert after_failures(10, *others).sick == {}
 
 
-def test_one_that_served_only_before_the_failures_says_nothing_of_the_slot() -> None:
+def test_worker_that_served_before_the_failures_does_not_mark_the_slot() -> None:
     before = update_health(NodeHealth("n"), by_name(SERVES), ACTIVE, -100.0)
     assert after_failures(10, health=before).sick == {}
 
 
-def test_one_that_serves_on_another_node_speaks_too() -> None:
+def test_worker_that_serves_on_another_node_counts_as_evidence() -> None:
     assert after_failures(FAILURES, worker("o", "cuda:0", "serving", node="m")).sick.keys() == {"cuda:0"}
 
 
 @pytest.mark.parametrize("reason", ["killed by the kernel because memory ran out (SIGKILL)", "No space left on device"])
-def test_what_is_not_the_slots_doing_does_not_count(reason: str) -> None:
+def test_failures_with_other_causes_do_not_count(reason: str) -> None:
     health = NodeHealth("n")
     for number in range(10):
         failed = worker(f"bad-{number}", "cuda:0", "failed", reason=reason)
@@ -141,7 +141,7 @@ def test_after_its_rest_it_is_tried_once_and_rests_twice_as_long_after_a_relapse
     assert next_check_at(health) == due + 1 + 2 * REST_S
 
 
-def test_one_that_serves_after_the_rest_is_well_and_starts_from_nothing() -> None:
+def test_worker_that_serves_after_the_rest_clears_the_slot() -> None:
     health = after_failures(FAILURES, SERVES)
     now = next_check_at(health)
     assert now is not None
@@ -163,7 +163,7 @@ LOOKS = st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), STATES
 
 
 @given(LOOKS)
-def test_whatever_happens_only_own_slots_are_sick_and_every_rest_ends(
+def test_only_own_slots_become_sick_and_every_rest_ends(
     looks: list[list[tuple[int, int, WorkerState]]],
 ) -> None:
     health, now = NodeHealth("n"), 0.0
@@ -180,6 +180,6 @@ def test_whatever_happens_only_own_slots_are_sick_and_every_rest_ends(
     assert later.sick == {}
 
 
-def test_what_is_known_of_a_job_that_has_ended_is_forgotten() -> None:
+def test_health_of_an_ended_job_is_deleted() -> None:
     health = update_health(after_failures(2, SERVES), {}, frozenset(), 5.0)
     assert (dict(health.failing), dict(health.served), health.counted) == ({}, {}, frozenset())

@@ -154,7 +154,7 @@ async def test_one_of_the_daemons_writes_and_all_hear(memory: MemoryCluster) -> 
             assert mirror.share_of("none") is not None
 
 
-async def test_what_people_and_nodes_say_of_slots_is_heard(memory: MemoryCluster) -> None:
+async def test_drains_sick_slots_and_quotas_are_received(memory: MemoryCluster) -> None:
     claims = (Put(ONE.active, Claim(namespace="x").encode()), Put(TWO.active, Claim().encode()))
     memory.transact((), claims)
     async with daemon(memory, "a") as mirror, daemon(memory, "b"):
@@ -173,9 +173,7 @@ async def test_what_people_and_nodes_say_of_slots_is_heard(memory: MemoryCluster
         assert mirror.quotas == {}
 
 
-async def test_what_cannot_be_read_is_as_if_it_said_nothing(
-    memory: MemoryCluster, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_unreadable_records_count_as_empty(memory: MemoryCluster, caplog: pytest.LogCaptureFixture) -> None:
     memory.transact(
         (),
         (

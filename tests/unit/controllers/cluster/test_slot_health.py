@@ -65,7 +65,7 @@ def program(folder: Path, text: str) -> tuple[str, ...]:
     return (sys.executable, "-S", str(file))
 
 
-async def test_what_the_driver_s_program_says_is_heard(tmp_path: Path) -> None:
+async def test_output_of_the_drivers_program_is_parsed(tmp_path: Path) -> None:
     driver = await ask_driver(DriverReport(), program(tmp_path, f"print({TWO!r})"))
     assert driver.names is not None
     assert "1" in driver.names

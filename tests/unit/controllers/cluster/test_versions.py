@@ -51,13 +51,13 @@ FAR = (NEWEST_VERSION + 1, NEWEST_VERSION + 2)
         pytest.param(["a"], {"a": NEWEST_VERSION, "gone": OLDER}, NEWEST_VERSION, id="an older one has gone"),
     ],
 )
-def test_what_is_written_is_the_newest_that_every_node_reads(
+def test_written_version_is_the_newest_that_every_node_reads(
     nodes: list[str], reads: dict[str, int], version: int
 ) -> None:
     assert choose_version(nodes, reads) == version
 
 
-def test_what_was_written_before_is_not_gone_back_behind() -> None:
+def test_written_version_never_decreases() -> None:
     assert choose_version(["a", "b"], {"a": NEWEST_VERSION}, written=NEWEST_VERSION) == NEWEST_VERSION
     assert choose_version(["a"], {"a": NEWEST_VERSION}, written=OLDER) == NEWEST_VERSION
     assert choose_version(["a"], {}, written=NEWEST_VERSION + 1) == NEWEST_VERSION, "more than it has it cannot write"
@@ -108,7 +108,7 @@ def test_of_a_node_that_does_not_read_what_is_written_people_are_told(tmp_path: 
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.integers(-1, 9)), st.sets(st.sampled_from("abcd")))
-def test_what_is_written_is_always_what_this_process_reads(reads: dict[str, int], nodes: set[str]) -> None:
+def test_written_version_is_always_readable_here(reads: dict[str, int], nodes: set[str]) -> None:
     assert choose_version(nodes, reads) in READABLE
 
 
@@ -213,5 +213,5 @@ def test_a_refusal_names_both_versions_and_who_is_to_change(said: str, words: st
     assert len(why) < 250
 
 
-def test_what_a_call_carries_can_be_read_in_a_log() -> None:
+def test_version_metadata_is_readable_text() -> None:
     assert version_metadata() == ((VERSION_KEY, f"{OLDER},{NEWEST_VERSION}"),)

@@ -36,7 +36,7 @@ async def test_several_who_need_modules_at_once_get_them_one_after_the_other(
     assert vars(probe)["most"] == 1
 
 
-async def test_what_cannot_be_imported_is_told_and_the_next_is_imported() -> None:
+async def test_failed_import_is_raised_and_the_next_succeeds() -> None:
     with pytest.raises(ModuleNotFoundError):
         await import_in_thread("controllers.nothing_of_that_name")
     await import_in_thread("controllers.daemon.incarnation")

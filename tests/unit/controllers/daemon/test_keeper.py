@@ -28,7 +28,7 @@ def keeper(tmp_path: Path) -> ProcessKeeper:
     return ProcessKeeper(tmp_path, "node-0", MemoryStore(MemoryCluster(clock), "node-0"), clock)
 
 
-def test_what_was_brought_back_and_cannot_be_noted_is_ended(tmp_path: Path, keeper: ProcessKeeper) -> None:
+def test_restarted_process_that_cannot_be_recorded_is_ended(tmp_path: Path, keeper: ProcessKeeper) -> None:
     (tmp_path / "cluster.json").mkdir()
     process = spawn_detached(SLEEP, log_file=tmp_path / "log")
     cluster = LocalClusterState(home=str(tmp_path), etcd=ETCD, controllers=(DAEMON,))
@@ -38,7 +38,7 @@ def test_what_was_brought_back_and_cannot_be_noted_is_ended(tmp_path: Path, keep
     assert not (tmp_path / ".cluster.json.part").exists()
 
 
-def test_what_was_brought_back_and_noted_goes_on(tmp_path: Path, keeper: ProcessKeeper) -> None:
+def test_recorded_restart_keeps_running(tmp_path: Path, keeper: ProcessKeeper) -> None:
     process = spawn_detached(SLEEP, log_file=tmp_path / "log")
     cluster = LocalClusterState(home=str(tmp_path), etcd=ETCD, controllers=(DAEMON,))
     try:

@@ -270,7 +270,7 @@ class Unreliable(PerfectNetwork):
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_whatever_fails_on_the_way_the_same_is_recorded(seed: int) -> None:
+async def test_evaluation_records_the_same_result_under_random_faults(seed: int) -> None:
     """Writes are lost, engines break, hang and lose their weights, peers die; in the end all is well again."""
     calm = Crew(SIZES, DRAWN)
     calm.start()

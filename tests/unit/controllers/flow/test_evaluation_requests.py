@@ -67,7 +67,7 @@ async def test_the_step_that_is_under_way_is_asked_for_once() -> None:
     assert await asked(job) == Version(0, 5)
 
 
-async def test_what_is_evaluated_in_its_turn_needs_nobody_to_ask() -> None:
+async def test_scheduled_evaluation_needs_no_request() -> None:
     job = await a_job(HELD_OUT)
     await move_head(job, 5)
     assert await asked(job) == Version(0, 5)
@@ -83,7 +83,7 @@ async def test_a_job_that_cannot_be_evaluated_says_why() -> None:
         await asked(job)
 
 
-async def test_whoever_loses_the_race_against_a_commit_asks_for_the_step_after_it() -> None:
+async def test_request_that_loses_against_a_commit_moves_to_the_next_step() -> None:
     job = await a_job(HELD_OUT)
     await move_head(job, 1)
 

@@ -94,7 +94,7 @@ def rolled_back(head: Head) -> Head:
     return chain.rollback_entry(head, kept, "w2", ChainWriter("a", "m"), "a rank died").head
 
 
-def test_what_present_weights_made_is_held() -> None:
+def test_group_of_the_current_weights_is_held() -> None:
     peer = Present()
     JobStep(peer, Version(0, 0)).keep_group(group_of(Version(0, 0)))  # type: ignore[arg-type]
     assert peer.buffer.knows(REF)
@@ -108,7 +108,7 @@ def test_a_group_that_is_finished_after_its_step_was_committed_is_not_held() -> 
     assert not peer.buffer.knows(REF)
 
 
-def test_what_is_finished_after_a_rollback_is_issued_again() -> None:
+def test_group_finished_after_a_rollback_is_discarded() -> None:
     peer = Present()
     peer.head = peer.head.model_copy(update={"step": 3})
     step = JobStep(peer, Version(0, 3))  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ def test_a_group_made_by_other_weights_is_the_engines_fault() -> None:
     assert not peer.buffer.knows(REF)
 
 
-def test_what_is_due_and_not_held_is_due_again_at_every_look(tmp_path: Path) -> None:
+def test_due_refs_stay_due_until_they_are_held(tmp_path: Path) -> None:
     """Whoever was to begin it may have given it up."""
     bench = RealBench(ENTRIES, right, tmp_path, flow={"groups_per_step": 4})
     first = bench.peer._due_refs()
@@ -135,7 +135,7 @@ def test_what_is_due_and_not_held_is_due_again_at_every_look(tmp_path: Path) -> 
     assert bench.peer._due_refs() == first
 
 
-def test_whoever_has_all_shards_brings_the_whole_quota_however_many_members_there_are(tmp_path: Path) -> None:
+def test_owner_of_all_shards_is_due_the_whole_quota(tmp_path: Path) -> None:
     bench = RealBench(ENTRIES, right, tmp_path, flow={"groups_per_step": 4})
     for name in ("other", "third"):
         member = Member(incarnation=name, node=name, address="h:1")

@@ -65,7 +65,7 @@ def test_of_prompts_of_which_nothing_is_known_the_stream_says_the_order() -> Non
     assert known.tokens(due[0]) == LONGEST
 
 
-def test_what_was_due_at_an_earlier_head_goes_before_longer_ones_that_came_later() -> None:
+def test_prompts_of_an_earlier_head_go_before_longer_ones_that_came_later() -> None:
     known = LengthEstimates(entry_of)
     for seq, length in enumerate((10, 20, 900)):
         known.note(PromptRef(0, 0, seq), [length] * 8)
@@ -74,7 +74,7 @@ def test_what_was_due_at_an_earlier_head_goes_before_longer_ones_that_came_later
     assert known.in_turn([short, longest], Version(0, 2)) == [short, longest]
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_lengths_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("controllers.flow.peer.MOST_PROMPTS", 2)
     known = LengthEstimates(entry_of)
     for seq in range(5):
@@ -98,7 +98,7 @@ def test_as_responses_grow_and_end_less_is_owed() -> None:
     assert owing.tokens == 0.0
 
 
-def test_what_is_expected_can_be_told_without_engines_being_weighed_by_it() -> None:
+def test_expected_tokens_are_reported_without_weighing_engines() -> None:
     known = LengthEstimates(entry_of)
     for seq in range(ENTRIES):
         known.note(PromptRef(0, 0, seq), [80, 100, 120, 140])

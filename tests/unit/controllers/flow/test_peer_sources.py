@@ -389,7 +389,7 @@ async def test_a_prompt_whose_production_raises_a_cancellation_that_nobody_asked
     assert ended.reason == "sampled 4 times; the last error: an inner task was cancelled"
 
 
-async def test_what_is_judged_early_goes_on_until_the_production_ends_whichever_of_its_tasks_asked(
+async def test_early_judging_continues_until_the_production_ends(
     tmp_path: Path,
 ) -> None:
     job = Alone(tmp_path)

@@ -90,19 +90,19 @@ def given_up(view: JobView) -> list[Intent]:
     return [intent for intent in give_up_stale_prompts(view) if isinstance(intent.action, GiveUpPrompt)]
 
 
-def test_what_is_in_flight_is_named_once() -> None:
+def test_in_flight_refs_are_offered_once() -> None:
     (written,) = offers(view_of(in_flight={REF: OLD}))
     assert written.in_flight == (InFlightRef(ref=REF, version=OLD),)
     assert offers(view_of(offer=written, in_flight={REF: OLD})) == []
 
 
-def test_what_was_just_begun_is_named_with_others_that_are_begun_a_moment_later() -> None:
+def test_new_in_flight_refs_are_offered_after_the_coalescing_delay() -> None:
     (intent,) = (i for i in decide(view_of(in_flight={REF: NEW}, busy=True)) if isinstance(i.action, PutOffer))
     assert intent.after == COALESCE_S
     assert intent.action.offer.in_flight == (InFlightRef(ref=REF, version=NEW),)
 
 
-def test_what_is_no_longer_in_flight_is_taken_out_unless_it_has_ended() -> None:
+def test_refs_no_longer_in_flight_leave_the_offer_unless_they_ended() -> None:
     named = Offer(incarnation=ME, in_flight=(InFlightRef(ref=REF, version=OLD),))
     (written,) = offers(view_of(offer=named))
     assert written.in_flight == ()
@@ -119,7 +119,7 @@ def test_at_staleness_0_nothing_in_flight_is_named_or_given_up() -> None:
     assert [wait.cause for wait in current_waits(view)].count("in_flight") == 0
 
 
-def test_what_the_seal_waits_for_is_given_up_after_a_while() -> None:
+def test_refs_that_a_seal_waits_for_are_abandoned_after_a_timeout() -> None:
     refs = list(refs_in_order(RULES, at(2), ()))
     named = Offer(
         incarnation=ME,
@@ -131,7 +131,7 @@ def test_what_the_seal_waits_for_is_given_up_after_a_while() -> None:
     assert intent.after == 30.0
 
 
-def test_what_can_no_longer_be_trained_is_given_up_at_once_and_counts_only_if_it_is_too_old() -> None:
+def test_untrainable_refs_are_abandoned_at_once_and_counted_only_if_stale() -> None:
     cut_off = Version(3, 1)
     intents = given_up(view_of(step=3, in_flight={REF: OLD, PromptRef(0, 1, 0): cut_off}))
     assert [(i.action.ref, i.action.stale, i.after) for i in intents if isinstance(i.action, GiveUpPrompt)] == [
@@ -141,7 +141,7 @@ def test_what_can_no_longer_be_trained_is_given_up_at_once_and_counts_only_if_it
 
 
 @pytest.mark.parametrize("case", ["plan", "shard", "engine", ""])
-def test_what_no_engine_here_will_answer_is_left_to_the_peer_that_has_its_shard(case: str) -> None:
+def test_prompts_without_an_engine_here_are_left_to_the_shards_owner(case: str) -> None:
     """The plan gave this node's engines to other places while the prompt was in flight."""
     other = "node-1.bbbb"
     engines = tuple(EnginePlace(node=node, slot="cpu:0") for node in ("node-0", "node-1")[case != "plan" :])
@@ -172,7 +172,7 @@ def test_a_batch_of_what_was_carried_is_not_closed_before_the_weights_are_evalua
     assert [i.after for i in decide(view) if isinstance(i.action, MakeSeal)] == [0.0]
 
 
-def test_what_goes_on_and_what_is_waited_for_is_told_in_words() -> None:
+def test_wait_report_names_off_policy_groups_and_in_flight_prompts() -> None:
     refs = list(refs_in_order(RULES, at(2), ()))
     named = Offer(incarnation=ME, groups=tuple(map(group, refs[1:5])), in_flight=(InFlightRef(ref=REF, version=OLD),))
     told = {wait.cause: wait.what for wait in current_waits(view_of(offer=named, in_flight={REF: OLD}))}

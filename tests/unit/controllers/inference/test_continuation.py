@@ -58,7 +58,7 @@ def test_the_next_engine_goes_on_behind_what_was_told() -> None:
     assert other.finish_reason == "stop"
 
 
-def test_what_had_finished_is_not_asked_again() -> None:
+def test_finished_samples_are_not_requested_again() -> None:
     responses = PartialResponses([(1,), (2,)], params(10), (7, 8), letters)
     responses.ask()
     responses.grow(0, sample([3], "stop"))
@@ -93,7 +93,7 @@ def test_nothing_is_kept_of_an_engine_that_told_nothing() -> None:
         pytest.param("cdxyz", "cd", id="and is whole: its engine passed over it"),
     ],
 )
-def test_what_is_kept_does_not_end_in_the_beginning_of_a_stop_string(told: str, kept: str) -> None:
+def test_kept_tokens_do_not_end_in_part_of_a_stop_string(told: str, kept: str) -> None:
     """What follows is drawn anew, and the next engine looks at what it makes itself only."""
     responses = PartialResponses([(1,)], params(10, stop=("xy", "z")), (7,), letters)
     responses.ask()
@@ -243,7 +243,7 @@ def test_a_response_that_ended_at_once_on_its_next_engine_says_no_more_than_befo
     whole=st.lists(st.integers(0, 99), min_size=1, max_size=40),
     cuts=st.lists(st.tuples(st.integers(1, 40), st.sampled_from([OLD, NEW])), max_size=6),
 )
-def test_however_often_its_engine_is_lost_a_response_is_what_was_told_of_it(
+def test_response_equals_its_streamed_tokens_however_often_its_engine_is_lost(
     whole: list[int], cuts: list[tuple[int, Version]]
 ) -> None:
     responses = PartialResponses([(1,)], params(100), (7,), letters)

@@ -266,7 +266,7 @@ def test_a_judge_whose_folder_is_no_model_says_which_judge_it_is(spec: JobSpec, 
     )
 
 
-def test_what_a_judge_cannot_be_asked_names_its_own_fields(spec: JobSpec) -> None:
+def test_unaskable_question_names_the_judges_fields(spec: JobSpec) -> None:
     judge = spec.judges[0]
 
     def checked(encode: Any) -> CheckedJudge:
@@ -349,7 +349,7 @@ def test_the_judges_without_which_nothing_can_be_trained_are_those_of_training_t
     assert answers_of_a_step(parse_spec(small)) == {"alone": LEAST_UNREADABLE}
 
 
-def test_what_waits_for_judges_is_counted_and_named() -> None:
+def test_questions_waiting_for_judges_are_counted_and_named() -> None:
     counts = JudgeMetricsObserver(Metrics(), lambda *_: None)
     counts.begun("b")
     counts.begun("a")

@@ -192,7 +192,7 @@ async def test_of_a_request_that_is_refused_only_that_question_fails_that_is_why
     await court.book.close()
 
 
-async def test_what_an_engine_gave_up_is_asked_again(folder: Path) -> None:
+async def test_aborted_question_is_retried(folder: Path) -> None:
     court = Court(spec_of(folder, tries=2), "a")
     await court.meet()
     engine = court.engines["a"]
@@ -205,7 +205,7 @@ async def test_what_an_engine_gave_up_is_asked_again(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("score", [None, "high", 1e300, [1.0]], ids=str)
-async def test_what_is_no_finite_number_is_no_score(score: Any, folder: Path) -> None:
+async def test_non_finite_score_is_invalid(score: Any, folder: Path) -> None:
     court = Court(spec_of(folder), "a")
     await court.meet()
     court.engines["a"].score = score
@@ -214,7 +214,7 @@ async def test_what_is_no_finite_number_is_no_score(score: Any, folder: Path) ->
     await court.book.close()
 
 
-async def test_who_gives_up_leaves_the_others_of_the_request_alone(folder: Path) -> None:
+async def test_cancelled_question_leaves_others_of_the_request_running(folder: Path) -> None:
     court = Court(spec_of(folder), "a")
     await court.meet()
     engine = court.engines["a"]
@@ -287,7 +287,7 @@ async def test_a_long_question_is_tokenized_beside_the_event_loop_and_not_to_its
     await court.book.close()
 
 
-async def test_one_that_does_not_fit_keeps_no_engine_at_work_for_those_that_nobody_waits_for(folder: Path) -> None:
+async def test_too_long_question_does_not_keep_an_abandoned_request_running(folder: Path) -> None:
     court = Court(spec_of(folder), "a")
     await court.meet()
     engine = court.engines["a"]

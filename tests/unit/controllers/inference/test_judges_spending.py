@@ -99,7 +99,7 @@ async def test_every_controller_knows_what_all_have_spent_and_its_own_at_once(ho
     assert a.cost("x") == b.cost("x") == 5
 
 
-async def test_what_was_written_and_not_heard_of_yet_counts_once(house: House) -> None:
+async def test_written_spending_without_a_notification_counts_once(house: House) -> None:
     a = house.life("a")
     pay(a)
     await house.clock.advance(0.1)
@@ -153,7 +153,7 @@ async def test_a_controller_that_takes_its_job_up_again_in_the_same_life_forgets
     assert again.cost("x") == 5
 
 
-async def test_what_is_left_is_written_before_a_controller_ends(house: House) -> None:
+async def test_remaining_spending_is_written_at_the_end_of_a_controller(house: House) -> None:
     a = house.life("a")
     pay(a)
     await house.clock.advance(0.1)
@@ -176,7 +176,7 @@ class Rough(PerfectNetwork):
 
 @settings(deadline=None, max_examples=60)
 @given(fates=st.lists(st.sampled_from(list(Fate)), max_size=8), late_after=st.integers(0, 8))
-def test_whatever_becomes_of_writes_each_answer_counts_once(fates: list[Fate], late_after: int) -> None:
+def test_each_answer_counts_once_whatever_happens_to_writes(fates: list[Fate], late_after: int) -> None:
     async def play() -> None:
         house = House()
         a = house.life("a", store=MemoryStore(house.cluster, network=Rough(house.clock, fates)))
@@ -288,7 +288,7 @@ def join(house: House, *members: str) -> None:
     house.mirror = replace(house.mirror, members=records)
 
 
-async def test_that_all_is_spent_is_told_once_by_one_of_the_members(house: House) -> None:
+async def test_exhausted_budget_is_reported_once_by_one_member(house: House) -> None:
     join(house, "a.1", "b.1")
     a, b = Office(house), Office(house, "b.1")
     pay(b.judges.spending, 11)

@@ -170,7 +170,7 @@ async def test_an_engine_that_a_peer_left_paused_goes_on_with_the_next_publicati
 
 
 @pytest.mark.parametrize("given_up", ["lost", "closed and cancelled", "cancelled"])
-async def test_whoever_gives_a_publication_up_lets_the_engine_go_on(tmp_path: Path, given_up: str) -> None:
+async def test_abandoned_publication_resumes_the_engine(tmp_path: Path, given_up: str) -> None:
     engine = AskedEngine()
     engine.may_update.clear()
     book = await book_of(engine)
@@ -190,7 +190,7 @@ async def test_whoever_gives_a_publication_up_lets_the_engine_go_on(tmp_path: Pa
     await book.close()
 
 
-async def test_who_does_not_take_its_weights_is_silent_at_the_next_look(tmp_path: Path) -> None:
+async def test_engine_that_fails_its_weight_update_is_silent_at_the_next_check(tmp_path: Path) -> None:
     """Or it would be tried again at once, each time for as long as a request may take."""
     engine = AskedEngine()
     book = await book_of(engine, clock=FakeClock(), patience=HealthLimits())
@@ -300,7 +300,7 @@ class Node:
         return self.metrics.kept_tokens._value.get()
 
 
-async def test_what_was_told_outlives_the_other_engines_of_the_node_too(tmp_path: Path) -> None:
+async def test_streamed_tokens_outlive_the_other_engines_of_the_node(tmp_path: Path) -> None:
     node = Node(gone=MOST_FRUITLESS - 1)
     begun = node.clock.monotonic()
     (sample,) = await node.clock.run(node.generate(tmp_path))
@@ -311,7 +311,7 @@ async def test_what_was_told_outlives_the_other_engines_of_the_node_too(tmp_path
     assert node.clock.monotonic() - begun == pytest.approx(pauses), "later and later, as with what is issued again"
 
 
-async def test_what_was_told_is_given_up_when_engine_after_engine_tells_nothing(tmp_path: Path) -> None:
+async def test_streamed_tokens_are_dropped_after_several_fruitless_engines(tmp_path: Path) -> None:
     """It may be the prompt that kills them."""
     node = Node(gone=MOST_FRUITLESS)
     with pytest.raises(EngineUnreachable, match="nobody is there"):
@@ -436,7 +436,7 @@ async def test_a_step_is_dealt_to_all_engines_though_one_is_ready_first(tmp_path
     await two.publication
 
 
-async def test_what_waits_for_an_engine_that_does_not_come_up_goes_to_one_that_is_free(tmp_path: Any) -> None:
+async def test_requests_for_an_engine_that_does_not_come_up_move_to_a_free_one(tmp_path: Any) -> None:
     two = Two(tmp_path)
     quick, slow = await two.begin()
     quick.answers.set()
@@ -445,7 +445,7 @@ async def test_what_waits_for_an_engine_that_does_not_come_up_goes_to_one_that_i
     two.publication.cancel()
 
 
-async def test_what_waits_for_an_engine_whose_weights_fail_goes_elsewhere_at_once(tmp_path: Any) -> None:
+async def test_requests_for_an_engine_whose_weights_fail_move_at_once(tmp_path: Any) -> None:
     two = Two(tmp_path)
     quick, slow = await two.begin()
     slow.weights.set_exception(EngineError("no such weights"))
@@ -495,9 +495,7 @@ class GrowingEngine(OldEngine):
 
 
 @pytest.mark.parametrize("longest", [64, 65])
-async def test_who_wants_to_know_is_told_of_a_response_that_is_finished_before_the_others_unless_all_are_short(
-    tmp_path: Path, longest: int
-) -> None:
+async def test_finished_responses_are_reported_early_unless_all_are_short(tmp_path: Path, longest: int) -> None:
     engine, told = GrowingEngine(), list[tuple[int, str]]()
     book = EnginePool(ChangeSignal(), timeout_s=1.0, connect=lambda *_, **__: engine, told_every=0)  # type: ignore[arg-type]
     await book.aim(engines_at(e="h:1"))

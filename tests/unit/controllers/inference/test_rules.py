@@ -38,7 +38,7 @@ loads = st.lists(
 sizes = st.integers(1, 16)
 
 
-def test_nobody_serves_and_nobody_is_on_the_way() -> None:
+def test_no_engines_gives_no_choice() -> None:
     assert choose_engine([], 8) is None
 
 
@@ -98,7 +98,7 @@ def test_an_engine_that_never_comes_up_holds_nothing_back(requests: int, size: i
 PATIENCE = HealthLimits(silent_s=30.0, watchdog_s=120.0, request_s=100.0)
 
 
-def test_one_that_owes_something_and_gives_no_sign_is_silent_then_hung_and_both_are_told() -> None:
+def test_busy_engine_without_a_response_is_silent_then_hung() -> None:
     pulse = EngineHealth(0.0).begins(1000.0)
     assert pulse.look(PATIENCE, 1029.9, busy=True) == pulse
     assert pulse.verdict(PATIENCE, 1029.9) is HealthState.WELL
@@ -112,7 +112,7 @@ def test_one_that_owes_something_and_gives_no_sign_is_silent_then_hung_and_both_
     assert silent.why(PATIENCE, 1120.0) == "has not responded for 120 s; the node ends it and starts another"
 
 
-def test_one_that_was_left_is_silent_until_it_answers_also_without_work_and_with_new_work() -> None:
+def test_silent_engine_stays_silent_until_it_answers() -> None:
     silent = EngineHealth(0.0).look(PATIENCE, 30.0, busy=True)
     assert silent.look(PATIENCE, 50.0, busy=False).silent
     assert silent.begins(60.0) == silent
@@ -121,7 +121,7 @@ def test_one_that_was_left_is_silent_until_it_answers_also_without_work_and_with
     assert back.why(PATIENCE, 500.0) == ""
 
 
-def test_one_that_owes_nothing_is_never_silent_and_never_asked() -> None:
+def test_idle_engine_is_never_silent_and_never_probed() -> None:
     pulse = EngineHealth(0.0)
     assert pulse.look(PATIENCE, 1e6, busy=False) == pulse
     assert not pulse.wants_probe(PATIENCE, 1e6, 0.0, busy=False)
@@ -137,7 +137,7 @@ def test_one_at_work_is_asked_after_a_third_of_the_time_and_a_silent_one_each_se
     assert silent.wants_probe(PATIENCE, 31.0, 30.0, busy=False)
 
 
-def test_one_that_answers_but_no_request_twice_in_a_row_is_hung_though_it_lives() -> None:
+def test_engine_with_two_timed_out_requests_in_a_row_is_hung_though_it_responds() -> None:
     pulse = EngineHealth(0.0).begins(0.0).answers(90.0)
     once = pulse.fails(PATIENCE, begun=0.0, now=100.0)
     assert once.verdict(PATIENCE, 100.0) is HealthState.WELL
@@ -168,7 +168,7 @@ def test_weights_that_are_not_taken_make_it_silent_from_when_it_was_asked() -> N
 @given(
     st.lists(st.tuples(st.sampled_from(["begins", "answers", "responds", "wait"]), st.floats(0.0, 29.0)), max_size=40)
 )
-def test_one_that_gives_a_sign_within_the_time_is_never_silent(happenings: list[tuple[str, float]]) -> None:
+def test_engine_that_responds_in_time_is_never_silent(happenings: list[tuple[str, float]]) -> None:
     now, pulse = 0.0, EngineHealth(0.0)
     for what, pause in happenings:
         now += pause
@@ -210,7 +210,7 @@ def test_nothing_is_taken_back_where_nothing_is_won(queues: list[EngineQueue]) -
 
 
 @given(st.lists(st.lists(st.integers(1, 8), max_size=12), max_size=6), st.integers(1, 8))
-def test_who_gives_keeps_what_it_runs_and_is_never_less_busy_than_who_takes(counts: list[list[int]], rows: int) -> None:
+def test_moving_requests_never_makes_the_giver_less_busy_than_the_taker(counts: list[list[int]], rows: int) -> None:
     queues = [queue(str(n), *its) for n, its in enumerate(counts)]
     found = requests_to_move(queues, rows)
     assert len(set(found)) == len(found)

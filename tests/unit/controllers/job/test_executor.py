@@ -52,7 +52,7 @@ def checkpoint(step: int, lineage: int = 0) -> Checkpoint:
     return Checkpoint(lineage=lineage, step=step, seq=step, file=f"checkpoints/{lineage}-{step}" if step else "")
 
 
-async def test_what_no_record_names_goes_with_what_is_forgotten(tmp_path: Path) -> None:
+async def test_orphaned_checkpoint_folders_are_deleted_with_forgotten_ones(tmp_path: Path) -> None:
     seen = view("node-0")
     for name in ("0-0", "1-4", "notes", ".0-2.part"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
@@ -94,7 +94,7 @@ async def test_no_file_goes_before_its_entry_surely_has(tmp_path: Path, outcome:
     assert forgotten.is_dir() is stays
 
 
-def test_one_that_may_still_be_registered_stays() -> None:
+def test_possibly_registered_checkpoints_are_not_orphaned() -> None:
     head = view("node-0").head.model_copy(update={"step": 9})
     lying = [Version(0, step) for step in (2, 4, 6, 8)] + [Version(3, 8)]
     assert orphaned_checkpoints(head, (checkpoint(0), checkpoint(4)), lying) == {Version(0, 2), Version(3, 8)}

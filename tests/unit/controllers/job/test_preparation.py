@@ -105,7 +105,7 @@ async def test_data_that_have_changed_are_waited_for_whoever_counts_on_the_node(
     assert await node.prepare() is node.made
 
 
-async def test_what_a_job_with_progress_lacks_is_waited_for_and_told(
+async def test_job_with_progress_waits_for_missing_input_and_reports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = Node(tmp_path, monkeypatch, DataError("there is no such file"), DataError("the last line is cut off"))

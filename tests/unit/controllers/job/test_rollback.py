@@ -56,7 +56,7 @@ def steps(job: RecordedJob, count: int) -> None:
         job.step()
 
 
-def test_what_was_archived_of_a_future_that_was_cut_off_is_no_part_of_the_new_lineage(tmp_path: Path) -> None:
+def test_archived_entries_of_a_discarded_branch_are_not_part_of_the_new_lineage(tmp_path: Path) -> None:
     job = RecordedJob(tmp_path)
     steps(job, 3)
     older = job.snapshot()
@@ -127,7 +127,7 @@ def replaced(lineage: Any, entry: int | None) -> Any:
 
 @settings(max_examples=15)
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.booleans()), min_size=1, max_size=3))
-def test_however_often_it_is_put_back_to_whatever_state_the_audit_stays_clean(
+def test_audit_stays_clean_after_any_sequence_of_restores(
     tmp_path_factory: pytest.TempPathFactory, tries: list[tuple[int, int, bool]]
 ) -> None:
     """Also from a backup of a future that was cut off itself."""
@@ -243,7 +243,7 @@ def long(path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "entry"), [(cut, 3), (strange, 4), (long, 4)], ids=["the last line is cut off", "strange lines", "long"]
 )
-def test_what_is_left_is_read_from_the_whole_lines(tmp_path: Path, harm: Callable[[Path], None], entry: int) -> None:
+def test_high_water_mark_is_read_from_whole_lines(tmp_path: Path, harm: Callable[[Path], None], entry: int) -> None:
     job = RecordedJob(tmp_path)
     steps(job, 4)
     assert highest_in_folder(tmp_path) == HighWater()

@@ -119,7 +119,7 @@ async def test_a_flow_that_keeps_its_cancellation_to_itself_is_not_waited_for() 
     assert job.reasons == []
 
 
-async def test_what_is_told_in_gcores_words_needs_no_traceback() -> None:
+async def test_gcore_errors_need_no_traceback() -> None:
     async def refuses(peer: Any) -> None:
         raise SpecError("no", where="flow.filters")
 
@@ -141,7 +141,7 @@ async def test_a_flow_is_begun_anew_when_there_are_steps_to_make_again() -> None
     assert len(begun) == 3
 
 
-async def test_whatever_a_flow_says_when_it_raises_the_store_takes_it_and_every_controller_can_read_it(
+async def test_any_message_of_a_raising_flow_is_storable_and_readable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = 'async def raises(peer):\n    raise RuntimeError("<" * 2_000_000 + "\\udcff")\n'

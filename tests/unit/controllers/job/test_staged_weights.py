@@ -110,7 +110,7 @@ async def test_a_folder_that_fails_is_told_and_looked_at_again() -> None:
         running.cancel()
 
 
-async def test_what_is_known_is_not_looked_for() -> None:
+async def test_known_weights_are_not_looked_up() -> None:
     folder = Folder()
     job = Job(folder)
     running = asyncio.create_task(job.staged.run())

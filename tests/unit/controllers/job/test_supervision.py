@@ -148,7 +148,7 @@ async def test_a_defect_ends_its_jobs_runner_and_not_the_daemon_and_its_tracebac
     assert "in fail" in caplog.text
 
 
-async def test_who_meets_defects_again_and_again_ends_the_job_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_repeated_defects_end_the_job_with_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retaking, "JOB_RETRY_S", 0.0)
     tries = Tries(*(OverflowError("too large") for _ in range(retaking.MOST_DEFECTS)))
     await work_on_job(tries, lambda: True, ChangeSignal())
@@ -159,7 +159,7 @@ async def test_who_meets_defects_again_and_again_ends_the_job_with_the_place(mon
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("no answer"), OSError(28, "No space left on device")])
-async def test_what_the_store_or_a_node_lacks_ends_no_job(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_errors_of_the_store_or_a_node_end_no_job(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retaking, "JOB_RETRY_S", 0.0)
     tries = Tries(*(error,) * (2 * retaking.MOST_DEFECTS))
     await work_on_job(tries, lambda: True, ChangeSignal())

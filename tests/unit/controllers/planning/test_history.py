@@ -97,7 +97,7 @@ def test_each_step_of_the_log_has_the_split_that_it_ran_with() -> None:
     ]
 
 
-def test_what_was_lent_or_only_wanted_or_said_is_no_split_of_a_step() -> None:
+def test_loans_and_unfinished_moves_are_no_split_of_a_step() -> None:
     moves = Moves().plus(moved(2, FIRST, SECOND))
     moves = moves.plus(moved(3, SECOND, THIRD, MoveKind.LEND)).plus(moved(4, THIRD, SECOND, MoveKind.RETURN))
     for state in ("wanted", "lapsed", "would"):
@@ -217,7 +217,7 @@ def test_it_keeps_the_newest_steps_only() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.sampled_from([FIRST, SECOND, THIRD])), min_size=1, max_size=12))
-def test_whatever_was_moved_each_step_is_found_with_its_split(runs: list[tuple[int, Split]]) -> None:
+def test_committed_steps_are_found_with_their_splits(runs: list[tuple[int, Split]]) -> None:
     moves, entries, expected, before = Moves(), list[LogEntry](), dict[int, Split](), runs[0][1]
     for steps, split in runs:
         if split != before:
@@ -268,7 +268,7 @@ def test_the_file_has_every_move_and_who_writes_it_remembers_the_newest(tmp_path
     assert len((tmp_path / NAME).read_text().splitlines()) == 140
 
 
-def test_who_goes_on_with_the_file_reads_its_end_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_moves_file_reads_only_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moves, file = many(NEWEST_MOVES), MovesFile(tmp_path)
     file.keep(moves)
     for number in range(NEWEST_MOVES, 140):
@@ -290,9 +290,7 @@ def test_after_a_line_that_was_cut_off_the_next_stands_on_a_line_of_its_own(tmp_
     assert [one.generation for one in read_moves(tmp_path / NAME)] == [0, 1, 2]
 
 
-def test_what_stands_too_far_up_to_be_found_is_written_once_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moves_beyond_the_tail_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moves = many(20)
     MovesFile(tmp_path).keep(moves)
     monkeypatch.setattr(moves_file, "TAIL", 1000)

@@ -45,7 +45,7 @@ def loan(gain_s: float, **more: object) -> MoveProposal:
     return MoveProposal(move.model_copy(update=more), None)
 
 
-def test_what_a_guess_forbids_is_done_once_it_has_cost_as_much_as_the_guess() -> None:
+def test_forbidden_loan_is_made_once_its_missed_gain_equals_the_guess() -> None:
     forgone = ForgoneGain()
     assert forgone.weighed(loan(3.0), 1, 10.0) is None
     assert forgone.weighed(loan(4.0), 1, 10.0) is None, "of a step the best counts, and not each look at it"
@@ -57,7 +57,7 @@ def test_what_a_guess_forbids_is_done_once_it_has_cost_as_much_as_the_guess() ->
     assert made.move.reason == f"they had much; {WORTH_KNOWING}"
 
 
-def test_what_a_move_took_counts_where_nodes_tell_a_guess_that_is_higher() -> None:
+def test_measured_move_time_replaces_a_higher_guess_of_a_node() -> None:
     """A node whose controller was started again has seen no engine wake: it guessed for as long as nothing was lent."""
     begun = Moves().plus(loan(0.0, kind=MoveKind.BEGIN, outcome=MoveOutcome(took_s=0.1)).move)
     assert switch_costs(begun, None, 30.0).move_s == 30.0, "of none is it known what it took"
@@ -75,7 +75,7 @@ def test_nothing_is_lent_before_as_much_was_given_away(looks: list[tuple[int, fl
         assert (made is not None) == (sum(best.values()) >= guess_s)
 
 
-def test_what_a_change_costs_is_a_guess_until_it_was_measured_how_an_engine_changed_over() -> None:
+def test_cost_of_a_change_is_unmeasured_until_an_engine_has_changed_over() -> None:
     begun, took = Moves().plus(loan(0.0, kind=MoveKind.BEGIN).move), MoveOutcome(took_s=0.9)
     assert is_unmeasured(Moves(), {})
     assert is_unmeasured(begun, {1: 0.0})
@@ -135,7 +135,7 @@ async def test_a_controller_tells_what_its_engines_have_to_do_and_who_sleeps() -
         pytest.param(None, None, 0.0, id="nothing is known"),
     ],
 )
-async def test_what_a_change_costs_is_what_the_slowest_took(
+async def test_cost_of_a_change_is_that_of_the_slowest_engine(
     slept: float | None, woke: float | None, change: float
 ) -> None:
     engines, judges = Book({}, None if slept is None else slept / 2, woke), Book({}, slept, woke, "reward")

@@ -168,7 +168,7 @@ async def test_the_policy_is_asked_once_after_each_commit_and_what_it_wants_is_p
     assert len(policy.asked) == 1
 
 
-async def test_what_does_not_fit_into_memory_is_not_offered_to_the_policy(made: Any) -> None:
+async def test_splits_that_exceed_memory_are_not_offered_to_the_policy(made: Any) -> None:
     bounds = []
     for memory in (24.0, 400.0):
         job, policy = Job(memory="kept"), Scripted(Decision(FIRST, "it is good"))
@@ -234,7 +234,7 @@ async def test_a_split_for_which_the_ranks_lie_in_the_way_of_whole_engines_is_to
     assert job.warnings.said == [said, ""]
 
 
-async def test_what_nodes_that_come_and_go_do_to_the_plan_is_told_as_a_move(made: Any) -> None:
+async def test_plan_change_by_joining_and_leaving_nodes_is_reported_as_a_move(made: Any) -> None:
     job = Job()
     planner = made(Scripted(Decision(SECOND, "well")), job)
     await planner._turn()
@@ -264,7 +264,7 @@ async def test_a_world_of_another_size_is_only_wanted(made: Any) -> None:
     assert (planner.proposal.move.kind, planner.proposal.move.state) == (MoveKind.WORLD, "wanted")
 
 
-async def test_who_does_not_lead_proposes_nothing_and_asks_nobody(made: Any) -> None:
+async def test_follower_proposes_nothing_and_calls_no_policy(made: Any) -> None:
     job, policy = Job(), Scripted()
     job.change(leaders={"": stored(Leader(node="node-1", incarnation="node-1.bbbb"))})
     planner = made(policy, job)
@@ -273,7 +273,7 @@ async def test_who_does_not_lead_proposes_nothing_and_asks_nobody(made: Any) -> 
     assert policy.asked == []
 
 
-async def test_what_is_frozen_is_not_even_asked_about(made: Any) -> None:
+async def test_frozen_placement_is_not_planned(made: Any) -> None:
     job, policy = Job(), Scripted()
     job.change(pins={"": stored(Pin(frozen=True))})
     planner = made(policy, job)
@@ -282,7 +282,7 @@ async def test_what_is_frozen_is_not_even_asked_about(made: Any) -> None:
     assert policy.asked == []
 
 
-async def test_what_a_person_fixed_is_what_the_policy_gets(made: Any) -> None:
+async def test_pin_overrides_the_policys_split(made: Any) -> None:
     job = Job()
     job.change(pins={"": stored(Pin(reward=3))})
     planner = made(Scripted(Decision(SECOND, "why")), job)
@@ -293,9 +293,7 @@ async def test_what_a_person_fixed_is_what_the_policy_gets(made: Any) -> None:
     assert "as requested" in planner.proposal.move.reason
 
 
-async def test_what_takes_long_on_many_slots_does_not_hold_up_the_event_loop(
-    made: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slow_planning_runs_outside_the_event_loop(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     job, where = Job(), {}
     job.change(pins={"": stored(Pin(reward=3))})
 
@@ -345,7 +343,7 @@ async def test_with_dry_run_the_same_is_told_once(made: Any) -> None:
     assert planner.proposal is None
 
 
-async def test_what_came_of_moves_is_accounted_for_and_stands_in_the_runs_folder(made: Any, tmp_path: Path) -> None:
+async def test_outcomes_of_moves_are_reported_and_written_to_the_runs_folder(made: Any, tmp_path: Path) -> None:
     job = Job()
     move = Move(generation=1, step=0, kind=MoveKind.SPLIT, before=split_part(SECOND), after=split_part(FIRST))
     job.change(movings={"": stored(Moves().plus(move))})
@@ -439,7 +437,7 @@ async def test_several_judges_of_a_slot_count_as_one_engine_that_has_the_rows_of
     assert found == {"rollout": (4.0, 0.1), "reward": (8.0, 0.1)}
 
 
-def test_what_classifiers_do_is_measured_in_questions_for_they_write_nothing() -> None:
+def test_classifier_speed_is_measured_in_questions() -> None:
     """Else nobody knows how fast they are: nothing is lent to them, and no forecast sees that they are what a step waits for."""
     job, sums = Job(), EngineSums(active_s=10.0, running_s=40.0, tokens=0, requests=32)
     book = StepAccount(
@@ -532,9 +530,7 @@ async def test_how_long_a_move_took_is_known_to_who_heard_it_written(made: Any, 
     assert planner._lender.took == {2: 0.0}
 
 
-async def test_who_leads_after_another_does_not_take_the_time_until_it_led_for_what_a_move_took(
-    made: Any, asked: list[JobLoads]
-) -> None:
+async def test_new_leader_does_not_count_the_time_before_it_led_as_move_time(made: Any, asked: list[JobLoads]) -> None:
     """A leader that was killed leaves its lease to run out: that is no cost of the move."""
     job = Job(lend=False)
     planner = made(Scripted(Decision(SECOND, "well")), job)
@@ -680,7 +676,7 @@ async def test_while_a_train_world_is_wanted_nothing_is_lent(made: Any, asked: l
         pytest.param(SECOND, MoveKind.SPLIT, id="a split"),
     ],
 )
-async def test_what_is_wanted_between_steps_is_wanted_until_the_store_has_taken_it(
+async def test_proposal_stays_until_the_store_has_taken_it(
     made: Any, asked: list[JobLoads], behind: None, wanted: Split, kind: MoveKind
 ) -> None:
     """A store that takes longer than until the next look would be given a loan in its place, or nothing at all."""
@@ -698,7 +694,7 @@ async def test_what_is_wanted_between_steps_is_wanted_until_the_store_has_taken_
     assert planner.proposal is None or planner.proposal.move != wish
 
 
-async def test_what_was_lent_goes_back_while_ranks_train(made: Any, asked: list[JobLoads]) -> None:
+async def test_lent_slots_return_while_ranks_train(made: Any, asked: list[JobLoads]) -> None:
     job = Job(lend=True)
     lent = assign_split(SECOND, job.mirror.plan.record, SNAPSHOT, ("tutor",), world="w", generation=2)
     assert lent is not None
@@ -733,7 +729,7 @@ async def test_while_who_holds_a_rank_is_away_nobody_is_asked(made: Any) -> None
     assert planner.proposal is None
 
 
-async def test_who_leads_after_another_does_not_decide_again_on_a_step_that_was_decided_on(made: Any) -> None:
+async def test_new_leader_does_not_decide_again_on_a_decided_step(made: Any) -> None:
     job, policy = Job(), Scripted(Decision(SECOND, "again"), Decision(SECOND, "now"))
     move = Move(generation=1, step=1, seq=1, kind=MoveKind.SPLIT, before=split_part(SECOND), after=split_part(FIRST))
     job.change(movings={"": stored(Moves().plus(move))})
@@ -746,7 +742,7 @@ async def test_who_leads_after_another_does_not_decide_again_on_a_step_that_was_
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-async def test_what_is_lent_goes_back_when_a_person_fixes_something(made: Any, staleness: int) -> None:
+async def test_lent_slots_return_when_a_pin_is_set(made: Any, staleness: int) -> None:
     job = Job(lend=True)
     spec = job.view.spec
     spec = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"staleness": staleness})})
@@ -781,7 +777,7 @@ async def test_moves_that_were_written_just_before_the_end_stand_in_the_runs_fol
     assert read_moves(tmp_path / NAME) == [first, last]
 
 
-async def test_what_came_of_the_last_step_stands_in_the_runs_folder_although_nobody_looks_any_more(
+async def test_outcome_of_the_last_step_is_in_the_runs_folder_after_the_planner_stops(
     made: Any, tmp_path: Path
 ) -> None:
     job = Job()

@@ -36,7 +36,7 @@ def raising(error: BaseException) -> Callable[[], Any]:
     return plan
 
 
-async def test_what_a_policy_decides_is_what_comes() -> None:
+async def test_policy_decision_is_returned() -> None:
     assert await PolicyRunner().ask_policy(Of(lambda: GOOD), SITUATION) == GOOD
 
 
@@ -45,7 +45,7 @@ async def test_what_a_policy_decides_is_what_comes() -> None:
     [RuntimeError("no idea"), StopIteration(), asyncio.CancelledError(), KeyboardInterrupt(), SystemExit(3)],
     ids=lambda error: type(error).__name__,
 )
-async def test_whatever_a_policy_raises_is_a_sentence(error: BaseException) -> None:
+async def test_policy_exception_becomes_a_sentence(error: BaseException) -> None:
     consulting = PolicyRunner()
     with pytest.raises(PolicyFailed, match=type(error).__name__):
         await consulting.ask_policy(Of(raising(error)), SITUATION)
@@ -57,7 +57,7 @@ async def test_whatever_a_policy_raises_is_a_sentence(error: BaseException) -> N
     [asyncio.CancelledError(), SystemExit(3), RuntimeError("half \ud800 of it\nand more")],
     ids=lambda e: type(e).__name__,
 )
-async def test_whatever_is_raised_where_a_policy_is_made_is_a_sentence(error: BaseException) -> None:
+async def test_exception_of_a_policys_constructor_becomes_a_sentence(error: BaseException) -> None:
     consulting = PolicyRunner()
     with pytest.raises(PolicyFailed, match=type(error).__name__) as caught:
         await consulting.make_policy(raising(error))
@@ -128,7 +128,7 @@ def made(**more: Any) -> Any:
         pytest.param(made(gain_s=float("inf")), id="a gain without end"),
     ],
 )
-def test_what_is_no_decision_is_refused_in_a_sentence(given: Any) -> None:
+def test_invalid_decisions_are_refused_in_a_sentence(given: Any) -> None:
     with pytest.raises(PolicyFailed):
         check_decision(given)
 
@@ -137,7 +137,7 @@ def test_a_reason_that_cannot_be_written_down_is_mended() -> None:
     check_decision(made(reason="half \ud800 of it")).reason.encode()
 
 
-def test_what_a_policy_changes_after_it_has_answered_is_not_looked_at() -> None:
+def test_decision_is_copied_from_the_policys_objects() -> None:
     idle = {"rollout": 0.5}
     found = check_decision(made(idle=idle))
     idle["rollout"] = float("nan")

@@ -105,7 +105,7 @@ def test_a_change_that_saves_less_than_the_dead_band_does_not_stand_in_the_way_o
     assert SplitSavings((HERE, BETTER, WORSE), 0, each, np.array([0.0, 0.0, 3.0]), 12, 0.4).best == 2
 
 
-def test_what_is_saved_by_the_luck_of_a_step_moves_nothing_and_what_is_saved_in_each_does() -> None:
+def test_one_lucky_step_moves_nothing_and_a_steady_gain_does() -> None:
     here, cost = np.full(8, 10.0), np.zeros(2)
     lucky, steady = here.copy(), here - 1.0
     lucky[0] = 2.0
@@ -200,7 +200,7 @@ async def test_a_step_before_which_another_controller_planned_is_compared_too_an
 
 
 @pytest.mark.parametrize("expected", [float("nan"), float("inf"), None])
-def test_what_is_no_number_is_not_compared(expected: float | None) -> None:
+def test_non_finite_expectations_are_not_compared(expected: float | None) -> None:
     stay = extend_stay(None, Moves(), at(1), "why", expected)
     assert stay.expected_s is None
     assert add_taken(stay, 2.0) == stay

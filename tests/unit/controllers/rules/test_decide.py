@@ -153,7 +153,7 @@ def test_an_engine_that_is_still_brought_older_weights_is_given_the_next_when_it
     assert {action.instance for action in actions(view) if isinstance(action, PublishWeights)} == {"quick", "slow"}
 
 
-def test_who_is_no_member_joins_before_anything_else() -> None:
+def test_non_member_joins_before_anything_else() -> None:
     view = running()
     view = with_mirror(view, members={PEER: view.mirror.members[PEER]})
     assert actions(view) == [JoinJob()]
@@ -182,7 +182,7 @@ def test_a_member_whose_node_the_plan_gives_no_engine_gets_no_shards() -> None:
     assert actions(with_mirror(view, members=members)) == []
 
 
-def test_what_is_held_is_offered_and_once_only() -> None:
+def test_held_groups_are_offered_once() -> None:
     refs = list(refs_in_order(RULES, running().mirror.head.record, ()))[:2]
     view = running(holdings={ref: offered_group(ref) for ref in refs})
     (action,) = actions(view)
@@ -209,7 +209,7 @@ def test_an_outcome_of_a_cut_off_lineage_in_the_offer_does_not_stand_for_the_one
     assert action.offer.outcomes == (new,)
 
 
-def test_what_is_under_way_is_not_begun_again_before_the_job_runs_either() -> None:
+def test_actions_under_way_are_not_repeated_before_the_job_runs() -> None:
     alone = with_mirror(running(under_way=frozenset({"join"})), members={})
     assert actions(alone) == []
     pending = replace(
@@ -269,7 +269,7 @@ def test_a_seal_of_a_group_i_no_longer_hold_is_given_up() -> None:
     assert FeedRank not in kinds(view)
 
 
-def test_whatever_arrives_begins_the_wait_for_the_rest_anew() -> None:
+def test_each_arrival_restarts_the_transfer_timeout() -> None:
     """A batch is given up for its slowness only when nothing of it arrives any more."""
     view, seal = with_sealed_step(running(), holder=PEER)
 
@@ -347,7 +347,7 @@ def test_ranks_that_are_further_than_a_store_that_was_put_back_mean_rollback() -
     assert Rollback not in kinds(one_ahead), "trained, and not committed yet"
 
 
-def test_whoever_is_not_first_in_what_follows_stands_by_once_it_has_fed_its_part() -> None:
+def test_others_stand_by_after_they_have_fed_their_part() -> None:
     members = {
         f"node-{i}.x": stored(Member(incarnation=f"node-{i}.x", node=f"node-{i}", address="a:1")) for i in range(8)
     }
@@ -369,7 +369,7 @@ def test_whoever_is_not_first_in_what_follows_stands_by_once_it_has_fed_its_part
     assert not waits_for_others(with_mirror(running(), head=None)), "nothing has begun"
 
 
-def test_what_keeps_an_engine_from_its_weights_is_told() -> None:
+def test_wait_report_names_what_keeps_an_engine_from_its_weights() -> None:
     view = running(engines={"e": EngineView("e", "h:1", None, trouble="the engine did not answer /pause_generation")})
     (wait,) = [wait for wait in current_waits(view) if wait.cause == "engines"]
     assert wait.what.endswith("(none is ready); e: the engine did not answer /pause_generation")
@@ -487,7 +487,7 @@ def test_a_checkpoint_that_the_disk_did_not_take_is_told_once_with_its_reason() 
     assert any(isinstance(action, PostWarning) for action in actions(view)), "it is one of the rules"
 
 
-def test_what_a_step_waits_for_on_the_disk_is_told_once() -> None:
+def test_disk_error_of_a_step_is_reported_once() -> None:
     view = running(ranks={0: RankView(0), 1: RankView(1)})
     sentence = "the weights of step 1 cannot be written (No space left on device): /runs/j/weights"
     hindered = replace(view, ranks={rank: replace(known, trouble=sentence) for rank, known in view.ranks.items()})
@@ -497,7 +497,7 @@ def test_what_a_step_waits_for_on_the_disk_is_told_once() -> None:
     assert told(with_mirror(hindered, troubles={"folder": known})) == []
 
 
-def test_what_waits_for_the_disk_says_how_far_it_is() -> None:
+def test_wait_for_the_disk_reports_its_progress() -> None:
     shown = CheckpointProgress(Version(0, 2), total=120_000_000, written=30_000_000, error="", over=False)
     view, seal = with_sealed_step(running(), holder=ME, ready=True)
     ranks = {0: RankView(0, phase="checkpoint", writing=shown), 1: RankView(1, applied=seal.token)}
@@ -632,7 +632,7 @@ def test_old_checkpoints_are_forgotten_however_often_new_ones_are_written() -> N
     assert few == more != set(), "a condition that changes with every checkpoint never holds for long"
 
 
-def test_what_is_under_way_is_not_decided_again() -> None:
+def test_actions_under_way_are_not_decided_again() -> None:
     view, seal = with_sealed_step(running(), holder=ME, ready=True)
     under_way = frozenset(f"apply {rank} {seal.token}" for rank in range(2))
     assert actions(replace(view, under_way=under_way)) == []
@@ -742,7 +742,7 @@ def test_beyond_its_epochs_nothing_is_due() -> None:
     assert view.due == ()
 
 
-def test_what_follows_from_head_ends_a_job_only_at_that_head() -> None:
+def test_failure_derived_from_head_applies_only_at_that_head() -> None:
     (failed,) = [action for action in actions(ended_refs(running(), 1)) if isinstance(action, SetPhase)]
     assert failed.at_head
 
@@ -786,7 +786,7 @@ def waits(view: JobView) -> dict[str, str]:
     return {wait.cause: wait.what for wait in current_waits(replace(view, engines=view.engines or served))}
 
 
-def test_what_a_job_waits_for_is_a_sentence_without_numbers_of_the_machinery() -> None:
+def test_wait_reports_are_sentences_without_internal_numbers() -> None:
     pending = with_mirror(running(), status=stored(JobStatus(phase=JobPhase.PENDING)), head=None)
     assert waits(pending) == {"start": "the job is starting"}
     sealed_view, seal = with_sealed_step(running())
@@ -839,7 +839,7 @@ def test_ranks_and_weights_are_named_as_people_count_them() -> None:
     assert weights_text(Version(2, 7)) == "the weights of step 7 in lineage 2"
 
 
-def test_whoever_has_not_come_to_what_the_others_wait_in_is_named() -> None:
+def test_member_missing_from_a_collective_is_named() -> None:
     view = running()
     at = view.mirror.head.record.version  # type: ignore[union-attr]
     mine = Part(incarnation=ME, at=at, given={"tried": 3})

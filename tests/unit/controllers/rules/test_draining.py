@@ -129,7 +129,7 @@ async def test_it_stays_until_its_word_is_heard_and_its_shards_are_the_others(pa
     assert has_handed_over(pair.view())
 
 
-async def test_what_it_has_finished_is_offered_and_fed_until_no_rank_needs_it_of_anybody(pair: Pair) -> None:
+async def test_draining_controller_offers_and_feeds_its_groups_until_no_rank_needs_them(pair: Pair) -> None:
     await pair.say(ME, leaving=True)
     await pair.assign(PEER)
     held = pair.held()
@@ -156,7 +156,7 @@ async def test_outcomes_are_waited_for_like_groups_until_they_are_written_down(p
     assert has_handed_over(pair.view(outcomes=outcomes))
 
 
-async def test_who_cannot_work_on_a_job_any_more_is_gone_from_it_at_once(pair: Pair) -> None:
+async def test_withdrawn_controller_leaves_no_records_in_the_job(pair: Pair) -> None:
     job = pair.job
     await job.won(job.offering(0))
     node = ME.split(".")[0]

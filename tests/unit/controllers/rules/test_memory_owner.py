@@ -60,7 +60,7 @@ def test_engines_of_a_node_whose_controller_is_about_to_join_are_nobodys() -> No
     assert owned(first)["n0.x"] == set(ENGINES)
 
 
-def test_whoever_has_joined_has_its_engines_though_it_was_waited_for() -> None:
+def test_joined_node_owns_its_engines_although_it_was_awaited() -> None:
     assert owned(MEMBERS, joining=NODES) == owned(MEMBERS)
 
 

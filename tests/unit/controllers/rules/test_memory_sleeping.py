@@ -52,7 +52,7 @@ def test_an_engine_that_sleeps_is_brought_no_weights_and_one_that_woke_is_brough
     assert publish.action == PublishWeights("policy_cpu1", SERVED)
 
 
-def test_what_is_under_way_with_an_engine_is_waited_for() -> None:
+def test_engine_does_not_sleep_during_its_weight_update() -> None:
     view = placed(place("cpu:1", asleep=True))
     assert deeds(replace(view, under_way=frozenset({f"publish policy_cpu1 {SERVED}"}))) == []
     assert deeds(replace(view, under_way=frozenset({"publish other 0.0"}))) == [SleepEngine("policy_cpu1", "")]
@@ -194,7 +194,7 @@ def decode(tokens: Any) -> str:
     return "".join(map(chr, tokens))
 
 
-async def test_what_an_engine_had_under_way_goes_on_elsewhere_behind_its_tokens(tmp_path: Path) -> None:
+async def test_requests_of_a_sleeping_engine_continue_elsewhere_after_their_tokens(tmp_path: Path) -> None:
     one = Books()
     task = await one.begin(tmp_path)
     one.book.shut({"busy"})
@@ -229,7 +229,7 @@ async def test_a_woken_engine_is_brought_the_current_weights_even_if_it_calls_it
     assert one.book.serves(Version(0, 2))
 
 
-async def test_who_meets_a_sleeping_engine_leaves_it_asleep(tmp_path: Path) -> None:
+async def test_publication_leaves_a_sleeping_engine_asleep(tmp_path: Path) -> None:
     """The controller that put it to sleep is gone, or it is a judge that another sees to."""
     one = Books()
     one.busy.asleep = True
@@ -263,7 +263,7 @@ def test_every_intent_names_its_engine() -> None:
     ]
 
 
-def test_who_is_to_sleep_is_not_waited_for_and_who_does_not_get_to_is_told() -> None:
+def test_sleeping_engine_is_not_awaited_and_a_failed_sleep_is_reported() -> None:
     head = SERVED
     asleep = placed(place("cpu:1", asleep=True), policy_cpu1=EngineView("policy_cpu1", "h:1", None, asleep=True))
     assert not [wait for wait in current_waits(asleep) if wait.cause in ("engines", "engine")]

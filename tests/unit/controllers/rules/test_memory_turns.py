@@ -212,7 +212,7 @@ def test_a_job_that_keeps_its_memory_knows_no_turns() -> None:
         assert {i.after for i in train_step(view)} <= {0.0}
 
 
-def test_what_is_waited_for_is_said() -> None:
+def test_wait_report_names_the_nodes_that_release_memory() -> None:
     cluster = Cluster(ready=True)
     (wait,) = (one for one in current_waits(cluster.view()) if one.cause == "train")
     assert "on node-0, node-1 engines are releasing memory for the ranks" in wait.what
@@ -222,7 +222,7 @@ def test_what_is_waited_for_is_said() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_however_controllers_take_their_turns_memory_is_never_both_sides_and_every_step_is_trained(
+def test_memory_never_belongs_to_both_sides_and_every_step_is_trained(
     random: Random,
 ) -> None:
     cluster = Cluster(loading={0, 1}, released={0: frozenset(), 1: frozenset()})

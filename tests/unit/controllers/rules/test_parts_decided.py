@@ -140,7 +140,7 @@ def test_ready_parts_are_begun_on_every_rank_that_has_not_by_any_controller_unti
     assert AccumulateParts not in kinds(whole)
 
 
-def test_what_ranks_hold_of_a_step_counts_for_every_attempt_at_it_where_steps_are_streamed() -> None:
+def test_samples_held_by_ranks_count_for_every_attempt_of_a_streamed_step() -> None:
     view, seal = parted(streaming(0, 1), 0, ready=False)
     early = holding(view, seal, attempt=seal.attempt - 1)
     assert MarkBatchReady in kinds(early)
@@ -171,7 +171,7 @@ def test_a_step_of_which_a_part_is_ready_is_no_moment_for_a_larger_world() -> No
     assert not is_between_steps(ready)
 
 
-def test_whoever_leaves_has_delivered_what_is_in_a_ready_part() -> None:
+def test_groups_of_a_ready_part_count_as_delivered() -> None:
     view, _ = parted(streaming(0, 1, holder=ME), 0, holder=ME)
     assert undelivered_refs(view) == {ordered(view)[1]}
     waiting, _ = parted(streaming(0, 1, holder=ME), 0, ready=False, holder=ME)

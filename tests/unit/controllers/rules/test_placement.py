@@ -70,7 +70,7 @@ def test_the_leadership_is_taken_when_nobody_has_it_who_works_on_the_job(leader:
     assert [intent.action for intent in take_lead(moving(leader))] == [TakeLead()] * wanted
 
 
-def test_who_leaves_does_not_take_the_leadership_and_gives_it_up() -> None:
+def test_draining_member_neither_takes_nor_keeps_the_leadership() -> None:
     assert list(take_lead(replace(moving(None), leaving=True))) == []
     assert not is_leader(replace(moving(ME), leaving=True))
     view = moving(PEER)
@@ -81,7 +81,7 @@ def test_who_leaves_does_not_take_the_leadership_and_gives_it_up() -> None:
     assert [intent.action for intent in take_lead(left)] == [TakeLead()]
 
 
-def test_nobody_leads_where_slots_do_not_move() -> None:
+def test_jobs_without_moving_slots_have_no_leader() -> None:
     assert list(take_lead(replace(moving(None), spec=running_job().spec))) == []
 
 
@@ -109,7 +109,7 @@ def test_a_proposal_is_written_by_who_leads_while_it_is_about_the_plan_and_the_s
         pytest.param(Pin(), MoveKind.SPLIT, True, id="nothing"),
     ],
 )
-def test_what_a_person_fixed_since_a_move_was_decided_holds(pin: Pin, kind: MoveKind, is_written: bool) -> None:
+def test_move_that_contradicts_a_newer_pin_is_not_written(pin: Pin, kind: MoveKind, is_written: bool) -> None:
     view = moving()
     assert view.mirror.plan is not None
     proposal = MoveProposal(move(view, kind), view.mirror.plan.record.model_copy(update={"generation": 2}))
@@ -118,7 +118,7 @@ def test_what_a_person_fixed_since_a_move_was_decided_holds(pin: Pin, kind: Move
     assert [i.action for i in write_moves(pinned)] == ([WriteMove(proposal)] if is_written else [])
 
 
-def test_what_came_of_moves_is_written_once() -> None:
+def test_outcomes_of_moves_are_written_once() -> None:
     view = moving()
     account = MoveReport(Moves(moves=(move(view),), total=1), 0)
     assert [i.action for i in write_moves(replace(view, move_report=account))] == [ReportMoves(account)]

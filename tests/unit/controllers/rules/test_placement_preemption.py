@@ -167,7 +167,7 @@ def test_a_lost_world_that_has_no_slots_stands_still_without_a_checkpoint_of_hea
     assert [(action.between_steps, action.slots_as_seen) for action in stands] == [(False, True)]
 
 
-def test_what_stands_still_goes_on_with_slots_and_not_without() -> None:
+def test_suspended_job_resumes_only_with_slots() -> None:
     view = suspended(job(NONE, step=1, saved=1))
     assert is_suspended(view)
     assert intents(view, Rollback) == []
@@ -266,7 +266,7 @@ def test_rollbacks_that_nothing_was_wrong_with_are_no_sign_of_a_world_that_canno
     assert fruitless_rollbacks(replace(view, mirror=mirror)) == 1
 
 
-def test_what_another_job_still_runs_on_a_slot_is_waited_for() -> None:
+def test_slot_with_another_jobs_worker_is_awaited() -> None:
     view = job(FIRST, step=1, saved=1)
     (start,) = (one for one in schedule_workers(view, Launches(), 0.0) if isinstance(one, StartEngine))
     assert start.place.node == "node-0"

@@ -160,7 +160,7 @@ def test_a_copy_is_fetched_by_a_node_that_has_none_and_by_no_more_than_are_wante
     assert not deeds(of(both, PEER), FetchCheckpoint)
 
 
-def test_nobody_fetches_what_nobody_says_it_has() -> None:
+def test_checkpoint_that_no_node_reports_is_not_fetched() -> None:
     assert not deeds(of(apart(stepped(running_job()), {ME: {}, PEER: {}}), PEER), FetchCheckpoint)
 
 

@@ -64,7 +64,7 @@ def trouble(job: RecordedJob, node: str, topic: str) -> None:
     job.corrupt({KEYS.trouble(topic): Trouble(topic=topic, node=node, sentence="something").encode()})
 
 
-def test_what_nodes_that_are_gone_have_told_leaves_the_store_but_for_the_newest(job: RecordedJob) -> None:
+def test_warnings_of_departed_nodes_leave_the_store_except_the_newest(job: RecordedJob) -> None:
     """Nodes may come and go under ever new names; what is told for all, or of a node that is there, stays."""
     topics = [f"engine-pod-{number}" for number in range(NEWEST_TROUBLES + 3)]
     for number, topic in enumerate(topics):

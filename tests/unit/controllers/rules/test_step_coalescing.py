@@ -21,7 +21,7 @@ def view(lacking: int, peers: int, part: int | None = None) -> Any:
 
 
 @given(told=st.lists(st.integers(0, 70), min_size=1, max_size=20), lacking=st.integers(1, 1100))
-def test_what_would_complete_the_quota_is_told_by_somebody_at_once(told: list[int], lacking: int) -> None:
+def test_offer_that_completes_the_quota_is_written_at_once(told: list[int], lacking: int) -> None:
     assume(sum(told) >= lacking)
     waits = [offer_delay_s(view(lacking, len(told)), untold, 0) for untold in told if untold]
     assert min(waits) == COALESCE_S
@@ -47,5 +47,5 @@ def test_less_than_a_share_waits_longer_without_outcomes_than_with_them() -> Non
     assert offer_delay_s(view(100, 4), 25, 0) == COALESCE_S
 
 
-def test_what_is_told_when_nothing_lacks_waits_a_moment_only() -> None:
+def test_offer_beyond_the_quota_waits_only_the_coalescing_delay() -> None:
     assert offer_delay_s(view(0, 4), 1, 0) == COALESCE_S

@@ -38,7 +38,7 @@ def test_nothing_is_a_record_too() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.tuples(st.integers(0, 2), st.integers(0, 2))), max_size=60))
-def test_what_is_told_is_always_what_the_work_would_give(asked: list[tuple[str, tuple[int, int]]]) -> None:
+def test_cached_value_always_equals_the_recomputed_one(asked: list[tuple[str, tuple[int, int]]]) -> None:
     records = [object() for _ in range(3)]
     remembered = Memo()
     for name, (first, second) in asked:

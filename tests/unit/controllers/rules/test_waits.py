@@ -104,7 +104,7 @@ class Away:
         return await self.inner.transact(compares, writes)
 
 
-async def test_what_is_noted_while_the_store_is_away_is_written_when_it_is_back_in_order() -> None:
+async def test_warnings_noted_during_a_store_outage_are_written_in_order_afterwards() -> None:
     clock, keys = FakeClock(), JobKeys("u")
     cluster = MemoryCluster(clock)
     inner = MemoryStore(cluster, network=PerfectNetwork(clock))
@@ -136,7 +136,7 @@ class Preparing:
         return self.view
 
 
-async def test_what_a_node_lacks_is_told_once_while_it_prepares_and_again_if_it_comes_again() -> None:
+async def test_missing_input_is_reported_once_and_again_when_it_recurs() -> None:
     clock = FakeClock()
     job = Preparing(clock)
     running = asyncio.ensure_future(WaitReporter(job, Metrics(), clock).run())  # type: ignore[arg-type]
@@ -173,7 +173,7 @@ def test_a_silent_engine_is_named_and_published_to_no_more() -> None:
     assert [i for i in decide(well) if isinstance(i.action, PublishWeights)]
 
 
-def test_that_it_is_to_be_ended_is_another_wait_than_that_it_is_silent() -> None:
+def test_hung_engine_is_another_wait_than_a_silent_one() -> None:
     engines = [EngineView("e", "h:1", None, silent=True, hung=hung, why="x") for hung in (False, True)]
     stalls = {waits(replace(running_job(), engines={"e": engine}))["engine"].stall for engine in engines}
     assert len(stalls) == 2
@@ -206,7 +206,7 @@ def test_rewards_that_wait_are_named_and_move_when_one_is_scored() -> None:
 
 
 @pytest.mark.parametrize("cause", ["tools", "agent"])
-def test_who_waits_for_a_process_of_agents_or_tools_is_named_and_moves_when_one_is_free(cause: str) -> None:
+def test_wait_for_an_agent_or_tool_process_is_named_and_progresses_when_one_is_free(cause: str) -> None:
     view = running_job()
     if cause == "agent":
         view = replace(view, spec=view.spec.model_copy(update={"agent": AgentSpec(name="solver")}))
@@ -249,7 +249,7 @@ def test_a_batch_on_its_way_moves_with_what_arrives() -> None:
     ("condition", "cause"),
     [("world w []", "recovery"), ("grow 3", "recovery"), ("prune 3", "tidying"), ("forget 3", "tidying")],
 )
-def test_what_a_disk_can_hold_up_is_named_while_it_is_under_way(condition: str, cause: str) -> None:
+def test_actions_that_a_disk_can_block_are_named_while_under_way(condition: str, cause: str) -> None:
     assert cause in waits(replace(running_job(), under_way=frozenset({condition})))
     assert cause not in waits(running_job())
 

@@ -73,7 +73,7 @@ def test_a_bare_node_starts_its_engine_and_its_rank_and_no_others() -> None:
     ]
 
 
-def test_what_runs_is_adopted() -> None:
+def test_running_workers_are_adopted() -> None:
     assert kinds(view(RUNNING, {0: "t"})) == []
 
 
@@ -81,7 +81,7 @@ def test_a_rank_whose_registration_is_heard_before_its_claim_is_neither_doubled_
     assert kinds(view(RUNNING, {})) == []
 
 
-def test_what_was_just_started_is_waited_for() -> None:
+def test_pending_launches_are_awaited() -> None:
     pending = {key: Launch("x", ProcessId(1, 1), 99.0) for key in ("rollout cpu:0", "train w 0")}
     assert kinds(view(), Launches(pending)) == []
 
@@ -105,7 +105,7 @@ def test_a_judges_engine_is_a_worker_of_its_own_beside_the_policys() -> None:
     assert stop == StopWorker("j", "it answers nothing", at_once=True)
 
 
-def test_what_a_node_that_came_back_with_fewer_slots_has_no_more_is_not_started_and_its_world_is_lost() -> None:
+def test_lost_slot_starts_no_worker_and_its_world_is_lost() -> None:
     """Else an accelerator that is gone would end the job: whatever is started there never lasts."""
     fewer = NodeRecord(name="node-0", incarnation="a", address="h:1", slots=("cpu:1",), pid=1)
     seen = replace(view(), nodes={"node-0": fewer, "node-1": fewer.model_copy(update={"name": "node-1"})})
@@ -171,7 +171,7 @@ def test_a_new_world_that_goes_on_from_copies_is_told_whose() -> None:
     assert world_start(replace(first, mirror=mirror)) == WorldStart(step=4, state=state)
 
 
-def test_what_cannot_be_spawned_is_tried_again_later_and_in_the_end_given_up(tmp_path: Path) -> None:
+def test_failed_spawn_is_retried_with_backoff_and_finally_abandoned(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.write_text("a file where the daemon's folder should be")
     clock = FakeClock()

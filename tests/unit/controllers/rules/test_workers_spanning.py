@@ -212,7 +212,7 @@ def test_on_gpus_an_engine_is_started_only_when_those_on_any_of_its_slots_sleep(
 SLOTS = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
 
 
-def test_what_an_engine_did_is_booked_on_every_slot_of_it_and_the_books_sum() -> None:
+def test_engine_time_is_booked_on_each_of_its_slots_and_the_account_sums() -> None:
     plan = Plan(generation=2, world="w", ranks=(), engines=(pair(0), pair(2)))
     view = placed(pair(0), pair(2))
     worker = engine("e", "cpu:0").model_copy(update={"further": ("cpu:1",)})
@@ -274,7 +274,7 @@ def test_lending_takes_whole_engines_and_only_where_both_pools_have_the_same() -
         assert {p.node for p in found.plan.engines if not p.judge and not p.asleep} == {"a", "b"}
 
 
-def test_what_serves_a_slot_names_all_the_slots_of_its_engine() -> None:
+def test_slot_roles_name_all_slots_of_a_spanning_engine() -> None:
     plan = Plan(generation=1, world="w", ranks=(), engines=(pair(0), pair(0, "j", asleep=True), place("cpu:2")))
     assert slot_roles(plan) == {
         Slot("node-0", "cpu:0"): ["rollout on 0+1", "judge j on 0+1 (asleep)"],

@@ -152,7 +152,7 @@ def with_mirror(seen: JobView, **changes: Any) -> JobView:
 class TestAWorldThatIsLost:
     """Each node says what lies in its memory; then the new world goes on from there, or from a checkpoint."""
 
-    def test_nobody_takes_stock_while_all_is_well(self) -> None:
+    def test_copies_are_not_reported_while_the_world_is_well(self) -> None:
         assert intents(view(lost=False), ReportCopies) == []
 
     def test_each_node_says_once_what_it_has_for_each_head_and_each_life_of_its_controller(self) -> None:
@@ -183,7 +183,7 @@ class TestAWorldThatIsLost:
         ],
         ids=["of an older look", "of the step before", "of a step that was not committed", "of another world"],
     )
-    def test_what_is_not_of_exactly_head_is_not_at_hand(self, strange: NodeCopies) -> None:
+    def test_copies_of_another_state_than_head_do_not_count(self, strange: NodeCopies) -> None:
         assert state_at_hand(view(stock("node-0", 0), strange), frozenset({"node-0", "node-1"})) is None
 
     def test_after_some_worlds_that_died_a_checkpoint_is_gone_back_to(self) -> None:
@@ -230,7 +230,7 @@ class TestANodeThatComes:
         assert [place.node for place in new.engines] == ["node-0", "node-1", "node-2"]
         assert (new.ranks, new.world, new.generation) == (old.record.ranks, "w", 2)
 
-    def test_who_has_engines_already_changes_nothing_and_neither_does_a_node_that_goes(self) -> None:
+    def test_plan_with_engines_on_every_node_is_not_changed(self) -> None:
         assert intents(view(lost=False), ChangePlan) == []
         assert intents(view(lost=False, nodes=1), ChangePlan) == []
 
@@ -360,7 +360,7 @@ SLOTS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 3), min_size=1
 
 
 @given(SLOTS, SLOTS)
-def test_whoever_comes_and_goes_every_slot_that_is_there_has_one_engine_and_the_world_stays(
+def test_every_present_slot_keeps_one_engine_and_the_world_stays_when_nodes_change(
     before: dict[str, int], after: dict[str, int]
 ) -> None:
     def there(nodes: dict[str, int]) -> Snapshot:

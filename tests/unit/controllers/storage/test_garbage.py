@@ -74,7 +74,7 @@ def test_a_policy_says_what_stays(keep: KeepPolicy, expected: list[float]) -> No
     assert going(FIVE, keep) == expected
 
 
-def test_what_is_needed_stays_and_takes_its_room() -> None:
+def test_needed_runs_stay_and_count_toward_the_quota() -> None:
     needed = run(9.0, gib=2.0, needed_by="job x has not ended")
     assert going([needed, *FIVE], KeepPolicy(newest=0)) == [1, 2, 3, 4, 5]
     assert going([needed, *FIVE], KeepPolicy(total_gib=3.5)) == [2, 3, 4, 5]
@@ -97,9 +97,7 @@ KEEP = st.builds(
 
 
 @given(st.lists(FOUND, max_size=25), st.builds(GarbageSection, runs=KEEP, caches=KEEP, logs=KEEP))
-def test_whatever_the_policy_what_is_needed_and_the_newest_stay_and_the_rest_has_room(
-    found: list[GarbageCandidate], section: GarbageSection
-) -> None:
+def test_needed_and_newest_runs_stay_under_any_policy(found: list[GarbageCandidate], section: GarbageSection) -> None:
     verdicts = decide_garbage(found, section, NOW)
     assert sorted(map(id, found)) == sorted(id(one.found) for one in verdicts)
     assert not [one for one in verdicts if one.goes and one.found.needed_by]
@@ -241,7 +239,7 @@ async def test_caches_logs_and_scratch_go_unless_a_job_or_a_worker_needs_them(tm
     assert left == {one.name for one in stays} | {".data.11.lock", "node-0.log"}
 
 
-async def test_what_was_used_within_the_hour_stays(tmp_path: Path) -> None:
+async def test_files_used_within_the_hour_stay(tmp_path: Path) -> None:
     node = Node(tmp_path)
     node.aged(node.home / "cache" / ".data.00.index", 0.01)
     young = await node.job(A, JobPhase.SUCCEEDED, created=NOW - YOUNG_S + 1)
@@ -251,7 +249,7 @@ async def test_what_was_used_within_the_hour_stays(tmp_path: Path) -> None:
     assert found[old.name].goes
 
 
-async def test_what_a_job_names_that_was_created_since_it_was_looked_at_stays(tmp_path: Path) -> None:
+async def test_files_named_by_a_job_created_since_the_scan_stay(tmp_path: Path) -> None:
     node = Node(tmp_path)
     named, other = await node.job(A, JobPhase.SUCCEEDED), await node.job(B, JobPhase.SUCCEEDED)
     cache = node.aged(node.home / "cache" / ".data.00.index", 20)
@@ -315,7 +313,7 @@ async def test_with_a_record_that_cannot_be_read_nothing_is_deleted(
     assert "garbage collection stops" in caplog.text
 
 
-async def test_what_cannot_be_deleted_is_told_and_the_rest_goes(
+async def test_undeletable_file_is_reported_and_the_rest_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = Node(tmp_path)

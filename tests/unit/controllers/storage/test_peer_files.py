@@ -85,7 +85,7 @@ async def test_nothing_is_read_through_a_link(tmp_path: Path, link: str) -> None
                     pass
 
 
-async def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+async def test_special_files_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     os.mkfifo(tmp_path / "weights" / "pipe")
     async with serving(tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
@@ -138,7 +138,7 @@ async def test_weights_and_a_checkpoint_of_one_version_are_fetched_at_the_same_t
 
 
 @pytest.mark.parametrize("harm", ["a byte", "cut off", "another checkpoint", "no manifest"])
-async def test_what_is_damaged_at_the_peer_never_gets_its_name_here(tmp_path: Path, harm: str) -> None:
+async def test_file_damaged_at_the_peer_is_not_installed_here(tmp_path: Path, harm: str) -> None:
     digest = checkpoint(tmp_path / "theirs")
     model = tmp_path / "theirs" / "checkpoints" / "0-3" / "model.safetensors"
     data = bytearray(model.read_bytes())

@@ -154,7 +154,7 @@ async def test_of_peers_that_have_it_damaged_the_whole_one_counts(tmp_path: Path
     verify_files(node.run_dir / "checkpoints/0-3", digest)
 
 
-async def test_what_lies_here_damaged_is_replaced_before_a_rank_starts_from_it(tmp_path: Path) -> None:
+async def test_damaged_local_checkpoint_is_replaced_before_a_rank_starts_from_it(tmp_path: Path) -> None:
     node, digest = Node(tmp_path), checkpoint(tmp_path / "theirs")
     async with serving(tmp_path / "theirs") as address:
         seen = view({"node-1": address}, {"node-1": held(digest)})
@@ -165,7 +165,7 @@ async def test_what_lies_here_damaged_is_replaced_before_a_rank_starts_from_it(t
         assert node.own.brought == {"w"}
 
 
-async def test_what_lies_here_damaged_and_nobody_else_has_is_not_said_to_lie_here(tmp_path: Path) -> None:
+async def test_damaged_checkpoint_without_another_copy_is_not_reported_as_present(tmp_path: Path) -> None:
     node, digest = Node(tmp_path), checkpoint(tmp_path / "mine")
     seen = view({})
     assert await node.does(ReportFolder(), seen) is TxnOutcome.WON
@@ -320,7 +320,7 @@ async def test_a_disk_that_takes_nothing_is_told_and_ends_nothing(tmp_path: Path
     assert "cannot write to its run folder" in node.told["copies"]
 
 
-async def test_what_peers_do_not_give_for_a_while_is_told_until_they_do(tmp_path: Path) -> None:
+async def test_files_that_peers_do_not_deliver_are_reported_until_they_do(tmp_path: Path) -> None:
     node, token = Node(tmp_path), Token(0, 1, 1)
     (tmp_path / "theirs").mkdir()
     async with serving(tmp_path / "theirs") as address:
@@ -349,7 +349,7 @@ async def test_where_nodes_share_a_folder_nothing_of_this_is_done(tmp_path: Path
     assert (await apply_action(ReportFolder(), running_job(), effects)).outcome is TxnOutcome.STALE
 
 
-async def test_what_was_left_of_the_log_is_said_as_it_was_when_a_controller_came(tmp_path: Path) -> None:
+async def test_remaining_log_is_reported_as_it_was_at_the_controllers_start(tmp_path: Path) -> None:
     """Higher than head's number only in a store that was put back; what is archived later is not."""
     node = Node(tmp_path)
     archive.append_entries(node.run_dir, "another", [entry_of(9)])

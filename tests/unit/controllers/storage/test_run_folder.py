@@ -67,9 +67,7 @@ async def test_of_two_that_do_not_share_one_names_the_other_and_the_path(
     assert nodes.pauses == 3
 
 
-async def test_what_lay_there_from_an_earlier_life_proves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_proof_from_an_earlier_life_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "LOOKS", 1)
     nodes = Nodes()
     for disk in ("one", "other"):

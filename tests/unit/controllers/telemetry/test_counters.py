@@ -83,7 +83,7 @@ async def test_checkpoints_are_counted_by_what_was_done_of_them_and_not_by_what_
     assert value(metrics, "gcore_checkpoints_total", result=result) == count
 
 
-async def test_what_was_heard_of_is_held_off_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_executor_accepts_actions_again_after_the_write_was_received(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the driver would look five times a second, for seconds after everything it does."""
 
     async def applied(*_: Any) -> ActionResult:
@@ -102,7 +102,7 @@ async def test_what_was_heard_of_is_held_off_no_more(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("action", [WakeEngine("e", ""), SleepEngine("e", ""), PublishWeights("e", Version(0, 1))])
-async def test_what_writes_nothing_is_not_waited_to_be_heard_of(
+async def test_action_without_a_write_does_not_wait_for_a_notification(
     action: Action, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or an engine that has woken would be brought no weights until somebody happened to write something."""

@@ -164,16 +164,14 @@ def test_numbers_ascend_and_whoever_goes_on_after_any_of_them_gets_exactly_the_r
 
 @given(histories(), HEARD)
 @settings(deadline=None)
-def test_what_is_never_written_over_has_the_same_number_whoever_hears_of_it(
-    history: History, how: dict[str, int]
-) -> None:
+def test_immutable_records_have_the_same_event_number_for_every_reader(history: History, how: dict[str, int]) -> None:
     one_by_one, other = history.heard(), history.heard(**how)  # type: ignore[arg-type]
     assert lasting(one_by_one)[-len(lasting(other)) or len(lasting(one_by_one)) :] == lasting(other)
 
 
 @given(histories(), st.integers(1, 5))
 @settings(deadline=None)
-def test_whoever_hears_everything_hears_the_same_however_much_comes_at_once(history: History, together: int) -> None:
+def test_batching_does_not_change_the_events_of_a_complete_reader(history: History, together: int) -> None:
     assert list(history.heard(together=together).events) == list(history.heard().events)
 
 

@@ -59,7 +59,7 @@ def test_each_change_is_told_once_and_in_order() -> None:
     assert sequences == sorted(set(sequences))
 
 
-def test_however_the_changes_are_batched_the_numbers_are_the_same() -> None:
+def test_batching_does_not_change_event_numbers() -> None:
     one_by_one = heard([[change] for change in changes()])
     at_once = heard([changes()[:3], changes()[3:7], changes()[7:]])
     assert [(e.sequence, e.kind) for e in at_once.events] == [(e.sequence, e.kind) for e in one_by_one.events]
@@ -79,7 +79,7 @@ def told(batches: list[list[WatchEvent]]) -> list[tuple[int, str]]:
     return [(event.sequence, event.message) for event in heard(pieces).events]
 
 
-def test_whoever_hears_of_two_checkpoints_together_tells_of_each_once_as_the_others_do() -> None:
+def test_two_checkpoints_in_one_batch_give_one_event_each() -> None:
     both = [checkpoints(1, revision=5), checkpoints(1, 2, revision=6)]
     alone = told([[both[0]], [both[1]]])
     assert [message for _, message in alone] == [
@@ -89,7 +89,7 @@ def test_whoever_hears_of_two_checkpoints_together_tells_of_each_once_as_the_oth
     assert told([both]) == alone
 
 
-def test_what_is_written_over_later_does_not_change_the_numbers_of_what_stays() -> None:
+def test_overwritten_records_do_not_change_the_numbers_of_others() -> None:
     """Of one revision: who lists the records afterwards finds the entry and the state, and another assignment."""
     base = chain.base_entry(2, "w", ChainWriter("node-0.a", "n"))
     entry = base.entry.model_copy(update={"kind": "rollback", "reason": "r", "lineage": 1})
@@ -108,7 +108,7 @@ def test_a_follower_goes_on_after_the_last_number_it_saw() -> None:
     assert log.after(log.events[-1].sequence) == []
 
 
-def test_what_is_listed_again_is_not_told_again() -> None:
+def test_repeated_listing_repeats_no_event() -> None:
     log, mirror = EventLog(KEYS), JobMirror(KEYS)
     for _ in range(2):
         batch = WatchBatch(tuple(changes()[:6]), 7, reset=True)
@@ -223,7 +223,7 @@ def test_each_move_is_told_once_however_its_record_is_written() -> None:
     assert len({tuple(e.sequence for e in heard(b).events) for b in ([[one] for one in writes], [writes])}) == 1
 
 
-def test_whoever_goes_on_is_not_told_again_of_what_a_list_sums_up() -> None:
+def test_resumed_follower_does_not_get_summarized_events_again() -> None:
     """Found later in one record, two checkpoints have other numbers than when each was registered."""
     listed = heard([[checkpoints(1, 2, revision=9), put(KEYS.log(0), changes()[2].kv.value, 10)]], reset=True)
     assert [event.message for event in listed.after(0)] == [

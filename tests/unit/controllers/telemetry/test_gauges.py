@@ -72,14 +72,14 @@ def test_the_newest_move_of_each_kind_counts_and_not_one_that_never_was() -> Non
     assert newest_moves(Moves(moves=(first, lent, second, lapsed))) == {"split": second, "lend": lent}
 
 
-def test_what_is_expected_of_a_step_is_the_newest_decisions() -> None:
+def test_expected_step_time_is_that_of_the_newest_decision() -> None:
     moved, stay = move(time=5.0, expected_s=3.0), HoldPeriod(since=1, step=2, time=9.0, expected_s=4.0)
     assert expected_step_s(Moves(moves=(moved,), stays=(stay,))) == 4.0
     assert expected_step_s(Moves(moves=(moved.model_copy(update={"time": 10.0}),), stays=(stay,))) == 3.0
     assert expected_step_s(Moves(moves=(move(),))) is None
 
 
-def test_what_is_not_known_any_more_is_not_shown() -> None:
+def test_outdated_measurements_are_removed() -> None:
     metrics = Metrics()
     metrics.show_move("sums", "split", MoveFigures(1.0, 2.0, 3.0, 4.0))
     metrics.show_move("sums", "split", MoveFigures(5.0))

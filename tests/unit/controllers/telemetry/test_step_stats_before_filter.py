@@ -59,7 +59,7 @@ def test_a_last_step_without_groups_still_says_what_was_filtered() -> None:
     assert "prompts_per_group" not in stats
 
 
-def test_what_is_filtered_is_offered_with_what_it_was_worth() -> None:
+def test_filtered_outcome_has_its_reward_and_length() -> None:
     buffer = GroupBuffer()
     spans = (VersionSpan(FIRST, 0, 2),)
     samples = tuple(Sample((1,) * n, (0.0,) * n, "", "stop", spans, reward=r) for n, r in ((2, 1.0), (4, 0.0)))

@@ -93,7 +93,7 @@ def test_a_step_of_demonstrations_says_no_reward() -> None:
     assert drop_reward_stats(stats) == {"groups/sums": 2.0, "tokens": 9.0, "loss": 1.0}
 
 
-def test_who_is_cut_off_more_often_than_not_is_named() -> None:
+def test_sources_with_mostly_truncated_responses_are_named() -> None:
     assert truncated_sources(NUMBERS | {"truncated": 0.9}, "data") == ["words"]
     assert truncated_sources({"truncated": 0.6}, "data") == ["data"]
     assert truncated_sources({"truncated": 0.5}, "data") == []

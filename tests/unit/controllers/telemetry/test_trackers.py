@@ -216,7 +216,7 @@ async def test_a_machine_that_cannot_start_one_more_process_is_told_of_and_tried
 
 
 @pytest.mark.usefixtures("quick")
-async def test_what_a_package_prints_does_not_fill_the_disk(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_output_of_a_package_does_not_fill_the_disk(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("controllers.telemetry.trackers.MOST_OUTPUT", 2_000_000)
     monkeypatch.setattr("controllers.telemetry.trackers.KEPT_OUTPUT", 1000)
     job = Job(run_dir)
@@ -237,7 +237,7 @@ async def test_what_a_package_prints_does_not_fill_the_disk(run_dir: Path, monke
     await asyncio.wait_for(keeping, 60)
 
 
-async def test_who_is_no_longer_first_lets_go_and_the_next_goes_on(run_dir: Path) -> None:
+async def test_controller_that_is_no_longer_first_stops_and_another_continues(run_dir: Path) -> None:
     job = Job(run_dir)
     others = [f"node-{n}.x" for n in range(1, 9)]
     job.members = [ME]
@@ -259,7 +259,7 @@ async def test_who_is_no_longer_first_lets_go_and_the_next_goes_on(run_dir: Path
 
 
 @pytest.mark.parametrize("how", ["", "hangs"])
-async def test_whoever_is_stopped_leaves_no_process(run_dir: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stopped_tracker_leaves_no_process(run_dir: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("controllers.telemetry.trackers.LET_GO_S", 1.0)
     job = Job(run_dir)
     keeping = asyncio.create_task(job.keeper().run())
@@ -274,7 +274,7 @@ async def test_whoever_is_stopped_leaves_no_process(run_dir: Path, how: str, mon
         os.kill(pid, signal.SIGCONT)
 
 
-async def test_who_is_not_first_starts_nothing_and_ends_with_the_job(run_dir: Path) -> None:
+async def test_controller_that_is_not_first_starts_no_tracker(run_dir: Path) -> None:
     job = Job(run_dir)
     job.members = ["node-9.x"]
     keeping = asyncio.create_task(job.keeper().run())

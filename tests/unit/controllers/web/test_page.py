@@ -111,7 +111,7 @@ def test_the_page_and_its_questions_are_answered(loop: asyncio.AbstractEventLoop
         "//",
     ],
 )
-def test_what_is_no_question_is_not_found(loop: asyncio.AbstractEventLoop, path: str) -> None:
+def test_unknown_paths_are_not_found(loop: asyncio.AbstractEventLoop, path: str) -> None:
     assert get(app_of(Told(), loop), path)[0] == "404 Not Found"
 
 
@@ -155,7 +155,7 @@ def test_more_than_a_few_at_once_are_told_to_come_again_and_later_they_are_answe
     assert get(app, "/page/jobs")[0] == "200 OK"
 
 
-def test_whoever_asks_is_told_as_that_caller_and_nobody_after_them(loop: asyncio.AbstractEventLoop) -> None:
+def test_request_is_answered_as_its_own_caller(loop: asyncio.AbstractEventLoop) -> None:
     told = Told()
     one = Caller("ann", Role.VIEWER, frozenset({"research"}))
     get(app_of(told, loop, who=lambda environ: one), "/page/jobs")

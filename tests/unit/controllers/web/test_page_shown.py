@@ -70,7 +70,7 @@ async def test_prometheus_is_told_where_nodes_are_reached(tmp_path: Path) -> Non
     assert await shown.targets() == [{"targets": ["10.0.0.7:9090"], "labels": {"node": "n0"}}]
 
 
-async def test_who_has_no_part_in_a_namespace_is_told_nothing_of_its_jobs(tmp_path: Path) -> None:
+async def test_jobs_of_a_foreign_namespace_are_hidden(tmp_path: Path) -> None:
     _, shown = await a_job(tmp_path, "research")
     with acting_as(BOB):
         assert (await shown.cluster())["jobs"] == []

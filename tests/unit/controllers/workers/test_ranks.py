@@ -75,7 +75,7 @@ def test_the_size_is_that_of_the_payload_nearly() -> None:
     assert 0.95 < share_bytes(one) / len(write_payload([one])) <= 1.0
 
 
-def test_what_nobody_holds_is_no_call() -> None:
+def test_empty_share_makes_no_call() -> None:
     assert list(split_shares([])) == []
 
 
@@ -135,7 +135,7 @@ async def test_a_rank_that_is_gone_by_now_is_not_connected() -> None:
         await links.feed(1, SEAL, [], 0, "a")
 
 
-async def test_what_a_rank_is_fed_is_hashed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_feed_is_hashed_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
 
     def sha256(data: bytes) -> Any:
