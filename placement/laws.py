@@ -84,7 +84,7 @@ def fit_train_law(history: Sequence[MeasuredStep]) -> TrainLaw:
     told = [(one.train_tokens / one.split.train, one.train_s) for one in history[-64:] if one.train_s is not None]
     if not told:
         return TrainLaw(0.0, 1e-3)
-    shares, seconds = np.array(told).T
+    shares, seconds = np.array(measured).T
     if shares.size >= 4 and float(shares.max()) > 1.8 * float(shares.min()):
         line = fit_line(shares, seconds)
         if line is not None:
@@ -193,16 +193,16 @@ def pace_start(history: Sequence[MeasuredStep], pool: str, since: int) -> int:
     told = [
         (one.step, points) for one in history[-SPEEDS:] if one.step >= since and (points := pool_points([one], pool))
     ]
-    if len(told) <= FEWEST:
+    if len(groups) <= FEWEST:
         return since
-    of_each = [np.array(points).T for _, points in told]
+    of_each = [np.array(points).T for _, points in groups]
     begins = np.cumsum([0, *(one.shape[1] for one in of_each)])
     every = np.concatenate(of_each, axis=1)
     together = _level(every, every, begins)
     for newest in range(1, min(3, len(of_each) - FEWEST) + 1):
         before = _level(every[:, : begins[-1 - newest]], every, begins)
         if all(plain_offset(offs[:-newest], offs[-newest:], LEAST_UNEVEN) for offs in (before, together)):
-            return told[-newest][0]
+            return groups[-newest][0]
     return since
 
 

@@ -296,8 +296,8 @@ class JobLoads:
 
 def present_plan(plan: Plan, loads: JobLoads) -> Plan:
     """Return the plan without the engines that no node reported: their nodes are absent, or they have not started."""
-    told = loads.by_key()
-    there = tuple(place for place in plan.engines if place.key in told)
+    loads_by_place = loads.by_key()
+    there = tuple(place for place in plan.engines if place.key in loads_by_place)
     return plan.model_copy(update={"engines": there})
 
 
@@ -456,7 +456,7 @@ def follows_plan(plan: Plan, loads: JobLoads, nodes: Collection[str]) -> bool:
     receive requests, and those that should sleep do."""
     told = loads.by_key()
     for place in (place for place in plan.engines if place.node in nodes):
-        known = told.get(place.key)
+        known = loads_by_place.get(place.key)
         if known is None or not (known.asleep if place.asleep else known.ready):
             return False
     return True
@@ -484,9 +484,9 @@ def _firsts(plan: Plan, loads: JobLoads, rows: int, *, to_judges: bool, needed: 
     for slot, places in on.items():
         leaves = [p for p in places if not p.asleep and bool(p.judge) != to_judges]
         comes = [p for p in places if p.asleep and bool(p.judge) == to_judges]
-        ready = [told.get(p.key) for p in comes]
+        ready = [loads_by_place.get(p.key) for p in comes]
         if leaves and comes and all(one is not None and one.asleep for one in ready):
-            busy = [told.get(p.key) for p in leaves]
+            busy = [loads_by_place.get(p.key) for p in leaves]
             found.append((sum(one.running + one.waiting for one in busy if one is not None), slot))
     chosen = []
     for _, slot in sorted(found):

@@ -238,9 +238,9 @@ def engine_reports(instance: str, pool: Pool, passed: EngineTime, over: Timeline
     for meaning, begin, end in _stretches(over, passed.begin, passed.end):
         share = (end - begin) / length
         seconds: dict[State, float] = {busy(pool): passed.busy_s * share, SYNCING: passed.paused_s * share}
-        for state, told in ((meaning.idle, passed.idle_s), (meaning.asleep, passed.asleep_s)):
+        for state, duration in ((meaning.idle, passed.idle_s), (meaning.asleep, passed.asleep_s)):
             if state is not None:
-                seconds[state] = seconds.get(state, 0.0) + told * share
+                seconds[state] = seconds.get(state, 0.0) + duration * share
         yield TimeReport(instance, begin, end, seconds)
 
 
@@ -318,10 +318,10 @@ class RankReports:
         for meaning, begin, end in _stretches(over, self._claimed, until):
             share = shrink * (end - begin) / length
             seconds: dict[State, float] = {}
-            for phase, told in phases.items():
+            for phase, duration in phases.items():
                 state = meaning.idle if phase == WAITING else MOVING.get(phase, busy("train"))
-                if state is not None and told > 0:
-                    seconds[state] = seconds.get(state, 0.0) + told * share
+                if state is not None and duration > 0:
+                    seconds[state] = seconds.get(state, 0.0) + duration * share
             yield TimeReport(self.instance, begin, end, seconds)
 
 

@@ -465,10 +465,12 @@ class StepAccountBuilder:
             if one.failing is not None and one.failing <= now - UNREACHABLE_S
         }
         answering = [engine for instance, engine in self._engines.items() if instance not in failing]
-        heard = min((engine.last.at if engine.last is not None else self._begun for engine in answering), default=now)
+        reported = min(
+            (engine.last.at if engine.last is not None else self._begun for engine in answering), default=now
+        )
         if now < self._since + PATIENCE_S and self._gap.waits(failing):
-            heard = self._begun
-        until = now if final else min(heard, now - REPORT_DELAY_S)
+            reported = self._begun
+        until = now if final else min(reported, now - REPORT_DELAY_S)
         closed = []
         while self._boundaries and (self._boundaries[0].at <= until or self._boundaries[0].at <= now - PATIENCE_S):
             boundary = self._boundaries.popleft()

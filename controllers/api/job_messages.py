@@ -266,8 +266,8 @@ def describe_run(run_dir: Path) -> pb.Job | None:
     if copy is None:
         return None
     message = describe_job(archive.mirror_of(copy.uid, copy.batch))
-    for told in (message, message.best) if message.HasField("best") else (message,):
-        told.checkpoint = told.checkpoint.replace(message.run_dir, str(run_dir), 1)
+    for shown in (message, message.best) if message.HasField("best") else (message,):
+        shown.checkpoint = shown.checkpoint.replace(message.run_dir, str(run_dir), 1)
     message.run_dir = str(run_dir)
     return message
 
@@ -437,9 +437,9 @@ async def list_jobs(jobs: StoreReader, request: pb.ListJobsRequest) -> pb.ListJo
         for start in range(0, len(named), AT_ONCE):
             some = named[start : start + AT_ONCE]
             read = await asyncio.gather(*(jobs.summary(uid) for uid, _ in some))
-            told = [None if one is None else summarize_job(one) for one in read]
-            await add_queue_positions(jobs, [job for job in told if job is not None], shares)
-            for (_, revision), job in zip(some, told, strict=True):
+            summaries = [None if one is None else summarize_job(one) for one in read]
+            await add_queue_positions(jobs, [job for job in summaries if job is not None], shares)
+            for (_, revision), job in zip(some, summaries, strict=True):
                 looked, before = looked + 1, revision
                 if job is not None and ask.has(job):
                     found.append(job)

@@ -68,8 +68,8 @@ HELD = 64
 def line_time(line: str) -> float:
     """The time that a line contains, in seconds since the epoch; 0 if it contains none. Without a zone it is this machine's local time."""
     if line.startswith("{"):
-        told = parse_object(line)
-        stamp = told.get("time") if told is not None else None
+        tree = parse_object(line)
+        stamp = tree.get("time") if tree is not None else None
         if isinstance(stamp, int | float) and not isinstance(stamp, bool):
             return float(stamp)
         line = stamp if isinstance(stamp, str) else ""
@@ -367,8 +367,8 @@ class LogStream:
                     with explain_os_errors("a log cannot be read", where=one.log.path):
                         lines, more = await asyncio.to_thread(one.reader.read, last=last)
                     for line in lines:
-                        if (told := self._line(one, line)) is not None:
-                            yield told
+                        if (message := self._line(one, line)) is not None:
+                            yield message
             if last:
                 return
             await self.clock.sleep(LOOK_S)
@@ -399,12 +399,12 @@ class LogStream:
         if self.ask.since and one.time < self.ask.since:
             return None
         log = one.log
-        told = pb.LogLine(instance=log.instance, node=log.node, role=log.role, text=line.text, time=time)
+        message = pb.LogLine(instance=log.instance, node=log.node, role=log.role, text=line.text, time=time)
         if log.rank is not None:
-            told.rank = log.rank
+            message.rank = log.rank
         if self.ask.places:
-            told.place.CopyFrom(_placed(log, line.behind, one.time))
-        return told
+            message.place.CopyFrom(_placed(log, line.behind, one.time))
+        return message
 
 
 def _placed(log: WorkerLog, place: LogPosition, time: float) -> pb.LogPlace:
@@ -466,10 +466,10 @@ async def merge_logs(sources: Sequence[Source]) -> AsyncGenerator[pb.LogLine, No
                 await asyncio.wait({getting, bringing}, return_when=asyncio.FIRST_COMPLETED)
                 if not getting.done():
                     continue
-                told = getting.result()
+                message = getting.result()
             finally:
                 getting.cancel()
-            yield told
+            yield message
         bringing.result()
     finally:
         await cancel_all([bringing])

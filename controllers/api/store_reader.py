@@ -127,7 +127,7 @@ class StoreReader:
 
     async def batch(self, uid: str) -> WatchBatch:
         """All records of a job, as a watch batch."""
-        return _as_heard(await self._store.list(JobKeys(uid).prefix))
+        return _as_watch_batch(await self._store.list(JobKeys(uid).prefix))
 
     async def mirror(self, uid: str) -> JobMirror:
         """The mirror of a job with its current records."""
@@ -206,7 +206,7 @@ class StoreReader:
         found, evaluated = await asyncio.gather(reading, self._store.newest(job_keys.eval_prefix, 1))
         there = (*(kv for kv in found if kv is not None), *evaluated.kvs)
         try:
-            mirror = self._here(JobMirror(job_keys).fold(_as_heard(KeyListing(there, 0))))
+            mirror = self._here(JobMirror(job_keys).fold(_as_watch_batch(KeyListing(there, 0))))
         except UnreadableRecord as error:
             return UnreadableJob(uid, _name_of(found[0]), str(error))
         return mirror if mirror.job is not None else None
@@ -268,7 +268,7 @@ class StoreReader:
         is none yet."""
         known = await self._known_tokens(uid)
         listing = await self._store.list(JobKeys(uid).prefix)
-        batch = _as_heard(listing)
+        batch = _as_watch_batch(listing)
         run_dir: Path | None = None
         with contextlib.suppress(UnreadableRecord):  # the audit reports it
             mirror = self._here(mirror_of(uid, batch))
@@ -282,7 +282,7 @@ class StoreReader:
     async def _known_tokens(self, uid: str) -> Collection[tuple[str, Token]]:
         """The worlds and tokens of the receipts that the run's folder has now."""
         with contextlib.suppress(UnreadableRecord, OSError):  # the audit reports them
-            mirror = self._here(mirror_of(uid, _as_heard(await self._store.list(JobKeys(uid).job))))
+            mirror = self._here(mirror_of(uid, _as_watch_batch(await self._store.list(JobKeys(uid).job))))
             if mirror.job is not None:
                 return await asyncio.to_thread(known_tokens, mirror.run_dir)
         return ()
@@ -308,14 +308,14 @@ def _readable(kind: type[R], listing: KeyListing) -> tuple[R, ...]:
     return tuple(record for kv in listing.kvs if (record := read_record(kind, kv, None)) is not None)
 
 
-def _as_heard(listing: KeyListing) -> WatchBatch:
+def _as_watch_batch(listing: KeyListing) -> WatchBatch:
     return WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, reset=True)
 
 
 def _leave_copy(uid: str, listing: KeyListing, run_dir: Path) -> None:
     """Write the copy of an ended job's records. Errors are ignored: they must not fail the audit."""
     with contextlib.suppress(OSError, UnreadableRecord):
-        mirror = mirror_of(uid, _as_heard(listing))
+        mirror = mirror_of(uid, _as_watch_batch(listing))
         if mirror.job is None or not mirror.has_ended:
             return
         if not archive.has_copy(run_dir, mirror.head.record if mirror.head else None):

@@ -62,7 +62,7 @@ AT_ONCE = 256
 SOON_S, LATER_S = 0.05, 1.0
 """Shortest and longest delay between checks whether this controller works on a job that should run."""
 
-HEARD_S = 20.0
+CATCH_UP_S = 20.0
 """Seconds until the stream fails because this controller does not work on the job."""
 
 
@@ -116,13 +116,13 @@ def has_no_values(names: Collection[str], entries: Iterable[LogEntry]) -> bool:
     """Whether some of `names` cannot be checked yet because there is no step. Raises BadFields for an unknown name. Blocks if iterating
     `entries` blocks."""
     asked = set(names) - STEP_STATS.keys() - set(COUNTS)
-    told: set[str] = set()
+    reported: set[str] = set()
     for entry in entries if asked else ():
-        told |= finite_numbers(entry.stats).keys()
-        if asked <= told:
+        reported |= finite_numbers(entry.stats).keys()
+        if asked <= reported:
             return False
-    if asked and told and (unknown := sorted(asked - told)):
-        near = did_you_mean(unknown[0], told | STEP_STATS.keys() | set(COUNTS))
+    if asked and reported and (unknown := sorted(asked - reported)):
+        near = did_you_mean(unknown[0], reported | STEP_STATS.keys() | set(COUNTS))
         raise bad_field(
             "names",
             f"{unknown[0][:80]!r} is not a metric of this job's steps so far{near}",
@@ -293,7 +293,7 @@ class StreamMethods(JobsServiceBase):
 
     async def _settled(self, uid: str) -> JobRunner | None:
         """The runner of a job; waits for the runner of a new job. None: the job has ended or waits for slots."""
-        end, rest = self._clock.monotonic() + HEARD_S, SOON_S
+        end, rest = self._clock.monotonic() + CATCH_UP_S, SOON_S
         while self._clock.monotonic() < end:
             runner = self._runner(uid)
             if runner is not None and not runner.closed:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 
-HEARD_S = 1.0
+CATCH_UP_S = 1.0
 """Maximum wait for the watch to show a change that was just written."""
 
 NO_SHARES = Versioned(Shares(), 0)
@@ -177,8 +177,8 @@ class ClusterMirror:
             self._set("quotas", quotas)
             self._set("drained", frozenset(drained))
             of_sick = tuple(event for event in batch.events if event.kv.key.startswith(keys.SICK))
-            heard = WatchBatch(of_sick, batch.revision, batch.reset)
-            self._set("sick", _fold(self.sick, heard, keys.SICK, SickSlots))
+            sick = WatchBatch(of_sick, batch.revision, batch.reset)
+            self._set("sick", _fold(self.sick, sick, keys.SICK, SickSlots))
 
         await self._watch(keys.POOL, fold)
 
@@ -222,9 +222,9 @@ class ClusterMirror:
         )
 
     async def queue_with(self, revision: int) -> Mapping[str, QueuePosition]:
-        """The queue with all claims up to store revision `revision`, so that it includes a change just made. After HEARD_S, the current queue."""
+        """The queue with all claims up to store revision `revision`, so that it includes a change just made. After CATCH_UP_S, the current queue."""
         with contextlib.suppress(TimeoutError):
-            async with limit_time(HEARD_S):
+            async with limit_time(CATCH_UP_S):
                 await self._changes.until(lambda: self.is_complete and self.revisions.get(keys.ACTIVE, 0) >= revision)
         return self.queue
 

@@ -177,7 +177,7 @@ class NodeRegistration:
         self._session = session
         self._ready = ready
         self._registered = False
-        self._told: tuple[bool, str] | None = None
+        self._published: tuple[bool, str] | None = None
         self._written = 0
         """The schema version of the written record."""
         self._sick: dict[str, str] = {}
@@ -211,8 +211,8 @@ class NodeRegistration:
             status = f"ready: {len(self._config.slots)} slots, {len(self._health.sick)} of them unhealthy"
         else:
             status = "waiting for the store: the lease is not renewed" if not alive else "registering the node"
-        if (ready, status) != self._told:
-            self._told = ready, status
+        if (ready, status) != self._published:
+            self._published = ready, status
             await self._ready(ready, status)
 
     async def _register(self, record: NodeRecord) -> None:
@@ -295,9 +295,9 @@ async def raise_version(
 
 async def _tell(store: Store, version: int) -> bool:
     """Record in the store that `version` is written; return whether the record names it or a newer one."""
-    told = await store.get(keys.WRITTEN)
-    said = parse_version(told.value) if told is not None else None
+    stored = await store.get(keys.WRITTEN)
+    said = parse_version(stored.value) if stored is not None else None
     if said is not None and said >= version:
         return True
-    compare = Compare(keys.WRITTEN, told.mod_revision if told is not None else 0)
+    compare = Compare(keys.WRITTEN, stored.mod_revision if stored is not None else 0)
     return (await store.transact((compare,), (Put(keys.WRITTEN, str(version).encode()),))).won

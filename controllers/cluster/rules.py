@@ -104,8 +104,8 @@ def update_health(
             if worker.job_uid in active:
                 for slot in worker.slots:
                     failing[slot] = _once_more(failing.get(slot), worker, now)
-    told = replace(health, counted=frozenset(counted), failing=failing, served=served)
-    return _judged(replace(told, relapses=relapses, resting=resting), now)
+    updated = replace(health, counted=frozenset(counted), failing=failing, served=served)
+    return _judged(replace(updated, relapses=relapses, resting=resting), now)
 
 
 def next_check_at(health: NodeHealth) -> float | None:

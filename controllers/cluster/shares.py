@@ -74,11 +74,11 @@ class ShareWriter:
                 report = await TransactionExecutor(self._store, nobodys).run(txn)
                 log.info("writing the shares of slots: %s", report.outcome)
                 if report.outcome is TxnOutcome.WON:
-                    await self._heard(known)
+                    await self._await_notification(known)
                     continue
             await self._changes.wait(LOOK_AGAIN_S)
 
-    async def _heard(self, before: Versioned[Shares]) -> None:
+    async def _await_notification(self, before: Versioned[Shares]) -> None:
         """Wait until the watch shows what was written: a new decision before that would lose the compare."""
         end = self._clock.monotonic() + LOOK_AGAIN_S
         while self._cluster.shares is before and self._clock.monotonic() < end:

@@ -216,7 +216,7 @@ class ServiceNotifier:
         self._manager = manager
         self._health = health
         self._clock = clock
-        self._told_ready = False
+        self._reported_ready = False
         self._stopping = False
         self.ready = False
         """The state as last reported."""
@@ -227,8 +227,8 @@ class ServiceNotifier:
         await self._health(self.ready)
         if self._stopping:
             return
-        if ready and not self._told_ready:
-            self._told_ready = True
+        if ready and not self._reported_ready:
+            self._reported_ready = True
             self._manager.tell("READY=1", f"STATUS={status}")
         else:
             self._manager.tell(f"STATUS={status}")
@@ -241,13 +241,13 @@ class ServiceNotifier:
 
     def reloading(self) -> None:
         """Report that the daemon reloads its files; `reloaded` follows."""
-        if self._told_ready and not self._stopping:
+        if self._reported_ready and not self._stopping:
             micros = int(self._clock.monotonic() * 1e6)
             self._manager.tell("RELOADING=1", f"MONOTONIC_USEC={micros}")
 
     def reloaded(self, status: str) -> None:
         """Report the result of the reload in `status`."""
-        if self._told_ready and not self._stopping:
+        if self._reported_ready and not self._stopping:
             self._manager.tell("READY=1", f"STATUS={status}")
 
     async def feed_watchdog(self) -> None:

@@ -98,12 +98,12 @@ class _Round:
     def note(self, parts: Iterable[EvalPart], now: float) -> None:
         """Record how many parts each member has delivered by the time `now`."""
         for name, count in Counter(part.by for part in parts).items():
-            if self.heard.get(name, (0, now))[0] != count:
-                self.heard[name] = (count, now)
+            if self.last_delivery.get(name, (0, now))[0] != count:
+                self.last_delivery[name] = (count, now)
 
     def quiet(self, members: Iterable[str], now: float) -> dict[str, float]:
         """Seconds since each member last delivered a part."""
-        return {name: now - self.heard.get(name, (0, self.began))[1] for name in members}
+        return {name: now - self.last_delivery.get(name, (0, self.began))[1] for name in members}
 
 
 class Evaluator:

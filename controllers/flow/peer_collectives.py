@@ -93,8 +93,8 @@ class PeerCollectives:
         value there."""
         while True:
             mine = self._parts().get(self._me)
-            told = mine.at if mine is not None else Version(-1, -1)
-            if told < self._at and self._somebody_waits():
+            reported = mine.at if mine is not None else Version(-1, -1)
+            if reported < self._at and self._somebody_waits():
                 await self._give(Part(incarnation=self._me, at=self._at))
             else:
                 await self._changes.wait(COLLECTIVE_LOOK_AGAIN_S)
@@ -132,7 +132,7 @@ class PeerCollectives:
             await self._clock.sleep(COLLECTIVE_LOOK_AGAIN_S)
             return
         waited = self._clock.monotonic()
-        while self._mirror().revision < max(report.revision, heard + 1):
+        while self._mirror().revision < max(report.revision, before + 1):
             await self._changes.wait(COLLECTIVE_LOOK_AGAIN_S)
             if self._clock.monotonic() - waited >= COLLECTIVE_LOOK_AGAIN_S:
                 return  # the caller checks again in either case

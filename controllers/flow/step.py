@@ -185,9 +185,9 @@ class JobStep:
 
     def _use(self, name: str) -> None:
         # A second value would be ignored, because contributions never change.
-        if name in self._told:
+        if name in self._reported:
             raise ValueError(f"{name!r} was already used in this step; use another name")
-        self._told.add(name)
+        self._reported.add(name)
 
 
 class JobBatch:

@@ -81,7 +81,7 @@ class JudgeMetricsObserver:
         """Number of answered questions, as progress of a wait. Failed attempts do not count, so that waiting for a
         server that refuses everything is reported."""
         self._unreadable: Counter[str] = Counter()
-        self._next_told: dict[str, int] = {}
+        self._next_report: dict[str, int] = {}
         self._readable: set[str] = set()
         self._last_example: dict[str, str] = {}
         self._waits: dict[str, str] = {}
@@ -132,8 +132,8 @@ class JudgeMetricsObserver:
         self._unreadable[judge] += 1
         count = self._unreadable[judge]
         self._last_example[judge] = f"such as {example!r}: {why}. {READABLE}"
-        if count >= self._next_told.get(judge, 1):
-            self._next_told[judge] = count * TOLD_AT
+        if count >= self._next_report.get(judge, 1):
+            self._next_report[judge] = count * REPORT_FACTOR
             many = "an answer" if count == 1 else f"{count} answers"
             self._tell(
                 f"judge-{judge}", f"judge {judge!r} gave {many} that cannot be parsed, {self._last_example[judge]}"
@@ -385,10 +385,10 @@ class ExternalJudges:
     def _tell_spent(self, judge: JudgeSpec) -> None:
         assert judge.external is not None
         mirror, topic = self._mirror(), f"judge-cost-{judge.name}"
-        if judge.name in self._told or topic in mirror.troubles or self._me != min(mirror.members, default=None):
+        if judge.name in self._reported or topic in mirror.troubles or self._me != min(mirror.members, default=None):
             return
         if self.spending.overdrawn(judge.name):
-            self._told.add(judge.name)
+            self._reported.add(judge.name)
             most = f"{judge.external.most_cost:g}"
             self._tell(
                 topic, f"judge {judge.name!r} has spent its budget of {most} (external.most_cost), and the job waits"

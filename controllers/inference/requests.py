@@ -286,12 +286,12 @@ class Requests:
         # Request names are unique: an abort of a cancelled request must not end its retry.
         rid = f"{rid}/{next(self._requests)}"
         asked = connection.asked[rid] = InFlightRequest(len(seeds), owing)
-        heard = growing
+        callback = growing
         if growing is not None:
-            heard = ProgressCallback(
+            callback = ProgressCallback(
                 growing.every, self._note_tokens(connection, asked, owing, growing, version, newer=follow is not None)
             )
-        request = connection.client.generate_each(prompts, params, seeds=seeds, rid=rid, growing=heard)
+        request = connection.client.generate_each(prompts, params, seeds=seeds, rid=rid, growing=callback)
         samples = await self._finish_request(
             instance, connection, rid, len(seeds), owing, request, lambda samples: samples
         )

@@ -124,20 +124,20 @@ class FetchProgress:
         self._node = node
         self._path = path
         self._lease = lease
-        self._told = asyncio.Event()
+        self._news = asyncio.Event()
         self._now = (0, 0)
 
     def note(self, done: int, total: int) -> None:
         """Set the current progress."""
         self._now = (done, total)
-        self._told.set()
+        self._news.set()
 
     async def run(self) -> None:
         """Write progress until cancelled. Writes nothing for a model that is already present."""
         written = -1
         while True:
-            await self._told.wait()
-            self._told.clear()
+            await self._news.wait()
+            self._news.clear()
             done, total = self._now
             step = done * STEPS // max(total, 1)
             if step == written or (written < 0 and done >= total):

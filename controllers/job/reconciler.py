@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 STOP_S = 2.0
 
-HEARD_WITHIN_S = 5.0
+NOTIFIED_WITHIN_S = 5.0
 """A successful action may be decided again if the watch does not show its result within this time."""
 
 
@@ -73,14 +73,14 @@ class ActionsInFlight:
 
     def under_way(self) -> frozenset[str]:
         """The conditions that must not be decided now."""
-        now, heard = self._clock.monotonic(), self._job.mirror.revision
-        held = (c for c, (revision, until) in self._held_off.items() if now < until and heard < revision)
+        now, revision_seen = self._clock.monotonic(), self._job.mirror.revision
+        held = (c for c, (revision, until) in self._held_off.items() if now < until and revision_seen < revision)
         return frozenset((*self._background, *held))
 
     def forget_what_is_over(self, now: float) -> None:
         """Drop the conditions whose result was seen, or that were held off long enough."""
-        heard = self._job.mirror.revision
-        self._held_off = {c: held for c, held in self._held_off.items() if now < held[1] and heard < held[0]}
+        revision_seen = self._job.mirror.revision
+        self._held_off = {c: held for c, held in self._held_off.items() if now < held[1] and revision_seen < held[0]}
 
     def raise_defect(self) -> None:
         """Raise the defect that occurred in a background action, if any."""
@@ -123,7 +123,7 @@ class ActionsInFlight:
             self._job.look_anew()
             return
         # Until the watch shows the result, the view is older than the action, and deciding again would lose the compare.
-        until = self._clock.monotonic() + (HEARD_WITHIN_S if done.outcome is TxnOutcome.WON else LOOK_AGAIN_S)
+        until = self._clock.monotonic() + (NOTIFIED_WITHIN_S if done.outcome is TxnOutcome.WON else LOOK_AGAIN_S)
         self._held_off[intent.condition] = (done.revision or self._job.mirror.revision + 1, until)
         self._job.look_anew()
 

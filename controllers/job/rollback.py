@@ -112,9 +112,9 @@ async def highest_numbers(view: JobView, run_dir: Path) -> chain.HighWater:
     lineage, left = await asyncio.gather(
         asyncio.to_thread(highest_lineage, run_dir), asyncio.to_thread(highest_in_folder, run_dir)
     )
-    told = (stored.record.entry for stored in view.mirror.folders.values())
+    entries = (stored.record.entry for stored in view.mirror.folders.values())
     return chain.HighWater(
-        lineage=max(lineage, left.lineage, highest_reported_lineage(view)), entry=max((left.entry, *told))
+        lineage=max(lineage, left.lineage, highest_reported_lineage(view)), entry=max((left.entry, *entries))
     )
 
 

@@ -136,8 +136,8 @@ class StepHistory:
                 continue
             there = books.get(version, {})
             if seen.measured is None or len(there) > seen.booked:
-                told = map(count_questions, there.values()) if self._scores else there.values()
-                found = measure_step(told, seen.entry, seen.lengths, seen.split, sizes, least=seen.slots)
+                accounts = map(count_questions, there.values()) if self._scores else there.values()
+                found = measure_step(accounts, seen.entry, seen.lengths, seen.split, sizes, least=seen.slots)
                 seen.measured = measured_by_slot(found, self._judges)
                 seen.question_s = question_s(there.values())
                 seen.booked = len(there)
@@ -269,8 +269,8 @@ class MovesFile:
             stays = {stay.began: tree for stay in over if (tree := _tree(stay, self._file)) is not None}
             more = [{"stay": tree} for began, tree in stays.items() if self._stays.get(began) != tree]
             if news or more:
-                told = [*({"number": n, "move": tree} for n, tree in news.items()), *more]
-                append_lines(self._file, "".join(json.dumps(tree) + "\n" for tree in told).encode())
+                records = [*({"number": n, "move": tree} for n, tree in news.items()), *more]
+                append_lines(self._file, "".join(json.dumps(tree) + "\n" for tree in records).encode())
             # The store keeps no older ones.
             self._known = dict(sorted((known | trees).items())[-NEWEST_MOVES:])
             self._stays = stays

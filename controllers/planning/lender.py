@@ -142,11 +142,13 @@ class LoadPoller:
             await self._channels.pop(gone).close()
         found = await asyncio.gather(*map(self._ask, sorted(addresses)))
         now = self._clock.monotonic()
-        self._told |= {
+        self._replies |= {
             at: (now, reply) for at, reply in zip(sorted(addresses), found, strict=True) if reply is not None
         }
-        self._told = {at: told for at, told in self._told.items() if at in addresses and now < told[0] + STALE_S}
-        replies = [reply for _, (_, reply) in sorted(self._told.items())]
+        self._replies = {
+            at: known for at, known in self._replies.items() if at in addresses and now < known[0] + STALE_S
+        }
+        replies = [reply for _, (_, reply) in sorted(self._replies.items())]
         unseated: dict[str, int] = {}
         for reply in replies:
             for pool, count in reply.unseated.items():
@@ -171,8 +173,8 @@ class LoadPoller:
         self._channels.clear()
 
 
-def _load(told: pb.EngineLoad) -> EngineLoad:
-    return EngineLoad(told.node, told.slot, told.judge, told.running, told.waiting, told.ready, told.asleep)
+def _load(load: pb.EngineLoad) -> EngineLoad:
+    return EngineLoad(load.node, load.slot, load.judge, load.running, load.waiting, load.ready, load.asleep)
 
 
 def is_unmeasured(moves: Moves, took: Mapping[int, float]) -> bool:

@@ -160,8 +160,8 @@ def check_decision(given: object) -> Decision:
     if not isinstance(given.reason, str) or not isinstance(given.idle, Mapping):
         raise PolicyFailed("its reason is not a string, or its idle is not a mapping")
     idle = dict(given.idle)  # a copy, so that the policy cannot change it later
-    told = [one for one in (given.expected_s, given.before_s) if one is not None]
-    numbers = [given.cost_s, given.gain_s, *told, *idle.values()]
+    estimates = [one for one in (given.expected_s, given.before_s) if one is not None]
+    numbers = [given.cost_s, given.gain_s, *estimates, *idle.values()]
     if not all(isinstance(one, int | float) and isfinite(one) for one in numbers):
         raise PolicyFailed("its expected_s, before_s, cost_s, gain_s or idle are not numbers")
     if len(idle) > MOST_IDLE or not all(isinstance(pool, str) and len(pool) <= MOST_NAME for pool in idle):

@@ -84,9 +84,9 @@ def warn_of_disks(view: JobView) -> Iterator[Intent]:
             "the next due checkpoint is the next attempt" if writing.over else "the write is retried until it succeeds"
         )
         sentence = f"the checkpoint of step {writing.version.step} could not be written ({writing.error}); {then}"
-        yield from _told(view, CHECKPOINT_TROUBLE, sentence, f"warn {writing.version}")
+        yield from _warn_once(view, CHECKPOINT_TROUBLE, sentence, f"warn {writing.version}")
     if view.hindered:
-        yield from _told(view, FOLDER_TROUBLE, view.hindered, f"warn {view.head.version}")
+        yield from _warn_once(view, FOLDER_TROUBLE, view.hindered, f"warn {view.head.version}")
 
 
 def _told(view: JobView, topic: str, sentence: str, turn: str) -> Iterator[Intent]:

@@ -251,8 +251,8 @@ def unreported_nodes(view: JobView) -> frozenset[str]:
     used."""
     if not may_use_copies(view):
         return frozenset()
-    heard = {n for n, stored in view.mirror.copies.items() if stored.record.seq == view.head.seq}
-    return frozenset(m.record.node for m in view.mirror.members.values()) - heard
+    reported = {n for n, stored in view.mirror.copies.items() if stored.record.seq == view.head.seq}
+    return frozenset(m.record.node for m in view.mirror.members.values()) - reported
 
 
 def may_use_copies(view: JobView) -> bool:

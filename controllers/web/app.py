@@ -43,7 +43,7 @@ SAFE = [
     ("Cross-Origin-Resource-Policy", "same-origin"),
 ]
 
-Told = Tree | list[Tree]
+Answer = Tree | list[Tree]
 Who = Callable[["WSGIEnvironment"], Caller]
 
 
@@ -79,7 +79,7 @@ class PageApp:
             self._turns.release()
         return _answer(start_response, status, tree)
 
-    def _question(self, path: str, query: str) -> Callable[[], Coroutine[Any, Any, Told]] | None:
+    def _question(self, path: str, query: str) -> Callable[[], Coroutine[Any, Any, Answer]] | None:
         if path == "/page/jobs":
             return self._shown.cluster
         if path == "/targets":
@@ -93,7 +93,7 @@ class PageApp:
             return functools.partial(self._shown.job, place, parse_after(query))
         return None
 
-    def _ask(self, question: Callable[[], Coroutine[Any, Any, Told]], caller: Caller) -> tuple[str, Told]:
+    def _ask(self, question: Callable[[], Coroutine[Any, Any, Answer]], caller: Caller) -> tuple[str, Answer]:
         answering = _for(caller, question)
         try:
             asked = asyncio.run_coroutine_threadsafe(answering, self._loop)
@@ -116,7 +116,7 @@ class PageApp:
             return "500 Internal Server Error", {"error": "Internal error. See the log of the controller."}
 
 
-async def _for(caller: Caller, question: Callable[[], Coroutine[Any, Any, Told]]) -> Told:
+async def _for(caller: Caller, question: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
     with acting_as(caller):
         return await question()
 
@@ -127,7 +127,7 @@ def parse_after(query: str) -> int:
     return int(said) if said.isascii() and said.isdigit() and len(said) <= MOST_DIGITS else -1
 
 
-def _answer(start_response: StartResponse, status: str, tree: Told) -> Iterable[bytes]:
+def _answer(start_response: StartResponse, status: str, tree: Answer) -> Iterable[bytes]:
     start_response(status, [("Content-Type", "application/json"), *SAFE])
     return [json.dumps(tree, separators=(",", ":")).encode()]
 

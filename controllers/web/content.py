@@ -154,8 +154,8 @@ def build_curves(lines: Iterable[Line], *, partial: bool = False) -> Curves:
 
 def _numbers(line: Line) -> dict[str, float]:
     metrics: Any = line.get("metrics")
-    told = metrics if isinstance(metrics, dict) else {}
-    return {name: value for name, value in told.items() if math.isfinite(value)}
+    numbers = metrics if isinstance(metrics, dict) else {}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def thin_points(points: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> list[tuple[int, float]]:
@@ -270,7 +270,7 @@ class PageContent:
             "node": self._node,
             "time": self._clock.wall(),
             "nodes": [{"name": node.name, "slots": len(node.slots)} for node in listing.nodes],
-            "jobs": [_told(one) for one in known.jobs],
+            "jobs": [_job_tree(one) for one in known.jobs],
             "more": bool(known.next_page_token),
         }
 
@@ -302,7 +302,7 @@ class PageContent:
         with contextlib.suppress(OSError):
             drawn = asdict(await asyncio.to_thread(self._curves.of, folder))
         return {
-            **_told(message),
+            **_job_tree(message),
             "node": self._node,
             "time": self._clock.wall(),
             "waiting": self._waiting(uid),
@@ -360,7 +360,7 @@ def reachable_address(listens: str, address: str) -> str:
     return f"{address.rpartition(':')[0]}:{port}" if host.strip("[]") in EVERY_ADDRESS else listens
 
 
-def _told(message: pb.Job) -> Tree:
+def _job_tree(message: pb.Job) -> Tree:
     accuracy = [one.accuracy for one in message.sources if one.HasField("accuracy")]
     return {
         "uid": message.uid,

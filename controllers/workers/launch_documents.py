@@ -55,7 +55,7 @@ def engine_document(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> La
     model, serving = (spec.model, spec.rollout) if judge is None else (judge.model, judge.serving)
     assert model is not None
     cuda = is_cuda(place.slot)
-    told: dict[str, Any] = {
+    document: dict[str, Any] = {
         "model": model.path,
         "host": config.workers_listen_on,
         "port": 0,
@@ -71,15 +71,15 @@ def engine_document(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> La
         "task": "classify" if judge is not None and judge.kind == "classifier" else "generate",
     }
     if serving.engine == "torch":
-        told |= {"kind": "engine", "deterministic": spec.rollout.deterministic}
+        document |= {"kind": "engine", "deterministic": spec.rollout.deterministic}
     else:
         if config.sglang_python is None:
             key = "rollout.engine" if judge is None else f"the engine of judge {judge.name!r}"
             raise SglangMissing(f"{key} is sglang, but node {config.node} has no SGLang", fix=HOW)
-        told |= {"kind": "sglang", "python": config.sglang_python, "engine_args": list(serving.engine_args)}
-        told["gpus"] = len(place.slots) if cuda else 1
+        document |= {"kind": "sglang", "python": config.sglang_python, "engine_args": list(serving.engine_args)}
+        document["gpus"] = len(place.slots) if cuda else 1
     return LaunchDocument(
-        ENGINE_COMMANDS[serving.engine], told, device_env(*place.slots), START_LIMITS_S[serving.engine]
+        ENGINE_COMMANDS[serving.engine], document, device_env(*place.slots), START_LIMITS_S[serving.engine]
     )
 
 
@@ -128,12 +128,12 @@ def emulated_host(
 
 def access_settings(config: NodeConfig, connector: Connector, role: str, instance: str) -> dict[str, Any]:
     """The access settings in a worker's document: its node's certificate, and the engine's key."""
-    told: dict[str, Any] = {}
+    secrets: dict[str, Any] = {}
     if (tls := serving_tls(config)) is not None:
-        told["tls"] = tls.model_dump()
+        secrets["tls"] = tls.model_dump()
     if role != "train" and (key := connector.engine_key(instance)) is not None:
-        told["api_key"] = key
-    return told
+        secrets["api_key"] = key
+    return secrets
 
 
 def serving_tls(config: NodeConfig) -> ServingTls | None:

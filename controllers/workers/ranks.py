@@ -87,13 +87,13 @@ class ReceivedSamples(Mapping[str, frozenset[int]]):
     this controller reads them.
     """
 
-    def __init__(self, told: Iterable[pb.HeldGroup], answered: Mapping[str, frozenset[int]]) -> None:
-        self._told = told
+    def __init__(self, listed: Iterable[pb.HeldGroup], answered: Mapping[str, frozenset[int]]) -> None:
+        self._listed = listed
         self._answered = answered
 
     @functools.cached_property
     def _read(self) -> Mapping[str, frozenset[int]]:
-        return merge_samples(read_sample_listing(self._told), self._answered)
+        return merge_samples(read_sample_listing(self._listed), self._answered)
 
     def __getitem__(self, digest: str) -> frozenset[int]:
         return self._read[digest]
@@ -159,7 +159,7 @@ class RankConnections:
         self._defect: BaseException | None = None
         self.views: dict[int, RankView] = {}
         """Replaced, never changed."""
-        self._told: dict[int, tuple[Token | None, Sequence[pb.HeldGroup]]] = {}
+        self._listings: dict[int, tuple[Token | None, Sequence[pb.HeldGroup]]] = {}
         """The samples that a rank holds, as last reported by its stream, by rank."""
         self._answered: dict[int, tuple[Token | None, Mapping[str, frozenset[int]]]] = {}
         """The samples that a rank holds, as reported in its responses to feeds, by rank."""
@@ -171,7 +171,7 @@ class RankConnections:
         """Connect to these ranks of this world, and drop other connections."""
         if world != self._world:
             self._world = world
-            self.views, self._told, self._answered, self._unrested = {}, {}, {}, {}
+            self.views, self._listings, self._answered, self._unrested = {}, {}, {}, {}
             for rank in list(self._connections):
                 self._drop(rank)
         for rank in list(self._connections):
@@ -181,7 +181,7 @@ class RankConnections:
             if rank not in self._connections and world is not None:
                 channel = self._connector.channel(address)
                 task = asyncio.create_task(self._listen(world, rank, channel), name=f"rank {rank}")
-                task.add_done_callback(self._heard_out)
+                task.add_done_callback(self._note_defect)
                 self._connections[rank] = _RankConnection(address, channel, task, self._connector.generation)
 
     def _is_outdated(self, connection: _RankConnection) -> bool:
@@ -194,7 +194,7 @@ class RankConnections:
         if self._defect is not None:
             raise self._defect
 
-    def _heard_out(self, task: asyncio.Task[None]) -> None:
+    def _note_defect(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (defect := task.exception()) is not None:
             self._defect = self._defect or defect
             self._on_change()
@@ -304,7 +304,7 @@ class RankConnections:
         holding = read_token(state.holding) if state.HasField("holding") else None
         applied = read_token(state.applied) if state.HasField("applied") else None
         behind, why = self._unrested.get(rank, (None, ""))
-        self._told[rank] = holding, state.held
+        self._listings[rank] = holding, state.held
         view = RankView(
             rank=rank,
             holding=holding,
@@ -341,9 +341,9 @@ class RankConnections:
 
     def _held(self, rank: int, token: Token | None) -> ReceivedSamples:
         """The samples of one token that a rank holds. They only grow, but responses and stream may overtake each other."""
-        told_of, told = self._told.get(rank, (None, ()))
+        listed_for, listed = self._listings.get(rank, (None, ()))
         answered_of, answered = self._answered.get(rank, (None, {}))
-        return ReceivedSamples(told if told_of == token else (), answered if answered_of == token else {})
+        return ReceivedSamples(listed if listed_for == token else (), answered if answered_of == token else {})
 
     def _show(self, view: RankView) -> None:
         self.views = {**self.views, view.rank: view}

@@ -364,8 +364,8 @@ def _convert(
     if "written" in answer:
         return list(answer["written"]), dict(answer["left_out"])
     if "error" in answer:
-        told = answer["error"]
-        raise DataError(told["what"], where=told["where"], fix=told["fix"])
+        error = answer["error"]
+        raise DataError(error["what"], where=error["where"], fix=error["fix"])
     reason = said.split("\n")[-1] or f"exit code {process.returncode}; it may have run out of memory"
     raise DataError(
         f"the process that reads the data failed ({reason})", where=str(data.path), fix="Correct that and try again"

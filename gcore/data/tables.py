@@ -75,7 +75,7 @@ class _Reader:
         self.needed = needed
         self.left_out = left_out
         self._kind = kind
-        with _Told(path, kind):
+        with _ArrowErrors(path, kind):
             if kind == "parquet":
                 with pq.ParquetFile(path) as file:
                     self.rows, schema = file.metadata.num_rows, file.schema_arrow
@@ -112,7 +112,7 @@ class _Reader:
         return names
 
     def batches(self) -> Iterator[Any]:
-        with _Told(self.path, self._kind):
+        with _ArrowErrors(self.path, self._kind):
             if self._kind == "parquet":
                 # A buffer instead of whole column chunks, because writers often put a million rows into one row group.
                 with pq.ParquetFile(self.path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
@@ -124,7 +124,7 @@ class _Reader:
                             yield batch.select(self._names).slice(start, BATCH_ROWS)
 
 
-class _Told:
+class _ArrowErrors:
     """Turns Arrow's errors about a file into a DataError."""
 
     def __init__(self, path: Path, kind: str) -> None:

@@ -507,7 +507,7 @@ def start(
     `moves`: the reasons for the plan; None if the job's placement cannot change.
     """
     base = Checkpoint(lineage=0, step=0, seq=0, file="")
-    told = () if moves is None else (Put(keys.moves, moves.encode()),)
+    moves_write = () if moves is None else (Put(keys.moves, moves.encode()),)
     return Transaction(
         TxnKind.START,
         (Compare(keys.state, status.revision), Compare(keys.head, 0)),
@@ -515,7 +515,7 @@ def start(
             *_advance(keys, advance),
             Put(keys.checkpoints, Checkpoints(entries=(base,)).encode()),
             Put(keys.plan, plan.encode()),
-            *told,
+            *moves_write,
             Put(keys.state, running.encode()),
         ),
         nonce=advance.head.nonce,

@@ -53,10 +53,10 @@ def step_span(job: str, uid: str, line: AccountLine) -> TraceSpan:
         "gcore.step": book.version.step,
         "gcore.lineage": book.version.lineage,
     }
-    told = about | {"gcore.slots": book.slots, "gcore.slot_seconds.unbooked": book.unbooked}
-    told |= {f"gcore.slot_seconds.{state.replace(' ', '.')}": seconds for state, seconds in book.booked.items()}
+    attributes = about | {"gcore.slots": book.slots, "gcore.slot_seconds.unbooked": book.unbooked}
+    attributes |= {f"gcore.slot_seconds.{state.replace(' ', '.')}": seconds for state, seconds in book.booked.items()}
     begin, end = _ns(book.began), _ns(line.until)
-    return TraceSpan(f"step {book.version.step}", begin, end, told, tuple(_phases(line, about)))
+    return TraceSpan(f"step {book.version.step}", begin, end, attributes, tuple(_phases(line, about)))
 
 
 def _phases(line: AccountLine, about: Mapping[str, Value]) -> Iterator[TraceSpan]:
@@ -119,15 +119,15 @@ class StepTraces:
         self._ids.trace = trace_id(uid, line)
         self._send(step_span(job, uid, line), Context())
 
-    def _send(self, told: TraceSpan, under: Context) -> None:
+    def _send(self, traced: TraceSpan, under: Context) -> None:
         from opentelemetry import trace
 
         span = self._tracer.start_span(
-            told.name, context=under, start_time=told.begin, attributes=dict(told.attributes)
+            traced.name, context=under, start_time=traced.begin, attributes=dict(traced.attributes)
         )
-        for one in told.within:
+        for one in traced.within:
             self._send(one, trace.set_span_in_context(span, under))
-        span.end(end_time=told.end)
+        span.end(end_time=traced.end)
 
     def close(self) -> None:
         """Send the remaining spans for a bounded time; the rest is lost with the process."""

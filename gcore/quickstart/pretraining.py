@@ -291,9 +291,9 @@ def _demonstrations(exercises: Sequence[Exercise], alphabet: Alphabet, length: i
 
 def _row(prompt: str, answer: str, alphabet: Alphabet, length: int) -> tuple[list[int], list[int]]:
     """Return input ids and labels of one demonstration, padded to `length` tokens."""
-    asked, told = alphabet.encode(prompt), [*alphabet.encode(answer), alphabet.eos]
-    rest = length - len(asked) - len(told)
-    return asked + told + [alphabet.pad] * rest, [_IGNORE] * len(asked) + told + [_IGNORE] * rest
+    asked, answer_ids = alphabet.encode(prompt), [*alphabet.encode(answer), alphabet.eos]
+    rest = length - len(asked) - len(answer_ids)
+    return asked + answer_ids + [alphabet.pad] * rest, [_IGNORE] * len(asked) + answer_ids + [_IGNORE] * rest
 
 
 def _right(model: SmallModel, lesson: Lesson, generator: torch.Generator | None) -> Tensor:

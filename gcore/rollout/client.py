@@ -122,8 +122,8 @@ def _as_float32(numbers: Sequence[float], what: str = "a log-probability") -> tu
 
 def _spans(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:
     """Version spans of the tokens; an engine without spans used its one version for all."""
-    told = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
-    return tuple(VersionSpan(Version.parse(str(s["version"])), int(s["start"]), int(s["end"])) for s in told)
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
+    return tuple(VersionSpan(Version.parse(str(s["version"])), int(s["start"]), int(s["end"])) for s in spans)
 
 
 def error_text(answer: Any) -> str:

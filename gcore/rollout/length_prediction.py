@@ -193,11 +193,11 @@ def _weights(middles: Sequence[float], ended: Sequence[float], outlived: Counter
     """Posterior probability of each grid point: normal prior times likelihood."""
     logs = []
     for at, middle in zip(MIDDLES, middles, strict=True):
-        told = -at * at / 2.0 - math.fsum(((log - middle) / own) ** 2 for log in ended) / 2.0
+        likelihood = -at * at / 2.0 - math.fsum(((log - middle) / own) ** 2 for log in ended) / 2.0
         for so_far, count in outlived.items():
             if so_far > 0:
-                told += count * math.log(max(_above((math.log(so_far) - middle) / own), HARDLY))
-        logs.append(told)
+                likelihood += count * math.log(max(_above((math.log(so_far) - middle) / own), HARDLY))
+        logs.append(likelihood)
     most = max(logs)
     shares = [math.exp(log - most) for log in logs]
     total = math.fsum(shares)

@@ -293,7 +293,7 @@ class EtcdStore:
     def __init__(self, caller: EtcdCaller, lease_call_s: float | None = None) -> None:
         self._caller = caller
         self._lease_call_s = lease_call_s
-        self._heard = RestoreCheck()
+        self._restore_check = RestoreCheck()
 
     @classmethod
     async def connect(
@@ -372,7 +372,7 @@ class EtcdStore:
 
     async def keep_alive(self, lease: int) -> float:
         """See `Store.keep_alive`. A store that was restored from an older backup has lost all leases, whatever it says of this one."""
-        before = self._heard
+        before = self._restore_check
 
         async def renew(connection: EtcdConnection, metadata: Metadata, within: float) -> Any:
             call = connection.lease.LeaseKeepAlive(metadata=metadata, timeout=within)
@@ -392,7 +392,7 @@ class EtcdStore:
             )
         if before.contradicts(answer.header) and await self._is_put_back(before):
             raise LeaseLost(
-                f"the store was restored from a backup: it was at revision {before.revision} and is at {self._heard.revision}",
+                f"the store was restored from a backup: it was at revision {before.revision} and is at {self._restore_check.revision}",
                 fix="Open a new session and read everything again",
             )
         return float(answer.TTL)
@@ -403,11 +403,11 @@ class EtcdStore:
         answer = await self._caller.call(_range(nothing), repeatable=True, within_s=self._lease_call_s)
         if not before.contradicts(answer.header):
             return False
-        self._heard = RestoreCheck.of(answer.header)
+        self._restore_check = RestoreCheck.of(answer.header)
         return True
 
     def _noted(self, answer: Any) -> Any:
-        self._heard = self._heard.and_now(answer.header)
+        self._restore_check = self._restore_check.and_now(answer.header)
         return answer
 
     async def revoke(self, lease: int) -> None:
@@ -430,15 +430,15 @@ class EtcdStore:
     async def versions(self) -> dict[str, str]:
         """Return the version ("3.4.23") of each member that answers, by host:port; "unknown" if a member denies it."""
         members = self._caller.pool.all
-        told = await asyncio.gather(*(self._version(member) for member in members))
-        return {member.endpoint.target: version for member, version in zip(members, told, strict=True) if version}
+        versions = await asyncio.gather(*(self._version(member) for member in members))
+        return {member.endpoint.target: version for member, version in zip(members, versions, strict=True) if version}
 
     async def standing(self) -> dict[str, StoreMemberStatus]:
         """Return size and alarms of each member that answers, by host:port."""
         members = self._caller.pool.all
-        told = await asyncio.gather(*(self._status(member) for member in members), return_exceptions=True)
+        statuses = await asyncio.gather(*(self._status(member) for member in members), return_exceptions=True)
         found: dict[str, StoreMemberStatus] = {}
-        for member, status in zip(members, told, strict=True):
+        for member, status in zip(members, statuses, strict=True):
             if isinstance(status, grpc.aio.AioRpcError):
                 continue
             if isinstance(status, BaseException):

@@ -351,7 +351,7 @@ class EtcdCaller:
         self.timeout_s = timeout_s
         self._user = user
         self._token: str | None = None
-        self._told: float | None = None
+        self._last_warning: float | None = None
         """When the full store was last logged."""
 
     async def call(self, action: Action[T], *, repeatable: bool, within_s: float | None = None) -> T:
@@ -447,8 +447,8 @@ class EtcdCaller:
     def _tell(self, full: StoreUnavailable) -> None:
         """Log at intervals, because reads still work and writers retry silently."""
         now = self.clock.monotonic()
-        if self._told is None or now - self._told >= TELL_AGAIN_S:
-            self._told = now
+        if self._last_warning is None or now - self._last_warning >= TELL_AGAIN_S:
+            self._last_warning = now
             log.error("%s", full)
 
     def _unknown(self, connection: EtcdConnection, why: str, repeatable: bool) -> StoreUnavailable:

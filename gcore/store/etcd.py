@@ -390,8 +390,8 @@ def _written_by(text: str) -> str | None:
 
 def _last_words(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
-    told = [_sentence(line) for line in _wrong_lines(lines)[-1:] or lines[-3:]]
-    return "It last logged: " + " / ".join(told) if told else "It logged nothing"
+    last = [_sentence(line) for line in _wrong_lines(lines)[-1:] or lines[-3:]]
+    return "It last logged: " + " / ".join(last) if last else "It logged nothing"
 
 
 def _sentence(line: str) -> str:

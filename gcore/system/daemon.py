@@ -52,7 +52,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """See logging.Formatter. JSON escapes line breaks, so each record is one line."""
-        told = _about.get()
+        context = _about.get()
         tree: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC)
             .isoformat(timespec="milliseconds")
@@ -61,7 +61,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage()[:MOST_CHARACTERS],
             **self._fixed,
-            **(told() if told is not None else {}),
+            **(context() if context is not None else {}),
         }
         if record.exc_info:
             tree["trace"] = self.formatException(record.exc_info)[-MOST_CHARACTERS:]

@@ -170,7 +170,7 @@ class FakeStep:
         self.state = state
         self.handed_out: Prompt | None = None
         self._defect: BaseException | None = None
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     @property
     def number(self) -> int:
@@ -213,9 +213,9 @@ class FakeStep:
     async def gather(self, name: str, value: Any) -> tuple[Any, ...]:
         """Return the values of all peers. Raises ValueError."""
         check_contribution(name, value)
-        if name in self._told:
+        if name in self._warned:
             raise ValueError(f"{name!r} was already used in this step; use another name")
-        self._told.add(name)
+        self._warned.add(name)
         given = self.state.gathered.setdefault(name, {})
         given.setdefault(self._peer.name, value)
         self.state.gave.set()

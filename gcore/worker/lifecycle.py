@@ -413,7 +413,7 @@ def _take(life: SupervisorState, event: WorkerEvent, now: float) -> Transition:
         case StopRequested(why):
             return _stop(life, why, now)
         case Tick(stopped):
-            return Transition(_heard(life, lambda dog: dog.note_stopped(stopped=stopped, now=now)))
+            return Transition(_update_watchdog(life, lambda dog: dog.note_stopped(stopped=stopped, now=now)))
         case _:
             return _take_child(life, event, now)
 
@@ -428,12 +428,12 @@ def _take_child(life: SupervisorState, event: WorkerEvent, now: float) -> Transi
             return Transition(replace(life, child=ChildState.RUNNING, child_pid=pid, watchdog=dog, serve_by=serve_by))
         case ChildServes(address) if not life.ending:
             # A serving child waits for work until it reports otherwise.
-            life = _heard(life, lambda dog: dog.note("waiting", dog.progress, now))
+            life = _update_watchdog(life, lambda dog: dog.note("waiting", dog.progress, now))
             return Transition(replace(life, state="serving", address=address))
         case ChildListens(address) if not life.ending:
             return Transition(life, (PublishRendezvous(address),))
         case ChildProgressed(phase, progress):
-            return Transition(_heard(life, lambda dog: dog.note(phase, progress, now)))
+            return Transition(_update_watchdog(life, lambda dog: dog.note(phase, progress, now)))
         case LineClosed() if life.child is ChildState.RUNNING and life.kill_at is None:
             reason = f"closed its control line and was still running {LINE_GRACE_S:.0f} s later"
             return Transition(replace(life, kill_at=now + LINE_GRACE_S, kill_reason=reason))
@@ -526,5 +526,5 @@ def _ended(life: SupervisorState, how: str, now: float) -> Transition:
     return _fail(life, how, now, grace_s=0.0)
 
 
-def _heard(life: SupervisorState, note: Callable[[Watchdog], Watchdog]) -> SupervisorState:
+def _update_watchdog(life: SupervisorState, note: Callable[[Watchdog], Watchdog]) -> SupervisorState:
     return life if life.watchdog is None else replace(life, watchdog=note(life.watchdog))

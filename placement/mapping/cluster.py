@@ -128,9 +128,9 @@ class NodeKind(Section):
             name: getattr(self, name) for name in ("memory_gib", "tflops", "bandwidth_gb_s", "link_gb_s", "launch_s")
         }
         known = {} if base is None else {name: getattr(base, name) for name in given}
-        told = known | {name: value for name, value in given.items() if value is not None}
+        values = known | {name: value for name, value in given.items() if value is not None}
         return Accelerator(
-            **{"launch_s": GPU_LAUNCH_S} | told, source="the cluster's file" if base is None else base.source
+            **{"launch_s": GPU_LAUNCH_S} | values, source="the cluster's file" if base is None else base.source
         )
 
 

@@ -287,8 +287,8 @@ class FirstLayout:
             name: "rollout.cache_tokens" if name == "rollout" else f"serving.cache_tokens of {name}" for name in bound
         }
         rooms = [f"{name} has room for a cache of {cells[name]} tokens" for name in bound]
-        told = " and ".join(f"{keys[name]}: {cells[name]}" for name in bound)
-        return f"{', '.join(rooms)} and by default takes more memory than that: set {told}" if bound else ""
+        settings = " and ".join(f"{keys[name]}: {cells[name]}" for name in bound)
+        return f"{', '.join(rooms)} and by default takes more memory than that: set {settings}" if bound else ""
 
 
 def choose_first_layout(

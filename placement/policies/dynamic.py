@@ -244,12 +244,12 @@ class DynamicPolicy:
                 self._paces.see(self._steps)
                 self._learn(situation, step)
                 self._count()
-            elif i is not None and step is not self._told.get(step.step):  # its accounts arrived later
+            elif i is not None and step is not self._seen.get(step.step):  # its accounts arrived later
                 self._steps[i] = self._righted(step)
                 self._batches[i] = self._batch(step, i)
                 self._paces.see(self._steps)
         del self._steps[:-REMEMBERED], self._batches[:-REMEMBERED]
-        self._told = {step.step: self._told[step.step] for step in self._steps}
+        self._seen = {step.step: self._seen[step.step] for step in self._steps}
         return self._stretch
 
     def _righted(self, step: MeasuredStep) -> MeasuredStep:
@@ -380,7 +380,7 @@ def _is_another(told: MeasuredStep | None, known: MeasuredStep) -> bool:
     or training. Accounts that arrive late do not count as a difference."""
     if told is None or told is known:
         return False
-    return (told.split, told.train_tokens, told.train_s) != (known.split, known.train_tokens, known.train_s)
+    return (seen.split, seen.train_tokens, seen.train_s) != (known.split, known.train_tokens, known.train_s)
 
 
 def _said(idle: Mapping[str, float], now: Split, then: Split) -> str:

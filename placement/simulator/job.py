@@ -59,25 +59,25 @@ def replica_pace(scenario: Scenario, seed: int) -> Floats:
 
 
 def _lengths(scenario: Scenario, draw: np.random.Generator, groups: int, step: int) -> Floats:
-    told = scenario.lengths
-    mean = told.mean * told.growth ** (step / max(scenario.steps - 1, 1))
-    if told.jump_at is not None and step >= told.jump_at:
-        mean *= told.jump
-    width = np.sqrt(np.log1p(told.spread**2))
+    settings = scenario.lengths
+    mean = settings.mean * settings.growth ** (step / max(scenario.steps - 1, 1))
+    if settings.jump_at is not None and step >= settings.jump_at:
+        mean *= settings.jump
+    width = np.sqrt(np.log1p(settings.spread**2))
     own = draw.standard_normal((groups, scenario.samples))
     shared = draw.standard_normal((groups, 1))
-    z = np.sqrt(told.same_prompt) * shared + np.sqrt(1 - told.same_prompt) * own
+    z = np.sqrt(settings.same_prompt) * shared + np.sqrt(1 - settings.same_prompt) * own
     drawn: Floats = np.exp(np.log(mean) - width**2 / 2 + width * z)
-    return np.clip(np.ceil(drawn), 1, told.cap).ravel()
+    return np.clip(np.ceil(drawn), 1, settings.cap).ravel()
 
 
 def _judged(scenario: Scenario, draw: np.random.Generator, count: int, step: int) -> Floats:
-    told = scenario.judging
-    if told is None:
+    settings = scenario.judging
+    if settings is None:
         return np.zeros(count)
-    slow = told.slow if told.slow_from <= step < told.slow_until else 1.0
-    width = np.sqrt(np.log1p(told.spread**2))
-    drawn: Floats = np.ceil(told.tokens * slow * np.exp(width * draw.standard_normal(count) - width**2 / 2))
+    slow = settings.slow if settings.slow_from <= step < settings.slow_until else 1.0
+    width = np.sqrt(np.log1p(settings.spread**2))
+    drawn: Floats = np.ceil(settings.tokens * slow * np.exp(width * draw.standard_normal(count) - width**2 / 2))
     return drawn
 
 
@@ -110,7 +110,7 @@ class LendingSetup:
     this one; above 0 to rollout, below 0 to the judges."""
 
     cost_s: float
-    told: LendingKnowledge
+    knowledge: LendingKnowledge
     late: int = 0
     late_s: float = 0.0
 
@@ -245,8 +245,8 @@ class SimulatedJob:
         train_s, other_s = self._others(step, split, produced)
         spans = produced.spans
         busy = {
-            "rollout": _busy(spans[0], told.rollout),
-            "reward": _busy(spans[1], told.reward),
+            "rollout": _busy(spans[0], scenario.rollout),
+            "reward": _busy(spans[1], scenario.reward),
             "train": train_s * split.train,
         }
         return SimulatedPhases(
@@ -255,7 +255,7 @@ class SimulatedJob:
             other_s,
             self._whole(split, produced.seconds, train_s, other_s),
             busy,
-            (*_speeds(spans[0], told.rollout, "rollout"), *_speeds(spans[1], told.reward_at(step), "reward")),
+            (*_speeds(spans[0], scenario.rollout, "rollout"), *_speeds(spans[1], scenario.reward_at(step), "reward")),
         )
 
     def measured(self, step: int, split: Split, produced: SimulatedBatch | None = None) -> MeasuredStep:
@@ -305,30 +305,30 @@ class SimulatedJob:
         return produce_s + train_s + other_s
 
     def _played(self, step: int, split: Split, lend: LendingSetup | None) -> SimulatedBatch:
-        told, work = self.scenario, self.work(step)
-        judged = told.judging is not None
+        scenario, work = self.scenario, self.work(step)
+        judged = scenario.judging is not None
         if split.mode == "coexisting":
             pace = np.concatenate(
                 (
-                    self._replicas(0, split.rollout, told.rollout.size),
-                    self._replicas(split.rollout, split.reward, told.reward.size),
+                    self._replicas(0, split.rollout, scenario.rollout.size),
+                    self._replicas(split.rollout, split.reward, scenario.reward.size),
                 )
             )
             return self._served(
                 work.lengths,
                 work.judged if judged else NO_TOKENS,
                 pace,
-                split.rollout // told.rollout.size,
+                split.rollout // scenario.rollout.size,
                 step,
                 lend,
             )
         rollout = self._served(
-            work.lengths, NO_TOKENS, self._replicas(0, split.rollout, told.rollout.size), None, step, None
+            work.lengths, NO_TOKENS, self._replicas(0, split.rollout, scenario.rollout.size), None, step, None
         )
         if not judged:
             return rollout
         reward = self._served(
-            work.judged, NO_TOKENS, self._replicas(0, split.reward, told.reward.size), None, step, None, turned=True
+            work.judged, NO_TOKENS, self._replicas(0, split.reward, scenario.reward.size), None, step, None, turned=True
         )
         return SimulatedBatch(rollout.seconds + reward.seconds, rollout.spans + reward.spans[::-1])
 
@@ -347,7 +347,7 @@ class SimulatedJob:
         turned: bool = False,
     ) -> SimulatedBatch:
         engines = (self.scenario.rollout, self.scenario.reward_at(step))[:: -1 if turned else 1]
-        told = lend or NONE
+        setup = lend or NONE
         end, _, spans, moves, away, settling_s = play_batch(
             lengths,
             judged,
@@ -356,16 +356,16 @@ class SimulatedJob:
             np.array([[one.token_s, one.sequence_s] for one in engines]),
             np.array([one.running for one in engines]),
             NEVER if lend is None else BY_RULE,
-            told.cost_s,
+            setup.cost_s,
             EVERY_S,
-            told.told.pools,
-            told.told.tail,
+            setup.knowledge.pools,
+            setup.knowledge.tail,
             NO_MOVES,
-            told.late,
-            told.late_s,
+            setup.late,
+            setup.late_s,
         )
         return SimulatedBatch(
-            float(end), spans, int(moves), int(away), float(settling_s) + (told.cost_s if away else 0.0)
+            float(end), spans, int(moves), int(away), float(settling_s) + (setup.cost_s if away else 0.0)
         )
 
 

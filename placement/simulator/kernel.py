@@ -218,21 +218,21 @@ def _by_rule(cost_s: float, ends: Ints, told: Floats, tail: Floats, most: Ints, 
         awake[seats[POOL, k]] += 1
         asked[seats[POOL, k]] += seats[RUNNING, k]
     for pool in range(2):
-        if told[pool, ALONE_S] <= 0:
+        if known[pool, ALONE_S] <= 0:
             return 0
         asked[pool] += ends[pool, 1] - ends[pool, 0]
     to_come = asked[1] + asked[0]  # every outstanding response will be judged
     at = min(int(asked[0]), tail.shape[1] - 1)
     begun = min(asked[1], float(awake[1] * most[1]))
-    each = _of_each(to_come, begun, told[1, TOKENS], told[1, RESIDUAL])
+    each = _of_each(to_come, begun, known[1, TOKENS], known[1, RESIDUAL])
     mean, longest = np.array([tail[1, at], each]), np.array([tail[0, at], each])
-    tokens, owed = np.array([told[0, TOKENS], each]), np.array([asked[0], to_come])
+    tokens, owed = np.array([known[0, TOKENS], each]), np.array([asked[0], to_come])
     left, slow = np.zeros(2), np.zeros(2)
     for i in range(2):
         left[i] = _left_s(
-            owed[i], awake[i], most[i], tokens[i], mean[i], longest[i], told[i, ALONE_S], told[i, SATURATING]
+            owed[i], awake[i], most[i], tokens[i], mean[i], longest[i], known[i, ALONE_S], known[i, SATURATING]
         )
-        slow[i] = _doubling(owed[i], awake[i], most[i], tokens[i], mean[i], longest[i], told[i, SATURATING])
+        slow[i] = _doubling(owed[i], awake[i], most[i], tokens[i], mean[i], longest[i], known[i, SATURATING])
     count = _lent(cost_s, awake[0], owed[0], slow[0], left[0], awake[1], owed[1], slow[1], left[1])
     return int(_spared(count, awake[0], asked[0], most[0], awake[1], asked[1], most[1]))
 
@@ -248,7 +248,7 @@ def play_batch(
     how: int,
     cost_s: float,
     every_s: float,
-    told: Floats,
+    known: Floats,
     tail: Floats,
     schedule: Ints,
     late: int,
@@ -308,7 +308,7 @@ def play_batch(
             if look < at:
                 now, moves = look, 0
                 if how == BY_RULE and (late == 0 or now >= late_s):
-                    moves = _by_rule(cost_s, ends, told, tail, most, seats)
+                    moves = _by_rule(cost_s, ends, known, tail, most, seats)
                 elif tick < schedule.shape[0]:
                     moves = schedule[tick]
                 tick += 1

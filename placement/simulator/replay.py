@@ -101,8 +101,8 @@ class _Step:
     @property
     def trained(self) -> int | None:
         """Number of trained responses; None if not recorded."""
-        told = self.metrics.get("samples")
-        return None if told is None else min(max(int(told), 1), MOST_RESPONSES)
+        samples = self.metrics.get("samples")
+        return None if samples is None else min(max(int(samples), 1), MOST_RESPONSES)
 
     @property
     def filtered(self) -> float:

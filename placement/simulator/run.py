@@ -71,10 +71,10 @@ class _Lending:
     def now(self, split: Split, history: list[MeasuredStep]) -> LendingSetup:
         """Return the lending settings of the next step, on this split and with these measured steps."""
         self._paces.see(history)
-        told, before = estimated_knowledge(history, self._job.scenario, self._paces), self._before
+        knowledge, before = estimated_knowledge(history, self._job.scenario, self._paces), self._before
         if before is None or before[0] != split or not self._job.scenario.overlaps:
-            return LendingSetup(self._cost_s, told)  # a change of split returns all lent slots
-        return LendingSetup(self._cost_s, told, before[1].away, before[1].back_s)
+            return LendingSetup(self._cost_s, knowledge)  # a change of split returns all lent slots
+        return LendingSetup(self._cost_s, knowledge, before[1].away, before[1].back_s)
 
     def after(self, split: Split, produced: SimulatedBatch) -> None:
         """Record which replicas were still lent when the step's batch was complete."""

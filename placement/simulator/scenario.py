@@ -146,7 +146,7 @@ class Scenario(_Section):
         told = self.judging
         if told is None or told.paced == 1.0 or not told.slow_from <= step < told.slow_until:
             return self.reward
-        slower = {"token_s": self.reward.token_s * told.paced, "sequence_s": self.reward.sequence_s * told.paced}
+        slower = {"token_s": self.reward.token_s * judging.paced, "sequence_s": self.reward.sequence_s * judging.paced}
         return self.reward.model_copy(update=slower)
 
     def slots_at(self, step: int) -> int:

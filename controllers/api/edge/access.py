@@ -230,7 +230,7 @@ class Authenticator:
         self.required = required
         self._first = None if admin_file is None else read_token(admin_file)
         self._known: dict[str, TokenRecord] = {}
-        self._heard = False
+        self._is_loaded = False
 
     async def watch(self, store: Store) -> None:
         """Follow the tokens in the store; never returns."""
@@ -248,7 +248,7 @@ class Authenticator:
                     known[token_id] = TokenRecord.decode(event.kv.value, event.kv.key)
                 except UnreadableRecord as error:
                     log.error("ignoring an unreadable token record: %s", error)
-        self._known, self._heard = known, True
+        self._known, self._is_loaded = known, True
 
     def caller(self, authorization: str | None, uris: Iterable[str] | None) -> Caller:
         """The caller with this `authorization` header and these certificate URIs (None: no certificate).
@@ -273,7 +273,7 @@ class Authenticator:
             raise BadToken("the token is malformed", fix="Copy the whole token, which begins with gcore_")
         if self._first is not None and token.id == self._first.id and token.is_of(self._first.sha256):
             return Caller(FIRST_ADMIN, Role.ADMIN)
-        if not self._heard:
+        if not self._is_loaded:
             raise StoreUnavailable(
                 "this controller has not read the tokens from the store yet", fix="Retry in a few seconds"
             )
@@ -373,13 +373,13 @@ class AccessService(access_pb2_grpc.AccessServicer):
         won = await self._store.transact([Compare(key, 0)], [Put(key, record.encode())])
         if not won.won:
             raise GcoreError("another token already has this random id", fix="Retry the request")
-        return pb.CreateTokenReply(token=_told(record), secret=token.text)
+        return pb.CreateTokenReply(token=_token_info(record), secret=token.text)
 
     @handle_errors
     async def ListTokens(self, request: pb.ListTokensRequest, context: CallContext) -> pb.ListTokensReply:
         """List all tokens."""
         records = sorted(await self._records(), key=lambda one: (one.name, one.id))
-        return pb.ListTokensReply(tokens=[_told(record) for record in records])
+        return pb.ListTokensReply(tokens=[_token_info(record) for record in records])
 
     @handle_errors
     async def RevokeToken(self, request: pb.RevokeTokenRequest, context: CallContext) -> pb.RevokeTokenReply:
@@ -390,7 +390,7 @@ class AccessService(access_pb2_grpc.AccessServicer):
             raise TokenNotFound(f"there is no token {request.id[:40]!r}", fix="`gcore token list` shows their ids")
         await self._store.transact([], [Delete(key)])
         try:
-            return pb.RevokeTokenReply(token=_told(TokenRecord.decode(known.value, key)))
+            return pb.RevokeTokenReply(token=_token_info(TokenRecord.decode(known.value, key)))
         except UnreadableRecord:
             return pb.RevokeTokenReply(token=pb.TokenInfo(id=request.id))
 
@@ -421,7 +421,7 @@ def _field_of(error: UsageError) -> str:
     return "role" if "role" in error.what else "namespaces" if "namespace" in error.what else "name"
 
 
-def _told(record: TokenRecord) -> pb.TokenInfo:
+def _token_info(record: TokenRecord) -> pb.TokenInfo:
     every = record.role == "admin"
     return pb.TokenInfo(
         id=record.id,

@@ -317,9 +317,9 @@ class _Call(_Begun):
 
 def _about(request: Any, answer: Any) -> str:
     """The job, node, token or namespace that a call is about: from the request, or from the response if the call created it."""
-    told = (getattr(request, name, "") for name in ("job", "node", "id", "name", "namespace"))
+    named = (getattr(request, name, "") for name in ("job", "node", "id", "name", "namespace"))
     made = (getattr(answer, name, "") for name in ("uid", "name"))
-    return next((one for one in (*told, *made) if isinstance(one, str) and one), "")
+    return next((one for one in (*named, *made) if isinstance(one, str) and one), "")
 
 
 def certificate_uris(context: Any) -> list[str] | None:

@@ -302,9 +302,9 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             yield Status(status=Status.SERVICE_UNKNOWN)
             await asyncio.Event().wait()
         while True:
-            changed, told = self._changed, self._serving
+            changed, before = self._changed, self._serving
             yield self._answer()
-            while told == self._serving:
+            while before == self._serving:
                 await changed.wait()
                 changed = self._changed
 

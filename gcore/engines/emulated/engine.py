@@ -289,7 +289,7 @@ class EmulatedEngine(ServedEngine[Path]):
         """
         async with self._under_way(tickets):
             waiting = {ticket.ended: place for place, ticket in enumerate(tickets)}
-            told = [0] * len(tickets)
+            sent = [0] * len(tickets)
             while waiting:
                 done, _ = await asyncio.wait(
                     waiting, timeout=self._grown_in(tickets), return_when=asyncio.FIRST_COMPLETED
@@ -300,8 +300,8 @@ class EmulatedEngine(ServedEngine[Path]):
                 for place in waiting.values():
                     ticket = tickets[place]
                     part = self.device.so_far(ticket.task.number)
-                    if part is not None and len(part.tokens) - told[place] >= ticket.params.stream_interval:
-                        told[place] = len(part.tokens)
+                    if part is not None and len(part.tokens) - sent[place] >= ticket.params.stream_interval:
+                        sent[place] = len(part.tokens)
                         yield {**self._word(ticket, part), "index": place}
 
     def _grown_in(self, tickets: Sequence[PendingAnswer]) -> float:

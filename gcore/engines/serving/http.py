@@ -165,8 +165,8 @@ def validation_sentence(error: ValidationError) -> str:
 
 
 async def _bytes(request: Request) -> bytes:
-    told = request.headers.get("content-length", "")
-    if told.isdigit() and int(told) > MOST_BODY_BYTES:
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > MOST_BODY_BYTES:
         raise _too_big()
     parts: list[bytes] = []
     size = 0

@@ -185,7 +185,7 @@ class CompletionWriter:
     def __init__(self, asking: CompletionRequest, *, name: str, created: int) -> None:
         self._asking = asking
         self._head = {"id": name, "created": created, "model": asking.model}
-        self._told: dict[int, _Told] = {}
+        self._progress: dict[int, _ChoiceProgress] = {}
         self._newest: dict[int, Mapping[str, Any]] = {}
 
     def whole(self, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -209,20 +209,20 @@ class CompletionWriter:
         index = part["index"]
         self._newest[index] = part
         found: list[dict[str, Any]] = []
-        told = self._told.get(index)
-        if told is None:
-            told = self._told[index] = _Told()
+        progress = self._progress.get(index)
+        if progress is None:
+            progress = self._progress[index] = _ChoiceProgress()
             if self._asking.chat:
                 found.append(self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None, None))
         ended = part["meta_info"]["finish_reason"] is not None
         text = part["text"]
         if not ended:
             text = stable_text(text, self._asking.request.params[0].stop_strings)
-        new = text[len(told.text) :] if text.startswith(told.text) else ""
+        new = text[len(progress.text) :] if text.startswith(progress.text) else ""
         if not new and not ended:
             return found
-        logprobs = self._logprobs(part, told.tokens)
-        told.text, told.tokens = told.text + new, len(part["output_ids"])
+        logprobs = self._logprobs(part, progress.tokens)
+        progress.text, progress.tokens = progress.text + new, len(part["output_ids"])
         said: dict[str, Any] = {"delta": {"content": new}} if self._asking.chat else {"text": new}
         return [*found, self._chunk(index, said, logprobs, part if ended else None)]
 

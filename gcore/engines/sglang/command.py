@@ -142,8 +142,8 @@ def find_python(named: Path | str | None = None, *, environ: Mapping[str, str] |
     folder. A folder stands for its bin/python. Raises UsageError if the named Python has no SGLang.
     """
     environ = os.environ if environ is None else environ
-    told = environ.get(VARIABLE)
-    for given, where in ((named, f"--sglang-python or {VARIABLE}"), (told, VARIABLE)):
+    configured = environ.get(VARIABLE)
+    for given, where in ((named, f"--sglang-python or {VARIABLE}"), (configured, VARIABLE)):
         if given:
             return _checked(Path(given), where)
     checkout = Path(__file__).parents[3]

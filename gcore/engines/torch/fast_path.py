@@ -60,13 +60,13 @@ class _Layer:
     up: Any
     down: Any
     act: Any
-    told: dict[str, Any]
+    attention_options: dict[str, Any]
 
 
 class FastDecodeStep:
     """A decode step as one loop over the layers; see the module docstring. Created by `fast_decode_step`."""
 
-    def __init__(self, module: Any, attention: EngineAttention, told: list[dict[str, Any]]) -> None:
+    def __init__(self, module: Any, attention: EngineAttention, attention_options: list[dict[str, Any]]) -> None:
         base = module.model
         self._attention = attention
         self._embedding = base.embed_tokens
@@ -74,7 +74,7 @@ class FastDecodeStep:
         self._norm = base.norm
         self._head = module.lm_head
         self._dim = base.layers[0].self_attn.head_dim
-        self._layers = [_parts(layer, one) for layer, one in zip(base.layers, told, strict=True)]
+        self._layers = [_parts(layer, one) for layer, one in zip(base.layers, attention_options, strict=True)]
 
     def logits(self, ids: Tensor, positions: Tensor, cache: Any) -> Tensor:
         """Return the logits [row, vocabulary] after one token per row. `ids` and `positions` [row, 1]."""
@@ -94,7 +94,7 @@ class FastDecodeStep:
             turned = torch.cat((-both[..., half:], both[..., :half]), -1).mul_(sin)
             both = (both * cos).add_(turned)[:, :, None]
             keys, values = cache.update(both[:, heads:], v, index)
-            out, _ = self._attention(layer, both[:, :heads], keys, values, None, **layer.told)
+            out, _ = self._attention(layer, both[:, :heads], keys, values, None, **layer.attention_options)
             hidden = _linear(out.reshape(rows, -1), layer.o).add_(hidden)
             x = layer.after.forward(hidden)
             inner = layer.act(_linear(x, layer.gate)).mul_(_linear(x, layer.up))
@@ -114,19 +114,21 @@ def fast_decode_step(module: Any, attention: EngineAttention, vocabulary: int) -
     device = module.lm_head.weight.device
     ids = torch.tensor([[(7 * n + 1) % vocabulary] for n in range(len(POSITIONS))], device=device)
     positions = torch.tensor(POSITIONS, device=device)[:, None]
-    told: list[dict[str, Any]] = []
+    attention_options: list[dict[str, Any]] = []
 
     def overhear(part: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
-        told.append({name: more[name] for name in ("scaling", "sliding_window", "softcap", "s_aux") if name in more})
+        attention_options.append(
+            {name: more[name] for name in ("scaling", "sliding_window", "softcap", "s_aux") if name in more}
+        )
         return attention(part, query, key, value, mask, **more)
 
     kind, attention.kind = attention.kind, DecodePass(None)
     AttentionInterface.register(NAME, overhear)
     try:
         expected = module(input_ids=ids, position_ids=positions, past_key_values=_Past(), use_cache=True).logits[:, -1]
-        if len(told) != len(module.model.layers):
+        if len(attention_options) != len(module.model.layers):
             return None
-        made = FastDecodeStep(module, attention, told)
+        made = FastDecodeStep(module, attention, attention_options)
         same = torch.equal(made.logits(ids, positions, _Past()), expected)
     except (
         AttributeError,
@@ -181,7 +183,7 @@ def _recognised(module: Any) -> bool:
     return type(base.embed_tokens) is torch.nn.Embedding and hasattr(layers[0].self_attn, "head_dim")
 
 
-def _parts(layer: Any, told: dict[str, Any]) -> _Layer:
+def _parts(layer: Any, attention_options: dict[str, Any]) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     return _Layer(
         layer.input_layernorm,
@@ -196,7 +198,7 @@ def _parts(layer: Any, told: dict[str, Any]) -> _Layer:
         mlp.up_proj,
         mlp.down_proj,
         _function(mlp.act_fn),
-        told,
+        attention_options,
     )
 
 

@@ -195,7 +195,7 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
         after at least `stream_interval` further tokens, and at the end.
         """
         place = {ticket.task.number: i for i, ticket in enumerate(tickets)}
-        told = [0] * len(tickets)
+        sent = [0] * len(tickets)
         stream = self._deliveries(tickets)
         try:
             async for arrived in stream:
@@ -203,9 +203,9 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
                 pairs = []
                 for delivery in arrived:
                     i = place[delivery.number]
-                    grown = len(delivery.tokens) - told[i]
-                    if delivery.ending is not None or not told[i] or grown >= tickets[i].params.stream_interval:
-                        told[i] += grown
+                    grown = len(delivery.tokens) - sent[i]
+                    if delivery.ending is not None or not sent[i] or grown >= tickets[i].params.stream_interval:
+                        sent[i] += grown
                         pairs.append((i, delivery))
 
                 def word(pairs: list[tuple[int, RequestOutput]] = pairs, now: float = now) -> list[dict[str, Any]]:

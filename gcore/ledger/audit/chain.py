@@ -212,8 +212,8 @@ def check_chain(head: Head, log: Mapping[int, LogEntry], job: JobRecord | None, 
     if not whole:
         lineages = head.lineages
     elif lineages != head.lineages:
-        told = " ".join(f"{one.number} from step {one.base_step}" for one in lineages)
-        found.add("chain", f"head's lineages differ from those that the rollbacks in the log began ({told})")
+        rollbacks = " ".join(f"{one.number} from step {one.base_step}" for one in lineages)
+        found.add("chain", f"head's lineages differ from those that the rollbacks in the log began ({rollbacks})")
     _check_head(head, log.get(head.seq), found)
     if job is not None:
         binding.compare(job, found)
@@ -501,14 +501,14 @@ class ChainTotals:
 
     def _miscounted(self, tally: Tally, whose: str) -> Iterator[str]:
         sources = tally.sources.values()
-        told = {
+        tallied = {
             "trained": sum(one.kept for one in sources),
             "filtered": sum(one.filtered for one in sources),
             "failed": sum(one.failed for one in sources),
         }
         for kind, count in self.counts.items():
-            if told[kind] != count:
-                yield f"{whose}'s tally counts {told[kind]} prompts {kind}, but the entries {count}"
+            if tallied[kind] != count:
+                yield f"{whose}'s tally counts {tallied[kind]} prompts {kind}, but the entries {count}"
 
     def tell_doubles(self, log: Mapping[int, LogEntry]) -> None:
         """Add a finding for each prompt with two outcomes. Call it after all entries were added."""
@@ -533,8 +533,8 @@ class ChainTotals:
             self._found.add("step", f"head is at step {head.step}, but its chain is at step {self.step}")
         if head.cursors != self.cursors:
             refs = self.differing(head.cursors)
-            told = f": {list_some_refs(refs)}" if refs else ""
-            what = f"head's cursors are not the sum of the entries along its chain{told}"
+            examples = f": {list_some_refs(refs)}" if refs else ""
+            what = f"head's cursors are not the sum of the entries along its chain{examples}"
             self._found.add("cursors", what, refs)
         for sentence in self._miscounted(head.tally, "head"):
             self._found.add("tally", sentence)
@@ -544,14 +544,14 @@ class ChainTotals:
             what = f"head counts {said} prompts that ended since step {head.step}"
             self._found.add("tally", f"{what}, but the entries {ended}")
 
-    def differing(self, told: Cursors) -> list[PromptRef]:
-        """The first refs that ended according to either `told` or the entries, but not both.
+    def differing(self, reported: Cursors) -> list[PromptRef]:
+        """The first refs that ended according to either `reported` or the entries, but not both.
 
-        For a shard that `told` lacks, no ref has ended. Extra shards in `told` are ignored.
+        For a shard that `reported` lacks, no ref has ended. Extra shards in `reported` are ignored.
         """
         refs: list[PromptRef] = []
-        lacking = [ShardCursor()] * (len(self._shards) - len(told.shards))
-        for shard, (mine, other) in enumerate(zip(self._shards, (*told.shards, *lacking), strict=False)):
+        lacking = [ShardCursor()] * (len(self._shards) - len(reported.shards))
+        for shard, (mine, other) in enumerate(zip(self._shards, (*reported.shards, *lacking), strict=False)):
             base = max(min(mine.low_water, other.low_water), 0)
             different = _bits(mine, base) ^ _bits(other, base)
             while different and len(refs) < MOST_NAMED:

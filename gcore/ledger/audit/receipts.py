@@ -125,7 +125,7 @@ def check_receipts(entry: LogEntry, receipts: Receipts, found: FindingCollector)
         found.add("receipt", f"log entry {entry.seq} trained step {entry.step} under token {token}")
     papers = receipts.of(entry.world, token)
     committed = {one.ref: one for one in entry.delta if one.kind == "trained"}
-    told = found.count
+    earlier = found.count
     if not papers:
         what = f"no rank left a receipt for step {entry.step} (token {token})"
         found.add("receipt", what, sorted(committed))
@@ -164,7 +164,7 @@ def check_receipts(entry: LogEntry, receipts: Receipts, found: FindingCollector)
         if ref not in excused:
             _check_samples(entry, ref, committed.get(ref), sorted(samples), found)
     trained_shares = shares_digest({paper.rank: paper.samples for paper in papers})
-    if entry.shares not in ("", trained_shares) and found.count == told:
+    if entry.shares not in ("", trained_shares) and found.count == earlier:
         found.add("receipt", f"the ranks trained other shares of step {entry.step} than its seal assigned")
 
 

@@ -183,7 +183,7 @@ class OfferedGroup(RecordPart):
         """Per sample, the number of tokens that the policy generated."""
         if not self.observed:
             return self.response_tokens
-        return tuple(total - told for total, told in zip(self.response_tokens, self.observed, strict=True))
+        return tuple(total - observed for total, observed in zip(self.response_tokens, self.observed, strict=True))
 
 
 class InFlightRef(RecordPart):

@@ -213,8 +213,8 @@ def encode_line(line: AccountLine) -> str:
 
 
 def _tree(one: Span) -> list[Any]:
-    told = {state: round(seconds, 4) for state, seconds in one.seconds.items() if seconds >= 5e-5}
-    return [round(one.begin, 4), round(one.end, 4), told]
+    seconds = {state: round(seconds, 4) for state, seconds in one.seconds.items() if seconds >= 5e-5}
+    return [round(one.begin, 4), round(one.end, 4), seconds]
 
 
 def parse_line(line: str | bytes) -> AccountLine | None:
@@ -237,14 +237,16 @@ def parse_line(line: str | bytes) -> AccountLine | None:
 
 def _parse_span(tree: Any) -> Span:
     begin, end, seconds = tree
-    return Span(parse_number(begin), parse_number(end), {state: parse_number(told) for state, told in seconds.items()})
+    return Span(
+        parse_number(begin), parse_number(end), {state: parse_number(value) for state, value in seconds.items()}
+    )
 
 
 def _parse_totals(tree: Any) -> WorkerTotals:
     slot, at, sums = tree
     if not isinstance(slot, str):
         raise TypeError(f"{slot!r} is not a slot name")
-    return WorkerTotals(slot, parse_number(at), {name: parse_number(told) for name, told in sums.items()})
+    return WorkerTotals(slot, parse_number(at), {name: parse_number(value) for name, value in sums.items()})
 
 
 def append_line(run_dir: Path, line: AccountLine) -> None:

@@ -271,7 +271,7 @@ class AgentPool:
             began()
             try:
                 said = await self._said(loan.process, watch())
-                told = _told(said)
+                score = _parse_score(said)
             except ProtocolBroken:
                 raise _unagreed() from None
             except ProcessEnded:
@@ -281,9 +281,9 @@ class AgentPool:
                     fix="See the controller's log; raise agent.memory_mb if memory ran out",
                 ) from None
             loan.fit = not said.get("threads")
-            if isinstance(told, AgentFault):
-                raise told
-            return told
+            if isinstance(score, AgentFault):
+                raise score
+            return score
 
     @property
     def waits(self) -> PoolStatus:
@@ -296,7 +296,7 @@ class AgentPool:
 
     async def _said(self, process: SandboxProcess, watch: Coroutine[Any, Any, NoReturn]) -> Any:
         """The process's result, unless `watch` raises first."""
-        answer, watching = asyncio.ensure_future(process.told(NEVER_S)), asyncio.ensure_future(watch)
+        answer, watching = asyncio.ensure_future(process.result(NEVER_S)), asyncio.ensure_future(watch)
         try:
             await asyncio.wait((answer, watching), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
@@ -306,7 +306,7 @@ class AgentPool:
             await cancel_all((answer, watching))
 
 
-def _told(said: Any) -> float | AgentFault | None:
+def _parse_score(said: Any) -> float | AgentFault | None:
     """The agent's reward, or its error. Raises AgentFault for an invalid message."""
     match said:
         case {"reward": None}:

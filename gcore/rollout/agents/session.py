@@ -223,7 +223,7 @@ class AgentSession:
     async def complete(self, raw: bytes, *, again: bool = False) -> tuple[ChatRequest, ChatCompletion]:
         """Answer a request body. `again`: the client marks it as a retry. Raises AgentRequestRefused."""
         if self._asking:
-            raise self._told(
+            raise self._note_refusal(
                 AgentRequestRefused(
                     409, "busy", "another request of this rollout is being answered; send one at a time"
                 )
@@ -232,7 +232,7 @@ class AgentSession:
         try:
             return await self._complete(raw, again=again)
         except AgentRequestRefused as error:
-            raise self._told(error) from error.__cause__
+            raise self._note_refusal(error) from error.__cause__
         except GcoreError as error:
             self.failed = self.failed or error
             raise AgentRequestRefused(503, "engine_failed", f"the policy is unavailable: {error.what}") from error
@@ -348,7 +348,7 @@ class AgentSession:
             raise _over(why)
         return min(limits.own - self._made, limits.room - dialogue.length - len(shown.ids))
 
-    def _told(self, why: AgentRequestRefused) -> AgentRequestRefused:
+    def _note_refusal(self, why: AgentRequestRefused) -> AgentRequestRefused:
         if why.status == OVER:
             self.cut = True
         else:

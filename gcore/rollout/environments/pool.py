@@ -39,7 +39,7 @@ from gcore.worker.sandbox.process import ProcessEnded, ProtocolBroken
 LONGEST_ARGUMENT = 1 << 16
 """Maximum length of a tool's argument in characters."""
 
-Told = Callable[[str, str], None]
+FaultReporter = Callable[[str, str], None]
 """Called for a failed tool: the error, and the traceback of its own code or an empty text."""
 
 
@@ -47,7 +47,7 @@ class ToolPool:
     """Implements `gcore.rollout.environments.api.Tools`. Belongs to one event loop; close it after use."""
 
     def __init__(
-        self, spec: ToolsSpec, clock: Clock, on_fault: Told = lambda what, trace: None, group: str = ""
+        self, spec: ToolsSpec, clock: Clock, on_fault: FaultReporter = lambda what, trace: None, group: str = ""
     ) -> None:
         """`on_fault` is called for every failure; the callee removes duplicates.
 
@@ -91,7 +91,7 @@ class ToolPool:
         async with self._crew.lent(self._holding) as loan:
             loan.process.ask((reference, argument))
             try:
-                told = self._told(await loan.process.told(self._spec.timeout_s))
+                result = self._as_result(await loan.process.result(self._spec.timeout_s))
             except TimeoutError:
                 return self._failed(f"tool {name!r} took longer than {self._spec.timeout_s:g} s")
             except ProtocolBroken:
@@ -99,7 +99,7 @@ class ToolPool:
             except ProcessEnded:
                 return self._failed(f"tool {name!r} took the process that ran it with it")
             loan.fit = True  # stays False if the caller was cancelled: the next call would get this result
-            return told
+            return result
 
     @property
     def waits(self) -> PoolStatus:
@@ -110,7 +110,7 @@ class ToolPool:
         """End every process."""
         await self._crew.close()
 
-    def _told(self, said: Any) -> Said:
+    def _as_result(self, said: Any) -> Said:
         match said:
             case {"said": str(text)}:
                 return Said(text)

@@ -60,7 +60,7 @@ class TrainSample:
     """Ranges of tokens that the policy did not generate. They are not trained and not counted."""
 
     @property
-    def told(self) -> int:
+    def observed_count(self) -> int:
         """Number of observed tokens."""
         return sum(end - start for start, end in self.observed)
 
@@ -349,7 +349,10 @@ def _lacking(group: TrainGroup | None, seal: Seal, number: int, sample: int) -> 
     stated = (sealed.prompt_tokens, sealed.response_tokens[sample])
     if found != stated:
         return f"sample {sample} has {found[0]} + {found[1]} tokens instead of {stated[0]} + {stated[1]}"
-    told, said = group.samples[sample].told, sealed.response_tokens[sample] - sealed.own_tokens[sample]
-    if told != said:
-        return f"sample {sample} has {told} observed tokens instead of {said}"
+    observed, expected = (
+        group.samples[sample].observed_count,
+        sealed.response_tokens[sample] - sealed.own_tokens[sample],
+    )
+    if observed != expected:
+        return f"sample {sample} has {observed} observed tokens instead of {expected}"
     return ""

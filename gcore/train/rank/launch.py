@@ -162,9 +162,9 @@ class PhaseMeter:
 
     def read(self, now: float) -> PhaseTotals:
         """The sums until now."""
-        phase, told = self._state
-        passed = max(now - told.at, 0.0)
-        return PhaseTotals(told.at + passed, {**told.seconds, phase: told.seconds.get(phase, 0.0) + passed})
+        phase, totals = self._state
+        passed = max(now - totals.at, 0.0)
+        return PhaseTotals(totals.at + passed, {**totals.seconds, phase: totals.seconds.get(phase, 0.0) + passed})
 
 
 OPTIMIZER, WEIGHTS = "optimizer", "weights"

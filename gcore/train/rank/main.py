@@ -265,7 +265,7 @@ class ProgressReporter:
         self._control.report_progress(phase, self._progress)
         self._show(phase, self._progress)
 
-    def told(self) -> PhaseTotals:
+    def totals(self) -> PhaseTotals:
         """Seconds by phase until now."""
         return self._phases.read(self._clock.monotonic())
 
@@ -284,7 +284,7 @@ class RankProcess:
         name = WorldName(launch.job_uid, launch.world, launch.lineage)
         state = FeedState(name, launch.rank, launch.world_size, launch.start.step, streams=launch.spec.train.stream)
         self._pulse = ProgressReporter(control, clock, self._note_soon)
-        self._board = RankStatus(state, clock, self._pulse.told)
+        self._board = RankStatus(state, clock, self._pulse.totals)
         self._orders = ControlListener(control, self._stop_soon)
         self._server = grpc.aio.server(
             interceptors=[*([NodesOnlyInterceptor()] if launch.tls else []), VersionGate()],
@@ -385,11 +385,11 @@ class RankProcess:
         if defect is not None:
             self._failed(defect)
             return
-        board, told = self._board, self._board.checkpointing
+        board, earlier = self._board, self._board.checkpointing
         board.saved, board.writing, board.trouble = self._writer.saved, self._writer.writing, self._writer.trouble
         if self._busy.done() and not self._end.done():
             self._pulse.tell(self._resting)
-        if board.checkpointing != told:  # a change of bytes only is shown with the next progress
+        if board.checkpointing != earlier:  # a change of bytes only is shown with the next progress
             board.show()
 
     def _finished(self, task: asyncio.Task[None]) -> None:

@@ -72,11 +72,11 @@ class RankStatus:
     A change of `progress` alone is not worth a message; the caller decides when to `show` it.
     """
 
-    def __init__(self, state: FeedState, clock: Clock, told: Callable[[], PhaseTotals] | None = None) -> None:
-        """`told`: returns the rank's seconds by phase."""
+    def __init__(self, state: FeedState, clock: Clock, phase_totals: Callable[[], PhaseTotals] | None = None) -> None:
+        """`phase_totals`: returns the rank's seconds by phase."""
         self.state = state
         self._clock = clock
-        self._told = told
+        self._phase_totals = phase_totals
         self.phase = "waiting"
         self.progress = 0
         self.error = ""
@@ -128,10 +128,10 @@ class RankStatus:
         message.phase = "failed" if self.error else self.phase
         message.progress, message.error = self.progress, self.error
         message.trouble = self.trouble
-        if self._told is not None:
-            told = self._told()
-            message.clock = told.at
-            message.phase_seconds.update(told.seconds)
+        if self._phase_totals is not None:
+            totals = self._phase_totals()
+            message.clock = totals.at
+            message.phase_seconds.update(totals.seconds)
         message.released.extend(sorted(self.released))
         if self._report is not None:
             message.report.CopyFrom(self._report)

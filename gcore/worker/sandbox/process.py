@@ -68,7 +68,7 @@ class SandboxProcess(asyncio.Protocol):
     def __init__(self) -> None:
         self._answers: deque[Any] = deque()
         self._half = b""
-        self._heard: asyncio.Future[None] | None = None
+        self._message_received: asyncio.Future[None] | None = None
         self._closed = False
         self._transport: asyncio.Transport | None = None
         self._warden: subprocess.Popen[bytes] | None = None
@@ -115,11 +115,11 @@ class SandboxProcess(asyncio.Protocol):
         if not self._answers:
             with contextlib.suppress(TimeoutError):
                 async with limit_time(timeout_s):
-                    await self._hear()
+                    await self._receive()
             # After a delayed timeout a response may have arrived, or be on its way if only this process was delayed.
             if not self._answers and not self._closed:
                 async with limit_time(LATE_S):
-                    await self._hear()
+                    await self._receive()
         if not self._answers:
             raise ProcessEnded("the process has died")
         return self._answers.popleft()
@@ -130,7 +130,7 @@ class SandboxProcess(asyncio.Protocol):
         self._asked += 1
         self.send(encode_line((self._asked, call)))
 
-    async def told(self, timeout_s: float) -> Any:
+    async def result(self, timeout_s: float) -> Any:
         """Return the response to the call. Raises like `answer`, and ProtocolBroken if foreign code has written to the
         socket."""
         match await self.answer(timeout_s):
@@ -143,10 +143,10 @@ class SandboxProcess(asyncio.Protocol):
         """Whether it has sent a message without a call."""
         return bool(self._answers or self._half)
 
-    async def _hear(self) -> None:
+    async def _receive(self) -> None:
         while not self._answers and not self._closed:
-            self._heard = asyncio.get_running_loop().create_future()
-            await self._heard
+            self._message_received = asyncio.get_running_loop().create_future()
+            await self._message_received
 
     async def end(self) -> str:
         """Kill it and all processes it started. Return how it died, as a sentence: by itself, if it had died before."""
@@ -215,8 +215,8 @@ class SandboxProcess(asyncio.Protocol):
             self._transport.abort()
 
     def _wake(self) -> None:
-        if self._heard is not None and not self._heard.done():
-            self._heard.set_result(None)
+        if self._message_received is not None and not self._message_received.done():
+            self._message_received.set_result(None)
 
 
 async def _ended_within(child: subprocess.Popen[bytes], limit_s: float) -> None:

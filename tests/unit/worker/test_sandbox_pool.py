@@ -33,7 +33,7 @@ class Started:
             raise self._said
         return self._said
 
-    async def told(self, timeout_s: float) -> Any:
+    async def result(self, timeout_s: float) -> Any:
         return await self.answer(timeout_s)
 
     def ask(self, call: Any) -> None:
@@ -48,7 +48,7 @@ class Started:
 
 
 class Machine:
-    """What processes are started on; each says what is in turn for it, then that it is ready."""
+    """The machine that starts processes; each sends its scripted messages, then that it is ready."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *said: Any) -> None:
         self.started: list[Started] = []
