@@ -1,7 +1,7 @@
 """Benchmarks: `python -m benchmarks run NAME`, `python -m benchmarks report`, `python -m benchmarks check`.
 
-Read `run` first (the list of benchmarks), then `harness` (what each of them uses). A benchmark writes `results/NAME.json`;
-`report` makes the tables of the documents from these files; `check` compares them with the bounds in `bounds.json`.
+Read `run` first (the list of benchmarks), then `harness` (their common parts). A benchmark writes `results/NAME.json`. `report`
+makes the tables of the documents from these files. `check` compares them with the bounds in `bounds.json`.
 
 Some benchmarks use the simulations and clusters of `tests/support`, so that folder is on the path.
 """

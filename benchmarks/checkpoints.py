@@ -1,14 +1,16 @@
-"""What checkpoints cost the steps.
+"""The cost of checkpoints for the training steps.
 
-One train rank trains a qwen3 with random weights (--hidden, --layers), as it does in a job. A round is STEPS steps; in a round with a
-checkpoint it is due after the first of them. The three kinds take turns, so that what else the machine does meets all of them alike:
+One train rank trains a qwen3 with random weights (--hidden, --layers), as it does in a job. A round has `STEPS` steps; in a round with a
+checkpoint it is due after the first of them. The three kinds alternate, so that other load on the machine affects all of them alike:
 
-- beside:  as gcore does it: the step copies the state to host memory, and a thread writes it while the next steps go on;
-- within:  the same, but the step waits until the checkpoint is on the disk;
+- beside:  gcore's way: the step copies the state to host memory, and a thread writes it during the next steps.
+
+- within:  the same, but the step waits until the checkpoint is on the disk.
+
 - none:    no checkpoint is due.
 
-Measured are the seconds of the first step, and of the whole round: what is written beside takes processor time from the
-steps. Not in the round's seconds, but shown, is how long the write goes on after the last of its steps.
+The result has the seconds of the first step and of the whole round: a background write takes processor time from the
+steps. It also shows the time from the last step to the end of the write, which is not part of the round's seconds.
 """
 
 from __future__ import annotations

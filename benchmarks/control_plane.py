@@ -393,7 +393,7 @@ PUT_BYTES = 4096
 
 
 def spec_of(folder: Path, name: str) -> str:
-    """A job that waits for ever."""
+    """A job that waits forever."""
     return json.dumps(
         {
             "name": name,

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 EXAMPLES = ROOT / "examples"
 PREPARED = ROOT / ".cache" / "examples"
-"""What `gcore prepare` has made of the examples."""
+"""The examples that `gcore prepare` has made."""
 GCORE = [sys.executable, "-m", "controllers.cli.main"]
 LOG_TAIL = 6000
 """Characters of a failed run's log that are shown."""

@@ -74,7 +74,7 @@ SIZES = {
     "100M": Size(768, 12, 2048, 12, 16384),
 }
 BASE = "tiny"
-"""What a process takes that has next to no model is taken off the others of its kind, stage and world."""
+"""The memory of a process with an almost empty model is subtracted from the others of its kind, stage and world."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Case:
 
     @property
     def alike(self) -> tuple[str, int, int]:
-        """What it has in common with the case that is taken off it."""
+        """The key that the case shares with its baseline."""
         return self.what, self.size, self.train.get("zero_stage", 1)
 
     def told(self, models: Path, run: Path) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def shape(model: str) -> ModelShape:
 
 
 def workload(case: Case) -> Workload:
-    """What the case does, as a job would say it."""
+    """The settings of the case, as in a job's spec."""
     spec = parse_spec(
         {
             "name": "bench",
@@ -284,7 +284,7 @@ def figure(name: str, pid: int | str = "self") -> int:
 
 
 def forget_peak(pid: int | str = "self") -> None:
-    """Begin to count anew."""
+    """Restart the count."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
@@ -423,7 +423,7 @@ def ask(address: str, told: Mapping[str, Any]) -> None:
 
 
 def host_main() -> None:
-    """What it is told, until its input ends. What the forks use is imported before: see above."""
+    """Serve requests until the input ends. The imports for the forks are done before; see above."""
     import torch
 
     import gcore.engines.torch.server

@@ -195,7 +195,7 @@ def foretold_of(stays: list[HoldPeriod]) -> dict[str, Any] | None:
 
 
 def books_of(lines: list[AccountLine]) -> dict[str, Any] | None:
-    """How far the books of the nodes are from slots times seconds, and what the slots were; None where a run has none."""
+    """The error of the nodes' slot accounting against slots times seconds, and the states of the slots; None for runs without accounting."""
     if not lines:
         return None
     states: dict[str, float] = {}
@@ -213,7 +213,7 @@ def books_of(lines: list[AccountLine]) -> dict[str, Any] | None:
 
 
 def largest_of(lines: list[AccountLine]) -> dict[str, Any]:
-    """Of the node and step whose books are furthest off: how, and when nobody told what a slot was, in seconds since the step began."""
+    """The largest accounting error of a node and step, and the unaccounted times of its slots, in seconds since the step began."""
     line = max(lines, key=lambda one: one.book.error)
     untold = {
         slot: [[round(span.begin, 3), round(span.end, 3)] for span in spans if not span.most]

@@ -107,7 +107,7 @@ def policy_options(parser: argparse.ArgumentParser) -> None:
 
 
 def play(path: Path, wanted: list[tuple[str, int]], processes: int) -> None:
-    """Whatever of `wanted` is not in the file yet."""
+    """Those of `wanted` that are not in the file yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     done = {(row["scenario"], row["seed"]) for row in read(path)}
     left = [one for one in wanted if one not in done]
@@ -203,7 +203,7 @@ def above_bound(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 REPLICAS, MOMENTS = 3, 5
 WITHIN_COSTS = (0.0, 0.5, 2.0)
-"""Seconds that a replica which changes over serves nobody."""
+"""Seconds in which a replica that changes pools serves no request."""
 
 
 def one_case(seed: int) -> list[dict[float, LendingTimes]]:
@@ -369,7 +369,7 @@ class _Job:
         self.view = replace(self.view, mirror=after)
 
     def moved(self, proposal: MoveProposal) -> None:
-        """What was wanted is so; a train world of another size is placed anew, as a rollback does it."""
+        """Apply a decision; a train world of another size is placed from scratch, as in a rollback."""
         plan = proposal.plan or place_split(
             self.snapshot,
             self.moving,

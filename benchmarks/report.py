@@ -428,7 +428,7 @@ def lending_seconds(result: Result) -> str:
 
 
 def placement_goals(result: Result) -> str:
-    """What `dynamic` was to reach, and whether it does in the runs that there are."""
+    """The goals of `dynamic`, and whether the runs reach them."""
     found = result["overall"]["dynamic"]
     told = ((what, found[figure][quantile], goal) for what, figure, quantile, goal in REGRET_GOALS)
     said = "; ".join(
@@ -467,7 +467,7 @@ def policies_overall(result: Result) -> Rows:
 
 
 def regime(scenario: Scenario) -> str:
-    """What the scenario is one of."""
+    """The family of the scenario."""
     if scenario.overlaps:
         return "one step ahead"
     return "strict, co-location possible" if scenario.colocated else "strict, pools apart"
@@ -524,7 +524,7 @@ def scenario_of(name: str) -> Scenario:
 # The pages ------------------------------------------------------------------------------------------------------------
 
 MADE: dict[str, Callable[[Result], Any]] = {name: one for name, one in globals().items() if callable(one)}
-"""What `tables.txt` may name."""
+"""The names that `tables.txt` may use."""
 
 
 @dataclass(frozen=True)

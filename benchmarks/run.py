@@ -2,8 +2,8 @@
 
 `run NAME` measures, writes the result, prints its table and renews the pages that show it. `run NAME --compare COMMIT` measures this tree
 and that commit in alternating pairs instead. The other commit is checked out in a temporary folder and measures with its own benchmark, in the
-same environment. What is compared are the figures that both results have: of each pair this tree's figure through the other's, and
-of all pairs the median with its spread.
+same environment. The comparison covers the figures that both results have: for each pair this tree's figure divided by the other's, and
+the median of all pairs with its spread.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ LEFT_OUT = ("load_before", "load_after", "law", "pairs")
 COUNTS = {"startup": "--runs", "demo": "--runs", "judge": "--runs"} | dict.fromkeys(
     ("grpo", "checkpoints", "rewards", "placement-live"), "--rounds"
 )
-"""What the option `--pairs` was called in commits whose benchmarks were single programs, where it was another word."""
+"""Names of the option `--pairs` in commits whose benchmarks were single programs, where they differ."""
 
 
 def compare(benchmark: Benchmark, arguments: argparse.Namespace, words: Sequence[str]) -> None:

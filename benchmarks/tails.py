@@ -106,7 +106,7 @@ class TailRun:
     """What a run came to."""
 
     commits: list[float] = field(default_factory=list)
-    """When each step was committed, in made-up seconds."""
+    """The simulated seconds of each step's commit."""
     generated: int = 0
     lengths: list[int] = field(default_factory=list)
 

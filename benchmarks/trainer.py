@@ -370,7 +370,7 @@ class Side:
                 rank.send(address=address)
 
     def begin(self, case: int) -> None:
-        """Load the model anew, for this case."""
+        """Load the model again for this case."""
         for rank in self.ranks:
             rank.send(case=case)
         for rank in self.ranks:

@@ -160,7 +160,7 @@ def _within(name: str, packages: tuple[str, ...]) -> bool:
 
 
 def runs_what_it_reads(path: str, tree: ast.Module) -> Iterator[Problem]:
-    """What could run code that was read: pickle in any form, YAML with tags, text that is evaluated, a shell."""
+    """Calls that can execute code from data: pickle in any form, YAML with tags, evaluated text, a shell."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""

@@ -1,8 +1,8 @@
 """Check the files of `deploy/` that no program reads before they are used: dashboards, alerts, images, Compose, the chart.
 
-Dashboards are what their description makes; each panel has a unit, a sentence and queries of metrics that exist. Each
-alert names metrics that exist, fires in one of its tests, is silent in another, and has a runbook. What images copy and
-services mount is there, and every version is pinned. What a program checks (promtool, Helm) is checked by tests.
+Dashboards equal the output of their description; each panel has a unit, a sentence and queries of existing metrics. Each
+alert names existing metrics, fires in one of its tests, is silent in another, and has a runbook. Every path that images copy and
+services mount exists, and every version is pinned. Tests cover the checks that need a program (promtool, Helm).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VALUES = "deploy/helm/gcore/values.yaml"
 UNITS = {"none", "s", "bytes", "percentunit"}
 SEVERITIES = ("critical", "warning", "info")
 FOREIGN = re.compile(r"\b(?:etcd|process)_\w+|\bup\b")
-"""What expressions may name besides gcore's metrics."""
+"""Metrics of other programs that expressions may name."""
 USER = "10001:10001"
 SECONDS = re.compile(r"histogram_quantile.*_seconds_bucket|gcore_step_\w*seconds\{|gcore_move_\w*seconds")
 
@@ -235,7 +235,7 @@ def images_are_right(root: Path) -> Iterator[Problem]:
 
 
 def compose_fits(root: Path) -> Iterator[Problem]:
-    """What services mount is there; ports are this machine's alone; Grafana and Prometheus find what they are given."""
+    """Mounted paths of services exist. Ports are bound to loopback only. Grafana and Prometheus find their files."""
     text = (root / COMPOSE).read_text()
     tree: dict[str, Any] = yaml.safe_load(text)
     services = tree["services"]

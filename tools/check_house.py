@@ -241,7 +241,7 @@ class House:
 
     @cached_property
     def importers(self) -> dict[str, set[str]]:
-        """Who uses each module. Faces and aliases pass names on and are no users."""
+        """The users of each module. Faces and aliases pass names on and do not count."""
         found: dict[str, set[str]] = defaultdict(set)
         for name, targets in self.edges.items():
             module = self.modules[name]

@@ -45,8 +45,9 @@ STANDS_FOR = {
     "Checkpoint": "there is no rank that would have written the file",
     "commit": "a method that is one of the events: it makes the transaction that the ledger gives it",
 }
-"""What the bare protocol has of its own, and why: it has only the rules and the transactions, and stands for the rest of a
-cluster itself. A simulation of whole clusters has none of it."""
+"""The definitions that the bare protocol's simulation has of its own, and why: it uses only the rules and the transactions, and replaces
+the rest of a cluster. A simulation of whole clusters has none of these.
+"""
 
 
 def check(root: Path) -> Iterator[Problem]:

@@ -101,7 +101,7 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _changed(node: ast.AST) -> list[str]:
-    """What a node may become, in parentheses where it is an expression."""
+    """Replacements for a node, in parentheses where it is an expression."""
     match node:
         case ast.Compare(ops=[operator]) if type(operator) in COMPARISONS:
             changed: ast.AST = ast.Compare(node.left, [COMPARISONS[type(operator)]()], node.comparators)

@@ -1,13 +1,13 @@
-"""Record what pure moves of modules must not change, and compare with what was recorded.
+"""Record the behaviour that pure moves of modules must not change, and compare with the record.
 
     python -m tools.reference record FILE [--seeds 200] [--processes 2]
     python -m tools.reference compare FILE [--seeds 20] [--only simulations,help,json,metrics]
 
-Recorded are: the history of each seed of every kind of simulated story with all that was written to the store; the `--help` of every
-command of the console scripts; the answer of every command that has `-o json`, for a recorded job; every metric with type and labels.
-Both commands go on where they were interrupted, if the sources are the same. `compare` prints each difference and ends with 1 if there is one.
+The record has the history of each seed of every kind of simulated story, with all writes to the store. It has the `--help` of every
+command of the console scripts, and the answer of every command with `-o json` for a recorded job. It has every metric with type and labels.
+Both commands resume after an interruption if the sources are the same. `compare` prints each difference and exits with 1 if there is one.
 
-A few stories have more than one history: where a group of tasks is cancelled, asyncio does so in the order of their addresses. A story that
+A few stories have more than one history: when a group of tasks is cancelled, asyncio uses the order of their addresses. A story that
 differs is played again, `PLAYS` times at most, and counts as equal if one of these histories is the recorded one.
 """
 

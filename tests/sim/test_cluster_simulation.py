@@ -77,7 +77,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=list(KINDS))
 def test_each_kind_of_fault_alone_is_lived_through(kinds: tuple[str, ...]) -> None:
-    """Stopped for three times the life of a lease; cut off in one direction while history is forgotten; and so on."""
+    """Each seed has rare events, such as a stop for three lease times, or a one-way partition while the store compacts."""
     ended = tell_story(Story(seed=7, nodes=3, steps=12, faults=kinds, fault_every_s=3.0, faults_s=60.0))
     assert not ended.wrong, ended.why
     assert ended.steps == 12
@@ -93,7 +93,7 @@ def test_a_daemon_that_is_asked_to_end_hands_over_in_a_simulation_too() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_cached_decisions_equal_recomputed_ones(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a rule keeps from one look to the next, and whatever it goes by in keeping it."""
+    """Every rule's cache gives the same decisions as an empty one."""
     looks = 0
 
     def both(view: JobView) -> tuple[Intent, ...]:
@@ -113,7 +113,7 @@ def test_cached_decisions_equal_recomputed_ones(seed: int, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + max(3, CLUSTERS // 4)))
 def test_job_on_time_shared_slots_completes_with_correct_accounts(seed: int) -> None:
-    """Engines and ranks give each other the memory of a slot, and whoever is to see to it may be stopped, cut off or dead."""
+    """Engines and ranks pass a slot's memory to each other, while any process involved may be stopped, partitioned or dead."""
     ended = tell_story(replace(Story.of(seed), staleness=0, part=None, turns=True, copies=(None, None, 2)[seed % 3]))
     assert not ended.wrong, ended.why
     assert ended.steps > 0

@@ -64,7 +64,7 @@ def test_every_transaction_on_a_jobs_records_has_a_mutation_for_each_compare() -
 
 
 def test_no_transaction_on_a_jobs_records_is_made_outside_the_ledger() -> None:
-    """There nobody would look for what it compares."""
+    """A transaction elsewhere would escape the check of its compares."""
     for module, tree in production():
         calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
         builds = any(isinstance(func, ast.Name) and func.id == "Transaction" for func in calls)
@@ -72,7 +72,7 @@ def test_no_transaction_on_a_jobs_records_is_made_outside_the_ledger() -> None:
 
 
 CALLED_BY_NOBODY: dict[str, str] = {}
-"""What is kept though production does not call it, with the reason."""
+"""Functions that are kept although production does not call them, with the reason."""
 
 
 def called_in_production() -> set[str]:
@@ -97,7 +97,7 @@ def called_in_production() -> set[str]:
 
 
 def test_nothing_is_mutated_that_production_does_not_call() -> None:
-    """Else only tests would run what is mutated, and nobody would know what production does without it."""
+    """Otherwise only tests would run the mutated code, and the effect on production would be unknown."""
     called, dead = called_in_production(), set()
     for where, _ in (patch for mutation in MUTATIONS.values() for patch in mutation.patches):
         path, _, name = where.partition(":")

@@ -39,7 +39,7 @@ def test_nothing_is_lost_and_nothing_trained_twice(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + max(1, SEEDS * 3 // 5)))
 def test_nor_where_steps_come_in_parts(seed: int) -> None:
-    """A READY part stays, whoever dies; a part that is not is given up like any seal."""
+    """A READY part survives any death; any other part is abandoned like a seal."""
     limited = replace(
         RULES, quota=(3, 5)[seed % 2], part=1 + seed // 2 % 2, issue_cap=3.0, limit=(None, 11)[seed // 4 % 2]
     )

@@ -97,7 +97,7 @@ def test_controllers_that_are_killed_change_nothing_in_that(over_provision: floa
 def test_the_longest_first_changes_when_a_prompt_is_begun_and_not_what_is_trained(
     staleness: int, over_provision: float | None, seats: int | None
 ) -> None:
-    """Few seats for many that are due: if short ones could be passed over for ever, they would be here."""
+    """Few seats for many due prompts: if short ones could be passed over forever, it would happen here."""
     trained: list[int] = []
     issued: list[int] = []
     for seed in range(SEEDS):

@@ -15,9 +15,9 @@ from gcore.ledger.records.slot_accounting import AccountLine, read_lines
 MOST_ERROR = 0.01
 """Share of a step's time that may be booked wrongly or not at all."""
 ROUNDED_S = 5e-3
-"""By so much may the spans of a slot miss what is booked of it, for they are told in tenths of milliseconds."""
+"""Tolerance between the spans of a slot and its booked time: spans are rounded to tenths of a millisecond."""
 MOST_LOST = 0.05
-"""Share of a run's time that may be unbooked where something was killed: of who died nobody can say what the last second was."""
+"""Allowed unbooked share of a run's time after a kill: a dead process does not report its last second."""
 
 
 def books_of(home: Path) -> tuple[Path, list[AccountLine]]:
@@ -53,7 +53,7 @@ def check_sums(lines: Sequence[AccountLine]) -> None:
 
 
 def unbooked(lines: Sequence[AccountLine]) -> float:
-    """Share of the time of all slots of which nobody can say what they did."""
+    """Share of the time of all slots without a known state."""
     return sum(line.book.unbooked for line in lines) / sum(line.book.seconds * line.book.slots for line in lines)
 
 

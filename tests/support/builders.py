@@ -192,7 +192,7 @@ def samples_by_group(layout: StepLayout, rank: int) -> dict[int, tuple[int, ...]
 
 
 class RecordingLedger:
-    """A ledger that wins everything, or what it is told to. `watch` is called whenever a transaction is made."""
+    """A ledger that wins every transaction, or has the given outcomes. `watch` is called for each transaction."""
 
     def __init__(self, outcome: TxnOutcome = TxnOutcome.WON, watch: Callable[[], None] = lambda: None) -> None:
         self.made: list[Transaction] = []

@@ -1,10 +1,10 @@
 """A real cluster that a test may break anywhere: etcd members, daemons with their workers, and a loop that restarts dead processes.
 
-Everything is the product's own: Debian's etcd (or whichever is on PATH), `gcore-controller` daemons as a deployment starts
-them (not `gcore up`), torch engines, DeepSpeed ranks. What systemd does on a cluster, `_keep` does here: whatever is wanted
-and does not run is started again after a while. With `network` each node and each member has a namespace of its own.
+Everything is the product's own: Debian's etcd (or another one on PATH), `gcore-controller` daemons as a deployment starts
+them (not `gcore up`), torch engines, DeepSpeed ranks. `_keep` does the work of systemd on a cluster: it restarts each wanted process
+that does not run after a while. With `network` each node and each member has a namespace of its own.
 
-`History` is what a bystander sees in the store: when which entry of the chain came. It writes nothing.
+`History` is an observer of the store: it records when each entry of the chain came. It writes nothing.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class ChaosFailed(AssertionError):
 
 
 class NobodyHit(Exception):
-    """The fault met nobody: nothing happened, so nothing was shown. It is tried again at another moment."""
+    """The fault affected no process, so it showed nothing. It is tried again at another moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a cluster is made of. `spares`: nodes that are not started at first. `slots`: on each node."""
+    """The parts of a cluster. `spares`: nodes that are not started at first. `slots`: on each node."""
 
     nodes: int = 2
     spares: int = 0
@@ -130,7 +130,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """An entry of the chain, and when it was heard of."""
+    """An entry of the chain, and the time of its notification."""
 
     at: float
     entry: LogEntry
@@ -363,7 +363,7 @@ class ChaosCluster:
             await self.until("the job", lambda: self.seen.mirror.status is not None)
 
     async def look_anew(self) -> None:
-        """Forget what was seen of the job, and read the store anew: it was put back to an older state."""
+        """Forget the recorded state of the job and read the store again: it was restored from an older backup."""
         keeping, *watching = self._tasks
         for task in watching:
             task.cancel()
@@ -401,7 +401,7 @@ class ChaosCluster:
         return found
 
     async def why(self) -> str:
-        """How the job stands and what it waits for, as a user is told."""
+        """The job's state and wait causes, as a user sees them."""
         head = self.seen.mirror.head if self.history else None
         at = f"head at {head.record.version}" if head is not None else "no head"
         try:
@@ -538,7 +538,7 @@ class ChaosCluster:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody has now."""
+    """Free ports of loopback."""
     with contextlib.ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:

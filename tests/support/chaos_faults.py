@@ -42,7 +42,7 @@ LISTED_AGAIN = "is listed again"
 """What a log says of a watch whose history is gone (`gcore.store.client`)."""
 NO_ROOM = os.strerror(errno.ENOSPC)
 SLOWER, QUICK_AGAIN = "times the usual", "is back to its usual speed"
-"""What is told of a reward's pace (`gcore.reward.pool`)."""
+"""The warnings about a reward's pace (`gcore.reward.pool`)."""
 USUAL_AFTER = 3
 """Steps after which every pool of rewards knows what is usual."""
 ONE_STORE = Shape()
@@ -159,7 +159,7 @@ async def leader(cluster: ChaosCluster) -> Told:
 
 
 async def majority(cluster: ChaosCluster) -> Told:
-    """Two of three members die: nobody can commit until they are back."""
+    """Two of three members die: no controller can commit until they are back."""
     names = cluster.rng.sample(sorted(cluster.members), 2)
     for name in names:
         cluster.members[name].back_s = 10.0
@@ -221,7 +221,7 @@ ALWAYS_AWAITED = {
 }
 """What any step of the small job may wait for, or a job that has lost a worker."""
 AFTER_A_LEASE = {"material", "slots"}
-"""What it may wait for besides where daemons begin anew: they were hit, or lost their leases with the store."""
+"""Additional wait causes after a restart of daemons: they were killed, or lost their leases with the store."""
 SILENT_S = 10.0
 """So long may nothing move while controllers answer and name no wait."""
 
@@ -308,7 +308,7 @@ async def paused_etcd(cluster: ChaosCluster) -> Told:
 
 
 async def paused_at_commit(cluster: ChaosCluster) -> Told:
-    """Whoever is about to commit falls asleep with the transaction in hand; another commits; it wakes and sends it."""
+    """The committing controller is stopped with its transaction ready. Another one commits. The first continues and sends it."""
     return await _asleep_at(cluster, "commit.before")
 
 
@@ -434,9 +434,9 @@ async def _apart(cluster: ChaosCluster, names: list[str], *, seconds: float) -> 
 
 
 async def disk_full(cluster: ChaosCluster) -> Told:
-    """The runs' disk takes nothing more; some seconds later, and when this was told, there is room again.
+    """The runs' disk is full. Some seconds after the warning about it there is room again.
 
-    Before the first step there may be nothing to write yet: then the disk is full once more when there is.
+    Before the first step there may be nothing to write yet: then the disk is filled again later.
     """
     revision = cluster.seen.mirror.revision
     seconds = cluster.rng.uniform(4.0, 10.0)
@@ -464,7 +464,7 @@ def _full(ballast: Path) -> Iterator[None]:
 
 
 def _told_since(cluster: ChaosCluster, revision: int, words: str) -> list[str]:
-    """The topics under which something with these words was told in the job's events after that revision."""
+    """The topics of the job's events after that revision that contain these words."""
     troubles = cluster.seen.mirror.troubles
     return sorted(name for name, one in troubles.items() if one.revision > revision and words in one.record.sentence)
 
@@ -478,9 +478,9 @@ async def _until_told(cluster: ChaosCluster, revision: int, words: str) -> list[
 
 
 async def slow_reward(cluster: ChaosCluster) -> Told:
-    """The reward takes a hundred times as long for a while, and until this was told; that it is over is told too.
+    """The reward is a hundred times slower until a warning appears; a second event reports the end.
 
-    What is usual must be known before: some steps have passed.
+    The usual pace must be known before, so some steps have passed.
     """
     slow = cluster.packages / "slow"
     await cluster.until(f"step {USUAL_AFTER}", lambda: cluster.ended or cluster.seen.step >= USUAL_AFTER)
@@ -602,7 +602,7 @@ ONCE = ("join", "assign", "start", "node", "worker", "rendezvous", "retain", "fo
 
 
 def at_point(what: str) -> Act:
-    """Whoever comes to the point is killed there: before it in even runs, after it in odd ones."""
+    """The process that reaches the fault point is killed there: before it in even runs, after it in odd ones."""
 
     async def act(cluster: ChaosCluster) -> Told:
         point = f"{what}.{BEFORE_AFTER[cluster.number % 2]}"

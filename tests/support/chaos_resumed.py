@@ -39,12 +39,12 @@ class Life:
 
 
 async def uninterrupted(folder: Path, spec: Path, rng: random.Random) -> dict[int, float]:
-    """The losses of the same job when nobody disturbs it."""
+    """The losses of the same job without faults."""
     return (await _lived(folder, spec, rng, [Life(2, 1, None)]))[1]
 
 
 async def losses_equal(folder: Path, spec: Path, rng: random.Random) -> Told:
-    """Everything is killed at three random moments, and the losses are those of a run that nobody disturbed."""
+    """Everything is killed at three random moments, and the losses equal those of an undisturbed run."""
     return await _equal(folder, spec, rng, [2, 2, 2, 2])
 
 
@@ -79,7 +79,7 @@ def _lives(rng: random.Random, nodes: Sequence[int]) -> list[Life]:
 
 
 async def _lived(folder: Path, spec: Path, rng: random.Random, lives: Sequence[Life]) -> tuple[Told, dict[int, float]]:
-    """All lives, one after the other; what is told of them, and the losses along the final chain."""
+    """Run all lives, one after the other; return their description and the losses along the final chain."""
     known: dict[int, LogEntry] = {}
     told: Told = {"target": " then ".join(f"{life.nodes} controllers" for life in lives)}
     audits: list[str] = []

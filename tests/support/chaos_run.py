@@ -186,9 +186,9 @@ async def _one_fault(cluster: ChaosCluster, fault: Fault, seed: int, spec: Path,
 
 
 async def _until_it_met_somebody(cluster: ChaosCluster, act: Act, moment: Moment, result: dict[str, Any]) -> int:
-    """The fault at its moment; at another one, as often as it met nobody, for as long as the job lasts.
+    """Inject the fault at its moment, and at another one as often as it affected no process, for as long as the job lasts.
 
-    Returns how many rollbacks there were before it. Raises _TooLate.
+    Returns the number of rollbacks before it. Raises _TooLate.
     """
     while True:
         goal = cluster.seen.step + moment.more_steps

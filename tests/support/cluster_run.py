@@ -129,7 +129,7 @@ class ClusterRun:
             time.sleep(0.05)
 
     def text(self) -> str:
-        """What the run has printed, and the ends of the daemons' logs."""
+        """The output of the run, and the ends of the daemons' logs."""
         logs = [
             f"--- {p.name}\n{p.read_text(errors='replace')[-3000:]}" for p in sorted((self.home / "logs").glob("*"))
         ]
@@ -221,7 +221,7 @@ def stored(cluster: LocalClusterState, prefix: str) -> dict[str, bytes]:
 
 
 def run_to_the_end(spec: Path, home: Path, more: Sequence[str] = (), **kwargs: int) -> Outcome:
-    """A run that nobody disturbs."""
+    """An undisturbed run."""
     run = ClusterRun(spec, home, *more, **kwargs)
     try:
         return run.wait()

@@ -57,7 +57,7 @@ class Scene:
 
     @property
     def log(self) -> dict[int, LogEntry]:
-        """What the store has of it."""
+        """The job's keys in the store."""
         return {int(key[4:]): LogEntry.decode(value) for key, value in self.records.items() if key.startswith("log/")}
 
     def put_entry(self, entry: LogEntry, **changes: Any) -> None:
@@ -243,7 +243,7 @@ def other_transaction(scene: Scene) -> Refuted:
 
 
 def cursors_ahead(scene: Scene) -> Refuted:
-    """A prompt counts as ended that nobody has begun."""
+    """A prompt counts as ended that was never started."""
     head = scene.head
     shard = head.cursors.shards[0]
     changed = ShardCursor(shard.low_water, shard.beyond | 1 << 63)

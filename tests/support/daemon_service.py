@@ -71,7 +71,7 @@ class Service:
             await CLOCK.sleep(0.02)
 
     async def health(self) -> int | None:
-        """None while nobody answers."""
+        """None while no server answers."""
         async with grpc.aio.insecure_channel(f"127.0.0.1:{self.port}") as channel:
             try:
                 answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)

@@ -7,7 +7,7 @@ from gcore.config import NodeConfig, parse_spec
 
 
 def specs_may_name(config: NodeConfig, *roots: str) -> None:
-    """Whoever submits to that daemon, which tells its callers apart, may name what lies in these folders, and in no other."""
+    """Users of a daemon with authentication may name paths in these folders only."""
     assert config.tells_apart
     assert config.allow.roots == roots
     for root in roots:

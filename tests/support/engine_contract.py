@@ -19,7 +19,7 @@ CONTEXT = 40_000
 SLOTS = 5
 """So few that the torch engine's cache has to move all the time."""
 FIRST = "0.0"
-"""What the weights are called that an engine starts with."""
+"""The version of an engine's first weights."""
 ENDLESS = {"max_new_tokens": 10_000, "ignore_eos": True}
 """Many seconds of work: nothing waits for its end. Five of them fit into the cache of the real SGLang together."""
 CHAT_TEMPLATE = (

@@ -25,7 +25,7 @@ def engines_at(**addresses: str) -> dict[str, WorkerRecord]:
 
 
 class ServingEngine:
-    """Behind the client's methods: it serves a version, and does at once whatever else it is told. What becomes of requests, each test says."""
+    """A fake behind the client's methods: it serves a version and executes every other call at once. Each test defines its requests' outcomes."""
 
     def __init__(self, version: Version) -> None:
         self.version = version

@@ -140,7 +140,7 @@ class Crew:
 
     @property
     def mirror(self) -> JobMirror:
-        """What the store holds now: nobody is ever late here."""
+        """The present contents of the store, without a delay."""
         if self._mirror.revision != self.cluster.revision:
             kvs = self.cluster.listing(KEYS.prefix).kvs
             batch = WatchBatch(tuple(WatchEvent("put", kv) for kv in kvs), self.cluster.revision)

@@ -138,7 +138,7 @@ class FakeJobs(jobs_pb2_grpc.JobsServicer):
         return await self._in_state(request, context, pb.JOB_STATE_RUNNING)
 
     async def UpdateJob(self, request: pb.UpdateJobRequest, context: _Context) -> pb.Job:
-        """What the mask names is changed."""
+        """Change the fields that the mask names."""
         job = await self._in_state(request, context, self.script.job.state)
         for name in request.update_mask.paths:
             setattr(job, name, getattr(request, name))

@@ -94,7 +94,7 @@ class FakeClassifier(_Fake):
 
 @dataclass
 class RecordingObserver:
-    """`gcore.reward.judges.types.JudgeObserver`: keeps what it is told, without the judge's name."""
+    """`gcore.reward.judges.types.JudgeObserver` that records its calls, without the judge's name."""
 
     asked_of: list[tuple[float, int, int]] = field(default_factory=list)
     failures: list[Why] = field(default_factory=list)

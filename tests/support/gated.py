@@ -40,7 +40,7 @@ STREAMS = 3
 
 
 class EveryService(grpc.GenericRpcHandler):
-    """Answers each RPC of each service of gcore with an empty message, whoever asks, and remembers for whom."""
+    """Answers each RPC of each service of gcore with an empty message for every caller, and records the callers."""
 
     def __init__(self) -> None:
         self.served: list[tuple[str, str]] = []
@@ -94,7 +94,7 @@ class Served:
     file: Path
 
     def token(self, role: str, *namespaces: str, seconds: float = 1000.0) -> str:
-        """A new one that the server has heard of."""
+        """A new token that the server has received."""
         token = new_token()
         now = CLOCK.wall()
         record = TokenRecord(

@@ -48,7 +48,7 @@ class FakeHub:
     asked: threading.Event = field(default_factory=threading.Event)
     """Set by the first request."""
     page: bytes | None = None
-    """What every question about a model is answered with, in place of an answer."""
+    """The answer to every question about a model, instead of a real one."""
     other_commit: str | None = None
     """The commit that weights are said to be of, in place of their own."""
     ranges: list[str] = field(default_factory=list)

@@ -31,7 +31,7 @@ MOVES: dict[SealState | None, set[SealState | None]] = {
     SealState.SEALED: {SealState.OPEN, SealState.READY, None},
     SealState.READY: {None},
 }
-"""What a slot may become; None: absent. From SEALED and OPEN it goes away only with a rollback, from READY also committed."""
+"""Allowed transitions of a slot; None: absent. From SEALED and OPEN it is removed only by a rollback, from READY also by a commit."""
 
 
 class Invariants:
@@ -53,9 +53,9 @@ class Invariants:
         self._log: dict[int, LogEntry] = {}
         """Every entry that ever was."""
         self._sealed: dict[Token, Any] = {}
-        """What each token has meant."""
+        """The groups of each token."""
         self._states: dict[Version, Content] = {}
-        """What the weights of each version were trained on. Kept here, so that no rule is held against itself."""
+        """The training refs of each version's weights. Recorded here, so that no rule is compared with itself."""
         self._shares = Shares()
         self.mirror = JobMirror(keys)
 
@@ -117,7 +117,7 @@ class Invariants:
                 )
 
     def _check_share(self) -> None:
-        """What is planned with has not been given back."""
+        """Slots of a plan have not been released."""
         plan, share = self.mirror.plan, self._shares.jobs.get(self._keys.uid)
         if plan is None or (self.mirror.status is not None and self.mirror.status.record.phase.ended):
             return

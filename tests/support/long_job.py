@@ -102,7 +102,7 @@ class Seen:
 
 
 class LongJob:
-    """`seed` decides what goes wrong when. `lacking`: a rule that nobody follows. `receipts`: ranks leave them."""
+    """`seed` selects the failures and their times. `lacking`: a rule that is left out. `receipts`: ranks leave them."""
 
     def __init__(self, run_dir: Path, seed: int = 0, *, lacking: object = None, receipts: bool = False) -> None:
         self.run_dir = run_dir
@@ -324,7 +324,7 @@ class LongJob:
                 self.hear()
 
     async def tidy(self) -> None:
-        """What a controller does beside the steps."""
+        """The work of a controller beside the steps."""
         await self.carry_out(*(rule for rule in TIDYING if rule is not self.lacking))
 
     async def run(self, steps: int) -> None:

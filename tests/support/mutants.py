@@ -82,7 +82,7 @@ def whole(seed: int) -> str:
 
 
 def caught(name: str, *, bare_seeds: int, whole_seeds: int) -> Caught:
-    """Who notices it first. Raises Broken for a mutation that raises errors of its own, or whose tests cannot be run."""
+    """The first test or seed that detects it. Raises Broken for a mutation that raises unrelated errors, or whose tests cannot run."""
     mutation = MUTATIONS[name]
     for kind, play, seeds in (("bare protocol", bare, bare_seeds), ("whole cluster", whole, whole_seeds)):
         for seed in range(seeds):

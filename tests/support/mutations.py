@@ -37,7 +37,7 @@ OTHERS |= dict.fromkeys(("give_back", "set_claim", "share_out", "set_quotas"), S
 
 
 class Broken(Exception):
-    """A mutation has raised an error of its own: nobody can notice what it was to take out."""
+    """A mutation has raised an unrelated error, so no test can detect its effect."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class _Watch:
-    """Notes the errors that were raised by the code in these files, whoever catches them."""
+    """Record errors raised by the code in these files, even if they are caught."""
 
     def __init__(self, files: frozenset[str], faults: list[str]) -> None:
         self._files = files
@@ -125,7 +125,7 @@ def _watched(mutated: Any, faults: list[str]) -> Any:
 
 
 def kind_of(keys: Any, key: str) -> str:
-    """What a key of the store is called in `COMPARED`: without the job's prefix, and without what it is of."""
+    """The name of a key of the store in `COMPARED`: without the job's prefix and without its instance."""
     name, slash, _ = key.removeprefix(keys.prefix).removeprefix(STORE).partition("/")
     return name + slash
 
@@ -274,12 +274,12 @@ def _without_range(make: Any) -> Any:
 
 
 def _first_attempt(make: Any) -> Any:
-    """The attempt begins anew with each seal."""
+    """The attempt number restarts with each seal."""
     return lambda slot, *args, **more: make(None, *args, **more)
 
 
 def _in_flight_known_for_ever(make: Any) -> Any:
-    """What was handed out once is never handed out again."""
+    """A value that was returned once is never returned again."""
     seen: dict[int, set[Any]] = {}
 
     def due(self: Any) -> Any:
@@ -400,7 +400,7 @@ def _files_first(make: Any) -> Any:
 
 
 def _unknown_is_lost(make: Any) -> Any:
-    """What was not answered was not made."""
+    """A transaction without an answer counts as not executed."""
     from gcore.ledger.transactions import TxnOutcome, TxnReport
 
     async def find_out(self: Any, txn: Any) -> Any:
@@ -410,7 +410,7 @@ def _unknown_is_lost(make: Any) -> Any:
 
 
 def _made_again(make: Any) -> Any:
-    """What was not answered is sent once more."""
+    """A transaction without an answer is sent once more."""
     from gcore.ledger.transactions import TxnOutcome
 
     async def run(self: Any, txn: Any) -> Any:
@@ -421,7 +421,7 @@ def _made_again(make: Any) -> Any:
 
 
 def _begins_at_once(make: Any) -> Any:
-    """Parts are told to ranks while they are exchanged."""
+    """Ranks are notified of parts during the transfer."""
     from controllers.rules.actions import AccumulateParts, Intent
 
     def accumulating(view: Any) -> Iterator[Any]:
@@ -436,7 +436,7 @@ def _begins_at_once(make: Any) -> Any:
 
 
 def _finds_all_that_is_offered(make: Any) -> Any:
-    """Whatever is offered is certain."""
+    """Every offered group counts as certain."""
 
     def find(rules: Any, head: Any, seals: Any, offered: Any, **more: Any) -> Any:
         found = make(rules, head, seals, offered, **more)

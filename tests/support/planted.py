@@ -33,6 +33,6 @@ def plant(root: Path, faults: Iterable[Fault]) -> None:
 
 
 def not_found(problems: Iterable[object], faults: Iterable[Fault]) -> list[str]:
-    """What the checker should have printed of the faults and did not."""
+    """The expected messages about the faults that the checker did not print."""
     lines = [str(problem) for problem in problems]
     return [f"{path}: {part}" for path, _, _, part in faults if not any(part in line for line in lines)]

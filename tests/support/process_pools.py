@@ -61,7 +61,7 @@ def tool(argument):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a pool is made with. `name`: of the foreign code."""
+    """The arguments of a pool. `name`: of the third-party code."""
 
     workers: int = 1
     timeout_s: float = 30.0
@@ -79,7 +79,7 @@ class ProcessPool(Protocol):
     warmed: int
     """Processes that `warm` starts."""
     when_closed: str
-    """What a caller is told that waits when the pool is closed."""
+    """The error of a caller that waits when the pool is closed."""
     too_long: str
     """The error of a call that took longer than one second."""
     killed: str

@@ -70,7 +70,7 @@ class PrometheusServer:
         new.rename(self._folder / f"{job}.json")
 
     def ask(self, expression: str) -> Series:
-        """What an expression was, second by second, since the beginning. What is no number is left out."""
+        """The value of an expression for every second since the start, without non-numbers."""
         asked = {"query": expression, "start": str(self.began), "end": str(time.time()), "step": "1"}
         found = self._get("query_range", asked)
         series: Series = {}

@@ -237,7 +237,7 @@ class Race:
         return OffersView.collect(self.rules, self.head, offers)
 
     def _give_up(self, offered: OffersView) -> bool:
-        """What has been waited for too long is begun anew; after so many times it has failed. Whether anything was."""
+        """Restart a response that has been awaited too long; after several restarts it fails. Return whether anything was restarted."""
         if not self.rules.staleness:
             return False
         late = set(carried.awaited_refs(self.rules, self.head, (), offered))
@@ -301,7 +301,7 @@ class Race:
         self._at(self.now + (HANGS if hangs else length), "finish", racer.name, number)
 
     def _prune(self) -> None:
-        """What a change of head makes useless is dropped; what is in flight and too old is begun anew."""
+        """Drop what a change of head makes useless, and restart responses in flight that are too old."""
         for racer in self.racers:
             for ref, group in list(racer.groups.items()):
                 gone = self.head.cursors.is_terminal(self.rules.shape, ref)

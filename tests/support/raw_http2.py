@@ -15,7 +15,7 @@ INITIAL_WINDOW_SIZE = 4
 
 
 class TakesNothing:
-    """One connection, over TLS, on which every answer waits for ever."""
+    """One connection over TLS on which no answer can be sent."""
 
     def __init__(self, port: int, ca: Path) -> None:
         context = ssl.create_default_context(cafile=str(ca))

@@ -1,7 +1,7 @@
 """A job's records as the production transactions write them, without a cluster: in the store in memory, and a run's folder.
 
 Two controllers hold groups and offer them. Batches are sealed, trained (receipts, by the ranks' own accounting), committed and
-checkpointed; outcomes are recorded; a world dies and the job rolls back; old entries move to the archive. Nothing here
+checkpointed. Outcomes are recorded. A world dies and the job rolls back. Old entries move to the archive. Nothing here
 computes a token.
 """
 
@@ -51,7 +51,7 @@ RANKS = 2
 
 
 def hands_of(store: MemoryStore, run_dir: Path) -> Effects:
-    """What the deeds that keep the store small need; nobody is told what a disk did not take."""
+    """The effects of the housekeeping actions; disk errors are not reported."""
     parts = {
         "ledger": TransactionExecutor(store, KEYS),
         "run_dir": run_dir,
@@ -119,7 +119,7 @@ class RecordedJob:
         return Plan(generation=generation, world=world, ranks=ranks, engines=engines)
 
     def offer(self, refs: list[PromptRef], filtered: list[PromptRef]) -> None:
-        """What the holders have: the groups in turn; the first also the outcomes."""
+        """The offers of the holders: the groups in turn, and for the first also the outcomes."""
         version = self.head.version
         for number, holder in enumerate(HOLDERS):
             groups = tuple(

@@ -35,7 +35,7 @@ READY_S = 60.0
 
 
 def free_ports(count: int) -> list[int]:
-    """That nobody has now."""
+    """Free ports."""
     with contextlib.ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:

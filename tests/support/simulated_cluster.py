@@ -2,7 +2,7 @@
 
 One seed is one story: the number of nodes, the job, the quality of the network, and the events. Nodes
 and single processes are killed, stopped for longer than their leases, partitioned in both directions or in one, join, leave
-and return; clocks jump; the store compacts its history, is unavailable, and renews leases. After every revision
+and return. Clocks jump. The store compacts its history, is unavailable, and renews leases. After every revision
 of the store and every step of a rank, `Invariants` checks. Then the faults stop, and the job must finish.
 
 The history lists all actions in order; the same seed gives the same history in any process. Nothing here decides, seals
@@ -65,7 +65,7 @@ LONGEST_CALM_S = 600.0
 """Without faults, until the job must have ended."""
 SHM = Path("/dev/shm")
 _METRICS = Metrics()
-"""One for all: nobody reads it, and making one takes longer than a story."""
+"""One instance for all, because it is never read and takes longer to make than a story."""
 
 
 class Node:
@@ -352,7 +352,7 @@ class SimulatedCluster:
                 await self._over.wait()
 
     async def _housekeep(self) -> None:
-        """What the server does by itself."""
+        """The background work of the server."""
         while True:
             await asyncio.sleep(0.5)
             self.store.end_leases()

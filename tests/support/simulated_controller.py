@@ -134,7 +134,7 @@ class SimulatedFolders(LocalRunFolders):
 
 
 def _drop(*_: Any, **__: Any) -> None:
-    """Nobody is told."""
+    """Report nothing."""
 
 
 def simulated_dependencies(

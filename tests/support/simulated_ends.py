@@ -40,9 +40,9 @@ CALL_S = 5.0
 
 
 class Hasty(Timers):
-    """Whose turn it is, and for how long a condition has held, does not count with this peer: it acts when it comes to it.
+    """Waits and turns are ignored by this peer: it acts at once.
 
-    Nothing may rest on turns and waits but politeness.
+    Correctness must not depend on turns and waits.
     """
 
     chance: random.Random

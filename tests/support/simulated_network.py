@@ -186,7 +186,7 @@ class RemoteStore:
         """See `Store.close`."""
 
     async def _poll(self, prefix: str, known: int) -> tuple[WatchBatch, ...] | None:
-        """What came after `known`, once something has; nothing after a while; None if history is gone."""
+        """Return the changes after `known` once there are some, nothing after a timeout, or None after a compaction."""
 
         def do(reply: Callable[[Any], None]) -> None:
             self._waiting.add(prefix, known, reply)
@@ -218,7 +218,7 @@ class RemoteStore:
 
 
 class PendingWatches:
-    """The server's side of watches: who waits for changes under which prefix. Who has given up is forgotten."""
+    """The server's side of watches: the watchers of each prefix. Abandoned ones are removed."""
 
     def __init__(self, cluster: MemoryCluster) -> None:
         self._cluster = cluster

@@ -45,7 +45,7 @@ def moving(seed: int) -> Moving:
 
 
 def propose_moves(patch: Any) -> None:
-    """Have whoever leads want one move a step, in place of asking a policy. `patch`: pytest's MonkeyPatch."""
+    """Make the leader request one move a step, instead of asking a policy. `patch`: pytest's MonkeyPatch."""
 
     async def turn(planner: Any) -> None:
         planner._last_state = planner._state()
@@ -55,7 +55,7 @@ def propose_moves(patch: Any) -> None:
 
 
 def next_move(mirror: JobMirror, me: str) -> tuple[MoveProposal | None, Moves | None]:
-    """What whoever leads wants now: one move a step."""
+    """The leader's next proposal: one move a step."""
     leader, head, stored = mirror.leader, mirror.head, mirror.plan
     if leader is None or leader.record.incarnation != me or head is None or stored is None or head.record.step == 0:
         return None, None

@@ -13,7 +13,7 @@ from gcore.config import JobSpec, parse_spec
 
 @dataclass(frozen=True)
 class Story:
-    """What a seed is about. Times in seconds."""
+    """The parameters of a seed. Times in seconds."""
 
     seed: int
     nodes: int = 3

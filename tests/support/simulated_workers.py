@@ -46,7 +46,7 @@ from gcore.worker.records import LaunchSpec, WorkerRecord
 from gcore.worker.supervisor import Registrar
 
 Content = tuple[frozenset[PromptRef], ...]
-"""What weights were trained on, step by step."""
+"""The training refs of weights, step by step."""
 
 
 @dataclass
@@ -169,7 +169,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class _Rest:
-    """What is to be released, and who is told."""
+    """The parts to release, and the callback."""
 
     what: frozenset[str]
     reply: Callable[[bool], None]
@@ -196,7 +196,7 @@ class Rank(Worker):
         self.released: frozenset[str] = frozenset()
         self._gathered: asyncio.Future[None] | None = None
         self._inside: object = None
-        """What it is in a collective for."""
+        """The rank's purpose in a collective."""
         self._accumulated: list[PromptRef] = []
         """What the parts of the step to come were, so far."""
         self.floor.ranks[spec.instance] = self
@@ -382,7 +382,7 @@ def damaged(run_dir: Path, checkpoint: str) -> str:
 
 
 def read_content(run_dir: Path, checkpoint: str) -> Content:
-    """What the weights of a checkpoint were trained on; of the first model, nothing."""
+    """The training refs of a checkpoint's weights; of the first model, none."""
     if not checkpoint:
         return ()
     steps = json.loads((run_dir / checkpoint / MODEL_FILE).read_text())
@@ -440,14 +440,14 @@ class Engine(Worker):
         self.version = max(self.version, version)
 
     def sleep(self) -> None:
-        """Give memory back. What it was asked waits."""
+        """Release memory. Requests wait."""
         if not self.asleep:
             self.asleep = self.nameless = True
             self.slept += 1
             self._brought.clear()
 
     def wake(self) -> None:
-        """Take it again; the weights are nobody's."""
+        """Restore memory without valid weights."""
         self.asleep = False
 
     def generate(self, rid: str, reply: Callable[[tuple[bool, tuple[Version, ...]]], None]) -> None:

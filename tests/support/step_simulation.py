@@ -420,7 +420,7 @@ class Simulation:
             self.history.append(f"{world.name} applies {seal.token}")
 
     async def accumulate(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
-        """Any world adds what of its step is READY, zombies too: it holds it. What it has begun it never begins otherwise."""
+        """Every world, zombies too, accumulates the READY parts of its step. A begun part never changes."""
         assert seal is not None
         world = self.worlds[seal.world]
         if world.alive and world.done == seal.step - 1 and world.lineage == seal.lineage:

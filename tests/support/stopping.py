@@ -11,9 +11,9 @@ NEVER_S = 30.0
 
 
 def stop_process(pid: int) -> None:
-    """Stop it, and return once each of its threads stands still: between the signal and that, one may still answer.
+    """Stop it, and return once each of its threads has stopped: until then one may still answer.
 
-    Raises TimeoutError if it does not come to that.
+    Raises TimeoutError if the threads do not stop.
     """
     os.kill(pid, signal.SIGSTOP)
     until = time.monotonic() + NEVER_S

@@ -64,7 +64,7 @@ STATS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class JobScale:
-    """What a job's records depend on beside its spec: how many there are now, and how often its world was formed anew."""
+    """The numbers that a job's records depend on beside its spec: present instances, and the number of world changes."""
 
     prompts: int
     controllers: int
@@ -72,7 +72,7 @@ class JobScale:
     engines: int
     rollbacks: int = 0
     steps: int = 0
-    """Only of a spec that keeps checkpoints for ever."""
+    """Only for a spec that keeps checkpoints forever."""
 
 
 @dataclass(frozen=True, slots=True)

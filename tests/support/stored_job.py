@@ -22,7 +22,7 @@ NUMBERS = itertools.count(1)
 
 
 class StoredJob:
-    """One controller's hands on the job `uid`. It looks when it is told to, and acts on what it saw last."""
+    """One controller's actions on the job `uid`. It reads the store on `look`, and acts on its last view."""
 
     def __init__(self, store: Store, uid: str, name: str) -> None:
         self.store = store

@@ -68,11 +68,11 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        """What it is asked how it is."""
+        """The status routes."""
         self._answer({"weight_version": self.server.version} if self.path != "/metrics" else "")
 
     def do_POST(self) -> None:
-        """What it is told to do."""
+        """The control routes."""
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if self.path == "/generate":
             if "mute" in self.server.ways:

@@ -1,7 +1,7 @@
 """A TCP proxy that can be cut, stalled, or drop replies: the network between two real processes.
 
-It is in front of a real server on loopback. `cut` closes every connection and refuses new ones, as a dead host does;
-`stall` accepts and forwards nothing, as a stopped host does; `lose_replies` forwards only traffic to the server.
+It is in front of a real server on loopback. `cut` closes every connection and refuses new ones, as a dead host does.
+`stall` accepts and forwards nothing, as a stopped host does. `lose_replies` forwards only traffic to the server.
 `heal` undoes all three on the same port and closes connections that missed bytes.
 It limits no bandwidth and understands no protocol.
 """
@@ -17,7 +17,7 @@ _CHUNK_BYTES = 65_536
 
 
 class Condition(StrEnum):
-    """What the proxy does with bytes."""
+    """The proxy's handling of bytes."""
 
     OPEN = "open"
     CUT = "cut"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGED = ("gcore", "placement", "controllers", "pyproject.toml")
-"""What a wheel is made of."""
+"""The files that a wheel is built from."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
-"""Notes which files of the product are entered by calls, in every Python process that has this folder on its path.
+"""Record which files of the product are entered by calls, in every Python process that has this folder on its path.
 
 `sitecustomize` imports this module at the start of each process. `GCORE_TRIPS` names a folder, in which the process writes
-its command line and its parent (`PID.json`). On each SIGUSR1 it writes what was entered since the last one (`PID-N.json`); its main
-thread is profiled from the first one on, so that imports of large libraries take no longer, and with `GCORE_TRIPS_WHOLE` from its start
-to its end. What runs while a module is imported does not count. Uses the standard library only.
+its command line and its parent (`PID.json`). On each SIGUSR1 it writes the files entered since the last one (`PID-N.json`). Its main
+thread is profiled from the first signal on, so that imports of large libraries take no longer; with `GCORE_TRIPS_WHOLE` from its start
+to its end. Calls during the import of a module do not count. This module uses the standard library only.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Entered:
             self._thread.importing = max(0, getattr(self._thread, "importing", 0) - 1)
 
     def dump(self, *_: object) -> None:
-        """Write what was entered, and begin anew."""
+        """Write the entered files, and start again."""
         seen, self._seen = self._seen, {True: set(), False: set()}
         self._dumps += 1
         self._write(f"{os.getpid()}-{self._dumps}.json", {"flow": sorted(seen[True]), "others": sorted(seen[False])})

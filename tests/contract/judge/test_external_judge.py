@@ -26,7 +26,7 @@ LATER_S = 0.3
 
 @dataclass
 class Book:
-    """A purse that is never empty, and what is told."""
+    """A budget without a limit, and a record of the judge's reports."""
 
     paid: list[tuple[int, int]] = field(default_factory=list)
     causes: set[Cause] = field(default_factory=set)

@@ -28,9 +28,9 @@ class Rig(Protocol):
     """A store, and what a test does behind its back."""
 
     store: Store
-    """Whose connection can be cut."""
+    """The store client whose connection can be cut."""
     other: Store
-    """Whose connection cannot."""
+    """The store client whose connection stays."""
 
     async def cut(self) -> None: ...
 
@@ -92,7 +92,7 @@ class EtcdRig:
 
 
 class SimulatedRig:
-    """What simulated controllers have: messages to a cluster in memory, by the real clock here."""
+    """The store of simulated controllers: messages to a cluster in memory, by the real clock here."""
 
     def __init__(self) -> None:
         self.cluster = MemoryCluster(SystemClock())
@@ -151,7 +151,7 @@ def store(rig: Rig) -> Store:
 
 @pytest.fixture
 def at() -> str:
-    """A prefix that nobody else uses."""
+    """A prefix of the test's own."""
     return f"/test/{uuid4().hex}/"
 
 

@@ -186,7 +186,7 @@ class Stores(RuleBasedStateMachine):
         )
 
     async def same_history(self) -> None:
-        """What happened from now on is told the same by both watches, in the same batches of revisions."""
+        """Both watches report all later changes in the same batches of revisions."""
         mine, real = await asyncio.gather(self.told(self.memory), self.told(self.real))
         assert mine == real
 

@@ -38,7 +38,7 @@ class Interrupted(Exception):
 
 @dataclass
 class Published:
-    """A publisher of a model's weights, and what an engine gets that is told of an update."""
+    """A publisher of a model's weights, and the weights that an engine gets for an update."""
 
     publisher: Publisher
     model: Model

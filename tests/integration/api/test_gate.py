@@ -194,7 +194,7 @@ async def test_journal_records_changes_and_refusals_without_secrets(served: Serv
 
 
 SUBJECTS = {"CreateJob": "", "DrainNode": "node", "SetQuota": "namespace", "CreateToken": "name", "RevokeToken": "id"}
-"""The field that says what a changing verb is about; of the others it is `job`, and a job that is made is told in the answer."""
+"""The field with the subject of a changing verb. By default it is `job`; for a created job the answer has it."""
 
 
 async def test_of_each_verb_that_changes_anything_it_is_noted_what_it_was_about(served: Served) -> None:

@@ -41,7 +41,7 @@ class Served:
     file: Path
 
     def get(self, path: str, material: TlsMaterial | None = None, **headers: str) -> httpx.Response:
-        """As whoever shows these."""
+        """Act as the caller with these credentials."""
         shown = material or TlsMaterial(self.ca / "ca.pem")
         with httpx.Client(verify=shown.context(shown.read()), trust_env=False) as client:
             return client.get(self.url + path, headers=headers)

@@ -94,7 +94,7 @@ def test_a_new_spec_that_is_refused_does_not_end_the_old_job(cluster: LocalClust
 def test_events_are_the_same_from_every_controller_and_end_with_the_job(
     cluster: LocalClusterState, tree: dict[str, Any]
 ) -> None:
-    """From where both know the job: one that heard of it later may not have seen its first state, which is overwritten."""
+    """Events from the point where both controllers know the job: a later one may have missed its first state, which is overwritten."""
     tree = tree | {"name": "events"}
     create(cluster, tree, "e1")
     heard: list[list[tuple[int, str]]] = [[], []]

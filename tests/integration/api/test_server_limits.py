@@ -47,7 +47,7 @@ async def end(call: Any) -> tuple[grpc.StatusCode, str]:
 
 
 async def healthy(served: Served) -> bool:
-    """What a stranger is told of the daemon."""
+    """The answer of the daemon to a stranger."""
     async with channel_to(by_token(served, ""), f"127.0.0.1:{served.people}") as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
     return bool(answer.status == SERVING)

@@ -95,7 +95,7 @@ def test_rewards_that_raise_hang_and_crash_cost_their_own_prompts(
 
 
 def check(entries: list[LogEntry], faults: list[FaultRecord]) -> None:
-    """Each bad prompt failed for its own reason, which is an event; the parts of the rewards are told step by step."""
+    """Each bad prompt fails for its own reason, which is an event; the step metrics have the parts of the rewards."""
     trained = [entry for entry in entries if entry.kind == "train"]
     assert len(trained) == 3
     for entry in trained:

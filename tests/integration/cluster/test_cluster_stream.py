@@ -84,7 +84,7 @@ def tailed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_controller_that_dies_after_it_told_a_rank_of_a_part_is_not_missed(
     tailed: Path, home: Path, points: Path
 ) -> None:
-    """The other ranks hear of the part from whoever is alive, and what it held of later parts is issued again."""
+    """The other ranks get the part from a surviving controller, and the lost groups of later parts are sampled again."""
     (points / "apply.after").write_text("kill 3")
     run_streamed(tailed, home, "--slots", "emulated:4")
     assert list(points.glob("apply.after.fired.*"))
@@ -102,7 +102,7 @@ def test_a_part_that_is_sealed_and_not_delivered_is_given_up_with_its_holder(
 
 
 def test_a_rank_that_dies_with_parts_in_its_gradients_means_another_world(spec: Path, home: Path, points: Path) -> None:
-    """What was added is lost with it, and trained anew."""
+    """The accumulated gradients are lost with the rank and trained again."""
     (points / "step.before").write_text("kill 4")
     longer = ("rollout.max_new_tokens=48", "rollout.temperature=1.6")
     run_streamed(spec, home, *settings(*STREAMED, *longer))

@@ -123,7 +123,7 @@ async def test_a_run_over_certificates_alone_ends_clean_and_its_secret_is_writte
 
 
 async def look_at_workers(cluster: SecuredCluster) -> None:
-    """An engine and a rank, while they serve: whoever has no certificate, or no key, gets nothing of them."""
+    """A serving engine and rank refuse callers without a certificate or key."""
     store = await cluster.store()
     workers: dict[str, WorkerRecord] = {}
     while not {"rollout", "train"} <= workers.keys():

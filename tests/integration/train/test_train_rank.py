@@ -319,7 +319,7 @@ def logged(run_dir: Path, world: World, step: int) -> list[dict[str, Any]]:
 
 
 async def refusal(call: Awaitable[Any]) -> str:
-    """What a call that must be refused is told."""
+    """The error message of a call that must be refused."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION

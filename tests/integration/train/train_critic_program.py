@@ -2,7 +2,8 @@
 
 python train_critic_program.py FOLDER
 
-Tiny models; by the definitions, in float64, sample by sample; then the same steps through StepTrainer and DeepSpeed.
+The models are tiny. The plain loop follows the definitions in float64, sample by sample. The same steps then run through StepTrainer and
+DeepSpeed.
 """
 
 from __future__ import annotations

@@ -442,9 +442,9 @@ def plain_token_loss(
 
 
 def run(folder: Path, plain: Callable[[Path], None], rank: Callable[[Path, int, int], None]) -> None:
-    """The plain loop; one rank; two, which may use what the one left. Each a process, forked when all is imported.
+    """Run the plain loop, one rank, and two ranks, which may use the output of the one, each in a process forked after all imports.
 
-    Imports are most of what such a process costs. Nothing has threads before the fork. Like every rank, they start without
+    Imports are most of the cost of such a process. There are no threads before the fork. Like every rank, they start without
     torch's compiler.
     """
     leave_compiler_out()

@@ -77,7 +77,7 @@ def test_events_that_the_disk_does_not_take_are_written_in_order_when_it_does(tm
 
 
 class Edge(Exception):
-    """What a call is refused with."""
+    """The error of a refused call."""
 
 
 class Context:

@@ -453,7 +453,7 @@ SPECS = [file for file in EXAMPLES if file.parent.name != "custom_flow"]
 @pytest.mark.parametrize("file", SPECS, ids=lambda file: f"{file.parent.name}/{file.stem}")
 @pytest.mark.parametrize("overrides", [(), ("flow.steps=7", "train.zero_stage=2")], ids=["as it is", "with --set"])
 def test_sent_spec_has_only_explicit_fields_and_parses_to_the_same(file: Path, overrides: tuple[str, ...]) -> None:
-    """A controller of an older gcore knows no sections that nobody said anything of, and must not be told them."""
+    """A controller of an older gcore rejects unknown sections, so unset ones must not be sent."""
     spec = load_spec(file, overrides)
     said = json.loads(dump_explicit(spec))
     assert parse_spec(said) == spec

@@ -35,7 +35,7 @@ def byte_level() -> Tokenizer:
 
 
 def spaced() -> Tokenizer:
-    """As SentencePiece's: a text begins with a space that nobody wrote."""
+    """As with SentencePiece: a text begins with an additional space."""
     tokenizer = Tokenizer(models.Unigram([("▁", -1.0), *((c, -2.0) for c in "0123456789+=<> a.")]))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])

@@ -498,7 +498,7 @@ def test_a_reader_that_dies_is_told(tmp_path: Path, cache: Path, monkeypatch: py
 
 
 def made(path: Path, cache: Path, **options: Any) -> int:
-    """Whether opening reads the rows, 1 or 0: progress up to all rows is told only then."""
+    """Whether opening reads the rows, 1 or 0: only then is progress up to all rows reported."""
     calls: list[tuple[int, int]] = []
     open_dataset(path, cache, progress=lambda done, total: calls.append((done, total)), **options).close()
     return int((len(ROWS), len(ROWS)) in calls)

@@ -36,7 +36,7 @@ def test_streamed_text_is_a_prefix_of_the_final_text(text: str, more: str, stop:
 
 
 def test_a_long_text_is_encoded_beside_other_threads(tmp_path: Path) -> None:
-    """The event loop is one: while it may not run, the engine answers nobody."""
+    """There is one event loop: while it is blocked, the engine answers no request."""
     text = Detokenizer.load(make_tiny_model(tmp_path))
     assert text is not None
     found: list[tuple[int, ...]] = []

@@ -49,7 +49,7 @@ def test_every_route_that_changes_the_engine_is_administrative() -> None:
 
 
 class Engine:
-    """What a gate is told of an engine, and what happened in which order."""
+    """The state of an engine for its gate, and a record of events in order."""
 
     def __init__(self) -> None:
         self.still = False

@@ -127,7 +127,7 @@ def test_contradictions_are_one_sentence(settings: dict[str, Any], sentence: str
 def test_steps_come_in_parts_with_every_estimator_that_looks_at_one_group_and_every_correction(
     advantage: str, correction: str
 ) -> None:
-    """What a correction leaves out is counted part by part, like all else."""
+    """Samples that a correction drops are counted part by part, like all others."""
     assert spec(advantage=advantage, correction=correction, stream=True).train.part_of(32) == 4
 
 

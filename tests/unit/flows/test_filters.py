@@ -213,7 +213,7 @@ class Job:
         await asyncio.sleep(0)
 
     async def events(self) -> list[Any]:
-        """What a follower is told of what was noted."""
+        """The events that a follower gets."""
         await self.faults.finish()
         listing = self.cluster.listing(KEYS.prefix)
         batch = WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, reset=True)

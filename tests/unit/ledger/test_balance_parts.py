@@ -259,7 +259,7 @@ def test_groups_in_parts_count_for_the_quota_and_are_not_due_again() -> None:
 
 
 def test_changes_of_a_step_in_progress_do_not_change_its_parts() -> None:
-    """Or ranks that were told of a part by one state of the slot and by another would not compute on it together."""
+    """Otherwise ranks that were notified of a part by different states of the slot would not compute it together."""
     slot = parted().slot
     assert slot is not None
     begun_with = seal_up_to(slot, 1).encode()

@@ -143,7 +143,7 @@ class Flow:
 
 
 class World:
-    """Peers with old views. Whoever acts does what `controllers.flow.step` does, with what it sees."""
+    """Peers with old views. A peer acts as `controllers.flow.step` does, on its own view."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)

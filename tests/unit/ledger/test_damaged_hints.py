@@ -84,7 +84,7 @@ def test_damaged_records_that_transactions_compare_are_errors(key: str) -> None:
 
 @pytest.mark.parametrize("prefix", ["offer/", "part/", "copies/", "folder/", "trouble/"])
 async def test_writer_of_a_damaged_hint_overwrites_it(prefix: str) -> None:
-    """It would compare that nothing is there, lose for ever, and the job would wait for what it never tells."""
+    """It would compare with an absent key and always lose, and the job would wait forever for the hint."""
     store = MemoryStore(MemoryCluster(FakeClock()))
     key = f"{KEYS.prefix}{prefix}n"
     await store.transact((), (Put(key, b"{"),))

@@ -160,7 +160,7 @@ class Job:
 
 
 def share(percent: int) -> Keeps:
-    """Keeps so many of a hundred, spread over the stream, the same for ever."""
+    """Keeps so many of a hundred, spread over the stream, always the same."""
     return lambda ref: _mixed(ref) < percent
 
 

@@ -26,7 +26,7 @@ OLDER = NEWEST_VERSION - 1
 
 @pytest.fixture(autouse=True)
 def newest() -> Iterator[None]:
-    """Whatever a test speaks, it is forgotten."""
+    """Reset the written version after each test."""
     yield
     schema.set_written_version(NEWEST_VERSION)
 

@@ -883,7 +883,7 @@ async def test_the_largest_step_that_is_let_in_is_sealed_and_committed_with_the_
 
 
 async def test_of_very_many_outcomes_an_offer_names_the_first_and_is_written_once(job: StoredJob) -> None:
-    """As after a long time without the store, in which prompts were filtered and nobody could write it down."""
+    """The state after a long outage of the store in which prompts were filtered and not recorded."""
     rules = replace(RULES, shape=shard_lengths(40_000, 2), window=2000)
     head = head_of(job)
     refs = list(itertools.islice(refs_in_order(rules, head, ()), MOST_OUTCOMES + 300))

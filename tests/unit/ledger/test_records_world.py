@@ -199,7 +199,7 @@ class Story:
             self.ready.append((seal.world, str(seal.token), seal.lineage, seal.step, seal.attempt, refs))
 
     def apply(self, view: JobMirror) -> None:
-        """A world is told to train what was READY: it does so once, and only what follows on what it holds."""
+        """A world gets the READY step: it trains it once, and only if it follows its own state."""
         if not self.ready:
             return
         name, token, lineage, step, attempt, refs = self.chance.choice(self.ready[-4:])

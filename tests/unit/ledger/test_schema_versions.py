@@ -24,7 +24,7 @@ GOLDEN = sorted(path for path in FOLDER.glob("*.json") if path.name != "fields.j
 
 @pytest.fixture(autouse=True)
 def newest() -> Iterator[None]:
-    """Whatever a test writes, it is forgotten."""
+    """Reset the written version after each test."""
     yield
     schema.set_written_version(NEWEST_VERSION)
 

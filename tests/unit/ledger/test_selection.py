@@ -102,7 +102,7 @@ def test_a_window_full_of_filtered_refs_is_accounted_for() -> None:
 
 
 def test_very_many_outcomes_do_not_wait_for_the_quota() -> None:
-    """A dataset that nobody can score would otherwise fill offers and a seal beyond what the store takes."""
+    """Otherwise a dataset without a working score would fill offers and a seal beyond the store's limit."""
     r = rules(prompts=8192, window=4096)
     refs = list(refs_in_order(r, start(), ()))
     few, many = refs[: MOST_OUTCOMES - 1], refs[: MOST_OUTCOMES + 7]

@@ -128,7 +128,7 @@ def test_one_trained_prompt_gives_an_epoch_and_those_before_it_a_sense() -> None
 def test_an_epoch_is_barren_exactly_if_all_of_it_ended_and_nothing_since_was_trained(
     order: list[PromptRef], trained_at: int
 ) -> None:
-    """Whatever the order in which prompts end, and whichever one of them is trained."""
+    """For any order of the prompts' ends, and any choice of the trained ones."""
     head = chain.base_entry(3, "w", WRITER).head
     trained: PromptRef | None = None
     done: set[PromptRef] = set()

@@ -87,7 +87,7 @@ class Source:
 
 
 class Told(list[str]):
-    """What people were told."""
+    """The warnings for users."""
 
     async def __call__(self, topic: str, sentence: str) -> None:
         self.append(f"{topic}: {sentence}")

@@ -191,7 +191,7 @@ async def test_a_controller_joins_what_holders_and_ranks_wrote(tmp_path: Path) -
 
 
 async def test_of_a_step_no_more_is_held_than_the_group_that_is_being_told(tmp_path: Path) -> None:
-    """Whoever stops reading keeps no texts in the daemon, and is told when they were removed meanwhile."""
+    """A reader that stops keeps no texts in the daemon, and gets an error if they were removed meanwhile."""
     groups = await find_samples(stored(tmp_path), pb.GetSamplesRequest(job="sums"))
     assert next(groups).ref == "0/0/0"
     shutil.rmtree(folder.step_folder(tmp_path, Version(0, 3)))

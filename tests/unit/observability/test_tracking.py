@@ -47,7 +47,7 @@ STEPS = [
 
 
 class Remembering:
-    """A tracker that notes what it was told. `breaks_at`: raises at that call."""
+    """A tracker that records its calls. `breaks_at`: raises at that call."""
 
     def __init__(self, breaks_at: int | None = None) -> None:
         self.told: list[tuple[Any, ...]] = []

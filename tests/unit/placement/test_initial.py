@@ -162,7 +162,7 @@ def test_first_split_is_one_that_the_policy_may_choose(
 
 
 class Writing:
-    """A ledger that keeps what is written, and says that it won, or what it is told to."""
+    """A ledger that keeps its writes, and reports a win or the given outcome."""
 
     def __init__(self, outcome: TxnOutcome) -> None:
         self.made: list[TxnKind] = []
@@ -176,7 +176,7 @@ class Writing:
 
 
 async def started(asked: JobSpec, memory: float, outcome: TxnOutcome = TxnOutcome.WON) -> tuple[Writing, list[str]]:
-    """A job that is started on eight GPUs: what was written, and what people were told."""
+    """A job that is started on eight GPUs: its writes, and the messages for users."""
     record = JobRecord(uid="u", name="j", spec={}, run_dir="/r", created=0.0, prompts=40, models=LARGE_MODELS)
     seen = running_job()
     place = gpus(memory=memory).nodes[0]

@@ -179,7 +179,7 @@ def test_a_job_keeps_what_it_has_on_an_absent_node_and_gets_nothing_in_its_place
 
 
 def test_a_job_keeps_what_it_runs_on_though_an_absent_node_has_as_many_of_its_slots() -> None:
-    """The node may not come back, and nobody is interrupted for an equal."""
+    """The node may not come back, and a job of equal priority is not preempted."""
     both = {"k": ("cpu:0", "cpu:1"), "m": ("cpu:0", "cpu:1")}
     before = Shares(jobs={"runs": Share(granted=both, held=both)})
     claims = {"runs": Claim(least=2, created=1.0), "waits": Claim(least=2)}

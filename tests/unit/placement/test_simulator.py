@@ -60,7 +60,7 @@ def end(
 
 
 def known(lengths: Iterable[float], judged: Iterable[float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """What a rule that knows everything is told."""
+    """The input of a rule with perfect knowledge."""
     tokens = [list(lengths), list(judged)]
     means = [float(np.mean(each)) if each else 0.0 for each in tokens]
     pools = np.array([[LAWS[i, 0], LAWS[i, 0] / LAWS[i, 1], mean, mean / 2] for i, mean in enumerate(means)])
@@ -189,7 +189,7 @@ def test_no_policy_beats_the_oracle_and_the_oracle_does_not_beat_the_bound(stale
 
 
 def test_reference_schedule_has_no_step_longer_than_the_run_had() -> None:
-    """The rule may be luckier with what it was told there than with the truth."""
+    """The rule may do better by luck with estimates than with the truth."""
     job = SimulatedJob(small(steps=16, judging={"tokens": 600}), 5)
     rows = {row.policy: row for row in compare_policies(job, 0.5)}
     costs, run = switch_costs(job.scenario, job.seed, 0.5), play_policy(job, "dynamic", 0.5)

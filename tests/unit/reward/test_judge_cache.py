@@ -1,4 +1,4 @@
-"""Verdicts are cached by question; concurrent equal questions share one request; no caller hangs or pays for another."""
+"""Verdicts are cached by question, and concurrent equal questions share one request. No caller hangs or pays for another."""
 
 from __future__ import annotations
 

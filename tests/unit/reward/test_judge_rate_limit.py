@@ -27,7 +27,7 @@ from gcore.testing import FakeClock
 
 RATES = st.floats(0.001, 1000.0)
 LOOKS = st.lists(st.tuples(st.floats(0.0, 20.0), RATES, st.integers(0, 300)), min_size=1, max_size=40)
-"""Seconds since the look before, the rate that is told then, and how much is wanted."""
+"""Seconds since the last reading, the rate from then on, and the requested amount."""
 
 
 @given(first=RATES, looks=LOOKS)
@@ -85,7 +85,7 @@ def test_nothing_is_taken_that_must_wait() -> None:
 
 @dataclass
 class Ear:
-    """What is told, and a purse that can be closed."""
+    """A record of reports, and a budget that can be closed."""
 
     causes: dict[str, float] = field(default_factory=dict)
     why: str = ""
@@ -109,7 +109,7 @@ class Ear:
 
 
 class Road:
-    """Requests that go through a gate, each for as long as it is told to."""
+    """Requests that pass a gate, each with a given duration."""
 
     def __init__(self, *, peers: int = 1, rate: float = 10.0, in_flight: int = 1000) -> None:
         self.clock, self.ear, self.peers = FakeClock(), Ear(), peers

@@ -101,7 +101,7 @@ def test_a_reward_that_is_no_finite_number_is_an_error(bad: Any) -> None:
 
 
 class _Odd:
-    """What a result may be made of: a tensor of several numbers cannot be one, for example."""
+    """Possible parts of a result: a tensor of several numbers is invalid, for example."""
 
     def __float__(self) -> float:
         raise RuntimeError("no number")

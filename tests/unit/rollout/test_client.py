@@ -163,7 +163,7 @@ def word(text: str, count: int, ending: dict[str, Any] | None = None, place: int
 async def streamed(
     *chunks: bytes, count: int = 1, told: list[tuple[int, Sample]] | None = None, headers: dict[str, str] = STREAM
 ) -> tuple[Sample, ...]:
-    """What a client makes of an answer that is told of as it grows."""
+    """The client's result for a streamed answer."""
     heard = [] if told is None else told
     growing = ProgressCallback(1, lambda place, one: heard.append((place, one)))
     client = engine(lambda _: httpx.Response(200, headers=headers, stream=Told(*chunks)))

@@ -324,7 +324,7 @@ async def test_a_response_that_meets_a_limit_is_cut_off_there(limits: dict[str, 
 
 
 class Game:
-    """Shows what it is told to; done when told nothing."""
+    """Returns the given observations, and is done after the last."""
 
     def __init__(self, setting: Setting) -> None:
         self.shown: list[Any] = list(setting.options["shown"])  # type: ignore[call-overload]
@@ -442,7 +442,7 @@ async def test_an_environment_that_takes_too_long_has_failed() -> None:
 
 
 class Deaf(Game):
-    """Keeps its cancellations to itself, in the methods that it is told."""
+    """Swallows cancellations in the given methods."""
 
     def __init__(self, setting: Setting) -> None:
         self.where = str(setting.options["where"])

@@ -22,7 +22,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def said(file: Path) -> str:
-    """Why nobody connects with it. Raises if somebody would."""
+    """The reason that a connection fails. Raises if it succeeds."""
     user = UserRef(name="gcore", password_file=str(file))
     with pytest.raises(UsageError) as caught:
         asyncio.run(connecting.connect_store(StoreRef(endpoints=("127.0.0.1:1",), user=user), FakeClock()))

@@ -85,7 +85,7 @@ def test_a_point_that_is_armed_wrongly_says_so(words: str, tmp_path_factory: pyt
 
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_an_answer_that_is_lost_is_resolved_by_reading_head(arm: Arm, when: str) -> None:
-    """Lost after: it was made, and head's nonce says so. Lost before: it was not, and nobody says that it was."""
+    """Lost after: it was executed, and head's nonce shows it. Lost before: it was not executed."""
     store, keys = MemoryStore(MemoryCluster(FakeClock())), JobKeys("j")
     advance = chain.base_entry(1, "w", chain.ChainWriter("me", "n"))
     writes = (Put(keys.head, advance.head.encode()), Put(keys.log(0), advance.entry.encode()))
@@ -120,11 +120,11 @@ FOR_PEOPLE = {
     "controllers/api/edge/access.py",
     "gcore/engines/emulated/host.py",
 }
-"""What is written once more if it was lost, or read by nobody but people, or by tests only."""
+"""Records that are written again if lost, or that only users or tests read."""
 
 
 def test_every_transaction_stands_between_two_points() -> None:
-    """The ledger's all go through one place; whoever makes one elsewhere gives it points, or says here why it has none."""
+    """The ledger's transactions all pass one place; a transaction elsewhere needs fault points, or a reason here for having none."""
     bare = set()
     for file in (*ROOT.glob("gcore/**/*.py"), *ROOT.glob("controllers/**/*.py")):
         text = file.read_text(encoding="utf-8")

@@ -109,7 +109,7 @@ def too_many(allowed: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def loaded(modules: tuple[str, ...], heavy: tuple[str, ...]) -> str:
-    """What of `heavy` a fresh process has loaded after each import, one line an import that loaded any."""
+    """The modules of `heavy` that a new process has loaded after each import, one line for each import that loaded any."""
     program = (
         f"import importlib, sys\nfor name in {modules!r}:\n    importlib.import_module(name)\n"
         f"    found = [one for one in {heavy!r} if one in sys.modules]\n    if found: print(name, found)\n"

@@ -18,7 +18,7 @@ NOWHERE = "http://127.0.0.1:9"
 
 @pytest.fixture(params=["http_proxy", "https_proxy", "all_proxy", "grpc_proxy"])
 def proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy that nobody is at, for everything but what NO_PROXY names, which is nothing."""
+    """A proxy address without a server, for all hosts."""
     for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(request.param, NOWHERE)

@@ -115,7 +115,7 @@ def test_each_ready_part_is_begun_once_and_in_order_whatever_is_told_when(
 
 
 def told_alone(rank: int, number: int) -> StepPartInput:
-    """The part as a rank begins it that was told of all at the end."""
+    """The part as a rank begins it that was notified of all parts at the end."""
     whole = slot(3, state=SealState.READY)
     begun = feed_state.apply_step(fed(fresh(rank), whole), ME, whole.token, whole)
     assert isinstance(begun, Begin)
@@ -154,7 +154,7 @@ def test_samples_of_a_begun_part_are_not_held_again() -> None:
 
 
 def test_a_slot_that_names_other_parts_than_those_begun_is_refused() -> None:
-    """A store that was put back seals anew what ranks have begun otherwise."""
+    """A restored store seals other parts than those that ranks have begun."""
     state, _ = told(fed(fresh(), slot(1)), slot(1))
     other = slot(2, kind="x")
     answer = feed_state.accumulate_parts(fed(state, other), ME, other.token, other)

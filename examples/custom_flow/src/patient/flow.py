@@ -1,8 +1,8 @@
-"""Patient: a prompt whose first answers are all wrong is tried once more, and the group is made of the better half.
+"""Patient: a prompt whose first answers are all wrong is sampled again, and the group keeps the best half of the answers.
 
-What a group of eight teaches depends on there being a right answer among them. So half of the answers come first, and only
-if none of them is right the other half is drawn; then the better of each pair goes into the group. How often that was
-needed is summed over all peers and told in the log.
+A group of eight has a training signal only if it contains a right answer. So the flow samples half of the answers first. Only
+if none of them is right it samples the other half; then the better of each pair goes into the group. The number of
+these prompts is summed over all peers and logged.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ SPANS = {
 
 
 def line() -> AccountLine:
-    """Two slots for four seconds, of which a tenth is nobody's."""
+    """Two slots for four seconds, a tenth of it unbooked."""
     book = StepAccount(
         version=Version(0, 1), began=9.0, seconds=4.0, slots=2, booked={WORK: 4.0, REST: 3.9}, unbooked=0.1
     )

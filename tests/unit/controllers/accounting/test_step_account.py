@@ -504,7 +504,7 @@ def test_surviving_workers_report_the_gap_and_dead_ones_count_as_failed() -> Non
 
 
 def test_a_slot_on_which_all_slept_while_its_controller_was_away_was_nobodys() -> None:
-    """As where it dies in the middle of a loan: what gives sleeps, and nobody is there who would wake what gets."""
+    """A controller that dies in the middle of a loan: the giving engine sleeps, and the receiving one is not woken."""
     view = job(
         place("cpu:1", asleep=True),
         place("cpu:1", "tutor"),

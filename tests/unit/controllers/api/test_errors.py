@@ -96,7 +96,7 @@ class Service(jobs_pb2_grpc.JobsServicer):
 
 
 async def refusals(error: Exception) -> list[Refusal]:
-    """What a client of a real server is told, by a call and by a stream."""
+    """The errors that a client of a real server gets from a call and from a stream."""
     server = grpc.aio.server()
     jobs_pb2_grpc.add_JobsServicer_to_server(Service(error), server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")

@@ -150,7 +150,7 @@ class Context:
 
 
 class Refused(Exception):
-    """What a call is refused with."""
+    """The error of a refused call."""
 
 
 class Api:

@@ -153,7 +153,7 @@ def test_a_log_that_was_begun_anew_is_not_gone_on_with_but_told_from_its_beginni
 
 
 def test_a_log_that_another_node_sees_shorter_is_waited_for(tmp_path: Path) -> None:
-    """A shared folder may show one node later what it showed another: nothing of that is told twice."""
+    """A shared folder may show changes to one node later than to another; no line is sent twice because of that."""
     file = tmp_path / "x.log"
     file.write_text("a" * 300 + "\ntwo\nthree\n")
     (_, second, _), _ = LogReader(file).read()

@@ -70,7 +70,7 @@ class Node:
         self.told: list[tuple[bool, str]] = []
 
     async def begin(self) -> asyncio.Task[None]:
-        """Register, for ever."""
+        """Keep registering."""
         session = await Session.open(self.store, clock=self.clock)
         identity = Identity("n", "n.1", "h:1", session.lease)
 

@@ -71,7 +71,7 @@ def test_a_version_is_a_few_digits(said: bytes, version: int | None) -> None:
 
 
 def test_nothing_is_placed_on_a_node_that_does_not_read_what_is_written(tmp_path: Path) -> None:
-    """It has left the job to the others; a train rank that it was to run would be waited for for ever."""
+    """It has left the job to the others; otherwise they would wait forever for a train rank on it."""
     nodes = {name: NODE.model_copy(update={"name": name}) for name in ("a", "b")}
     clock = FakeClock()
     session = make_session(tmp_path, MemoryStore(MemoryCluster(clock)), clock, SPEC)

@@ -128,7 +128,7 @@ def test_a_group_made_by_other_weights_is_the_engines_fault() -> None:
 
 
 def test_due_refs_stay_due_until_they_are_held(tmp_path: Path) -> None:
-    """Whoever was to begin it may have given it up."""
+    """The flow may have abandoned the prompt before it started."""
     bench = RealBench(ENTRIES, right, tmp_path, flow={"groups_per_step": 4})
     first = bench.peer._due_refs()
     assert len(first) == 4

@@ -99,7 +99,7 @@ def make_spec(tmp_path: Path, **rollout: Any) -> JobSpec:
 
 
 class Engines:
-    """Answers as it is told: with the prompt's own text, whatever was asked."""
+    """Answers with the prompt's own text."""
 
     def __init__(self, spec: JobSpec) -> None:
         self.asked: list[tuple[Sequence[tuple[int, ...]], SamplingParams]] = []

@@ -94,7 +94,7 @@ def test_nothing_is_kept_of_an_engine_that_told_nothing() -> None:
     ],
 )
 def test_kept_tokens_do_not_end_in_part_of_a_stop_string(told: str, kept: str) -> None:
-    """What follows is drawn anew, and the next engine looks at what it makes itself only."""
+    """The next engine resamples the rest, and looks for stop strings in its own tokens only."""
     responses = PartialResponses([(1,)], params(10, stop=("xy", "z")), (7,), letters)
     responses.ask()
     responses.grow(0, sample([ord(letter) - ord("a") for letter in told]))

@@ -120,7 +120,7 @@ class Court:
         await turns()
 
     async def values(self, *responses: str) -> list[float | str]:
-        """What each response is worth, or why it could not be judged."""
+        """The value of each response, or the reason that it has none."""
         found = await self.clock.run(self.judge.values(PROMPT, responses))
         return [one.what if isinstance(one, JudgeError) else one.value for one in found]
 

@@ -33,7 +33,7 @@ THOUSAND = 1000
 
 
 class House:
-    """A store, and controllers that spend; each sees what the store holds when it is told to look."""
+    """A store, and controllers that spend; each reads the store only on `look`."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()

@@ -98,7 +98,7 @@ class AskedEngine:
         return EngineClient(url, timeout_s=timeout_s, transport=httpx.MockTransport(self.answer))
 
     def told(self) -> list[str]:
-        """What it was asked since this was last called."""
+        """The requests since the last call."""
         told, self.asked = self.asked, []
         return told
 
@@ -113,7 +113,7 @@ CHANGE = ["/pause_generation", "/update_weights_from_disk", "/continue_generatio
 
 
 async def test_a_publication_asks_no_more_than_it_takes(tmp_path: Path) -> None:
-    """What an engine serves is asked only of one that is met, was distrusted, or has refused."""
+    """The client asks an engine for its model only after a first contact, a failure or a refusal."""
     engine = AskedEngine()
     book = await book_of(engine)
     await book.publish("e", Version(0, 2), tmp_path)
@@ -140,7 +140,7 @@ async def test_a_publication_asks_no_more_than_it_takes(tmp_path: Path) -> None:
 
 
 async def test_an_engine_that_a_peer_left_paused_goes_on_with_the_next_publication(tmp_path: Path) -> None:
-    """A controller is stopped before its pause; the owner publishes; the stopped one wakes up, pauses, and ends."""
+    """A controller is stopped before its pause. The owner publishes. The stopped one wakes up, pauses, and ends."""
     engine, late, woken = AskedEngine(), asyncio.Event(), asyncio.Event()
 
     async def answer_late(request: httpx.Request) -> httpx.Response:

@@ -137,7 +137,7 @@ def view(*checkpoints: Checkpoint) -> JobView:
 
 
 async def roll_back(run_dir: Path, seen: JobView) -> tuple[Head, RecordingLedger]:
-    """What head is after a rollback, and what was written."""
+    """Head after a rollback, and the written records."""
     ledger = RecordingLedger()
     effects: Any = SimpleNamespace(
         replicator=None, ledger=ledger, run_dir=run_dir, away=str, clock=FakeClock(), tell=lambda topic, sentence: None
@@ -148,7 +148,7 @@ async def roll_back(run_dir: Path, seen: JobView) -> tuple[Head, RecordingLedger
 
 
 async def test_no_lineage_that_anything_is_left_of_is_begun_again(tmp_path: Path) -> None:
-    """A store that was put back has not heard of the lineages since; what lies there would pass for the new one's."""
+    """A restored store lacks the later lineages, so their files would pass for those of the new one."""
     newest = make_checkpoint(tmp_path, 6)
     engine = EngineView("e", "h:1", Version(2, 9))
     head, _ = await roll_back(tmp_path, replace(view(newest), engines={"e": engine}))

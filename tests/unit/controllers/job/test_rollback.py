@@ -80,7 +80,7 @@ def test_archived_entries_of_a_discarded_branch_are_not_part_of_the_new_lineage(
 
 
 def test_numbers_that_are_given_out_twice_are_refuted(tmp_path: Path) -> None:
-    """What the rule is for: without it the audit takes the other future's entries for damage."""
+    """The reason for the rule: without it the audit reports the discarded branch's entries as damage."""
     job = RecordedJob(tmp_path)
     steps(job, 3)
     older = job.snapshot()

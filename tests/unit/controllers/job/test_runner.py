@@ -85,7 +85,7 @@ async def test_a_flow_that_raises_ends_the_job_and_its_own_traceback_is_an_event
 
 
 async def test_data_that_changed_under_a_running_job_do_not_end_it() -> None:
-    """All that is trained would be lost for a file that can be put back: the node leaves the job, and waits for the file."""
+    """The whole training would be lost for a file that can be restored: the node leaves the job, and waits for the file."""
 
     async def reads(peer: Any) -> None:
         raise DataChanged("the file was changed", where="prompts.jsonl, entry 7", fix="Put it back")

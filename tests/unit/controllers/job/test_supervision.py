@@ -270,7 +270,7 @@ def test_damage_of_any_kind_is_told_as_a_record_that_cannot_be_read(key: str, va
 
 
 class Batches(MemoryStore):
-    """Whose watches hear these, and then nothing more."""
+    """A store whose watches deliver these batches, and then nothing more."""
 
     def __init__(self, *batches: WatchBatch) -> None:
         super().__init__(MemoryCluster(FakeClock()))

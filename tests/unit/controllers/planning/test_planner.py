@@ -63,7 +63,7 @@ def spec_of(**placement: Any) -> Any:
 
 
 class Told:
-    """What troubles were told."""
+    """The reported warnings."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -123,7 +123,7 @@ class Job:
 
 
 class Scripted:
-    """A policy that says what it was told to say."""
+    """A policy with scripted decisions."""
 
     def __init__(self, *decisions: Decision | Exception) -> None:
         self.decisions = list(decisions)
@@ -396,7 +396,7 @@ def test_steps_are_remembered_with_their_lengths_and_what_the_books_say_later() 
 async def test_a_policy_that_is_cancelled_where_it_is_made_is_told_of_and_the_planner_goes_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A task that ends with this is taken for one that was told to end: nobody would plan any more, without a word."""
+    """A task that ends with this error looks cancelled: planning would stop silently."""
 
     def find(name: str) -> Any:
         raise asyncio.CancelledError("in the making")
@@ -438,7 +438,7 @@ async def test_several_judges_of_a_slot_count_as_one_engine_that_has_the_rows_of
 
 
 def test_classifier_speed_is_measured_in_questions() -> None:
-    """Else nobody knows how fast they are: nothing is lent to them, and no forecast sees that they are what a step waits for."""
+    """Without it their speed is unknown: nothing is lent to them, and no forecast sees that a step waits for them."""
     job, sums = Job(), EngineSums(active_s=10.0, running_s=40.0, tokens=0, requests=32)
     book = StepAccount(
         version=Version(0, 1), began=0.0, seconds=3.0, slots=6, engines={"reward": sums}, loads={"reward": (sums,)}
@@ -575,7 +575,7 @@ async def test_a_plan_has_taken_effect_although_a_node_came_back_with_fewer_slot
 async def test_a_loan_that_only_a_guess_forbids_is_made_once_that_has_cost_as_much(
     made: Any, asked: list[JobLoads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else nobody ever learns what changes cost: a guess that is too high held for as long as the job ran."""
+    """Otherwise the cost of changes is never measured, and a guess that is too high stays for the whole job."""
     speed = PoolSpeed(alone_s=0.05, saturating=8.0, tokens=30.0, residual=15.0, rows=8)
     monkeypatch.setattr("controllers.planning.lender.Lender._speeds", lambda self, history: PoolSpeeds(speed, speed))
     job = Job(lend=True)
@@ -798,7 +798,7 @@ async def test_outcome_of_the_last_step_is_in_the_runs_folder_after_the_planner_
 
 
 async def test_a_world_that_was_lost_is_told_of_with_why_and_what_had_to_be_made_again(made: Any) -> None:
-    """Though the slots are what they were: else nobody could say why that step took so long."""
+    """Although the slots are the same: otherwise the long step would have no explanation."""
     job = Job()
     planner = made(Scripted(Decision(FIRST, "well"), Decision(FIRST, "well")), job)
     await planner._turn()

@@ -19,7 +19,7 @@ GOOD = Decision(Split("coexisting", 2, 1, 1), "why")
 
 
 class Of:
-    """A policy that does as it is told to."""
+    """A policy with scripted behaviour."""
 
     def __init__(self, plan: Callable[[], Any]) -> None:
         self._plan = plan

@@ -32,7 +32,7 @@ HERE, BETTER, WORSE = Split("coexisting", 4, 1, 1), Split("coexisting", 3, 2, 1)
 
 
 def unknown(step: int, after: int) -> None:
-    """What steps took, of which nobody knows."""
+    """Step times without measurements of their parts."""
 
 
 def at(step: int, seq: int | None = None) -> DecisionContext:

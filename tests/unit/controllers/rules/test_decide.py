@@ -199,7 +199,7 @@ def test_an_offer_of_what_was_dropped_and_may_be_sealed_again_is_taken_back() ->
 
 
 def test_an_outcome_of_a_cut_off_lineage_in_the_offer_does_not_stand_for_the_one_that_came_after_it() -> None:
-    """Or nobody would ever hear of the new one, and the step would wait for it for ever."""
+    """Otherwise no peer would be notified of the new one, and the step would wait for it forever."""
     ref = next(refs_in_order(RULES, running().mirror.head.record, ()))
     old = EndedRef(ref=ref, kind="filtered", reason="signal", holder=ME, versions=(Version(0, 1),))
     new = old.model_copy(update={"versions": (Version(1, 0),)})
@@ -329,7 +329,7 @@ def test_a_failed_rank_means_rollback_with_its_reason() -> None:
 
 
 def test_ranks_that_are_further_than_a_store_that_was_put_back_mean_rollback() -> None:
-    """They drop what they are told as long past; nobody would ever end it."""
+    """They drop the request as outdated, so the wait would never end."""
     view = running()
 
     def with_rank_at(token: Token) -> JobView:
@@ -376,7 +376,7 @@ def test_wait_report_names_what_keeps_an_engine_from_its_weights() -> None:
 
 
 def test_a_rank_that_trained_another_batch_under_the_same_token_means_rollback() -> None:
-    """A store that was put back by one commit gives its token out again, for other groups."""
+    """A store that was restored to one commit earlier issues the same token again, for other groups."""
     view, seal = with_sealed_step(running(), ready=True)
 
     def trained(content: bytes) -> JobView:

@@ -241,7 +241,7 @@ async def test_publication_leaves_a_sleeping_engine_asleep(tmp_path: Path) -> No
 
 
 async def test_an_engine_that_another_put_to_sleep_since_it_was_woken_here_is_woken_again(tmp_path: Path) -> None:
-    """Two controllers may believe that it is theirs; it would be offered weights for ever, and take none."""
+    """Two controllers may both believe that they own it; it would be offered weights forever, and take none."""
     one = Books()
     await one.book.aim(engines_at(busy="h:1"))
     await one.book.sleep("busy")

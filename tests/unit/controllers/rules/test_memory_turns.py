@@ -51,7 +51,7 @@ def name_of(place: EnginePlace) -> str:
 
 @dataclass
 class Cluster:
-    """Two nodes with a rank and an engine each, on one slot; a judge and a slot without a rank besides. What is asked is done at once."""
+    """Two nodes with a rank and an engine on one slot each, and a judge and a slot without a rank. Every action is executed at once."""
 
     ready: bool = False
     released: dict[int, frozenset[str]] = field(default_factory=lambda: dict.fromkeys(range(2), PARTS))

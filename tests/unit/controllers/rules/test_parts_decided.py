@@ -148,7 +148,7 @@ def test_samples_held_by_ranks_count_for_every_attempt_of_a_streamed_step() -> N
 
 
 def test_a_rank_that_has_begun_what_the_store_does_not_name_means_rollback_if_the_slots_are_still_that() -> None:
-    """A store that was put back seals other parts."""
+    """A restored store seals other parts."""
     view, seal = parted(streaming(0, 1, 2), 0)
     begun = holding(view, seal, begun=1)
     other, _ = parted(streaming(0, 1, 2), 1)

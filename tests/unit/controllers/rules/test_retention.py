@@ -65,7 +65,7 @@ def trouble(job: RecordedJob, node: str, topic: str) -> None:
 
 
 def test_warnings_of_departed_nodes_leave_the_store_except_the_newest(job: RecordedJob) -> None:
-    """Nodes may come and go under ever new names; what is told for all, or of a node that is there, stays."""
+    """Nodes may come and go under ever new names; warnings about the job or about a present node stay."""
     topics = [f"engine-pod-{number}" for number in range(NEWEST_TROUBLES + 3)]
     for number, topic in enumerate(topics):
         trouble(job, f"pod-{number}", topic)

@@ -29,7 +29,7 @@ def test_offer_that_completes_the_quota_is_written_at_once(told: list[int], lack
 
 @given(peers=st.integers(1, 32), quota=st.integers(1, 1500))
 def test_a_peer_writes_few_offers_however_many_groups_there_are(peers: int, quota: int) -> None:
-    """Groups finish one by one, at the peers in turn; what is a share is told at once."""
+    """Groups finish one by one, at the peers in turn; a peer's share is offered at once."""
     lacking, writes = quota, 0
     untold = [0] * peers
     for number in range(quota):

@@ -46,7 +46,7 @@ def judged() -> JobView:
 
 
 def without_slots(claim: Claim) -> JobView:
-    """It stands still."""
+    """Time does not advance."""
     view = running_job()
     assert view.mirror.plan is not None
     plan = view.mirror.plan.record.model_copy(update={"ranks": (), "engines": (), "stands_still": True})

@@ -124,7 +124,7 @@ async def test_warnings_noted_during_a_store_outage_are_written_in_order_afterwa
 
 
 class Preparing:
-    """A job that nobody drives yet."""
+    """A job without a controller."""
 
     def __init__(self, clock: FakeClock) -> None:
         self.waits = Timers({})
@@ -289,7 +289,7 @@ async def test_a_folder_that_takes_no_old_records_is_told_once_until_it_takes_th
 async def test_old_records_do_not_leave_the_store_for_a_folder_that_is_not_the_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beneath a mount that is gone, or where the run's folder was moved away, nobody would ever find them."""
+    """Below a lost mount, or after a move of the run's folder, the files would be unreachable."""
 
     def append(*_: Any) -> None:
         raise AssertionError("written where nobody looks")

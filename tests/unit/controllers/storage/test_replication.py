@@ -71,7 +71,7 @@ class Node:
         return (await apply_action(action, view, self.effects(TransactionExecutor(self.store, KEYS)))).outcome
 
     def effects(self, ledger: Any) -> Any:
-        """What its actions are carried out with."""
+        """The effects of the node's actions."""
         clock: Any = self.clock
         tell = self.told.__setitem__
         return SimpleNamespace(
@@ -350,7 +350,7 @@ async def test_where_nodes_share_a_folder_nothing_of_this_is_done(tmp_path: Path
 
 
 async def test_remaining_log_is_reported_as_it_was_at_the_controllers_start(tmp_path: Path) -> None:
-    """Higher than head's number only in a store that was put back; what is archived later is not."""
+    """The number exceeds head's only in a restored store; entries that are archived later do not."""
     node = Node(tmp_path)
     archive.append_entries(node.run_dir, "another", [entry_of(9)])
     await node.does(ReportFolder(), running_job())

@@ -38,7 +38,7 @@ NEXT = Checkpoint(lineage=0, step=2, seq=2, file="checkpoints/0-2")
 
 
 NO_EFFECTS: Any = None
-"""What applies actions here has no effects."""
+"""Actions without effects."""
 
 
 async def fail(reason: str) -> None:

@@ -84,7 +84,7 @@ class History:
 
     revisions: list[list[WatchEvent]] = field(default_factory=list)
     there: list[dict[str, KeyValue]] = field(default_factory=list)
-    """What there is after each."""
+    """The records after each change."""
 
     def add(self, writes: dict[str, bytes | None]) -> None:
         known = dict(self.there[-1]) if self.there else {}

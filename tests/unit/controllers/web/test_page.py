@@ -30,7 +30,7 @@ FINITE = st.floats(-1e6, 1e6)
 
 
 class Told:
-    """Stands for what is shown. Raises what it is told to."""
+    """A stand-in for the page's content. It raises a given error."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None

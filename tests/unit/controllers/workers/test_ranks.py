@@ -160,7 +160,7 @@ async def test_an_engine_that_is_gone_by_now_cannot_be_published_to() -> None:
 
 
 async def test_a_line_that_ends_by_a_defect_is_not_left_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank would train on, unheard, and the step be waited for for ever."""
+    """Otherwise the rank would continue without reports, and the step would wait for it forever."""
     changes = ChangeSignal()
     links = RankConnections(FakeClock(), changes.notify)
 
