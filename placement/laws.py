@@ -81,8 +81,8 @@ def pool_points(steps: Sequence[MeasuredStep], pool: str) -> list[tuple[float, f
 def fit_train_law(history: Sequence[MeasuredStep]) -> TrainLaw:
     """Fit the `TrainLaw` to the newest steps. If the tokens per slot hardly varied, a tenth of the median time counts
     as fixed."""
-    told = [(one.train_tokens / one.split.train, one.train_s) for one in history[-64:] if one.train_s is not None]
-    if not told:
+    measured = [(one.train_tokens / one.split.train, one.train_s) for one in history[-64:] if one.train_s is not None]
+    if not measured:
         return TrainLaw(0.0, 1e-3)
     shares, seconds = np.array(measured).T
     if shares.size >= 4 and float(shares.max()) > 1.8 * float(shares.min()):
@@ -190,7 +190,7 @@ def pace_start(history: Sequence[MeasuredStep], pool: str, since: int) -> int:
     """Return the step since which a pool's engines have had their present speed. `since`: the step known so far. It is
     replaced by one of the newest steps if the token time changed there significantly, and a change of the load does not
     explain it."""
-    told = [
+    groups = [
         (one.step, points) for one in history[-SPEEDS:] if one.step >= since and (points := pool_points([one], pool))
     ]
     if len(groups) <= FEWEST:

@@ -454,7 +454,7 @@ def _gained(before: Split, after: Split, base: Split) -> bool:
 def follows_plan(plan: Plan, loads: JobLoads, nodes: Collection[str]) -> bool:
     """Whether every engine on the present `nodes` has reached the state that the plan sets: those that should be awake
     receive requests, and those that should sleep do."""
-    told = loads.by_key()
+    loads_by_place = loads.by_key()
     for place in (place for place in plan.engines if place.node in nodes):
         known = loads_by_place.get(place.key)
         if known is None or not (known.asleep if place.asleep else known.ready):
@@ -471,7 +471,7 @@ def _awake(plan: Plan) -> tuple[int, int]:
 def _firsts(plan: Plan, loads: JobLoads, rows: int, *, to_judges: bool, needed: frozenset[str]) -> list[Slot]:
     """List the replicas that can be reassigned, each by its first slot, those with the fewest requests first. `rows`:
     maximum of concurrent requests per rollout engine. On each of them the engine to be woken exists and sleeps."""
-    told = loads.by_key()
+    loads_by_place = loads.by_key()
     on: dict[Slot, list[EnginePlace]] = {}
     for place in plan.engines:
         on.setdefault(place.on[0], []).append(place)

@@ -85,7 +85,7 @@ class _Round:
     began: float
     complete_since: float | None = None
     """When this peer saw that all parts exist."""
-    heard: dict[str, tuple[int, float]] = field(default_factory=dict)
+    last_delivery: dict[str, tuple[int, float]] = field(default_factory=dict)
     """By member: the number of parts that it has delivered, and when that number last changed."""
     running: dict[int, asyncio.Task[bool]] = field(default_factory=dict)
     delivered: set[int] = field(default_factory=set)

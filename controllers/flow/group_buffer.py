@@ -265,5 +265,5 @@ def clip_reason(text: str) -> str:
 def _observed(group: Group) -> tuple[int, ...]:
     """The number of tokens in each sample that the policy did not generate (texts of an environment); empty if it
     generated all."""
-    told = tuple(len(sample.token_ids) - sample.own_tokens for sample in group.samples)
-    return told if any(told) else ()
+    observed = tuple(len(sample.token_ids) - sample.own_tokens for sample in group.samples)
+    return observed if any(observed) else ()

@@ -125,7 +125,7 @@ class PeerCollectives:
 
     async def _make(self, txn: Any) -> None:
         """Run the transaction, and wait until the mirror of the store shows its effect, for a limited time."""
-        heard = self._mirror().revision
+        before = self._mirror().revision
         try:
             report = await TransactionExecutor(self._store, self._mirror().keys).run(txn)
         except StoreUnavailable:

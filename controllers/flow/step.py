@@ -57,7 +57,7 @@ class JobStep:
         self._context = context
         self.version = version
         self._handed_out: Prompt | None = None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         """Names of collective operations that were already used in this step."""
 
     @property

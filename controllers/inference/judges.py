@@ -44,7 +44,7 @@ from gcore.system.clock import Clock
 from gcore.system.concurrency import limit_time
 from gcore.worker.sandbox.pool import PoolStatus
 
-TOLD_AT = 10
+REPORT_FACTOR = 10
 """Answers that cannot be parsed are reported at the first one, and whenever their number has grown by this factor."""
 
 LEAST_UNREADABLE = 32
@@ -345,7 +345,7 @@ class ExternalJudges:
         self._environ = environ
         self.spending = JudgeBudget(self._judges, store, keys, node, me, clock, mirror, nodes, counts.paid)
         self._asks: dict[str, ExternalJudgeClient] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         """Judges for which this controller has reported that the budget is spent."""
 
     def asker(self, number: int, judge: JudgeSpec) -> ExternalJudgeClient:

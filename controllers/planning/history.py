@@ -148,8 +148,8 @@ class StepHistory:
     def start_s(self) -> float | None:
         """Return the seconds that the newest start of a train rank took, from the log entry of a step; None: not
         known."""
-        told = (seen.entry.stats.get("start_seconds") for seen in reversed(self._seen.values()))
-        return next((seconds for seconds in told if seconds is not None), None)
+        starts = (seen.entry.stats.get("start_seconds") for seen in reversed(self._seen.values()))
+        return next((seconds for seconds in starts if seconds is not None), None)
 
     def committed(self, mirror: JobMirror) -> tuple[CommittedStep, ...]:
         """Return all steps whose duration is known, including those that a rollback discarded, oldest first."""

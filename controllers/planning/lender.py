@@ -125,7 +125,7 @@ class LoadPoller:
         self._generation = connector.generation
         self._uid = uid
         self._clock = clock
-        self._told: dict[str, tuple[float, pb.LoadsReply]] = {}
+        self._replies: dict[str, tuple[float, pb.LoadsReply]] = {}
         """By address: time and contents of the newest response."""
         self._channels: dict[str, grpc.aio.Channel] = {}
         self.change_s: float | None = None

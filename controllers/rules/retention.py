@@ -89,7 +89,7 @@ def warn_of_disks(view: JobView) -> Iterator[Intent]:
         yield from _warn_once(view, FOLDER_TROUBLE, view.hindered, f"warn {view.head.version}")
 
 
-def _told(view: JobView, topic: str, sentence: str, turn: str) -> Iterator[Intent]:
+def _warn_once(view: JobView, topic: str, sentence: str, turn: str) -> Iterator[Intent]:
     """Post a warning unless the newest warning of its topic says the same. `turn`: topic by which the peer that posts
     it is selected."""
     known = view.mirror.troubles.get(topic)

@@ -174,7 +174,7 @@ class DynamicPolicy:
     first: Split
     _steps: list[MeasuredStep] = field(default_factory=list)
     """Newest steps, with the slowdown of the second mode divided out of their times."""
-    _told: dict[int, MeasuredStep] = field(default_factory=dict)
+    _seen: dict[int, MeasuredStep] = field(default_factory=dict)
     """The same steps as they were measured, by step number."""
     _hindered: ModeSlowdown = field(default_factory=ModeSlowdown)
     _batches: list[LengthProfile] = field(default_factory=list)
@@ -254,7 +254,7 @@ class DynamicPolicy:
 
     def _righted(self, step: MeasuredStep) -> MeasuredStep:
         """Return the step with the slowdown of the second mode divided out of its token times (`ModeSlowdown`)."""
-        self._told[step.step] = step
+        self._seen[step.step] = step
         before = [one for one in self._steps if one.step < step.step]
 
         def law(pool: str) -> DecodeLaw | None:
@@ -375,10 +375,10 @@ def _idle(newest: MeasuredStep) -> dict[str, float]:
     return {pool: 1.0 - share for pool, share in utilisation(newest).items()}
 
 
-def _is_another(told: MeasuredStep | None, known: MeasuredStep) -> bool:
+def _is_another(seen: MeasuredStep | None, known: MeasuredStep) -> bool:
     """Whether a step of the history is another run of the step `known`, repeated after a rollback: they differ in split
     or training. Accounts that arrive late do not count as a difference."""
-    if told is None or told is known:
+    if seen is None or seen is known:
         return False
     return (seen.split, seen.train_tokens, seen.train_s) != (known.split, known.train_tokens, known.train_s)
 

@@ -241,7 +241,7 @@ class SimulatedJob:
 
     def phases(self, step: int, split: Split, produced: SimulatedBatch) -> SimulatedPhases:
         """Return the times of the parts of a step on the split. `produced`: result of its batch."""
-        told = self.scenario
+        scenario = self.scenario
         train_s, other_s = self._others(step, split, produced)
         spans = produced.spans
         busy = {
@@ -293,11 +293,11 @@ class SimulatedJob:
 
     def _others(self, step: int, split: Split, produced: SimulatedBatch) -> tuple[float, float]:
         """Return the seconds of training, and the seconds that are neither training nor production."""
-        told, work = self.scenario, self.work(step)
-        train_s = (told.training.fixed_s + work.train_tokens / (told.training.rate * split.train)) * work.pace
-        changes = 0 if split.mode == "coexisting" else count_turns(judged=told.judging is not None)
-        late_s = 0.0 if told.overlaps else max(produced.back_s - train_s, 0.0)
-        return train_s, told.training.sync_s + told.wake_s * changes + late_s
+        scenario, work = self.scenario, self.work(step)
+        train_s = (scenario.training.fixed_s + work.train_tokens / (scenario.training.rate * split.train)) * work.pace
+        changes = 0 if split.mode == "coexisting" else count_turns(judged=scenario.judging is not None)
+        late_s = 0.0 if scenario.overlaps else max(produced.back_s - train_s, 0.0)
+        return train_s, scenario.training.sync_s + scenario.wake_s * changes + late_s
 
     def _whole(self, split: Split, produce_s: float, train_s: float, other_s: float) -> float:
         if self.scenario.overlaps and split.mode == "coexisting":

@@ -208,7 +208,7 @@ def _leave(
 
 
 @compile_lazily
-def _by_rule(cost_s: float, ends: Ints, told: Floats, tail: Floats, most: Ints, seats: Ints) -> int:
+def _by_rule(cost_s: float, ends: Ints, known: Floats, tail: Floats, most: Ints, seats: Ints) -> int:
     """Evaluate the lending rule with the counts that a controller gets by polling every engine. Return the number of
     replicas to lend (`replicas_to_lend`); 0 while a replica changes its pool."""
     awake, asked = np.zeros(2, np.int64), np.zeros(2)
@@ -258,7 +258,7 @@ def play_batch(
     judgements of `judged` tokens, [n] or none.
 
     The first `rollout` replicas generate, the others judge. `how`: `NEVER` lend replicas, or lend them `BY_RULE` or
-    `BY_SCHEDULE`; `schedule`: replicas to lend at each evaluation. `told`, [2, 4], and `tail`, [2, left]: input of the
+    `BY_SCHEDULE`; `schedule`: replicas to lend at each evaluation. `known`, [2, 4], and `tail`, [2, left]: input of the
     rule by pool and by number of outstanding responses (remaining tokens of the last one and mean remaining tokens,
     `placement.lending.response_tail`). `late`: number of replicas that arrive `late_s` seconds late: above 0 generating
     ones, below 0 judging ones.

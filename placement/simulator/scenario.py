@@ -143,8 +143,8 @@ class Scenario(_Section):
 
     def reward_at(self, step: int) -> ScenarioEngine:
         """Return the speed of a judge's engine in this step."""
-        told = self.judging
-        if told is None or told.paced == 1.0 or not told.slow_from <= step < told.slow_until:
+        judging = self.judging
+        if judging is None or judging.paced == 1.0 or not judging.slow_from <= step < judging.slow_until:
             return self.reward
         slower = {"token_s": self.reward.token_s * judging.paced, "sequence_s": self.reward.sequence_s * judging.paced}
         return self.reward.model_copy(update=slower)

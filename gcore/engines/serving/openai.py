@@ -271,7 +271,7 @@ class CompletionWriter:
 
 
 @dataclass
-class _Told:
+class _ChoiceProgress:
     """How much of a choice was already sent: its text, and its number of tokens."""
 
     text: str = ""

@@ -219,6 +219,6 @@ def read_header(file: Path) -> dict[str, Any]:
 
 def zero_bias_file() -> bytes:
     """Return the bytes of a safetensors file that contains only the head's bias, a single 0."""
-    told = json.dumps({NAME: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    told += b" " * (-len(told) % 8)
-    return struct.pack("<Q", len(told)) + told + bytes(4)
+    header = json.dumps({NAME: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    header += b" " * (-len(header) % 8)
+    return struct.pack("<Q", len(header)) + header + bytes(4)

@@ -45,7 +45,7 @@ Function = Callable[[Tensor], Tensor]
 class _Layer:
     """The parts of a layer, in the order of their use.
 
-    `told`: arguments that the model passes to its attention besides queries, keys and values.
+    `attention_options`: arguments that the model passes to its attention besides queries, keys and values.
     """
 
     before: Any

@@ -141,7 +141,7 @@ def test_a_reward_that_leaves_python_has_raised() -> None:
 
 
 @pytest.mark.parametrize("what", [None, 17, "x" * 10_000_000], ids=["None", "a number", "ten megabytes"])
-def test_whatever_a_reward_says_in_its_error_arrives_as_one(what: Any) -> None:
+def test_any_reward_error_survives_serialization(what: Any) -> None:
     (told,) = parse_answer(json.loads(answer_line([RewardError(what, where=what, fix=what)])))
     assert isinstance(told, RewardError)
     assert len(str(told)) < 10_000

@@ -77,7 +77,7 @@ def test_the_reward_environment_hands_on_what_the_environment_said() -> None:
         reward(Response("whole", 3), {}, settings)
 
 
-def test_what_the_environment_said_goes_to_the_process_that_scores() -> None:
+def test_environment_score_reaches_the_scoring_process() -> None:
     fields = {"a": 1}
     line = batch_line([(0, fields, (Response("x", 3, True, 0.5),), False), (0, fields, (Response("y"),), False)])
     found = [response for _, _, (response,), _ in parse_batch(json.loads(line)) if response is not None]
