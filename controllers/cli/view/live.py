@@ -1,12 +1,8 @@
 """The live view: one job on one screen.
 
-`render_view` is a function of the state, the wall clock and the terminal size. From top to bottom:
-
-- the progress of the job, the curves of reward and held-out accuracy, and the seconds of the steps;
-- the phases and waits of recent steps, each controller, and each source if there are several;
-- held-out responses before and now, and the newest events.
-
-"-" stands for an unknown value.
+`render_view` is a function of the state, the wall clock and the terminal size. From top to bottom it shows the progress of the job, the curves
+of reward and held-out accuracy, and the seconds of the steps. Phases and waits of recent steps follow, then each controller, each source if
+there are several, held-out responses before and now, and the newest events. "-" stands for an unknown value.
 
 Charts are scaled by their data. The chart of seconds leaves out the first step if it is an outlier, because it includes the start of engines and
 train ranks. A map of the shards is drawn while shards move or a shard has no living owner.
