@@ -41,7 +41,6 @@ LONGEST_SENTENCE = 45
 ALLOWED: dict[str, int] = {
     "controllers/api": 1,
     "controllers/cli": 2,
-    "controllers/job": 1,
     "docs/develop": 6,
     "docs/use": 9,
     "gcore/data": 1,

@@ -1,10 +1,12 @@
-"""`Effects`, the collaborators of the executor, and helpers that several actions share; then retention, and the start of a job.
+"""What the executor works with (`Effects`), helpers that several actions share, and the actions of retention and of the
+start of a job.
 
-Retention: records are in the run's folder before they leave the store; a file is deleted from the folder when no record names it any more.
-Each is one guarded transaction and may be interrupted anywhere: the next controller finishes it.
+Retention: records are written to the run's folder before they are deleted from the store; a file is deleted from the
+folder when no record names it any more. Each of these actions is one guarded transaction and file operations. It may be
+interrupted anywhere; the next controller finishes it.
 
-Start: base entry, base checkpoint and first plan in one transaction, with the reason for the plan if a placement policy moves slots. A
-warning about estimates is reported and delays nothing.
+Start: one transaction writes the first log entry, the checkpoint record of the base model and the first plan, with the
+reason for the plan if a placement policy moves slots. A warning about memory estimates is reported and delays nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from placement.placer import new_placer
 
 @dataclass(frozen=True)
 class Effects:
-    """The collaborators with which actions are executed."""
+    """What the executor needs to execute actions: store, connections, engines, buffers and folders."""
 
     store: Store
     ledger: TransactionExecutor
@@ -52,14 +54,14 @@ class Effects:
     address: str
     ranks: RankConnections
     pools: Mapping[str, EnginePool]
-    """The engines, by judge; the policy's engines have an empty name."""
+    """Engine pools by judge; the key of the policy's pool is empty."""
     buffer: GroupBuffer
     clock: Clock
     stats: Callable[[JobView], dict[str, float]]
     """Returns the statistics for the log entry of the committed step."""
     run_dir: Path
     tell: Callable[[str, str], None] = lambda topic, sentence: None
-    """Report a problem by topic, once while it lasts; an empty sentence ends it."""
+    """Reports a problem by topic, once while it lasts; an empty sentence ends it."""
     away: Callable[[], str] = str
     """Why this node no longer sees the run's folder; empty if it does. Blocks."""
     replicator: Replicator | None = None
@@ -69,7 +71,8 @@ class Effects:
 
 
 def plan_world(view: JobView, world: str, *, generation: int, split: SplitPart | None = None) -> Plan:
-    """Make a plan over the nodes that may get a train rank now. `split`: what a policy wants. Raises SpecError if they are too few."""
+    """Make a plan with a new train world named `world` on the nodes that may get a train rank now. `split`: slots per
+    pool that a policy wants. Raises SpecError if there are too few slots."""
     stored = view.mirror.plan
     current = None if stored is None or stored.record.stands_still else stored.record
     wanted = None if split is None else split_from(split)
@@ -80,21 +83,24 @@ def plan_world(view: JobView, world: str, *, generation: int, split: SplitPart |
 
 
 def open_slots(view: JobView) -> OpenSlots:
-    """Head and the slots of the next steps. Requires that they exist."""
+    """Head and the seal records of the next steps, for transactions that compare them. Requires that the job has
+    started."""
     slots = view.mirror.open_slots
     assert slots is not None
     return slots
 
 
 def new_writer(view: JobView) -> chain.ChainWriter:
-    """This incarnation as a writer, with a new name for one transaction."""
+    """Identify this controller as the writer of a log entry, with a new random name for one transaction (by which it
+    recognizes its entry after a missing response)."""
     binds = written_version() >= chain.BINDING_VERSION
     job = chain.job_digest(view.mirror.job_record) if binds else ""
     return chain.ChainWriter(view.me, uuid.uuid4().hex[:16], job)
 
 
 def warning_transaction(view: JobView, topic: str, sentence: str, time: float) -> Transaction:
-    """The transaction that writes a warning. It loses if another peer has written one on the topic. `time`: now, in seconds since the epoch."""
+    """Make the transaction that writes a warning. It fails if another peer has changed the warning of the topic.
+    `time`: now, in seconds since the epoch."""
     mirror = view.mirror
     trouble = Trouble(topic=topic, node=view.node, sentence=sentence, time=time)
     return transactions.warn(
@@ -113,15 +119,15 @@ FORGET_TOPIC = "checkpoints"
 
 
 async def retain_checkpoints(action: RetainCheckpoints, view: JobView, effects: Effects) -> ActionResult:
-    """Unregister checkpoints, then delete their files."""
+    """Unregister all checkpoints except those that the action keeps, then delete their files."""
     mirror = view.mirror
     txn = transactions.retain(mirror.keys, *mirror.started, action.kept)
     return await _run_then_delete_orphans(txn, action.kept, f"retain {len(action.kept)} checkpoints", view, effects)
 
 
 async def prune_log(action: PruneLog, view: JobView, effects: Effects) -> ActionResult:
-    """Write log entries into the run's folder, then delete them from the store. If nodes share no folder, enough of them have archived the
-    entries before (`controllers.rules.replication`)."""
+    """Write log entries to the run's folder, then delete them from the store. If nodes share no folder, enough nodes
+    have written them before (`controllers.rules.replication`)."""
     mirror = view.mirror
     entries = [mirror.log[seq].record for seq in action.seqs]
     txn = transactions.prune(mirror.keys, *mirror.started, action.seqs)
@@ -130,7 +136,7 @@ async def prune_log(action: PruneLog, view: JobView, effects: Effects) -> Action
 
 
 async def sweep_keys(action: SweepKeys, view: JobView, effects: Effects) -> ActionResult:
-    """Delete the keys of past worlds from the store, then the checkpoints of discarded branches."""
+    """Delete the keys of past train worlds from the store, then the files of checkpoints that a rollback discarded."""
     mirror = view.mirror
     txn = sweeping.sweep(mirror.keys, *mirror.started, action.swept)
     sentence = f"sweep {len(action.swept.worlds)} worlds, {len(action.swept.parts)} parts of evaluations"
@@ -138,7 +144,7 @@ async def sweep_keys(action: SweepKeys, view: JobView, effects: Effects) -> Acti
 
 
 async def forget_evaluations(action: ForgetEvaluations, view: JobView, effects: Effects) -> ActionResult:
-    """Write evaluations into the run's folder, then delete them from the store."""
+    """Write evaluations to the run's folder, then delete them from the store."""
     mirror = view.mirror
     old = [mirror.evaluations[version].record for version in action.versions]
     txn = sweeping.forget_evaluations(mirror.keys, *mirror.started, action.versions)
@@ -149,9 +155,10 @@ async def forget_evaluations(action: ForgetEvaluations, view: JobView, effects: 
 async def _archive_then_delete(
     keep: Callable[[], None], txn: Transaction, sentence: str, effects: Effects
 ) -> ActionResult:
-    """Archive records in the run's folder by `keep`, then delete them from the store by `txn`.
+    """Call `keep`, which writes records to the run's folder, then run `txn`, which deletes them from the store.
 
-    Does nothing if the folder is the wrong one (a lost mount, a moved folder): no reader would find the records there.
+    Does nothing if this node no longer sees the run's folder (a lost mount, a moved folder), because no reader would
+    find the records.
     """
     if away := await asyncio.to_thread(effects.away):
         why = f"{away}; old records stay in the store, so the store grows"
@@ -172,9 +179,8 @@ async def _archive_then_delete(
 async def _run_then_delete_orphans(
     txn: Transaction, kept: Sequence[Checkpoint], sentence: str, view: JobView, effects: Effects
 ) -> ActionResult:
-    """Run `txn`; if it won, delete the files of checkpoints that are not in `kept` and that no world will use again.
-
-    This includes checkpoints that were unregistered earlier, because an interrupted action may have left them.
+    """Run `txn`. If it succeeds, delete the files of checkpoints that are not in `kept` and that no train world will
+    use again, including those that an interrupted action has left.
     """
     # Listed before head is compared, so that checkpoints of a later lineage are not included.
     present = await _list_checkpoints(effects)
@@ -187,7 +193,8 @@ async def _run_then_delete_orphans(
 
 
 async def _list_checkpoints(effects: Effects) -> frozenset[Version] | OSError:
-    """The checkpoints in the run's folder, or the error. Reads in a thread, because the folder's mount may hang."""
+    """List the versions of the checkpoints in the run's folder, in a thread, because the mount may hang. Return the
+    error if it cannot be read."""
     try:
         found = await asyncio.to_thread(versions_in, checkpoint_folder(effects.run_dir, FIRST).parent)
     except OSError as error:
@@ -214,7 +221,8 @@ START_TOPIC = "beginning"
 
 
 async def start_job(view: JobView, effects: Effects) -> ActionResult:
-    """Write the base entry, the first plan and the phase RUNNING. Raises SpecError if there are too few slots."""
+    """Start a pending job: write its first log entry, the first plan and the phase RUNNING. Raises SpecError if there
+    are too few slots."""
     mirror, spec = view.mirror, view.spec
     assert mirror.status is not None
     advance = chain.base_entry(len(view.rules.shape.lengths), new_world_name(), new_writer(view))

@@ -1,7 +1,9 @@
-"""Executes decisions: each action becomes one guarded transaction, or one call to a rank or an engine.
+"""Executes the actions that rules decide on: each becomes one guarded transaction, or one call to a train rank or an
+engine.
 
-A lost compare is an outcome, not an error: the caller reads the view again. If an action needs data that the view does not contain (a log
-entry, a checkpoint's files), it is read here, and the transaction compares it.
+If a transaction fails its compares, this is a normal outcome and not an error: the reconciler reads the view again. If
+an action needs data that the view does not contain (a log entry, a checkpoint's files), it is read here, and the
+transaction compares it.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ from gcore.system.fault_injection import FaultPoint, MoveFaultPoint, fault_point
 
 
 async def apply_action(action: Action, view: JobView, effects: Effects) -> ActionResult:
-    """Execute `action` once. Raises GcoreError only if a retry is pointless."""
+    """Execute `action` once, as decided on `view`. Raises GcoreError only if a retry cannot help; the job then
+    fails."""
     match action:
         case FeedRank():
             return await _feed(action, view, effects)
@@ -120,7 +123,7 @@ async def apply_action(action: Action, view: JobView, effects: Effects) -> Actio
 
 
 def _transaction(action: Action, view: JobView, effects: Effects) -> Transaction:
-    """The transaction of an action that consists of one transaction."""
+    """Make the transaction of an action that is nothing but one transaction on the store."""
     mirror, keys = view.mirror, view.mirror.keys
     match action:
         case JoinJob():
@@ -270,7 +273,8 @@ async def _wake(action: WakeEngine, effects: Effects) -> ActionResult:
 
 
 async def _report_call(call: Awaitable[None], sentence: str) -> ActionResult:
-    """Await a call to a rank or an engine, and return its result. The effect of a failed call is unknown."""
+    """Await a call to a rank or an engine, and return its result as that of the action; UNKNOWN if the call failed,
+    because it may have had an effect."""
     try:
         await call
     except grpc.aio.AioRpcError as error:
@@ -281,10 +285,12 @@ async def _report_call(call: Awaitable[None], sentence: str) -> ActionResult:
 
 
 async def _record_outcomes(action: RecordOutcomes, view: JobView, effects: Effects) -> ActionResult:
-    """Write an account entry for `action.outcomes`, unless the run's folder contains a later entry than head.
+    """Write an account entry (outcomes of prompts without a step), unless the run's folder contains later log entries
+    than the store.
 
-    While head's train world is lost, the store may have been restored from an older backup, which the rollback will detect. An entry
-    written before the rollback could reuse a sequence number that the run's folder already contains, so it waits.
+    While the train world is lost, the store may have been restored from an older backup, which the rollback will
+    detect. An entry that is written before the rollback could reuse a number that the run's folder already contains, so
+    it waits.
     """
     head = open_slots(view).head.record
     if world_loss(view) is not None and (seen := await highest_numbers(view, effects.run_dir)).entry > head.seq:

@@ -1,8 +1,10 @@
-"""What a node needs before it works on a job: the run's folder, the model, and the same data as when the job was created.
+"""Prepares a node for a job: checks the run's folder, fetches the models, and opens the data, which must be the same as
+when the job was created.
 
-An error ends the job with a sentence, except in these cases, which are reported and retried: changed data; any error once the job has
-trained a step, because its progress would be lost for a file that can be restored or a disk that is mounted late; an unavailable store or
-an expired lease; and any error on a node that the plan does not use, because the job runs without it.
+An error ends the job with a sentence, except in the following cases, which are reported and retried. The data has
+changed. The job has trained a step, so that its progress would be lost for a file that can be restored or a disk that
+is mounted late. The store is unavailable or the lease has expired. The plan does not use this node, so that the job
+runs without it.
 
 The model is fetched before any part of the job starts here. A separate process (`python -m gcore.models`) downloads a hub model at the commit
 with which the job was created, so that all nodes load the same weights. The process ends with this controller; downloaded files stay in
@@ -63,7 +65,7 @@ def check_unchanged(job: JobRecord, data: DataIdentity) -> None:
 
 
 def spec_differences(old: dict[str, object], new: dict[str, object], prefix: str = "") -> list[str]:
-    """The dotted keys whose values differ."""
+    """List the fields of two specs that differ, as dotted keys. `prefix`: of the keys."""
     found = []
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
@@ -81,7 +83,8 @@ Progress = Callable[[int, int], None]
 
 
 async def fetch_model(model: ModelSpec | JudgeModel, revision: str, progress: Progress) -> ResolvedModel:
-    """Make the model available on this machine. Raises ModelError. Cancelling ends the download."""
+    """Make a model available on this machine, by download if it is named by its hub ID. `progress`: called with the
+    bytes done and the total. Raises ModelError. Cancelling ends the download."""
     if hub_model(model.path) is None:
         return await asyncio.to_thread(resolve_model, model.path, trust_remote_code=model.trust_remote_code)
     request = {"path": model.path, "revision": revision, "trust_remote_code": model.trust_remote_code}
@@ -116,7 +119,7 @@ async def fetch_model(model: ModelSpec | JudgeModel, revision: str, progress: Pr
 
 
 class FetchProgress:
-    """Writes the progress of a download to the store, a limited number of times. Run `run` beside the download."""
+    """Writes the progress of a model download to the store, at most `STEPS` times. Run `run` beside the download."""
 
     def __init__(self, store: Store, key: str, node: str, path: str, lease: int) -> None:
         self._store = store
@@ -152,7 +155,8 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", ModelSpec, JudgeModel)
 
 DATA_AGAIN_S = 5.0
-"""Seconds until changed data, or an error of a job with progress, is checked again."""
+"""Seconds until this node tries again after an error that may go away (changed data, any error of a job that has
+trained a step)."""
 
 LATE_AGAIN_S = 30.0
 """Seconds until a node that the plan does not use tries again."""
@@ -160,8 +164,8 @@ LATE_AGAIN_S = 30.0
 
 @dataclass(frozen=True)
 class Preparation:
-    """Prepares one job on one node. `mirror`: returns the job's current records. `scorer`: its rewards. `judges`: opens its judges, given a
-    spec that names the models' folders on this node; blocks."""
+    """Prepares one node for one job. `mirror`: returns the job's present records. `scorer`: the processes of its reward
+    functions. `judges`: opens its judges, given a spec that names the models' folders on this node; blocks."""
 
     store: Store
     keys: JobKeys
@@ -175,9 +179,10 @@ class Preparation:
     judges: Callable[[JobSpec], Mapping[str, Judge]] = lambda spec: {}
 
     async def prepare(self, spec: JobSpec, job: JobRecord) -> JobData | None:
-        """The job's data, with the models' folders on this node in its spec; None if the job ended before.
+        """Prepare the node, and retry while an error may go away. Return the job's data, whose spec names the models'
+        folders on this node; None if the job has ended meanwhile.
 
-        Raises GcoreError.
+        Raises GcoreError if the error should end the job.
         """
         said = ""
         while not self._ended():
@@ -198,7 +203,8 @@ class Preparation:
         return None
 
     async def _prepared(self, spec: JobSpec, job: JobRecord) -> JobData | None:
-        """The data, with the rewards loaded; None if the job ended before. Raises GcoreError."""
+        """Try to prepare the node once. Return the job's data; None if the job has ended meanwhile. Raises
+        GcoreError."""
         warming = asyncio.create_task(self.scorer.warm(), name=f"rewards {job.uid}")
         try:
             await StorageProof(
@@ -214,7 +220,8 @@ class Preparation:
             await asyncio.wait({warming})
 
     async def _with_models(self, spec: JobSpec, job: JobRecord) -> JobSpec | None:
-        """The spec with the models' folders on this node; None if the job ended before. Raises ModelError."""
+        """Fetch the policy's and all judges' models. Return the spec with their folders on this node; None if the job
+        has ended meanwhile. Raises ModelError."""
         model = await self._fetched(spec.model, job.model_revision)
         judges = []
         for judge in spec.judges:
@@ -229,7 +236,8 @@ class Preparation:
         return spec.model_copy(update={"model": model, "judges": tuple(judges)})
 
     async def _fetched(self, model: M, revision: str) -> M | None:
-        """The model's section with its folder on this node; None if the job ended before. Raises ModelError."""
+        """Fetch one model, and report the progress in the store. Return its section of the spec with its folder on this
+        node; None if the job has ended meanwhile. Raises ModelError."""
         node = self.identity.node
         report = FetchProgress(self.store, self.keys.fetch(node), node, model.path, lease=self.identity.lease)
         reporting = asyncio.create_task(report.run(), name=f"model {model.path}")
@@ -251,12 +259,12 @@ class Preparation:
         return make_job_data(spec, job.uid, prompts, self.scorer, self.judges(spec))
 
     def _is_counted_on(self) -> bool:
-        """Whether the job needs this node: before it has a plan, every node; then those in the plan."""
+        """Whether the job needs this node: the job has no plan yet, or the plan includes the node."""
         plan = self.mirror().plan
         return plan is None or self.identity.node in plan.record.nodes
 
     def _has_progress(self) -> bool:
-        """Whether the job has a committed step, which its end would discard."""
+        """Whether the job has a committed step, which would be lost if the job ended."""
         head = self.mirror().head
         return head is not None and head.record.step > 0
 

@@ -1,8 +1,9 @@
-"""The loop of one job on one controller, and its actions in flight: decide at every change, execute what is due, wait until the next action
-is due.
+"""The loop of one job on one controller (a cycle is: decide, execute what is due, wait for a change or until the next
+action is due), and the actions in flight.
 
-It also updates the connections to engines and to the ranks of head's world, and starts and stops this node's workers. Each action runs at most
-once at a time, and is not decided again before its result was seen. Actions that move or read many bytes run in the background.
+Each cycle also updates the connections to engines and train ranks, and starts and stops this node's workers. An action
+runs at most once at a time, and is not decided again before the view shows its result. Actions that transfer or read
+many bytes run in the background.
 """
 
 from __future__ import annotations
@@ -39,13 +40,17 @@ from gcore.train.rank.feed import WorldName
 log = logging.getLogger(__name__)
 
 STOP_S = 2.0
+"""Maximum seconds to wait for the end of cancelled background actions."""
 
 NOTIFIED_WITHIN_S = 5.0
-"""A successful action may be decided again if the watch does not show its result within this time."""
+"""Seconds after which a successful action may be decided again even if the watch of the store has not shown its
+result."""
 
 
 class ActionsInFlight:
-    """Intents by condition: those that run in the background, and those that succeeded and whose result the watch has not shown yet."""
+    """Executes intents, and knows which must not be decided again now: those that run in the background, and those that
+    were executed and whose result the watch of the store has not shown yet. Intents are identified by their
+    condition."""
 
     def __init__(
         self,
@@ -63,32 +68,34 @@ class ActionsInFlight:
         self._clock = clock
         self._background: dict[str, asyncio.Task[None]] = {}
         self._held_off: dict[str, tuple[int, float]] = {}
-        """By condition: the revision at which the watch shows the result, and the time until which to wait for it."""
+        """By condition: the store revision at which the watch will show the result, and the time until which to wait
+        for it."""
         self._defect: BaseException | None = None
 
     @property
     def held_off(self) -> bool:
-        """Whether any condition is held off."""
+        """Whether the result of any executed action has still to be shown by the watch."""
         return bool(self._held_off)
 
     def under_way(self) -> frozenset[str]:
-        """The conditions that must not be decided now."""
+        """The conditions of intents that must not be decided now."""
         now, revision_seen = self._clock.monotonic(), self._job.mirror.revision
         held = (c for c, (revision, until) in self._held_off.items() if now < until and revision_seen < revision)
         return frozenset((*self._background, *held))
 
     def forget_what_is_over(self, now: float) -> None:
-        """Drop the conditions whose result was seen, or that were held off long enough."""
+        """Drop the conditions whose result the watch has shown, or for which the wait is over."""
         revision_seen = self._job.mirror.revision
         self._held_off = {c: held for c, held in self._held_off.items() if now < held[1] and revision_seen < held[0]}
 
     def raise_defect(self) -> None:
-        """Raise the defect that occurred in a background action, if any."""
+        """Raise the unexpected exception of a background action, if there was one."""
         if self._defect is not None:
             raise self._defect
 
     async def stop(self) -> None:
-        """Cancel background actions and wait briefly for their end: a cancelled publication resumes its engine."""
+        """Cancel all background actions and wait at most `STOP_S` for their end; a cancelled weight sync resumes its
+        engine first."""
         tasks = tuple(self._background.values())
         for task in tasks:
             task.cancel()
@@ -96,7 +103,7 @@ class ActionsInFlight:
             await asyncio.wait(tasks, timeout=STOP_S)
 
     async def carry_out(self, intent: Intent, view: JobView) -> None:
-        """Execute `intent`, or start it in the background."""
+        """Execute the action of an intent, or start it in the background."""
         if intent.action.runs_in_background:
             task = asyncio.create_task(self._in_background(intent, view), name=intent.condition)
             task.add_done_callback(self._background_done)
@@ -144,14 +151,15 @@ LOOK_ANYWAY_S = 1.0
 """Maximum seconds between two cycles if nothing changes."""
 
 JOIN_S = 15.0
-"""Time for which the engines of a registered controller that has not joined the job yet are left to it."""
+"""Seconds for which the engines of a node are not managed by other controllers while its own is registered but has not
+joined the job yet."""
 
 SHOW_S = 1.0
-"""Interval at which the metrics of prompts in flight are updated."""
+"""Seconds between two updates of the metrics of prompts in flight."""
 
 
 class Reconciler:
-    """Runs one job on one controller: decides, executes actions, updates workers and connections."""
+    """Runs the cycles of one job on one controller: decides, executes actions, updates workers and connections."""
 
     def __init__(
         self,
@@ -167,7 +175,8 @@ class Reconciler:
         metrics: Metrics,
         clock: Clock,
     ) -> None:
-        """`note_scoring`: polls rewards and judges, which report no changes; `note_engines`: records which engines are idle."""
+        """`note_scoring`: polls the load of reward functions and judges; `note_engines`: records which engines are
+        idle. Both are called in each cycle."""
         self._job = job
         self._buffer = buffer
         self._note_scoring = note_scoring
@@ -181,22 +190,22 @@ class Reconciler:
         self._clock = clock
         self._remembered = Memo()
         self._joined: set[str] = set()
-        """Nodes that have been members."""
+        """Nodes that have ever been members of the job."""
         self._absent: dict[str, float] = {}
-        """Registered nodes that have never joined, and since when."""
+        """Registered nodes that have never been members, and since when they are registered."""
         self._joining: frozenset[str] = frozenset()
         self._workers_seen: tuple[float, tuple[object, ...]] | None = None
-        """When this node's workers were last checked, and the inputs of that check."""
+        """When this node's workers were last checked, and the records that the check used."""
         self._asked_to_stop: dict[str, str] = {}
         """By instance: the state in which a worker was last asked to stop."""
         self._failed: set[str] = set()
-        """Failed engines that have been reported."""
+        """Failed engines that were reported already."""
         self._wait_reporter = WaitReporter(job, metrics, clock)
         self._shown = -SHOW_S
         self._connected_to: tuple[object, ...] | None = None
 
     async def run(self) -> None:
-        """Run until cancelled. Raises the exception of a background action that is no GcoreError."""
+        """Run cycles until cancelled. Raises the unexpected exception of a background action."""
         while True:
             began = self._clock.monotonic()
             self._actions.raise_defect()
@@ -245,7 +254,7 @@ class Reconciler:
             show_in_flight(self._metrics, view.mirror, versions, len(buffer.offers), buffer.in_flight.oldest_s(now))
 
     def _start_and_stop_workers(self, view: JobView, now: float) -> None:
-        """Start and stop this node's workers of the job."""
+        """Start and stop the job's workers on this node as `schedule_workers` decides."""
         if not view.mirror.is_running:
             return
         # Each check asks the kernel for every process, so it does not run in every cycle.
@@ -278,7 +287,7 @@ class Reconciler:
             self._launcher.start_emulated(emulated, view)
 
     def _tell_failures(self, view: JobView) -> None:
-        """Report engines of this node that failed, including hung ones. A failed rank is reported by the rollback."""
+        """Warn users of engines of this node that have failed. A failed train rank is reported by the rollback."""
         mine = {
             i: w
             for i, w in view.workers.items()
@@ -291,7 +300,7 @@ class Reconciler:
         self._failed = {instance for instance, worker in mine.items() if worker.state == "failed"}
 
     async def _update_connections(self) -> None:
-        """Connect to the ranks of head's world and to the engines that this controller manages."""
+        """Connect to the ranks of the present train world and to the engines that this controller manages."""
         mirror = self._job.mirror
         workers, members = self._cluster.workers, mirror.members
         # A leaving member sends no more requests to engines.
@@ -322,9 +331,11 @@ class Reconciler:
         self._ranks.aim(WorldName(self._job.uid, head.world, head.lineage), addresses)
 
     def _note_joining(self) -> frozenset[str]:
-        """The registered nodes that have never joined, except those that take too long.
+        """The registered nodes whose controller will soon join the job for the first time: those that have never been
+        members, for at most `JOIN_S`.
 
-        The engines of a node that was away have other managers until it has joined again.
+        A node that was a member before is not among them: other controllers manage its engines until it has joined
+        again.
         """
         now = self._clock.monotonic()
         self._joined |= {stored.record.node for stored in self._job.mirror.members.values()}

@@ -1,8 +1,9 @@
-"""Forms a new world in one transaction: from copies of head's own state if the nodes have them in memory, otherwise from the newest complete
-checkpoint on the chain, with its cursors and tally.
+"""Executes a rollback: replaces the train world in one transaction. The new world starts from in-memory copies of the
+committed state if the nodes have them, otherwise from the newest complete checkpoint. With a checkpoint, the progress
+in the data (cursors and tally) goes back to it too.
 
-If nodes share no folder, the checkpoint is fetched first. An unreachable peer is retried, because it does not prove damage. A checkpoint is
-only skipped if it is damaged on all registered nodes or if none has it.
+If nodes share no folder, the checkpoint is fetched first. If a peer is unreachable, this is retried, because it does
+not prove damage. A checkpoint is only skipped if it is damaged on all registered nodes or if none has it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ AWAY = "mount"
 
 
 async def roll_back(action: Rollback, view: JobView, effects: Effects) -> ActionResult:
-    """Load and verify first, then run one transaction: weights and cursors always come from the same record."""
+    """Replace the train world: choose its start state and verify it, then run one transaction, which takes weights and
+    progress in the data from the same record."""
     head = open_slots(view).head.record
     world = new_world_name()
     try:
@@ -82,7 +84,8 @@ async def roll_back(action: Rollback, view: JobView, effects: Effects) -> Action
 
 
 def _plan_of(action: Rollback, view: JobView, world: str) -> Plan:
-    """The plan of the new world. Raises SpecError if there are too few slots."""
+    """Make the plan of the new train world; without any places if the job is suspended. Raises SpecError if there are
+    too few slots."""
     generation = view.plan.generation + 1
     if action.stands_still:
         return Plan(generation=generation, world=world, ranks=(), engines=(), reason=action.reason, stands_still=True)
@@ -90,8 +93,8 @@ def _plan_of(action: Rollback, view: JobView, world: str) -> Plan:
 
 
 async def _find_problem(target: Checkpoint, view: JobView, effects: Effects) -> str | ActionResult:
-    """Why a checkpoint cannot be used, or empty; the result of the action if this node cannot decide now. If nodes share no folder, the
-    checkpoint is fetched first."""
+    """Check whether a checkpoint can be used. Return why not, or an empty string; or the result of the whole action if
+    this node cannot tell now. If nodes share no folder, the checkpoint is fetched first."""
     if effects.replicator is not None and target.file:
         brought = await effects.replicator.ensure_checkpoint(SavedCheckpoint.of(target), view, read_all=True)
         problem = brought.problem
@@ -108,7 +111,8 @@ async def _find_problem(target: Checkpoint, view: JobView, effects: Effects) -> 
 
 
 async def highest_numbers(view: JobView, run_dir: Path) -> chain.HighWater:
-    """The highest lineage and log entry that this node can find anywhere."""
+    """Find the highest lineage and the highest number of a log entry in the run's folder and in the reports of engines,
+    ranks and nodes. They exceed those of the store if it was restored from a backup."""
     lineage, left = await asyncio.gather(
         asyncio.to_thread(highest_lineage, run_dir), asyncio.to_thread(highest_in_folder, run_dir)
     )
@@ -119,7 +123,8 @@ async def highest_numbers(view: JobView, run_dir: Path) -> chain.HighWater:
 
 
 def highest_reported_lineage(view: JobView) -> int:
-    """The highest lineage that engines, ranks and nodes report. It exceeds head's only if the store was restored from a backup."""
+    """The highest lineage that engines, ranks and nodes report. It exceeds that of head only if the store was restored
+    from a backup."""
     served = [engine.version.lineage for engine in view.engines.values() if engine.version is not None]
     fed = [token.lineage for rank in view.ranks.values() for token in (rank.holding, rank.applied) if token is not None]
     held = [one.lineage for stored in view.mirror.folders.values() for one in stored.record.checkpoints]
@@ -143,7 +148,8 @@ def _transaction(action: Rollback, view: JobView, advance: chain.Advance, plan: 
 
 
 def find_damage(run_dir: Path, checkpoint: Checkpoint) -> str:
-    """What is wrong with a checkpoint's files; empty if nothing is. The base checkpoint has no files: it is the job's model."""
+    """Return what is wrong with the files of a checkpoint; empty if nothing is. The base checkpoint has no files: it is
+    the job's model."""
     if not checkpoint.file:
         return ""
     folder = run_dir / checkpoint.file
@@ -157,9 +163,10 @@ def find_damage(run_dir: Path, checkpoint: Checkpoint) -> str:
 
 
 async def _warn_of_skipped(skipped: list[str], target: Checkpoint, view: JobView, effects: Effects) -> None:
-    """Write a warning about damaged checkpoints, because users may not read the reason of a successful rollback.
+    """Write a warning about damaged checkpoints that were skipped, because users may not read the reason of a
+    successful rollback. `target`: the checkpoint that is used instead.
 
-    Tried once: a peer that loses the compare finds the warning already written.
+    One attempt is enough: if it fails, another peer has written the warning.
     """
     instead = f"using the earlier checkpoint of step {target.step}" if target.file else "using the initial model"
     sentence = f"{'; '.join(skipped)}; {instead}"
@@ -169,7 +176,8 @@ async def _warn_of_skipped(skipped: list[str], target: Checkpoint, view: JobView
 
 
 async def _entry_of(target: Checkpoint, view: JobView, effects: Effects) -> LogEntry | None:
-    """The target's log entry, which contains the cursors and the tally of the rollback."""
+    """Return the log entry of a checkpoint, which contains the progress in the data (cursors and tally); None if it is
+    gone. Reads the store if the mirror does not have it."""
     known: Versioned[LogEntry] | None = view.mirror.log.get(target.seq)
     if known is not None:
         return known.record

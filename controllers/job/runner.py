@@ -1,5 +1,5 @@
-"""`JobRunner` watches one job's records and runs its session (`controllers.job.session`) from the first record until the job has ended.
-`make_dependencies` builds the collaborators outside of this process for a job on a daemon's node.
+"""`JobRunner` watches one job's records and runs its session (`controllers.job.session`) until the job has ended.
+`make_dependencies` builds what a session needs from outside: store, workers, telemetry and folders of a daemon's node.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ def make_dependencies(
     traces: StepTraces | None = None,
     released: Callable[[], None] = lambda: None,
 ) -> JobDependencies:
-    """The dependencies of a job on a daemon's node. `traces`: the exporter of steps; None: steps are not exported. `released`: called after
-    the slot accounting has read the job's workers for the last time."""
+    """Build the dependencies of a job's session on a daemon's node. `traces`: exports steps as traces; None: they are
+    not exported. `released`: called when slot accounting has read the job's workers for the last time, so that they may
+    be stopped."""
     keys, home = JobKeys(uid), Path(config.home)
     launcher, reach = WorkerLauncher(config, clock, connector, groups), engine_reach(connector)
     return JobDependencies(
@@ -95,7 +96,7 @@ def make_dependencies(
 
 
 class JobRunner:
-    """Watches one job's records, and runs its session until the job or the incarnation has ended."""
+    """Watches one job's records, and runs its session until the job has ended or the controller's lease is lost."""
 
     def __init__(
         self, uid: str, identity: Identity, cluster: ClusterMirror, changes: ChangeSignal, dependencies: JobDependencies
@@ -104,25 +105,25 @@ class JobRunner:
         self.changes = changes
         self.telemetry = dependencies.telemetry
         self.closed = False
-        """Whether no more changes will be seen here."""
+        """Whether this runner has stopped, so that it sees no more changes."""
         self._goes_on = False
-        """Whether the job was extended after its end. Then this runner, which saw the end, ignores further records."""
+        """Whether the job was extended after its end. This runner, which saw the end, then ignores further records."""
         self._records = JobRecords(uid)
         self._identity = identity
         self._cluster = cluster
         self._dependencies = dependencies
         self._recorder = dependencies.new_recorder(lambda: self._records.mirror)
         self._session: JobSession | None = None
-        """None before the job's record is known, and after the job has ended."""
+        """The session; None before the job's record is known, and after the job has ended."""
 
     @property
     def mirror(self) -> JobMirror:
-        """The job's records as last seen."""
+        """The job's records as last received."""
         return self._records.mirror
 
     @property
     def is_working(self) -> bool:
-        """Whether there is a view."""
+        """Whether there is a session, and so a view."""
         return self._session is not None
 
     @property
@@ -138,21 +139,21 @@ class JobRunner:
 
     @property
     def waits(self) -> Timers:
-        """The waits of the job and since when each has lasted."""
+        """Since when each condition and wait of the job has lasted."""
         return self.session.waits
 
     @property
     def has_handed_over(self) -> bool:
-        """Whether this controller may end without loss of finished work."""
+        """Whether this controller may end without loss of finished work of this job."""
         return self._session is None or (not self.is_ending and has_handed_over(self._session.look()))
 
     @property
     def is_ending(self) -> bool:
-        """Whether the job has ended and its last step is being accounted, which takes a bounded time."""
+        """Whether the job has ended and slot accounting still reads its last step, which takes a limited time."""
         return self.needs_workers and self.mirror.has_ended
 
     def look(self) -> JobView:
-        """The current view."""
+        """The present view of the job."""
         return self.session.look()
 
     async def loads(self) -> LoadsReply:
@@ -160,14 +161,15 @@ class JobRunner:
         return await self.session.loads()
 
     def leave(self) -> None:
-        """Hand over the job, because this controller is about to end."""
+        """Begin to hand over the job, because this controller is about to end: give up prompts in flight and start
+        nothing new."""
         self._records.leaving = True
         for ref in list(self._records.buffer.in_flight):
             self._records.buffer.in_flight.give_up(ref, stale=False)
         self.changes.notify()
 
     async def withdraw(self) -> None:
-        """Remove the membership in a job that this node cannot work on."""
+        """Remove this controller's membership in the job, because this node cannot work on it."""
         await withdraw_member(self._dependencies.store, self._records.keys, self._identity, self._dependencies.clock)
 
     async def end_left(self, reason: str) -> None:
@@ -202,7 +204,7 @@ class JobRunner:
             await self._dependencies.ranks.close()
 
     async def _unless(self, watching: asyncio.Task[None], work: object) -> None:
-        """Await `work`; fail with the watch if that fails first."""
+        """Await `work`; if the watch of the records fails first, raise its error."""
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]
         try:
             await asyncio.wait({task, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -219,7 +221,8 @@ class JobRunner:
         await self._session.run()
 
     def make_session(self, spec: JobSpec, job: JobRecord, control_group: str) -> JobSession:
-        """Build all parts of the job. `job`: its record with the run's folder on this node; `control_group`: the control group of its processes."""
+        """Build the session. `job`: the record, with the run's folder on this node; `control_group`: cgroup of the
+        job's processes."""
         return JobSession(
             self._records,
             self._identity,
@@ -238,7 +241,8 @@ class JobRunner:
             group.create_task(self._watch_claim(), name=f"claim {self.uid}")
 
     async def _watch_claim(self) -> None:
-        """Return when the job has ended. Raises RecordsLost if its claim, which is not among its own records, disappears earlier."""
+        """Return when the job has ended. Raises RecordsLost if its claim on slots, which is not among the watched
+        records, disappears before that."""
         store, clock = self._dependencies.store, self._dependencies.clock
         while True:
             await self.changes.until(lambda: self.uid not in self._cluster.active)

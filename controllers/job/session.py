@@ -1,8 +1,9 @@
-"""The parts of one job on one controller, for one incarnation.
+"""The session: all parts of one running job on one controller, built and connected.
 
-`JobSession` builds all parts of the job and holds their shared state; `JobWork` builds the parts that need the job's data, after preparation.
-Parts communicate through the change signal and the view, which is computed once for each change. The daemon and the simulation build the
-same session. Everything outside of this process comes in as `JobDependencies`.
+`JobSession` builds the parts and holds the state that they share. `JobWork` builds those that need the job's data,
+after preparation. Parts communicate through the change signal and the view, which is computed once for each change. The
+daemon and the simulation build the same session; they differ in the `JobDependencies` (store, workers, telemetry,
+folders).
 """
 
 from __future__ import annotations
@@ -84,18 +85,19 @@ log = logging.getLogger(__name__)
 
 
 SPEC_TOPIC = "spec"
-"""Topic of the warning about settings that a new job could not have."""
+"""Topic of the warning about settings of an old job that are no longer accepted for new jobs."""
 
 UNJUDGED_LOOK_S = 1.0
-"""Seconds between checks whether any verdict of a judge was readable."""
+"""Seconds between checks whether any answer of a judge could be parsed."""
 
 LONGEST_REASON = 2000
-"""Maximum characters. Plug-ins may raise errors of any length; the store accepts values up to 1.5 MiB."""
+"""Maximum characters of the reason for which a job failed. Plug-ins may raise errors of any length; the store accepts
+values up to 1.5 MiB."""
 
 
 @dataclass(frozen=True)
 class JobDependencies:
-    """The collaborators of one job outside of its session: store, workers, telemetry, folders. The simulation provides its own."""
+    """What a session needs from outside: store, workers, telemetry, folders. The simulation provides its own."""
 
     store: Store
     ledger: TransactionExecutor
@@ -120,9 +122,9 @@ class JobDependencies:
     run_root: Path
     """The folder of this node's runs, for jobs whose nodes share no folder."""
     folder_loss: Callable[[Path], str]
-    """Why this node no longer sees the run's folder; empty if it does. Blocks."""
+    """Returns why this node no longer sees the run's folder; empty if it does. Blocks."""
     group_of_job: Callable[[], str]
-    """The control group of the job's processes; empty without one. Blocks."""
+    """Returns the cgroup of the job's processes; empty without one. Blocks."""
     timers: Timers = field(default_factory=lambda: Timers({}))
     prepare: Callable[[Preparation, JobSpec, JobRecord], Awaitable[JobData | None]] = Preparation.prepare
     find_flow: Callable[[str], Flow] = find_flow
@@ -130,7 +132,8 @@ class JobDependencies:
 
 
 class JobRecords:
-    """A job's records as last seen and its groups on this controller. They outlive its session."""
+    """A job's records as last received, and the groups that this controller holds for it. They exist before and after
+    the session."""
 
     def __init__(self, uid: str) -> None:
         self.uid = uid
@@ -138,13 +141,15 @@ class JobRecords:
         self.mirror = JobMirror(self.keys)
         self.buffer = GroupBuffer()
         self.leaving = False
-        """Whether this controller hands the job over."""
+        """Whether this controller is about to end and hands the job over."""
 
 
 class FlowRunner:
-    """Runs a job's flow. Runs it again after a rollback from the last step, when there are steps left to train.
+    """Runs a job's flow (the user's program of a step). Runs it again if a rollback comes after its end, so that steps
+    are left to train.
 
-    An error of the flow or of a plug-in ends the job. A plug-in's traceback is recorded first, so that its event comes first.
+    An error of the flow or of a plug-in ends the job. The plug-in's traceback is recorded before that, so that its
+    event comes first.
     """
 
     def __init__(self, job: JobSession, errors: PluginErrorLog, clock: Clock) -> None:
@@ -153,7 +158,7 @@ class FlowRunner:
         self._clock = clock
 
     async def run(self, flow: Flow, peer: Peer) -> None:
-        """Run until cancelled. Raises NodeNotReady."""
+        """Run the flow until cancelled. Raises NodeNotReady if the data has changed."""
         me = asyncio.current_task()
         assert me is not None
         while True:
@@ -179,7 +184,8 @@ class FlowRunner:
             await self._clock.sleep(LOOK_AGAIN_S)
 
     async def fail_with(self, error: BaseException, reason: str = "") -> None:
-        """End the job because of `error`; first record the traceback of the plug-in that raised it, if one did."""
+        """End the job as failed because of `error`. `reason`: sentence for users; empty: that of the error. If a
+        plug-in raised it, its traceback is recorded first."""
         reason = reason or str(error)
         if len(reason) > LONGEST_REASON:
             reason = f"{reason[: LONGEST_REASON - 1]}…"
@@ -197,11 +203,11 @@ class Unprepared:
     move_report: MoveReport | None = None
 
     def note(self, before: JobMirror, after: JobMirror) -> None:
-        """Ignore a change of the job's records."""
+        """Do nothing: changes of records only matter after preparation."""
 
 
 class JobSession(LiveJob):
-    """The parts of a running job and their shared state: records, view, failure. Not thread-safe."""
+    """All parts of a running job, and the state that they share (records, view). Not thread-safe."""
 
     def __init__(
         self,
@@ -215,7 +221,7 @@ class JobSession(LiveJob):
         job: JobRecord,
         control_group: str,
     ) -> None:
-        """`job`: the record with the run's folder on this node; `control_group`: the control group of its processes."""
+        """`job`: the record, with the run's folder on this node; `control_group`: cgroup of the job's processes."""
         super().__init__(
             records.uid,
             identity.node,
@@ -236,11 +242,11 @@ class JobSession(LiveJob):
         self.cluster = cluster
         self._records = records
         self._unanswered = (0, 0)
-        """The number of the job's transactions without a response, and the mirror's revision at the last of them."""
+        """The number of transactions without a response so far, and the revision of the mirror at the last of them."""
         self._memo = Memo()
         self._missing_input = ""
         self._pools: tuple[PoolStatus | None, PoolStatus | None, PoolStatus | None] = (None, None, None)
-        """The states of rewards, judges, and the processes of agents and tools."""
+        """Load of reward functions, of judges, and of the processes of agents and tools, as last polled."""
         clock, metrics = dependencies.clock, dependencies.metrics
         rollout = spec.rollout
         self.engines = EnginePool(
@@ -260,7 +266,7 @@ class JobSession(LiveJob):
             for judge in spec.served_judges
         }
         self.pools: dict[str, EnginePool] = {"": self.engines, **self.judges}
-        """All engines, by judge; the policy's engines have an empty name."""
+        """All engine pools by judge; the key of the policy's pool is empty."""
         self._judge_counts = JudgeMetricsObserver(
             metrics, lambda topic, said: self.warnings.note(f"{topic}-{self.node}", said)
         )
@@ -337,7 +343,7 @@ class JobSession(LiveJob):
 
     @property
     def record(self) -> JobRecord:
-        """The job's own record."""
+        """The job's record. Requires that it was received."""
         assert self.mirror.job is not None
         return self.mirror.job.record
 
@@ -346,7 +352,7 @@ class JobSession(LiveJob):
         return not self.mirror.has_ended and self.mirror.head is not None and not self.look().is_over
 
     async def fail(self, reason: str) -> None:
-        """End the job as failed; retry while the store is unavailable."""
+        """End the job as failed for this reason; retry until that is written."""
         while not self.mirror.has_ended:
             done = await apply_action(SetPhase(JobPhase.FAILED, reason), self.look(), self.effects)
             if done.outcome is not TxnOutcome.WON:
@@ -355,17 +361,19 @@ class JobSession(LiveJob):
                 await self.changes.until(lambda: self.mirror.has_ended)
 
     def prune(self, before: JobMirror) -> None:
-        """Drop groups that a new head has made terminal, discarded or too old."""
+        """If head has moved, drop held groups that can no longer be trained. `before`: the records before the
+        change."""
         mirror = self.mirror
         if mirror.job is not None and mirror.head is not None and mirror.head != before.head:
             self.buffer.prune(self._current_rules(mirror.job.record), mirror.head.record)
 
     async def loads(self) -> LoadsReply:
-        """The load of the engines that this controller manages."""
+        """The load of the engines that this controller manages, as the answer to a poll of the planner."""
         return await own_loads(self.look(), self.pools)
 
     def note_scoring(self) -> None:
-        """Poll rewards, judges and the processes of agents and tools, which report no changes."""
+        """Poll the load of reward functions, judges, and processes of agents and tools, which do not notify of
+        changes."""
         seen = (
             self._rewards.scoring,
             self._judge_counts.scoring,
@@ -375,14 +383,16 @@ class JobSession(LiveJob):
             self._pools, self._view = seen, None
 
     async def fail_unjudged(self) -> None:
-        """End a job in which no response can be judged: a judge gave a step's worth of unreadable answers here, and nothing was scored anywhere
-        since the job started. Otherwise the job would run to the end of its first data epoch."""
+        """Watch until no response can be judged, then end the job as failed: a judge gave as many answers here as a
+        step needs and none could be parsed, and no response was scored anywhere since the job started. Without this the
+        job would run to the end of its first data epoch."""
         answers = answers_of_a_step(self.spec)
         while not (reason := self._judge_counts.unreadable_judge_reason(answers)) or self._has_scores():
             await self.dependencies.clock.sleep(UNJUDGED_LOOK_S)
         await self.fail(reason)
 
     def _has_scores(self) -> bool:
+        """Whether any response of the job was scored so far, as far as this controller knows."""
         if self.mirror.head is None:
             return False
         view = self.look()
@@ -391,12 +401,12 @@ class JobSession(LiveJob):
         return bool(kept or view.offered.groups or view.holdings)
 
     def note_engines(self) -> None:
-        """Account for the idle time of engines."""
+        """Record which engines are idle now, for slot accounting."""
         if self.mirror.head is not None:
             self.dependencies.telemetry.note_engines(self.look(), self.engines.busy, held_back=self.work.is_held_back)
 
     async def run(self) -> None:
-        """Run until the job has ended."""
+        """Prepare this node and work on the job until it has ended."""
         head, dependencies = self._head_version(), self.dependencies
         usage = UsageWriter(dependencies.store, self.record, self.node, dependencies.clock)
         await dependencies.telemetry.slot_accounting.begin(self.spec, self.run_dir, head, usage)
@@ -411,7 +421,7 @@ class JobSession(LiveJob):
                 await self.episodes.close()
 
     async def _prepare(self) -> JobWork | None:
-        """Prepare this node and build the job's work; None if the job has ended or failed."""
+        """Prepare this node and build the parts that need the data; None if the job has ended or failed meanwhile."""
         preparation = self._make_preparation()
         try:
             async with report_waits(self, self.dependencies.metrics, self.dependencies.clock):
@@ -458,7 +468,8 @@ class JobSession(LiveJob):
         return self._memo.get("rules", (job,), lambda: rules_of(job))
 
     def _find_store_trouble(self) -> str:
-        """Why the last write had no response. A later change by any writer shows that the store accepts writes again."""
+        """Why the last write to the store got no response; empty if a later change by any writer was received, which
+        shows that the store accepts writes."""
         ledger, revision = self.dependencies.ledger, self.mirror.revision
         if ledger.unanswered != self._unanswered[0]:
             self._unanswered = ledger.unanswered, revision
@@ -506,7 +517,8 @@ class JobSession(LiveJob):
 
 
 class JobWork:
-    """The parts of a session that need the job's data: the flow and its peer, the reconciler, the planner. Raises GcoreError."""
+    """The parts of a session that need the job's data: the flow and its peer, the reconciler, the planner. The
+    constructor raises GcoreError."""
 
     def __init__(self, session: JobSession, data: JobData) -> None:
         dependencies, spec, clock = session.dependencies, data.spec, session.dependencies.clock
@@ -549,30 +561,30 @@ class JobWork:
 
     @property
     def is_ordering(self) -> bool:
-        """Whether the order of a curriculum is being computed."""
+        """Whether the prompt order of a curriculum is being computed."""
         return self._orders.arranging
 
     @property
     def is_held_back(self) -> bool:
-        """Whether a judge holds up the start of prompts."""
+        """Whether no prompts are started now because a judge's queue is full."""
         return self._data.is_held_back
 
     @property
     def proposal(self) -> MoveProposal | None:
-        """The placement change that this controller wants."""
+        """The placement change that the policy has decided and that is not written yet; None: none."""
         return self._planner.proposal
 
     @property
     def move_report(self) -> MoveReport | None:
-        """This controller's report on earlier placement changes."""
+        """The results of earlier placement changes that are not written yet; None: none."""
         return self._planner.move_report
 
     def note(self, before: JobMirror, after: JobMirror) -> None:
-        """Handle a change of the job's records."""
+        """Process a change of the job's records."""
         self._planner.note(before, after)
 
     async def run(self) -> None:
-        """Run until the job has ended."""
+        """Run all parts concurrently until the job has ended, then stop them in order."""
         session, dependencies = self._session, self._session.dependencies
         accounting = dependencies.telemetry.slot_accounting
         accounting_task = start_background_task(accounting.run(), f"books {session.uid}")

@@ -1,10 +1,13 @@
-"""A daemon's supervision of one job: it works on the job, leaves it on errors, and tries again every `JOB_RETRY_S`.
+"""A daemon's supervision of one job: the daemon works on the job, leaves it on errors, and tries again `JOB_RETRY_S`
+later.
 
-A daemon leaves a job if it cannot read its records, spec or data, or if it meets a defect of gcore. The cause may disappear later: a peer of
-another version has ended, a plug-in was installed, a data file was restored. No record reports that, so each daemon tries again.
+A daemon leaves a job if it cannot read its records, spec or data, or if it meets a defect of gcore (an unexpected
+exception). The cause may disappear later: a peer of another version has ended, a plug-in was installed, a data file was
+restored. No record reports that, so each daemon tries again.
 
-A defect ends that job's runner, not the daemon, and discards the runner's state. If a daemon meets defects repeatedly and is the last member
-to leave, it ends the job as failed. Leaving uses only the store, because the job's watch has stopped by then.
+A defect ends the runner of that job, not the daemon, and discards the runner's state. If a daemon meets defects
+repeatedly and no other member is left, it ends the job as failed. Leaving uses only the store, because the watch of the
+job's records has stopped by then.
 """
 
 from __future__ import annotations
@@ -36,44 +39,44 @@ from gcore.system.concurrency import limit_time
 log = logging.getLogger(__name__)
 
 JOB_RETRY_S = 10.0
-"""Delay between leaving a job and the next attempt."""
+"""Seconds between leaving a job and the next attempt."""
 
 MOST_DEFECTS = 3
-"""Consecutive defects after which the job is ended, if it has no members."""
+"""Number of consecutive attempts with a defect after which the job is failed, if it has no other members."""
 
 MOST_NAMED = 4
-"""Maximum number of lost keys that are named."""
+"""Maximum number of lost keys that an error names."""
 
 LONGEST_SAID = 500
-"""Maximum characters of a defect's message in the reason of the job's end."""
+"""Maximum characters of the message of a defect in the reason for which a job failed."""
 
 CALM_S = 600.0
-"""Work on a job for this long resets the count of defects."""
+"""An attempt that lasted this many seconds resets the count of defects."""
 
 
 class NodeNotReady(GcoreError):
-    """This node lacks something that the job needs. The problem can be fixed, so the job must not end."""
+    """Raised if this node lacks something that the job needs. It can be fixed, so the job must not end."""
 
 
 class RecordsLost(GcoreError):
-    """The store has lost records of a job that has not ended."""
+    """Raised if the store has lost records of a job that has not ended."""
 
 
 class RunnableJob(Protocol):
-    """One attempt at a job, implemented in `controllers.job`."""
+    """One attempt to work on a job (`controllers.job.runner.JobRunner`)."""
 
     uid: str
 
     async def run(self) -> None:
-        """Run until the job has ended. Raises UnreadableRecord, UsageError, NodeNotReady, RecordsLost."""
+        """Work on the job until it has ended. Raises UnreadableRecord, UsageError, NodeNotReady, RecordsLost."""
         ...
 
     async def withdraw(self) -> None:
-        """Remove the membership in the job."""
+        """Remove this controller's membership in the job."""
         ...
 
     async def end_left(self, reason: str) -> None:
-        """End the job as failed if it has no members."""
+        """End the job as failed for this reason, if it has no members."""
         ...
 
     async def end_lost(self) -> None:
@@ -84,7 +87,8 @@ class RunnableJob(Protocol):
 async def work_on_job(
     new_runner: Callable[[], RunnableJob], is_active: Callable[[], bool], changes: ChangeSignal
 ) -> None:
-    """Work on a job until it has ended. While this node cannot work on it, the job is left to others and retried."""
+    """Work on a job until it has ended. If this node cannot work on it, leave it to other nodes and try again later.
+    `new_runner`: begins an attempt. `is_active`: whether the job has not ended."""
     said: set[str] = set()
     defects, loop = 0, asyncio.get_running_loop()
     while True:
@@ -113,7 +117,8 @@ async def work_on_job(
 
 
 async def _tried(runner: RunnableJob) -> tuple[set[str], ExceptionGroup[Exception] | None]:
-    """Run the job; return the errors and the defect that occurred, or neither if the job has ended. Raises LeaseLost."""
+    """Make one attempt. Return the expected errors as sentences and the defect that ended it; both empty if the job has
+    ended. Raises LeaseLost."""
     wrong: set[str] = set()
     defect: ExceptionGroup[Exception] | None = None
     task = asyncio.current_task()
@@ -134,7 +139,8 @@ async def _tried(runner: RunnableJob) -> tuple[set[str], ExceptionGroup[Exceptio
 
 
 def _place(defects: ExceptionGroup[Exception] | None) -> str | None:
-    """The first exception that is a defect, and its location; None if all are expected errors of the node or the store."""
+    """Describe the first exception in the group that is a defect of gcore, with its location in the code; None if all
+    are expected errors of the node or the store."""
     own = (one for one in _leaves(defects) if not isinstance(one, GcoreError | OSError)) if defects else ()
     defect = next(iter(own), None)
     if defect is None:
@@ -154,14 +160,15 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
 
 
 async def withdraw_member(store: Store, keys: JobKeys, identity: Identity, clock: Clock) -> None:
-    """Remove the membership in a job, so that other members do not rely on this controller. Retries while the store is unavailable."""
+    """Remove a controller's membership in a job, so that other members do not rely on it. Retries until the store has
+    answered."""
     ledger, leaves = TransactionExecutor(store, keys), transactions.withdraw(keys, identity.incarnation, identity.node)
     while (await ledger.run(leaves)).outcome is TxnOutcome.UNKNOWN:
         await clock.sleep(LOOK_AGAIN_S)
 
 
 async def fail_abandoned_job(store: Store, keys: JobKeys, clock: Clock, reason: str) -> None:
-    """End a job as failed if it has no members and the store is available."""
+    """End a job as failed for this reason, if it has no members. Does nothing if the store is unavailable."""
     with contextlib.suppress(StoreUnavailable, UnreadableRecord):
         kv = await store.get(keys.state)
         if kv is None or (await store.list(keys.member_prefix)).kvs:
@@ -173,7 +180,8 @@ async def fail_abandoned_job(store: Store, keys: JobKeys, clock: Clock, reason: 
 
 
 async def find_lost_records(store: Store, keys: JobKeys) -> LostRecords | None:
-    """The records that the store has lost of a job that has not ended; None if there are none. Raises StoreUnavailable, UnreadableRecord."""
+    """Check whether the store has lost records of a job that has not ended; None if it has not. Raises
+    StoreUnavailable, UnreadableRecord."""
     # The claim is read first: a job that ends deletes its claim in the transaction that writes its state.
     kv = await store.get(keys.active)
     listing = await store.list(keys.prefix)
@@ -186,7 +194,8 @@ async def find_lost_records(store: Store, keys: JobKeys) -> LostRecords | None:
 
 @dataclass(frozen=True, slots=True)
 class LostRecords:
-    """The lost keys of a job, with its status and its claim on slots at that time; None: absent."""
+    """The keys that a job has lost, and what was found of its status and of its claim on slots; None: these are
+    absent."""
 
     keys: tuple[str, ...]
     status: Versioned[JobStatus] | None
@@ -194,7 +203,7 @@ class LostRecords:
 
 
 def lost_sentence(keys: Sequence[str]) -> str:
-    """The reason of the job's end: what happened and what to do."""
+    """The reason for which a job with lost keys is failed: what happened and what to do."""
     named = ", ".join(keys[:MOST_NAMED]) + (f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else "")
     return (
         f"the store has lost {named}: gcore never deletes these records alone, so the run cannot be verified and has ended. "
@@ -203,7 +212,8 @@ def lost_sentence(keys: Sequence[str]) -> str:
 
 
 async def fail_lost_job(store: Store, keys: JobKeys, clock: Clock) -> None:
-    """End a job as failed if the store has lost records of it. Does nothing if the store is unavailable or another node was first."""
+    """End a job as failed if the store has lost records of it. Does nothing if the store is unavailable, or another
+    node has done so already."""
     with contextlib.suppress(StoreUnavailable, UnreadableRecord):
         if (lost := await find_lost_records(store, keys)) is None:
             return
