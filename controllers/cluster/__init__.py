@@ -1,5 +1,6 @@
 """The cluster's nodes, slots and shares as one daemon sees them, and the registration of its own node.
 
-`mirror` follows the records, `registration` writes this node's, `shares` divides slots between jobs, `slot_health` finds failing slots.
-`rules` is pure.
+Read `mirror` first: it keeps copies of the cluster's records in the store. `registration` writes the record of this
+node, `shares` divides the slots between jobs, and `slot_health` finds unhealthy slots. `rules` contains their decisions
+(pure).
 """

@@ -1,4 +1,5 @@
-"""The daemons and workers of the cluster, and the jobs that have not ended, as last received from the store's watches."""
+"""A daemon's copy of the cluster's records in the store: nodes, workers, unfinished jobs, shares of slots, schema
+versions. Watches keep it current."""
 
 from __future__ import annotations
 
@@ -25,13 +26,14 @@ R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 
 CATCH_UP_S = 1.0
-"""Maximum wait for the watch to show a change that was just written."""
+"""Maximum seconds to wait until the watch shows a change that was just written."""
 
 NO_SHARES = Versioned(Shares(), 0)
 
 
 class ClusterMirror:
-    """May lag behind the store, but is never wrong about the past. All collections are replaced, never changed."""
+    """The copy of the cluster's records. It may lag behind the store, but contains no state that the store did not
+    have. All collections are replaced and never changed, so that results can be cached by identity."""
 
     def __init__(self, store: Store, changes: ChangeSignal) -> None:
         self._store = store
@@ -40,36 +42,38 @@ class ClusterMirror:
         self.workers: dict[str, WorkerRecord] = {}
         self.active: frozenset[str] = frozenset()
         self.claims: dict[str, Claim] = {}
-        """The claims of the active jobs, by uid."""
+        """The claims on slots of the jobs that have not ended, by job ID."""
         self.claimed: dict[str, int] = {}
-        """The store revision in which each of those claims was created."""
+        """The store revision in which each of these claims was created, by job ID."""
         self.shares: Versioned[Shares] | None = None
-        """The slots of each job; None: not received yet."""
+        """The division of the slots between the jobs; None: not received yet."""
         self.drained: frozenset[str] = frozenset()
-        """The nodes on which nothing may be placed."""
+        """The draining nodes, on which nothing may be placed."""
         self.sick: dict[str, SickSlots] = {}
         """The unhealthy slots, by node."""
         self.quotas: Mapping[str, int] = {}
-        """The maximum number of slots of a namespace's jobs, by namespace."""
+        """The maximum number of slots of all jobs of a namespace together, by namespace."""
         self.reads: dict[str, int] = {}
-        """The newest schema version that each node reads, by node."""
+        """The newest schema version that each node can read, by node."""
         self.written = FIRST_VERSION
-        """The newest schema version ever written to this store."""
+        """The newest schema version that was ever written to this store."""
         self._remembered = Memo()
         self.listened: set[str] = set()
-        """The prefixes that were received at least once."""
+        """The key prefixes whose records were received at least once."""
         self.revisions: dict[str, int] = {}
-        """The store revision up to which each prefix was received."""
+        """The store revision up to which the records of each key prefix were received."""
 
     def able(self, version: int) -> Mapping[str, NodeRecord]:
-        """The nodes that read schema `version`; the same object while nothing changes."""
+        """The registered nodes that can read records of schema `version`. Returns the same object while nothing
+        changes."""
         sources = (self.nodes, self.reads)
         return self._remembered.get(
             ("able", version), sources, lambda: compatible_nodes(self.nodes, self.reads, version)
         )
 
     def unable(self, version: int) -> Mapping[str, int]:
-        """The registered nodes that do not, with the newest version that each reads."""
+        """The registered nodes that cannot read records of schema `version`, with the newest version that each can
+        read."""
         sources = (self.nodes, self.reads)
         return self._remembered.get(
             ("unable", version), sources, lambda: incompatible_nodes(self.nodes, self.reads, version)
@@ -77,8 +81,8 @@ class ClusterMirror:
 
     @property
     def working(self) -> frozenset[str]:
-        """The jobs that need a runner: those that have slots or must end; all jobs until shares are received. The others, which may be very many,
-        get no runner."""
+        """The IDs of the jobs that need a runner: those that have slots or were asked to end; all unfinished jobs until
+        shares are received. The others only wait for slots, and there may be very many."""
         if self.shares is None:
             return self.active
         shares = self.shares.record.jobs
@@ -86,12 +90,12 @@ class ClusterMirror:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything was received at least once."""
+        """Whether all records were received at least once."""
         return self.listened >= self.watches.keys() and self.shares is not None
 
     @property
     def watches(self) -> Mapping[str, Callable[[], Coroutine[Any, Any, None]]]:
-        """The coroutines to run while this mirror is in use, by the prefix that each watches."""
+        """The coroutines that must run while this mirror is in use, by the key prefix that each watches."""
         return {
             keys.NODES: self.watch_nodes,
             keys.WORKERS: self.watch_workers,
@@ -147,7 +151,8 @@ class ClusterMirror:
         await self._watch(keys.ACTIVE, fold)
 
     async def watch_shares(self) -> None:
-        """Keep `shares` current; never returns. An unreadable record keeps the old value, because it does not mean that no job has slots."""
+        """Keep `shares` current; never returns. If the record cannot be read, the old value stays, because that does
+        not mean that no job has slots."""
 
         def fold(batch: WatchBatch) -> None:
             now: Versioned[Shares] | None = NO_SHARES if batch.reset else self.shares or NO_SHARES
@@ -183,7 +188,7 @@ class ClusterMirror:
         await self._watch(keys.POOL, fold)
 
     def share_of(self, uid: str) -> KnownShare | None:
-        """The share of a job; None until shares are received."""
+        """The slots of a job; None until shares are received."""
         if self.shares is None:
             return None
         shares = self.shares
@@ -191,7 +196,8 @@ class ClusterMirror:
 
     @property
     def there(self) -> ClusterSlots:
-        """The slots that jobs may get, the same for all daemons; the same object while nothing changes."""
+        """The slots of the cluster that jobs may get, as input of `placement.shares`. All daemons compute the same.
+        Returns the same object while nothing changes."""
         nodes = self.able(written_version())
 
         def found() -> ClusterSlots:
@@ -202,7 +208,7 @@ class ClusterMirror:
 
     @property
     def queue(self) -> Mapping[str, QueuePosition]:
-        """The jobs that wait for slots, by uid, with the reason; computed once per change. Empty until everything is received."""
+        """The jobs that wait for slots, by job ID, with position and reason. Empty until all records are received."""
         if not self.is_complete or self.shares is None:
             return {}
         there, shares = self.there, self.shares.record
@@ -222,7 +228,8 @@ class ClusterMirror:
         )
 
     async def queue_with(self, revision: int) -> Mapping[str, QueuePosition]:
-        """The queue with all claims up to store revision `revision`, so that it includes a change just made. After CATCH_UP_S, the current queue."""
+        """The queue including all claims up to store revision `revision`, for a caller that has just changed one. After
+        HEARD_S, the queue as it is."""
         with contextlib.suppress(TimeoutError):
             async with limit_time(CATCH_UP_S):
                 await self._changes.until(lambda: self.is_complete and self.revisions.get(keys.ACTIVE, 0) >= revision)
@@ -254,7 +261,8 @@ def _fold(
 
 
 def read_record(record: type[R], kv: KeyValue, instead: T) -> R | T:
-    """The record, or `instead` (with a log line) if this version cannot read it: a node of another version must not end all daemons."""
+    """Decode a record. If this version cannot read it, log that and return `instead`, because a record of a node of
+    another version must not end all daemons."""
     try:
         return record.decode(kv.value, kv.key)
     except UnreadableRecord as error:

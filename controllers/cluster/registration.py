@@ -1,14 +1,16 @@
-"""A node's registration in the store, under the lease of one incarnation of its daemon: its record, its unhealthy slots, the schema version.
+"""The registration of a node in the store, under the lease of its daemon: the node's record, its unhealthy slots, and
+the schema version that it reads.
 
-The record is written after the record of an earlier incarnation has disappeared, and again when the schema version changes. The daemon is
-ready while its lease is certainly valid and its node is registered.
+The record is written when that of an earlier run of the daemon has disappeared, and again when the schema version
+changes. The daemon is ready while its lease is certainly valid and its node is registered.
 
 Hardware facts: the driver's own program runs once in a daemon's life, and only if a slot is a GPU; torch is not imported. If the GPUs of a
 machine differ, each slot reports the smallest memory and no name, because CUDA may number them differently from the driver. Uncertain facts
 (a driver that does not respond, partitioned GPUs, emulated slots) are left out.
 
-Schema version: a daemon writes the version that all daemons read, and the store names a version before any record uses it. Otherwise a new
-daemon that sees an older node could write an older version next to peers that already write a newer one, and lose data.
+Schema version: a daemon writes records in the newest version that all daemons can read. The store records a version
+before any record uses it. Without that, a new daemon that sees an older node could write an older version while others
+already write a newer one, and lose data.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ ASK_S, KILLED_S = 10.0, 1.0
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as the driver reports it. `whole`: whether it is not partitioned."""
+    """A GPU as the driver reports it. `whole`: it is not partitioned (MIG)."""
 
     name: str
     memory_gib: float
@@ -58,7 +60,8 @@ class Gpu:
 async def node_facts(
     names: Sequence[str], host_memory_gib: float | None = None, command: Sequence[str] = ASK
 ) -> NodeFacts | None:
-    """The hardware facts of a node with the slots `names`; None: unknown. `host_memory_gib`: the host memory that the node may use, None: all."""
+    """Determine the hardware facts of a node with the slots `names`; None: not known. `host_memory_gib`: the host
+    memory that the node may use; None: all. `command`: lists the GPUs."""
     if any(map(is_emulated, names)):
         return None
     host = host_memory_gib
@@ -73,7 +76,7 @@ async def node_facts(
 
 
 def slot_facts(slots: Sequence[str], gpus: Sequence[Gpu]) -> tuple[SlotFacts, ...] | None:
-    """The facts of each slot on a machine with `gpus`; None: unknown."""
+    """Determine device and memory of each slot on a machine with `gpus`; None: not known."""
     cuda = [slot for slot in slots if is_cuda(slot)]
     numbers = [slot.partition(":")[2] for slot in cuda]
     known = all(number.isdecimal() and int(number) < len(gpus) for number in numbers)
@@ -85,7 +88,7 @@ def slot_facts(slots: Sequence[str], gpus: Sequence[Gpu]) -> tuple[SlotFacts, ..
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """Parse the driver's output; empty if it has another format."""
+    """Parse the list of GPUs that the driver's program prints; empty if it has another format."""
     found = []
     for line in text.splitlines():
         name, _, rest = line.partition(",")
@@ -131,7 +134,7 @@ class NodeFactsReader:
         self._found: tuple[NodeFacts | None] | None = None
 
     async def read(self) -> NodeFacts | None:
-        """The facts; None: unknown."""
+        """Return the facts; None: not known. The first call reads them."""
         if self._found is None:
             self._found = (await node_facts(self._config.slots, self._config.host_memory_gib),)
         return self._found[0]
@@ -149,7 +152,8 @@ WAITS_FOR_ANOTHER = (
 
 
 class NodeRegistration:
-    """The registration of one incarnation. `ready`: called with whether the daemon can work, and a sentence, whenever that changes."""
+    """Registers the node under one lease, and keeps the registration current. `ready`: called whenever it changes
+    whether the daemon can work, with that and a sentence."""
 
     def __init__(
         self,
@@ -179,13 +183,14 @@ class NodeRegistration:
         self._registered = False
         self._published: tuple[bool, str] | None = None
         self._written = 0
-        """The schema version of the written record."""
+        """The schema version in which the record was last written."""
         self._sick: dict[str, str] = {}
-        """The unhealthy slots of the written record."""
+        """The unhealthy slots as last written."""
         self._key = keys.node(config.node)
 
     async def run(self) -> None:
-        """Register the node and keep its record current; never returns."""
+        """Register the node, then write the record again when the schema version or the unhealthy slots change; never
+        returns."""
         await self._health.check()
         record = self._record(await self._facts.read())
         # The other nodes and the schema version must be known first.
@@ -199,7 +204,8 @@ class NodeRegistration:
                 await self._clock.sleep(RETRY_S)
 
     async def watch_readiness(self) -> None:
-        """Report readiness; never returns. If the store is unavailable, the lease is no longer renewed, which shows here."""
+        """Report every `READINESS_S` whether the daemon can work; never returns. It cannot while the store is
+        unavailable, because the lease is then not renewed."""
         while True:
             await self._tell_readiness()
             await self._clock.sleep(READINESS_S)
@@ -241,7 +247,7 @@ class NodeRegistration:
             await self._clock.sleep(RETRY_S)
 
     async def _is_written_anew(self, record: NodeRecord) -> bool:
-        """Write the record again; return whether it is current. False: try again."""
+        """Write the node's record again. Return whether that succeeded."""
         with contextlib.suppress(StoreUnavailable):
             there = await self._store.get(self._key)
             compare = Compare(self._key, there.mod_revision if there is not None else 0)
@@ -275,7 +281,8 @@ class NodeRegistration:
 async def raise_version(
     spoken: int, node: str, cluster: ClusterMirror, store: Store, changes: ChangeSignal, clock: Clock
 ) -> int:
-    """Wait until a newer schema version than `spoken` is due (0: any), start to write it, and return it. `node`: this daemon's own."""
+    """Wait until all nodes can read a newer schema version than `spoken` (0: any version); then make it the version
+    that this process writes, and return it. `node`: the name of this daemon's node."""
 
     def due() -> int:
         return choose_version(cluster.nodes.keys() - {node}, cluster.reads, cluster.written)
@@ -294,7 +301,8 @@ async def raise_version(
 
 
 async def _tell(store: Store, version: int) -> bool:
-    """Record in the store that `version` is written; return whether the record names it or a newer one."""
+    """Record in the store that records of schema `version` are written from now on. Return whether the store names that
+    version or a newer one."""
     stored = await store.get(keys.WRITTEN)
     said = parse_version(stored.value) if stored is not None else None
     if said is not None and said >= version:

@@ -1,10 +1,11 @@
-"""Which slots of this node are unhealthy, and which schema version is written.
+"""Rules about which slots of this node are unhealthy, and which schema version is written.
 
-A single failed start says little: the job may be wrong, the disk full, the store unavailable. A slot is unhealthy after `FAILURES` failed
-starts in a row on it *while a worker of the same job and kind serves on another slot*, on this node or another. A worker that spans slots
-counts for all of them. Such a slot is tried again after `REST_S`, and after twice as long at each relapse; one start that lasts makes it
-healthy. A restarted daemon has no memory of failures. A device that the driver no longer lists, or a core that this process may not
-use, is unhealthy until it is available again.
+A single failed start of a worker says little: the job may be wrong, the disk full, the store unavailable. A slot is
+unhealthy after `FAILURES` consecutive failed starts on it *while a worker of the same job and kind serves on another
+slot*, on this node or another. A worker that spans several slots counts for all of them. Such a slot is tried again
+after `REST_S`, and after twice as long each time it becomes unhealthy again; a worker that serves on it makes it
+healthy. A restarted daemon has no memory of failures. A slot whose device the driver no longer lists, or whose core
+this process may not use, is unhealthy until that is available again.
 
 The schema version is the newest that every controller reads, so that nodes can be upgraded one by one. It never decreases: the store records
 the newest version that any controller has written (`gcore.store.keys.WRITTEN`).
@@ -22,10 +23,13 @@ from gcore.schema import FIRST_VERSION
 from gcore.worker.records import WorkerRecord
 
 FAILURES = 3
+"""Consecutive failed starts after which a slot is unhealthy."""
+
 REST_S, LONGEST_REST_S = 600.0, 4 * 3600.0
+"""Seconds until an unhealthy slot is tried again: at first, and at most."""
 
 MOST_SAID = 400
-"""Maximum characters of a worker's reason in a message."""
+"""Maximum characters of a worker's failure reason in a message."""
 
 NOT_THE_SLOTS = (
     "memory ran out",
@@ -34,7 +38,7 @@ NOT_THE_SLOTS = (
     "is gone from the store",
     "No space left",
 )
-"""Parts of failure reasons that are unrelated to the device."""
+"""Texts in the failure reason of a worker which show that its slot is not the cause."""
 
 Kind = tuple[str, str, str]
 """A worker's job, role and judge. Workers of one kind are interchangeable."""
@@ -45,7 +49,8 @@ WorkerPlace = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class StartFailures:
-    """Consecutive failed starts on a slot, all of one kind, since monotonic time `since` in seconds."""
+    """Consecutive failed starts on a slot. `kind`: of the last worker. `since`: time of the first, in monotonic
+    seconds. `reason`: that of the last."""
 
     kind: Kind
     starts: int
@@ -55,7 +60,7 @@ class StartFailures:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """A slot that is unhealthy because of failed starts, until monotonic time `until` in seconds."""
+    """Why a slot is unhealthy because of failed starts, and until when (monotonic seconds) it is not used."""
 
     why: str
     until: float
@@ -63,17 +68,19 @@ class Quarantine:
 
 @dataclass(frozen=True)
 class NodeHealth:
-    """The known state of the slots of node `node`."""
+    """What is known about starts of workers on the slots of the node `node`. Immutable."""
 
     node: str
     counted: frozenset[str] = frozenset()
-    """Instances whose failure was counted, while they are registered."""
+    """Registered workers of this node whose failure is counted already."""
     failing: Mapping[str, StartFailures] = field(default_factory=dict)
+    """Consecutive failed starts, by slot."""
     served: Mapping[Kind, Mapping[WorkerPlace, float]] = field(default_factory=dict)
-    """When, and where, a worker of a kind was last seen serving."""
+    """For each kind of worker: the slots on which one was seen serving, and when last (monotonic seconds)."""
     resting: Mapping[str, Quarantine] = field(default_factory=dict)
+    """The unhealthy slots."""
     relapses: Mapping[str, int] = field(default_factory=dict)
-    """How often a slot was found unhealthy since a worker last served on it."""
+    """By slot: how often it was found unhealthy since a worker last served on it."""
 
     @property
     def sick(self) -> dict[str, str]:
@@ -84,7 +91,8 @@ class NodeHealth:
 def update_health(
     health: NodeHealth, workers: Mapping[str, WorkerRecord], active: frozenset[str], now: float
 ) -> NodeHealth:
-    """Update the state from all workers of the cluster. Forgets jobs that are no longer `active`."""
+    """Return the state after a look at all workers of the cluster. Jobs that are no longer `active` are forgotten.
+    `now`: monotonic seconds."""
     health = _rested(_of(active, health), now)
     served = {kind: dict(places) for kind, places in health.served.items()}
     failing, relapses, resting = dict(health.failing), dict(health.relapses), dict(health.resting)
@@ -109,11 +117,12 @@ def update_health(
 
 
 def next_check_at(health: NodeHealth) -> float | None:
-    """The monotonic second at which the next slot may be tried again; None: none waits."""
+    """When the next unhealthy slot may be tried again, in monotonic seconds; None: there is none."""
     return min((resting.until for resting in health.resting.values()), default=None)
 
 
 def _judged(health: NodeHealth, now: float) -> NodeHealth:
+    """Mark slots as unhealthy that have failed often enough."""
     resting, relapses = dict(health.resting), dict(health.relapses)
     for slot, failing in health.failing.items():
         places = health.served.get(failing.kind, {})
@@ -133,7 +142,7 @@ def _judged(health: NodeHealth, now: float) -> NodeHealth:
 
 
 def _rested(health: NodeHealth, now: float) -> NodeHealth:
-    """Allow one try on each slot whose rest is over: one more failure makes it unhealthy again."""
+    """Allow one try on each slot whose time is over: one more failure makes it unhealthy again."""
     over = {slot for slot, resting in health.resting.items() if now >= resting.until}
     if not over:
         return health
@@ -146,6 +155,7 @@ def _rested(health: NodeHealth, now: float) -> NodeHealth:
 
 
 def _of(active: frozenset[str], health: NodeHealth) -> NodeHealth:
+    """Forget jobs that are not active."""
     served = {kind: places for kind, places in health.served.items() if kind[0] in active}
     # The count of a resting slot is kept, so that another job need not find the failure again.
     failing = {slot: one for slot, one in health.failing.items() if one.kind[0] in active or slot in health.resting}
@@ -153,6 +163,7 @@ def _of(active: frozenset[str], health: NodeHealth) -> NodeHealth:
 
 
 def _once_more(known: StartFailures | None, worker: WorkerRecord, now: float) -> StartFailures:
+    """Count one more failed start."""
     kind = _kind(worker)
     if known is None:
         return StartFailures(kind, 1, now, worker.reason)
@@ -162,7 +173,7 @@ def _once_more(known: StartFailures | None, worker: WorkerRecord, now: float) ->
 
 
 def _failed_to_start(worker: WorkerRecord) -> bool:
-    """Whether the worker never served, for a reason that may be its slot."""
+    """Whether the worker failed before it served, for a reason that may be its slot."""
     blameless = any(words in worker.reason for words in NOT_THE_SLOTS)
     return worker.state == "failed" and not worker.address and not blameless and not any(map(is_emulated, worker.slots))
 
@@ -176,29 +187,31 @@ MOST_DIGITS = 9
 
 
 def choose_version(nodes: Collection[str], reads: Mapping[str, int], written: int = FIRST_VERSION) -> int:
-    """The schema version to write in a cluster of `nodes`: `reads` gives the newest version that each reads, `written` the newest used so far.
+    """Choose the schema version that this process writes: the newest that all `nodes` can read, but no older one than
+    `written`, the newest that was written so far. `reads`: the newest version that each node can read.
 
-    Nodes that read no version that this process can write are ignored.
+    Nodes that can read no version that this process can write are ignored.
     """
     newest = min((reads.get(node, FIRST_VERSION) for node in nodes), default=schema.SCHEMA_VERSION)
     return max(min(schema.READABLE), min(schema.SCHEMA_VERSION, max(newest, written)))
 
 
 def parse_version(said: bytes) -> int | None:
-    """The version in a value of the store; None if it contains none."""
+    """Parse a schema version that is stored as text; None if it is none."""
     return int(said) if said.isdigit() and len(said) <= MOST_DIGITS else None
 
 
 def compatible_nodes(nodes: Mapping[str, N], reads: Mapping[str, int], version: int) -> Mapping[str, N]:
-    """The nodes that read schema `version`. Nothing of a job may be placed on the others, because they could not work on it.
+    """The nodes that can read records of schema `version`. Nothing of a job may be placed on the others, because they
+    could not work on it.
 
-    Returns the same mapping object if all do.
+    Returns the argument `nodes` itself if all can.
     """
     found = {name: node for name, node in nodes.items() if reads.get(name, FIRST_VERSION) >= version}
     return nodes if len(found) == len(nodes) else found
 
 
 def incompatible_nodes(nodes: Mapping[str, N], reads: Mapping[str, int], version: int) -> Mapping[str, int]:
-    """The other nodes, with the newest version that each reads."""
+    """The nodes that cannot read records of schema `version`, with the newest version that each can read."""
     found = {name: reads.get(name, FIRST_VERSION) for name in nodes}
     return {name: newest for name, newest in sorted(found.items()) if newest < version}

@@ -1,13 +1,13 @@
-"""Divides the cluster's slots between its jobs. When an input of `placement.shares` changes, one daemon writes the new shares, by a
-transaction that compares its inputs; if it does not, another does so shortly after.
+"""Writes the division of the cluster's slots between the jobs (the shares), and changes claims of jobs.
 
-It is safe that any daemon may write, with an outdated view: one record holds all grants, and a grant includes only slots that no other job
-holds.
+`placement.shares` computes the shares. When its input changes, one daemon writes the new shares, by a transaction that
+compares the old ones; if it does not, another does so shortly after. It is safe that any daemon may write with an
+outdated view, because one record contains the slots of all jobs, and no slot is granted that another job may still use.
 
-An absent node is kept for as long as a train world waits for it (`NODE_GRACE_S`). Until then its jobs keep their slots there and get no
-others, so that a restarted daemon moves nothing.
+If a node is absent, its jobs keep their slots there and get no others for `NODE_GRACE_S`, the time for which a train
+world waits for it. So a restart of a daemon moves nothing.
 
-`change_claim` changes what a user may change of a job's claim: its priority, its bounds, whether it is paused.
+`change_claim` changes a job's claim on slots as a user may: its priority, its limits, whether it is paused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOOK_AGAIN_S = 1.0
 
 
 class ShareWriter:
-    """Writes the shares; runs in every daemon."""
+    """Writes the shares when they change. Runs in every daemon."""
 
     def __init__(self, node: str, store: Store, cluster: ClusterMirror, changes: ChangeSignal, clock: Clock) -> None:
         self._node = node
@@ -46,12 +46,12 @@ class ShareWriter:
         self._remembered = Memo()
         self._waits = Timers({})
         self._missed: dict[str, float] = {}
-        """Absent nodes on which jobs have slots, and since when."""
+        """Absent nodes on which jobs have slots, and since when they are absent."""
         self._absent: frozenset[str] = frozenset()
-        """The absent nodes within the grace period."""
+        """Those of them that are absent for less than `NODE_GRACE_S`."""
 
     async def run(self) -> None:
-        """Write shares when they change; never returns."""
+        """Write the shares when they change and it is this daemon's turn; never returns."""
         while True:
             wanted = self._wanted()
             if wanted is None:
@@ -79,13 +79,14 @@ class ShareWriter:
             await self._changes.wait(LOOK_AGAIN_S)
 
     async def _await_notification(self, before: Versioned[Shares]) -> None:
-        """Wait until the watch shows what was written: a new decision before that would lose the compare."""
+        """Wait until the watch shows the written shares, because a transaction that is based on the old ones would
+        fail."""
         end = self._clock.monotonic() + LOOK_AGAIN_S
         while self._cluster.shares is before and self._clock.monotonic() < end:
             await self._changes.wait(LOOK_AGAIN_S)
 
     def _wanted(self) -> tuple[Versioned[Shares], Shares] | None:
-        """The current and the new shares, if they differ."""
+        """The stored and the new shares; None if they are equal."""
         cluster = self._cluster
         if not cluster.is_complete or cluster.shares is None:
             return None
@@ -99,8 +100,8 @@ class ShareWriter:
         return None if found is cluster.shares.record else (cluster.shares, found)
 
     def _absent_nodes(self, there: Collection[str], shares: Shares) -> frozenset[str]:
-        """The nodes whose slots are kept: jobs have slots on them, and they have been absent for less than `NODE_GRACE_S`. The same object while they
-        are the same."""
+        """The absent nodes whose slots stay with their jobs: those that have been absent for less than `NODE_GRACE_S`
+        and on which jobs have slots. `there`: the present nodes. Returns the same object while they are the same."""
         now = self._clock.monotonic()
         used = {node for share in shares.jobs.values() for node in share.granted}
         missed = used - set(there) - self._cluster.drained
@@ -111,9 +112,10 @@ class ShareWriter:
 
 
 async def change_claim(store: Store, uid: str, change: Callable[[Claim], Claim]) -> Claim | None:
-    """Change a job's claim; retry while others change it too. Returns the new claim; None: the job has ended or does not exist.
+    """Change a job's claim on slots: call `change` with the present claim and write its result. If another writer was
+    faster, repeat this. Return the new claim; None: the job has ended or does not exist.
 
-    Raises StoreUnavailable, also if it is unknown whether the claim was written; and what `change` raises.
+    Raises StoreUnavailable, also if it is unknown whether the claim was written; and the errors of `change`.
     """
     keys = JobKeys(uid)
     while True:

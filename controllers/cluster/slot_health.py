@@ -1,12 +1,13 @@
-"""Watches this node's slots: queries the machine periodically, and checks the starts of workers at each change.
+"""Finds unhealthy slots of this node: asks the machine for its devices every `CHECK_S`, and looks at the workers of the
+cluster at each change.
 
-`controllers.cluster.rules` decides which slots are unhealthy; the daemon's next incarnation keeps the state. Emulated slots are always
-healthy. The incarnation that holds the lease writes the result to the store.
+`controllers.cluster.rules` decides from the workers. Emulated slots are always healthy. The state is kept when the
+daemon gets a new lease; `controllers.cluster.registration` writes it to the store.
 
-Devices: GPUs as listed by the driver's own program (run only if a slot is a GPU), and cores that the kernel lets this process use. If a
-driver that has responded before fails, or takes longer than `ASK_S`, it gets `SILENT` more tries before all its GPUs count as missing,
-because a machine under load is slow. Without such a program nothing is known, and no slot is unhealthy because of it, unless the machine has
-no GPU device at all.
+Devices are GPUs as the driver's own program lists them (it is run only if a slot is a GPU), and cores that the kernel
+lets this process use. If a driver that has responded before fails `SILENT` times in a row, or takes longer than
+`ASK_S`, all its GPUs count as missing; one failure is not enough, because a machine under load is slow. Without such a
+program nothing is known, and no slot is unhealthy because of that, unless the machine has no GPU device at all.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ from gcore.worker.records import WorkerRecord
 
 ASK = ("nvidia-smi", "-L")
 ASK_S, KILLED_S = 20.0, 1.0
+"""Maximum seconds for the driver's program to respond, and to end after it was killed."""
+
 SILENT = 3
+"""Consecutive failed queries after which the driver's GPUs count as missing."""
+
 _GPU = re.compile(r"^GPU (\d+): .*\(UUID: (GPU-[^)]+)\)\s*$")
 _PART = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)\s*$")
 _DEVICE = re.compile(r"nvidia\d+|dxg")
@@ -38,7 +43,8 @@ _DEVICE = re.compile(r"nvidia\d+|dxg")
 
 @dataclass(frozen=True, slots=True)
 class DriverReport:
-    """What is known of the driver and its GPUs. `names`: "0", "1", ... and the driver's identifiers; None: it has never responded."""
+    """What is known of the driver and its GPUs. `names`: of the GPUs, as numbers ("0", "1", ...) and as the driver's
+    identifiers; None: the driver has never responded."""
 
     names: frozenset[str] | None = None
     silent: int = 0
@@ -49,16 +55,16 @@ class DriverReport:
     """Whether the driver's program is missing and the machine has no GPU device."""
 
     def answered(self, text: str) -> DriverReport:
-        """The report after a response."""
+        """Return the report after a response of the driver's program."""
         return DriverReport(names=parse_devices(text))
 
     def failed(self, said: str) -> DriverReport:
-        """The report after a failed query."""
+        """Return the report after a failed query. `said`: its error."""
         return replace(self, silent=self.silent + 1, said=said, absent=False)
 
 
 def parse_devices(text: str) -> frozenset[str]:
-    """The names in the driver's list that may follow `cuda:` in a slot's name."""
+    """Parse the driver's list of GPUs. Return the names that may follow `cuda:` in the name of a slot."""
     found: set[str] = set()
     for line in text.splitlines():
         if whole := _GPU.match(line):
@@ -69,7 +75,8 @@ def parse_devices(text: str) -> frozenset[str]:
 
 
 def missing_devices(slots: Sequence[str], driver: DriverReport, cores: frozenset[int] | None) -> dict[str, str]:
-    """The slots whose device is missing, with the reason. `cores`: those that this process may use; None: unknown."""
+    """The slots whose device is missing, with the reason. `cores`: the cores that this process may use; None: not
+    known."""
     found: dict[str, str] = {}
     for slot in slots:
         if is_cuda(slot) and (why := _gpu_problem(slot.removeprefix("cuda:"), driver)):
@@ -94,7 +101,7 @@ def _gpu_problem(name: str, driver: DriverReport) -> str:
 
 
 def usable_cores() -> frozenset[int] | None:
-    """The cores that this process may run on; None: unknown."""
+    """The cores that this process may run on; None: not known."""
     try:
         return frozenset(os.sched_getaffinity(0))
     except (AttributeError, OSError):
@@ -102,7 +109,8 @@ def usable_cores() -> frozenset[int] | None:
 
 
 async def ask_driver(driver: DriverReport, command: Sequence[str] = ASK, dev: Path = Path("/dev")) -> DriverReport:
-    """Query the driver and return the new report."""
+    """Run the driver's program and return the new report. `driver`: the report so far. `dev`: folder with the device
+    files."""
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -140,11 +148,12 @@ def _shows_gpus(dev: Path) -> bool:
 log = logging.getLogger(__name__)
 
 CHECK_S = 60.0
-"""Seconds between two queries of the machine."""
+"""Seconds between two checks of the machine's devices."""
 
 
 class SlotHealth:
-    """The slot health of one daemon. `ask` and `cores` query the machine."""
+    """Finds unhealthy slots of a daemon's node. `ask`: asks the driver for its GPUs. `cores`: returns the usable
+    cores."""
 
     def __init__(
         self,
@@ -167,7 +176,7 @@ class SlotHealth:
         """The unhealthy slots, with the reason; replaced, never changed."""
 
     async def check(self) -> None:
-        """Query the machine for its devices."""
+        """Ask the machine for its devices, and update the unhealthy slots."""
         self._checked = self._clock.monotonic()
         if any(map(is_cuda, self._slots)):
             self._driver = await self._ask(self._driver)
@@ -176,7 +185,7 @@ class SlotHealth:
         self._conclude()
 
     def look(self, workers: Mapping[str, WorkerRecord], active: frozenset[str]) -> None:
-        """Update the state from the cluster's workers."""
+        """Update the unhealthy slots from the workers of the cluster. `active`: IDs of the jobs that have not ended."""
         now, due = self._clock.monotonic(), next_check_at(self._health)
         fresh = self._seen[0] is not workers or self._seen[1] is not active
         if self._slots and (fresh or (due is not None and now >= due)):
@@ -185,7 +194,8 @@ class SlotHealth:
             self._conclude()
 
     async def run(self, cluster: ClusterMirror, changes: ChangeSignal) -> None:
-        """Check repeatedly during an incarnation; never returns. Notifies `changes` when the unhealthy slots change."""
+        """Check again and again while the daemon has its lease; never returns. Notifies `changes` when the unhealthy
+        slots change."""
         if not self._slots:
             await asyncio.Event().wait()
         while True:
@@ -203,6 +213,7 @@ class SlotHealth:
         return max(0.05, min(checked + CHECK_S, due if due is not None else checked + CHECK_S) - now)
 
     def _conclude(self) -> None:
+        """Combine missing devices and failed starts into `sick`, and log changes."""
         sick = {**self._health.sick, **self._missing}
         for slot in sorted(sick.keys() - self.sick.keys()):
             log.warning("slot %s is unhealthy and will not be used: %s", slot, sick[slot])

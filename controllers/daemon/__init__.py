@@ -1,5 +1,6 @@
 """The controller process: `gcore-controller`.
 
-`__main__` is the program, `daemon` builds its parts, `incarnation` is one incarnation under one lease, `security` manages certificates and
-tokens, `keeper` restarts the processes of a local cluster. Read `daemon` first.
+Read `daemon` first: it builds the parts of the process. `incarnation` is what the process does under one lease.
+`security` manages certificates and tokens. `keeper` restarts the processes of a local cluster. `__main__` is the
+program.
 """

@@ -1,10 +1,11 @@
-"""`gcore-controller --config FILE`: one daemon per node.
+"""The program `gcore-controller --config FILE`: the daemon of a node.
 
-The daemon runs one incarnation after the other, each under one lease. When a lease is lost, all state of that incarnation is discarded and
-a new one starts, under a new name; the API stays available. SIGTERM ends the daemon cleanly: its shards go to its peers at once, its
-finished work is delivered if that is quick (`controllers.rules.decide`), and its lease is revoked; its workers keep running until another
-daemon adopts them. A second SIGTERM ends it at once. SIGHUP reloads its certificates. Under systemd it reports when it is ready, and what it
-waits for (`controllers.daemon.daemon`).
+The daemon runs one incarnation after the other, each under one lease in the store. When a lease is lost, all state of
+that incarnation is discarded, and a new one starts under a new name; the API stays available. SIGTERM ends the daemon
+cleanly: other controllers take its shards (parts of the prompt stream) at once, its finished groups are delivered if
+that is quick (`controllers.rules.decide`), and its lease is revoked. Its workers keep running until another daemon
+adopts them. A second SIGTERM ends it at once. SIGHUP reloads its certificates. Under systemd it reports when it is
+ready, and what it waits for (`controllers.daemon.daemon`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from gcore.system.process import accept_signals
 
 
 def main() -> None:
-    """The console script."""
+    """Run the daemon (console script `gcore-controller`)."""
     parser = argparse.ArgumentParser(
         prog="gcore-controller",
         description="One gcore daemon. Start one on every node; they find each other through etcd.",

@@ -1,7 +1,7 @@
 """The daemon of a node: builds its parts and connects them.
 
-`controllers.daemon.incarnation` is the part of a daemon that needs a lease. `ServiceNotifier` reports the daemon's state to the health
-service and systemd; `watch_certificates` exports when certificates expire.
+`controllers.daemon.incarnation` contains what a daemon may do only while it has a lease. `ServiceNotifier` reports the
+daemon's state to the health service and to systemd; `watch_certificates` exports as metrics when certificates expire.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ if TYPE_CHECKING:
     from controllers.api.submission.submit import Submitter
 
 LEAVE_WITHIN_S = 8.0
-"""Maximum duration of the hand-over. Service managers often kill a process ten seconds after SIGTERM."""
+"""Maximum seconds of the hand-over. Service managers often kill a process ten seconds after SIGTERM."""
 
 FED_PER_LIMIT = 3.0
-"""Watchdog messages per watchdog limit, so that one message may be late."""
+"""Number of messages to systemd's watchdog within its limit, so that one may be late."""
 
 LOOK_EVERY_S = 60.0
+"""Seconds between two readings of the certificates."""
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +82,10 @@ class Daemon:
         self._notifying = ServiceNotifier(manager or ServiceManager(), self._set_health, clock)
         self._keeper: ProcessKeeper | None = None
         self.reloads: list[Callable[[], None]] = [self._security.reload]
-        """Functions that reload files. Each raises GcoreError if it cannot, and keeps the old contents."""
+        """Functions that reload files at SIGHUP. Each raises GcoreError if it cannot, and keeps the old contents."""
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Run the daemon until cancelled."""
         config = self._config
         lease = config.lease_times
         etcd = await connect_store(config.etcd, self._clock, lease.call_s)
@@ -127,7 +128,8 @@ class Daemon:
                 await asyncio.to_thread(self._own.traces.close)
 
     async def depart(self) -> None:
-        """Hand over the work of all jobs, for a bounded time. If the whole local cluster is stopping, only finish the slot accounting."""
+        """Hand over the work on all jobs to other daemons, within `LEAVE_WITHIN_S`. If the whole local cluster is
+        stopping, only wait for slot accounting."""
         runners = list(self._own.runners.values())
         await self._notifying.stopping(f"handing over {len(runners)} jobs" if runners else "stopping")
         for runner in runners:
@@ -156,7 +158,8 @@ class Daemon:
         self._notifying.reloaded("; ".join(problems) or "reloaded its files")
 
     async def _doubt(self, store: EtcdStore) -> None:
-        """Log one warning if etcd has a version that is known to lose data. For a local cluster, `gcore doctor` reports it."""
+        """Log a warning if etcd has a version that is known to lose data. For a local cluster, `gcore doctor` reports
+        it."""
         while not (versions := await store.versions()):
             await self._clock.sleep(RETRY_S)
         if sentence := version_warning(versions):
@@ -204,12 +207,14 @@ class Daemon:
 
 
 class ServiceNotifier:
-    """Reports to the health service and systemd whether the daemon can work. `health`: sets the health service's status.
+    """Reports to the health service and to systemd (`manager`) whether the daemon can work. `health`: sets the status
+    of the health service.
 
-    The daemon is *ready* while its lease is certainly valid (so the store was reached) and its node is registered. The health service then
-    returns SERVING, otherwise NOT_SERVING. systemd gets READY when the daemon first becomes ready (it has no message for the opposite, only a
-    status line), and a message when the daemon stops or reloads its certificates. The event loop feeds the watchdog: systemd kills and
-    restarts a daemon whose event loop hangs; its workers keep running. `controllers.daemon.incarnation` decides whether a daemon is ready.
+    The daemon is *ready* while its lease is certainly valid (so the store was reached) and its node is registered;
+    `controllers.daemon.incarnation` determines that. The health service then returns SERVING, otherwise NOT_SERVING.
+    systemd gets READY when the daemon becomes ready for the first time (it has no message for the opposite, only a
+    status line), and a message when the daemon stops or reloads its certificates. The event loop sends the messages to
+    the watchdog, so systemd kills and restarts a daemon whose event loop hangs; its workers keep running.
     """
 
     def __init__(self, manager: ServiceManager, health: Callable[[bool], Awaitable[None]], clock: Clock) -> None:
@@ -219,7 +224,7 @@ class ServiceNotifier:
         self._reported_ready = False
         self._stopping = False
         self.ready = False
-        """The state as last reported."""
+        """Whether the daemon can work, as last reported."""
 
     async def say(self, ready: bool, status: str) -> None:
         """Report whether the daemon can work, with a sentence for users."""
@@ -234,7 +239,7 @@ class ServiceNotifier:
             self._manager.tell(f"STATUS={status}")
 
     async def stopping(self, status: str) -> None:
-        """Report that the daemon hands over, ends, and accepts no more calls."""
+        """Report that the daemon is ending and accepts no more calls."""
         self._stopping = True
         self._manager.tell("STOPPING=1", f"STATUS={status}")
         await self.say(False, status)
@@ -246,12 +251,12 @@ class ServiceNotifier:
             self._manager.tell("RELOADING=1", f"MONOTONIC_USEC={micros}")
 
     def reloaded(self, status: str) -> None:
-        """Report the result of the reload in `status`."""
+        """Report that the reload has ended. `status`: its result as a sentence."""
         if self._reported_ready and not self._stopping:
             self._manager.tell("READY=1", f"STATUS={status}")
 
     async def feed_watchdog(self) -> None:
-        """Feed the watchdog; never returns, unless there is no watchdog."""
+        """Send messages to systemd's watchdog; never returns, unless there is no watchdog."""
         limit = self._manager.watchdog_s
         while limit is not None:
             self._manager.tell("WATCHDOG=1")
@@ -259,10 +264,10 @@ class ServiceNotifier:
 
 
 async def watch_certificates(watched: ReloadingFiles | None, store: StoreRef, metrics: Metrics, clock: Clock) -> None:
-    """Export when the daemon's certificates, and those of the store's members, expire; never returns.
+    """Export as metrics when the certificates of the daemon and of the store's members expire; never returns.
 
-    With expired certificates, daemons cannot communicate. Certificates are read repeatedly, because files are replaced while a daemon runs. This
-    function renews nothing. `watched`: the certificate that the daemon sends to callers.
+    With expired certificates, daemons cannot communicate. Certificates are read every `LOOK_EVERY_S`, because files are
+    replaced while a daemon runs. This function renews nothing. `watched`: the certificate that the daemon serves with.
     """
     while True:
         metrics.certificate_ends.set(min(own_certificate_expiries(watched, store), default=0.0))
@@ -271,8 +276,8 @@ async def watch_certificates(watched: ReloadingFiles | None, store: StoreRef, me
 
 
 def own_certificate_expiries(watched: ReloadingFiles | None, store: StoreRef) -> Iterator[float]:
-    """When this process's certificates expire: the server certificate, and the client certificate for the store. Omits files that cannot be read
-    now."""
+    """Yield when the certificates of this process expire (seconds since the epoch): the one that it serves with, and
+    its client certificate for the store. A file that cannot be read is left out."""
     if watched is not None and (pem := watched.pem.cert) is not None:
         yield certificate_expiry(pem)
     if store.tls is not None and store.tls.cert is not None:
@@ -288,6 +293,7 @@ def certificate_expiry(pem: bytes) -> float:
 
 
 def most_slots(config: NodeConfig) -> int | None:
-    """The maximum number of slots: that of a local cluster is fixed at its start; other clusters may grow (None)."""
+    """The maximum number of slots that the cluster can have: that of a local cluster is fixed at its start; other
+    clusters may grow (None)."""
     local = LocalClusterState.load(Path(config.home)) if config.local_cluster else None
     return None if local is None else len(local.slots)

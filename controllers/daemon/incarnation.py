@@ -1,9 +1,9 @@
-"""One incarnation of a daemon: from a granted lease to its loss.
+"""One incarnation of a daemon: what it does from the grant of a lease in the store until the lease is lost.
 
-`Incarnation` registers its node (`controllers.cluster.registration`), watches the other nodes and the jobs that have not ended, and has a
-runner for each of these jobs. `DaemonState` is the state that a daemon keeps across incarnations. Modules that only jobs need (data, tokens,
-engine clients) are imported with the first job, in a thread: a daemon without a job is small and starts fast, and its lease is renewed
-during the import.
+`Incarnation` registers its node (`controllers.cluster.registration`), watches the other nodes and the unfinished jobs,
+and runs a runner for each job that has slots. `DaemonState` is the state that a daemon keeps across incarnations.
+Modules that only jobs need (data, tokenizers, engine clients) are imported with the first job, in a thread. So a daemon
+without a job is small and starts fast, and its lease is renewed during the import.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ RETRY_S = 0.5
 
 
 class Incarnation:
-    """A daemon under one lease. `addresses` are registered for other nodes and users. `ready`: called with whether the daemon can work, and a
-    sentence, whenever that changes: it can work while its lease is certainly valid and its node is registered."""
+    """A daemon under one lease. `own`: the state that outlives the lease. `addresses`: registered for other nodes and
+    users. `ready`: called whenever it changes whether the daemon can work, with that and a sentence: it can while its
+    lease is certainly valid and its node is registered."""
 
     def __init__(
         self,
@@ -76,10 +77,10 @@ class Incarnation:
         self._changes = ChangeSignal()
         self._cluster = own.cluster = ClusterMirror(store, self._changes)
         self._shown: tuple[object, object] = (None, None)
-        """The claims and shares that the metrics currently show."""
+        """The claims and shares that the metrics show at present."""
 
     async def run(self) -> None:
-        """Run until the lease is lost or was not granted."""
+        """Get a lease, and run under it until it is lost. Return at once if it is not granted."""
         try:
             lease = self._config.lease_times
             session = await Session.open(self._store, ttl=lease.ttl_s, interval_s=lease.tick_s, clock=self._clock)
@@ -131,14 +132,15 @@ class Incarnation:
         return self._own.spoken > 0
 
     async def _speak(self) -> None:
-        """Write the newest schema version that every node reads, and never an older one again."""
+        """Whenever all nodes can read a newer schema version, write that version from then on; never returns."""
         own, cluster, store, changes = self._own, self._cluster, self._store, self._changes
         while True:
             own.spoken = await raise_version(own.spoken, self._config.node, cluster, store, changes, self._clock)
             changes.notify()
 
     async def _run_jobs(self, identity: Identity) -> None:
-        """Have a runner for every job that has not ended; stop workers of jobs that have."""
+        """Run a runner for every job that needs one, and stop this node's workers of jobs that have ended; never
+        returns."""
         cluster = self._cluster
         # Before the workers are known, a job would seem to have lost all of them.
         await self._changes.until(lambda: cluster.is_complete and self._is_version_agreed())
@@ -199,7 +201,8 @@ class Incarnation:
         return uid in self._cluster.active
 
     def _goes_on(self, uid: str) -> bool:
-        """Whether a job was extended after the end that its runner saw: its claim is newer than that end."""
+        """Whether a job was extended after the end that its runner saw, because its claim on slots is newer than that
+        end."""
         runner = self._own.runners.get(uid)
         status = None if runner is None else runner.mirror.status
         return status is not None and self._cluster.claimed.get(uid, 0) > status.revision
@@ -223,7 +226,8 @@ class Incarnation:
             trim_memory()
 
     def _sweep(self, asked: set[str]) -> None:
-        """Stop this node's workers of jobs that have ended. Each is asked once: a second signal prevents draining."""
+        """Stop this node's workers of jobs that have ended. `asked`: those that got the signal already; a second signal
+        would prevent draining."""
         needed = {uid for uid, runner in self._own.runners.items() if runner.needs_workers}
         asked &= self._cluster.workers.keys()
         for worker in unneeded_workers(self._cluster.workers, self._config.node, self._cluster.active | needed):
@@ -251,11 +255,11 @@ class DaemonState:
     """Connects to other daemons."""
     folders: LocalRunFolders = field(init=False)
     runners: dict[str, JobRunner] = field(default_factory=dict)
-    """The jobs that this incarnation works on, by uid."""
+    """The runners of the jobs that this daemon works on, by job ID."""
     cluster: ClusterMirror | None = None
     """The cluster mirror of this or the last incarnation; None before the first."""
     spoken: int = 0
-    """The schema version that is written; 0: not agreed yet."""
+    """The schema version in which this process writes records; 0: not determined yet."""
     facts: NodeFactsReader = field(init=False)
     """Reads the hardware facts of the node."""
     health: SlotHealth = field(init=False)
@@ -275,7 +279,8 @@ class DaemonState:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """The addresses of a daemon, host:port each. `peers` empty: the same as `people`."""
+    """The addresses of a daemon, each as host:port: for users, for metrics, and for other nodes (`peers` empty: the
+    same as for users)."""
 
     people: str
     metrics: str
@@ -285,7 +290,8 @@ class Addresses:
 def job_counts(
     claims: Mapping[str, Claim], working: Collection[str], shares: Versioned[Shares] | None
 ) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """Number of jobs by state, and of slots by job, for metrics. `working`: the jobs with slots, or all if slots are not divided."""
+    """Count the unfinished jobs by state (running, paused, queued), and the slots by job, for metrics. `working`: IDs
+    of the jobs that have a runner."""
     states = Counter(_state(claim, works=uid in working) for uid, claim in claims.items())
     shared = {} if shares is None else shares.record.jobs
     slots = {
@@ -303,10 +309,10 @@ def _state(claim: Claim, *, works: bool) -> str:
 
 
 async def import_in_thread(module: str) -> None:
-    """Import a module that only jobs need, off the event loop, one at a time. Returns when it is imported.
+    """Import a module that only jobs need in a thread; return when it is imported. Only one import runs at a time.
 
-    If two threads import packages that depend on each other, Python resolves the deadlock with an error in one of them; a request during the
-    first job's import would fail.
+    If two threads imported packages that depend on each other, Python would resolve the deadlock with an error in one
+    of them.
     """
     await asyncio.to_thread(_import, module)
 

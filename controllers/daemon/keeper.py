@@ -1,8 +1,9 @@
-"""In local mode: restarts dead processes on this machine, etcd on its own data and missing daemons.
+"""Restarts dead processes of a local cluster (all on one machine): etcd with its data, and daemons.
 
-On a cluster, systemd, Kubernetes or Slurm does this; a laptop has none of them. Each daemon does it for the others, and `gcore run` for all of
-them, one at a time under a file lock, and writes the new process into `cluster.json`. A daemon is restarted only after its lease has expired,
-so that other daemons take its shards in between, as on a cluster. While `gcore down` runs (the file `stopping` exists), nothing is restarted.
+On a real cluster, systemd, Kubernetes or Slurm does this; a laptop has none of them. Each daemon does it for the
+others, and `gcore run` for all of them. Only one of them acts at a time, under a file lock, and writes the new process
+to `cluster.json`. A daemon is restarted only after its lease has expired, so that other daemons take its shards in
+between, as on a real cluster. While `gcore down` runs (the file `stopping` exists), nothing is restarted.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from gcore.system.process import ProcessId, ending_signal, is_running, send_sign
 
 log = logging.getLogger(__name__)
 LOOK_S = 1.0
+"""Seconds between two checks."""
 
 RESTARTS, RELAPSE_S = 3, 60.0
-"""An etcd that was started this often within this time is reported as failing."""
+"""etcd is reported as failing if it was started `RESTARTS` times within `RELAPSE_S` seconds."""
 
 STOPPING = "stopping"
 
@@ -40,30 +42,32 @@ def daemon_command(home: str, config_file: str) -> list[str]:
 
 
 class ProcessKeeper:
-    """Restarts the dead processes of a local cluster. Checks every second."""
+    """Checks the processes of a local cluster every second, and restarts dead ones."""
 
     def __init__(self, home: Path, node: str, store: Store, clock: Clock) -> None:
-        """`node`: the daemon in this process; empty: none."""
+        """`home`: folder of the local cluster. `node`: name of the daemon in this process; empty: this is not a
+        daemon."""
         self._home = home
         self._node = node
         self._store = store
         self._clock = clock
         self.trouble = ""
-        """Why a dead process could not be restarted at the last check, or keeps dying; empty if all is well."""
+        """Why a dead process could not be restarted at the last check, or why etcd keeps ending; empty if all is
+        well."""
         self._known: tuple[tuple[int, int, int], LocalClusterState] | None = None
-        """The cluster document as last read, and the identity of its file."""
+        """Inode, time and size of the cluster document when it was last read, and its contents."""
         self._etcd: ProcessId | None = None
         self._etcd_changed: deque[float] = deque(maxlen=RESTARTS)
         """Times at which a new etcd process was seen."""
 
     async def run(self) -> None:
-        """Check repeatedly; never returns."""
+        """Check every `LOOK_S`; never returns."""
         while True:
             await self._clock.sleep(LOOK_S)
             await self.look()
 
     async def look(self) -> None:
-        """Restart what has died, as far as possible."""
+        """Check all processes once, and restart those that have died; on errors set `trouble`."""
         try:
             await self._look()
         except (GcoreError, OSError) as error:
@@ -73,7 +77,7 @@ class ProcessKeeper:
             self.trouble = self._relapse()
 
     def _relapse(self) -> str:
-        """Why etcd keeps ending, if it does, regardless of who starts it."""
+        """A sentence about etcd if it keeps ending, whichever process restarts it; else empty."""
         changed = self._etcd_changed
         if len(changed) < RESTARTS or self._clock.monotonic() - changed[0] > RELAPSE_S:
             return ""
@@ -105,9 +109,8 @@ class ProcessKeeper:
                                 self._bring_back(alone, daemon.name)
 
     def _read(self) -> LocalClusterState | None:
-        """The cluster document. It is large if there are many slots, so it is only read again if the file has changed.
-
-        Raises UsageError.
+        """Return the cluster document (`cluster.json`); None if there is none. It is large if there are many slots, so
+        it is only read again if the file has changed. Raises UsageError.
         """
         try:
             found = (self._home / FILE_NAME).stat()
@@ -147,7 +150,8 @@ class ProcessKeeper:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[LocalClusterState | None]:
-        """The current cluster document, under the keepers' lock; None if another keeper holds the lock or the cluster is stopping."""
+        """Context manager that holds the lock of all keepers and provides the present cluster document; None if another
+        keeper holds the lock or the cluster is stopping."""
         with (self._home / "keeper.lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -157,7 +161,8 @@ class ProcessKeeper:
             yield None if (self._home / STOPPING).exists() else LocalClusterState.load(self._home)
 
     def _write(self, cluster: LocalClusterState, started: ProcessId) -> None:
-        """Write the cluster document. On OSError, kill `started`: an unregistered process would block the next attempt. Raises OSError."""
+        """Write the cluster document, which names the new process `started`. If that fails, kill the process, because
+        it would block the next attempt. Raises OSError."""
         try:
             replace_file(self._home / FILE_NAME, cluster.model_dump_json(indent=2).encode())
         except OSError:

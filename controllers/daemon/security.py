@@ -1,7 +1,9 @@
-"""A daemon's security, from its configuration: certificates, tokens of callers, the audit log of calls, and connections to other daemons.
+"""Security of a daemon as configured: certificates, tokens of callers, the audit log of calls, and connections to other
+daemons.
 
-With certificates the daemon listens on two ports: one for users with tokens, and one on which every client must send a certificate, because
-a gRPC server requests a certificate either from every client or from none. `HttpGate` guards what the daemon serves over HTTP.
+With certificates the daemon listens on two ports, because a gRPC server requests a certificate either from every client
+or from none: one port for users with tokens, and one for nodes, on which every client must send a certificate.
+`HttpGate` authenticates HTTP requests (metrics and web page).
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ LEAST_ENGINES_KEY = 32
 
 @dataclass(frozen=True)
 class Security:
-    """The certificates, tokens and audit log of one daemon process."""
+    """Certificates, tokens and audit log of one daemon process. `connector`: connects to other daemons. `journal`: the
+    audit log."""
 
     connector: Connector
     authenticator: Authenticator
@@ -54,7 +57,7 @@ class Security:
 
     @classmethod
     def of(cls, config: NodeConfig, clock: Clock) -> Security:
-        """Build the security of a configuration. Raises UsageError for unusable files."""
+        """Load certificates and tokens as the configuration says. Raises UsageError for unusable files."""
         auth = config.auth
         admin = None if auth is None or auth.admin_token_file is None else Path(auth.admin_token_file)
         authenticator = Authenticator(clock, required=config.tells_apart, admin_file=admin)
@@ -75,13 +78,15 @@ class Security:
             self.watched.reload()
 
     def serve_http(self, metrics: Metrics, config: NodeConfig, page: WSGIApplication) -> MetricsServer:
-        """Serve metrics and the page to authorized callers. Raises CannotListen, UsageError."""
+        """Start the HTTP server for metrics and the web page, which serves authorized callers only. Raises
+        CannotListen, UsageError."""
         gate = HttpGate(self.authenticator, self.journal)
         tls = None if self.watched is None else serving_context(self.watched, ask=True)
         return serve_metrics(metrics, config.metrics_listen_on, config.metrics_port, page, guard=gate.before, tls=tls)
 
     def listen(self, server: grpc.aio.Server, config: NodeConfig) -> tuple[str, str]:
-        """Bind `server`; return its address for users and its address for other nodes (empty: the same). Raises CannotListen, UsageError."""
+        """Bind the gRPC `server` to its ports. Return its address for users and its address for other nodes (empty: the
+        same). Raises CannotListen, UsageError."""
         listens_on = config.listen_host, config.listen_port
         if self.watched is None:
             port = _bound(*listens_on, lambda at: server.add_insecure_port(at))
@@ -94,13 +99,13 @@ class Security:
 
 
 def tls_material(config: NodeConfig) -> TlsMaterial:
-    """The paths of a node's certificates."""
+    """The paths of a node's certificate files."""
     assert config.tls is not None
     return TlsMaterial(Path(config.tls.ca), Path(config.tls.cert), Path(config.tls.key))
 
 
 def read_engines_key(file: Path) -> bytes:
-    """The cluster's engine key. Raises UsageError."""
+    """Read the key from which the API keys of the cluster's engines are derived. Raises UsageError."""
     fix = "Use the engines.key that `gcore certs issue` wrote next to the node's certificate"
     with explain_os_errors("cannot be read", UsageError, where=file, fix=fix):
         if file.stat().st_mode & 0o077:
@@ -122,11 +127,12 @@ def _bound(host: str, port: int, bind: Callable[[str], int]) -> int:
 
 
 class HttpGate:
-    """Guards an HTTP application, `/metrics` and the page: authenticates and authorizes each request. Runs in threads.
+    """Authenticates and authorizes each HTTP request, to `/metrics` and to the web page. Runs in threads.
 
-    As with gRPC, a token or a client certificate authenticates. Clients send a token as `Authorization: Bearer TOKEN`, or as the password of any
-    user name, which browsers prompt for. The page shows the caller's namespaces. Metrics cover all namespaces, so they need a caller with access
-    to all: an admin, a node, or a viewer whose token has `*`, such as Prometheus. Refusals are written to the audit log.
+    As with gRPC, a client authenticates by a token or a client certificate. It sends a token as `Authorization: Bearer
+    TOKEN`, or as the password of any user name, for which browsers prompt. The page shows the caller's namespaces.
+    Metrics cover all namespaces, so they need a caller with access to all: an admin, a node, or a viewer whose token
+    has `*`, such as Prometheus. Rejected requests are written to the audit log.
     """
 
     def __init__(self, authenticator: Authenticator, journal: CallJournal) -> None:
@@ -134,7 +140,7 @@ class HttpGate:
         self._journal = journal
 
     def before(self, application: WSGIApplication) -> WSGIApplication:
-        """The application, restricted to authorized callers."""
+        """Wrap an HTTP application so that it serves authorized callers only."""
 
         def guarded(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
             path = str(environ.get("PATH_INFO", ""))
@@ -168,14 +174,15 @@ class HttpGate:
 
 
 def request_caller(environ: WSGIEnvironment) -> Caller:
-    """The authenticated caller of a request."""
+    """Return the authenticated caller of an HTTP request."""
     one: Any = environ.get(CALLER, NOBODY_IS_TOLD_APART)
     assert isinstance(one, Caller)
     return one
 
 
 def _bearer(header: str | None) -> str | None:
-    """The authorization header in the form that gRPC calls use."""
+    """Convert an HTTP authorization header to the form of gRPC calls (`Bearer TOKEN`); the token may be the password of
+    basic authentication."""
     scheme, _, rest = (header or "").partition(" ")
     if scheme.lower() != "basic":
         return header

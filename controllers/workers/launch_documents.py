@@ -1,7 +1,8 @@
-"""The launch documents of this node's workers: the command and the settings of each child.
+"""The launch documents of this node's workers: the command and the settings with which a worker's child process is
+started.
 
 The torch engine and SGLang's worker get the same settings under the same names, as far as both have them; `rollout.engine` selects the
-engine. This module starts nothing (`controllers.workers.launcher` does).
+engine. `controllers.workers.launcher` starts the processes.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ START_LIMITS_S: Mapping[str, float] = {"torch": 600.0, "sglang": 1800.0}
 
 
 class SglangMissing(GcoreError):
-    """A job needs SGLang on a node without it."""
+    """Raised if a job needs SGLang on a node that does not have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchDocument:
-    """A worker's child process: its command, its launch document, and additional environment variables."""
+    """How a worker's child process is started: command, settings (`document`), additional environment variables, and
+    the maximum seconds until it must serve."""
 
     command: tuple[str, ...]
     document: Mapping[str, Any]
@@ -84,7 +86,8 @@ def engine_document(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> La
 
 
 def emulated_engine(place: EnginePlace, host: str) -> PlacedEngine:
-    """An engine in the process `host`, under its own instance name."""
+    """An emulated engine at this place of the plan, with its own instance name. `host`: name of the process that hosts
+    it."""
     role, judge = ("reward", f"-{place.judge}") if place.judge else ("rollout", "")
     instance = f"{role}-{host}{judge}-{place.slot.rpartition(':')[2]}"
     return PlacedEngine(instance=instance, slot=place.slot, judge=place.judge, further=place.further)
@@ -93,7 +96,8 @@ def emulated_engine(place: EnginePlace, host: str) -> PlacedEngine:
 def emulated_host(
     spec: JobSpec, config: NodeConfig, job_uid: str, name: str, engines: tuple[PlacedEngine, ...]
 ) -> HostLaunch:
-    """The launch of the single process that hosts a node's emulated engines, for the policy and for judges."""
+    """The settings of the single process that hosts a node's emulated engines, of the policy and of judges. `name`: of
+    the process."""
     asked = {engine.judge for engine in engines}
     judges = tuple(
         ServedJudge(
@@ -127,7 +131,7 @@ def emulated_host(
 
 
 def access_settings(config: NodeConfig, connector: Connector, role: str, instance: str) -> dict[str, Any]:
-    """The access settings in a worker's document: its node's certificate, and the engine's key."""
+    """The settings by which a worker restricts access: the certificate of its node, and the API key of an engine."""
     secrets: dict[str, Any] = {}
     if (tls := serving_tls(config)) is not None:
         secrets["tls"] = tls.model_dump()
@@ -148,11 +152,12 @@ def interface_env(config: NodeConfig) -> dict[str, str]:
 
 
 def rank_command(slot: str) -> tuple[str, ...]:
-    """The command of a train rank on a slot."""
+    """The command that starts a train rank on this slot."""
     return EMULATED_RANK_COMMAND if is_emulated(slot) else RANK_COMMAND
 
 
 def device_env(*slots: str) -> dict[str, str]:
-    """Restrict a worker to its own devices, in the order of its slots and with the driver's numbering, and disable hub access."""
+    """Environment variables that restrict a worker to the devices of its slots, in their order and with the driver's
+    numbering, and that disable downloads from model hubs."""
     seen = ",".join(slot.removeprefix("cuda:") for slot in slots if is_cuda(slot))
     return {"CUDA_VISIBLE_DEVICES": seen, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "HF_HUB_OFFLINE": "1"}

@@ -1,12 +1,14 @@
-"""Starts the supervisors of workers on this node, and keeps track of unregistered starts and of the number of attempts.
+"""Starts workers on this node, each with its supervisor process, and keeps track of workers that have not registered
+yet and of failed starts.
 
-`controllers.rules.workers` decides; a worker is stopped by its own supervisor. This module never accesses a run's folder: if its mount hangs,
-the daemon must not.
+`controllers.rules.workers` decides which workers run; a worker is stopped by its own supervisor. This module never
+accesses a run's folder, because the daemon must not hang if the mount does.
 
-Control groups: one for each job, with the limits of the daemon's configuration. `auto` creates them next to the daemon's own group, and only
-if systemd has delegated that group (`DelegateSubgroup=daemon`): the daemon must not divide a group that others use, and a service whose own
-group was divided cannot be restarted while one of its workers lives. Without control groups, jobs run without limits; the daemon logs that
-once, with the fix. A group is created with the first worker of its job, and removed when no process of an ended job is left.
+Control groups (cgroups): each job has one, with the limits of the daemon's configuration. `auto` creates them next to
+the daemon's own group, and only if systemd has delegated that group (`DelegateSubgroup=daemon`): the daemon must not
+divide a group that others use, and a service whose own group was divided cannot be restarted while one of its workers
+lives. Without control groups, jobs run without limits, and the daemon logs that once, with the fix. A group is created
+with the first worker of its job, and removed when the job has ended and no process of it is left.
 """
 
 from __future__ import annotations
@@ -45,13 +47,15 @@ from gcore.worker.records import LaunchSpec, WorkerRecord
 log = logging.getLogger(__name__)
 
 DELEGATED = "daemon"
-"""The name of the subgroup in which systemd runs the daemon."""
+"""Name of the subgroup in which systemd runs the daemon."""
 
 PREFIX = "job-"
+"""Prefix of the name of a job's control group; the job ID follows."""
 
 
 def groups_base(limits: JobLimits, mount: Path, own: str | None) -> Path:
-    """The parent of the jobs' groups, for a daemon in the group `own`. Raises CannotLimit."""
+    """The folder in which the control groups of jobs are created, for a daemon in the group `own`. Raises CannotLimit
+    if there is none."""
     if limits.cgroup != AUTO:
         return Path(limits.cgroup)
     if own is None:
@@ -84,7 +88,7 @@ class JobGroups:
                 self._cannot(error)
 
     def group_of(self, job_uid: str) -> str:
-        """Create the job's group and return its folder; empty if there are no limits."""
+        """Create the control group of a job and return its folder; empty if jobs run without limits."""
         if self._base is None:
             return ""
         group = self._base / f"{PREFIX}{job_uid}"
@@ -96,7 +100,7 @@ class JobGroups:
         return str(group)
 
     def sweep(self, active: Collection[str]) -> None:
-        """Remove the groups of ended jobs that have no processes left."""
+        """Remove the control groups of jobs that are not `active` and have no processes left."""
         if self._base is None:
             return
         for group in self._base.glob(f"{PREFIX}*"):
@@ -110,22 +114,23 @@ class JobGroups:
 
 
 MAX_LAUNCHES = 5
-"""Consecutive starts of an engine or rank that did not last, after which the job fails on this node."""
+"""Number of consecutive starts of a worker without success after which the job fails."""
 
 LASTING_S = 60.0
-"""An engine that serves for this long counts as started successfully."""
+"""Seconds after its start from which a serving worker counts as started successfully."""
 
 LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ \S+ ")
-"""The prefix of each log line: time, level, logger."""
+"""Matches the beginning of a log line: time, level, logger."""
 
 
 class WorkerLauncher:
-    """Starts supervisors on this node, and tracks them until they have registered."""
+    """Starts workers of one job on this node, and tracks them until they have registered. Workers are identified by
+    their launch key (`controllers.rules.workers.launch_key`)."""
 
     def __init__(
         self, config: NodeConfig, clock: Clock, connector: Connector = PLAIN, groups: JobGroups | None = None
     ) -> None:
-        """`groups`: the control groups of jobs; None: there are none."""
+        """`groups`: the control groups of jobs; None: jobs run without limits."""
         self._connector = connector
         self._groups = groups
         self._config = config
@@ -137,7 +142,8 @@ class WorkerLauncher:
         self._why: dict[str, str] = {}
 
     def launches(self, workers: Mapping[str, WorkerRecord]) -> Launches:
-        """The current starts; forgets those that registered or died, and the attempts of workers that have lasted."""
+        """Return the starts so far, as input of `schedule_workers`. Workers that have registered or died are no longer
+        pending, and those that serve for `LASTING_S` have their attempts reset. `workers`: the registered ones."""
         now = self._clock.monotonic()
         for key, launch in self._newest.items():
             worker = workers.get(launch.instance)
@@ -150,7 +156,8 @@ class WorkerLauncher:
         return Launches(dict(self._started), dict(self._tries), dict(self._last))
 
     def failed_start(self, workers: Mapping[str, WorkerRecord]) -> str:
-        """Which worker cannot be kept running here after several attempts, and why; empty if there is none."""
+        """A sentence about a worker that was started `MAX_LAUNCHES` times without success, as the reason to fail the
+        job; empty if there is none."""
         for key, tries in self._tries.items():
             newest = self._newest.get(key)
             worker = workers.get(newest.instance) if newest else None
@@ -159,7 +166,8 @@ class WorkerLauncher:
         return ""
 
     def _cause(self, key: str) -> str:
-        """The cause of the newest failure, and its log file. Reads nothing in the run's folder, because its mount may hang."""
+        """The cause of a worker's last failure and the path of its log, as the end of a sentence. Reads nothing in the
+        run's folder, because its mount may hang."""
         why, newest = self._why.get(key, ""), self._newest.get(key)
         file = None if newest is None else newest.log if why else newest.starter_log
         if file is not None and not why:
@@ -167,7 +175,8 @@ class WorkerLauncher:
         return (f": {why}" if why else "") + (f" (its log: {file})" if file is not None else "")
 
     def start(self, action: StartEngine | StartRank, view: JobView) -> str:
-        """Start a supervisor, which registers itself. If that fails (for example on a full disk), return the reason; it is retried later."""
+        """Start a worker, which registers itself in the store. If that fails (for example on a full disk), return the
+        reason; it is retried later."""
         why = ""
         key = launch_key(action)
         self._last[key] = self._clock.monotonic()
@@ -181,7 +190,8 @@ class WorkerLauncher:
         return why
 
     def start_emulated(self, actions: Sequence[StartEngine], view: JobView) -> None:
-        """Start engines on emulated slots, all in one process: they compute nothing, and there may be very many."""
+        """Start engines on emulated slots, all in one process, because they compute nothing and there may be very
+        many."""
         name = f"emulated-{self._config.node}-{uuid.uuid4().hex[:8]}"
         engines = ((engine_key(action.place), emulated_engine(action.place, name)) for action in actions)
         placed = {
@@ -208,7 +218,7 @@ class WorkerLauncher:
                 self._newest[key] = self._started[key] = Launch(one.instance, process, now, said, said)
 
     def _spawn(self, action: StartEngine | StartRank, view: JobView) -> Launch:
-        """Start the supervisor. Raises CannotStart, SglangMissing, OSError."""
+        """Start the supervisor process of a worker. Raises CannotStart, SglangMissing, OSError."""
         uid = view.mirror.keys.uid
         run_dir = Path(view.job.run_dir)
         slots: tuple[str, ...] = action.place.slots if isinstance(action, StartEngine) else (action.place.slot,)
@@ -258,6 +268,7 @@ class WorkerLauncher:
         return memory_folder(Path(self._config.memory_dir), self._config.home, self._config.node, job_uid)
 
     def _rank_child(self, action: StartRank, view: JobView) -> LaunchDocument:
+        """The launch document of a train rank."""
         start = world_start(view)
         assert start is not None
         slot = action.place.slot

@@ -1,11 +1,14 @@
-"""Connections to the train ranks of one world: their reports, and the data sent to them.
+"""Connections to the train ranks of one train world: receives their reports, sends samples to them, and tells them to
+train.
 
-A `Watch` stream for each rank keeps `views` current. The responses to feeds also contain what a rank holds; both sources may overtake each
-other, and both only grow. The reconciler repeats feeds and applies: a failed call is simply missing in the rank's report. A rank of another
-world refuses all calls. Requests use the older of the rank's schema version and this process's.
+A `Watch` stream from each rank keeps `views` current. The responses to `Feed` calls (which send samples) also say which
+samples a rank holds. Either source may be newer, and both only grow. If a call fails, its effect is missing in the
+rank's reports, and the reconciler repeats it. A rank of another world rejects all calls. Requests use the older one of
+the rank's schema version and that of this process.
 
-A feed is split into calls of bounded size, each with a timeout that depends on its bytes. A large step can then be sent over a slow network,
-received samples are not sent again after a later failure, and no message reaches the limits of gRPC and protobuf. A group is never split.
+Samples are sent in calls of limited size, each with a timeout that depends on its bytes. So a large step can be sent
+over a slow network, samples that have arrived are not sent again after a later failure, and no message reaches the
+limits of gRPC and protobuf. The samples of a group are never split.
 """
 
 from __future__ import annotations
@@ -42,20 +45,21 @@ from gcore.train.rank.messages import (
 from gcore.types import Group, Token, Version
 
 PART_BYTES = 16 << 20
-"""Approximate maximum size of one part of a feed."""
+"""Approximate maximum bytes of one `Feed` call."""
 
 LEAST_S = 30.0
-"""Timeout of the smallest part: a rank may be busy for this long."""
+"""Timeout in seconds of the smallest `Feed` call: a rank may be busy for this long."""
 
 SLOWEST_BYTES_S = 1 << 20
-"""The lowest transfer rate in bytes per second that a feed's timeout allows."""
+"""Bytes per second that the timeout of a `Feed` call allows for."""
 
 GroupShare = tuple[Group, frozenset[int]]
-"""A group, and the indexes of the samples to send."""
+"""A group, and the indices of those samples that one rank gets."""
 
 
 def split_shares(shares: Iterable[GroupShare], limit: int = PART_BYTES) -> Iterator[tuple[GroupShare, ...]]:
-    """Split the shares, in their order, into parts of about `limit` bytes; a larger share becomes its own part."""
+    """Split shares of groups, in their order, into parts of at most about `limit` bytes. A larger share becomes a part
+    of its own."""
     part: list[GroupShare] = []
     size = 0
     for share in shares:
@@ -70,21 +74,23 @@ def split_shares(shares: Iterable[GroupShare], limit: int = PART_BYTES) -> Itera
 
 
 def share_bytes(share: GroupShare) -> int:
-    """The approximate size on the wire: four bytes per token id, four per log-probability. Digests are negligible."""
+    """The approximate bytes of a share on the network: four per token ID and four per log-probability; the rest is
+    negligible."""
     group, samples = share
     return 4 * len(group.prompt_ids) + sum(8 * len(group.samples[index].token_ids) for index in samples)
 
 
 def feed_timeout_s(size: int) -> float:
-    """The timeout in seconds of a call with `size` bytes."""
+    """The timeout in seconds of a `Feed` call with `size` bytes."""
     return LEAST_S + size / SLOWEST_BYTES_S
 
 
 class ReceivedSamples(Mapping[str, frozenset[int]]):
-    """The samples that a rank holds: as last reported by its stream, and by its responses to feeds of the same token, which may be newer.
+    """The samples of one batch that a rank holds, by group digest: as its stream last reported, together with its
+    responses to `Feed` calls, which may be newer.
 
-    Parsed on demand. A report lists everything that the rank holds, and while many peers send a batch, most reports are outdated before
-    this controller reads them.
+    The report is parsed only when it is read, because it lists all samples, and while many peers send a batch, most
+    reports are replaced before this controller reads them.
     """
 
     def __init__(self, listed: Iterable[pb.HeldGroup], answered: Mapping[str, frozenset[int]]) -> None:
@@ -108,7 +114,7 @@ class ReceivedSamples(Mapping[str, frozenset[int]]):
 def merge_samples(
     one: Mapping[str, frozenset[int]], other: Mapping[str, frozenset[int]]
 ) -> Mapping[str, frozenset[int]]:
-    """The union of both."""
+    """The union of two sets of samples, by group digest."""
     if one == other:
         return one
     joined = {**one, **other}
@@ -122,19 +128,22 @@ log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 30.0
 
 REST_TIMEOUT_S = 600.0
-"""Timeout of Release and Restore: many gigabytes may go through a disk on the host. Both are safe to repeat."""
+"""Timeout in seconds of `Release` and `Restore`: many gigabytes may go through a disk of the host. Both are safe to
+repeat."""
 
 CANNOT_REST = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED)
-"""There is no room for the rank's state, or the rank's version cannot release memory."""
+"""Codes with which a rank says that it cannot release its memory: the host has no room for its state, or the rank's
+version does not support it."""
 
 RECONNECT_S = 0.3
+"""Seconds before a broken `Watch` stream is opened again."""
 
 SAVED_KNOWN = 16
-"""Number of newest saved checkpoints to remember; they are registered one by one as they arrive."""
+"""Number of newest written checkpoints that are remembered; each is registered soon after it is reported."""
 
 
 class RankNotConnected(GcoreError):
-    """There is no connection to the rank: it may have ended between the decision and the action."""
+    """Raised if there is no connection to a rank; it may have ended between decision and action."""
 
 
 @dataclass(slots=True)
@@ -143,11 +152,12 @@ class _RankConnection:
     channel: grpc.aio.Channel
     task: asyncio.Task[None]
     generation: int
-    """The generation of the certificates used for this connection."""
+    """Number of the certificates with which this connection was made."""
 
 
 class RankConnections:
-    """Connections to the ranks of the current world, which `aim` sets."""
+    """Connections to the ranks of the present train world. `aim` sets the world and the addresses. `on_change`: called
+    when a report arrives."""
 
     def __init__(self, clock: Clock, on_change: Callable[[], None], connector: Connector = PLAIN) -> None:
         self._connector = connector
@@ -158,17 +168,18 @@ class RankConnections:
         self._closing: set[asyncio.Task[None]] = set()
         self._defect: BaseException | None = None
         self.views: dict[int, RankView] = {}
-        """Replaced, never changed."""
+        """The last report of each rank. The dictionary is replaced and never changed."""
         self._listings: dict[int, tuple[Token | None, Sequence[pb.HeldGroup]]] = {}
-        """The samples that a rank holds, as last reported by its stream, by rank."""
+        """By rank: a batch and the samples of it that the rank holds, as its stream last reported."""
         self._answered: dict[int, tuple[Token | None, Mapping[str, frozenset[int]]]] = {}
-        """The samples that a rank holds, as reported in its responses to feeds, by rank."""
+        """By rank: the same as its responses to `Feed` calls have reported."""
         self._unrested: dict[int, tuple[Token | None, str]] = {}
-        """The step after which a rank could not release its memory, and the reason, by rank."""
+        """By rank: the batch after which it could not release its memory, and the reason."""
         self.saved: dict[Version, SavedCheckpoint] = {}
+        """The newest complete checkpoints that ranks have reported."""
 
     def aim(self, world: WorldName | None, addresses: Mapping[int, str]) -> None:
-        """Connect to these ranks of this world, and drop other connections."""
+        """Set the train world and the addresses of its ranks: connect to new ones, and close other connections."""
         if world != self._world:
             self._world = world
             self.views, self._listings, self._answered, self._unrested = {}, {}, {}, {}
@@ -185,12 +196,14 @@ class RankConnections:
                 self._connections[rank] = _RankConnection(address, channel, task, self._connector.generation)
 
     def _is_outdated(self, connection: _RankConnection) -> bool:
-        """Whether a broken connection uses replaced certificates and cannot reconnect. Working connections continue."""
+        """Whether a connection is broken and was made with certificates that have been replaced, so that it cannot
+        reconnect."""
         broken = connection.channel.get_state() is not grpc.ChannelConnectivity.READY
         return broken and connection.generation != self._connector.generation
 
     def raise_defect(self) -> None:
-        """Raise the exception of a failed `Watch` stream. Otherwise the rank's reports would silently stop and the step would wait forever."""
+        """Raise the unexpected exception of a `Watch` stream, if there was one. Without this the reports of the rank
+        would stop silently, and the step would wait forever."""
         if self._defect is not None:
             raise self._defect
 
@@ -206,9 +219,9 @@ class RankConnections:
     async def feed(
         self, rank: int, seal: Seal, groups: Iterable[tuple[Group, frozenset[int]]], share: int, sender: str
     ) -> None:
-        """Send samples of groups (by index) to a rank, part by part. Raises grpc.aio.AioRpcError, RankNotConnected.
-
-        `share`: how many samples of the seal the rank gets from all peers together.
+        """Send samples of the sealed batch `seal` to a rank. `groups`: groups with the indices of the samples to send.
+        `share`: the number of samples of the batch that the rank gets from all peers together. `sender`: this
+        controller. Raises grpc.aio.AioRpcError, RankNotConnected.
         """
         self._reach(rank)
         world = self._world
@@ -244,7 +257,8 @@ class RankConnections:
             self._note_held(rank, seal.token, reply.held)
 
     async def apply(self, rank: int, seal: Seal, stored: bytes, *, whole: bool = True) -> None:
-        """Tell a rank to train the READY seal, or its READY parts. Raises grpc.aio.AioRpcError, RankNotConnected."""
+        """Tell a rank to train the READY batch `seal`; without `whole`, to add the gradients of its READY parts.
+        `stored`: the encoded seal. Raises grpc.aio.AioRpcError, RankNotConnected."""
         connection, world = self._reach(rank), self._world
         assert world is not None
         request = pb.ApplyRequest(
@@ -254,7 +268,8 @@ class RankConnections:
         await (stub.Apply if whole else stub.Accumulate)(request, timeout=CALL_TIMEOUT_S)
 
     async def rest(self, rank: int, step: int | None) -> None:
-        """Have a rank release its memory after `step`, or (None) restore it. Raises grpc.aio.AioRpcError, RankNotConnected."""
+        """Have a rank release its device memory after it has trained `step`; None: have it load its state again. Raises
+        grpc.aio.AioRpcError, RankNotConnected."""
         connection, world = self._reach(rank), self._world
         assert world is not None
         stub = VersionedStub(train_pb2_grpc.TrainRankStub(connection.channel))
@@ -301,6 +316,7 @@ class RankConnections:
             await self._clock.sleep(RECONNECT_S)
 
     def _note(self, rank: int, state: pb.RankState) -> None:
+        """Process a report of a rank's stream."""
         holding = read_token(state.holding) if state.HasField("holding") else None
         applied = read_token(state.applied) if state.HasField("applied") else None
         behind, why = self._unrested.get(rank, (None, ""))
@@ -332,6 +348,7 @@ class RankConnections:
         self._show(view)
 
     def _note_held(self, rank: int, token: Token, held: Iterable[pb.HeldGroup]) -> None:
+        """Process the response to a `Feed` call: the samples of the batch `token` that the rank holds."""
         view = self.views.get(rank, RankView(rank))
         if view.holding is None or view.holding <= token:
             known = self._answered.get(rank)
@@ -340,7 +357,7 @@ class RankConnections:
             self._show(replace(view, holding=token, held=self._held(rank, token)))
 
     def _held(self, rank: int, token: Token | None) -> ReceivedSamples:
-        """The samples of one token that a rank holds. They only grow, but responses and stream may overtake each other."""
+        """The samples of the batch `token` that a rank holds, from its stream and its responses."""
         listed_for, listed = self._listings.get(rank, (None, ()))
         answered_of, answered = self._answered.get(rank, (None, {}))
         return ReceivedSamples(listed if listed_for == token else (), answered if answered_of == token else {})
@@ -356,7 +373,7 @@ def _payload_of(part: Iterable[tuple[Group, frozenset[int]]]) -> tuple[bytes, by
 
 
 def _saved(state: pb.RankState, view: RankView) -> Iterator[SavedCheckpoint]:
-    """The newest checkpoint that the rank has written to disk, if any."""
+    """Yield the newest complete checkpoint that the rank reports, if there is one."""
     if state.HasField("saved"):
         found = read_saved_checkpoint(state.saved)
         yield SavedCheckpoint(found.version, found.file, found.sha256)
