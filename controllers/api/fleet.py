@@ -52,8 +52,8 @@ MOST_NAMESPACES = 1_000
 
 @dataclass(frozen=True, slots=True)
 class UsageQuery:
-    """A query for usage. Days count from the epoch and are inclusive. `by`: the dimensions to group by. `namespace` empty: all namespaces
-    that the caller may see."""
+    """A parsed usage request. `first_day` and `last_day`: the days since the epoch, both included. `by`: the dimensions
+    by which usage is summed. `namespace` empty: all namespaces that the caller may see."""
 
     first_day: int
     last_day: int
@@ -61,7 +61,7 @@ class UsageQuery:
     namespace: str
 
     def has(self, usage: NodeUsage) -> bool:
-        """Whether the query includes a usage record."""
+        """Whether a usage record is part of the answer."""
         is_then = self.first_day <= usage.day <= self.last_day
         return is_then and may_see(usage.namespace) and self.namespace in ("", usage.namespace)
 
@@ -85,7 +85,7 @@ def parse_usage_query(request: pb.GetUsageRequest, now: float) -> UsageQuery:
 
 
 def usage_reply(sums: UsageSums) -> pb.GetUsageReply:
-    """The usage as an API message."""
+    """Convert summed usage to the response."""
     reply = pb.GetUsageReply()
     for named, seconds in sums.ranked():
         reply.usages.add(by=named, slot_seconds=seconds.slot_s, busy_seconds=seconds.busy_s)
@@ -97,7 +97,7 @@ class FleetMethods(JobsServiceBase):
 
     @functools.cached_property
     def _one_sum(self) -> asyncio.Lock:
-        """Lets only one usage request at a time read the store."""
+        """The lock that lets only one usage request at a time read the store."""
         return asyncio.Lock()
 
     @handle_errors
@@ -215,7 +215,8 @@ class QuotaMethods(JobsServiceBase):
 
 
 async def set_quota(store: Store, namespace: str, slots: int | None) -> None:
-    """Set or remove a quota; retry while other quotas change at the same time. Raises StoreUnavailable, BadFields."""
+    """Set or remove the quota of one namespace. All quotas are in one record, so the write is repeated if another quota
+    was changed at the same time. Raises StoreUnavailable, BadFields."""
     while True:
         kv = await store.get(keys.QUOTAS)
         try:

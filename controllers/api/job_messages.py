@@ -90,7 +90,7 @@ MOST_BYTES = 16 << 20
 """Maximum size of a page in bytes: a page ends with the job that reaches it. Specs may be long, and gRPC rejects too large responses."""
 
 AT_ONCE = 32
-"""Jobs that are read concurrently."""
+"""How many jobs are read from the store concurrently."""
 
 LONGEST_FILTER = 256
 
@@ -101,17 +101,19 @@ LONGEST_NAME = 256
 
 
 def pause_change(*, yes: bool) -> Change:
-    """The change that pauses a job (it gives its slots back) or resumes it."""
+    """Return a function that changes a job's claim on slots: it pauses the job (the job then gives its slots back) or
+    resumes it."""
     return lambda claim: claim.model_copy(update={"paused": yes})
 
 
 def end_change(reason: str) -> Change:
-    """The change that ends a job at its next commit."""
+    """Return a function that changes a job's claim on slots: it makes the job end at its next commit."""
     return lambda claim: claim if claim.ends else claim.model_copy(update={"ends": reason})
 
 
 def update_change(request: pb.UpdateJobRequest) -> Change:
-    """Build the change of a job that the request's mask names. Raises BadFields."""
+    """Return a function that changes a job's claim on slots as an update request asks: the fields that the request's
+    mask names. Raises BadFields."""
     paths = [path.removeprefix(SECTION) for path in request.update_mask.paths]
     if not paths:
         raise bad_field("update_mask", "is empty", f"Name at least one of {', '.join(UPDATABLE)}")
@@ -185,7 +187,9 @@ def waits_for_slots(claim: Claim | None, shares: Shares | None, uid: str) -> boo
 def job_status(
     state: pb.JobState, reason: str, claim: Claim, why: str, granted: int, held: int
 ) -> tuple[pb.JobState, str]:
-    """The state and reason of a job that has not ended."""
+    """The state and reason that users see of a job that has not ended. `state` and `reason`: those of its phase, which
+    do not include slots. `why`: why it waits for slots; `granted` and `held`: its slots by the shares, and those that
+    it still uses."""
     leaves = f"; it still has to release {held} slots" if held else ""
     if claim.ends:
         return state, f"the job ends at its next commit ({claim.ends}){leaves}"
@@ -199,7 +203,7 @@ def job_status(
 
 
 def slot_users(shares: Shares, namespaces: Mapping[str, str], sees: Callable[[str], bool]) -> dict[str, dict[str, str]]:
-    """The job on each slot, by node and slot; empty if the caller may not see the job."""
+    """Which job uses each slot, by node and slot. For a job that the caller may not see, the text is empty."""
     found: dict[str, dict[str, str]] = {}
     for uid, share in shares.jobs.items():
         shown = uid if sees(namespaces.get(uid, "")) else ""
@@ -233,7 +237,8 @@ def source_reports(mirror: JobMirror) -> list[pb.SourceReport]:
 
 
 def best_checkpoint(mirror: JobMirror, metric: str | None) -> pb.BestCheckpoint | None:
-    """The best evaluated weights on head's chain and their checkpoint; None if there are none."""
+    """The committed weights with the best value of `metric` in an evaluation, and their checkpoint if there is one;
+    None without an evaluation."""
     if mirror.job is None or mirror.head is None:
         return None
     head, evaluations = mirror.head.record, [stored.record for stored in mirror.evaluations.values()]
@@ -359,7 +364,7 @@ async def add_queue_positions(
 
 @dataclass(frozen=True, slots=True)
 class JobQuery:
-    """A query for a list of jobs. `namespaces` None: all."""
+    """The filter of a list request. `namespaces`: those that are listed; None: all."""
 
     size: int
     before: int | None
@@ -382,7 +387,7 @@ class JobQuery:
 
     @property
     def binding(self) -> str:
-        """A digest of the query, to which page tokens are bound."""
+        """A digest of the filter. A page token contains it, so that a token cannot be used with another filter."""
         seen = None if self.namespaces is None else sorted(self.namespaces)
         said = json.dumps(["ListJobs", self.namespace, sorted(self.states), self.name_prefix, seen])
         return hashlib.sha256(said.encode(errors="surrogatepass")).hexdigest()[:16]
@@ -412,7 +417,8 @@ def parse_query(request: pb.ListJobsRequest, namespaces: frozenset[str] | None) 
 
 
 def _begin(token: str, binding: str) -> int:
-    """The revision in a page token. Raises BadFields if the token is malformed or belongs to another list."""
+    """Read a page token: the page contains jobs that were created before this store revision. Raises BadFields if the
+    token is malformed or belongs to a list with another filter."""
     wrong = bad_field("page_token", "is not a page token of this API", _AGAIN)
     try:
         tree = json.loads(base64.b64decode(token.encode("ascii"), altchars=b"-_", validate=True))
@@ -464,7 +470,8 @@ def summarize_job(one: JobMirror | UnreadableJob) -> pb.Job:
 
 
 class JobsServiceBase(jobs_pb2_grpc.JobsServicer):
-    """The collaborators shared by the mixins of JobsService."""
+    """Base class of the classes that implement the RPCs of `Jobs`: the store, the clock, the mirrors and the limits
+    that they use."""
 
     def __init__(
         self,
@@ -500,7 +507,7 @@ class JobsServiceBase(jobs_pb2_grpc.JobsServicer):
         return uid
 
     async def _mirror(self, name: str) -> JobMirror:
-        """The records of the job that a request names."""
+        """The current records of the job that a request names."""
         return await self._jobs.mirror(await self._find(name))
 
     async def _describe(self, uid: str, *, quick: bool = False) -> pb.Job:

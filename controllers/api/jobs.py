@@ -5,8 +5,9 @@ Errors leave as gRPC statuses (`controllers.api.edge.errors`) with a sentence an
 A delete marks the job's head, removes the run's folder, then the records, so that an interrupted delete can be repeated. The folder is
 renamed before it is deleted. If nodes share no folder, only this node's folder is deleted. Usage records stay (`gcore.ledger.usage`).
 
-`RunEval` requests an evaluation of the running step's weights. Every peer sees the request before the commit, so either all peers evaluate
-these weights or none. If head's weights are or were evaluated, their version is returned.
+`RunEval` requests an evaluation of the weights that the running step produces. Every peer sees the request before the
+commit, so either all peers evaluate these weights or none. If head's weights are or were evaluated, their version is
+returned.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ T = TypeVar("T")
 
 
 def describe_placement(mirror: JobMirror, nodes: frozenset[str]) -> jobs_pb2.PlacementReply:
-    """The placement of a job's slots. `nodes`: the registered nodes."""
+    """Build the message about a job's placement: its policy, the plan with the use of each slot, the moves in progress,
+    and its pin. `nodes`: the registered nodes."""
     record, plan = mirror.job_record, mirror.plan
     placement = stored_spec(record.spec).placement
     leader = mirror.leader
@@ -103,7 +105,9 @@ def describe_placement(mirror: JobMirror, nodes: frozenset[str]) -> jobs_pb2.Pla
 def parse_pin(
     request: jobs_pb2.PinPlacementRequest, known: Pin, job: JobRecord, slots: int, node: str, time: float
 ) -> Pin:
-    """The new pin of a job's placement. Raises UsageError, Conflict."""
+    """Build the pin of a job's placement (fixed sizes of pools, or no moves at all) that results from a request.
+    `known`: the present pin, to which the request is added. `slots`: those of the cluster. Raises UsageError,
+    Conflict."""
     spec = stored_spec(job.spec)
     placement, spans = spec.placement, sizes_of(spec)
     sizes = {pool: getattr(request, pool) for pool in POOLS if request.HasField(pool)}
@@ -152,7 +156,8 @@ async def write_pin(
     node: str,
     time: float,
 ) -> None:
-    """Pin a job's placement. `look`: reads the job's records again. Raises GcoreError."""
+    """Write the pin that a request asks for. Retries if other requests change the pin at the same time. `look`: reads
+    the job's current records. Raises GcoreError."""
     for _ in range(PIN_TRIES):
         mirror = await look()
         if mirror.has_ended:
@@ -203,7 +208,8 @@ def remove_folder(run_dir: Path, uid: str) -> None:
 
 
 async def delete_job(jobs: StoreReader, mirror: JobMirror, *, files: bool) -> None:
-    """Delete a job. Raises GcoreError; StoreUnavailable if it is unknown whether the records were deleted."""
+    """Delete a job that has ended: mark its head, remove the run's folder, then the records. Can be repeated after an
+    error. Raises GcoreError; StoreUnavailable if it is unknown whether the records were deleted."""
     job, ledger = mirror.job_record, jobs.ledger(mirror.keys.uid)
     while mirror.job is not None:
         head = mirror.head
@@ -223,7 +229,8 @@ async def delete_job(jobs: StoreReader, mirror: JobMirror, *, files: bool) -> No
 
 
 async def _named(store: Store, job: JobRecord) -> dict[str, int]:
-    """The keys that refer only to this job (its name and its request id), with their revisions."""
+    """The keys outside the job's own records that refer to it, with their revisions: that of its name and that of its
+    request ID. A key that now belongs to another job is left out."""
     found = {}
     for key in (keys.name(job.name, job.namespace), keys.request(job.request_id) if job.request_id else ""):
         known = await store.get(key) if key else None
@@ -235,7 +242,8 @@ async def _named(store: Store, job: JobRecord) -> dict[str, int]:
 async def request_evaluation(
     ledger: TransactionExecutor, look: Callable[[], Awaitable[JobMirror]], by: str, time: float
 ) -> Version:
-    """Request an evaluation; return the version that is evaluated. Raises Conflict, StoreUnavailable."""
+    """Request an evaluation of the weights that the next commit produces, unless one is running or done; return the
+    version of the weights. `look`: reads the job's records. Raises Conflict, StoreUnavailable."""
     for _ in range(ASK_TRIES):
         mirror = await look()
         version = _known(mirror)
@@ -257,7 +265,8 @@ async def request_evaluation(
 
 
 def _known(mirror: JobMirror) -> Version | None:
-    """The version that is evaluated anyway or was requested already; None otherwise. Raises Conflict."""
+    """The version of the weights for which no request needs to be written: head's, if it is or will be evaluated, or
+    the next, if it was requested already. None otherwise. Raises Conflict if the job cannot be evaluated."""
     job = mirror.job_record
     spec = stored_spec(job.spec)
     if mirror.has_ended:
@@ -350,7 +359,7 @@ class LifecycleMethods(JobsServiceBase):
 
     @handle_errors
     async def RunEval(self, request: jobs_pb2.RunEvalRequest, context: CallContext) -> jobs_pb2.RunEvalReply:
-        """Request an evaluation of the current step's weights."""
+        """Request an evaluation of the weights that the running step produces."""
         uid = await self._find(request.job)
         who, now = current_caller().name, self._clock.wall()
         version = await request_evaluation(self._jobs.ledger(uid), self._looking(uid), who, now)
@@ -475,7 +484,7 @@ class ReportMethods(JobsServiceBase):
 
 
 async def _one_by_one(messages: Iterator[T]) -> AsyncGenerator[T, None]:
-    """Yield the messages. Reading the next one blocks on the disk, so it happens in a thread and only when the client wants it."""
+    """Yield the messages of a blocking iterator. Each one is read in a thread, and only when the client wants it."""
     while (one := await asyncio.to_thread(next, messages, None)) is not None:
         yield one
 

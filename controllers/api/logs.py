@@ -55,14 +55,14 @@ LOOK_S = 0.5
 """Seconds between two reads of followed logs."""
 
 FOLDER_EVERY = 4
-"""Reads between two listings of the folder for new workers."""
+"""The folder is searched for logs of new workers at every fourth read of the followed logs."""
 
 MOST_TAIL = 100_000
 
 Source = Callable[[], AsyncGenerator[pb.LogLine, None]]
 
 HELD = 64
-"""Lines buffered for a slow client."""
+"""Maximum number of lines that wait for a slow client; then reading pauses."""
 
 
 def line_time(line: str) -> float:
@@ -159,7 +159,8 @@ class LogReader:
             yield file
 
     def _is_open(self, file: BinaryIO, *, last: bool) -> bool:
-        """Whether the read position is known. A log that was truncated or replaced is read from its beginning."""
+        """Set the read position if that is not done yet, or back to the beginning if the log was truncated or replaced.
+        False: the log is still shorter than the position, so nothing can be read now."""
         size = os.fstat(file.fileno()).st_size
         if self._opened:
             if size < self._offset or _head_of(file, len(self._head)) != self._head:
@@ -218,7 +219,7 @@ def _text(data: bytes) -> str:
 
 
 def _behind(file: object, size: int, lines: int) -> int:
-    """The offset of the last `lines` lines."""
+    """The offset in the file at which the last `lines` lines begin."""
     at, wanted = size, lines
     last = True
     while at > 0:
@@ -305,7 +306,8 @@ def select_logs(
 def check_log_names(
     ask: pb.StreamLogsRequest, nodes: Collection[str], workers: Collection[str], *, names: Collection[str], whole: bool
 ) -> None:
-    """Raise NodeNotFound or WorkerNotFound for a name that is neither registered nor has a log in `names`. `whole`: `names` is complete."""
+    """Raise NodeNotFound or WorkerNotFound if a request names a node or worker that is neither registered nor has a
+    log. `names`: the log files that were found; `whole`: whether they include those of all nodes."""
     logs = [split for name in names if (split := _split(name)) is not None]
     known = {*nodes, *(node for _, _, node in logs)}
     if ask.node and ask.node not in known:
@@ -330,17 +332,18 @@ def _split(name: str) -> tuple[str, str, str] | None:
 
 @dataclass
 class _Read:
-    """A log that is being streamed, and how far it has been read."""
+    """A log that is being streamed, and its reader, which holds the position."""
 
     log: WorkerLog
     reader: LogReader
     time: float
-    """The latest time in a line of the log."""
+    """The time of the newest line that had one, in seconds since the epoch."""
 
 
 @dataclass
 class LogStream:
-    """Streams the lines of several logs. `look`: returns the current logs, and whether nothing more will be written."""
+    """Streams the lines of several logs of a job, also of those that appear later. `look`: returns the current log
+    files, and whether the job has ended, so that nothing more is written. `ask`: the request."""
 
     look: Callable[[], Awaitable[tuple[Sequence[WorkerLog], bool]]]
     ask: pb.StreamLogsRequest
@@ -374,7 +377,7 @@ class LogStream:
             await self.clock.sleep(LOOK_S)
 
     async def _begin(self, log: WorkerLog, *, first: bool) -> pb.LogLine | None:
-        """Start to read a log. Returns its start position if the client requested positions.
+        """Start to read a log. Returns a message with its start position if the client requested positions.
 
         The position of the `tail` would otherwise be lost with this stream. A client that resumes sends the positions of the logs that it has
         read, so other logs are new to it and are read from their beginning, like the logs of workers that start later.

@@ -136,7 +136,8 @@ def _below(handle: int, prefix: str) -> Iterator[tuple[str, int]]:
 
 
 def _opened(run_dir: Path, parts: tuple[str, ...], offset: int) -> tuple[BinaryIO, int]:
-    """Open the file at `offset`; also return the number of bytes from there. Raises GcoreError."""
+    """Open a file of the run without following links, and seek to `offset`. Return it with the number of bytes from
+    there to its end. Raises GcoreError."""
     try:
         with _directory(run_dir, parts[:-1]) as handle:
             file = os.fdopen(os.open(parts[-1], _FILE, dir_fd=handle), "rb", buffering=0)
@@ -154,7 +155,8 @@ def _opened(run_dir: Path, parts: tuple[str, ...], offset: int) -> tuple[BinaryI
 
 @contextlib.contextmanager
 def _directory(run_dir: Path, parts: tuple[str, ...]) -> Iterator[int]:
-    """Open the folder at `parts` without following links. Raises OSError."""
+    """Context manager that opens a folder of the run, one part of its path after the other and without following links,
+    and returns its file descriptor. Raises OSError."""
     handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for part in parts:

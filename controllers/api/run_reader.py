@@ -192,8 +192,9 @@ def audit_of_records(
     run_dir: Path | None = None,
     known: Collection[tuple[str, Token]] | None = None,
 ) -> Audit:
-    """Audit a job whose records are `batch`. `run_dir`: its folder; None: as in its record. `known`: the tokens that had receipts before the
-    records were read (`check_uncommitted`). Blocks on the disk."""
+    """Audit a job with the records `batch` and the files of its run. `run_dir`: the run's folder; None: the one that
+    its record names. `known`: the tokens for which there were receipts before the records were read
+    (`check_uncommitted`). Blocks on the disk."""
     try:
         mirror = archive.mirror_of(uid, batch)
     except UnreadableRecord as error:
@@ -222,7 +223,8 @@ def _violation(sentence: str) -> Audit:
 
 
 def _audit_without_head(mirror: JobMirror, run_dir: Path, known: Collection[tuple[str, Token]] | None) -> Audit:
-    """The first transaction of a job creates head, and none deletes it alone. Any later record of the job shows that head is missing."""
+    """Audit a job without a head record. That is right only for a job that has not started: its first transaction
+    creates head, and none deletes it alone. If there is any later record or file, head was lost."""
     log = ArchivedLog(run_dir, {seq: stored.record for seq, stored in mirror.log.items()})
     registered = len(mirror.checkpoints.record.entries) if mirror.checkpoints is not None else 0
     counts = {
@@ -268,8 +270,8 @@ def _audit(
 
 
 def _manifests(run_dir: Path, checkpoints: Sequence[Checkpoint]) -> dict[str, ManifestFacts]:
-    """The readable manifests in the run's folder. A missing one is no violation: a checkpoint may be on another node, and a rollback verifies a
-    checkpoint before it uses it."""
+    """The facts of each checkpoint's manifest, as far as it can be read in the run's folder. A missing manifest is no
+    violation: the checkpoint may be on another node, and a rollback verifies a checkpoint before it uses it."""
     found = {}
     for one in checkpoints:
         if one.file != checkpoint_file(one.version):
@@ -282,7 +284,7 @@ def _manifests(run_dir: Path, checkpoints: Sequence[Checkpoint]) -> dict[str, Ma
 
 
 def known_tokens(run_dir: Path) -> frozenset[tuple[str, Token]]:
-    """The worlds and tokens of the receipts in a run's folder. Raises OSError. Blocks."""
+    """The receipts in a run's folder, each as its train world and token. Raises OSError. Blocks."""
     return frozenset(ReceiptFolder(run_dir).tokens())
 
 
@@ -396,7 +398,8 @@ def _registered(mirror: JobMirror) -> dict[Checkpoint, Collection[str]]:
 
 
 def _left(run_dir: Path, uid: str) -> dict[Checkpoint, Collection[str]]:
-    """The same, from the copy of the records in the run's folder; empty if there is none or it is damaged."""
+    """The checkpoints and reasons of `_registered`, but from the copy of the records in the run's folder; empty if
+    there is no copy or it is damaged."""
     with contextlib.suppress(OSError, GcoreError):
         copy = archive.read_copy(run_dir)
         if copy is not None and copy.uid == uid:
@@ -409,7 +412,8 @@ def _newest_first(found: Mapping[Checkpoint, Collection[str]]) -> list[tuple[Che
 
 
 def _seen(folder: Path, one: Checkpoint, kept: Collection[str]) -> pb.CheckpointInfo:
-    """A checkpoint with the total size of its files, damaged or not, and its first problem."""
+    """Describe a checkpoint as an API message: its total size, whether damaged or not, and the first problem of its
+    files."""
     info = pb.CheckpointInfo(
         step=one.step, lineage=one.lineage, folder=str(folder), kept=sorted(kept), digest=one.digest
     )

@@ -108,7 +108,7 @@ class StoreReader:
         return None if named is None else named.value.decode(errors="replace")
 
     async def _is_seen(self, uid: str) -> bool:
-        """Whether the caller may see a job with that uid."""
+        """Whether there is a job with that uid and the caller may see it."""
         job_keys = JobKeys(uid)
         if (kv := await self._store.get(job_keys.job)) is not None:
             return may_see(_namespace_of(kv))
@@ -134,7 +134,7 @@ class StoreReader:
         return self._here(JobMirror(JobKeys(uid)).fold(await self.batch(uid)))
 
     def ledger(self, uid: str) -> TransactionExecutor:
-        """An executor of transactions on a job's records."""
+        """Return an executor that runs transactions on the records of one job."""
         return TransactionExecutor(self._store, JobKeys(uid))
 
     @property
@@ -199,7 +199,8 @@ class StoreReader:
         return [(kv.value.decode(errors="replace"), kv.create_revision) for kv in listing.kvs]
 
     async def summary(self, uid: str) -> JobMirror | UnreadableJob | None:
-        """The records of a job that a list needs, with only the newest evaluation. None: there is no such job."""
+        """The few records of a job that an entry in a list needs; of the evaluations, only the newest. None: there is
+        no such job."""
         job_keys = JobKeys(uid)
         names = (job_keys.job, job_keys.state, job_keys.head, job_keys.assign, job_keys.checkpoints)
         reading = asyncio.gather(*(self._store.get(name) for name in names))
@@ -313,7 +314,8 @@ def _as_watch_batch(listing: KeyListing) -> WatchBatch:
 
 
 def _leave_copy(uid: str, listing: KeyListing, run_dir: Path) -> None:
-    """Write the copy of an ended job's records. Errors are ignored: they must not fail the audit."""
+    """Write a copy of an ended job's records into its run's folder, so that the run can be audited without a cluster.
+    Errors are ignored, because they must not fail the audit."""
     with contextlib.suppress(OSError, UnreadableRecord):
         mirror = mirror_of(uid, _as_watch_batch(listing))
         if mirror.job is None or not mirror.has_ended:

@@ -51,7 +51,7 @@ MOST_NAMES = 256
 KINDS = ("trained", "filtered", "failed")
 
 COUNTS = ("groups", "filtered", "failed")
-"""The API's names for KINDS."""
+"""The names in the API of the metrics that count a step's groups, in the order of `KINDS`."""
 
 LOOK_S, LOOKS = 0.25, 8
 """For a job that waits for slots: seconds between checks whether a controller works on it, and checks until its records are read again."""
@@ -63,7 +63,7 @@ SOON_S, LATER_S = 0.05, 1.0
 """Shortest and longest delay between checks whether this controller works on a job that should run."""
 
 CATCH_UP_S = 20.0
-"""Seconds until the stream fails because this controller does not work on the job."""
+"""Seconds for which a stream waits until this controller works on the job; then it fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,8 @@ def all_steps(run_dir: Path, log: Mapping[int, LogEntry], behind: StreamPosition
 
 
 def has_no_values(names: Collection[str], entries: Iterable[LogEntry]) -> bool:
-    """Whether some of `names` cannot be checked yet because there is no step. Raises BadFields for an unknown name. Blocks if iterating
+    """Check the names of metrics that a client requests against those of the steps in `entries`. Raises BadFields for
+    an unknown name. Returns whether some names are still unchecked because there is no step. Blocks if iterating
     `entries` blocks."""
     asked = set(names) - STEP_STATS.keys() - set(COUNTS)
     reported: set[str] = set()
@@ -132,7 +133,7 @@ def has_no_values(names: Collection[str], entries: Iterable[LogEntry]) -> bool:
 
 
 def step_message(entry: LogEntry, names: Collection[str]) -> pb.StepMetrics:
-    """A step as an API message."""
+    """Convert the log entry of a step to a message with its metrics. `names`: the requested metrics; empty: all."""
     kinds = (float(sum(one.kind == kind for one in entry.delta)) for kind in KINDS)
     values = {**finite_numbers(entry.stats), **dict(zip(COUNTS, kinds, strict=True))}
     chosen = {name: value for name, value in values.items() if (not names or name in names) and math.isfinite(value)}
@@ -284,7 +285,7 @@ class StreamMethods(JobsServiceBase):
                 await runner.changes.wait()
 
     async def _waits(self, uid: str) -> bool:
-        """Whether the job has not ended but has no slots and no runner. Returns after a while, or as soon as it has a runner."""
+        """Wait for a while, or until this controller works on the job. Return False if the job has ended."""
         for _ in range(LOOKS):
             if self._runner(uid) is not None:
                 return True
@@ -292,7 +293,8 @@ class StreamMethods(JobsServiceBase):
         return not (await self._jobs.mirror(uid)).has_ended
 
     async def _settled(self, uid: str) -> JobRunner | None:
-        """The runner of a job; waits for the runner of a new job. None: the job has ended or waits for slots."""
+        """The runner of a job on this controller. Waits if the job is new and its runner will soon start. None: the job
+        waits for slots, or has ended without one. Raises StoreUnavailable."""
         end, rest = self._clock.monotonic() + CATCH_UP_S, SOON_S
         while self._clock.monotonic() < end:
             runner = self._runner(uid)

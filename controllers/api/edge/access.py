@@ -71,7 +71,8 @@ USER_ROLES: Mapping[str, Role] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The authenticated caller of an RPC. `namespaces` None: all. `name` empty: the daemon does not authenticate callers."""
+    """The caller of an RPC: name, role and the namespaces that it may access (None: all). An empty name means that the
+    daemon does not authenticate callers."""
 
     name: str
     role: Role
@@ -83,7 +84,8 @@ class Caller:
 
     @property
     def home(self) -> str:
-        """The default namespace for the caller's jobs and for names without a namespace."""
+        """The namespace of the caller's new jobs, and of names that are given without a namespace: `default` if the
+        caller may access it, otherwise the first of its namespaces."""
         if self.may_see(DEFAULT_NAMESPACE):
             return DEFAULT_NAMESPACE
         return min(self.namespaces or (DEFAULT_NAMESPACE,))
@@ -112,7 +114,7 @@ def set_caller(one: Caller) -> None:
 
 @contextlib.contextmanager
 def acting_as(one: Caller) -> Iterator[None]:
-    """Act as the caller within a block."""
+    """Set the caller within a `with` block: code in it is served as if `one` had made the call."""
     token = _caller.set(one)
     try:
         yield
@@ -122,11 +124,12 @@ def acting_as(one: Caller) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class AccessRule:
-    """The lowest role that may call an RPC."""
+    """The access rule of one RPC: the lowest role that may call it, and whether it changes anything."""
 
     least: Role
     changes: bool = False
-    """Whether the RPC changes anything. Such calls are always written to the audit log."""
+    """Whether the RPC changes anything. Every call of such an RPC is written to the audit log; of other RPCs, only
+    refused calls."""
 
 
 def _reads(least: Role = Role.VIEWER) -> AccessRule:
@@ -187,7 +190,7 @@ TOOLS: Mapping[str, AccessRule] = MappingProxyType(
 
 
 def access_refusal(one: Caller, method: str) -> str | None:
-    """Why the caller may not call an RPC, or None."""
+    """A sentence why the caller `one` may not call the RPC `method` (its full gRPC path); None if it may."""
     row = TABLE.get(method) or TOOLS.get(method)
     if row is None:
         return f"{method[:200]} is not in the role table, so no caller may use it"
@@ -222,10 +225,12 @@ class BadCertificate(Unauthenticated):
 
 
 class Authenticator:
-    """Authenticates callers by token or certificate. `required` False: every call has the same unnamed admin as caller. Thread-safe."""
+    """Authenticates callers by token or certificate, with a copy of the store's tokens that `watch` keeps current. If
+    `required` is false, nothing is authenticated and every caller is an unnamed admin. Thread-safe."""
 
     def __init__(self, clock: Clock, *, required: bool = False, admin_file: Path | None = None) -> None:
-        """Raises UsageError if the admin token's file contains no token."""
+        """`admin_file`: a file with a token that always grants the admin role. Raises UsageError if it contains no
+        token."""
         self._clock = clock
         self.required = required
         self._first = None if admin_file is None else read_token(admin_file)
@@ -233,12 +238,12 @@ class Authenticator:
         self._is_loaded = False
 
     async def watch(self, store: Store) -> None:
-        """Follow the tokens in the store; never returns."""
+        """Keep the copy of the store's tokens current; never returns."""
         async for batch in store.watch(keys.TOKENS):
             self.note(batch)
 
     def note(self, batch: WatchBatch) -> None:
-        """Apply a change of the tokens."""
+        """Apply a change of the store's tokens to the copy."""
         known = {} if batch.reset else dict(self._known)
         for event in batch.events:
             token_id = event.kv.key.removeprefix(keys.TOKENS)

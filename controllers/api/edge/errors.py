@@ -132,7 +132,8 @@ CODES: tuple[tuple[type[GcoreError], grpc.StatusCode, str], ...] = (
     (UnreadableRecord, Code.FAILED_PRECONDITION, "UNREADABLE_RECORD"),
     (GcoreError, Code.FAILED_PRECONDITION, "REFUSED"),
 )
-"""The first matching entry applies."""
+"""The gRPC status and the reason (`ErrorInfo.reason`) of each class of errors. The first entry of which an error is an
+instance applies."""
 
 
 def status_of(error: GcoreError) -> grpc.StatusCode:
@@ -141,7 +142,8 @@ def status_of(error: GcoreError) -> grpc.StatusCode:
 
 
 def make_refusal(error: GcoreError, sentence: str = "") -> Refusal:
-    """Build the refusal for an error. `sentence` replaces the error's own text."""
+    """Convert an error to what the client gets: gRPC status, sentence and reason. `sentence` replaces the error's own
+    text."""
     reason = next(reason for kind, _, reason in CODES if isinstance(error, kind))
     violations: tuple[Violation, ...] = ()
     if isinstance(error, BadFields):
@@ -153,7 +155,8 @@ def make_refusal(error: GcoreError, sentence: str = "") -> Refusal:
 
 
 def spec_violations(error: SpecError) -> list[Violation]:
-    """The fields that a spec error is about. Its text lists them as `section.field: what`, separated by semicolons."""
+    """Parse the text of a spec error into the fields that are wrong, each with what is wrong. The text lists them as
+    `section.field: what`, separated by semicolons."""
     found = []
     for problem in error.what.split("; "):
         name, colon, what = problem.partition(": ")
@@ -163,13 +166,13 @@ def spec_violations(error: SpecError) -> list[Violation]:
 
 
 async def abort_call(context: CallContext, refusal: Refusal) -> NoReturn:
-    """Abort the call with the refusal's status."""
+    """End the call with the status, sentence and reason of a refusal; never returns."""
     await context.abort(refusal.code, refusal.sentence, refusal_metadata(refusal))
     raise AssertionError("abort raises")
 
 
 def final_status(context: Any, *, done: bool, left: bool = False) -> str:
-    """The final status of a call, for metrics and the audit log.
+    """The name of the gRPC status with which a call ended, for metrics and the audit log.
 
     `done`: whether the whole response was produced; otherwise the client has cancelled the call. `left`: the stream was closed from outside.
     gRPC does that when the client of a waiting stream disconnects, and does not cancel this task then.

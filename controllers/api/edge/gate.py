@@ -44,7 +44,7 @@ MOST_OF_A_FIELD = 200
 END_S = 2.0
 
 STRANGERS_WITHIN_S = 5.0
-"""Maximum time from the start of an unauthenticated call to its request."""
+"""Seconds within which the request of an unauthenticated call must arrive; otherwise the call is refused."""
 
 _NAMES = "peer_uri"
 
@@ -55,7 +55,7 @@ _WATCH = access.OPEN + "Watch"
 
 @dataclass(frozen=True, slots=True)
 class CallEntry:
-    """One entry of the audit log."""
+    """One line of the audit log: who called which RPC for which job, and the outcome."""
 
     caller: str
     role: str
@@ -67,7 +67,8 @@ class CallEntry:
 
 
 class CallJournal:
-    """Writes the audit log. `file` None: writes nothing. `most_bytes`: maximum size of a file; `kept`: number of old files."""
+    """Writes the audit log, in a thread. `file` None: writes nothing. `most_bytes`: size at which a new file is
+    started; `kept`: how many old files are kept."""
 
     def __init__(self, file: Path | None, clock: Clock, *, most_bytes: int = 16 << 20, kept: int = 4) -> None:
         self._file = file
@@ -187,7 +188,8 @@ class AccessGate(grpc.aio.ServerInterceptor):
 
 
 class _Begun:
-    """A call from its start until its audit entry is written."""
+    """One call, from its start until its audit entry is written. Subclasses define which permit it takes and who may
+    call it."""
 
     def __init__(self, handler: Handler, room: CallLimiter, within_s: float) -> None:
         self._handler = handler
@@ -195,10 +197,10 @@ class _Begun:
         self._room = room
         self._within_s = within_s
         self._request: Any = None
-        """None until it has been read."""
+        """The decoded request; None until it has been read."""
 
     async def answered(self, requests: AsyncIterator[Any], context: CallContext) -> Any:
-        """Serve a unary call."""
+        """Serve a call that has one response: admit it, then pass the request to its service."""
         done, answer = False, None
         try:
             await self._admit(requests, context)
@@ -209,7 +211,7 @@ class _Begun:
             self._over(context, answer, done=done)
 
     async def streamed(self, requests: AsyncIterator[Any], context: CallContext) -> AsyncGenerator[Any, None]:
-        """Serve a streaming call."""
+        """Serve a call whose response is a stream. The credentials are checked again before each message."""
         done = left = False
         try:
             await self._admit(requests, context)
@@ -226,7 +228,7 @@ class _Begun:
             self._over(context, None, done=done, left=left)
 
     async def _admit(self, requests: AsyncIterator[Any], context: CallContext) -> None:
-        """Read the request, or abort the call if it is refused."""
+        """Do all that comes before the service (`_enter`). End the call with a gRPC status if that refuses it."""
         try:
             await self._enter(requests, context)
         except GcoreError as error:
@@ -243,11 +245,14 @@ class _Begun:
         """Abort the stream if its credentials are no longer valid."""
 
     def _over(self, context: CallContext, answer: Any, *, done: bool, left: bool = False) -> None:
-        """Write the audit entry of the ended call."""
+        """Called when the call has ended: writes its audit entry, if it needs one. `done` and `left`: see
+        `final_status`."""
 
 
 class _Strangers(_Begun):
-    """A call that needs no role, such as health; clients may be unauthenticated."""
+    """A call of a service that anyone may use (the health service). It has no caller and no audit entry.
+
+    `watches`: the call is a stream of health changes, which never ends."""
 
     def __init__(self, handler: Handler, room: CallLimiter, within_s: float, *, watches: bool) -> None:
         super().__init__(handler, room, within_s)
@@ -259,7 +264,8 @@ class _Strangers(_Begun):
 
 
 class _Call(_Begun):
-    """A call that needs a role."""
+    """A call of an RPC that needs a role: authenticated, authorized, and written to the audit log if it changes
+    something or is refused."""
 
     def __init__(
         self,

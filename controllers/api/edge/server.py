@@ -66,7 +66,10 @@ OPTIONS = (
 
 
 class Permits:
-    """A limit of `most` concurrent `what`. A named caller gets at most half of the permits."""
+    """A limit of `most` concurrent calls or streams (`what`: the noun for errors). A named caller gets at most half of
+    the permits.
+
+    `kind` and `fix`: the error that is raised if the limit is reached, and its advice."""
 
     def __init__(self, most: int, what: str, kind: type[Exhausted], fix: str) -> None:
         self._most = most
@@ -78,7 +81,8 @@ class Permits:
         self.taken = 0
 
     def take(self, name: str) -> None:
-        """Take a permit for `name`; an empty name has no limit of its own. Raises Exhausted."""
+        """Take one permit for the caller `name`. An empty name may take all permits. Raises Exhausted if none is
+        left."""
         if self.taken >= self._most:
             raise self._kind(f"this controller already serves its maximum of {self.taken} {self._what}", fix=self._fix)
         if name and self._by_name[name] >= self._most_of_one:
@@ -90,7 +94,7 @@ class Permits:
         self._by_name[name] += 1
 
     def give(self, name: str) -> None:
-        """Return a permit of `name`."""
+        """Return one permit that `name` has taken."""
         self.taken -= 1
         self._by_name[name] -= 1
         if not self._by_name[name]:
@@ -111,7 +115,8 @@ class StreamLimiter:
 
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
-        """Hold a permit for one stream. Raises Exhausted."""
+        """Context manager that holds one permit for a stream of the current caller. Raises Exhausted if none is
+        left."""
         name = _named(current_caller())
         self._places.take(name)
         try:
@@ -121,7 +126,8 @@ class StreamLimiter:
 
 
 class CallLimiter:
-    """Limits the concurrent calls of users to `most`, and those of daemons to as many. A call returns its permit when `context` is done."""
+    """Limits the concurrent calls: `most` of users and as many of daemons. Unauthenticated calls have separate small
+    limits. A call holds its permit until its gRPC context is done."""
 
     def __init__(self, most: int) -> None:
         fix = "Use another controller, or raise api.calls in the node's configuration"
@@ -146,7 +152,8 @@ class CallLimiter:
 
 
 def most_at_once(most: int) -> int:
-    """The gRPC server's call limit for a `CallLimiter` with `most` permits; includes room for calls that are being refused."""
+    """How many concurrent calls the gRPC server accepts if a `CallLimiter` allows `most`. It is larger, so that calls
+    above the limit reach the limiter, which refuses them with an error that says why."""
     return 2 * most + 2 * (STRANGERS + WATCHERS)
 
 
@@ -218,7 +225,7 @@ class CallCounter(grpc.aio.ServerInterceptor):
 
 
 class UndecodableMessage:
-    """Replaces a request that could not be decoded."""
+    """Stands in the place of a request that could not be decoded, until `DecodingInterceptor` refuses the call."""
 
 
 class DecodingInterceptor(grpc.aio.ServerInterceptor):
@@ -282,7 +289,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._changed = asyncio.Event()
 
     def set(self, *, serving: bool) -> None:
-        """Set the status."""
+        """Set whether the daemon serves, and notify the watchers if that is a change."""
         if serving != self._serving:
             self._serving = serving
             self._changed.set()
@@ -313,7 +320,8 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor], api: ApiConfig) -> grpc.aio.Server:
-    """Create a server without services."""
+    """Create the gRPC server with the limits of `api` and the given interceptors; the caller adds services and
+    ports."""
     most = most_at_once(api.calls)
     return grpc.aio.server(
         interceptors=[*interceptors, DecodingInterceptor()], options=OPTIONS, maximum_concurrent_rpcs=most

@@ -1,4 +1,5 @@
-"""What a spec may name on this cluster (`AllowSection` of the node's configuration), checked before any named file is opened.
+"""Checks whether a spec names only what the node's configuration allows (`AllowSection`), before any named file is
+opened.
 
 A spec names code (plug-ins, models with remote code, server arguments) and also files and secrets that the daemon's user can read.
 `spec_paths` lists every path of a spec, including those in the options of gcore's own plug-ins. The options of other plug-ins are not
@@ -152,7 +153,7 @@ def daemon_paths(config: NodeConfig) -> tuple[str, ...]:
 
 
 def _followed(named: NamedPath) -> Path:
-    """The path with its links resolved. Raises SpecError."""
+    """The path with all symbolic links resolved. Raises SpecError if that fails."""
     if not named.path.startswith("/"):
         raise SpecError(
             f"{named.path[:200]!r} is not an absolute path, so each node would resolve it differently",
@@ -168,17 +169,18 @@ def _followed(named: NamedPath) -> Path:
 
 
 def _touches(leads: Path, own: Path, *, around: bool) -> bool:
-    """Whether a path is below `own`, or (`around`) contains it."""
+    """Whether the path `leads` is `own` or below it. With `around`, also whether `own` is below the path."""
     return leads.is_relative_to(own) or (around and own.is_relative_to(leads))
 
 
 def _in_a_run(leads: Path) -> bool:
-    """Whether the path is in a run folder of a job whose spec sets its own `storage.root`."""
+    """Whether the path is in the folder of a run, wherever that is: a job's spec may set its own `storage.root`. The
+    folder is recognized by its name and its content."""
     return any(_RUN.fullmatch(one.name) and os.path.isdir(one / RUN_MARK) for one in (leads, *leads.parents))
 
 
 def _links_in(named: NamedPath, folder: Path) -> Iterator[Path]:
-    """Yield the links in a folder and its subfolders. A file has none."""
+    """Yield the symbolic links in a folder and its subfolders; none if `folder` is a file."""
     seen = 0
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
@@ -277,7 +279,8 @@ EVERYTHING = Allowlist(AllowSection())
 
 
 def _matches(reference: str, allowed: str) -> bool:
-    """Match one name per path component: a `*` matches files of a folder, not files of its subfolders."""
+    """Whether a name matches a pattern. They are compared between slashes, so a `*` matches the files of a folder but
+    not those of its subfolders."""
     return reference.count("/") == allowed.count("/") and fnmatchcase(reference, allowed)
 
 

@@ -53,7 +53,7 @@ from placement.policies.base import find_policy
 from placement.slots import count_noun
 
 HEADS = "num_attention_heads"
-"""The key in a model's configuration."""
+"""The key of the number of attention heads in a model's configuration."""
 
 MIN_FREE_BYTES = 64 << 20
 """Free space needed on the disk of the runs, for records and logs. The model determines the size of checkpoints."""
@@ -68,7 +68,7 @@ MOST_FOR_EVER = 1000
 """Maximum number of checkpoints that a job may keep forever. Each is listed in one record of the store and keeps its log entry there."""
 
 CheckProgress = Callable[[str, int, int], None]
-"""Called with the task, the amount done and the total."""
+"""Called to report progress: with the name of the task, how much of it is done, and the total."""
 
 
 def check_engine(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
@@ -81,7 +81,7 @@ def check_engine(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
 
 
 def wants_sglang(spec: JobSpec) -> tuple[str, ...]:
-    """The settings of a spec that request SGLang."""
+    """The names of the settings with which a spec requests the SGLang engine; empty if it does not."""
     judges = enumerate(spec.judges)
     wanted = ["rollout.engine"] * (spec.rollout.engine == "sglang")
     return (*wanted, *(f"judges.{number}.serving.engine" for number, one in judges if one.serving.engine == "sglang"))
@@ -139,7 +139,8 @@ def local_warning(spec: JobSpec) -> str | None:
 
 @dataclass(frozen=True)
 class CheckedJudge:
-    """A judge with its small files. `model`: None for an external judge."""
+    """A judge whose settings were checked, with the small files of its model (tokenizer, configuration). `model` None:
+    an external judge."""
 
     number: int
     spec: JudgeSpec
@@ -262,7 +263,8 @@ def check_heads(spec: JobSpec, models: ModelConfigs) -> None:
 
 
 def _wide(spec: JobSpec) -> Iterator[tuple[str, str, int]]:
-    """Yield judge (empty for the policy), field and size of each engine that spans several slots."""
+    """Yield each engine size of the spec that is greater than one slot: the judge (empty for the policy), the field and
+    the size."""
     if spec.rollout.slots_per_engine > 1:
         yield "", "rollout.slots_per_engine", spec.rollout.slots_per_engine
     for number, judge in enumerate(spec.judges):
@@ -272,7 +274,8 @@ def _wide(spec: JobSpec) -> Iterator[tuple[str, str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class CheckedSource:
-    """A source and the lengths of its prompts. `held_out`: whether it is for evaluation."""
+    """An opened source of prompts, with the lengths of the prompts that were counted. `held_out`: whether it is used
+    for evaluation only."""
 
     opened: PromptSource
     lengths: LengthReport

@@ -1,5 +1,5 @@
 """Extension of a job that has succeeded: the same spec with a higher `flow.steps` or `flow.epochs` continues from the last checkpoint,
-with optimizer state and cursors.
+with the optimizer state and the positions in the data.
 
 The log records the extension as a rollback to that checkpoint. The entry binds the new job record, so the audit checks earlier steps
 against the earlier goal. The job then waits for slots like a suspended job. If two requests race, one wins.
@@ -50,7 +50,8 @@ def changed_keys(job: JobRecord, spec: JobSpec) -> list[str]:
 
 
 def raised_goal(job: JobRecord, spec: JobSpec) -> RaisedGoal | None:
-    """The increase of the goal from the job's spec to `spec`; None if the specs differ in anything else."""
+    """The old and the new goal (steps or epochs), if `spec` differs from the job's spec only in a higher goal; None
+    otherwise."""
     old, changed = stored_spec(job.spec), changed_keys(job, spec)
     what = next((goal for goal in GOALS if changed == [f"flow.{goal}"]), None)
     if what is None:
@@ -60,8 +61,8 @@ def raised_goal(job: JobRecord, spec: JobSpec) -> RaisedGoal | None:
 
 
 def find_last_state(mirror: JobMirror, named: int) -> tuple[EndedJob, Checkpoint, LogEntry]:
-    """The ended job's records, its last checkpoint and that checkpoint's log entry. `named`: revision of the key that maps the job's name
-    to it. Raises Conflict if the job cannot continue."""
+    """Find where an ended job can continue: return its records, its last checkpoint and that checkpoint's log entry.
+    `named`: the revision of the key that maps the job's name to it. Raises Conflict if the job cannot continue."""
     job, status, head = mirror.job, mirror.status, mirror.head
     if job is None or status is None or head is None or mirror.checkpoints is None or mirror.plan is None:
         raise Conflict(f"the store has lost records of job {mirror.keys.uid}", fix=f"`gcore audit` names them; {ANEW}")
@@ -128,8 +129,9 @@ async def _named(jobs: StoreReader, mirror: JobMirror) -> int:
 
 
 async def _numbers_in_folder(jobs: StoreReader, uid: str, target: Checkpoint) -> chain.HighWater:
-    """The highest lineage and log number that the run's folder contains. Raises Conflict if the checkpoint is damaged. If nodes share no
-    folder, the checkpoint is only checked when the job has slots."""
+    """The highest lineage and log number in the run's folder; the continued job must use greater ones. Raises Conflict
+    if the files of the checkpoint `target` are damaged. If nodes share no folder, they are checked only when the job
+    has slots."""
     mirror = await jobs.mirror(uid)
     job, run_dir = mirror.job_record, mirror.run_dir
     if not has_own_folder(job) and (problem := await asyncio.to_thread(find_damage, run_dir, target)):

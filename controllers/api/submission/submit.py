@@ -176,7 +176,8 @@ class Submitter:
             )
 
     async def _asked_before(self, uid: str, request_id: str, spec: JobSpec) -> str:
-        """The job that an earlier request with this id created. Raises Conflict if its spec differs."""
+        """Return `uid`, the job that an earlier request with the same ID created. Raises Conflict if its spec differs
+        from this one."""
         job = (await self._jobs.mirror(uid)).job
         if job is not None and may_see(job.record.namespace) and (changes := changed_keys(job.record, spec)):
             changed = ", ".join(changes)
@@ -188,7 +189,9 @@ class Submitter:
         return uid
 
     async def _same_or_ended(self, uid: str, spec: JobSpec) -> str | None:
-        """The uid of the job that continues under this name; None if a new job may be created."""
+        """Return `uid`, the job that has this name, if the request refers to it: it has not ended, or has succeeded and
+        continues with a higher goal. None if it is replaced by a new job. Raises Conflict if it has not ended and its
+        spec differs."""
         mirror = await self._jobs.mirror(uid)
         if mirror.job is None or mirror.status is None:
             return None
@@ -238,7 +241,8 @@ def run_name(spec: JobSpec, uid: str) -> str:
 
 
 def copy_plugin_files(tree: Any, folder: Path) -> Any:
-    """A spec whose plug-in files are copied below `folder` and named there. Raises SpecError, GcoreError."""
+    """Copy the plug-in files that a spec names into `folder`, and return the spec with the paths of the copies. Raises
+    SpecError, GcoreError."""
 
     def copy(file: PluginFile, where: str) -> str:
         data = read_plugin_file(file.path, where)
