@@ -164,8 +164,8 @@ def _ahead(stats: Mapping[str, float], split: Split, books: Sequence[StepAccount
 
 
 def _at_work_s(books: Sequence[StepAccount], split: Split, sizes: ReplicaSizes) -> float | None:
-    """Return the seconds for which an engine had requests, on average over a pool, of the pool with the longest time;
-    None if accounts are missing."""
+    """Return for how many seconds of a step an engine had requests: the mean over the engines of a pool, of the pool
+    where it is longest. None if accounts are missing."""
     if not _is_whole(books, split):
         return None
     sums = sum_engines(books)

@@ -53,7 +53,7 @@ PROOF_LOOK_AGAIN_S = 0.5
 """Seconds between two checks for the files of other nodes."""
 
 LOOKS = 30
-"""Maximum number of these checks."""
+"""Maximum number of checks for the files of other nodes."""
 
 SHARE_IT = (
     "Mount one folder at this path on every node, and set it as storage.root, or as run_root of the daemons. If they must "

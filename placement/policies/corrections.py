@@ -43,7 +43,8 @@ LEAST = 1.25
 
 @dataclass
 class ModeSlowdown:
-    """Learns by which factor a job's engines are slower in the mode (co-existing, co-located) that it ran in second."""
+    """Learns by which factor a job's engines are slower (or faster) in one mode than in the other. A job starts in one
+    mode (co-existing or co-located) and may change to the other, called its second mode."""
 
     _first: Mode | None = None
     """The mode in which engines were measured first; times are converted to it."""
@@ -151,7 +152,7 @@ PLAIN = 2.5
 """A split is significantly worse if its error exceeds that of the others by this many standard deviations."""
 
 LEAST_SPREAD = 0.1
-"""Lower limit of that standard deviation."""
+"""Lower limit of the standard deviation that `PLAIN` multiplies."""
 
 OWN, OTHERS = 5, 16
 """Maximum number of newest steps, of a split and of the others, that are compared."""

@@ -37,7 +37,7 @@ from gcore.store.types import Compare, Delete, Put, Store, WatchBatch
 from gcore.system.clock import Clock
 
 OPEN = "/grpc.health.v1.Health/"
-"""The health service, which needs no authentication."""
+"""Path prefix of the health service's RPCs, which need no authentication."""
 
 log = logging.getLogger(__name__)
 
@@ -352,7 +352,7 @@ class AccessService(access_pb2_grpc.AccessServicer):
 
     @handle_errors
     async def CreateToken(self, request: pb.CreateTokenRequest, context: CallContext) -> pb.CreateTokenReply:
-        """Create a token."""
+        """Create a token. The response is the only place where its secret is shown."""
         lifetime_s = request.lifetime_s or DEFAULT_S
         if not 0 < lifetime_s <= LONGEST_S:
             raise bad_field(

@@ -77,7 +77,7 @@ class JobNotEnded(Conflict):
 
 
 class Exhausted(GcoreError):
-    """A limit of the daemon is currently reached."""
+    """The call would exceed a limit of the daemon, such as its number of streams."""
 
     reason: ClassVar[str] = "TOO_MANY_STREAMS"
 

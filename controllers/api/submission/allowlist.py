@@ -59,7 +59,8 @@ class NamedPath:
 
 
 class PathPolicy:
-    """Decides which paths a spec may name. Blocks: it reads the file system."""
+    """Checks whether a spec may name a path: it must be below an allowed root and must not be one of the daemon's own
+    files. Blocks: it reads the file system."""
 
     def __init__(self, section: AllowSection, own: NodeConfig | None = None) -> None:
         """`own`: the configuration of a daemon that authenticates callers. None: all callers are trusted, and an unset list allows everything."""

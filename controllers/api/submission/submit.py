@@ -236,7 +236,7 @@ class Submitter:
 
 
 def run_name(spec: JobSpec, uid: str) -> str:
-    """The name of the run's folder."""
+    """The name of a new run's folder: the namespace (if it is not the default one), the job's name and its ID."""
     return keys.full_name(f"{spec.name}-{uid}", spec.namespace).replace("/", ".")
 
 
