@@ -229,7 +229,7 @@ class ClusterMirror:
 
     async def queue_with(self, revision: int) -> Mapping[str, QueuePosition]:
         """The queue including all claims up to store revision `revision`, for a caller that has just changed one. After
-        HEARD_S, the queue as it is."""
+        `CATCH_UP_S`, the queue as it is."""
         with contextlib.suppress(TimeoutError):
             async with limit_time(CATCH_UP_S):
                 await self._changes.until(lambda: self.is_complete and self.revisions.get(keys.ACTIVE, 0) >= revision)
