@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 
 
 class GcoreError(Exception):
-    """An error with one sentence: what is wrong, where, and what to do about it."""
+    """An error that users see: `what` is wrong, `where`, and how to `fix` it."""
 
     exit_code: ClassVar[int] = 1
     refusal: Any = None
-    """The API's structured reason (`gcore.api.rpc.Refusal`), if the API reported the error."""
+    """The structured reason (`gcore.api.rpc.Refusal`), if the job API returned this error."""
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
         self.what = what
@@ -32,7 +32,10 @@ class GcoreError(Exception):
 
 
 class TracedError(GcoreError):
-    """An error in foreign code. `trace`: the traceback of that code, or empty; events contain it, the sentence does not."""
+    """An error in foreign code, such as a reward function.
+
+    `trace`: traceback of that code, or empty. Events contain it, the error message does not.
+    """
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None, trace: str = "") -> None:
         super().__init__(what, where=where, fix=fix)
@@ -43,7 +46,7 @@ class TracedError(GcoreError):
 def explain_os_errors(
     what: str, kind: type[GcoreError] = GcoreError, *, where: object = None, fix: str | None = None
 ) -> Iterator[None]:
-    """Raise an OSError in the block as `kind`, with the system's reason after `what`."""
+    """Turn an OSError in the block into the error `kind`. Its message is `what`, followed by the system's reason."""
     try:
         yield
     except OSError as error:
@@ -58,7 +61,7 @@ class JobFailed(GcoreError):
 
 
 class UsageError(GcoreError):
-    """The command, the spec or a file it names is wrong. Nothing was started."""
+    """The command, the spec, or a file that it names is wrong. Nothing was started."""
 
     exit_code = 2
 
@@ -84,7 +87,7 @@ class NotAllowed(GcoreError):
 
 
 class Unreachable(GcoreError):
-    """No controller answered, or the store did not."""
+    """No controller answered, or the store did not answer."""
 
     exit_code = 3
 
@@ -106,11 +109,13 @@ class EngineLate(EngineUnreachable):
 
 
 class EngineMemoryUnknown(EngineError):
-    """An engine stopped between asleep and awake. Releasing or taking its memory again may crash its server."""
+    """It is unknown whether an engine's memory is released: a controller began to release or restore it and has not
+    finished. Doing so again may crash the engine's server.
+    """
 
 
 class EngineGaveUp(EngineError):
-    """An engine aborted a request on demand, or was paused. The request may be sent again."""
+    """An engine aborted a request because it was asked to or was paused. The request may be sent again."""
 
 
 class LeaseLost(GcoreError):
@@ -118,17 +123,20 @@ class LeaseLost(GcoreError):
 
 
 MAX_COMPARED = 80
-"""Characters of a wrong name to compare; the comparison takes quadratic time."""
+"""Number of characters of a wrong name that are compared: the comparison takes quadratic time."""
 
 
 def nearest_name(wrong: str, known: Iterable[str], *, cutoff: float = 0.5) -> str | None:
-    """Return the known name most similar to `wrong`; None if there is none. `cutoff`: least similarity, 0 to 1 (difflib's ratio)."""
+    """Return the name in `known` that is most similar to `wrong`; None if none is similar enough.
+
+    `cutoff`: minimum similarity, 0 to 1 (difflib's ratio).
+    """
     import difflib
 
     return next(iter(difflib.get_close_matches(wrong[:MAX_COMPARED], sorted(known), n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(wrong: str, known: Iterable[str], *, cutoff: float = 0.5) -> str:
-    """Return `, did you mean 'grpo'?`, or an empty string."""
+    """Return a suggestion for the end of an error, such as `, did you mean 'grpo'?`; empty if no known name is similar."""
     near = nearest_name(wrong, known, cutoff=cutoff)
     return f", did you mean {near!r}?" if near is not None else ""

@@ -1,18 +1,18 @@
 """Schema versions of stored records and RPCs, and the base class of JSON records.
 
-A reader accepts its own version and the one before. It converts an older record at once (`Record.upgraded`), so that the rest of the program
-knows one format only. Keys that a record's version does not have are errors.
+A reader accepts its own version and the one before. It converts an older record when it reads it (`Record.upgraded`),
+so that the rest of the program handles one format only. Fields that a record's version does not have are errors.
 
-A writer uses the newest version that every reader accepts. `set_written_version` sets it per process: a controller sets it to the newest
-version that every node of the cluster reads. So old and new nodes work together during a rolling upgrade. A writer leaves out fields that the
-version does not have (`came_with`). A version may add a field only if leaving it out is harmless.
+A writer uses the newest version that every reader accepts. `set_written_version` sets it per process: a controller sets
+it to the newest version that every node of the cluster reads. So old and new nodes work together during a rolling
+upgrade. A writer leaves out fields that the version does not have (`came_with`). A version may add a field only if
+leaving it out is harmless.
 
-The environment variable GCORE_SCHEMA_VERSION, set to the previous version, pins a process to it for reading and writing. Use it to try an
-upgrade, or to go back after one.
+The environment variable GCORE_SCHEMA_VERSION, set to the previous version, pins a process to it for reading and
+writing. Use it to try an upgrade, or to go back after one.
 
-`FIRST_VERSION` is the first released version, so no version precedes it.
-
-The modules that store records define them (`gcore.ledger.records`, `gcore.worker.records`, ...). This module does not know the store.
+The modules that store records define them (`gcore.ledger.records`, `gcore.worker.records`, ...). This module does not
+depend on the store.
 """
 
 from __future__ import annotations
@@ -31,15 +31,19 @@ from gcore.errors import GcoreError, UsageError
 PIN = "GCORE_SCHEMA_VERSION"
 
 FIRST_VERSION = 2
-"""The oldest readable version."""
+"""The first released schema version; no version precedes it."""
 
 NEWEST_VERSION = 3
-"""The version of this source code. It also reads the previous version, if there is one. `RecordPart.came_with` lists the fields that each
-version added."""
+"""The schema version of this source code, which also reads the previous version. `RecordPart.came_with` lists the
+fields that each version added.
+"""
 
 
 def cut_text(most: int) -> BeforeValidator:
-    """Return a validator that shortens text from plug-ins, packages or users to `most` characters and marks the cut."""
+    """Return a pydantic validator that cuts a text to at most `most` characters, ending with " ..." if it was longer.
+
+    For text from plug-ins, packages or users.
+    """
 
     def cut(text: object) -> object:
         return text if not isinstance(text, str) or len(text) <= most else f"{text[: most - 4]} ..."
@@ -52,7 +56,7 @@ class UnreadableRecord(GcoreError):
 
 
 def pinned_version(value: str | None) -> int:
-    """Return the schema version of a process whose environment has `value`. Raises UsageError."""
+    """Return the schema version for a value of the environment variable `PIN` (None: not set). Raises UsageError."""
     if value is None or value == "":
         return NEWEST_VERSION
     allowed = [str(version) for version in (NEWEST_VERSION - 1, NEWEST_VERSION) if version >= FIRST_VERSION]
@@ -69,7 +73,10 @@ _spoken = SCHEMA_VERSION
 
 
 def set_written_version(version: int) -> None:
-    """Write records of this version from now on. Raises ValueError for a version that this process does not read."""
+    """Set the schema version in which this process writes records from now on.
+
+    Raises ValueError for a version that this process does not read.
+    """
     global _spoken
     if version not in READABLE:
         raise ValueError(f"version {version} is not among {sorted(READABLE)}")
@@ -77,14 +84,14 @@ def set_written_version(version: int) -> None:
 
 
 def written_version() -> int:
-    """Return the version that this process writes."""
+    """Return the schema version in which this process writes records."""
     return _spoken
 
 
 class RecordPart(BaseModel):
-    """Base class of the parts of records.
+    """Base class of records, and of objects inside records.
 
-    `came_with`: fields added after the first version, with the version that added them.
+    `came_with`: for each field that the first schema version did not have, the version that added it.
     """
 
     # Build validators at first use: a daemon without jobs reads few kinds of records.
@@ -97,17 +104,18 @@ class Record(RecordPart):
 
     schema_version: int = SCHEMA_VERSION
     called: ClassVar[str] = ""
-    """Name in sentences, if the class name in words is not suitable."""
+    """Name of the record in error messages, if the words of the class name are not suitable."""
 
     @classmethod
     def kind_in_words(cls) -> str:
-        """Return the kind of record in words: `log entry` for `LogEntry`."""
+        """Return the name of this kind of record for error messages, such as "log entry" for `LogEntry`."""
         return cls.called or re.sub(r"(?<=[a-z])(?=[A-Z])", " ", cls.__name__).lower()
 
     def encode(self, version: int | None = None) -> bytes:
-        """Return compact JSON of `version` (None: the written version). Leaves out defaults, but never the version.
+        """Encode the record as compact JSON in schema version `version` (None: the one that this process writes).
 
-        Escapes lone surrogates, which an error's message may contain, because no reader could decode them.
+        Leaves out fields with their default value, but never the version. Escapes lone surrogates, which an error's
+        message may contain, because no reader could decode them.
         """
         version = _spoken if version is None else version
         if version == SCHEMA_VERSION == NEWEST_VERSION and (written := self._as_json()) is not None:
@@ -124,9 +132,9 @@ class Record(RecordPart):
         return text.encode()
 
     def _as_json(self) -> bytes | None:
-        """Encode the current version with pydantic's fast path, because other processes wait while a large seal is encoded.
+        """Encode the record in the current version with pydantic's encoder, which is faster.
 
-        Returns None for text that pydantic cannot write (lone surrogates).
+        Returns None for text that it cannot write (lone surrogates).
         """
         try:
             fields = self.model_dump_json(exclude_defaults=True, exclude={"schema_version"}).encode()
@@ -136,7 +144,7 @@ class Record(RecordPart):
 
     @classmethod
     def decode(cls, data: bytes, where: str = "a record") -> Self:
-        """Inverse of `encode`. Raises UnreadableRecord."""
+        """Decode a record from JSON. `where`: its key or file, for the error. Raises UnreadableRecord."""
         try:
             if SCHEMA_VERSION == NEWEST_VERSION and data.startswith(_CURRENT):
                 return cls.model_validate_json(data)
@@ -150,18 +158,23 @@ class Record(RecordPart):
 
     @classmethod
     def upgraded(cls, tree: dict[str, Any], version: int) -> dict[str, Any]:
-        """Convert the fields of a record of the older `version` to this version. Override it if fields were renamed or changed their
-        meaning; new fields need no override."""
+        """Convert the fields of a record of the older schema version `version` to the current one.
+
+        Override it if fields were renamed or changed their meaning; new fields need no override.
+        """
         return tree
 
     @classmethod
     def downgraded(cls, tree: dict[str, Any], version: int) -> dict[str, Any]:
-        """Inverse of `upgraded`. Fields that this version added are already removed."""
+        """Convert the fields of a record to the older schema version `version`: the inverse of `upgraded`.
+
+        Fields that newer versions added are already removed.
+        """
         return tree
 
     @classmethod
     def _decode_other(cls, data: bytes, where: str) -> Self:
-        """Decode a record of another version, or with another order of keys than `encode` writes."""
+        """Decode a record of another schema version, or whose keys are in another order than `encode` writes."""
         tree = json.loads(data)
         if not isinstance(tree, dict):
             raise ValueError("not a JSON object")
@@ -182,11 +195,12 @@ class Record(RecordPart):
 
 
 _CURRENT = json.dumps({"schema_version": SCHEMA_VERSION}, separators=(",", ":")).removesuffix("}").encode() + b","
-"""Start of an encoded record of this version. A record without other fields differs and takes the slow path."""
+"""First bytes of an encoded record of the current version; records that begin otherwise are decoded by a slower path.
+"""
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the direct parts of `value` with their keys in its dump."""
+    """Yield the fields or items of `value`, each with its key or index in the dumped `value`."""
     if isinstance(value, BaseModel):
         yield from ((name, getattr(value, name)) for name in type(value).model_fields)
     elif isinstance(value, dict):
@@ -196,7 +210,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _newer_fields(value: Any, version: int) -> Iterator[str]:
-    """Yield the fields that are set, at any depth, but did not exist in `version`."""
+    """Yield the names of fields that are set in `value`, at any depth, but did not exist in schema version `version`."""
     if isinstance(value, RecordPart):
         since = type(value).came_with
         yield from (name for name in sorted(value.model_fields_set) if since.get(name, FIRST_VERSION) > version)
@@ -205,7 +219,7 @@ def _newer_fields(value: Any, version: int) -> Iterator[str]:
 
 
 def _leave_out(value: Any, dumped: Any, version: int) -> None:
-    """Remove fields that did not exist in `version` from `dumped`, the dump of `value`."""
+    """Remove from `dumped`, the dump of `value`, all fields that did not exist in schema version `version`."""
     if isinstance(value, RecordPart):
         for name, since in type(value).came_with.items():
             if since > version:
@@ -220,7 +234,7 @@ def _leave_out(value: Any, dumped: Any, version: int) -> None:
 
 
 def _first_word(error: Exception) -> str:
-    """Return the first problem: the field, and why."""
+    """Return the first problem of an error: which field, and what is wrong with it."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -229,7 +243,7 @@ def _first_word(error: Exception) -> str:
 
 
 def _whole(tree: Any) -> Any:
-    """Return the tree with every lone surrogate escaped."""
+    """Return a JSON value with every lone surrogate in its texts escaped."""
     match tree:
         case str():
             return tree.encode("utf-8", errors="backslashreplace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""Basic types: prompt, sample, group, version, token.
+"""Basic types: prompt references, prompts, samples, groups, policy versions, fencing tokens.
 
 All are small and frozen. This module does not depend on the store, engines or torch.
 """
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 LARGEST_REWARD = 3.4e38
-"""Rewards are sent as float32."""
+"""Maximum absolute value of a reward: rewards are sent as float32."""
 
 _set = object.__setattr__  # for frozen classes with their own __init__
 _NO_FIELDS = (None,) * 6
 
 ServingPool = Literal["rollout", "reward"]
 Pool = Literal[ServingPool, "train"]
-"""What a slot does, and the role of its worker."""
+"""The pool that a slot (accelerator) serves, which is also the role of its worker."""
 
 
 class PromptRef(NamedTuple):
-    """The permanent identity of a prompt: data epoch, shard, and position in the shard's order."""
+    """Permanent identity of one prompt in one data epoch (a *ref*): epoch, shard, and position in the shard's order."""
 
     data_epoch: int
     shard: int
@@ -35,13 +35,13 @@ class PromptRef(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> PromptRef:
-        """Inverse of `str`. Raises ValueError."""
+        """Parse "EPOCH/SHARD/SEQ". Raises ValueError."""
         epoch, shard, seq = text.split("/")
         return cls(int(epoch), int(shard), int(seq))
 
 
 class Version(NamedTuple):
-    """A policy version: lineage and step of the commit that produced the weights."""
+    """A policy version: lineage (training branch) and step of the commit that produced the weights."""
 
     lineage: int
     step: int
@@ -51,7 +51,7 @@ class Version(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Version:
-        """Inverse of `str`. Raises ValueError."""
+        """Parse "LINEAGE.STEP". Raises ValueError."""
         lineage, step = text.split(".")
         return cls(int(lineage), int(step))
 
@@ -77,7 +77,7 @@ class Token(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Token:
-        """Inverse of `str`. Raises ValueError."""
+        """Parse "LINEAGE.STEP.ATTEMPT". Raises ValueError."""
         lineage, step, attempt = text.split(".")
         return cls(int(lineage), int(step), int(attempt))
 
@@ -90,7 +90,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The final state of a prompt ref. A ref has exactly one outcome along the final lineage."""
+    """The final state of a prompt: trained, filtered or failed, and why. A ref has exactly one outcome in a job."""
 
     kind: OutcomeKind
     reason: str = ""
@@ -103,14 +103,15 @@ class TextPart(NamedTuple):
 
 
 ContentPart = TextPart
-"""A part of a prompt. Only the renderer, the trainer's batches and the engine adapters look inside."""
+"""A part of a prompt. Only the renderer, the trainer's batches and the engine adapters read its content."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Prompt:
-    """A tokenized entry of the dataset.
+    """A dataset entry that was rendered and tokenized.
 
-    `content`: the model's input after the template. `fields`: the entry's JSON object, from which rewards read the answer.
+    `content`: the model's input after the chat template. `fields`: the entry's JSON object, from which rewards read the
+    expected answer.
     """
 
     ref: PromptRef
@@ -118,7 +119,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     fields: dict[str, Any]
     source: str
-    """Name of the entry's source."""
+    """Name of the source (dataset) that contains the entry."""
 
     __match_args__ = ("ref", "text", "token_ids", "fields", "source")
 
@@ -132,7 +133,7 @@ class Prompt:
         *,
         content: tuple[ContentPart, ...] | None = None,
     ) -> None:
-        """`text` may replace `content`; it becomes the only part. Raises TypeError."""
+        """Create a prompt. `text` may be given instead of `content`, and becomes the only part. Raises TypeError."""
         if text is not None:
             content = (TextPart(text),)
         if content is None or token_ids is None or fields is None:
@@ -150,9 +151,10 @@ class Prompt:
 
 
 def entry_value(entry: Mapping[str, Any], path: str) -> Any:
-    """Return the value of field `path` in a data entry; None if it does not exist.
+    """Return the value of the field `path` of a dataset entry; None if it does not exist.
 
-    Looks for a field with this exact name first, then follows dots into nested objects: in {"a": {"b": "2"}}, a.b is "2".
+    Looks for a field with this exact name first, then follows dots into nested objects: in {"a": {"b": "2"}}, a.b is
+    "2".
     """
     if path in entry:
         return entry[path]
@@ -162,7 +164,7 @@ def entry_value(entry: Mapping[str, Any], path: str) -> Any:
 
 
 def entry_text(entry: Mapping[str, Any], path: str) -> str:
-    """Return a field's value as text: strings unchanged, other values as JSON, null as an empty string."""
+    """Return the value of the field `path` as text: strings unchanged, other values as JSON; "" for null or no field."""
     value = entry_value(entry, path)
     return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -172,7 +174,10 @@ Range = tuple[int, int]
 
 
 def range_problem(ranges: Sequence[Range], length: int) -> str:
-    """Return why `ranges` are not ascending, non-empty, separate parts of [0, length); empty if they are."""
+    """Return what is wrong with `ranges`, which must be ascending, not empty, not touching, and within [0, `length`).
+
+    Empty if they are valid.
+    """
     end = -1
     for number, (first, last) in enumerate(ranges):
         if not (end < first < last <= length):
@@ -183,7 +188,7 @@ def range_problem(ranges: Sequence[Range], length: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens [start, end) of a response were generated with `version`."""
+    """Says that tokens [start, end) of a response were generated with policy version `version`."""
 
     version: Version
     start: int
@@ -201,15 +206,18 @@ class TokenOutput(NamedTuple):
     text: str
     spans: tuple[VersionSpan, ...]
     observed: tuple[Range, ...] = ()
-    """Ranges of `token_ids` that the policy did not generate, but read from a tool or an environment between its turns. Ascending, separate,
-    not empty. Their `logprobs` are 0. `spans` cover them too."""
+    """Ranges of `token_ids` that the policy did not generate, but read from a tool or an environment between its turns.
+    Ascending, not touching, not empty. Their `logprobs` are 0. `spans` cover them too."""
     observed_text: tuple[Range, ...] = ()
     """The same ranges in `text`, in characters, for display and rewards."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Sample:
-    """One response to a prompt with its finish reason and reward."""
+    """One response to a prompt, with its finish reason and reward.
+
+    `reward_parts`: name and value of each part of the reward.
+    """
 
     output: TokenOutput
     finish_reason: FinishReason
@@ -218,8 +226,9 @@ class Sample:
     masked: bool
     """Whether the sample is excluded from the loss. Its reward still counts in the group's baseline."""
     prompt_ids: tuple[int, ...] | None
-    """Token ids before the response, if they differ from the prompt's own, because an agent wrote its own messages. Set only until the sample
-    is in a group (`gcore.rollout.postprocess`)."""
+    """Token IDs before the response, if they differ from those of the prompt because an agent wrote its own messages.
+    Set only until the sample is in a group (`gcore.rollout.postprocess`).
+    """
 
     __match_args__ = (
         *("token_ids", "logprobs", "text", "finish_reason", "spans", "reward", "reward_parts", "masked"),
@@ -242,7 +251,10 @@ class Sample:
         *,
         output: TokenOutput | None = None,
     ) -> None:
-        """Takes `output`, or the fields of a `TokenOutput`; given both, the fields replace those of `output`. Raises TypeError."""
+        """Create a sample from `output`, or from the fields of a `TokenOutput`. Fields replace those of `output`.
+
+        Raises TypeError.
+        """
         if output is None:
             if token_ids is None or logprobs is None or text is None or spans is None:
                 raise TypeError("a Sample needs output, or token_ids, logprobs, text and spans")
@@ -292,7 +304,7 @@ class Sample:
 
     @property
     def own_tokens(self) -> int:
-        """Number of tokens that the policy generated, without observed tokens. This is the response length everywhere."""
+        """Number of tokens that the policy generated, without observed ones. This is what gcore calls response length."""
         return len(self.token_ids) - sum(end - start for start, end in self.observed)
 
     @property
@@ -301,8 +313,8 @@ class Sample:
         return min(span.version for span in self.spans)
 
     def digest(self) -> bytes:
-        """SHA-256 over the training input, little-endian: token ids, log-probabilities, reward, mask, and observed ranges if there are
-        any."""
+        """SHA-256 over what training uses of the sample, little-endian: token IDs, log-probabilities, reward, mask, and
+        observed ranges if there are any."""
         h = hashlib.sha256()
         n = len(self.token_ids)
         h.update(struct.pack(f"<I{n}i{n}ff?", n, *self.token_ids, *self.logprobs, self.reward, self.masked))
@@ -312,7 +324,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All samples of one prompt, as its holder stores them."""
+    """All samples of one prompt (as in GRPO), as the controller that generated them holds them."""
 
     ref: PromptRef
     prompt_ids: tuple[int, ...]
@@ -322,7 +334,7 @@ class Group:
     temperature: float = 1.0
     """Sampling temperature. The trainer divides its logits by it."""
     baseline: float | None = None
-    """Baseline for the samples' rewards that a flow computed, such as the greedy response's reward; float32."""
+    """Baseline for the samples' rewards, if the flow computed one, such as the greedy response's reward; float32."""
 
     @property
     def versions(self) -> tuple[Version, ...]:
@@ -330,7 +342,7 @@ class Group:
         return tuple(sorted({span.version for s in self.samples for span in s.spans}))
 
     def digest(self) -> str:
-        """Content digest: SHA-256 over ref, temperature, baseline, prompt tokens and the samples' digests; 32 hex digits."""
+        """Digest of the content: 32 hex digits of SHA-256 over ref, temperature, prompt tokens, baseline, and samples."""
         samples = [sample.digest() for sample in self.samples]
         return group_digest(self.ref, self.prompt_ids, samples, self.temperature, self.baseline)
 
@@ -342,7 +354,7 @@ def group_digest(
     temperature: float = 1.0,
     baseline: float | None = None,
 ) -> str:
-    """Compute a group's digest from its samples' digests, so that a holder of some samples can verify it too."""
+    """Compute `Group.digest` from the samples' digests, so that a rank that has only some of the samples can verify it."""
     h = hashlib.sha256()
     h.update(struct.pack(f"<3qfI{len(prompt_ids)}i", *ref, temperature, len(prompt_ids), *prompt_ids))
     h.update(b"" if baseline is None else struct.pack("<cf", b"b", baseline))

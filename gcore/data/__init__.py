@@ -1,4 +1,5 @@
 """Prompts: files, templates, tokens, order.
 
-`stream` opens the sources of a spec and finds the prompt of a ref; `order` is the pure part: permutation, mixture, cursors. Read `stream` first.
+Read `stream` first: it opens the sources of a spec and finds the prompt of a ref (epoch, shard, position). `order` is
+the pure part: permutations, mixtures of sources, and cursors.
 """

@@ -1,21 +1,22 @@
-"""Curricula: an order of a data epoch's prompts, found by name in the entry-point group `gcore.curricula`.
+"""Curricula: plug-ins that order a data epoch's prompts, found by name in the entry-point group `gcore.curricula`.
 
-A curriculum is a function of a `CurriculumView` (seed, epoch, options, and statistics of what was committed before the epoch). It returns a key
-function, or None for the default order. The key maps every entry to a number. Within each shard, entries with smaller numbers come first; equal
-numbers keep the order of the keyed permutation. A curriculum must not depend on a clock, random numbers or the machine, because every controller
-computes the order itself and all must agree. The statistics are fixed once for all controllers (`gcore.ledger.statistics`).
+A curriculum is a function of a `CurriculumView` (seed, epoch, options, and statistics of what was trained before the
+epoch). It returns a key function, or None for the default order. The key maps every entry to a number. Within each
+shard, entries with smaller numbers come first; equal numbers keep the default order. A curriculum must not depend on a
+clock, random numbers or the machine, because every controller computes the order itself and all must agree. The
+statistics are fixed once for all controllers (`gcore.ledger.statistics`).
 
     def short_first(view: CurriculumView) -> Key | None:
         if view.epoch >= 2:
             return None                         # default order from the third epoch on
         return lambda source, fields: len(str(fields["prompt"]))
 
-The key is foreign code. If it raises or returns a number that is not finite, the job fails with that reason. An entry's fields are read only if
-the key accesses them. A curriculum cannot change which prompts an epoch contains, that each comes exactly once, or the order in which shards take
-turns.
+The key is foreign code. If it raises or returns a number that is not finite, the job fails with that reason. An entry's
+fields are read only if the key accesses them. A curriculum cannot change which prompts an epoch contains, that each
+comes exactly once, or to which shard an entry belongs.
 
-Built in are `easy_first` (by a number in each entry) and `hard_sources_first` (by statistics of earlier epochs). The spec says which epochs they
-order.
+Built in are `easy_first` (by a number in each entry) and `hard_sources_first` (by statistics of earlier epochs). The
+spec says which epochs they order.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from gcore.plugins import RAISED, PluginKind, find_plugin
 CURRICULA = PluginKind("curriculum", "gcore.curricula", "data.curriculum")
 
 LARGEST = 3.4e38
-"""Keys are compared as float32."""
+"""Maximum absolute value of a key: keys are compared as float32."""
 
 
 class CurriculumError(UsageError):
@@ -49,7 +50,10 @@ class CurriculumError(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class SourceStatistics:
-    """Statistics of a source's prompts. Means are over its trained groups; None if there are none."""
+    """Statistics of a source's prompts, for curricula. `kept`, `filtered`, `failed`: number of prompts by outcome.
+
+    Means are over the trained groups; None if there are none.
+    """
 
     kept: int = 0
     filtered: int = 0
@@ -63,20 +67,20 @@ class SourceStatistics:
 
     @property
     def prompts(self) -> int:
-        """Number of prompts with an outcome."""
+        """Number of prompts that are trained, filtered or failed."""
         return self.kept + self.filtered + self.failed
 
 
 @dataclass(frozen=True, slots=True)
 class CurriculumView:
-    """Everything, besides the entries, that an epoch's order may depend on. Every mapping contains every source."""
+    """Input of a curriculum: what an epoch's order may depend on besides the entries. Every mapping has every source."""
 
     seed: int
     epoch: int
-    """Counted from 0."""
+    """The data epoch to order, counted from 0."""
     options: Mapping[str, Option]
     sources: tuple[str, ...]
-    """In the order of the spec."""
+    """Names of the sources, in the order of the spec."""
     so_far: Mapping[str, SourceStatistics]
     """Statistics of everything committed before the epoch; zero in epoch 0."""
     latest: Mapping[str, SourceStatistics]
@@ -84,14 +88,14 @@ class CurriculumView:
 
 
 Key = Callable[[str, Mapping[str, Any]], float]
-"""Maps (source, fields of the entry) to a number; smaller numbers come first."""
+"""Key function of a curriculum: maps (source, fields of the entry) to a number. Smaller numbers come first."""
 
 
 class Curriculum(Protocol):
-    """A function that orders an epoch."""
+    """Interface of a curriculum: a function that orders a data epoch."""
 
     def __call__(self, view: CurriculumView) -> Key | None:
-        """Return the key of the epoch, or None for the default order. Raises CurriculumError for unknown options."""
+        """Return the epoch's key function, or None for the default order. Raises CurriculumError for unknown options."""
         ...
 
 
@@ -102,14 +106,17 @@ def find_curriculum(name: str) -> Curriculum:
 
 
 class CheckedCurriculum:
-    """A curriculum whose results are checked."""
+    """Wraps a curriculum, and checks its result and the numbers of its key function."""
 
     def __init__(self, name: str, curriculum: Curriculum) -> None:
         self._name = name
         self._curriculum = curriculum
 
     def __call__(self, view: CurriculumView) -> Key | None:
-        """Call the curriculum. Raises only CurriculumError, and so does the returned key."""
+        """Call the curriculum and return its key function, wrapped to check its numbers. Raises CurriculumError.
+
+        The key function raises CurriculumError too, and passes on errors of reading the entry.
+        """
         try:
             key = self._curriculum(view)
         except CurriculumError:
@@ -147,20 +154,20 @@ class CheckedCurriculum:
 
 
 class ArrangedOrder:
-    """A precomputed order. `places` [length] uint32: place in the shard by sequence number."""
+    """A precomputed order of a shard. `places` [length] uint32: place in the shard, by position in the order."""
 
     def __init__(self, places: npt.NDArray[np.uint32]) -> None:
         self._places = places
 
     def index(self, seq: int) -> int:
-        """Return the place in the shard with sequence number `seq`. Raises IndexError outside range(length)."""
+        """Return the place in the shard that comes at position `seq`. Raises IndexError outside range(length)."""
         if not 0 <= seq < len(self._places):
             raise IndexError(f"place {seq} of a shard of {len(self._places)}")
         return int(self._places[seq])
 
 
 def arrange_shard(seed: int, data_epoch: int, shard: int, keys: npt.NDArray[np.float32]) -> ArrangedOrder:
-    """Order a shard by its keys [length], by place; equal keys keep the order of the keyed permutation."""
+    """Order a shard by the keys of its entries. `keys` [length]: by place. Equal keys keep the default order."""
     usual = ShardOrder(seed, data_epoch, shard, len(keys))
     places = np.fromiter((usual.index(seq) for seq in range(len(keys))), dtype=np.uint32, count=len(keys))
     return ArrangedOrder(places[np.argsort(keys[places], kind="stable")])
@@ -169,9 +176,9 @@ def arrange_shard(seed: int, data_epoch: int, shard: int, keys: npt.NDArray[np.f
 def shard_keys(
     stream: PromptStream, key: Key, data_epoch: int, shard: int, *, stopped: Callable[[], bool] = lambda: False
 ) -> npt.NDArray[np.float32] | None:
-    """Return the keys of a shard's entries [length] float32, by place; None if `stopped` returns true.
+    """Compute the keys of all entries of a shard. Returns [length] float32, by place; None if `stopped` returns true.
 
-    Blocks: it reads the entries if the key accesses them. Raises CurriculumError, DataError.
+    Blocks: reads the entries if the key function accesses them. Raises CurriculumError, DataError.
     """
     keys = np.zeros(stream.shape.lengths[shard], dtype=np.float32)
     for place in range(len(keys)):
@@ -182,7 +189,7 @@ def shard_keys(
 
 
 def entry_key(stream: PromptStream, key: Key, data_epoch: int, shard: int, place: int) -> float:
-    """Return the key of one entry. Raises CurriculumError with the entry's name, DataError."""
+    """Compute the key of the entry at a place of a shard. Raises CurriculumError with the entry's name, and DataError."""
     opened, entry = stream.at(data_epoch, shard, place)
     try:
         return key(opened.name, LazyFields(lambda: opened.dataset.entry(entry)))
@@ -192,7 +199,7 @@ def entry_key(stream: PromptStream, key: Key, data_epoch: int, shard: int, place
 
 @dataclass
 class LazyFields(Mapping[str, Any]):
-    """An entry's fields, read at first access."""
+    """The fields of a dataset entry, read with `read` at the first access."""
 
     read: Callable[[], Mapping[str, Any]]
     _fields: Mapping[str, Any] | None = field(default=None, init=False)
@@ -215,7 +222,8 @@ class LazyFields(Mapping[str, Any]):
 def easy_first(view: CurriculumView) -> Key | None:
     """Order entries by difficulty, easiest first.
 
-    Options: `field`, the numeric field with the difficulty (default "difficulty"); `epochs`, the number of first epochs to order (default: all).
+    Options: `field`, the numeric field with the difficulty (default "difficulty"); `epochs`, how many of the first
+    epochs to order (default: all).
     """
     options = _options(view, "easy_first", "field", "epochs")
     name = options.get("field", "difficulty")
@@ -241,8 +249,8 @@ def easy_first(view: CurriculumView) -> Key | None:
 def hard_sources_first(view: CurriculumView) -> Key | None:
     """Order sources by the mean reward of their groups since the previous epoch began, lowest first.
 
-    Sources without trained groups come first. Sources with equal means stay mixed as in the default order. Options: `epochs`, the number of first
-    epochs to order (default: all).
+    Sources without trained groups come first. Sources with equal means stay mixed as in the default order. Options:
+    `epochs`, how many of the first epochs to order (default: all).
     """
     options = _options(view, "hard_sources_first", "epochs")
     if view.epoch == 0 or len(view.sources) < 2 or not _ordered(view, options):

@@ -1,18 +1,21 @@
 """Random access to a source's entries, and the conversion of Parquet files and saved datasets to JSON lines.
 
-A source's path is a JSONL file, a Parquet file or folder of Parquet files (sorted by name, without subfolders), or a dataset saved by the
-`datasets` library. File names and the first bytes decide which. If names contain several splits, as on the Hugging Face hub
-(`train-00000-of-00002.parquet`), `split` selects one. A saved dataset with several splits needs `split` too.
+A source's path is a JSONL file, a Parquet file or folder of Parquet files (sorted by name, without subfolders), or a
+dataset saved by the `datasets` library. File names and the first bytes decide which. If file names contain several
+splits, as on the Hugging Face hub (`train-00000-of-00002.parquet`), `split` selects one. A saved dataset with several
+splits needs `split` too.
 
-Building the index checks the whole file once (`gcore.data.jsonl`), so that a mistake in line nine million is reported before anything starts.
-Later only the index is mapped, eight bytes per entry; entries are read by position and not cached. The file must not change while it is in
-use: an entry that no longer parses raises an error that says so.
+Building the index checks the complete file once (`gcore.data.jsonl`), so that a mistake in line nine million is
+reported before anything starts. Later only the index is mapped, eight bytes per entry; entries are read by position and
+not cached. The file must not change while it is in use: an entry that no longer parses raises DataChanged.
 
-A separate process (`gcore.data.tables`) converts Parquet files and saved datasets once to JSON lines in a cache. Streams read entries in random
-order, but Parquet stores rows in large row groups, often a million rows. So the controller never imports pyarrow, and entries and digests work
-in the same way for every format. The digest covers the lines, so it does not depend on how files are cut, compressed or named. A copy appears
-atomically and is found by path, split, and the size, time and inode of every source file. An outdated copy is replaced, while open readers keep
-the old one. If several processes need a copy at once, one makes it and the others wait.
+Parquet files and saved datasets are converted once to JSON lines in a cache, by a separate process
+(`gcore.data.tables`). Entries are read in random order, but Parquet stores rows in large row groups, often a million
+rows. The conversion also means that the controller never imports pyarrow, and that entries and digests work in the same
+way for every format. The digest covers the lines, so it does not depend on how files are cut, compressed or named. A
+copy appears atomically and is found by path, split, and the size, time and inode of every source file. An outdated copy
+is replaced, while open readers keep the old one. If several processes need a copy at once, one makes it and the others
+wait.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ _DICT, _STATE = "dataset_dict.json", "state.json"
 
 @dataclass(frozen=True, slots=True)
 class DataFiles:
-    """The files of a source, in order. `path`: name of the data in messages. For JSONL, `files` is the file itself."""
+    """The files of a source, in the order of their entries. `kind`: their format. `path`: as the user named the data."""
 
     kind: Kind
     path: Path
@@ -64,7 +67,9 @@ class DataFiles:
 
 
 def find_files(path: Path, declared: DataFormat, split: str | None) -> DataFiles:
-    """Find the files of a source. Raises DataError if the declared format is not there, or if a split must be named."""
+    """Find the files of the data at `path`. `declared`: their format, or "auto". `split`: the split to use; None: the
+    only one. Raises DataError if there are no such files, or if a split must be named.
+    """
     try:
         return _found(path, declared, split)
     except OSError as error:  # a parent folder without permission, a name that is too long
@@ -203,7 +208,11 @@ FORMAT = 1
 
 
 class CopyManifest(BaseModel):
-    """Sources and result of a copy. `sources` and `written`: size, mtime_ns, inode. `left_out`: reason by column."""
+    """Manifest of a converted copy, which shows whether the copy is current.
+
+    `sources`: path, size, mtime_ns and inode of each source file. `written`: size, mtime_ns and inode of the copy.
+    `rows`: number of rows of each source file. `left_out`: reason by column that is not in the copy.
+    """
 
     version: int
     sources: list[tuple[str, int, int, int]]
@@ -214,7 +223,11 @@ class CopyManifest(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class RowCopy:
-    """An existing copy. `path`: the JSON lines. `rows`: rows of each file, in order. `left_out`: reason by column that is not in the copy."""
+    """A converted copy of a source. `path`: file with the JSON lines. `rows`: number of rows of each source file, in
+    order.
+
+    `left_out`: for each column that is not in the copy, the reason.
+    """
 
     data: DataFiles
     path: Path
@@ -222,7 +235,9 @@ class RowCopy:
     left_out: Mapping[str, str]
 
     def name_of(self, row: int) -> str:
-        """Return the name of a row (from 0) in messages: its number in its file, or in the whole of a saved dataset."""
+        """Return how errors name row number `row` (from 0) of the copy: file and row in it, or the row of a saved
+        dataset.
+        """
         if self.data.kind == "hf":
             return f"{self.data.path}, row {row}"
         ends = list(itertools.accumulate(self.rows))
@@ -232,14 +247,16 @@ class RowCopy:
 
 @dataclass(frozen=True, slots=True)
 class WantedColumns:
-    """`needed`: columns that must convert to JSON. `only`: whether to skip all other columns."""
+    """Which columns of a table to read. `needed`: these must convert to JSON. `only`: whether to skip all others."""
 
     needed: frozenset[str] = frozenset()
     only: bool = False
 
     @classmethod
     def of(cls, prompt: str, answers: Iterable[str], columns: Sequence[str] | None) -> WantedColumns:
-        """Return the columns of the prompt, the answers (paths) and `columns`."""
+        """Return the columns that contain the prompt field and the answer fields (dotted paths), and `columns` if
+        given.
+        """
         roots = {prompt, *answers, *(answer.partition(".")[0] for answer in answers)}
         return cls(frozenset(roots | set(columns or ())), columns is not None)
 
@@ -251,10 +268,10 @@ def find_or_make_copy(
     progress: Progress | None = None,
     wanted: WantedColumns = WantedColumns(),
 ) -> RowCopy:
-    """Return the copy of these files in `cache_dir`; make it if it does not exist. Blocks. Raises DataError.
+    """Return the converted copy of these files in `cache_dir`; make it if there is no current one. Blocks.
 
-    A column that does not convert to JSON raises an error if it is `wanted`; otherwise it is left out. `progress` is called with rows done and
-    total rows while a copy is made.
+    `split`: distinguishes copies of one path. `progress`: called with rows done and total rows while a copy is made.
+    Raises DataError, also for a needed column that does not convert to JSON; other such columns are left out.
     """
     key = (str(data.path), data.kind, split, *(sorted(wanted.needed) if wanted.only else ()))
     named = blake2b(repr(key).encode(), digest_size=8).hexdigest()
@@ -280,7 +297,9 @@ def find_or_make_copy(
 
 
 def mark_used(file: Path) -> None:
-    """Set the modification time to now, because unused files are deleted later (`controllers.storage.garbage`). Ignores missing permission."""
+    """Set a cache file's modification time to now, because files that are not used for long are deleted
+    (`controllers.storage.garbage`). Ignores missing permission.
+    """
     with contextlib.suppress(OSError):
         os.utime(file)
 
@@ -293,7 +312,10 @@ class _Copy:
     wanted: WantedColumns
 
     def find(self) -> RowCopy | None:
-        """Return the copy if it is complete and matches the current sources. Raises DataError if a source is missing."""
+        """Return the copy if it is complete and made from the present source files, else None.
+
+        Raises DataError if a source file is missing.
+        """
         sources = self._sources()
         try:
             manifest = CopyManifest.model_validate_json(self.manifest.read_bytes())
@@ -307,7 +329,9 @@ class _Copy:
         return RowCopy(self.data, self.lines, tuple(manifest.rows), manifest.left_out)
 
     def make(self, lock: int, progress: Progress | None) -> RowCopy:
-        """Make the copy. `lock`: descriptor of the held lock. Raises DataError, OSError."""
+        """Convert the source files and store the copy. `lock`: file descriptor of the held lock. Raises DataError,
+        OSError.
+        """
         sources = self._sources()
         part = self.lines.with_suffix(".part")
         try:
@@ -373,11 +397,11 @@ def _convert(
 
 
 class DataChanged(DataError):
-    """The data no longer match the index, so the whole file is suspect."""
+    """The data changed after they were checked, so no entry of the file can be trusted."""
 
 
 class Dataset:
-    """Entries by number. Thread-safe. Close it, or use it as a context manager."""
+    """A dataset whose entries are read by number. Thread-safe. Close it, or use it as a context manager."""
 
     def __init__(
         self, path: Path, prompt_field: str, reader: EntryReader, index: EntryIndex, copy: RowCopy | None = None
@@ -409,8 +433,9 @@ class Dataset:
     ) -> Dataset:
         """Open the data at `path`. The first time, and after a change, check all entries and build the index.
 
-        `answer_fields`: must be present in every entry. `columns`: further columns to read; None: all that convert to JSON. The index, and the
-        copy of data that are not JSONL, are in `cache_dir`, or next to the data. `progress` is called with the amount done and in total while a
+        `prompt_field`: name of the field with the prompt. `answer_fields`: must be present in every entry. `columns`:
+        further columns to read; None: all that convert to JSON. `cache_dir`: folder for the index, and for the copy of
+        data that are not JSONL; None: next to the data. `progress`: called with the amount done and the total while a
         copy (in rows) or an index (in bytes) is made. Raises DataError.
         """
         path = Path(path).absolute()
@@ -468,11 +493,11 @@ class Dataset:
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Reason by column that is not read."""
+        """For each column of the data that is not read, the reason."""
         return {} if self._copy is None else self._copy.left_out
 
     def name_of(self, i: int) -> str:
-        """Return the name of entry `i` in messages."""
+        """Return how errors name entry `i`: path and number."""
         return f"{self.path}, entry {i}" if self._copy is None else self._copy.name_of(i)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

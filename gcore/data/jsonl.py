@@ -1,15 +1,17 @@
 """Entries of a JSONL file: their format, and an index of their positions that is built once and mapped into memory.
 
-An entry is a JSON object on one line. Its prompt field is a string, or a list of chat messages. Answer fields are present and not null. The
-parser is stricter than Python's in two points: it rejects NaN and Infinity, and lone surrogates, which no tokenizer accepts. Each error names the
-file and the line (`name_line`: how to name lines of a converted file).
+An entry is a JSON object on one line. Its prompt field is a string, or a list of chat messages. Answer fields are
+present and not null. The parser is stricter than Python's in two points: it rejects NaN and Infinity, and lone
+surrogates, which no tokenizer accepts. Each error names the file and the line.
 
-Building the index reads the whole file once, in blocks, checks every line and stores where entries begin; blank lines are skipped. Memory use does
-not grow with the file. The index records the file's size, modification time and inode; it is built again if they differ or if it is damaged. It is
-written to a temporary file and renamed, so that several processes may build it at once.
+Building the index reads the complete file once, in blocks, checks every line and stores where entries begin; blank
+lines are skipped. Memory use does not grow with the file. The index records the file's size, modification time and
+inode; it is built again if they differ or if it is damaged. It is written to a temporary file and renamed, so that
+several processes may build it at once.
 
-Layout, little-endian: a header of 72 bytes (magic, format, reserved, then size, mtime_ns, inode and entries as uint64, and 16 bytes of BLAKE2b over
-the file's content), then entries + 1 offsets as uint64. Entry i is in [offset i, offset i+1).
+Layout, little-endian: a header of 72 bytes (magic, format, reserved, then size, mtime_ns, inode and entries as uint64,
+and 16 bytes of BLAKE2b over the file's content), then entries + 1 offsets as uint64. Entry i is in bytes [offset i,
+offset i+1).
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _decode = json.JSONDecoder(parse_constant=refuse_constant).raw_decode
 
 
 class EntryReader:
-    """Reads and checks entries of one data file. Stateless and thread-safe."""
+    """Parses and checks the lines of one data file. Stateless and thread-safe."""
 
     def __init__(
         self,
@@ -54,7 +56,10 @@ class EntryReader:
         *,
         only: bool = False,
     ) -> None:
-        """`needed`: fields that must be JSON; other fields that are not are left out. `only`: no other field is read."""
+        """`answer_fields`: must be present and not null. `name_line`: returns how errors name a line (from 1) of a
+        converted file. `needed`: fields that must be valid; other fields with NaN or lone surrogates are left out.
+        `only`: read no other field than the needed ones.
+        """
         self._needed = needed | {prompt_field}
         self._only = only
         self._path = path
@@ -63,13 +68,14 @@ class EntryReader:
         self._answer_fields = answer_fields
 
     def where(self, line: int) -> str:
-        """Return the name of a line (from 1) in messages."""
+        """Return how errors name a line. Lines count from 1."""
         return f"{self._path}:{line}" if self._name_line is None else self._name_line(line)
 
     def blank_lines(self, text: str, first: int, *, cut_off: bool = False) -> list[int]:
-        """Check the lines of `text`, whose first line has number `first`, and return which of them (from 0) are blank.
+        """Check all lines of `text`, and return the indexes of the blank ones.
 
-        `cut_off`: the last line has no newline. Raises DataError for the first mistake.
+        `first`: number of its first line in the file. `cut_off`: whether its last line has no newline. Raises DataError
+        for the first mistake.
         """
         blank: list[int] = []
         fits = self._fits
@@ -90,7 +96,10 @@ class EntryReader:
         return blank
 
     def parse(self, line: str, where: str, *, cut_off: bool = False) -> dict[str, Any]:
-        """Return the entry on a line. `where`: its name. `cut_off`: it has no newline. Raises DataError."""
+        """Parse and check the entry on a line. `where`: names the line in errors. `cut_off`: whether it has no newline.
+
+        Raises DataError.
+        """
         try:
             entry = self._decoded(line)
         except (ValueError, RecursionError) as error:
@@ -122,7 +131,10 @@ class EntryReader:
         return entry
 
     def _decoded(self, line: str) -> Any:
-        """Return the value on a line, without unneeded fields that hold NaN or Infinity. Raises ValueError, RecursionError."""
+        """Return the JSON value on a line, without fields that are not needed and contain NaN or Infinity.
+
+        Raises ValueError, RecursionError.
+        """
         try:
             return json.loads(line, parse_constant=refuse_constant)
         except json.JSONDecodeError:
@@ -204,7 +216,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _message_problem(prompt: Any) -> str | None:
-    """Return what is wrong with a list of chat messages; None if it is valid."""
+    """Return what is wrong with a prompt that should be a list of chat messages; None if it is valid."""
     if not isinstance(prompt, list):
         return _kind(prompt)
     if not prompt:
@@ -223,7 +235,7 @@ def _message_problem(prompt: Any) -> str | None:
 
 
 def _calls_tools(message: dict[str, Any]) -> bool:
-    """Return whether the message calls tools and so needs no content."""
+    """Return whether a message without content is valid because it calls tools."""
     calls = message.get("tool_calls")
     return message.get("content") is None and isinstance(calls, list) and bool(calls)
 
@@ -240,7 +252,7 @@ def _names(entry: dict[str, Any]) -> str:
 
 
 Progress = Callable[[int, int], None]
-"""Called with bytes done and total bytes."""
+"""Function that is called with the amount done and the total: bytes for an index, rows for a copy."""
 
 FORMAT = 1
 BLOCK_BYTES = 1 << 20
@@ -256,12 +268,12 @@ _COMPRESSED = {
     b"BZh": "bzip2",
     b"PK\x03\x04": "zip",
 }
-"""First bytes of compressed files; no JSON object begins with them."""
+"""Names of compression formats by the first bytes of their files. No JSON object begins with these bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """Identifies a file's content without reading it."""
+    """Identifies a file's content without reading it: size in bytes, modification time, inode."""
 
     size: int
     mtime_ns: int
@@ -270,7 +282,10 @@ class FileIdentity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EntryIndex:
-    """`offsets` [entries + 1] uint64, memory-mapped. `digest`: 16 bytes of BLAKE2b over the content, equal on every node."""
+    """Index of a JSONL file. `offsets` [entries + 1] uint64, memory-mapped: where entries begin, in bytes.
+
+    `digest`: 16 bytes of BLAKE2b over the file's content, equal on every node.
+    """
 
     identity: FileIdentity
     offsets: npt.NDArray[np.uint64]
@@ -278,7 +293,7 @@ class EntryIndex:
 
 
 def identify_file(path: Path) -> FileIdentity:
-    """Return the identity of a regular file. Raises DataError if it is missing or not a regular file."""
+    """Return the identity of the file at `path`. Raises DataError if it is missing or not a regular file."""
     try:
         found = path.stat()
     except OSError as error:
@@ -290,13 +305,13 @@ def identify_file(path: Path) -> FileIdentity:
 
 
 def unreadable_file(path: Path, error: OSError) -> DataError:
-    """Return the error for a file that cannot be read."""
+    """Return the DataError for a file that the system could not read because of `error`."""
     reason = (error.strerror or type(error).__name__).lower()
     return DataError(f"cannot read the file ({reason})", where=str(path), fix="Name an existing, readable file")
 
 
 def load_index(index_path: Path, identity: FileIdentity) -> EntryIndex | None:
-    """Return the index for a file of this identity; None if there is none or it is incomplete."""
+    """Load the index at `index_path`; None if it is missing, incomplete, or of a file with another identity."""
     try:
         with index_path.open("rb") as file:
             header = file.read(_HEADER.size)
@@ -315,7 +330,7 @@ def load_index(index_path: Path, identity: FileIdentity) -> EntryIndex | None:
 
 
 def build_index(path: Path, index_path: Path, reader: EntryReader, progress: Progress | None) -> EntryIndex:
-    """Read and check the whole file and write its index. Raises DataError for the first mistake."""
+    """Read and check the complete file at `path`, and write its index. Raises DataError for the first mistake."""
     identity = identify_file(path)
     try:
         index_path.parent.mkdir(parents=True, exist_ok=True)
@@ -366,7 +381,7 @@ def _write_index(
 
 
 class _Scan:
-    """One pass over a file in blocks, each cut at its last newline."""
+    """One pass over a file in blocks: checks every line, and writes the offsets of the entries to `out`."""
 
     def __init__(self, path: Path, reader: EntryReader, out: BinaryIO, progress: Progress | None, size: int) -> None:
         self._path = path
@@ -381,7 +396,7 @@ class _Scan:
 
     @property
     def digest(self) -> bytes:
-        """Digest of everything read."""
+        """BLAKE2b digest of everything that was read so far."""
         return self._hash.digest()
 
     def run(self, data: BinaryIO) -> None:
@@ -408,7 +423,7 @@ class _Scan:
             self._progress(self._size, self._size)
 
     def _take(self, lines: bytes, *, cut_off: bool) -> None:
-        """Process whole lines, without the newline of the last one."""
+        """Check complete lines (without the last newline), and write the offsets of their entries."""
         try:
             text = lines.decode("utf-8")
         except UnicodeDecodeError as error:

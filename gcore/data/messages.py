@@ -3,9 +3,10 @@
     "2 + 2"                                    a text
     [{"type": "text", "text": "2 + 2"}]        the same as parts, as in OpenAI's API and many datasets
 
-Some templates read only text, some only parts, some both. A template that reads both gets the content unchanged, as in transformers. A template
-that reads only text gets the joined parts; one that reads only parts gets a text as one part. transformers would pass the content unchanged, and
-the prompt would contain a Python list, or nothing.
+Some chat templates support only text, some only parts, some both. A template that supports both gets the content
+unchanged, as in transformers. A template that supports only text gets the joined parts; one that supports only parts
+gets a text as one part. transformers would pass the content unchanged, and the prompt would contain a Python list, or
+nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ from typing import Any, Literal
 Messages = Sequence[Mapping[str, Any]]
 SYSTEM_ROLES = ("system", "developer")
 MARK = "\ue000\ue001\ue000"
-"""Placeholder for text in a template. No real text contains it, and Python's repr of a list escapes it."""
+"""Placeholder that is rendered in place of a text, to find where a template writes the text. No real text contains it,
+and Python's repr of a list escapes it.
+"""
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def parts_problem(content: Any) -> str | None:
-    """Return what is wrong with content that is not text, for messages; None if it is a list of text parts."""
+    """Return what is wrong with a message's content that is not text; None if it is a valid list of text parts.
+
+    The result continues a sentence whose subject is the content.
+    """
     if not isinstance(content, list):
         return "is neither text nor a list of text parts"
     for number, part in enumerate(content, 1):
@@ -42,9 +48,10 @@ def join_parts(content: Any) -> Any:
 
 
 def prepare_messages(value: str | Messages, system: str) -> list[dict[str, Any]]:
-    """Return a prompt field as messages: a string is one user message. `system` is inserted unless the messages begin with a system message.
+    """Convert a prompt field to chat messages; a string becomes one user message.
 
-    Drops keys that are null, and stores reasoning under the names that templates read, as transformers does.
+    `system`: text of a system message, inserted unless the messages begin with one; empty: none. Drops keys that are
+    null, and stores reasoning under the names that templates read, as transformers does.
     """
     given: Messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     messages = [_with_reasoning(message) for message in given]
@@ -63,9 +70,10 @@ ContentForm = Literal["text", "parts", "as written"]
 
 
 class ContentForms:
-    """The form of content that a template reads, by message role. Found once per role by rendering short conversations.
+    """Finds which form of message content a template supports, by message role, and converts content to it.
 
-    Thread-safe: concurrent calls find the same result.
+    The form is found once per role by rendering short conversations. Thread-safe: concurrent calls find the same
+    result.
     """
 
     def __init__(self, render: Callable[[list[dict[str, Any]]], str]) -> None:
@@ -74,7 +82,7 @@ class ContentForms:
         self._known: dict[str, ContentForm] = {}
 
     def fit(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the message with its content in a form that the template reads."""
+        """Return the message with its content in a form that the template supports."""
         content = message.get("content")
         if not isinstance(content, str | list):
             return message

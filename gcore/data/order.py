@@ -1,17 +1,20 @@
-"""The mapping from prompt refs to entries, and cursors: permutations of shards, and mixtures of sources.
+"""The order of prompts: which dataset entry a prompt ref means, and cursors over the prompts that have an outcome.
 
-Entry i of the stream belongs to shard i % S, at place i // S, so shard lengths differ by at most one. Every epoch visits a shard's places in a
-different order, a pure function of (seed, data_epoch, shard): a Feistel network over the smallest power of four that covers the shard. Values
-outside the shard go through it again until they are inside (cycle walking; at most four rounds on average). No list is shuffled or stored, any
-place of any epoch is computed directly, and every controller computes the same.
+*Shards.* Entry i of the stream belongs to shard i % S, at place i // S, so shard lengths differ by at most one. Every
+epoch visits a shard's places in a different order, a pure function of (seed, data_epoch, shard): a Feistel network over
+the smallest power of four that covers the shard. Values outside the shard go through it again until they are inside
+(cycle walking; at most four rounds on average). No list is shuffled or stored, any place of any epoch is computed
+directly, and every controller computes the same.
 
-A *position* counts a shard's refs through all epochs: `p = data_epoch * shard_length + seq`. So one cursor spans epochs, and shards may be in
-different epochs. A cursor is a low-water mark and a bitmap of terminal refs beyond it. Its size is bounded by the window.
+*Cursors.* A *position* counts a shard's refs through all epochs: `p = data_epoch * shard_length + seq`. So one cursor
+spans epochs, and shards may be in different epochs. A ref is *terminal* when it is trained, filtered or failed. A
+cursor is a low-water mark and a bitmap of terminal refs beyond it. Its size is bounded by the window.
 
-With several sources, a source of n entries and weight w has round(w·n) places in every epoch, at least one, so that all epochs are equally long.
-Its places continue through its entries from epoch to epoch and start over at the end. Over any consecutive epochs, the use counts of two entries
-differ by at most one. If the weight is not a whole number, entries follow a fixed keyed permutation; otherwise "one half" would be the first half
-of a sorted file. With one source of weight 1, place i is entry i.
+*Mixtures.* With several sources, a source of n entries and weight w has round(w·n) places in every epoch, at least one,
+so that all epochs are equally long. Its places continue through its entries from epoch to epoch and start over at the
+end. Over any consecutive epochs, the use counts of two entries differ by at most one. If the weight is not an integer,
+entries follow a fixed keyed permutation; otherwise a weight of one half would use the first half of a sorted file. With
+one source of weight 1, place i is entry i.
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ from gcore.types import PromptRef
 
 
 class ShardCursor(NamedTuple):
-    """All positions below `low_water` are terminal. Bit i of `beyond`: position `low_water + i` is terminal."""
+    """Which positions of a shard have an outcome (are terminal).
+
+    All below `low_water` are terminal. Bit i of `beyond`: whether position `low_water + i` is terminal.
+    """
 
     low_water: int = 0
     beyond: int = 0
@@ -38,7 +44,10 @@ class ShardCursor(NamedTuple):
         return position < self.low_water or bool(self.beyond >> (position - self.low_water) & 1)
 
     def mark(self, position: int) -> ShardCursor:
-        """Return the cursor with `position` marked terminal. Raises ValueError if it already was, because a ref has one outcome."""
+        """Return the cursor with `position` marked as terminal.
+
+        Raises ValueError if it already was, because a ref has exactly one outcome.
+        """
         if self.is_terminal(position):
             raise ValueError(f"position {position} is already terminal")
         beyond = self.beyond | 1 << (position - self.low_water)
@@ -47,12 +56,12 @@ class ShardCursor(NamedTuple):
 
     @property
     def terminal_count(self) -> int:
-        """Number of terminal positions."""
+        """Number of positions that have an outcome."""
         return self.low_water + self.beyond.bit_count()
 
 
 class StreamShape(NamedTuple):
-    """Length of each shard (refs per epoch), by shard."""
+    """The lengths of all shards: number of refs per epoch, by shard."""
 
     lengths: tuple[int, ...]
 
@@ -61,7 +70,7 @@ class StreamShape(NamedTuple):
         return ref.data_epoch * self.lengths[ref.shard] + ref.seq
 
     def ref(self, shard: int, position: int) -> PromptRef:
-        """Inverse of `position`."""
+        """Return the ref at a position of a shard; the inverse of `position`."""
         epoch, seq = divmod(position, self.lengths[shard])
         return PromptRef(epoch, shard, seq)
 
@@ -73,13 +82,13 @@ def shard_lengths(prompts: int, shards: int) -> StreamShape:
 
 
 class Cursors(NamedTuple):
-    """The cursors of all shards, by shard."""
+    """The cursors of all shards: which prompts have an outcome."""
 
     shards: tuple[ShardCursor, ...]
 
     @classmethod
     def start(cls, shards: int) -> Cursors:
-        """Return cursors without terminal refs."""
+        """Return the cursors at the start of a job: no ref has an outcome."""
         return cls((ShardCursor(),) * shards)
 
     def is_terminal(self, shape: StreamShape, ref: PromptRef) -> bool:
@@ -87,7 +96,7 @@ class Cursors(NamedTuple):
         return self.shards[ref.shard].is_terminal(shape.position(ref))
 
     def union(self, shape: StreamShape, refs: Iterable[PromptRef]) -> Cursors:
-        """Return the cursors with `refs` marked terminal. Raises ValueError if a ref already was, or occurs twice."""
+        """Return the cursors with `refs` marked as terminal. Raises ValueError if a ref already was, or occurs twice."""
         shards = list(self.shards)
         for ref in refs:
             shards[ref.shard] = shards[ref.shard].mark(shape.position(ref))
@@ -95,16 +104,16 @@ class Cursors(NamedTuple):
 
     @property
     def terminal_count(self) -> int:
-        """Number of terminal refs in all shards."""
+        """Number of refs that have an outcome, in all shards."""
         return sum(cursor.terminal_count for cursor in self.shards)
 
     def encode(self) -> list[str]:
-        """Return one short string per shard for the store: "low_water" or "low_water+hex"."""
+        """Encode the cursors for the store: per shard a string "low_water" or "low_water+beyond", `beyond` in hex."""
         return [f"{c.low_water}+{c.beyond:x}" if c.beyond else str(c.low_water) for c in self.shards]
 
     @classmethod
     def decode(cls, text: list[str]) -> Cursors:
-        """Inverse of `encode`. Raises ValueError."""
+        """Decode the strings that `encode` returns. Raises ValueError."""
         shards = []
         for part in text:
             if not isinstance(part, str):
@@ -132,7 +141,7 @@ class KeyedPermutation:
         self._mask = (1 << self._half_bits) - 1
 
     def index(self, seq: int) -> int:
-        """Return the image of `seq`. Raises IndexError outside range(length)."""
+        """Return the value to which the permutation maps `seq`. Raises IndexError outside range(length)."""
         place = self._checked(seq)
         while True:
             place = self._forth(place)
@@ -140,7 +149,7 @@ class KeyedPermutation:
                 return place
 
     def seq(self, index: int) -> int:
-        """Inverse of `index`. Raises IndexError outside range(length)."""
+        """Return the value that the permutation maps to `index`. Raises IndexError outside range(length)."""
         place = self._checked(index)
         while True:
             place = self._back(place)
@@ -170,7 +179,10 @@ class KeyedPermutation:
 
 
 class ShardOrder(KeyedPermutation):
-    """The order of a shard in an epoch: its place by sequence number. Any 64-bit integers are valid keys."""
+    """The order of a shard in an epoch: maps a position in the order to a place in the shard.
+
+    `seed`, `data_epoch` and `shard` may be any 64-bit integers.
+    """
 
     __slots__ = ()
 
@@ -180,13 +192,16 @@ class ShardOrder(KeyedPermutation):
 
 
 def entry_index(shape: StreamShape, seed: int, ref: PromptRef) -> int:
-    """Return the entry of the stream for `ref`. Raises IndexError for a ref outside the stream."""
+    """Return the number of the stream's entry that `ref` means, in the default order.
+
+    Raises IndexError for a ref outside the stream.
+    """
     order = ShardOrder(seed, ref.data_epoch, ref.shard, shard_length(shape, ref.shard))
     return order.index(ref.seq) * len(shape.lengths) + ref.shard
 
 
 def ref_of_entry(shape: StreamShape, seed: int, data_epoch: int, entry: int) -> PromptRef:
-    """Return the ref of entry `entry` in `data_epoch`; inverse of `entry_index`. Raises IndexError."""
+    """Return the ref of the stream's entry number `entry` in an epoch; the inverse of `entry_index`. Raises IndexError."""
     if entry < 0:
         raise IndexError(f"entry {entry}")
     place, shard = divmod(entry, len(shape.lengths))
@@ -194,7 +209,7 @@ def ref_of_entry(shape: StreamShape, seed: int, data_epoch: int, entry: int) -> 
 
 
 def shard_length(shape: StreamShape, shard: int) -> int:
-    """Return the refs of a shard per epoch. Raises IndexError outside the stream."""
+    """Return the number of refs of a shard per epoch. Raises IndexError for an unknown shard."""
     if not 0 <= shard < len(shape.lengths):
         raise IndexError(f"shard {shard} of {len(shape.lengths)}")
     return shape.lengths[shard]
@@ -202,7 +217,10 @@ def shard_length(shape: StreamShape, shard: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SourceShare:
-    """A source's part of an epoch. The name is part of its permutation's key, so that other sources do not change it."""
+    """A source's share of an epoch: its number of entries, and its weight.
+
+    The name is part of the key of its permutation, so that other sources do not change it.
+    """
 
     name: str
     entries: int
@@ -216,14 +234,14 @@ class SourceShare:
 
 @dataclass(frozen=True, slots=True)
 class SourceEntry:
-    """Entry `entry` of source number `source`."""
+    """Identifies a dataset entry: number `entry` of source number `source`."""
 
     source: int
     entry: int
 
 
 class Mixture:
-    """All sources of a stream, in the order of the spec."""
+    """Mixes the sources of a stream: maps places of an epoch to entries of sources. `shares`: in the order of the spec."""
 
     def __init__(self, shares: Sequence[SourceShare], seed: int) -> None:
         self.shares = tuple(shares)

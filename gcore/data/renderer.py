@@ -1,15 +1,16 @@
-"""From a prompt field to the model's input text and tokens.
+"""Renders the prompt field of a dataset entry to the model's input text and tokens.
 
-With `chat`, a chat template renders the prompt and opens the assistant's turn; a string counts as one user message. Without it, the string is the
-text. The result agrees with `AutoTokenizer.apply_chat_template(messages, tools=..., add_generation_prompt=True, **variables)` and
-`AutoTokenizer(text)`, with two exceptions: the date comes from a variable (`gcore.data.templates`), and text parts are joined for templates that do
-not read them (`gcore.data.messages`).
+With `chat`, a chat template renders the prompt and opens the assistant's turn; a string counts as one user message.
+Without it, the string is the text. The result agrees with `AutoTokenizer.apply_chat_template(messages, tools=...,
+add_generation_prompt=True, **variables)` and `AutoTokenizer(text)`, with two exceptions: the date comes from a variable
+(`gcore.data.templates`), and text parts are joined for templates that do not support them (`gcore.data.messages`).
 
-A model may have several end tokens. After an answer comes what the template writes there; the end of the turn appears once, whichever end token the
-answer has.
+For dialogs of several turns the module also renders what follows an answer of the model. A model may have several end
+tokens; the end of the turn appears once, whichever end token the answer has.
 
-A template writes its own special tokens, so the tokenizer adds none: a leading token never appears twice. A source's system message is inserted
-before messages without one. Prompts are not cut: a prompt that is too long is an error, or filtered (`gcore.data.stream`).
+A template writes its own special tokens, so the tokenizer adds none: a leading token never appears twice. A source's
+system message is inserted before messages without one. Prompts are not cut: a prompt that is too long is an error, or
+filtered (`gcore.data.stream`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ from gcore.data.tokenizer import ModelTokenizer
 from gcore.errors import DataError
 
 _CONTEXT = 16
-"""Tokens of context when text is encoded after others, and when the end of an answer is compared with the template's text."""
+"""Number of preceding tokens that are considered when text is encoded after other tokens, and when the end of an answer
+is compared with the template's text.
+"""
 
 _SOME_TOOL = {
     "type": "function",
@@ -49,7 +52,11 @@ _SOME_TOOL = {
 
 @dataclass(frozen=True, slots=True)
 class ChatForm:
-    """How a source renders messages. `template`: without tools. `tool_template`: with tools; often the same."""
+    """How a source renders chat messages. `template`: for prompts without tools. `tool_template`: with tools; often
+    equal.
+
+    `system`: text of the system message, or empty. `variables`: of the templates.
+    """
 
     template: jinja2.Template
     tool_template: jinja2.Template
@@ -68,7 +75,9 @@ class ChatForm:
         tools: str | None,
         variables: Mapping[str, Any],
     ) -> ChatForm:
-        """`template` and `tools` are files; None: the model's template, and no tools. Raises DataError."""
+        """Load templates and tools. `template`: a Jinja file; None: the model's template. `tools`: a JSON file; None:
+        no tools. Raises DataError.
+        """
         definitions = () if tools is None else read_tools(Path(tools))
         if template is not None:
             sources = [(read_template(Path(template)), template)]
@@ -81,7 +90,7 @@ class ChatForm:
 
 
 class PromptRenderer:
-    """Renders, encodes and decodes for one source. Stateless and thread-safe."""
+    """Renders prompts of one source to text, encodes text and decodes tokens. Stateless and thread-safe."""
 
     def __init__(self, tokenizer: ModelTokenizer, form: ChatForm | None, *, where: str) -> None:
         self.tokenizer = tokenizer
@@ -105,10 +114,11 @@ class PromptRenderer:
         variables: Mapping[str, Any] | None = None,
         tokenizer: ModelTokenizer | None = None,
     ) -> PromptRenderer:
-        """Load the renderer for a Hugging Face model folder. `variables`: of the template. `tokenizer`: of the folder, if already loaded.
+        """Load the renderer for a Hugging Face model folder.
 
-        Raises DataError if the model does not exist, if `chat` is set without a chat template, if a file is not readable or not valid, and if a
-        setting needs a chat template but `chat` is not set.
+        `chat`: use a chat template; the settings after it are only allowed with it. `template`, `tools`: files, see
+        `ChatForm.load`. `variables`: of the template. `tokenizer`: that of the folder, if already loaded. Raises
+        DataError if the model or its chat template does not exist, or if a file is not readable or not valid.
         """
         folder = Path(model_dir)
         tokenizer = tokenizer or ModelTokenizer.load(folder)
@@ -144,9 +154,11 @@ class PromptRenderer:
         opens: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the input text for a prompt field of the entry `fields`.
+        """Render a prompt to the model's input text.
 
-        `opens`: open the assistant's turn at the end. `variables`: template variables in addition to the source's. Raises DataError.
+        `value`: the prompt field, a string or chat messages. `fields`: its entry, which may have its own tools.
+        `opens`: whether to open the assistant's turn at the end. `variables`: template variables in addition to the
+        source's. Raises DataError.
         """
         form = self._form
         if form is None:
@@ -201,9 +213,10 @@ class PromptRenderer:
             return ""
 
     def behind(self, messages: Messages, fields: Mapping[str, Any], *, said: Sequence[int]) -> str:
-        """Return what the template writes between an assistant's answer and its next one, with `messages` in between.
+        """Return the text that the template writes after an answer of the model, for the following `messages`, up to
+        the opening of the next answer.
 
-        `said`: tokens of the answer; if they end the turn themselves, its end is left out. Raises DataError.
+        `said`: tokens of the answer; if they end the turn themselves, the text does not end it again. Raises DataError.
         """
         asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}, *messages]
         _, found, rest = self.render(asked, fields).rpartition(MARK)
@@ -212,10 +225,11 @@ class PromptRenderer:
         return self._without_end(rest, said, asked[:2], fields)
 
     def continued(self, messages: Messages, answer: int, fields: Mapping[str, Any], *, said: Sequence[int]) -> str:
-        """Return what the template writes after the assistant's message number `answer`, up to the opening of the next answer.
+        """Return the text that the template writes after message number `answer` of a dialog, up to the opening of the
+        next answer.
 
-        `said`: tokens of the answer; if they end the turn themselves, its end is left out. Raises DataError, also if the template does not show
-        where an answer ends.
+        That message is an answer of the model. `said`: its tokens; if they end the turn themselves, the text does not
+        end it again. Raises DataError, also if the template's output does not show where the answer ends.
         """
         asked = [*messages[:answer], {"role": "assistant", "content": MARK}, *messages[answer + 1 :]]
         _, *rest = self.render(asked, fields).split(MARK)
@@ -229,7 +243,9 @@ class PromptRenderer:
         return self._without_end(rest[0], said, asked[: answer + 1], fields)
 
     def answer_end(self, fields: Mapping[str, Any]) -> int | None:
-        """Return the token that ends an answer: the end token that the chat template writes after one, otherwise the first end token."""
+        """Return the token that ends an answer: the end token that the chat template writes after one, or else the
+        model's first end token; None if there is none.
+        """
         ends: dict[str, int] = {self.tokenizer.special_text(token): token for token in self.tokenizer.end_token_ids}
         if self.chat:
             asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
@@ -240,10 +256,12 @@ class PromptRenderer:
         return next(iter(self.tokenizer.end_token_ids), None)
 
     def _without_end(self, rest: str, said: Sequence[int], asked: Messages, fields: Mapping[str, Any]) -> str:
-        """Return `rest`, the template's text after an answer, without the end of the turn if the answer `said` already ends with one.
+        """Return `rest`, the template's text after an answer, without the end of the turn if the answer already has
+        one.
 
-        The end is the answer's own last token. If the answer ends with another end token than the template's, the end is the end token that the
-        template also writes after the last answer of a conversation, so that it cannot be the opening of the next turn.
+        `said`: tokens of the answer. `asked`: the messages up to the answer. The end is the answer's own last token. If
+        the answer ends with another end token than the template's, the end is the end token that the template also
+        writes after the last answer of a conversation, so that it cannot be the opening of the next turn.
         """
         own = self.tokenizer.special_text(said[-1]) if said else ""
         if not own:
@@ -259,16 +277,18 @@ class PromptRenderer:
         return begun[len(end) :] if end else rest
 
     def _closing(self, asked: Messages, fields: Mapping[str, Any]) -> str:
-        """Return what the template writes after the answer `MARK` at the end of `asked`; empty if the template fails."""
+        """Return the text that the template writes after the last message of `asked`, the answer `MARK`, at the end of
+        a conversation; empty if the template fails.
+        """
         try:
             return self.render(asked, fields, opens=False).rpartition(MARK)[2]
         except DataError:
             return ""
 
     def encode_behind(self, before: Sequence[int], text: str) -> tuple[int, ...]:
-        """Return the token ids of a text after the tokens `before`, which stay unchanged. Raises DataError.
+        """Encode a text that follows the tokens `before`, which stay unchanged. Raises DataError.
 
-        Equal to the tokens within the whole text if no token spans the boundary.
+        The result is as in the complete text, unless a token of the complete text would span the boundary.
         """
         known = self.tokenizer.spell(before[-_CONTEXT:])
         try:
@@ -281,9 +301,11 @@ class PromptRenderer:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a rendered text. Plain text gets the model's leading special tokens. Raises DataError."""
+        """Encode a rendered text. Without a chat template the model's leading special tokens are added. Raises
+        DataError.
+        """
         return self.tokenizer.encode(text, add_special_tokens=not self.chat)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids without special tokens and end tokens."""
+        """Return the text of tokens, without special tokens and end tokens."""
         return self.tokenizer.decode(ids)

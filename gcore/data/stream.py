@@ -1,14 +1,15 @@
-"""From a prompt ref to the prompt: opened sources, length filters, text and tokens. Also counts prompt lengths in advance.
+"""Finds the prompt of a ref (epoch, shard, position): opens the sources, applies length filters, renders and tokenizes.
 
-A ref gives the same tokens on every machine: a prompt is a pure function of the data, the seed and the ref. A curriculum may replace the keyed
-permutation of a shard in an epoch (`Reorder`), and must be pure too.
+A ref gives the same tokens on every machine: a prompt is a pure function of the data, the seed and the ref. A
+curriculum may replace the order of a shard in an epoch (`Reorder`), and must be pure too.
 
-Controllers that run or create a job, and `gcore validate`, all open data here, so that the checks cover what runs. Opening checks every entry once
-per content of the files, but counts no tokens. A prompt that is shorter or longer than its source allows is *filtered*, which is a normal outcome.
-A prompt that leaves no room for its response is an error; prompts are never cut, because a cut prompt is another prompt.
+Controllers that run or create a job, and `gcore validate`, all open data here, so that the checks cover what runs.
+Opening checks every entry once per content of the files, but counts no tokens. A prompt that is shorter or longer than
+its source allows is *filtered*, which is a normal outcome. A prompt that leaves no room for its response is an error;
+prompts are never cut, because a cut prompt is another prompt.
 
-Counting lengths renders and tokenizes all prompts, or a sample spread evenly over a large source. A prompt that does not render or fit raises an
-error there, because it would fail later. Filtered prompts are only counted.
+`check_lengths` renders and tokenizes all prompts of a source in advance, or a sample spread evenly. A prompt that does
+not render or fit raises an error there, because it would fail later. Filtered prompts are only counted.
 """
 
 from __future__ import annotations
@@ -40,13 +41,16 @@ _MADE_TO_FIT = {
 
 
 class PromptFiltered(GcoreError):
-    """The source's length filters exclude this prompt. `what` is the outcome's reason, equal for all prompts with the same cause."""
+    """The length filters of its source exclude a prompt. `what`: the reason, the same for all prompts with this cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """An opened source. `limit`: most prompt tokens that leave room for a response; None: no limit. `held_out`: for evaluation, which filters
-    nothing. Thread-safe."""
+    """An opened source of prompts. Thread-safe.
+
+    `limit`: maximum prompt tokens that leave room for a response; None: no limit. `held_out`: whether it is for
+    evaluation, which filters nothing.
+    """
 
     source: ResolvedSource
     dataset: Dataset
@@ -63,10 +67,10 @@ class PromptSource:
         return self.source.name
 
     def prompt(self, index: int, ref: PromptRef) -> Prompt:
-        """Return entry `index` rendered and tokenized, under `ref`.
+        """Render and tokenize entry number `index` as the prompt `ref`.
 
-        Raises PromptFiltered; DataError with the entry's name if it does not render or fit; DataChanged (a DataError) if the file changed;
-        IndexError outside range(len).
+        Raises PromptFiltered; DataError with the entry's name if it does not render or fit; DataChanged (a DataError)
+        if the file changed; IndexError outside range(len).
         """
         prompt = self.unfiltered(index, ref)
         reason = self.filtered(len(prompt.token_ids))
@@ -76,7 +80,7 @@ class PromptSource:
         return prompt
 
     def unfiltered(self, index: int, ref: PromptRef) -> Prompt:
-        """Return the prompt regardless of its length. Raises DataError, IndexError."""
+        """Like `prompt`, but without checks of its length. Raises DataError, IndexError."""
         fields = self.dataset.entry(index)
         try:
             text = self.renderer.render(fields[self.dataset.prompt_field], fields)
@@ -92,7 +96,7 @@ class PromptSource:
         return Prompt(ref, text, tokens, fields, self.name)
 
     def filtered(self, tokens: int) -> str | None:
-        """Return why a prompt of this length is filtered; None if it is not."""
+        """Return why a prompt of this many tokens is filtered; None if it is not."""
         least, most = self.source.min_prompt_tokens, self.source.max_prompt_tokens
         if least is not None and tokens < least:
             return f"the prompt is shorter than min_prompt_tokens ({least})"
@@ -101,7 +105,9 @@ class PromptSource:
         return None
 
     def check_fits(self, index: int, tokens: int) -> None:
-        """Raise DataError if a prompt of this length leaves no room for the response."""
+        """Raise DataError if a prompt of this many tokens leaves no room for the response. `index`: entry, for the
+        error.
+        """
         if self.limit is not None and tokens > self.limit:
             raise DataError(
                 f"the prompt has {tokens} tokens, but at most {self.limit} leave room for the response",
@@ -112,7 +118,7 @@ class PromptSource:
 
 @dataclass(frozen=True, slots=True)
 class EvalPromptSource:
-    """Held-out prompts of one source. Length filters do not apply: every prompt is used, or an error."""
+    """Prompts of one held-out source, for evaluation. Nothing is filtered: a prompt that does not fit is an error."""
 
     opened: PromptSource
 
@@ -125,24 +131,26 @@ class EvalPromptSource:
         return len(self.opened)
 
     def prompt(self, index: int) -> Prompt:
-        """Return entry `index` under ref 0/0/`index`. Raises DataError and IndexError as `PromptSource.prompt`."""
+        """Return entry number `index` as a prompt with the ref 0/0/`index`. Raises as `PromptSource.prompt`."""
         return self.opened.prompt(index, PromptRef(0, 0, index))
 
 
 class ShardPermutation(Protocol):
-    """A bijection of range(length of the shard) onto itself."""
+    """Interface of a shard's order in an epoch: a permutation of the places in the shard."""
 
     def index(self, seq: int) -> int:
-        """Return the place in the shard with sequence number `seq`."""
+        """Return the place in the shard that comes at position `seq` of the order."""
         ...
 
 
 Reorder = Callable[[int, int], ShardPermutation | None]
-"""Maps (data_epoch, shard) to the shard's order in that epoch; None: the default order. Must be equal on all nodes at all times."""
+"""Function that maps (data_epoch, shard) to the shard's order in that epoch; None: the default order. It must return
+the same on all nodes at all times.
+"""
 
 
 class PromptStream:
-    """The prompts of a job. `reorder`: from a curriculum; may be set until the first prompt is requested."""
+    """The prompts of a job by ref. `reorder`: order from a curriculum; may be set until the first prompt is requested."""
 
     def __init__(
         self, sources: Sequence[PromptSource], *, shards: int, seed: int, reorder: Reorder | None = None
@@ -156,21 +164,24 @@ class PromptStream:
     def prompt(self, ref: PromptRef) -> Prompt:
         """Return the prompt of `ref`.
 
-        Raises PromptFiltered if its source filters it, DataError if it does not render or fit, DataChanged (a DataError) if the data changed, and
-        IndexError outside the stream.
+        Raises PromptFiltered if its source filters it, DataError if it does not render or fit, DataChanged (a
+        DataError) if the data changed, and IndexError outside the stream.
         """
         source, entry = self.found(ref)
         return source.prompt(entry, ref)
 
     def found(self, ref: PromptRef) -> tuple[PromptSource, int]:
-        """Return the source and entry number of `ref`, without reading data. Raises IndexError outside the stream."""
+        """Return the source and the entry number that `ref` means, without reading data.
+
+        Raises IndexError outside the stream.
+        """
         order = None if self.reorder is None else self.reorder(ref.data_epoch, ref.shard)
         if order is None:
             return self._at(ref.data_epoch, entry_index(self.shape, self._seed, ref))
         return self.at(ref.data_epoch, ref.shard, order.index(ref.seq))
 
     def at(self, data_epoch: int, shard: int, place: int) -> tuple[PromptSource, int]:
-        """Return the source and entry number at a place of a shard, before reordering. Raises IndexError."""
+        """Return the source and the entry number at a place of a shard, whatever its order. Raises IndexError."""
         if not 0 <= place < shard_length(self.shape, shard):
             raise IndexError(f"place {place} of a shard of {self.shape.lengths[shard]}")
         return self._at(data_epoch, place * len(self.shape.lengths) + shard)
@@ -181,7 +192,7 @@ class PromptStream:
 
 
 def cut_shards(refs: int, shards: int) -> StreamShape:
-    """Divide an epoch into shards. Raises DataError if there are more shards than prompts."""
+    """Divide an epoch of `refs` prompts into `shards` shards. Raises DataError if there are more shards than prompts."""
     if refs < shards:
         raise DataError(
             f"an epoch has {refs} prompt{'s' * (refs != 1)}, but data.shards is {shards}, and every shard needs at least one",
@@ -192,9 +203,10 @@ def cut_shards(refs: int, shards: int) -> StreamShape:
 
 
 def prompt_limit(context: int | None, max_new_tokens: int, *, named: str = "rollout.max_new_tokens") -> int | None:
-    """Return the most prompt tokens that leave room in `context` for a response of `max_new_tokens`.
+    """Return the maximum number of prompt tokens that leaves room in `context` for a response of `max_new_tokens`.
 
-    None if the context is unknown. Raises DataError if no prompt fits; `named`: the setting to name in the error.
+    None if the context length is unknown. `named`: the setting of `max_new_tokens`, for the error. Raises DataError if
+    no prompt fits.
     """
     if context is None:
         return None
@@ -207,13 +219,16 @@ def prompt_limit(context: int | None, max_new_tokens: int, *, named: str = "roll
 
 
 OpeningProgress = Callable[[str, int, int], None]
-"""Called with a source's name, the amount done and the total amount."""
+"""Function that is called with a source's name, the amount done and the total amount."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataIdentity:
-    """Identity of a job's data. `prompts`: refs per epoch. `digest`: digest of all sources and of how an epoch is composed. `where`: name of the
-    data in messages. `held_out`: digest of the evaluation data; empty if nothing is evaluated."""
+    """Identifies the content of a job's data, to detect that it changed.
+
+    `prompts`: number of refs per epoch. `digest`: digest of all sources and of how an epoch is composed. `held_out`:
+    digest of the evaluation data; empty if nothing is evaluated. `where`, `where_held_out`: paths, for errors.
+    """
 
     prompts: int
     digest: str
@@ -231,16 +246,16 @@ class JobPrompts:
     """In the order of the spec; empty if nothing is evaluated."""
     identity: DataIdentity
     context: int | None
-    """Longest prompt plus response, in tokens; None if neither the spec nor the model limits it."""
+    """Maximum length of prompt plus response in tokens; None if neither the spec nor the model limits it."""
 
     @property
     def prompts(self) -> int:
-        """Refs per epoch."""
+        """Number of refs per epoch."""
         return self.identity.prompts
 
     @property
     def digest(self) -> str:
-        """Digest of the training data, 32 hex digits; equal for equal data."""
+        """Digest of the training data, 32 hex digits; the same on every machine."""
         return self.identity.digest
 
     @property
@@ -252,7 +267,10 @@ class JobPrompts:
 def open_prompts(
     spec: JobSpec, cache_dir: Path, model_dir: Path, progress: OpeningProgress | None = None
 ) -> JobPrompts:
-    """Open all data of a spec, with the tokenizer of the model in `model_dir`. Blocks. Raises DataError."""
+    """Open all training and evaluation data of a spec, with the tokenizer of the model in `model_dir`. Blocks.
+
+    `progress`: called while files are copied or indexed. Raises DataError.
+    """
     tokenizer = ModelTokenizer.load(model_dir)
     context = spec.model.max_length or tokenizer.max_length
 
@@ -287,7 +305,7 @@ def open_prompts(
 
 
 def identify_data(spec: JobSpec, cache_dir: Path) -> DataIdentity:
-    """Return the current identity of a spec's data, without its model. Blocks. Raises DataError."""
+    """Return the present identity of a spec's data. Does not need the model. Blocks. Raises DataError."""
 
     def opened(sources: Sequence[ResolvedSource]) -> list[tuple[ResolvedSource, Dataset]]:
         return [(source, _open_dataset(source, cache_dir, None)) for source in sources]
@@ -368,15 +386,16 @@ def _content(file: Path) -> str:
 
 
 TELL_EVERY = 256
-"""Prompts between two progress reports."""
+"""Number of prompts between two progress reports."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthReport:
-    """Lengths of `checked` out of `entries` prompts of a source.
+    """Result of `check_lengths`: lengths of `checked` out of `entries` prompts of a source.
 
-    `tokens` [prompts used] uint32: lengths of prompts that are neither filtered nor too long. `filtered`: count by reason. `longest_entry`: entry
-    number of the longest prompt. `unknown`: prompts with text that the tokenizer does not know. `first`: the first prompt used.
+    `tokens` [prompts that are not filtered] uint32: their lengths in tokens. `filtered`: number of filtered prompts by
+    reason. `longest_entry`: entry number of the longest prompt. `unknown`: number of prompts with text that the
+    tokenizer does not know. `first`: the first prompt that is not filtered.
     """
 
     checked: int
@@ -409,10 +428,11 @@ def check_lengths(
     sample: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LengthReport:
-    """Render and tokenize every entry, or `sample` entries spread evenly (including the first and the last).
+    """Render and tokenize all entries of a source, and report their lengths.
 
-    `among`: consider only the first entries. `progress` is called with entries done and total entries. Raises DataError for the first entry that
-    does not render or fit, or if the filters exclude all.
+    `among`: consider only this many first entries. `sample`: check only this many entries, spread evenly, including the
+    first and the last. `progress`: called with entries done and total entries. Raises DataError for the first entry
+    that does not render or fit, or if the filters exclude all.
     """
     count = len(opened) if among is None else min(among, len(opened))
     chosen = spread_entries(count, sample)
@@ -447,7 +467,9 @@ def check_lengths(
 
 
 def spread_entries(count: int, sample: int | None) -> range | list[int]:
-    """Return all of `count` entries, or `sample` of them spread evenly, including the first and the last."""
+    """Return the numbers of all `count` entries, or of `sample` entries spread evenly, including the first and the
+    last.
+    """
     if sample is None or sample >= count:
         return range(count)
     if sample < 2:

@@ -1,12 +1,14 @@
 """`python -m gcore.prompts.tables`: write the rows of Parquet or Arrow files as JSON lines, in a separate process.
 
-pyarrow needs about 70 MB of memory, and more while it reads, which a controller should not keep. So this module only runs as a child process.
-`gcore.data.dataset` starts it with a request on standard input and reads one JSON object per line from it: {"rows": done, "of": all} as progress,
-then {"written": [rows of each file]}, or {"error": {"what", "where", "fix"}}.
+pyarrow needs about 70 MB of memory, and more while it reads, which a controller should not keep. So this module only
+runs as a child process. `gcore.data.dataset` starts it with a request on standard input, and reads one JSON object per
+line from its standard output: {"rows": done, "of": all} as progress, then {"written": [rows of each file]}, or
+{"error": {"what", "where", "fix"}}.
 
-Integers, floats, booleans, text, lists and objects are written as JSON; dates, times and decimals as text. Null fields of a row are kept. Null
-fields of nested objects are left out, because an object column has every field in every row. Values that JSON cannot represent raise an error with
-column and row: binary data, NaN and Infinity, text that is not UTF-8. `gcore.data.jsonl` checks the entries themselves.
+Integers, floats, booleans, text, lists and objects are written as JSON; dates, times and decimals as text. Null fields
+of a row are kept. Null fields of nested objects are left out, because an object column has every field in every row.
+Values that JSON cannot represent (binary data, NaN and Infinity, text that is not UTF-8) raise an error in needed
+columns, and are left out elsewhere. `gcore.data.jsonl` checks the entries themselves.
 """
 
 from __future__ import annotations
@@ -27,24 +29,28 @@ from gcore.errors import DataError
 BATCH_ROWS = 2048
 
 PIECE_BYTES = 16 << 20
-"""Approximate size of the pieces in which batches of large rows are written; as Python objects and as text a piece is several times larger."""
+"""Approximate size in bytes of the pieces in which batches of large rows are written. As Python objects and as text a
+piece is several times larger.
+"""
 
 BUFFER_BYTES = 1 << 20
 
 TELL_EVERY = 16
-"""Batches between two progress reports."""
+"""Number of batches between two progress reports."""
 
 
 class UnsuitableColumn(Exception):
-    """JSON cannot represent a column's type."""
+    """JSON cannot represent the type of a column. The text names what the column holds."""
 
 
 def write_rows(
     kind: str, files: list[Path], to: Path, out: TextIO, needed: frozenset[str] = frozenset(), *, only: bool = False
 ) -> tuple[list[int], dict[str, str]]:
-    """Write all rows to `to`, one per line. Return the rows of each file, and why columns or values were left out, by column.
+    """Write all rows of `files` to the file `to`, one JSON object per line.
 
-    Values that JSON cannot represent raise an error in `needed` columns and are left out elsewhere. `only`: read no other column. Raises DataError.
+    Returns the number of rows of each file, and for each column of which values were left out, the reason. `kind`:
+    "parquet" or "hf". `out`: stream for progress reports. `needed`: columns in which a value that JSON cannot represent
+    is an error. `only`: read no other column. Raises DataError.
     """
     left_out: dict[str, str] = {}
     readers = [_Reader(kind, file, needed, left_out, only=only) for file in files]
@@ -68,7 +74,7 @@ def write_rows(
 
 
 class _Reader:
-    """One file. The number of rows comes from its metadata, or from a pass over the file."""
+    """Reads one file in batches of rows. `rows`: its number of rows, from its metadata or from a pass over the file."""
 
     def __init__(self, kind: str, path: Path, needed: frozenset[str], left_out: dict[str, str], *, only: bool) -> None:
         self.path = path
@@ -85,7 +91,7 @@ class _Reader:
         self._names = self._readable(schema, only=only)
 
     def _readable(self, schema: Any, *, only: bool) -> list[str]:
-        """Return the columns to read. Raises DataError for a needed column that JSON cannot represent."""
+        """Return the names of the columns to read. Raises DataError for a needed column that JSON cannot represent."""
         names = [name for name in schema.names if not only or name in self.needed]
         for name in list(names):
             if schema.names.count(name) > 1:
@@ -150,7 +156,9 @@ class _ArrowErrors:
 
 
 def _plain(kind: Any) -> Any:
-    """Return the type as which a column is read; its own type if it is plain. Raises UnsuitableColumn."""
+    """Return the type to which a column of type `kind` is converted before it is written as JSON; `kind` if it needs no
+    conversion. Raises UnsuitableColumn.
+    """
     if isinstance(kind, pa.BaseExtensionType):
         return _plain(kind.storage_type)
     if types.is_dictionary(kind):
@@ -205,7 +213,10 @@ def _as_lines(batch: Any, reader: _Reader, first: int) -> bytes:
 
 
 def _slowly(rows: list[dict[str, Any]], reader: _Reader, first: int) -> bytes:
-    """Convert row by row, without values that JSON cannot represent. Raises DataError for such a value in a needed column."""
+    """Convert rows to JSON lines one by one, without values that JSON cannot represent.
+
+    Raises DataError for such a value in a needed column.
+    """
     for number, row in enumerate(rows):
         for name, value in list(row.items()):
             try:
@@ -220,7 +231,7 @@ def _slowly(rows: list[dict[str, Any]], reader: _Reader, first: int) -> bytes:
 
 
 def _bad_row(column: Any) -> int:
-    """Return the first row of a column that does not convert."""
+    """Return the index of the first row of a column that does not convert to Python values."""
     for number in range(len(column)):
         try:
             column.slice(number, 1).to_pylist(maps_as_pydicts="strict")
@@ -254,7 +265,7 @@ def _tell(out: TextIO, what: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Read the request, write the rows, report the result."""
+    """Read the request from standard input, write the rows, report the result, and return the exit code."""
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
     request = json.loads(sys.stdin.read())

@@ -1,14 +1,16 @@
 """Chat templates, their sandbox, and tool definitions.
 
-A template is foreign code. It runs in Jinja's immutable sandbox, sees only plain JSON values, and has no clock, because a prompt must be the
-same on every node and day. A spec sets its variables (`template_variables`), which transformers passes as keywords: `enable_thinking: false`.
-The variable `strftime_now` is a date, such as `2026-01-01`; the template then has a function of that name that formats this date. Without it the
-function is undefined, and many templates use a built-in date. Whitespace control, filters and extensions are as in transformers. This module
-does not limit the size of a template's output; `gcore.reward.judges.template` does that for templates that run in a controller.
+*Templates.* A template is foreign code. It runs in Jinja's immutable sandbox, gets only plain JSON values, and cannot
+read the time, because a prompt must be the same on every node and day. A spec sets its variables
+(`template_variables`), which transformers passes as keywords: `enable_thinking: false`. The variable `strftime_now` is
+a date, such as `2026-01-01`; the template then has a function of that name that formats this date. Without it the
+function is undefined, and many templates use a built-in date. Whitespace control, filters and extensions are as in
+transformers. This module does not limit the size of a template's output; `gcore.reward.judges.template` does that for
+templates that run in a controller.
 
-A source names a JSON file with a list of tool definitions. An entry whose field `tools` is not null uses its own list instead, which may be empty.
-There the list may also be a JSON string, as in saved datasets, whose columns cannot hold objects of different types. Definitions are passed to the
-chat template unchanged.
+*Tools.* A source may name a JSON file with a list of tool definitions. An entry whose field `tools` is not null uses
+its own list instead, which may be empty. There the list may also be a JSON string, as in saved datasets, whose columns
+cannot hold objects of different types. Definitions are passed to the chat template unchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ FOREIGN_FAILURES = (
     RecursionError,
     MemoryError,
 )
-"""What a template raises if it does not accept its input."""
+"""Exceptions that rendering a template may raise if the template does not accept its input."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -59,14 +61,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 _OWN_NAMES = frozenset(("messages", "tools", "add_generation_prompt", "raise_exception", "namespace", "range", "dict"))
-"""Names that every template has."""
+"""Names that every template can use without a variable of the spec."""
 
 UNCOMPILED = (jinja2.TemplateSyntaxError, SyntaxError, ValueError, RecursionError, MemoryError)
-"""What compiling a template raises: Jinja's errors, and Python's for the code that Jinja generates."""
+"""Exceptions that compiling a template may raise: Jinja's, and Python's for the code that Jinja generates."""
 
 
 def template_problem(error: BaseException) -> str:
-    """Return why a template does not compile, with its line if known, for messages."""
+    """Return why a template does not compile, with the line if it is known. `error`: one of `UNCOMPILED`."""
     match error:
         case jinja2.TemplateSyntaxError():
             return f"line {error.lineno}: {error.message}"
@@ -109,7 +111,7 @@ def _tojson(
 
 
 def compile_template(source: str, where: str) -> jinja2.Template:
-    """Compile a chat template. Raises DataError with the line of a mistake."""
+    """Compile a chat template. `where`: its file, for errors. Raises DataError with the line of a mistake."""
     try:
         return Sandbox(extensions=[_GenerationBlock]).from_string(source)
     except UNCOMPILED as error:
@@ -121,11 +123,14 @@ def compile_template(source: str, where: str) -> jinja2.Template:
 
 
 CLOCK = "strftime_now"
-"""Name of the function that templates call for the date."""
+"""Name of the function that templates call to format the present date, and of the variable that sets this date."""
 
 
 def check_variables(sources: Iterable[str], variables: Mapping[str, Any], where: str) -> None:
-    """Raise DataError for a variable that no template of the model reads, because it would have no effect. The templates must compile."""
+    """Raise DataError for a variable that none of the templates reads, because it would have no effect.
+
+    `sources`: texts of templates that compile.
+    """
     parse = Sandbox(extensions=[_GenerationBlock]).parse
     reads = {name for source in sources for name in meta.find_undeclared_variables(parse(source))} - _OWN_NAMES
     unread = sorted(variables.keys() - reads)
@@ -138,7 +143,10 @@ def check_variables(sources: Iterable[str], variables: Mapping[str, Any], where:
 
 
 def bind_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables for rendering: `strftime_now` becomes a function that formats its date. Raises DataError if it is not a date."""
+    """Return the variables as a template gets them: the date `strftime_now` becomes a function that formats it.
+
+    Raises DataError if it is not a date.
+    """
     bound = dict(variables)
     if CLOCK in bound:
         try:
@@ -152,7 +160,7 @@ def bind_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explain_failure(error: Exception) -> str:
-    """Return what to do about a template that failed to render."""
+    """Return what a user can do about a template that failed with `error` when it rendered a prompt."""
     if isinstance(error, jinja2.UndefinedError) and CLOCK in str(error):
         return f"The template needs a date: set template_variables: {{{CLOCK}: 2026-01-01}} with a date of your choice"
     return "Change the messages, the template, or template_variables"
@@ -169,9 +177,10 @@ def read_template(path: Path) -> str:
 
 
 def template_of_model(folder: Path, settings: Mapping[str, Any], *, for_tools: bool) -> tuple[str, str]:
-    """Return a model's chat template and its location, found as in transformers. Raises DataError if there is none.
+    """Return the text of a model's chat template, and the path of its file; found as in transformers.
 
-    A model may have several named templates: with tools `tool_use` if it exists, otherwise `default`.
+    `settings`: content of tokenizer_config.json. `for_tools`: prefer the template named `tool_use` to `default`. Raises
+    DataError if there is none.
     """
     named: dict[str, tuple[str, str]] = {}
     for name, file in (
@@ -198,7 +207,9 @@ def template_of_model(folder: Path, settings: Mapping[str, Any], *, for_tools: b
 
 
 class _GenerationBlock(Extension):
-    """The block `{% generation %}`, with which templates mark the assistant's text for training. Rendered as its content."""
+    """The block `{% generation %}`, with which templates mark the assistant's text for training. Rendered as its
+    content.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -218,7 +229,7 @@ _FIX = 'Write a list of objects such as [{"type": "function", "function": {"name
 
 
 def read_tools(path: Path) -> ToolDefinitions:
-    """Read the tool definitions in a file; at least one. Raises DataError."""
+    """Read a JSON file with a list of at least one tool definition. Raises DataError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -239,7 +250,7 @@ def read_tools(path: Path) -> ToolDefinitions:
 
 
 def tools_of_entry(fields: Mapping[str, Any], default: ToolDefinitions) -> ToolDefinitions:
-    """Return the tools of a prompt: its entry's own, otherwise `default`. Raises DataError."""
+    """Return the tool definitions of an entry: those in its field `tools`, or else `default`. Raises DataError."""
     value = fields.get(TOOLS_FIELD)
     if value is None:
         return default

@@ -1,8 +1,8 @@
 """The tokenizer of a model folder, without torch and transformers.
 
-It gives the same results as `AutoTokenizer` for the same folder. A job loads one tokenizer for all its sources. Tokenizing a megabyte of foreign
-text takes seconds and would keep an event loop from renewing its lease. So long texts are tokenized in a thread (tokenizers release the
-interpreter lock), and only as far as there is room.
+It gives the same results as `AutoTokenizer` for the same folder. A job loads one tokenizer for all its sources.
+Tokenizing a megabyte of foreign text takes seconds and would keep an event loop from renewing its lease. So long texts
+are tokenized in a thread (tokenizers release the GIL), and only the beginning of texts that are far too long.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHOWN_TEXT = 40
 
 
 class ModelTokenizer:
-    """Encodes and decodes for one model folder. Stateless and thread-safe."""
+    """Tokenizer of one model folder: encodes text and decodes tokens. Stateless and thread-safe."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ModelTokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> ModelTokenizer:
-        """Load a Hugging Face model folder. Raises DataError."""
+        """Load the tokenizer of a Hugging Face model folder. Raises DataError."""
         if not folder.is_dir():
             raise DataError(
                 "the model folder does not exist", where=str(folder), fix="Name an existing folder in model.path"
@@ -85,7 +85,10 @@ class ModelTokenizer:
         return self._id_of("unk_token")
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Return the token ids of a text. Raises DataError if the vocabulary does not cover it."""
+        """Encode a text. Raises DataError if the vocabulary does not cover it.
+
+        `add_special_tokens`: whether to add the special tokens that tokenizer.json defines, such as a leading one.
+        """
         # As in transformers, tokenizer.json decides about leading tokens, not add_bos_token in tokenizer_config.json.
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -98,7 +101,10 @@ class ModelTokenizer:
         return tuple(ids)
 
     def can_say(self, text: str) -> bool:
-        """Return whether the vocabulary covers a text. Depending on the tokenizer, other text raises, is dropped, or is replaced."""
+        """Return whether the vocabulary covers a text.
+
+        Other text would raise, be dropped, or be replaced by the unknown token, depending on the tokenizer.
+        """
         try:
             ids = self.encode(text, add_special_tokens=False)
         except DataError:
@@ -108,18 +114,18 @@ class ModelTokenizer:
         return _plain(said) == _plain(text) and (unknown is None or unknown not in ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids without special tokens and end tokens."""
+        """Return the text of tokens, without special tokens and end tokens."""
         kept = [token for token in ids if token not in self.end_token_ids]
         text: str = self._tokenizer.decode(kept, skip_special_tokens=True)
         return text
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids with special tokens, as a chat template writes them."""
+        """Return the text of tokens, with special tokens as a chat template writes them."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
     def special_text(self, token_id: int) -> str:
-        """Return a template's spelling of a special token or end token; empty for any other token."""
+        """Return the text with which a chat template writes a special token or end token; empty for any other token."""
         added = self._added.get(token_id)
         if added is not None and (added.special or token_id in self.end_token_ids):
             return str(added.content)
@@ -132,14 +138,16 @@ class ModelTokenizer:
 
 
 def _plain(text: str) -> str:
-    """Return `text` without the differences that tokenizers normalize: spaces, case and Unicode forms."""
+    """Normalize a text as tokenizers may do (spaces, case, Unicode forms), to compare it with its decoded tokens."""
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def end_tokens(folder: Path, config: Mapping[str, Any], token_id: Callable[[str], int | None]) -> tuple[int, ...]:
-    """Return all end tokens of the tokenizer, `generation_config.json` and `config`, in that order, without duplicates.
+    """Return the IDs of all tokens that end a response: those of the tokenizer, of `generation_config.json`, and of
+    `config`, in that order, without duplicates.
 
-    `config`: the folder's `config.json`. `token_id`: maps a token's text to its ID. Raises DataError for a file that is not JSON.
+    `config`: content of the folder's `config.json`. `token_id`: maps a token's text to its ID. Raises DataError for a
+    file that is not JSON.
     """
     name = _special_tokens(folder).get("eos_token")
     found = [] if name is None else [token_id(name)]
@@ -194,14 +202,17 @@ def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
 T = TypeVar("T")
 
 AT_ONCE = 4096
-"""Up to this many characters, tokenizing is about as fast as handing the work to a thread."""
+"""Maximum number of characters that are tokenized on the event loop: for these a thread would cost about as much time.
+"""
 
 PER_TOKEN = 16
-"""Characters per available token to examine first; most texts have about four characters per token."""
+"""Number of characters per available token that are examined to find texts that are far too long. Most texts have about
+four characters per token.
+"""
 
 
 class TextTooLong(Exception):
-    """A text has more than `tokens` tokens, which is more than fits."""
+    """A text has more tokens than fit: certainly more than `tokens`."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__(f"more than {tokens} tokens")
@@ -209,14 +220,19 @@ class TextTooLong(Exception):
 
 
 async def run_by_size(characters: int, work: Callable[[], T]) -> T:
-    """Run `work` on so many characters, in a thread if they are many. `work` must not change anything."""
+    """Run `work`, which tokenizes `characters` characters: directly if they are few, else in a thread.
+
+    `work` must have no side effects.
+    """
     return work() if characters <= AT_ONCE else await asyncio.to_thread(work)
 
 
 def check_length(text: str, room: int | None, encode: Callable[[str], Sequence[int]]) -> None:
-    """Raise TextTooLong if the beginning of a text shows that it is far too long. Callers count the tokens of other texts.
+    """Raise TextTooLong if the beginning of a text has at least twice as many tokens as fit.
 
-    A cut text may tokenize differently, but only near its end. So twice as many tokens as fit are proof.
+    `room`: number of tokens that fit; None: no limit. `encode`: the tokenizer. Cheap, because only the beginning is
+    encoded; callers count the tokens of texts that pass. A cut text may tokenize differently, but only near its end, so
+    twice as many tokens are proof.
     """
     if room is None or len(text) <= max(AT_ONCE, PER_TOKEN * room):
         return

@@ -1,7 +1,7 @@
-"""A job's events on the client side, with increasing sequence numbers.
+"""A job's events as clients see them: `JobEvent`, and its conversion from the job API and from `events.jsonl`.
 
-An event is a message of the job API, a line of `events.jsonl`, and an input of the views. `kind` defines the keys of `data`. Readers ignore unknown
-kinds and keys, because an older client may talk to a newer cluster. This module imports nothing heavy and depends on neither gRPC nor the terminal.
+`kind` defines which keys `data` has. Readers ignore unknown kinds and keys, because an older client may talk to a newer
+cluster. This module imports nothing heavy and depends on neither gRPC nor the terminal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class JobEvent:
-    """An event. `sequence` is unique in the job and increases. `time`: seconds since the epoch, for display."""
+    """An event of a job. `sequence`: unique in the job and increasing. `time`: seconds since the epoch, for display."""
 
     sequence: int
     time: float
@@ -27,12 +27,12 @@ class JobEvent:
 
     @classmethod
     def from_message(cls, message: jobs_pb2.JobEvent) -> JobEvent:
-        """Convert an API message. Data that is not a JSON object counts as absent."""
+        """Convert an event message of the job API. Data that is not a JSON object counts as absent."""
         return cls(message.sequence, message.time, message.kind, message.message, _object(message.data_json))
 
     @classmethod
     def from_line(cls, line: str) -> JobEvent:
-        """Parse a line of `events.jsonl`. Raises ValueError."""
+        """Parse a line of `events.jsonl`. Raises ValueError if it is not an event."""
         tree = json.loads(line)
         if not isinstance(tree, dict) or not isinstance(tree.get("sequence"), int):
             raise ValueError(f"not an event: {line[:80]!r}")
@@ -46,7 +46,7 @@ class JobEvent:
         )
 
     def to_line(self) -> str:
-        """Return one line of JSON without the line break."""
+        """Return the event as a line of `events.jsonl`, without the line break."""
         return json.dumps(
             {
                 "sequence": self.sequence,

@@ -1,10 +1,11 @@
 """HTTP server of a process: `/metrics` for Prometheus, and the process's other paths (`others`).
 
-Read-only: GET only. Each connection has a thread, and there are at most `MOST_CONNECTIONS`. A connection without a request for `SILENT_S` is
-closed, and one that is not finished after `LONGEST_S`, however slowly it sends. At the limit, the longest connection without a request is closed
-for a new one; if all have sent requests, the new one is closed. So neither a forgotten browser nor a client that only opens connections can make
-the process grow or block Prometheus. A web page that points its own host name to this machine gets nothing: on loopback the server only accepts
-loopback host names (`is_own_name`). Access control is in the `guard`.
+Read-only: GET only. Each connection has a thread, and there are at most `MOST_CONNECTIONS`. The server closes a
+connection that sends no request for `SILENT_S` seconds, or is not finished after `LONGEST_S` seconds. At the limit it
+closes the oldest connection without a request to make room for a new one; if all have sent requests, it closes the new
+one. So neither a forgotten browser nor a client that only opens connections can make the process grow or block
+Prometheus. Against DNS rebinding by a web page, a server on loopback only accepts loopback host names (`is_own_name`).
+Access control is in the `guard`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EVERY_ADDRESS = ("0.0.0.0", "::")
-"""Either means IPv4 and IPv6, as for gRPC's server on the other port."""
+"""Listen addresses that mean all addresses, IPv4 and IPv6, as for gRPC's server on the other port."""
 
 MOST_CONNECTIONS = 32
 SILENT_S = 10.0
@@ -40,10 +41,10 @@ LONGEST_S = 30.0
 NAMES = "gcore.certificate_names"
 
 ROOM_S = 0.5
-"""Wait for a closed connection to end."""
+"""Maximum seconds that a new connection waits for the end of the one that was closed for it."""
 
 STOP_LOOK_S = 0.2
-"""How soon the server notices that it should stop."""
+"""Seconds between two checks whether the server should stop."""
 
 TEXT = [("Content-Type", "text/plain; charset=utf-8")]
 
@@ -70,10 +71,11 @@ def serve_metrics(
     guard: Callable[[WSGIApplication], WSGIApplication] = lambda app: app,
     tls: ssl.SSLContext | None = None,
 ) -> MetricsServer:
-    """Serve `metrics` at /metrics, and other paths with `others`, in threads. Raises CannotListen or UsageError if the address is not
-    available.
+    """Serve `metrics` at /metrics, and other paths with the WSGI application `others`, in threads.
 
-    `guard` wraps all of it. With `tls`, the request's environment has the names of a client's certificate as `NAMES`.
+    `guard`: wraps the complete application, for access control. `tls`: serve HTTPS; the WSGI environment then has the
+    names in the client's certificate under the key `NAMES`. Raises CannotListen or UsageError if the address is not
+    available.
     """
     every = host in EVERY_ADDRESS and socket.has_dualstack_ipv6()
     kind, at = (_Server6, "::") if every else (_Server6 if ":" in host else _Server, host)
@@ -89,7 +91,7 @@ def serve_metrics(
 
 
 def metrics_app(metrics: Metrics, host: str, others: WSGIApplication) -> WSGIApplication:
-    """Return the application for an address."""
+    """Return the WSGI application. `host`: the address on which it is served, to check the requests' host names."""
     own = make_wsgi_app(metrics.registry)
 
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -104,8 +106,11 @@ def metrics_app(metrics: Metrics, host: str, others: WSGIApplication) -> WSGIApp
 
 
 def is_own_name(host: str, asked: str) -> bool:
-    """Return whether the request names this server. A server on loopback accepts loopback names only; the names of other servers are not known.
-    `asked`: the header Host, which old clients leave out."""
+    """Return whether a request's Host header (`asked`) may name a server on `host`.
+
+    A server on loopback accepts only loopback names. Any other server accepts all, because it does not know its names.
+    A missing header is accepted.
+    """
     if not is_loopback(host) or not asked:
         return True
     name = asked.rpartition("]")[0].lstrip("[") if asked.startswith("[") else asked.partition(":")[0]
@@ -131,9 +136,9 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._turns = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._clock = SystemClock()
         self._open: dict[int, tuple[float, Any]] = {}
-        """By thread: start of its connection, and the connection."""
+        """Open connections: their start on the monotonic clock, and their socket, by the ID of their thread."""
         self._asked: set[int] = set()
-        """Threads whose connection has sent a request."""
+        """IDs of threads whose connection has sent a request."""
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -144,7 +149,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """See ThreadingMixIn."""
+        """Handle one connection, with its TLS handshake. Runs in the connection's thread."""
         me, begun = threading.get_ident(), self._clock.monotonic()
         self._open[me] = begun, request
         try:
@@ -159,7 +164,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._turns.release()
 
     def has_asked(self) -> None:
-        """Mark this thread's connection as used."""
+        """Note that the connection of the calling thread has sent a request."""
         self._asked.add(threading.get_ident())
 
     def _cut_silent(self) -> bool:
@@ -178,7 +183,10 @@ class _Server(ThreadingMixIn, WSGIServer):
                 _cut(request)
 
     def _handshaken(self, request: Any, client_address: Any, tls: ssl.SSLContext) -> Any:
-        """Do the TLS handshake in the connection's own thread, so that slow clients do not delay others. None: it failed."""
+        """Do the TLS handshake, and return the TLS socket; None if it failed.
+
+        Runs in the connection's own thread, so that slow clients do not delay others.
+        """
         request.settimeout(SILENT_S)
         try:
             return tls.wrap_socket(request, server_side=True)
@@ -188,7 +196,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             return None
 
     def server_bind(self) -> None:
-        """Bind without http.server's look-up of the machine's name, which may take long."""
+        """Bind the socket without http.server's DNS lookup of the machine's name, which may take long."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -209,7 +217,7 @@ class _Server6(_Server):
     address_family = socket.AF_INET6
 
     def server_bind(self) -> None:
-        """Bind to IPv4 too, for the address `::`."""
+        """Bind the socket; for the address `::` to IPv4 too."""
         if self.server_address[0] == "::" and socket.has_dualstack_ipv6():
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         super().server_bind()
@@ -220,12 +228,12 @@ class _Handler(WSGIRequestHandler):
     server: _Server
 
     def parse_request(self) -> bool:
-        """Note that the first line of a request has arrived."""
+        """Parse a request, and note that the connection has sent one."""
         self.server.has_asked()
         return super().parse_request()
 
     def get_environ(self) -> dict[str, Any]:
-        """Add the names of the client's certificate, if there is one."""
+        """Return the WSGI environment, with the URI names in the client's certificate, if there is one, as `NAMES`."""
         environ: dict[str, Any] = super().get_environ()
         environ["REMOTE_ADDR"] = environ["REMOTE_ADDR"].removeprefix(
             "::ffff:"
@@ -236,4 +244,4 @@ class _Handler(WSGIRequestHandler):
         return environ
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Do not log requests, because scrapes are frequent."""
+        """Log nothing: scrapes are frequent."""

@@ -1,13 +1,14 @@
 """Declarations of gcore's Prometheus metrics: names, labels and help texts, by subject.
 
-Rules: base units (seconds, bytes; ratios from 0 to 1), and `_total` for counters only. Labels take few values, such as a code, a
-phase, a result, a pool or the name of a judge. A prompt, a request, an instance, an incarnation or free text is never a label.
-Metrics of a job are gauges with the label `job`, some also with a source or a set of the spec. `forget_job` removes them when the
-controller stops working on the job.
+Rules: base units (seconds, bytes; ratios from 0 to 1), and `_total` for counters only. Labels take few values, such as
+a code, a phase, a result, a pool or the name of a judge. A prompt, a request, an instance, an incarnation or free text
+is never a label. Metrics of a job are gauges with the label `job`, some also with a source or a set of the spec.
+`forget_job` removes them when the controller stops working on the job.
 
-Each process has one `Metrics` with its own registry and passes it to the code that counts; no metric is at module level. This
-module has the metrics of the store (calls, transactions, sizes), the job API, nodes, workers, jobs, waits, slots and placement.
-Steps, engines and judges are in `gcore.observability.step_metrics`. `gcore.observability.http` serves them.
+Each process has one `Metrics` with its own registry and passes it to the code that counts; no metric is at module
+level. This module has the metrics of the store (calls, transactions, sizes), the job API, nodes, workers, jobs, waits,
+slots and placement. Steps, engines and judges are in `gcore.observability.step_metrics`. `gcore.observability.http`
+serves them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from gcore.store.types import (
 from gcore.system.clock import Clock
 
 RESULTS = ("won", "stale", "unknown")
-"""Results of a guarded transaction (`gcore.ledger.transactions`)."""
+"""Values of the label `result` of transactions (`gcore.ledger.transactions.TxnOutcome`)."""
 
 
 class StoreMetrics(MetricsBase):
@@ -86,18 +87,21 @@ class StoreMetrics(MetricsBase):
         )
 
     def count_transaction(self, kind: str, result: str) -> None:
-        """Count a finished transaction. The first one of a kind creates the series of all results."""
+        """Count a finished transaction. The first one of a kind creates the series of all results at 0."""
         for known in RESULTS:
             self.transactions.labels(kind, known).inc(known == result)
 
     def show_store_certificates(self, ends: Mapping[str, float]) -> None:
-        """Set the certificate expiry of the store's members, by host:port. Members that are not given are removed."""
+        """Set the certificate expiry of each etcd member, in seconds since the epoch, by host:port.
+
+        Members that are not given are removed.
+        """
         self._certificate_ends.clear()
         for endpoint, end in ends.items():
             self._certificate_ends.labels(endpoint).set(end)
 
     def show_members(self, members: Mapping[str, StoreMemberStatus]) -> None:
-        """Set the status of the store's members, by host:port. Members that are not given are removed."""
+        """Set database size and alarms of each etcd member, by host:port. Members that are not given are removed."""
         for gauge in (self._database, self._in_use, self._alarm):
             gauge.clear()
         for endpoint, standing in members.items():
@@ -228,7 +232,11 @@ POOLS = ("rollout", "reward", "train")
 
 @dataclass(frozen=True, slots=True)
 class MoveFigures:
-    """Expected and measured gain per step and duration of a move, in seconds. None: unknown."""
+    """Figures of a placement change, in seconds. None: unknown.
+
+    `expected_gain_s`, `gain_s`: expected and measured reduction of the time per step. `expected_s`, `took_s`: expected
+    and measured duration of the change itself.
+    """
 
     expected_gain_s: float | None = None
     gain_s: float | None = None
@@ -272,12 +280,12 @@ class SlotMetrics(MetricsBase):
         )
 
     def show_split(self, job: str, slots: Mapping[str, int]) -> None:
-        """Set the number of slots of each pool in the plan."""
+        """Set the number of slots that each pool has in the job's plan."""
         for pool in POOLS:
             self._split.labels(job, pool).set(slots.get(pool, 0))
 
     def show_move(self, job: str, kind: str, figures: MoveFigures) -> None:
-        """Set the figures of the newest move of a kind. Unknown figures are removed."""
+        """Set the figures of a job's newest placement change of a kind. Unknown figures are removed."""
         values = (
             (self._move_gain, EXPECTED, figures.expected_gain_s),
             (self._move_gain, MEASURED, figures.gain_s),
@@ -292,7 +300,7 @@ class SlotMetrics(MetricsBase):
 
 
 class Metrics(StoreMetrics, ChainMetrics, GenerationMetrics, JudgeMetrics, SlotMetrics, MembershipMetrics, CallMetrics):
-    """One process's metrics. Count with e.g. `metrics.transactions.labels(kind="seal", result="won").inc()`."""
+    """All metrics of one process. Count for example with `metrics.transactions.labels("seal", "won").inc()`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +312,10 @@ T = TypeVar("T")
 
 
 class InstrumentedStore:
-    """A `gcore.store.types.Store` that measures the calls of `inner`. Watches are not measured, because they do not end."""
+    """A `gcore.store.types.Store` that passes calls to `inner` and records their duration in the metrics.
+
+    Watches are not measured, because they do not end.
+    """
 
     def __init__(self, inner: Store, metrics: Metrics, clock: Clock) -> None:
         self._inner = inner

@@ -1,4 +1,5 @@
-"""The lines of `metrics.jsonl` in a run folder: a job's metrics, derived from its chain. One controller at a time appends.
+"""The file `metrics.jsonl` in a run folder: a job's metrics, derived from its log entries, one JSON object per line.
+
     {"kind": "start", "seq": 0, ...}                  the chain's first entry: job, uid
     {"kind": "step", "seq": 7, "lineage": 0, "step": 6, "metrics": {"reward": 0.5, ...}, "groups": 8, ...}
     {"kind": "account", "seq": 8, ...}                prompts that ended without a step
@@ -6,14 +7,17 @@
     {"kind": "eval", "id": "0.10", "lineage": 0, "step": 10, "metrics": {"accuracy": 0.9, ...}}
     {"kind": "end", "state": "SUCCEEDED", "reason": "..."}
 
-Every line of the chain has its number `seq`, an evaluation has its version, and there is one end. So a writer sees in the file alone what is
-missing, and a reader skips lines it knows. A rollback removes nothing: its line gives the step from which steps continue in another lineage. If
-the store was restored from a backup of before the job's end, the end is no longer the last line, and another one follows. `time`: when the line
-was written, in seconds since the epoch, for display. Numbers that are not finite are left out.
+A line of a log entry has the entry's number `seq`, an evaluation has its version as `id`, and there is one end. So a
+writer finds in the file alone which lines are missing, and a reader can skip lines that it knows. A rollback removes no
+lines: its line gives the step after which steps repeat in another lineage. If the store was restored from a backup that
+is older than the job's end, more lines and another end follow the first end. Every line has `time`, when it was
+written, in seconds since the epoch, for display. Numbers that are not finite are left out.
 
-A writer locks the file, reads what was added since its last look, and appends only missing lines. So a controller that takes over, or continues
-with an outdated view, adds nothing twice. An incomplete last line is cut off before the next write. On a file system without locks, only the
-order of turns and the content protect the file. Calls block on the disk, but not on the lock, so make them off the event loop.
+One controller at a time appends. A writer locks the file, reads the lines that were added since its last read, and
+appends only missing lines. So a controller that takes over, or continues with an outdated view, adds nothing twice. An
+incomplete last line is cut off before the next write. On a file system without locks, only the controllers' order of
+turns and the comparison with the content protect the file. Calls block on the disk, but not on the lock, so make them
+off the event loop.
 """
 
 from __future__ import annotations
@@ -44,7 +48,10 @@ _OF_A_STEP = {"start", "step", "account", "rollback", "eval"}
 
 @dataclass(frozen=True, slots=True)
 class MetricsFileState:
-    """What a file contains. `seq`, `step`: of the newest line of the chain; -1 and 0 before the first."""
+    """Which lines a file contains. `seq`, `step`: those of the newest log entry with a line; -1 and 0 before the first.
+
+    `evaluations`: versions of the evaluations. `ended`: whether the end was written.
+    """
 
     seq: int = -1
     step: int = 0
@@ -52,7 +59,7 @@ class MetricsFileState:
     ended: bool = False
 
     def after(self, line: Line) -> MetricsFileState:
-        """Return the state after another line. Unknown lines change nothing."""
+        """Return the state after one more line of the file. Lines of an unknown kind change nothing."""
         kind, seq = line.get("kind"), line.get("seq")
         if kind == "end":
             return replace(self, ended=True)
@@ -66,7 +73,7 @@ class MetricsFileState:
 
 @dataclass(frozen=True, slots=True)
 class MetricsSource:
-    """The records from which lines are derived, as last seen."""
+    """The job's records from which lines are derived, as last read from the store."""
 
     job: JobRecord
     status: JobStatus | None
@@ -75,7 +82,7 @@ class MetricsSource:
 
 
 def has_missing_lines(written: MetricsFileState, source: MetricsSource) -> bool:
-    """Return whether a file with `written` lacks lines of `source`."""
+    """Return whether a file whose content is `written` lacks lines that `source` has."""
     return (
         max(source.log, default=-1) > written.seq
         or not written.evaluations.issuperset(source.evaluations)
@@ -84,13 +91,16 @@ def has_missing_lines(written: MetricsFileState, source: MetricsSource) -> bool:
 
 
 def has_gap(written: MetricsFileState, source: MetricsSource) -> bool:
-    """Return whether entries between the file's newest and the store's oldest have left the store."""
+    """Return whether log entries that the file lacks are no longer in the store, but only archived in the run folder."""
     later = [seq for seq in source.log if seq > written.seq]
     return len(later) < max(source.log, default=-1) - written.seq
 
 
 def missing_lines(written: MetricsFileState, source: MetricsSource, wall: float) -> list[Line]:
-    """Return the missing lines in the chain's order; an evaluation follows its step, and the end is last."""
+    """Return the lines that the file lacks, in the order of the log; an evaluation follows its step, the end is last.
+
+    `wall`: present time in seconds since the epoch.
+    """
     lines: list[Line] = []
     step = written.step
     waiting = {id_: one for id_, one in source.evaluations.items() if id_ not in written.evaluations}
@@ -117,12 +127,12 @@ def missing_lines(written: MetricsFileState, source: MetricsSource, wall: float)
 
 
 def encode_lines(lines: Sequence[Line]) -> bytes:
-    """Encode lines in ASCII only, so that no reader fails at a partial character."""
+    """Encode lines as JSON in ASCII, so that no reader fails at a character that is cut in the middle."""
     return b"".join(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n" for line in lines)
 
 
 def decode_line(line: bytes) -> Line | None:
-    """Decode one line; None for an invalid line, as a full disk or an editor may leave."""
+    """Decode one line. None if it is invalid, for example after a full disk."""
     try:
         tree = json.loads(line)
     except (ValueError, RecursionError):
@@ -139,7 +149,7 @@ def decode_line(line: bytes) -> Line | None:
 
 
 def finite_numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return the finite numbers of a tree by name; those of sections as "section/name"."""
+    """Return the finite numbers of a nested mapping by name; those of inner mappings as "outer/inner"."""
     found: dict[str, float] = {}
     for name, value in sorted(tree.items()):
         if isinstance(value, Mapping):
@@ -183,26 +193,28 @@ def _evaluation(id_: str, evaluation: Evaluation) -> Line:
 
 
 class FileBusy(Exception):
-    """Another writer is writing."""
+    """Another process or thread is writing to the file."""
 
 
 class MetricsFile:
-    """A writer of the file. Raises FileBusy in a second thread of the same process."""
+    """Appends to the `metrics.jsonl` of a run folder."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / METRICS_FILE
         self._offset = 0
         self._thread = threading.Lock()
         self.written = MetricsFileState()
-        """Content of the file at the last look."""
+        """Content of the file when it was last read or written."""
 
     def bring(
         self, source: MetricsSource, wall: float, archived: Callable[[], dict[int, LogEntry]], *, whole: bool = True
     ) -> int:
-        """Append lines of `source` that the file lacks; return how many. Raises FileBusy, OSError, ValueError.
+        """Append the lines of `source` that the file lacks, and return their number.
 
-        `archived`: returns entries that left the store; called only if there is a gap. If it does not fill the gap, nothing is written
-        (ValueError), because the missing entries may not be visible here yet. Without `whole`, the gap is skipped.
+        `wall`: present time in seconds since the epoch. `archived`: returns the log entries that left the store; called
+        only if some of these are missing in the file. If entries are missing in both, ValueError is raised and nothing
+        is written, because they may become visible on this node later; without `whole` they are skipped. Raises
+        FileBusy if another process or thread is writing, and OSError.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(self._thread), self.path.open("a+b") as file, _locked(file):
@@ -241,7 +253,7 @@ def read_lines(file: BinaryIO, offset: int) -> Iterator[tuple[Line | None, int]]
 
 @contextlib.contextmanager
 def _alone(lock: threading.Lock) -> Iterator[None]:
-    """Hold the thread lock. Raises FileBusy."""
+    """Hold the lock between threads of this process. Raises FileBusy if it is taken."""
     if not lock.acquire(blocking=False):
         raise FileBusy
     try:
@@ -252,7 +264,7 @@ def _alone(lock: threading.Lock) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(file: BinaryIO) -> Iterator[None]:
-    """Hold the file lock. Raises FileBusy. Does nothing on a file system without locks."""
+    """Hold the lock between processes. Raises FileBusy if it is taken. Does nothing on a file system without locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

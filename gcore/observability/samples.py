@@ -1,13 +1,13 @@
-"""Samples kept for users: which groups of a step are kept, their records and files, and how readers select them.
+"""Samples kept for users in the run folder: which groups of a step are kept, their files, and how readers select them.
 
-    samples/LINEAGE-STEP/INCARNATION.jsonl           KeptGroup, by the group's holder
-    samples/LINEAGE-STEP/advantages-RANK.jsonl       KeptAdvantage, by the ranks that computed them
+    samples/LINEAGE-STEP/INCARNATION.jsonl           KeptGroup, written by the controller that holds the groups
+    samples/LINEAGE-STEP/advantages-RANK.jsonl       KeptAdvantage, written by the rank that computed them
 
-Both identify the group by its digest. Texts longer than the spec's limit are cut; `more` is the number of characters cut off. Every holder keeps
-a limited number of its own groups, spread evenly over its part of the seal, because the first ones would come from the first shards or have the
-shortest responses. Holders and train ranks choose the same groups. Files are written atomically. The writer keeps the newest steps and removes
-older ones. If samples cannot be written, they are missing, and the step is not affected. Reading and writing block on the disk, so call them off
-the event loop.
+Both identify a group (all samples of one prompt) by its digest. Texts longer than the spec's limit are cut. Every
+controller keeps a limited number of the groups that it holds, spread evenly over the step, because the first ones would
+come from the first shards or have the shortest responses. Train ranks choose the same groups for advantages. Files are
+written atomically. The writer keeps the newest steps and removes older ones. If samples cannot be written, they are
+missing, and the step is not affected. Reading and writing block on the disk, so call them off the event loop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from gcore.types import FinishReason, Group, PromptRef, Range, Version
 
 
 def choose_groups(seal: Seal, limit: int) -> tuple[SealedGroup, ...]:
-    """Return at most `limit` groups of each holder, in the seal's order."""
+    """Choose the groups of a step whose samples are kept: at most `limit` per holder (controller), spread evenly.
+
+    In the seal's order.
+    """
     places: dict[str, list[int]] = {}
     for place, group in enumerate(seal.groups):
         places.setdefault(group.holder, []).append(place)
@@ -48,22 +51,24 @@ def _spread(places: list[int], limit: int) -> list[int]:
 
 
 class KeptText(RecordPart):
-    """A text of bounded length. `more`: number of characters cut off at its end."""
+    """A text that was cut to a maximum length. `more`: number of characters cut off at its end."""
 
     text: str
     more: int = 0
 
     @classmethod
     def of(cls, text: str, characters: int) -> KeptText:
-        """Keep at most `characters` of `text`. Escapes lone surrogates, which files cannot contain."""
+        """Cut `text` to at most `characters` characters. Escapes lone surrogates, which UTF-8 files cannot contain."""
         kept = text[:characters].encode("utf-8", errors="backslashreplace").decode("utf-8")
         return cls(text=kept, more=max(0, len(text) - characters))
 
 
 class KeptSample(RecordPart):
-    """One response. `parts`: parts of its reward. `tokens`: its length. `versions`: the weights that generated it.
+    """One kept response.
 
-    `observed`: character ranges [start, end) that the policy did not generate. `observed_tokens`: how many of its tokens these are.
+    `tokens`: its length. `parts`: name and value of the parts of its reward. `versions`: the policy versions that
+    generated it. `observed`: character ranges [start, end) that the policy did not generate, such as tool output;
+    `observed_tokens`: their number of tokens.
     """
 
     response: KeptText
@@ -78,7 +83,10 @@ class KeptSample(RecordPart):
 
 
 class KeptGroup(Record):
-    """A group as stored by its holder. `answer`: the expected answer in the prompt's entry, if there is one."""
+    """A kept group: a prompt with all its responses. `answer`: expected answer in the dataset; empty if there is none.
+
+    `holder`: incarnation of the controller that held the group.
+    """
 
     ref: PromptRef
     digest: str
@@ -97,7 +105,10 @@ class KeptGroup(Record):
 
 
 class KeptAdvantage(Record):
-    """Advantage of one sample: the mean over its tokens; also the least and the most if they differ."""
+    """Advantage of sample number `sample` of the group with this digest.
+
+    `mean`: over its tokens. `least`, `most`: smallest and largest value, if tokens differ.
+    """
 
     digest: str
     sample: int
@@ -107,7 +118,11 @@ class KeptAdvantage(Record):
 
 
 def make_kept_group(group: Group, digest: str, prompt: str, answer: str, holder: str, characters: int) -> KeptGroup:
-    """Return the record of `group`. `prompt`: text of its prompt."""
+    """Build the record of `group`. `digest`: that of the group. `prompt`: text of its prompt. `answer`: see
+    `KeptGroup`.
+
+    `characters`: maximum length of each text.
+    """
     samples = tuple(
         KeptSample(
             response=KeptText.of(sample.text, characters),
@@ -147,31 +162,34 @@ def step_folder(run_dir: Path, version: Version) -> Path:
 
 
 def write_samples(run_dir: Path, version: Version, name: str, records: Iterable[Record]) -> None:
-    """Write the file `name` atomically. Raises OSError."""
+    """Write the records as the file `name`.jsonl of a step's folder, atomically. Raises OSError."""
     folder = step_folder(run_dir, version)
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / f"{name}.jsonl", b"".join(record.encode() + b"\n" for record in records))
 
 
 def advantages_name(rank: int) -> str:
-    """Return the file name of a rank's advantages."""
+    """Return the file name, without suffix, for the advantages that a rank computed."""
     return f"{ADVANTAGES}{rank}"
 
 
 def kept_steps(run_dir: Path) -> list[Version]:
-    """Return the steps that have groups, oldest first. Raises OSError."""
+    """Return the versions of the steps of which groups are kept, oldest first. Raises OSError."""
     return [version for version in _step_folders(run_dir) if _files(run_dir, version, advantages=False)]
 
 
 def prune_steps(run_dir: Path, keep: int) -> None:
-    """Remove all but the newest `keep` steps. Raises OSError."""
+    """Delete the samples of all steps but the newest `keep`. Raises OSError."""
     for version in _step_folders(run_dir)[:-keep]:
         shutil.rmtree(step_folder(run_dir, version), ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLine:
-    """Position of a kept group in its file, and the fields for selection. Has no texts, so that the lines of a whole step are small."""
+    """Where a kept group is in its file (`offset`, `length` in bytes), and the fields by which groups are selected.
+
+    Without texts, so that all groups of a step fit into memory.
+    """
 
     ref: PromptRef
     digest: str
@@ -183,7 +201,7 @@ class GroupLine:
 
 
 def list_groups(run_dir: Path, version: Version) -> list[GroupLine]:
-    """Return the kept groups of a step, by ref. Raises OSError."""
+    """List the kept groups of a step without their texts, ordered by ref (prompt). Raises OSError."""
     found: dict[str, GroupLine] = {}
     for file in _files(run_dir, version, advantages=False):
         for offset, line, group in _records(file, KeptGroup):
@@ -193,21 +211,21 @@ def list_groups(run_dir: Path, version: Version) -> list[GroupLine]:
 
 
 def read_group(where: GroupLine) -> KeptGroup:
-    """Read a group. Raises OSError if it was removed, and UnreadableRecord if the file changed."""
+    """Read a listed group. Raises OSError if it was removed, and UnreadableRecord if the file has changed."""
     with where.file.open("rb") as file:
         file.seek(where.offset)
         return KeptGroup.decode(file.read(where.length), f"{where.file}, byte {where.offset}")
 
 
 def read_groups(run_dir: Path, version: Version) -> list[KeptGroup]:
-    """Read all groups of a step with their texts, by ref. Raises OSError."""
+    """Read all kept groups of a step with their texts, ordered by ref (prompt). Raises OSError."""
     files = _files(run_dir, version, advantages=False)
     groups = {group.digest: group for file in files for _, _, group in _records(file, KeptGroup)}
     return sorted(groups.values(), key=lambda group: group.ref)
 
 
 def list_advantages(run_dir: Path, version: Version) -> dict[str, list[bytes]]:
-    """Return the advantages of a step by the group's digest, as raw lines for `parse_advantages`. Raises OSError."""
+    """Read the kept advantages of a step, as raw lines for `parse_advantages`, by the group's digest. Raises OSError."""
     found: dict[str, list[bytes]] = {}
     for file in _files(run_dir, version, advantages=True):
         for _, line, one in _records(file, KeptAdvantage):
@@ -216,7 +234,7 @@ def list_advantages(run_dir: Path, version: Version) -> dict[str, list[bytes]]:
 
 
 def parse_advantages(lines: Iterable[bytes]) -> dict[int, KeptAdvantage]:
-    """Parse the advantages of one group, by the sample's index."""
+    """Parse the advantages of one group's samples, by the sample's index in the group."""
     return {one.sample: one for one in (KeptAdvantage.decode(line, ADVANTAGES) for line in lines)}
 
 
@@ -238,7 +256,7 @@ def _files(run_dir: Path, version: Version, *, advantages: bool) -> list[Path]:
 
 
 def _records(file: Path, kind: type[R]) -> Iterator[tuple[int, bytes, R]]:
-    """Yield offset, line and record of each line."""
+    """Yield byte offset, raw line and decoded record of each readable line."""
     try:
         opened = file.open("rb")
     except FileNotFoundError:  # removed after its folder was listed
@@ -259,12 +277,12 @@ SHOWN_RANGES = 12
 
 
 class NoSamples(UsageError):
-    """The requested samples do not exist. The sentence says why, and which samples exist."""
+    """The requested samples do not exist. The message says why, and which samples exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """A kept sample, its index in its group, and its advantage if a rank kept it."""
+    """A kept response with its index in the group, and its advantage if a rank kept it."""
 
     index: int
     sample: KeptSample
@@ -272,7 +290,7 @@ class KeptResponse:
 
 
 class SelectableGroup(Protocol):
-    """The fields by which groups are selected."""
+    """The fields that `select_groups` uses: those of `GroupLine` and `KeptGroup`."""
 
     @property
     def ref(self) -> PromptRef: ...
@@ -287,14 +305,14 @@ G = TypeVar("G", bound=SelectableGroup)
 
 @dataclass(frozen=True, slots=True)
 class Selection(Generic[G]):
-    """`groups`: selected groups in the requested order. `of`: number of matching groups."""
+    """Result of `select_groups`: the groups in the requested order. `of`: number of groups that match without limit."""
 
     groups: tuple[G, ...]
     of: int
 
 
 def step_status(head: Head, version: Version) -> Standing:
-    """Return the status of the step that led to `version` on head's chain."""
+    """Return whether the step that led to `version` is committed on head's chain, under way, or discarded ("cut off")."""
     if is_ancestor(head, version):
         return "committed"
     return "under way" if version == Version(head.lineage, head.step + 1) else "cut off"
@@ -303,9 +321,10 @@ def step_status(head: Head, version: Version) -> Standing:
 def find_version(
     kept: Sequence[Version], head: Head | None, spec: SamplesSpec, step: int | None, *, ended: bool = False
 ) -> Version:
-    """Return the version of `step` in the newest lineage that has it; by default the newest committed one. Raises NoSamples.
+    """Find the version whose samples a user means by `step`: that of the newest lineage with kept samples of this step.
 
-    `ended`: whether the job has ended, so that no more samples will come.
+    `kept`: versions with samples. `step` None: the newest committed step. `ended`: whether the job has ended, so that
+    no more samples will come. Raises NoSamples with the reason.
     """
     if step is not None and step < 1:
         raise NoSamples(f"there is no step {step}; steps are counted from 1")
@@ -346,7 +365,10 @@ def find_kept(kept: Sequence[Version], step: int | None) -> Version:
 
 
 def select_groups(groups: Iterable[G], *, source: str = "", order: Order = "stream", limit: int = 0) -> Selection[G]:
-    """Return at most `limit` groups (0: all) of `source` ("": any), in `order`. Raises NoSamples if the source has none."""
+    """Select at most `limit` groups (0: all) of `source` ("": any).
+
+    `order`: "stream" by ref, "best" and "worst" by mean reward. Raises NoSamples if no group matches.
+    """
     every = sorted(groups, key=lambda group: group.ref)
     if not every:
         raise NoSamples("the samples of this step were removed or are being written", fix="Retry")
@@ -362,7 +384,10 @@ def select_groups(groups: Iterable[G], *, source: str = "", order: Order = "stre
 def sort_responses(
     group: KeptGroup, advantages: Mapping[int, KeptAdvantage], order: Order = "stream"
 ) -> tuple[KeptResponse, ...]:
-    """Return the group's responses in `order`. `advantages`: by the sample's index."""
+    """Return the group's responses; `order`: "stream" by index, "best" and "worst" by reward.
+
+    `advantages`: by the sample's index.
+    """
     found = [KeptResponse(i, sample, advantages.get(i)) for i, sample in enumerate(group.samples)]
     if order != "stream":
         found.sort(key=lambda response: _sign(order) * response.sample.reward)
@@ -374,7 +399,7 @@ def _sign(order: Order) -> int:
 
 
 def _there(kept: Sequence[Version]) -> str:
-    """Return `There are samples of steps 1, 5-9`."""
+    """Return a sentence that says of which steps samples exist: `There are samples of steps 1, 5-9`."""
     steps = sorted({version.step for version in kept})
     if not steps:
         return "There are no samples at all"

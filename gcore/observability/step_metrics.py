@@ -1,8 +1,9 @@
 """Metrics of steps, engines and judges.
 
-A gauge of a job shows a statistic of its last committed step. Not every flow has all statistics. Counters belong to this
-process: the controller that wrote a log entry counts it. Engine metrics are measured by the calling controller; engines also
-export their own `/metrics`. Judges are labelled with their names in specs. No metric contains the text of an answer.
+A gauge of a job shows a statistic of its last committed step. Not every flow has all statistics. Counters belong to
+this process: the controller that wrote a log entry counts it. Engine metrics are measured by the calling controller;
+engines also export their own `/metrics`. Judges are labelled with their names in specs. No metric contains the text of
+an answer.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class GenerationMetrics(MetricsBase):
 
 
 VERDICT_BUCKETS = (-1.0, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 2.0, 5.0, 10.0)
-"""Upper bounds for verdicts: most judges use 0 to 1, some up to 10. Verdicts may be negative, so Prometheus has no sum of them."""
+"""Histogram buckets for judges' verdicts: most judges use 0 to 1, some up to 10. Verdicts may be negative, so
+Prometheus has no sum of them.
+"""
 
 RATIO_BUCKETS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 RESULTS = ("answered", "remembered", "away", "timeout", "refused")
@@ -101,7 +104,7 @@ class JudgeMetrics(MetricsBase):
         )
 
     def know_judge(self, judge: str) -> None:
-        """Create the judge's counters at 0."""
+        """Create the counters of `judge` with value 0, before its first question."""
         for result in RESULTS:
             self.judge_questions.labels(judge, result)
         self.judge_unreadable.labels(judge)
@@ -230,7 +233,7 @@ STEP_STATS = MappingProxyType(
         ),
     }
 )
-"""Statistics of a committed step, by name, with the name and help of their gauges."""
+"""Statistics of a committed step that have a gauge: name and help text of the gauge, by name in the log entry."""
 
 SOURCE_STATS = MappingProxyType(
     {
@@ -240,16 +243,16 @@ SOURCE_STATS = MappingProxyType(
         "accuracy": ("gcore_source_accuracy_ratio", "Newest accuracy on a source's held-out prompts, 0 to 1."),
     }
 )
-"""Statistics of a source, by name, with the name and help of their gauges."""
+"""Statistics of a source that have a gauge: name and help text of the gauge, by name of the statistic."""
 
 PHASES = MappingProxyType(
     {"publish_s": "publish", "collect_s": "collect", "exchange_s": "exchange", "train_s": "train"}
 )
-"""Phases of a step in order, by their names in the step's statistics."""
+"""Phases of a step, in order: value of the label `phase`, by name in the step's statistics."""
 
 
 class ChainMetrics(MetricsBase):
-    """Metrics of the jobs' steps."""
+    """Metrics of steps, sources, evaluations and checkpoints of the jobs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +314,7 @@ class ChainMetrics(MetricsBase):
         )
 
     def show_stats(self, job: str, stats: Mapping[str, float]) -> None:
-        """Set the gauges of the `STEP_STATS` in `stats`. Other statistics have no metric."""
+        """Set a job's gauges from the statistics of its last committed step. Names not in `STEP_STATS` are ignored."""
         for key, value in stats.items():
             if key in self._step_stats:
                 self._step_stats[key].labels(job).set(value)
@@ -324,7 +327,7 @@ class ChainMetrics(MetricsBase):
     def show_source(
         self, job: str, source: str, stats: Mapping[str, float], prompts: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """Set a source's gauges: the `SOURCE_STATS` in `stats`, and the prompts by outcome."""
+        """Set a source's gauges. `stats`: by names of `SOURCE_STATS`. `prompts`: number of prompts by outcome."""
         for key, value in stats.items():
             if key in self._source_stats:
                 self._source_stats[key].labels(job, source).set(value)
@@ -332,11 +335,11 @@ class ChainMetrics(MetricsBase):
             self._source_prompts.labels(job, source, outcome).set(count)
 
     def show_evaluation(self, job: str, name: str, values: Mapping[str, float]) -> None:
-        """Set the results of the newest evaluation of a set, by metric."""
+        """Set the gauges of the newest evaluation of the held-out set `name`; `values` by metric."""
         for metric, value in values.items():
             self._eval.labels(job, name, metric).set(value)
 
     def show_parts(self, job: str, parts: Mapping[str, float]) -> None:
-        """Set the gauges of a step's reward parts."""
+        """Set the gauges of the mean reward parts of a job's last committed step, by part."""
         for part, value in parts.items():
             self._reward_part.labels(job, part).set(value)

@@ -1,9 +1,10 @@
 """Steps as OpenTelemetry spans, exported to a collector over HTTP (needs the extra `gcore[otel]`).
 
-A step is one trace, however many nodes took part: its id is derived from job, lineage and step, so nodes agree on it without communication. Each
-node adds one span for the step with the seconds of its slots by state, and below it one span for each phase of the job as seen by that node's
-clock. Spans wait in a bounded queue, and a separate thread sends them, so no step waits for a collector. Without a collector, the oldest spans
-are dropped. The node's configuration or `OTEL_EXPORTER_OTLP_ENDPOINT` names the collector.
+A step is one trace, however many nodes took part: its ID is derived from job, lineage and step, so nodes agree on it
+without communication. Each node adds one span for the step, with the seconds of its slots by state as attributes, and
+below it one span for each phase of the job, timed by that node's clock. Spans wait in a bounded queue, and a separate
+thread sends them, so no step waits for a collector. Without a collector, the oldest spans are dropped. The node's
+configuration or `OTEL_EXPORTER_OTLP_ENDPOINT` names the collector.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Value = str | float | int
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """A span. Times in nanoseconds since the epoch. `within`: child spans."""
+    """An OpenTelemetry span to export. Times in nanoseconds since the epoch. `within`: child spans."""
 
     name: str
     begin: int
@@ -37,14 +38,14 @@ class TraceSpan:
 
 
 def trace_id(uid: str, line: AccountLine) -> int:
-    """Return the trace id of a step, equal on every node and never 0."""
+    """Return the 128-bit trace ID of a step, the same on every node and never 0."""
     version = line.book.version
     said = f"{uid} {version.lineage} {version.step}"
     return int.from_bytes(hashlib.sha256(said.encode()).digest()[:16], "big") or 1
 
 
 def step_span(job: str, uid: str, line: AccountLine) -> TraceSpan:
-    """Return a step on a node as a span with its phases."""
+    """Convert a node's accounting of a step to a span, with the job's phases as child spans."""
     book = line.book
     about: dict[str, Value] = {
         "gcore.job": job,
@@ -78,10 +79,12 @@ LACKING = "Install the extra: pip install 'gcore[otel]', or remove the collector
 
 
 class StepTraces:
-    """Traces of the steps of one process. `tell` never blocks; `close` may block for about `PATIENCE_S`."""
+    """Exports the steps of one process as traces. `tell` never blocks; `close` may block for about `PATIENCE_S`
+    seconds.
+    """
 
     def __init__(self, endpoint: str, node: str) -> None:
-        """Set up the exporter. Raises UsageError without the extra."""
+        """Set up the exporter to the collector at `endpoint`. Raises UsageError if `gcore[otel]` is not installed."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -94,7 +97,7 @@ class StepTraces:
             ) from error
 
         class StepIds(RandomIdGenerator):
-            """Gives the next trace the id of its step."""
+            """ID generator that gives the next trace the ID in `trace`."""
 
             trace = 0
 
@@ -113,7 +116,7 @@ class StepTraces:
         self._tracer = self._provider.get_tracer("gcore")
 
     def tell(self, job: str, uid: str, line: AccountLine) -> None:
-        """Export a step after its slot accounting is complete."""
+        """Queue the trace of a step for export. Call it after the node's slot accounting of the step is complete."""
         from opentelemetry.context import Context
 
         self._ids.trace = trace_id(uid, line)
@@ -130,7 +133,7 @@ class StepTraces:
         span.end(end_time=traced.end)
 
     def close(self) -> None:
-        """Send the remaining spans for a bounded time; the rest is lost with the process."""
+        """Send the remaining spans, for at most `PATIENCE_S` seconds; the rest is lost with the process."""
         closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()
         closing.join(PATIENCE_S)

@@ -1,20 +1,20 @@
-"""Built-in trackers, each through its own package: MLflow, SwanLab, TensorBoard, Weights & Biases.
+"""Built-in experiment trackers, each through its own package: MLflow, SwanLab, TensorBoard, Weights & Biases.
 
-After a rollback, steps repeat, and each tracker handles this differently:
+After a rollback, steps repeat in a new lineage, and each tracker handles this differently:
 
-- MLflow: one run per job, found by its tag `gcore.uid`. It keeps both values of a step, and the later one counts; the tag `gcore.lineage` counts
-  rollbacks. Address: the option `uri` or MLFLOW_TRACKING_URI; otherwise files next to the run folders (`mlruns`). Characters that MLflow does
-  not allow in names are replaced.
-- SwanLab: in the cloud, the run's id is the job's uid, and a process that takes over resumes the run. SwanLab keeps the first value of a step
-and cannot
-  go back, so curves are drawn over the position in the job's chain, which only grows; `train/step` and `train/lineage` are additional curves. Mode:
-  SWANLAB_MODE or the option `mode`; key: SWANLAB_API_KEY or `swanlab login`.
-- TensorBoard: event files in the run folder (`tensorboard --logdir RUN_FOLDER/tensorboard`), without TensorFlow and torch. After a rollback or a
-  takeover, the tracker writes a marker that makes TensorBoard drop the points from the next step on.
-- Weights & Biases: the run's id is the job's uid. Steps are a metric, `step`, over which all curves are drawn, because W&B's own counter cannot
-go back.
-  Both passes are displayed; `lineage` distinguishes them. Mode: WANDB_MODE or the option `mode`; key: WANDB_API_KEY or `wandb login`, never the
-  spec.
+- MLflow: one run per job, found by its tag `gcore.uid`. It keeps both values of a step, and the later one counts; the
+  tag `gcore.lineage` counts rollbacks. Address: the option `uri` or MLFLOW_TRACKING_URI; otherwise files next to the
+  run folders (`mlruns`). Characters that MLflow does not allow in names are replaced.
+- SwanLab: in the cloud, the run's ID is the job's uid, and a process that takes over resumes the run. SwanLab keeps the
+  first value of a step and cannot go back, so curves are drawn over the number of the log entry, which only grows;
+  `train/step` and `train/lineage` are additional curves. Mode: SWANLAB_MODE or the option `mode`; key: SWANLAB_API_KEY
+  or `swanlab login`.
+- TensorBoard: event files in the run folder (`tensorboard --logdir RUN_FOLDER/tensorboard`), without TensorFlow and
+  torch. After a rollback or a takeover, the tracker writes a marker that makes TensorBoard drop the points from the
+  next step on.
+- Weights & Biases: the run's ID is the job's uid. Steps are a metric, `step`, over which all curves are drawn, because
+  W&B's own counter cannot go back. The values of both lineages are displayed; `lineage` distinguishes them. Mode:
+  WANDB_MODE or the option `mode`; key: WANDB_API_KEY or `wandb login`, never the spec.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class MLflow:
         self._client.log_batch(self._id, metrics=numbers)
 
     def rolled_back(self, point: Point, reason: str) -> None:
-        """Set tags with the rollback."""
+        """Record the rollback in the tags `gcore.lineage` and `gcore.rollback`."""
         self._client.set_tag(self._id, "gcore.lineage", str(point.lineage))
         self._client.set_tag(self._id, "gcore.rollback", f"to step {point.step}: {reason}")
 
@@ -170,11 +170,11 @@ class TensorBoard:
         self._write(summary, point.step, point.time)
 
     def rolled_back(self, point: Point, reason: str) -> None:
-        """Make TensorBoard drop the points after that step."""
+        """Write a marker that makes TensorBoard drop the points after `point.step`."""
         self._restarted(point.step + 1)
 
     def flush(self) -> None:
-        """Flush to disk."""
+        """Write buffered events to disk."""
         self._writer.flush()
 
     def finish(self, state: str | None) -> None:

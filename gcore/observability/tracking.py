@@ -1,17 +1,18 @@
 """Experiment trackers: the plug-in interface, and the process that feeds one tracker from `metrics.jsonl`.
 
-A tracker is a plug-in in the entry-point group `gcore.trackers`: a `TrackerKind`, or a function that opens a tracker. A custom tracker needs
-only this module of gcore. It runs in its own process, which may end at any time and is restarted, possibly on another node, until the job has
-ended or its controller releases it:
+A tracker is a plug-in in the entry-point group `gcore.trackers`: a `TrackerKind`, or a function that opens a tracker. A
+custom tracker needs only this module of gcore. It runs in its own process, which may end at any time and is restarted,
+possibly on another node, until the job has ended or its controller releases it:
 
     controller -> process (stdin)    first a JSON document (uid, name, spec, options), then a line whenever there is more
     process -> controller (stdout)   JSON, one object per line: {"ready": true}, {"offset": 1234}, {"error": "one sentence"}
 
-Each line is delivered at least once: the cursor (`trackers/NAME/cursor.json` in the run folder) is written after the tracker has flushed, so a
-process that ends in between delivers the last lines again, and none is lost. Lines with a known sequence number are skipped. Output of the
-tracker's package goes to the log. When stdin ends, the process delivers the rest of the file and ends after a bounded time, because a package
-that waits for a network must not block everything. A lock in the tracker's folder prevents two processes from feeding it at once. The process
-validates no spec and reads no chain, so it loads neither `gcore.config.spec` nor the rest of `gcore.ledger`.
+Each line of the metrics file is delivered to the tracker at least once: the cursor (`trackers/NAME/cursor.json` in the
+run folder) is written after the tracker has flushed. A process that ends in between delivers the last lines again, and
+none is lost. Lines with a known sequence number are skipped. Output of the tracker's package goes to the log. When
+stdin ends, the process delivers the rest of the file and ends after at most `LAST_S` seconds, even if the package still
+waits for a network. A lock in the tracker's folder prevents that two processes feed one tracker. The process does not
+validate the spec and does not read the store, so it imports neither `gcore.config.spec` nor most of `gcore.ledger`.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ Options = Mapping[str, Option]
 class Point:
     """Metrics at one point of a run.
 
-    After a rollback, `step` continues from the checkpoint's step in the next `lineage`. `seq` only increases; it is that of the newest line of
-    the chain. `time`: seconds since the epoch.
+    After a rollback, `step` continues from the checkpoint's step in the next `lineage`. `seq`: number of the newest log
+    entry, which only increases. `time`: seconds since the epoch.
     """
 
     seq: int
@@ -63,47 +64,53 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """The run for a tracker. `uid` is permanent. `folder` exists and belongs to the tracker."""
+    """What a tracker needs to know of a run. `uid`: the job's permanent ID. `folder`: exists and belongs to the
+    tracker.
+    """
 
     uid: str
     name: str
     run_dir: Path
     folder: Path
     spec: Mapping[str, Any]
-    """The resolved job spec, as hyperparameters."""
+    """The job spec with all defaults filled in, to be logged as hyperparameters."""
     next_step: int | None = None
     """The first step to log; None if nothing of this run was logged before."""
 
 
 class Tracker(Protocol):
-    """Receives metrics. If it raises, its process ends and is restarted. It may block."""
+    """Interface of a tracker: receives metrics. It may block. If it raises, its process ends and is restarted."""
 
     def log(self, point: Point) -> None:
         """Log the metrics of a step or an evaluation."""
         ...
 
     def rolled_back(self, point: Point, reason: str) -> None:
-        """Note a rollback: the steps after `point.step` repeat in `point.lineage`."""
+        """Record a rollback: the steps after `point.step` repeat in lineage `point.lineage`."""
         ...
 
     def flush(self) -> None:
-        """Make everything logged so far durable; it is not logged again."""
+        """Make everything that was logged so far durable. It is not logged again after a restart."""
         ...
 
     def finish(self, state: str | None) -> None:
-        """End: the job has ended (SUCCEEDED, FAILED, CANCELLED); None: the job continues, but this process ends."""
+        """Close the tracker. `state`: final phase of the job; None: the job continues, but this process ends."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TrackerKind:
-    """How to open a tracker, and what to check first: the module it needs, how to install it, its options."""
+    """A kind of tracker: how to open it, and what to check before.
+
+    `module`: the Python package that it needs. `install`: argument of `pip install` for it. `options`: names of its
+    options.
+    """
 
     opens: Callable[[TrackedRun, Options], Tracker]
     module: str = ""
     install: str = ""
     options: frozenset[str] | None = None
-    """None: any options."""
+    """None: any options are accepted."""
 
     def __call__(self, run: TrackedRun, options: Options) -> Tracker:
         """Open the tracker. Raises what its package raises."""
@@ -111,7 +118,7 @@ class TrackerKind:
 
 
 def flattened(spec: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:
-    """Return hyperparameters with dotted names; lists and unset values as text."""
+    """Flatten a nested mapping to hyperparameters with dotted names; lists and unset values become text."""
     found: dict[str, str | int | float | bool] = {}
     for name, value in spec.items():
         if isinstance(value, Mapping) and value:
@@ -152,11 +159,15 @@ def check_trackers(trackers: Iterable[TrackerSpec]) -> None:
 
 
 BATCH = 256
-"""Lines between two flushes while there are more lines."""
+"""Number of lines after which the tracker is flushed and the cursor written, if there are more lines."""
 
 
 class Cursor(Record):
-    """A tracker's progress: offset in the file, newest number of the chain, its step, and whether the job's end was delivered."""
+    """A tracker's progress in the metrics file.
+
+    `offset`: byte up to which lines were delivered. `seq`, `step`: those of the newest delivered log entry. `done`:
+    whether the job's end was delivered.
+    """
 
     offset: int = 0
     seq: int = -1
@@ -165,7 +176,7 @@ class Cursor(Record):
 
 
 def load_cursor(path: Path) -> Cursor:
-    """Read a cursor; start over if there is no readable one, and then log everything again."""
+    """Read a cursor. Without a readable one, return the start of the file, so that everything is logged again."""
     try:
         return Cursor.decode(path.read_bytes(), str(path))
     except (FileNotFoundError, UnreadableRecord):
@@ -173,7 +184,7 @@ def load_cursor(path: Path) -> Cursor:
 
 
 class Feeder:
-    """Feeds one tracker. Calls `progress` after each write of the cursor."""
+    """Delivers lines of the metrics file to one tracker. Calls `progress` after each write of the cursor."""
 
     def __init__(self, metrics: Path, cursor_file: Path, tracker: Tracker, progress: Callable[[Cursor], None]) -> None:
         self._metrics = metrics
@@ -183,7 +194,7 @@ class Feeder:
         self.cursor = load_cursor(cursor_file)
 
     def feed(self) -> None:
-        """Deliver all available lines to the tracker. Raises OSError and whatever the tracker raises."""
+        """Deliver all new lines of the file to the tracker. Raises OSError and whatever the tracker raises."""
         try:
             file = self._metrics.open("rb")
         except FileNotFoundError:
@@ -238,7 +249,7 @@ def _point(line: Line, seq: int, prefix: str) -> Point:
 log = logging.getLogger(__name__)
 
 LAST_S = 45.0
-"""Time for the remaining lines after the controller has released the process."""
+"""Maximum seconds for the remaining lines after the controller has released the process."""
 
 LOOK_ANYWAY_S = 5.0
 LONGEST_ERROR = 2000
@@ -246,13 +257,13 @@ FAILED, STUCK, BUSY = 1, 3, 75
 
 
 def tracker_folder(run_dir: Path, name: str) -> Path:
-    """Return the tracker's own folder."""
+    """Return the folder of one tracker in the run folder."""
     return run_dir / "trackers" / name
 
 
 @dataclass(frozen=True, slots=True)
 class TrackerDocument:
-    """The launch document of a tracker, which the controller sends first."""
+    """Launch document of a tracker process: the first line that the controller sends."""
 
     uid: str
     name: str
@@ -268,14 +279,15 @@ class TrackerDocument:
 
     @classmethod
     def decode(cls, line: bytes) -> TrackerDocument:
-        """Inverse of `encode`. Raises ValueError, KeyError."""
+        """Parse the line that `encode` made. Raises ValueError, KeyError."""
         tree = json.loads(line)
         return cls(tree["uid"], tree["name"], tree["spec"], tree["options"])
 
 
 class _Line:
-    """The pipe to the controller, which accepts a few KiB at once. If it is broken, the process continues, because the controller may be gone while
-    lines remain."""
+    """The pipe to the controller. If it is broken, the process continues: the controller may be gone while lines
+    remain.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -286,7 +298,7 @@ class _Line:
 
 
 class _Ear:
-    """Reads stdin in a thread."""
+    """Reads stdin in a thread. `woken`: set when the controller reports more lines. `over`: set when stdin has ended."""
 
     def __init__(self, stdin: BinaryIO) -> None:
         self._stdin = stdin
@@ -305,7 +317,7 @@ class _Ear:
 
 
 def main() -> None:
-    """Run the tracker process. Never returns."""
+    """Run the tracker process (`python -m gcore.tracking`). Never returns."""
     parser = argparse.ArgumentParser(prog="python -m gcore.tracking")
     parser.add_argument("--home", required=True)
     parser.add_argument("--run-dir", required=True, type=Path)
@@ -328,7 +340,10 @@ def main() -> None:
 
 
 def feed_tracker(run_dir: Path, name: str, stdin: BinaryIO, line: _Line) -> int:
-    """Feed until there is nothing more to come. Raises whatever the tracker raises."""
+    """Open the tracker `name` and feed it until the job has ended or stdin has ended. Returns the exit code.
+
+    Raises whatever the tracker raises.
+    """
     document = TrackerDocument.decode(stdin.readline())
     ear = _Ear(stdin)
     ear.listen()
@@ -378,7 +393,7 @@ def _feed(feeder: Feeder, tracker: Tracker, ear: _Ear) -> int:
 
 
 def _at_the_latest(seconds: float, code: int) -> None:
-    """End the process after `seconds` in any case."""
+    """End the process with exit code `code` after `seconds`, unless it has ended before."""
     last = threading.Timer(seconds, os._exit, (code,))
     last.daemon = True
     last.start()

@@ -1,18 +1,22 @@
 """The store on etcd (3.4 or later), over gcore's gRPC channels and aetcd's generated stubs: calls and watches.
 
-`gcore.store.types.Store` defines the methods. The client retries reads and calls that are safe to repeat: keep-alives, revocations, and grants
-(a lease whose id was lost expires). It repeats a transaction only if etcd provably never began it (`gcore.store.connection`); otherwise the outcome
-is unknown, and the caller must find out. There is no cache, no lock and no election.
+`gcore.store.types.Store` defines the methods. The client retries reads and calls that are safe to repeat: keep-alives,
+revocations, and grants (a lease whose ID was lost expires). It repeats a transaction only if etcd provably never began
+it (`gcore.store.connection`); otherwise the outcome is unknown, and the caller must read the store to find out. There
+is no cache, no lock and no election.
 
-A watch survives broken streams, server restarts and compaction. It lists the prefix, emits everything as a batch with `reset`, and then follows
-the changes from the next revision. A broken stream is reopened after the last emitted revision. If that is not possible, because history was
-compacted or the server is *before* that revision (another or a restored database), the watch lists the prefix again. A batch's revision is that
-of its last event, never the one in the response header, because the header is ahead of the events while a watcher catches up.
+A watch survives broken streams, server restarts and compaction. It lists the prefix, emits everything as a batch with
+`reset`, and then emits changes from the next revision on. A broken stream is reopened after the last emitted revision.
+If that is not possible, because history was compacted or the server is *before* that revision (another or a restored
+database), the watch lists the prefix again. A batch's revision is that of its last event, never the one in the response
+header, because the header is ahead of the events while a watcher catches up.
 
-Processes that outlive a restore detect that etcd was restored from an older backup: a linearizable read returned a lower revision or another
-cluster ID. Then compared revisions have another meaning, a watch from a newer revision waits silently, and the process's own lease may exist in
-the backup. The process starts over, as after the loss of its lease. Late detection is harmless because of compares, except for a revision that
-was assigned twice. So operators restore a store only with everything stopped (docs/operate/upgrade-and-backup.md).
+If etcd was restored from an older backup while this process ran, a linearizable read returns a lower revision or
+another cluster ID than before (`RestoreCheck`). Then known revisions have another meaning, a watch from a newer
+revision waits silently, and the process's own lease may exist in the backup. `keep_alive` therefore raises LeaseLost,
+and the process starts over. Late detection is harmless because transactions compare revisions, except for a revision
+that was assigned twice. So operators restore a store only with everything stopped
+(docs/operate/upgrade-and-backup.md).
 """
 
 from __future__ import annotations
@@ -65,13 +69,13 @@ def range_begin(prefix: str) -> bytes:
 
 
 def range_end(prefix: str) -> bytes:
-    """Return the first key after all keys with `prefix`; for the empty prefix etcd's symbol for "to the end"."""
+    """Return the first key after all keys with `prefix`; for the empty prefix, etcd's code for "to the end"."""
     raw = prefix.encode().rstrip(b"\xff")
     return raw[:-1] + bytes([raw[-1] + 1]) if raw else _EVERYTHING
 
 
 def key_value(kv: Any) -> KeyValue:
-    """Convert etcd's key-value message."""
+    """Convert etcd's KeyValue message to gcore's type."""
     return KeyValue(
         bytes(kv.key).decode(errors="backslashreplace"),  # a key that is not UTF-8 is not gcore's and must not raise
         bytes(kv.value),
@@ -83,12 +87,12 @@ def key_value(kv: Any) -> KeyValue:
 
 
 def watch_event(event: Any) -> WatchEvent:
-    """Convert etcd's event message."""
+    """Convert etcd's Event message to gcore's type."""
     return WatchEvent("delete" if event.type == event.DELETE else "put", key_value(event.kv))
 
 
 def build_transaction(compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> Any:
-    """Return a TxnRequest that makes `writes` if all `compares` hold, and nothing otherwise."""
+    """Return etcd's request for a transaction that makes `writes` if all `compares` hold, and nothing otherwise."""
     return rpc.TxnRequest(
         compare=[
             rpc.Compare(
@@ -117,13 +121,16 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.05
 
 LONGEST_PAUSE_S = 1.0
-"""Longest pause between attempts to reopen a broken watch."""
+"""Maximum seconds between two attempts to reopen a broken watch."""
 
 
 async def watch_prefix(
     caller: EtcdCaller, prefix: str, list_keys: Callable[[str], Awaitable[KeyListing]]
 ) -> AsyncIterator[WatchBatch]:
-    """See `gcore.store.types.Store.watch`. Raises StoreRefused if the user may not read `prefix`."""
+    """Yield all keys under `prefix` and then every change, without end (`gcore.store.types.Store.watch`).
+
+    `list_keys`: lists a prefix. Raises StoreRefused if the user may not read `prefix`.
+    """
     known: int | None = None
     pause = FIRST_PAUSE_S
     refused = False
@@ -170,14 +177,17 @@ class _Denied(Exception):
 
 
 class _Stream:
-    """One gRPC stream with one watch."""
+    """One gRPC stream that carries one etcd watch."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
 
     @classmethod
     async def open(cls, caller: EtcdCaller, prefix: str, known: int) -> _Stream:
-        """Open a stream after revision `known`. Raises RevisionCompacted, StoreUnavailable, _Denied, StreamEnded."""
+        """Open a stream of the changes under `prefix` after revision `known`.
+
+        Raises RevisionCompacted, StoreUnavailable, _Denied, StreamEnded.
+        """
         if await _revision_now(caller, prefix) < known:
             raise RevisionCompacted(f"the store is before revision {known}, which it had reached")
         connection = await caller.connection(caller.timeout_s)
@@ -205,7 +215,10 @@ class _Stream:
             raise
 
     async def next(self) -> WatchBatch:
-        """Wait for the next changes. Raises RevisionCompacted, _Denied, StreamEnded."""
+        """Wait for the next changes, and return all of one or several revisions.
+
+        Raises RevisionCompacted, _Denied, StreamEnded.
+        """
         events: list[WatchEvent] = []
         while True:
             answer = await self._read()
@@ -240,7 +253,7 @@ def _why_cancelled(answer: Any) -> Exception:
 
 
 async def _revision_now(caller: EtcdCaller, prefix: str) -> int:
-    """Return the store's revision by a linearizable read: a lagging member asks the leader first."""
+    """Return the store's present revision, by a linearizable read: a lagging member asks the leader first."""
     request = rpc.RangeRequest(key=range_begin(prefix), range_end=range_end(prefix), count_only=True)
     answer = await caller.call(
         lambda connection, metadata, within: connection.kv.Range(request, metadata=metadata, timeout=within),
@@ -256,18 +269,23 @@ def _cancel(call: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RestoreCheck:
-    """Detects that etcd was restored from an older backup: the newest cluster ID and revision of its responses; zeros at first."""
+    """Detects that etcd was restored from an older backup, from the newest cluster ID and revision of its responses.
+
+    Zeros before the first response.
+    """
 
     cluster: int = 0
     revision: int = 0
 
     @classmethod
     def of(cls, header: Any) -> Self:
-        """Read them from a response header."""
+        """Read cluster ID and revision from a response header."""
         return cls(int(header.cluster_id), int(header.revision))
 
     def and_now(self, header: Any) -> Self:
-        """Update with another response. An older response, delayed or from a lagging member, changes nothing."""
+        """Return the check updated with another response. A delayed response, or one of a lagging member, changes
+        nothing.
+        """
         now = type(self).of(header)
         return now if self.cluster == 0 or (now.cluster == self.cluster and now.revision > self.revision) else self
 
@@ -278,13 +296,13 @@ class RestoreCheck:
 
 
 TIMEOUT_S = 5.0
-"""Timeout of a call; then it raises StoreUnavailable."""
+"""Default timeout of a call in seconds, after which it raises StoreUnavailable."""
 
 PAGE_KEYS = 500
-"""Keys per response of a listing."""
+"""Maximum number of keys per response of a listing."""
 
 SETTLE_S = 0.02
-"""How long `close` waits for cancelled calls."""
+"""Seconds that `close` waits for the end of cancelled calls."""
 
 
 class EtcdStore:
@@ -371,7 +389,7 @@ class EtcdStore:
         return int(answer.ID)
 
     async def keep_alive(self, lease: int) -> float:
-        """See `Store.keep_alive`. A store that was restored from an older backup has lost all leases, whatever it says of this one."""
+        """See `Store.keep_alive`. If the store was restored from an older backup, all leases count as lost."""
         before = self._restore_check
 
         async def renew(connection: EtcdConnection, metadata: Metadata, within: float) -> Any:
@@ -398,7 +416,10 @@ class EtcdStore:
         return float(answer.TTL)
 
     async def _is_put_back(self, before: RestoreCheck) -> bool:
-        """Confirm with a linearizable read, because the member that answered may only be lagging."""
+        """Return whether the store was restored from an older backup than `before`.
+
+        Confirms it with a linearizable read, because the member that answered may only be lagging.
+        """
         nothing = rpc.RangeRequest(key=b"\0", count_only=True)
         answer = await self._caller.call(_range(nothing), repeatable=True, within_s=self._lease_call_s)
         if not before.contradicts(answer.header):
@@ -428,13 +449,16 @@ class EtcdStore:
         return watch_prefix(self._caller, prefix, self.list)
 
     async def versions(self) -> dict[str, str]:
-        """Return the version ("3.4.23") of each member that answers, by host:port; "unknown" if a member denies it."""
+        """Return the etcd version ("3.4.23") of each member that answers, by host:port.
+
+        "unknown" if a member denies the request.
+        """
         members = self._caller.pool.all
         versions = await asyncio.gather(*(self._version(member) for member in members))
         return {member.endpoint.target: version for member, version in zip(members, versions, strict=True) if version}
 
     async def standing(self) -> dict[str, StoreMemberStatus]:
-        """Return size and alarms of each member that answers, by host:port."""
+        """Return database size and alarms of each member that answers, by host:port."""
         members = self._caller.pool.all
         statuses = await asyncio.gather(*(self._status(member) for member in members), return_exceptions=True)
         found: dict[str, StoreMemberStatus] = {}

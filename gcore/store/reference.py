@@ -1,12 +1,14 @@
-"""References to the store in a daemon's configuration and in launch documents, and connecting to it.
+"""How to reach the store: the part of a daemon's configuration and of launch documents, and connecting with it.
 
-A reference contains only names and files. The password is read from its file for each connection and not stored.
+A `StoreRef` contains only addresses, names and paths. The password is read from its file for each connection and not
+kept.
 
-The expiry of the members' certificates is reported to users and alerts only. gRPC does not expose server certificates, so this module makes its own
-TLS handshake and sends nothing after it. It checks the authority but not the validity period, because expired certificates must be reported too.
-It does not see certificates on the members' peer port.
+This module also reads when the members' certificates expire, for alerts. gRPC does not expose server certificates, so
+it makes its own TLS handshake and sends nothing after it. It checks the authority but not the validity period, because
+expired certificates must be reported too. It does not see certificates on the members' peer port.
 
-Launch documents contain a reference, but engines and ranks never connect. So the functions that connect import the etcd client, and gRPC with it.
+Launch documents of engines and ranks contain a `StoreRef`, but these never connect. So only the functions that connect
+import the etcd client and gRPC.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
 class TlsFiles(RecordPart):
     """TLS files (PEM) for the store.
 
-    `ca`: authority of the store's certificates (None: the system's authorities). `cert` and `key` must be set together; without them only the
-    server is authenticated.
+    `ca`: authority of the store's certificates (None: the system's authorities). `cert` and `key`: the client's own;
+    set both or neither. Without them only the server is authenticated.
     """
 
     ca: str | None = None
@@ -49,14 +51,14 @@ class TlsFiles(RecordPart):
 
 
 class UserRef(RecordPart):
-    """The store user. The password is in a file, never here."""
+    """An etcd user. The password is in a file, never here."""
 
     name: Annotated[str, Field(min_length=1)]
     password_file: Annotated[str, Field(min_length=1)]
 
 
 class StoreRef(RecordPart):
-    """How to reach the store. `endpoints`: host:port each, with the prefix https:// for TLS."""
+    """How to reach the store. `endpoints`: host:port of each etcd member, with the prefix https:// for TLS."""
 
     endpoints: Annotated[tuple[str, ...], Field(min_length=1)]
     tls: TlsFiles | None = None
@@ -64,7 +66,10 @@ class StoreRef(RecordPart):
 
 
 async def connect_store(store: StoreRef, clock: Clock, lease_call_s: float | None = None) -> EtcdStore:
-    """Connect to the store. `lease_call_s`: timeout of lease renewals. Raises UsageError."""
+    """Create the etcd client, which connects when it is used. `lease_call_s`: timeout of lease renewals in seconds.
+
+    Raises UsageError for unreadable files and invalid endpoints.
+    """
     from gcore.store.client import EtcdStore
     from gcore.store.connection import StoreUser
 
@@ -106,7 +111,7 @@ NO_CHECK_TIME = ssl.VerifyFlags(0x200000)
 
 
 def tls_endpoints(store: StoreRef) -> tuple[EtcdEndpoint, ...]:
-    """Return the members that use TLS. Raises UsageError for an invalid endpoint."""
+    """Return the addresses of the members that use TLS. Raises UsageError for an invalid endpoint."""
     from gcore.store.connection import EtcdEndpoint
 
     members = map(EtcdEndpoint.parse, store.endpoints)
@@ -114,7 +119,10 @@ def tls_endpoints(store: StoreRef) -> tuple[EtcdEndpoint, ...]:
 
 
 async def store_certificate_expiries(store: StoreRef) -> dict[str, float]:
-    """Return certificate expiry by host:port, in seconds since the epoch, of members that answer with a trusted certificate."""
+    """Return when the certificate of each etcd member expires, in seconds since the epoch, by host:port.
+
+    Members that do not answer, or whose certificate is not trusted, are left out.
+    """
     members = tls_endpoints(store)
     try:
         context = _context(store)
@@ -140,7 +148,7 @@ async def _shown_end(member: EtcdEndpoint, context: ssl.SSLContext) -> float | N
 
 
 def _context(store: StoreRef) -> ssl.SSLContext:
-    """Build the TLS context. Raises OSError."""
+    """Build the TLS context that accepts expired certificates and any host name. Raises OSError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False  # the etcd client checks the name
     context.verify_flags |= NO_CHECK_TIME

@@ -1,12 +1,13 @@
-"""A lease that is kept alive. A process stores under it what is valid only while the process lives.
+"""A lease that is renewed while its process lives. Keys under the lease are valid only that long.
 
-`run` renews the lease, in the caller's task group, and raises `LeaseLost` when the store says that the lease has ended. Only the store can say so.
-While the store does not answer, `run` keeps trying without limit: after an outage the store gives leases their full TTL again, and nothing expires
-without a leader. The session itself knows `valid_until`: until that time of the monotonic clock the lease cannot have ended, because it
-is counted from *before* the renewal was sent. After it, `alive` is false until a renewal succeeds.
+`run` renews the lease, in the caller's task group, and raises `LeaseLost` when the store says that the lease has ended.
+While the store does not answer, `run` keeps trying without limit: after an outage the store gives leases their full TTL
+again, and nothing expires without a leader. `valid_until` is the time of the monotonic clock before which the lease
+cannot have ended; it is counted from *before* the renewal was sent. After that time `alive` is false until a renewal
+succeeds.
 
-A session gives no mutual exclusion: the process may be stopped right after it checked `alive`. Transactions with compares protect what must not
-happen twice.
+A session gives no mutual exclusion: the process may be stopped right after it checked `alive`. Only transactions with
+compares prevent that something happens twice.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Session:
-    """One lease, made by `open`. `lease`: its id. `lost`: set when the store says that the lease has ended."""
+    """One lease and its renewal. Created by `open`. `lease`: its ID. `lost`: set when the store says that it has ended."""
 
     def __init__(self, store: Store, clock: Clock, *, lease: int, valid_until: float, times: LeaseTimes) -> None:
         self.lease = lease
@@ -37,10 +38,10 @@ class Session:
 
     @classmethod
     async def open(cls, store: Store, *, clock: Clock, ttl: int = TTL_S, interval_s: float | None = None) -> Session:
-        """Grant a lease of `ttl` seconds, renewed every `interval_s` (None: three times per TTL).
+        """Create a lease of `ttl` seconds. `run` renews it every `interval_s` seconds (None: three times per TTL).
 
-        The store enforces the timeout of a renewal (`gcore.store.client`), which must fit these two (`gcore.store.types`). Raises
-        StoreUnavailable; if the lease was granted nevertheless, it expires.
+        The timeout of a renewal is set in the store's client; it must fit these two (`gcore.store.types`). Raises
+        StoreUnavailable; if the lease was created nevertheless, it expires.
         """
         before = clock.monotonic()
         lease = await store.grant(ttl)
@@ -53,11 +54,11 @@ class Session:
         )
 
     def alive(self, now: float) -> bool:
-        """Return whether the lease certainly lives at `now`, by the monotonic clock."""
+        """Return whether the lease certainly exists at `now`, a time of the monotonic clock."""
         return not self.lost.is_set() and not self._closed.is_set() and now < self.valid_until
 
     async def run(self) -> None:
-        """Renew until `close`. Raises LeaseLost when the store says that the lease has ended."""
+        """Renew the lease until `close`. Raises LeaseLost when the store says that the lease has ended."""
         wait_s = self._times.tick_s
         while not await self._closed_within(wait_s):
             before = self._clock.monotonic()
@@ -76,7 +77,7 @@ class Session:
                 wait_s = self._times.tick_s
 
     async def close(self) -> None:
-        """End the lease and delete its keys; `run` returns. If the store is unavailable, the lease expires."""
+        """End the lease, which deletes its keys; `run` returns. If the store is unavailable, the lease expires later."""
         self._closed.set()
         try:
             await self._store.revoke(self.lease)

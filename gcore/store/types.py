@@ -1,18 +1,21 @@
 """The store's interface: keys with revisions, transactions with compares, leases, watches.
 
-The semantics are etcd's. `gcore.store.client.EtcdStore` uses a real etcd; `gcore.testing.MemoryStore` is equivalent for tests, and one contract
-suite checks both. Safety depends on `Store.transact` alone: the end of a lease, a watch event or a cached value only says when to look.
+The semantics are etcd's: every write has a *revision*, a number that increases over all keys. A transaction compares
+the revisions that its writer read, and writes only if they are unchanged. `gcore.store.client.EtcdStore` uses a real
+etcd; `gcore.testing.MemoryStore` is equivalent for tests, and one contract suite checks both. Safety depends on
+`Store.transact` alone: the end of a lease, a watch event or a cached value only says when to read again.
 
-Every implementation checks a transaction's size before it sends it: a transaction that is too large or contradictory raises `ValueError` with
-numbers. The size is an upper bound, so the server never rejects a checked transaction for its size.
+Every implementation checks a transaction before it sends it: one that is too large or contradictory raises
+`ValueError`. The computed size is an upper bound, so the server never rejects a checked transaction for its size.
 
-Lease timing: the client sends a renewal `tick_s` after the last one was answered, gives up after `call_s` without a response, and sends the next
-`retry_s` later. A lease must outlive one renewal that takes its whole timeout, one that is lost, and a delay of the process of `margin_s`:
+Lease timing: the client sends a renewal `tick_s` after the last one was answered, gives up after `call_s` without a
+response, and sends the next `retry_s` later. A lease must outlive one renewal that takes its full timeout, one that is
+lost, and a delay of the process of `margin_s`:
 
     tick_s + 2 · call_s + retry_s + margin_s  <  ttl_s
 
-Otherwise one slow response of the store would cost the lease: peers would take over the shards and generate everything unsealed again. This is not
-unsafe, so it is checked at start only.
+Otherwise one slow response of the store would end the lease: other controllers would take over the shards and generate
+everything again that is not sealed. This wastes work but is not unsafe, so it is checked at start only.
 """
 
 from __future__ import annotations
@@ -26,7 +29,11 @@ from gcore.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """A key at some revision. `mod_revision`: revision of its last write. `lease` 0: none."""
+    """A key and its value at some revision of the store.
+
+    `create_revision`: revision at which the key was created. `mod_revision`: revision of its last write. `version`:
+    number of writes since its creation. `lease`: ID of its lease; 0: none.
+    """
 
     key: str
     value: bytes
@@ -38,19 +45,19 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class KeyListing:
-    """Keys at `revision`, ascending."""
+    """Result of a listing: keys in ascending order, all as of `revision`."""
 
     kvs: tuple[KeyValue, ...]
     revision: int
 
     def by_key(self) -> dict[str, KeyValue]:
-        """The keys as a mapping."""
+        """Return the listed values by key."""
         return {kv.key: kv for kv in self.kvs}
 
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """Holds if `key`'s mod revision (0: absent) equals `mod_revision`."""
+    """A condition of a transaction: the last write of `key` has revision `mod_revision` (0: the key is absent)."""
 
     key: str
     mod_revision: int
@@ -58,7 +65,7 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Writes `value`, under `lease` if not 0."""
+    """A write of a transaction: sets `key` to `value`, under `lease` if that is not 0."""
 
     key: str
     value: bytes
@@ -67,7 +74,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Deletes `key`; with `prefix`, all keys that begin with it."""
+    """A write of a transaction: deletes `key`; with `prefix`, all keys that begin with it."""
 
     key: str
     prefix: bool = False
@@ -75,7 +82,10 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class TxnResult:
-    """`won`: all compares held and all writes were made, at `revision`. Otherwise nothing was written."""
+    """Result of a transaction. `won`: whether all compares held and all writes were made; else nothing was written.
+
+    `revision`: of the store after it.
+    """
 
     won: bool
     revision: int
@@ -83,7 +93,7 @@ class TxnResult:
 
 @dataclass(frozen=True, slots=True)
 class WatchEvent:
-    """A change. For a delete, `kv.value` is empty and `kv.mod_revision` is the revision of the deletion."""
+    """A change of one key. For a delete, `kv.value` is empty and `kv.mod_revision` is the revision of the deletion."""
 
     kind: Literal["put", "delete"]
     kv: KeyValue
@@ -91,9 +101,10 @@ class WatchEvent:
 
 @dataclass(frozen=True, slots=True)
 class WatchBatch:
-    """Changes in order, up to and including `revision`.
+    """Changes that a watch reports together, in order, up to and including `revision`.
 
-    `reset`: the stream began, or history was compacted. `events` are then puts of all existing keys; keys that are not among them no longer exist.
+    `reset`: the watch began, or history was compacted. `events` are then puts of all existing keys; other keys no
+    longer exist.
     """
 
     events: tuple[WatchEvent, ...]
@@ -102,9 +113,10 @@ class WatchBatch:
 
 
 class Store(Protocol):
-    """The store. All methods raise `gcore.errors.StoreUnavailable` if no response came in time.
+    """Interface of the store. All methods raise `gcore.errors.StoreUnavailable` if no response came in time.
 
-    After that, a write has an unknown outcome: it may have happened or may still happen. Implementations retry only reads.
+    After that error a write has an unknown outcome: it may have happened or may still happen. Implementations retry
+    only calls that are safe to repeat.
     """
 
     async def get(self, key: str) -> KeyValue | None:
@@ -116,7 +128,10 @@ class Store(Protocol):
         ...
 
     async def newest(self, prefix: str, limit: int, before: int | None = None) -> KeyListing:
-        """Return at most `limit` keys that begin with `prefix`, newest creation first. `before`: only keys created before this revision."""
+        """Return at most `limit` keys that begin with `prefix`, those created last first.
+
+        `before`: only keys that were created before this revision.
+        """
         ...
 
     async def between(self, first: str, behind: str, limit: int) -> KeyListing:
@@ -131,11 +146,11 @@ class Store(Protocol):
         ...
 
     async def grant(self, ttl: int) -> int:
-        """Create a lease of `ttl` seconds and return its id."""
+        """Create a lease of `ttl` seconds and return its ID. Without renewal it expires, which deletes its keys."""
         ...
 
     async def keep_alive(self, lease: int) -> float:
-        """Renew once and return the remaining seconds, counted from before the call. Raises LeaseLost."""
+        """Renew a lease once. Returns its remaining seconds, counted from before the call. Raises LeaseLost."""
         ...
 
     async def revoke(self, lease: int) -> None:
@@ -143,33 +158,34 @@ class Store(Protocol):
         ...
 
     def watch(self, prefix: str) -> AsyncIterator[WatchBatch]:
-        """Yield everything under `prefix` (a batch with `reset`), then every change, without end.
+        """Yield all keys under `prefix` (a batch with `reset`), then every change, without end.
 
-        Survives server restarts and compaction: reopens after the last revision or, if history was compacted, lists again and yields a batch with
-        `reset`. Events may be late, but never wrong. While the store is unavailable, the iterator waits and raises nothing.
+        Survives server restarts and compaction: continues after the last revision or, if history was compacted, lists
+        again and yields another batch with `reset`. While the store is unavailable, the iterator waits and raises
+        nothing.
         """
         ...
 
     async def close(self) -> None:
-        """Close the connection. Leases live until they expire."""
+        """Close the connection. Leases are not revoked; they exist until they expire."""
         ...
 
 
 MAX_OPERATIONS = 128
-"""etcd's --max-txn-ops: limit of compares, and of writes."""
+"""Maximum number of compares, and of writes, of a transaction: etcd's default of --max-txn-ops."""
 
 MAX_BYTES = 3 * 512 * 1024
-"""etcd's --max-request-bytes: 1.5 MiB."""
+"""Maximum size of a request in bytes: etcd's default of --max-request-bytes, 1.5 MiB."""
 
 MIN_TTL_S = 2
-"""The shortest lease of etcd at its default election timeout of 1 s; etcd raises shorter ones to it."""
+"""The shortest lease in seconds that etcd grants at its default election timeout of 1 s; shorter ones get this TTL."""
 
 _PER_OPERATION = 64  # upper bound of tags, lengths and numbers of one encoded compare or write
 _PER_REQUEST = 512  # upper bound of the envelope, including the writer's name
 
 
 def check_transaction(compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> None:
-    """Raise ValueError if the store would reject the transaction regardless of its content."""
+    """Raise ValueError if a transaction exceeds the store's limits, has an empty key, or writes a key twice."""
     for what, count in (("compares", len(compares)), ("writes", len(writes))):
         if count > MAX_OPERATIONS:
             raise ValueError(f"a transaction holds at most {MAX_OPERATIONS} {what}, not {count}")
@@ -182,7 +198,7 @@ def check_transaction(compares: Sequence[Compare], writes: Sequence[Put | Delete
 
 
 def request_bytes(compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> int:
-    """Return an upper bound of the encoded request's size, in bytes."""
+    """Return an upper bound of the size in bytes of a transaction's encoded request."""
     size = _PER_REQUEST + sum(_PER_OPERATION + len(compare.key.encode()) for compare in compares)
     for write in writes:
         # A prefix delete contains the key twice: begin and end of the range.
@@ -214,12 +230,12 @@ CALLS_PER_TTL = 5
 MARGINS_PER_TTL = 10
 
 LONGEST_RETRY_S = 0.5
-"""Longest pause between a failed renewal and the next."""
+"""Maximum seconds between a failed renewal and the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
-    """Timing of a lease, in seconds. `of` fills in missing values."""
+    """Timing of a lease in seconds; see the module docstring for the fields. `of` fills in missing values."""
 
     ttl_s: int
     tick_s: float
@@ -230,7 +246,7 @@ class LeaseTimes:
     def of(
         cls, ttl_s: int, *, tick_s: float | None = None, call_s: float | None = None, margin_s: float | None = None
     ) -> LeaseTimes:
-        """Fill in defaults, as fractions of the TTL for which the inequality holds."""
+        """Create with defaults for None: fractions of the TTL for which the inequality of the module docstring holds."""
         return cls(
             ttl_s,
             ttl_s / TICKS_PER_TTL if tick_s is None else tick_s,
@@ -240,16 +256,19 @@ class LeaseTimes:
 
     @property
     def retry_s(self) -> float:
-        """Pause between a failed renewal and the next."""
+        """Seconds between a failed renewal and the next."""
         return min(LONGEST_RETRY_S, self.ttl_s / MARGINS_PER_TTL)
 
     @property
     def needed_s(self) -> float:
-        """Left side of the inequality."""
+        """Left side of the inequality in the module docstring: the TTL must be longer."""
         return self.tick_s + 2 * self.call_s + self.retry_s + self.margin_s
 
     def check(self, where: str) -> LeaseTimes:
-        """Return these times. Raises UsageError if the inequality does not hold; `where`: the configuration file."""
+        """Return these times. Raises UsageError if the TTL is not longer than `needed_s`.
+
+        `where`: the configuration file, for the error.
+        """
         if self.needed_s < self.ttl_s:
             return self
         raise UsageError(
@@ -262,12 +281,12 @@ class LeaseTimes:
 
 
 ALARMS = ("NOSPACE", "CORRUPT")
-"""etcd's alarms. Under NOSPACE etcd accepts no writes."""
+"""Names of etcd's alarms. Under NOSPACE, etcd accepts no writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreMemberStatus:
-    """Size and alarms of one etcd member."""
+    """Status of one etcd member: size of its database file, bytes of it in use, and active alarms."""
 
     database_bytes: int
     in_use_bytes: int
