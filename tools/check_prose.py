@@ -42,12 +42,10 @@ ALLOWED: dict[str, int] = {
     "controllers/cli": 2,
     "docs/develop": 6,
     "docs/use": 9,
-    "gcore/data": 1,
     "gcore/engines": 2,
     "gcore/reward": 2,
     "gcore/store": 1,
     "gcore/train": 6,
-    "gcore/types.py": 1,
     "gcore/worker": 3,
 }
 """Findings that an area may have: the first two parts of the path. Absent: none."""

@@ -95,7 +95,7 @@ class JobMirror:
     claims: Mapping[str, Versioned[RankClaim]] = field(default_factory=dict)
     """Which worker instance runs each train rank, by key."""
     rendezvous: Mapping[str, str] = field(default_factory=dict)
-    """Address of rank 0 of a world, by key."""
+    """Address (host:port) at which rank 0 of a train world listens for the other ranks, by key."""
     copies: Mapping[str, Versioned[NodeCopies]] = field(default_factory=dict)
     """In-memory replicas of train states, by node."""
     folders: Mapping[str, Versioned[NodeFolder]] = field(default_factory=dict)

@@ -386,7 +386,7 @@ class SealPart:
 class CloseStep:
     """Decision: record `outcomes` in an account entry, without a training step.
 
-    Needed when the windows are exhausted and must advance, or when there are too many outcomes for one record.
+    Needed when the windows are exhausted and must advance, or when there are many outcomes (`conclude_choice`).
     """
 
     outcomes: tuple[EndedRef, ...]

@@ -1,16 +1,17 @@
-"""Durations of an emulated device.
+"""Timing model of emulated devices: how long loading, prefill, decoding, training and weight updates take.
 
 Every replica has a constant speed, sampled from its name, and every duration has some noise: real devices differ, and
-by an amount that an observer cannot know. Code that forecasts must not import this module; it has to measure, as with
+by an amount that a planner cannot know. Code that forecasts must not import this module; it has to measure, as with
 real devices.
 
-The law has the form of real engines: a decode step has a fixed part and a part per sequence, a prompt is prefilled at a
-rate, a training step has a fixed part and a part per token. Its numbers are of no particular device. Times are emulated
-seconds: `speedup` of them pass in a real one. This module knows no requests (`device`) and reads no clock.
+The formulas have the form of real engines: a decode step has a fixed part and a part per sequence, a prompt is
+prefilled at a rate, a training step has a fixed part and a part per token. The numbers are those of no particular
+device. Times are emulated seconds: `speedup` of them pass in a real one. This module does not know requests (`device`
+does) and does not read the time.
 
-What changes during a run depends on the step of the weights, never on the clock, so every step is the same work for
-every observer, no matter when it is reached. A rollout engine knows the step from its version. A judge engine, whose
-weights never change, gets it explicitly (`ReplicaTiming.step`).
+Changes during a run (slower judges, longer responses) depend on the step of the weights, never on the time, so a step
+is the same work no matter when it is reached. A rollout engine knows the step from the version of its weights. A judge
+engine, whose weights never change, is told the step (`ReplicaTiming.step`).
 """
 
 from __future__ import annotations
@@ -33,54 +34,63 @@ from gcore.schema import RecordPart
 Proportion = Annotated[float, Field(ge=0, le=1)]
 
 MOST_GROWN = 50.0
-"""Maximum of the logarithm of the growth factor; no response is that long."""
+"""Maximum of the logarithm of the growth factor of response lengths, so that the median fits a float."""
 
 
 class TimingModel(RecordPart):
-    """The parameters. Times in emulated seconds, rates in tokens per second."""
+    """Parameters of the timing model. Times in emulated seconds, rates in tokens per emulated second.
+
+    `seed`: of all sampled speeds, durations and lengths.
+    """
 
     seed: int = 0
     speedup: PositiveFloat = 1.0
     """Emulated seconds per real second."""
     load_s: NonNegativeFloat = 1.0
-    """From the start of an engine or a rank until it serves."""
+    """Time from the start of an engine or a rank until it serves."""
     prefill_tokens_per_s: PositiveFloat = 20_000.0
     decode_s: PositiveFloat = 0.02
-    """A decode step of one sequence, which generates one token."""
+    """Duration of a decode step of one sequence, which generates one token."""
     decode_per_sequence_s: NonNegativeFloat = 0.0005
-    """Additional duration of the step per further sequence."""
+    """Additional duration of a decode step per further sequence."""
     shared_loss: NonNegativeFloat = 0.0
-    """Additional loss of engines that compute on one slot at once, beyond sharing its speed: for two, each step takes 2
-    * (1 + `shared_loss`) times as long."""
+    """Slowdown of engines that compute on one slot at once, in addition to sharing its speed: with two engines each
+    step takes 2 * (1 + `shared_loss`) times as long.
+    """
     span_gain: Proportion = 0.8
-    """Speedup by slots: over n slots an engine prefills and decodes n ** `span_gain` times as fast as over one."""
+    """Speedup by tensor parallelism: an engine on n slots prefills and decodes n ** `span_gain` times as fast as on
+    one.
+    """
     publish_s: NonNegativeFloat = 0.2
-    """Weight update of an engine."""
+    """Duration of a weight update of an engine."""
     sleep_s: NonNegativeFloat = 0.2
+    """Duration of releasing a device's memory."""
     wake_s: NonNegativeFloat = 0.4
+    """Duration of restoring a device's memory."""
     train_s: NonNegativeFloat = 0.3
-    """Fixed part of a rank's step, independent of tokens."""
+    """Fixed part of the duration of a rank's step, independent of tokens."""
     train_tokens_per_s: PositiveFloat = 50_000.0
-    """Rate of one rank, over prompts and responses."""
+    """Training rate of one rank, over the tokens of prompts and responses."""
     save_s: NonNegativeFloat = 0.1
-    """Staging the weights of a step."""
+    """Duration of staging the weights of a step."""
     replica_noise: NonNegativeFloat = 0.05
-    """Spread of the replicas' speeds: standard deviation of the logarithm."""
+    """Spread of the replicas' speeds: standard deviation of the logarithm of the speed."""
     event_noise: NonNegativeFloat = 0.02
-    """Spread of a single duration."""
+    """Spread of single durations: standard deviation of the logarithm."""
     response_tokens: PositiveInt = 24
-    """Median length of a response."""
+    """Median length of the policy's responses in tokens."""
     response_spread: NonNegativeFloat = 0.6
-    """Standard deviation of the logarithm of the length."""
+    """Standard deviation of the logarithm of a response's length."""
     response_likeness: Proportion = 0.4
     """Correlation of the lengths of responses to one prompt."""
     response_growth: PositiveFloat = 1.0
-    """Factor on the median from the weights of one step to those of the next."""
+    """Factor by which the median length grows from the weights of one step to those of the next."""
     response_jump_at: NonNegativeInt | None = None
-    """From this step's weights on, the median is `response_jump` times as large."""
+    """From the weights of this step on, the median length is `response_jump` times as large."""
     response_jump: PositiveFloat = 1.0
     judge_decode_s: PositiveFloat = 0.02
-    """The same parameters for judge engines; prefill, sleep and wake are as for the policy."""
+    """Like `decode_s`, but for judge engines; so are the fields below. Prefill, sleep and wake are as for the policy.
+    """
     judge_decode_per_sequence_s: NonNegativeFloat = 0.0005
     judge_response_tokens: PositiveInt = 12
     judge_response_spread: NonNegativeFloat = 0.4
@@ -89,11 +99,11 @@ class TimingModel(RecordPart):
     """From this step on, decode steps of judges take `judge_slow` times as long."""
     judge_slow: PositiveFloat = 1.0
     judge_positive: Proportion = 0.5
-    """Share of verdicts that are the best one; all others are the worst."""
+    """Share of a judge's verdicts that are the best possible one; all others are the worst."""
 
     @property
     def of_policy(self) -> EngineTimingModel:
-        """The parameters of rollout engines that differ between kinds of engines."""
+        """The parameters that differ between kinds of engines, for rollout engines."""
         lengths = ResponseLengths(
             self.response_tokens,
             self.response_spread,
@@ -106,7 +116,7 @@ class TimingModel(RecordPart):
 
     @property
     def of_judges(self) -> EngineTimingModel:
-        """The same for judge engines."""
+        """The parameters that differ between kinds of engines, for judge engines."""
         lengths = ResponseLengths(
             self.judge_response_tokens, self.judge_response_spread, likeness=0.0, growth=self.judge_response_growth
         )
@@ -116,13 +126,13 @@ class TimingModel(RecordPart):
 
     @property
     def judges_change(self) -> bool:
-        """Whether judge engines need to know the step."""
+        """Whether the speed or the response lengths of judge engines depend on the step, so that they must be told it."""
         return self.judge_slow_at is not None or self.judge_response_growth != 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseLengths:
-    """Distribution of response lengths. See `TimingModel.response_tokens` and the fields after it."""
+    """Log-normal distribution of response lengths. See `TimingModel.response_tokens` and the fields after it."""
 
     median: float
     spread: float
@@ -132,7 +142,7 @@ class ResponseLengths:
     jump: float = 1.0
 
     def median_at(self, step: int) -> float:
-        """Return the median with the weights of that step, limited so that it fits a float for any run."""
+        """Return the median length in tokens with the weights of that step, limited so that it fits a float."""
         jumped = self.jump if self.jump_at is not None and step >= self.jump_at else 1.0
         grown = math.exp(min(step * math.log(self.growth), MOST_GROWN))
         return max(self.median * grown * jumped, 1.0)
@@ -140,7 +150,7 @@ class ResponseLengths:
 
 @dataclass(frozen=True, slots=True)
 class EngineTimingModel:
-    """Parameters that differ between kinds of engines."""
+    """Timing parameters that differ between rollout engines and judge engines."""
 
     decode_s: float
     decode_per_sequence_s: float
@@ -149,22 +159,25 @@ class EngineTimingModel:
     slow: float = 1.0
 
     def decode_step(self, sequences: int, step: int) -> float:
-        """Return the duration of a decode step at that step of the run, before speeds and noise."""
+        """Return the duration of a decode step of this many sequences, in emulated seconds, without speeds and noise.
+
+        `step`: that of the weights.
+        """
         slow = self.slow if self.slow_at is not None and step >= self.slow_at else 1.0
         return slow * (self.decode_s + self.decode_per_sequence_s * (sequences - 1))
 
 
 def named_generator(*names: object) -> np.random.Generator:
-    """Return a random generator seeded by these names, the same on any machine."""
+    """Return a random generator whose seed is a hash of these names; it is the same on any machine."""
     text = "\0".join(map(str, names)).encode()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(hashlib.sha256(text).digest()[:16], "big")))
 
 
 class ReplicaTiming:
-    """One replica's durations, in emulated seconds; each call samples again. `name` identifies replicas and runs.
+    """Samples the durations of one replica (engine or train rank), in emulated seconds; each call samples anew.
 
-    `engine`: kind of engine; None: the policy's. `slots`: number of slots that it spans. `step`: the step of its
-    weights, or the one passed to it.
+    `name`: determines the replica's speed and its random numbers. `engine`: parameters of its kind of engine; None:
+    those of a rollout engine. `slots`: number of slots that it uses. `step`: step of the weights, set by the caller.
     """
 
     def __init__(self, law: TimingModel, name: str, engine: EngineTimingModel | None = None, slots: int = 1) -> None:
@@ -176,7 +189,7 @@ class ReplicaTiming:
         self._pace = self._noise(law.replica_noise)
 
     def load(self) -> float:
-        """Sample the time until it serves."""
+        """Sample the time from the replica's start until it serves."""
         return self._taken(self.law.load_s)
 
     def prefill(self, tokens: int) -> float:
@@ -184,7 +197,7 @@ class ReplicaTiming:
         return self._taken(tokens / self.law.prefill_tokens_per_s / self._faster)
 
     def decode_step(self, sequences: int) -> float:
-        """Sample the time of one more token for each of these sequences, at least 1."""
+        """Sample the time of a decode step of this many sequences (at least 1), which generates a token for each."""
         return self._taken(self.engine.decode_step(sequences, self.step) / self._faster)
 
     def publish(self) -> float:
@@ -200,11 +213,11 @@ class ReplicaTiming:
         return self._taken(self.law.wake_s)
 
     def train(self, tokens: int) -> float:
-        """Sample the time of a step on a rank with this many tokens."""
+        """Sample the time of a training step with this many tokens on one rank."""
         return self._taken(self.law.train_s + tokens / self.law.train_tokens_per_s)
 
     def accumulate(self, tokens: int) -> float:
-        """Sample the time of a part of a streamed step, without the fixed part of the step."""
+        """Sample the time to train this many tokens of one part of a streamed step, without the step's fixed time."""
         return self._taken(tokens / self.law.train_tokens_per_s)
 
     def save(self) -> float:
@@ -245,7 +258,7 @@ def read_timing_model(environment: Mapping[str, str]) -> TimingModel:
 
 
 def main() -> None:
-    """Exit with 2 and one sentence if the named file is invalid."""
+    """Check the timing model file that the first argument names. If it is invalid, print why and exit with 2."""
     try:
         read_timing_model({LAW_FILE: sys.argv[1]})
     except UsageError as error:

@@ -1,9 +1,10 @@
 """`python -m gcore.emulated.rank`: a train rank without computation, under a real supervisor.
 
 Everything around a step is the real rank's code (`gcore.train.rank.main`): the service, accepted and refused batches,
-receipts, progress, the exit. The law replaces the model: it defines the duration of a step from the rank's tokens. Rank
-0 stages a folder for engines and writes complete checkpoints without weights (they contain `emulated.json`, and no
-model can be exported from them). Ranks do not communicate with each other, so a rank that dies does not end the others.
+receipts, progress, the exit. Instead of computing, the rank waits for a time that the timing model (`law`) defines from
+its number of tokens. Rank 0 stages a folder for engines and writes complete checkpoints without weights (they contain
+`emulated.json`, and no model can be exported from them). Ranks do not communicate with each other, so a rank that dies
+does not end the others.
 
 It reports no loss, because an invented value could be mistaken for a real one.
 """
@@ -54,7 +55,7 @@ Tell = Callable[[str], None]
 
 
 class EmulatedTrainer:
-    """Applies steps by waiting. Blocks; belongs to one thread."""
+    """Trainer of an emulated rank: applies steps by waiting. Blocks; belongs to one thread."""
 
     def __init__(self, launch: RankLaunch, timing: ReplicaTiming, writer: BackgroundWriter, clock: Clock) -> None:
         self._launch = launch
@@ -67,13 +68,15 @@ class EmulatedTrainer:
         self._writes = launch.rank == 0
         self._updates = 0
         self._accumulated = 0.0
-        """Emulated seconds of the parts of the next step so far."""
+        """Emulated seconds that the parts of the next step have taken so far."""
         self.released: frozenset[str] = frozenset()
-        """Memory that counts as released; there is none."""
+        """Names of the memory that counts as released. Nothing is really released."""
 
     def load(self, tell: Tell) -> None:
-        """Wait for the loading time. The starting checkpoint is read as a real rank reads it. Raises
-        CheckpointDamaged."""
+        """Wait for the loading time, verify the checkpoint to start from as a real rank does, and stage its weights.
+
+        `tell`: reports progress. Raises CheckpointDamaged.
+        """
         launch, began = self._launch, self._clock.monotonic()
         if launch.checkpoint_path is not None and self._writes:
             self._updates = verify_checkpoint(launch.checkpoint_path).updates
@@ -84,7 +87,11 @@ class EmulatedTrainer:
         self._start_s = self._clock.monotonic() - began
 
     def run(self, work: StepInput, tell: Tell) -> StepResult:
-        """Apply one step. Raises WriteRefused."""
+        """Apply one step: wait for its training time, stage weights, and write a checkpoint if one is due and the
+        receipt.
+
+        Raises WriteRefused.
+        """
         self.released = frozenset()
         launch, seal = self._launch, work.seal
         updating = saving = 0.0
@@ -120,11 +127,11 @@ class EmulatedTrainer:
         return StepResult(metrics, FolderUpdate(version, str(folder)))
 
     def accumulate(self, part: StepPartInput, tell: Tell) -> None:
-        """Apply a part of the next step."""
+        """Apply one part of the next, streamed step: wait for its training time."""
         self._compute(self._timing.accumulate(_tokens(part.work)), tell)
 
     def rest(self, what: Collection[str], tell: Tell) -> None:
-        """Pretend to release or restore memory, at once."""
+        """Note that the memory in `what` is released and all other memory restored. Takes no time."""
         tell("restoring" if self.released - set(what) else "releasing")
         self.released = frozenset(what)
 
@@ -145,7 +152,7 @@ class EmulatedTrainer:
             tell(phase)
 
     def _insist(self, what: str, where: Path, attempt: Callable[[], None], tell: Callable[[], None]) -> None:
-        """Retry a write as a real rank does, but alone."""
+        """Retry the write `attempt` until it succeeds, as a real rank does, but without the other ranks."""
         self._insisting.until_taken(what, where, attempt, list, tell)
 
     def _stage(self, version: Version, tell: Callable[[], None]) -> None:
@@ -194,7 +201,7 @@ class EmulatedTrainer:
 
 
 def _tokens(work: StepInput) -> int:
-    """Return the tokens of the rank's share."""
+    """Return the number of prompt and response tokens in the rank's share of a step."""
     groups = work.seal.groups
     share = work.layout.of_rank(work.rank)
     return sum(groups[slot.group].prompt_tokens + groups[slot.group].response_tokens[slot.sample] for slot in share)
@@ -203,7 +210,10 @@ def _tokens(work: StepInput) -> int:
 def load_emulated_rank(
     launch: RankLaunch, meet: RendezvousCalls, clock: Clock, tell: Tell, writer: BackgroundWriter
 ) -> EmulatedTrainer:
-    """Replaces `gcore.train.rank.main.load_rank`. Raises UsageError, CheckpointDamaged."""
+    """Create and load an emulated trainer; used in place of `gcore.train.rank.main.load_rank`.
+
+    Raises UsageError, CheckpointDamaged.
+    """
     timing = ReplicaTiming(read_timing_model(os.environ), f"{launch.world} rank {launch.rank}")
     trainer = EmulatedTrainer(launch, timing, writer, clock)
     trainer.load(tell)
@@ -215,6 +225,6 @@ def _mark(folder: Path) -> None:
 
 
 def _no_tensors() -> bytes:
-    """Return a safetensors file without tensors, with the reason in its metadata."""
+    """Return the bytes of a safetensors file without tensors, whose metadata says that it is emulated."""
     header = json.dumps({"__metadata__": {"emulated": SAID}}).encode()
     return struct.pack("<Q", len(header)) + header

@@ -1,18 +1,17 @@
-"""Responses of an emulated engine: tokens from the request's seed, lengths from the law, log-probabilities as if
-sampled.
+"""Responses of an emulated engine: random tokens from the request's seed, with lengths from the timing model (`law`).
 
-The same request gets the same response at any time and place, as from a real engine that honours seeds: a response is a
-function of seed and prompt, and its length also of the step of the weights. A greedy response is a function of the
-prompt and the name of the weights. Tokens are ordinary ones of the model's vocabulary without meaning. A response
-shorter than its maximum ends with an end token, if there is one. Log-probabilities are those of samples from a
-distribution with a few nats of entropy.
+The same request gets the same response on every engine at any time, as from a real engine that honours seeds. A
+response is a function of seed and prompt, and its length also of the step of the weights. A greedy response is a
+function of the prompt and the version of the weights. Tokens are ordinary ones of the model's vocabulary without
+meaning. A response shorter than its maximum ends with an end token, if there is one. Log-probabilities are random too,
+as if sampled from a distribution with a few nats of entropy.
 
-The length of a response depends on its prompt and its first tokens together. So an engine that continues the tokens of
-another engine, as a part of the prompt, ends the response at the same length: moved responses do not get longer. It
-detects a continuation by the smaller number of requested tokens compared with the job's longest response, and by two of
-the first tokens, which are a function of their neighbours.
+The length of a response depends on its prompt and its first tokens together. An engine may continue a response that
+another engine began; the tokens so far are then the end of the prompt. The continued response ends at the same total
+length as it would have on the first engine. The engine detects a continuation in two ways: fewer tokens are requested
+than the job's longest response has, and two of the first tokens (marks) are a function of the question and the first.
 
-A judge's response consists of such tokens too, and ends with one of the given verdicts. The question and the first
+A judge's response consists of such tokens too, and ends with the best or the worst verdict. The question and the first
 tokens determine which, in the same way as the length.
 """
 
@@ -36,18 +35,19 @@ from gcore.models.checks import require_config
 from gcore.reward.judges.parsers import find_parser
 
 MOST_ORDINARY = 4096
-"""Maximum number of different tokens in responses: the first of the vocabulary with a text."""
+"""Maximum number of different tokens in responses: the first ones of the vocabulary that have a text."""
 
 MEAN_LOGPROB = -0.8
 
 HEAD, MARKS = 4, 2
-"""Number of first tokens that determine the length of a response, and how many of them are a function of the first
-one."""
+"""Number of first tokens that determine the length of a response, and how many of them (the marks) are a function of
+the question and the first token.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The relevant part of a model's vocabulary: its size, tokens with a text, tokens that end a response."""
+    """What emulated responses need of a model: vocabulary size, tokens with a text, end tokens, context length."""
 
     size: int
     ordinary: tuple[int, ...]
@@ -85,7 +85,7 @@ class EmulatedResponse:
 
 @dataclass(frozen=True, slots=True)
 class EmulatedVerdict:
-    """Possible verdicts at the end of a judge's response, as tokens."""
+    """The best and the worst verdict with which a judge's response may end, as tokens."""
 
     best: tuple[int, ...]
     worst: tuple[int, ...]
@@ -93,8 +93,11 @@ class EmulatedVerdict:
 
 @dataclass(frozen=True, slots=True)
 class ResponseModel:
-    """Generates the responses of an emulated engine. `longest`: maximum tokens of a response that the job requests;
-    None: tokens of another engine count as a prompt. `verdict`: of a judge."""
+    """What determines the responses of an emulated engine.
+
+    `longest`: maximum tokens of a response that the job requests, needed to detect continued responses; None: these are
+    not detected. `verdict`: verdicts of a judge; None: the engine serves the policy.
+    """
 
     law: TimingModel
     words: Vocabulary
@@ -110,8 +113,11 @@ class ResponseModel:
 def make_response(
     voice: ResponseModel, prompt: Sequence[int], sampling: RequestSampling, version: str, step: int = 0
 ) -> EmulatedResponse:
-    """Return the response of `sampling` to the prompt. `version`: name of the weights, which determines greedy
-    responses. `step`: of the weights."""
+    """Generate the complete response to a prompt.
+
+    `version`: that of the weights, which determines greedy responses. `step`: that of the weights, which determines
+    lengths.
+    """
     words, most = voice.words, sampling.max_new_tokens
     made = _made_before(voice, prompt, most)
     whole = len(prompt) - made
@@ -137,7 +143,7 @@ def make_response(
 
 
 def _made_before(voice: ResponseModel, prompt: Sequence[int], most: int) -> int:
-    """Return how many tokens at the prompt's end another engine generated."""
+    """Return how many tokens at the end of the prompt are the beginning of a response that another engine generated."""
     made = (voice.longest or 0) - most
     if not 0 < made < len(prompt):
         return 0
@@ -158,12 +164,12 @@ def _drawn(words: Vocabulary, draws: np.random.Generator, count: int) -> list[in
 
 
 def _marks(words: Vocabulary, question: str, first: int) -> tuple[int, ...]:
-    """Return the tokens after the first by which a response is recognised."""
+    """Return the marks: tokens after a response's first token, by which an engine recognises a continued response."""
     return tuple(_drawn(words, named_generator("marks", question, first), MARKS))
 
 
 def _head(words: Vocabulary, question: str, begun: Sequence[int], draws: np.random.Generator) -> tuple[int, ...]:
-    """Return the first tokens: those already present, and the rest."""
+    """Return the first `HEAD` tokens of a response: those in `begun`, and random ones."""
     first, *last = _drawn(words, draws, HEAD - MARKS)
     first = begun[0] if begun else first
     head = (first, *_marks(words, question, first), *last)
@@ -171,7 +177,7 @@ def _head(words: Vocabulary, question: str, begun: Sequence[int], draws: np.rand
 
 
 def _said(voice: ResponseModel, question: str, head: Sequence[int]) -> tuple[int, ...]:
-    """Return a judge's verdict; empty for the policy."""
+    """Choose a judge's verdict from the question and the first tokens; empty for the policy."""
     if voice.verdict is None:
         return ()
     positive = named_generator("verdict", voice.law.seed, question, *head).random() < voice.law.judge_positive
@@ -179,7 +185,7 @@ def _said(voice: ResponseModel, question: str, head: Sequence[int]) -> tuple[int
 
 
 def _length(voice: ResponseModel, question: str, head: Sequence[int], step: int) -> int:
-    """Sample a log-normal length; the responses to one prompt share a part of the randomness."""
+    """Sample a response's length in tokens (log-normal). Lengths of responses to one prompt are correlated."""
     lengths, seed = voice.lengths, voice.law.seed
     common = float(named_generator("length", seed, question).standard_normal())
     own = float(named_generator("own length", seed, question, *head).standard_normal())
@@ -188,22 +194,21 @@ def _length(voice: ResponseModel, question: str, head: Sequence[int], step: int)
 
 
 BETWEEN = (" ", "\n", "", ". ")
-"""Separators before a verdict, so that it is not a part of the preceding word or number; the first that works is
-used."""
+"""Separators that are tried before a verdict, so that it is not read as part of the preceding word or number."""
 
 TRIED_BEHIND = 64
-"""Meaningless tokens after which a verdict must be parseable."""
+"""Number of different meaningless tokens after each of which the verdict parser must find a verdict."""
 
 
 def find_emulated_verdict(
     judge: str, spec: VerdictSpec, words: Vocabulary, text: Detokenizer | None
 ) -> EmulatedVerdict:
-    """Find the judge's best and worst verdict as tokens that the job's verdict parser can parse.
+    """Find the best and the worst verdict of a judge, as tokens that the job's verdict parser accepts.
 
-    Found by trial: candidates from the section `verdict` (its words, its bounds, a number or a word in a JSON object,
-    the settings of a custom parser) are written in the judge's tokens after some meaningless ones, and parsed by the
-    parser itself. Raises DataError if the parser accepts none, for a model without a tokenizer, and for an unknown
-    parser: a judge's number is never invented.
+    Candidates come from the spec's section `verdict`: its words, its bounds, a number or a word in a JSON object, the
+    settings of a custom parser. Each is encoded after some meaningless tokens, and parsed by the parser itself.
+    `judge`: name, for errors. Raises DataError if the parser accepts none, for a model without a tokenizer, and for an
+    unknown parser.
     """
     if text is None:
         raise DataError(
@@ -234,7 +239,7 @@ def find_emulated_verdict(
 
 
 def _bodies(spec: VerdictSpec) -> Iterator[str]:
-    """Yield candidate verdict texts."""
+    """Yield the texts that may be verdicts according to the section `verdict` of the spec."""
     yield from spec.words
     numbers = [f"{bound:g}" for bound in (spec.most, spec.least) if math.isfinite(bound)]
     yield from numbers
@@ -244,7 +249,9 @@ def _bodies(spec: VerdictSpec) -> Iterator[str]:
 
 
 def _spelt(said: str, text: Detokenizer) -> tuple[int, ...] | None:
-    """Return tokens that decode to this text, whatever the tokenizer adds by itself; None if there are none."""
+    """Return tokens that decode to the text `said`, without tokens that the tokenizer adds by itself; None if
+    impossible.
+    """
     try:
         encoded = text.encode(said)
     except Exception:  # noqa: BLE001 - the tokenizers library raises it bare for a character that it has no token for

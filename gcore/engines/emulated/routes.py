@@ -1,8 +1,8 @@
 """Routes of many emulated engines in one process, and their listening sockets. The port identifies the engine.
 
-The routes are those of every engine (`serving.routes`), with bodies and refusals of the same modules, so that a client
-cannot distinguish an emulated engine from a real one by them. What an emulated engine does not support is refused with
-an explanation: weights by broadcast, OpenAI's routes, reading tensors.
+The routes are those of every engine (`serving.routes`), with bodies and error responses of the same modules, so that
+clients need no special case for emulated engines. Routes that an emulated engine does not support are refused with an
+explanation: weights by broadcast, OpenAI's routes, reading tensors.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ UNSERVED = (
 BACKLOG = 128
 GRACE_S = 1
 KEPT_S = 60
-"""Seconds for which an idle connection is kept."""
+"""Seconds after which an idle connection is closed."""
 
 
 def new_app(engines: Mapping[int, EmulatedEngine]) -> Starlette:
-    """Return the ASGI application. `engines`: by the port on which each listens; it may grow."""
+    """Return the ASGI application for all engines. `engines`: by the port on which each listens; it may change later."""
 
     def engine_of(request: Request) -> EmulatedEngine | None:
         return engines.get(request.scope["server"][1])
@@ -70,7 +70,7 @@ def new_app(engines: Mapping[int, EmulatedEngine]) -> Starlette:
 
 
 async def generate(engine: EmulatedEngine, request: Request) -> Response:
-    """Generate samples."""
+    """Handle `/generate`: generate samples, and respond with one body or a stream."""
     body = await read_body(request, generate_body)
     if body.stream:
         return StreamingResponse(_events(engine, body), media_type="text/event-stream")
@@ -81,7 +81,7 @@ async def generate(engine: EmulatedEngine, request: Request) -> Response:
 
 
 async def _events(engine: EmulatedEngine, body: GenerateCall) -> AsyncIterator[bytes]:
-    """Yield server-sent events. A refusal is an event too, because the status has been sent."""
+    """Yield server-sent events. An error is an event too, because the status 200 has been sent."""
     try:
         stream = engine.stream(engine.admit(body))
     except EngineError as error:
@@ -98,10 +98,10 @@ async def _events(engine: EmulatedEngine, body: GenerateCall) -> AsyncIterator[b
 
 
 class EngineListeners:
-    """One server for a process's engines, with one port per engine, opened and closed while it runs.
+    """One HTTP server for all engines of a process, with one port per engine, opened and closed while it runs.
 
-    Closing a port ends its connections, as when an engine dies. The process handles signals itself. Belongs to the loop
-    in which it serves.
+    Closing a port ends its connections, as when an engine dies. The process handles signals itself. Belongs to the
+    event loop in which it serves.
     """
 
     def __init__(self, application: ASGIApp, host: str, tls: ssl.SSLContext | None = None) -> None:
@@ -122,15 +122,15 @@ class EngineListeners:
         self._open: dict[int, asyncio.Server] = {}
 
     async def serve(self) -> None:
-        """Serve until it is closed."""
+        """Serve until `close` is called."""
         await self._server.serve(sockets=[])
 
     def close(self) -> None:
-        """End. Open ports finish their running requests first."""
+        """Request the end of `serve`. Running requests are finished first, for at most `GRACE_S` seconds."""
         self._server.should_exit = True
 
     async def open(self) -> int:
-        """Open a port for one engine."""
+        """Open a free port for one engine, and return it."""
         await self._server.up.wait()
         listener = listen(self._host, backlog=BACKLOG)
         # Inherited by each connection; asyncio does not set it on sockets that it has not created.
@@ -140,20 +140,20 @@ class EngineListeners:
         return port
 
     def shut(self, port: int) -> None:
-        """Close the port and its connections."""
+        """Close an engine's port and end its connections."""
         self._open.pop(port).close()
         self._server.break_off(port)
 
 
 class KeysByPort:
-    """An ASGI application with one API key per port, like separate engines; an empty key means none."""
+    """ASGI middleware that requires an API key per port, as separate engines would. `keys`: by port; empty: none."""
 
     def __init__(self, application: ASGIApp, keys: Mapping[int, str]) -> None:
         self._app = application
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
+        """Check the API key of one request, and pass it to the application."""
         port = (scope.get("server") or ("", 0))[1]
         await ApiKeyGuard(self._app, ApiKeys(self._keys.get(port) or None))(scope, receive, send)
 
@@ -172,7 +172,7 @@ class _Server(uvicorn.Server):
         self.up.set()
 
     async def listen(self, listener: socket.socket) -> asyncio.Server:
-        """Listen as the server did at its start."""
+        """Accept connections on one more socket, as uvicorn does at its start for its own sockets."""
         loop = asyncio.get_running_loop()
         config, state = self.config, self.server_state
 
@@ -186,7 +186,7 @@ class _Server(uvicorn.Server):
         return server
 
     def break_off(self, port: int) -> None:
-        """End the connections of that port at once."""
+        """Abort all connections to this port."""
         for connection in list(self.server_state.connections):
             transport = connection.transport
             if transport is not None and transport.get_extra_info("sockname")[1] == port:

@@ -312,7 +312,10 @@ class JobBinding:
 
 
 def _with_earlier_goals(job: JobRecord, raising: Sequence[LogEntry]) -> list[JobRecord]:
-    """The job's record before the first of the entries that raise its goal, after it, and so on; `job` is the last."""
+    """The job's record at each stage, oldest first: before its goal was first raised, after that, and so on to `job`.
+
+    `raising`: the log entries that raised the goal, in order.
+    """
     found = [job]
     for entry in reversed(raising):
         assert entry.raised is not None
@@ -321,8 +324,8 @@ def _with_earlier_goals(job: JobRecord, raising: Sequence[LogEntry]) -> list[Job
 
 
 def _check_raised(raising: Sequence[LogEntry], job: JobRecord, found: FindingCollector) -> None:
-    """Check that only rollbacks raise the goal, that each raise starts from the last goal, and that the job's record
-    has the newest.
+    """Check the log entries that raise the job's goal: only rollbacks do, each starts from the previous goal, and the
+    job's record has the newest goal.
     """
     for entry in raising:
         raised = entry.raised

@@ -66,7 +66,7 @@ class Claim(Record):
 
     @property
     def wants(self) -> bool:
-        """Whether the job requests slots."""
+        """Whether the job requests slots now: it is neither paused nor about to end."""
         return not self.paused and not self.ends
 
 
