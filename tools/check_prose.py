@@ -42,7 +42,6 @@ ALLOWED: dict[str, int] = {
     "controllers/cli": 2,
     "docs/develop": 6,
     "docs/use": 9,
-    "gcore/engines": 2,
     "gcore/reward": 2,
     "gcore/store": 1,
     "gcore/train": 6,

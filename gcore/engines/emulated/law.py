@@ -11,7 +11,7 @@ does) and does not read the time.
 
 Changes during a run (slower judges, longer responses) depend on the step of the weights, never on the time, so a step
 is the same work no matter when it is reached. A rollout engine knows the step from the version of its weights. A judge
-engine, whose weights never change, is told the step (`ReplicaTiming.step`).
+engine, whose weights never change, gets the step from its host (`ReplicaTiming.step`).
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def named_generator(*names: object) -> np.random.Generator:
 
 
 class ReplicaTiming:
-    """Samples the durations of one replica (engine or train rank), in emulated seconds; each call samples anew.
+    """Samples the durations of one replica (engine or train rank), in emulated seconds; every call samples again.
 
     `name`: determines the replica's speed and its random numbers. `engine`: parameters of its kind of engine; None:
     those of a rollout engine. `slots`: number of slots that it uses. `step`: step of the weights, set by the caller.

@@ -35,7 +35,7 @@ from gcore.models.checks import require_config
 from gcore.reward.judges.parsers import find_parser
 
 MOST_ORDINARY = 4096
-"""Maximum number of different tokens in responses: the first ones of the vocabulary that have a text."""
+"""Maximum number of distinct tokens in responses: the first ones of the vocabulary that have a text."""
 
 MEAN_LOGPROB = -0.8
 
@@ -197,7 +197,7 @@ BETWEEN = (" ", "\n", "", ". ")
 """Separators that are tried before a verdict, so that it is not read as part of the preceding word or number."""
 
 TRIED_BEHIND = 64
-"""Number of different meaningless tokens after each of which the verdict parser must find a verdict."""
+"""Number of meaningless tokens after each of which the verdict parser must find a verdict."""
 
 
 def find_emulated_verdict(
