@@ -35,9 +35,9 @@ unexport PYTHONDONTWRITEBYTECODE
 TOOLS := $(BIN)/python tests/support/system_tools.py
 # What `make test-SUBJECT` knows: folders with tests in them.
 SUBJECTS = $(sort $(foreach file,$(wildcard $(addsuffix /test_*.py,tests/unit/* tests/unit/*/* tests/contract/*)),$(word 3,$(subst /, ,$(file)))))
-NOT_ELSEWHERE := not gpu and not sglang and not trackers and not deploy and not chaos and not large
+NOT_ELSEWHERE := not gpu and not sglang and not trackers and not deploy and not chaos and not large and not documents
 
-.PHONY: docs chaos compiled tools test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers test-gpu gpu-wheels fuzz sim sim-long mutations lint proto clean bench-check bench-page release-check simulate-setup trl-setup
+.PHONY: docs chaos compiled tools test-docs test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers test-gpu gpu-wheels fuzz sim sim-long mutations lint proto clean bench-check bench-page release-check simulate-setup trl-setup
 
 help: ## What there is to make
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {sub("test-%", "test-SUBJECT", $$1); sub("%", "NAME", $$1); printf "  make %-14s %s\n", $$1, $$2}'
@@ -118,6 +118,11 @@ test-sglang: prepare sglang-setup ## What is checked against the real SGLang, on
 test-deploy: setup $(DEPLOY_STAMP) ## The files of deploy/ by Helm's, Kubernetes', Compose's, Docker's and the shell's rules (as root, apt installs shellcheck)
 	@$(TOOLS) install test-deploy
 	@GCORE_DEPLOY_PYTHON=$(abspath $(DEPLOY_VENV))/bin/python $(BIN)/python -m pytest -m "deploy" tests/unit tests/integration $(PYTEST_ARGS)
+
+test-docs: prepare prepare-judge ## Each command of the documents that no other test runs, on a real and an emulated cluster: about ten minutes
+	@$(TOOLS) install test
+	@$(BIN)/gcore prepare calculator --to .cache/examples/calculator
+	@$(TEST_ENV) $(BIN)/python -m pytest -m "documents" tests/integration/cli/test_documented_commands.py $(PYTEST_ARGS)
 
 # The commit before modules moved: runs begun there must go on here.
 export GCORE_UPGRADE_FROM ?= f9caf92ba3fc4257187b32bdf1e9030f2ed5bb51

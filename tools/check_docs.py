@@ -2,9 +2,9 @@
 
 Checks every document of `documents()`: each `gcore` command exists with its options, each YAML block is a valid part
 of a spec or of a daemon's configuration, each link leads to a file, each named test, systemd unit, module, function and
-Python file exists, each table is whole. Checks the pages that must be complete: the index, the map of the code, the
-step protocol, failures, algorithms and the daemon's configuration. Checks that the help of each verb has an example that
-can be typed.
+Python file exists, each table is whole. Checks the pages that must be complete: the index, the site's navigation, the map
+of the code, the step protocol, failures, algorithms and the daemon's configuration. Checks that the help of each verb has
+an example that can be typed. `check_commands` checks that tests run the commands.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ def check(root: Path) -> Iterator[Problem]:
     for file in (root / "CHANGELOG.md", *sorted((root / "docs" / "develop" / "adr").glob("*.md"))):
         yield from links_lead_somewhere(file, root)
     yield from index_is_complete(root)
+    yield from site_is_complete(root)
     yield from map_is_complete(root)
     yield from moves_lead_somewhere(root)
     yield from drawings_are_current(root)
@@ -345,6 +346,33 @@ def index_is_complete(root: Path) -> Iterator[Problem]:
     guides = [page for page in pages if page.parts[0] != "reference"]
     if len(guides) > MOST_GUIDES:
         yield Problem("docs/index.md", 1, f"there are {len(guides)} guides, more than {MOST_GUIDES}: merge some")
+
+
+def site_is_complete(root: Path) -> Iterator[Problem]:
+    """The site's navigation names each page, and pages that exist; runbooks and decisions are on pages of their own."""
+    text = (root / "mkdocs.yml").read_text(encoding="utf-8")
+    site = yaml.safe_load(text)
+    named = Counter(_leaves(site["nav"]))
+    apart = [pattern.strip("/") for pattern in site["not_in_nav"].split()]
+    for page in sorted(page.relative_to(root / "docs") for page in (root / "docs").rglob("*.md")):
+        if not named[page.as_posix()] and not any(page.match(pattern) for pattern in apart):
+            yield Problem("mkdocs.yml", line_of(text, "nav:"), f"the navigation does not name {page}: add it")
+    for name, times in named.items():
+        if not (root / "docs" / name).exists():
+            yield Problem(
+                "mkdocs.yml", line_of(text, name), f"the navigation names {name}, which is not there: remove it"
+            )
+        elif times > 1:
+            yield Problem("mkdocs.yml", line_of(text, name), f"the navigation names {name} {times} times: name it once")
+
+
+def _leaves(tree: Any) -> Iterator[str]:
+    """The pages in a navigation."""
+    if isinstance(tree, str):
+        yield tree
+    else:
+        for branch in tree.values() if isinstance(tree, dict) else tree:
+            yield from _leaves(branch)
 
 
 def map_is_complete(root: Path) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ import sys
 
 from tools import (
     check_code,
+    check_commands,
     check_deploy,
     check_docs,
     check_house,
@@ -19,6 +20,7 @@ from tools.problem import Check, main
 
 CHECKS: dict[str, Check] = {
     "code": check_code.check,
+    "commands": check_commands.check,
     "deploy": check_deploy.check,
     "docs": check_docs.check,
     "house": check_house.check,

@@ -1,7 +1,6 @@
 """The commands of docs/start/first-job.md work in an empty folder, print what the page shows, and train the model.
 
-The test reads the commands from the page and changes only the number of steps, to be short. It skips blocks that are marked
-`not walked`.
+The test reads the commands from the page and changes only the number of steps, to be short.
 """
 
 from __future__ import annotations
@@ -12,17 +11,18 @@ from pathlib import Path
 
 import pytest
 from cluster_run import PATIENCE_S
-from documents import ROOT, Command, blocks, commands, mismatch
+from documented import commands_run_by
+from documents import mismatch
 from user_venv import make_user_venv
 
+from tools.documents import Typed
+
 pytestmark = [pytest.mark.serial, pytest.mark.chaos]
-PAGE = ROOT / "docs" / "start" / "first-job.md"
 STEPS = 16
-
-
-def walk() -> list[Command]:
-    """The commands of the page, in order."""
-    return [c for block in blocks(PAGE, "console") if block.mark != "not walked" for c in commands(block)]
+THIS = (
+    "integration/cli/test_first_job.py::"
+    "test_the_page_is_walked_from_an_empty_folder_to_an_export_of_a_model_that_has_learned"
+)
 
 
 def shortened(command: str) -> str:
@@ -36,20 +36,23 @@ def test_the_page_is_walked_from_an_empty_folder_to_an_export_of_a_model_that_ha
     folder.mkdir()
     said: dict[str, str] = {}
     try:
-        for command in walk():
-            if command.text.startswith("cd "):
-                folder = folder / command.text.removeprefix("cd ")
-                assert folder.is_dir()
-                continue
-            ended = subprocess.run(
-                shortened(command.text), shell=True, cwd=folder, env=environment,
-                capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-            )  # fmt: skip
-            assert ended.returncode == 0, f"{command.text}\n{ended.stdout}\n{ended.stderr}"
-            said[command.text] = ended.stdout
-            if not _measured(command):
-                wrong = mismatch(command.printed, ended.stdout)
-                assert wrong is None, f"{command.text} does not print {wrong!r}:\n{ended.stdout}"
+        with commands_run_by(THIS) as walk:
+            for command in walk.commands:
+                if command.text.startswith("cd "):
+                    folder = folder / command.text.removeprefix("cd ")
+                    assert folder.is_dir()
+                    walk.passed(command)
+                    continue
+                ended = subprocess.run(
+                    shortened(command.text), shell=True, cwd=folder, env=environment,
+                    capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+                )  # fmt: skip
+                assert ended.returncode == 0, f"{command.text}\n{ended.stdout}\n{ended.stderr}"
+                said[command.text] = ended.stdout
+                if not _measured(command):
+                    wrong = mismatch(command.printed, ended.stdout)
+                    assert wrong is None, f"{command.text} does not print {wrong!r}:\n{ended.stdout}"
+                walk.passed(command)
     finally:
         subprocess.run("gcore down", shell=True, cwd=folder, env=environment, capture_output=True, check=False)
     found = [json.loads(file.read_text()) for file in (folder / ".gcore" / "runs").glob("sorting-*/summary.json")]
@@ -61,6 +64,6 @@ def test_the_page_is_walked_from_an_empty_folder_to_an_export_of_a_model_that_ha
     assert len(said) >= 12
 
 
-def _measured(command: Command) -> bool:
+def _measured(command: Typed) -> bool:
     """Whether the output has numbers that differ between machines; the test asserts their bounds instead."""
     return command.text.startswith(("gcore init", "gcore run", "pytest", "python -c"))

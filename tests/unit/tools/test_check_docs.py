@@ -156,11 +156,19 @@ FAULTS: list[Fault] = [
     ),
     ("docs/use/algorithms.md", "`gspo`", "`gpso`", "train.loss may be `gspo`, which is not on the page"),
     ("docs/operate/configuration.md", "| `advertise` |", "| `advertised` |", "no table has the key `advertise`"),
+    ("mkdocs.yml", "      - use/data.md\n", "", "the navigation does not name use/data.md: add it"),
+    ("mkdocs.yml", "- use/model.md", "- use/models.md", "the navigation names use/models.md, which is not there"),
+    (
+        "mkdocs.yml",
+        "- use/judges.md",
+        "- use/judges.md\n      - use/judges.md",
+        "names use/judges.md 2 times: name it once",
+    ),
 ]
 
 
 def test_each_fault_of_the_pages_that_must_be_complete_is_found(tmp_path: Path) -> None:
-    root = repository(tmp_path, "docs", "gcore", "controllers")
+    root = repository(tmp_path, "docs", "gcore", "controllers", "mkdocs.yml")
     plant(root, FAULTS)
     (root / "gcore" / "planted").mkdir()
     (root / "gcore" / "planted" / "__init__.py").touch()
@@ -169,7 +177,7 @@ def test_each_fault_of_the_pages_that_must_be_complete_is_found(tmp_path: Path) 
     rules = (
         *(check_docs.index_is_complete, check_docs.map_is_complete, check_docs.drawings_are_current),
         *(check_docs.protocol_page_is_complete, check_docs.failures_page_is_right, check_docs.names_are_listed),
-        check_docs.moves_lead_somewhere,
+        *(check_docs.moves_lead_somewhere, check_docs.site_is_complete),
     )
     found = [problem for rule in rules for problem in rule(root)]
     assert not_found(found, FAULTS) == []

@@ -33,7 +33,9 @@ def tree(tmp_path: Path) -> Path:
         "tests/unit/sizes/test_a.py": "from gcore.sizes.a import size\n\n"
         "def test_size():\n    assert (size([]), size([], 1), size([3, 1, 2], 1), size([1], 0)) == (2, 1, 3, 0)\n",
         "pyproject.toml": "[tool.pytest.ini_options]\nmarkers = ["
-        + ", ".join(f"'{name}'" for name in ["serial", "gpu", "sglang", "trackers", "deploy", "chaos", "large"])
+        + ", ".join(
+            f"'{name}'" for name in ["serial", "gpu", "sglang", "trackers", "deploy", "chaos", "large", "documents"]
+        )
         + "]\n",
     }
     for name, text in files.items():
