@@ -144,7 +144,9 @@ class EngineAttention:
         return found
 
     def _block_biases(self, kind: BlockDecodePass, window: int | None, kv_heads: int) -> list[torch.Tensor]:
-        """Return the bias of each block: `[row * kv_head, 1, BLOCK]`, 0 or NOTHING."""
+        """Return the mask of each block as a bias [row * kv_head, 1, `BLOCK`]: 0, or `NOTHING` for columns that the row's
+        query must not attend to.
+        """
         if self._biases[0] is not kind:
             self._biases = (kind, {})
         known = self._biases[1]
