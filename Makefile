@@ -35,9 +35,9 @@ unexport PYTHONDONTWRITEBYTECODE
 TOOLS := $(BIN)/python tests/support/system_tools.py
 # What `make test-SUBJECT` knows: folders with tests in them.
 SUBJECTS = $(sort $(foreach file,$(wildcard $(addsuffix /test_*.py,tests/unit/* tests/unit/*/* tests/contract/*)),$(word 3,$(subst /, ,$(file)))))
-NOT_ELSEWHERE := not gpu and not sglang and not trackers and not deploy and not chaos and not large and not documents
+NOT_ELSEWHERE := not gpu and not sglang and not trackers and not deploy and not notebook and not chaos and not large and not documents
 
-.PHONY: docs chaos compiled tools test-docs test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers test-gpu gpu-wheels fuzz sim sim-long mutations lint proto clean bench-check bench-page release-check simulate-setup trl-setup
+.PHONY: docs chaos compiled tools notebook-setup test-notebook test-docs test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers test-gpu gpu-wheels fuzz sim sim-long mutations lint proto clean bench-check bench-page release-check simulate-setup trl-setup
 
 help: ## What there is to make
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {sub("test-%", "test-SUBJECT", $$1); sub("%", "NAME", $$1); printf "  make %-14s %s\n", $$1, $$2}'
@@ -151,6 +151,12 @@ simulate-setup: setup
 
 trl-setup:
 	@bash benchmarks/setup_trl.sh "$(PYTHON)" .venv-trl
+
+notebook-setup: setup
+	@$(BIN)/pip install -qq -c $(CONSTRAINTS) --group notebook
+
+test-notebook: notebook-setup ## The notebook of examples/notebook, run by a Jupyter kernel
+	@$(TEST_ENV) $(BIN)/python -m pytest -m "notebook" tests/integration $(PYTEST_ARGS)
 
 test-trackers: $(TRACKERS_STAMP) ## TensorBoard, W&B, MLflow and SwanLab themselves, off line, in an environment of their own
 	@$(TRACKERS_VENV)/bin/python -m pytest -m "trackers" tests/trackers $(PYTEST_ARGS)

@@ -74,6 +74,7 @@ NO_MODULES = {
     "gcore.rollback": "a tag in MLflow",
     "gcore.rl.svc": "a Kubernetes service",
     "src/sorting/reward.py": "a file that `gcore init` makes",
+    "own.py": "a file that the reader of docs/start/own-run.md writes",
 }
 """What looks like a name or a file of the product and is another thing."""
 MODULE_PATH = re.compile(r"(?<![\w./*{}<>-])([\w-]+(?:/[\w.-]+)*\.py)\b")

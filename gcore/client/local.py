@@ -8,63 +8,89 @@ run = gcore.run("grpo.yaml", reward=score)      # starts a cluster, runs the job
 run.metrics()                                   # a data frame if pandas is installed
 run.plot()                                      # reward and held-out accuracy, with matplotlib
 run.samples()                                   # prompts, responses and rewards of the newest step that is kept
+run.export("trained")                           # the model, for `from_pretrained`
 ```
 
 The cluster is the one of `gcore up`, in processes of its own. A function is written to a file with what it needs
-(`gcore.client.function_source`) and named in the spec as a plug-in file.
+(`gcore.client.function_source`) and named in the spec as a plug-in file. `gcore.run` checks the function, the spec and its files before it
+starts anything.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import inspect
+import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Self
 
 from gcore.client.client import Client
-from gcore.client.function_source import function_source
-from gcore.client.models import Job
-from gcore.config.load import dump_explicit, load_spec, new_spec
-from gcore.errors import GcoreError, JobFailed, UsageError, explain_os_errors
+from gcore.client.function_source import check_is_function, function_name, function_source
+from gcore.client.models import Job, Listing, html_table
+from gcore.config.load import YamlNotPlain, apply_overrides, dump_explicit, load_spec, new_spec, read_plain
+from gcore.config.local_cluster import LocalClusterState
+from gcore.errors import GcoreError, JobFailed, SpecError, UsageError, explain_os_errors
 from gcore.ledger.records.job import METRICS_FILE
 from gcore.observability.events import JobEvent
 from gcore.observability.metrics_file import read_lines
-from gcore.observability.samples import KeptGroup, kept_steps, read_groups
+from gcore.observability.samples import find_kept, kept_steps, read_groups
 from gcore.plugins import file_digest
+from gcore.reward.api import REWARDS, is_batch_reward
 from gcore.system.files import replace_file
 
 RewardFunction = Callable[..., Any]
+Spec = str | Path | Mapping[str, Any]
 
 PROGRAM = "from controllers.cli.main import main; main()"
 """The command line as a program of its own: this package imports nothing above it, and `gcore` on PATH may be gdb's."""
 
-SHOWN = ("step", "eval", "state", "rollback", "warning")
+SHOWN = ("step", "eval", "state", "rollback", "warning", "fault")
 """Kinds of events that a run prints."""
+
+MOST_STEP_LINES = 50
+"""A longer run prints only every n-th step."""
+
+NAMES_A_REWARD = ("name", "judge", "parts", "compose", "options")
+"""Keys of the section `reward` that a function replaces."""
 
 
 class LocalCluster:
     """A cluster of this machine, in the folder `home`. Use it as a context manager: a cluster that it started stops at the end.
 
-    A cluster that is up in `home` already is used and stays up.
+    A cluster that is up in `home` already is used and stays up. A cluster that this object started and that was not closed stops when Python
+    ends.
     """
 
     def __init__(
         self, home: str | Path = ".gcore", *, controllers: int | None = None, slots: str | None = None
     ) -> None:
         """`controllers`: number of daemons; `slots`: as for `gcore up`, such as "cpu:2". Raises GcoreError if it cannot start."""
-        self.home = Path(home).absolute()
-        was_up = (self.home / "cluster.json").exists()
+        self.home = _home(home)
+        before = _running(self.home)
         options = [] if controllers is None else ["--controllers", str(controllers)]
         options += [] if slots is None else ["--slots", slots]
-        self._command("up", *options)
-        self._started = not was_up
-        self.client = Client(home=self.home)
-        """The client of the job API."""
+        try:
+            _command(self.home, "up", *options)
+            self._started = before is None or before != _running(self.home)
+            self.client = Client(home=self.home)
+            """The client of the job API."""
+        except BaseException:
+            if before is None and _running(self.home) is not None:
+                _command(self.home, "down")
+            raise
+        self._is_open = True
+        atexit.register(self.close)
 
     def __enter__(self) -> Self:
         return self
@@ -72,144 +98,192 @@ class LocalCluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        return f"<gcore.LocalCluster in {self.home}{'' if self._is_open else ', closed'}>"
+
     def close(self) -> None:
         """Close the client and stop the cluster if this object started it. Jobs that have not ended go on at the next start."""
+        self._is_open = False
+        atexit.unregister(self.close)
         self.client.close()
         if self._started:
             self._started = False
-            self._command("down")
+            _command(self.home, "down")
+
+    def submit(
+        self,
+        spec: Spec,
+        *,
+        reward: RewardFunction | Sequence[RewardFunction] | None = None,
+        set: Sequence[str] = (),
+        new: bool = False,
+    ) -> LocalRun:
+        """Submit a job and return it at once; `wait` waits for its end. Arguments and errors as in `run`."""
+        return self._submit(_prepare(spec, set, reward), new)
 
     def run(
         self,
-        spec: str | Path | Mapping[str, Any],
+        spec: Spec,
         *,
         reward: RewardFunction | Sequence[RewardFunction] | None = None,
         set: Sequence[str] = (),
         new: bool = False,
         progress: bool = True,
-    ) -> FinishedRun:
-        """Submit a job, wait for its end and return it. `spec`: a file, or a mapping whose relative paths start at the working directory.
+    ) -> LocalRun:
+        """Submit a job, wait for its end and return it.
 
-        `reward`: a function, or several that are added up, in place of the spec's reward. `set`: `section.field=value`, for a file. `progress`:
-        print what happens. Raises JobFailed if the job fails, SpecError, UsageError.
+        `spec`: a file, a mapping, or YAML text; relative paths in a mapping or text start at the working directory. `reward`: a function, or
+        several that are added up; the spec then names no reward. It takes the response, or the response and the fields, or also the
+        `RewardSpec`. `set`: changes `section.field=value`. `new`: a new job instead of the continuation of an interrupted one. `progress`: print
+        what happens. Raises JobFailed if the job fails or is cancelled, SpecError, UsageError.
         """
-        return self._run(_spec_json(spec, set, reward, self.home), new=new, progress=progress)
+        return self.submit(spec, reward=reward, set=set, new=new).wait(progress=progress)
 
-    def _run(self, spec_json: str, *, new: bool, progress: bool) -> FinishedRun:
-        job = self.client.submit(json.loads(spec_json), new=new)
-        for event in self.client.events(job):
-            if progress and event.kind in SHOWN:
-                sys.stdout.write(f"{_line(event)}\n")
-        ended = self.client.get(job.uid)
-        if ended.state != "SUCCEEDED":
-            raise JobFailed(f"job {ended.name!r} is {ended.state}: {ended.reason}", fix=f"See {ended.run_dir}/logs")
-        return FinishedRun(ended, Path(ended.run_dir))
+    def _submit(self, prepared: _Prepared, new: bool) -> LocalRun:
+        tree = prepared.write_functions(self.home / "functions")
+        job = self.client.submit(tree, new=new)
+        return LocalRun(job, self)
 
-    def _command(self, *words: str) -> None:
-        command = [sys.executable, "-c", PROGRAM, *words, "--home", str(self.home)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "NO_COLOR": "1"})
-        if done.returncode:
-            said = [line for line in done.stderr.splitlines() if line.strip()]
-            what = re.sub(r"^gcore: ", "", said[-1]) if said else f"exit code {done.returncode}"
-            raise GcoreError(f"`gcore {words[0]}` failed: {what}", where=str(self.home))
+    def _job(self, job: Job) -> Job:
+        """The state of a job now; the last known one if the cluster was closed."""
+        return self.client.get(job.uid) if self._is_open and not job.has_ended else job
 
 
 def run(
-    spec: str | Path | Mapping[str, Any],
+    spec: Spec,
     *,
     reward: RewardFunction | Sequence[RewardFunction] | None = None,
     set: Sequence[str] = (),
     home: str | Path = ".gcore",
     new: bool = False,
     progress: bool = True,
-) -> FinishedRun:
+) -> LocalRun:
     """Start a cluster of this machine, run a job to its end and stop the cluster. Arguments and errors as in `LocalCluster.run`.
 
-    The spec and the functions are checked before anything starts.
+    The function, the spec and the files that it names are checked before anything starts. After an interruption the cluster stops; the same
+    call continues the job.
     """
-    spec_json = _spec_json(spec, set, reward, Path(home).absolute())
+    prepared = _prepare(spec, set, reward)
+    prepared.check(_home(home))
     with LocalCluster(home) as cluster:
-        return cluster._run(spec_json, new=new, progress=progress)
+        try:
+            return cluster._submit(prepared, new).wait(progress=progress)
+        except KeyboardInterrupt:
+            left = "Stopping the cluster" if cluster._started else "The cluster was up before and stays up"
+            _print(f"interrupted. {left}; the same call continues the job from its newest checkpoint.")
+            raise
 
 
-def _spec_json(
-    spec: str | Path | Mapping[str, Any],
-    set: Sequence[str],
-    reward: RewardFunction | Sequence[RewardFunction] | None,
-    home: Path,
-) -> str:
-    """The spec to submit. Functions are written to files in `home`. Raises SpecError, UsageError; then nothing was written."""
-    if isinstance(spec, Mapping):
-        if set:
-            raise UsageError("`set` changes a spec file; change the mapping itself", fix="Leave `set` out")
-        whole = new_spec(dict(spec), base=Path.cwd())
-    else:
-        whole = load_spec(Path(spec), set)
-    tree = json.loads(dump_explicit(whole))
-    if reward is not None:
-        tree["reward"] = _reward_section(list(reward) if isinstance(reward, Sequence) else [reward], home)
-    return json.dumps(tree)
+@dataclass(frozen=True, slots=True)
+class ScoredResponse:
+    """A response that was kept of a step.
+
+    `step`: the step that trained on it. `answer`: the expected answer, or empty. `parts`: parts of the reward by name. `tokens`: length of the
+    response in tokens. `finish_reason`: why it ended, such as "stop" or "length". Long texts are cut off at `samples.characters` of the spec.
+    """
+
+    step: int
+    prompt: str
+    response: str
+    reward: float
+    answer: str
+    parts: Mapping[str, float]
+    tokens: int
+    finish_reason: str
+    source: str
 
 
-def _reward_section(functions: Sequence[RewardFunction], home: Path) -> dict[str, Any]:
-    if not functions:
-        raise UsageError("`reward` is an empty list", fix="Pass at least one function, or leave it out")
-    sources = [(function, function_source(function).encode()) for function in functions]
-    names = [function.__name__ for function in functions]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"{names.count(twice)} reward functions are called {twice!r}", fix="Rename all but one")
-    references = [_write_function(function.__name__, text, home) for function, text in sources]
-    if len(references) == 1:
-        return {"name": references[0]}
-    return {"parts": [{"name": reference} for reference in references]}
+class LocalRun:
+    """A job of a local cluster and its files. It may be under way, or have ended; then the cluster need not be up."""
 
+    def __init__(self, job: Job, cluster: LocalCluster) -> None:
+        self._job = job
+        self._cluster = cluster
+        self.folder = Path(job.run_dir)
+        """The folder of the run: metrics, samples, checkpoints, logs."""
 
-def _write_function(name: str, text: bytes, home: Path) -> str:
-    """Write the source of a function to a file in the home; the reference to it."""
-    file = home / "functions" / f"{name}_{file_digest(text)[:8]}.py"
-    with explain_os_errors("cannot write the function", where=file, fix="Choose another home"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, text, mode=0o600)
-    return f"{file}:{name}"
+    @property
+    def job(self) -> Job:
+        """The state of the job: now, while its cluster is up; else as last known."""
+        self._job = self._cluster._job(self._job)
+        return self._job
 
+    def wait(self, *, progress: bool = True) -> LocalRun:
+        """Wait until the job has succeeded, and return this object. `progress`: print what happens, in plain lines.
 
-@dataclass(frozen=True)
-class FinishedRun:
-    """A job that has succeeded, and the folder with its files. The cluster need not be up."""
-
-    job: Job
-    folder: Path
+        Raises JobFailed if the job fails or is cancelled. An interruption ends the waiting, not the job.
+        """
+        every = max(1, -(-self._job.steps // MOST_STEP_LINES))
+        with contextlib.closing(self._cluster.client.events(self._job)) as events:
+            for event in events:
+                step = event.data.get("step")
+                is_skipped = event.kind == "step" and isinstance(step, int) and step % every and step != self._job.steps
+                if progress and event.kind in SHOWN and not is_skipped:
+                    _print(_line(event))
+        if self.job.state != "SUCCEEDED":
+            raise JobFailed(
+                f"job {self._job.name!r} is {self._job.state}: {self._job.reason}", fix=f"See {self.folder}/logs"
+            )
+        return self
 
     def metrics(self) -> Any:
-        """The numbers of each step: a pandas data frame indexed by step, or a list of mappings if pandas is not installed."""
+        """The numbers of each committed step: a pandas data frame indexed by `step`, one column for each metric; without pandas a list of mappings.
+
+        Columns and units: docs/use/reading-a-run.md; seconds end in `_s`. Empty before the first step. Raises UsageError if the file cannot be
+        read.
+        """
         rows = [{"step": step, **values} for step, values in sorted(self._steps().items())]
         try:
             import pandas
         except ImportError:
             return rows
-        return pandas.DataFrame(rows).set_index("step") if rows else pandas.DataFrame()
+        return pandas.DataFrame(rows, columns=None if rows else ["step"]).set_index("step")
 
     def evaluations(self) -> list[dict[str, float]]:
-        """The evaluations on held-out prompts, by step."""
+        """The evaluations on held-out prompts, by step: `step`, `accuracy` (0 to 1), mean `reward` and others."""
         found: dict[int, dict[str, float]] = {}
         for line in self._lines():
             if line["kind"] == "eval":
                 found[line["step"]] = {"step": line["step"], **line["metrics"]}
         return [found[step] for step in sorted(found)]
 
-    def samples(self, step: int | None = None) -> list[KeptGroup]:
-        """The prompts, responses and rewards that were kept of a step; without `step`, of the newest one that was kept."""
-        kept = [version for version in kept_steps(self.folder) if step is None or version.step == step]
-        return read_groups(self.folder, max(kept)) if kept else []
+    def samples(self, step: int | None = None) -> Listing[ScoredResponse]:
+        """The responses that were kept of a step; without `step`, of the newest one that was kept, or none before the first.
+
+        Raises UsageError with the steps that were kept if `step` is none of them.
+        """
+        with explain_os_errors("cannot read the samples", UsageError, where=self.folder, fix="Restore the folder"):
+            kept = kept_steps(self.folder)
+            if step is None and not kept:
+                return Listing()
+            version = find_kept(kept, step)
+            groups = read_groups(self.folder, version)
+        return Listing(
+            ScoredResponse(
+                version.step, group.prompt.text, sample.response.text, sample.reward, group.answer, dict(sample.parts),
+                sample.tokens, str(sample.finish_reason), group.source,
+            )
+            for group in groups
+            for sample in group.samples
+        )  # fmt: skip
 
     def plot(self) -> Any:
-        """Reward by step and held-out accuracy; a matplotlib figure. Raises UsageError if matplotlib is not installed."""
+        """Reward by step and held-out accuracy; a matplotlib figure, which a notebook displays. Raises UsageError if matplotlib is not installed."""
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise UsageError("matplotlib is not installed", fix="pip install matplotlib") from error
-        figure = Figure(figsize=(8, 3), layout="constrained")
-        axes = figure.subplots()
+
+        class DisplayedFigure(Figure):  # type: ignore[misc, unused-ignore]
+            """A figure that a notebook displays even if pyplot was not imported."""
+
+            def _repr_png_(self) -> bytes:
+                image = io.BytesIO()
+                self.savefig(image, format="png")
+                return image.getvalue()
+
+        figure = DisplayedFigure(figsize=(8, 3), layout="constrained")
+        axes: Any = figure.subplots()
         steps = sorted(self._steps().items())
         axes.plot([step for step, _ in steps], [values.get("reward") for _, values in steps], label="reward")
         evaluations = [one for one in self.evaluations() if "accuracy" in one]
@@ -224,6 +298,44 @@ class FinishedRun:
         axes.legend()
         return figure
 
+    def export(self, to: str | Path, *, step: int | None = None, best: bool = False) -> Path:
+        """Copy the model of a checkpoint into the new folder `to`, for `from_pretrained`; by default of the newest checkpoint.
+
+        `best`: the best one by evaluation. Raises UsageError if there is no such checkpoint or the folder exists.
+        """
+        options = (["--best"] if best else []) + ([] if step is None else ["--step", str(step)])
+        target = Path(to).expanduser().absolute()
+        _command(self._cluster.home, "export", self._job.uid, "--to", str(target), *options)
+        return target
+
+    def __repr__(self) -> str:
+        job = self._known_job()
+        return f"<run {job.name!r} ({job.uid}): {job.state}, step {job.step} of {job.steps}, in {self.folder}>"
+
+    def _repr_html_(self) -> str:
+        job = self._known_job()
+        rows = {
+            "run": f"{job.name} ({job.uid})",
+            "state": f"{job.state}: {job.reason}" if job.reason else job.state,
+            "step": f"{job.step} of {job.steps}",
+            "folder": str(self.folder),
+        }
+        with contextlib.suppress(GcoreError):
+            steps = self._steps()
+            if steps and "reward" in (newest := steps[max(steps)]):
+                rows["reward"] = f"{newest['reward']:.3f}"
+            rows["held-out accuracy"] = ", ".join(
+                f"{one['accuracy']:.1%} at step {one['step']}" for one in self.evaluations() if "accuracy" in one
+            )
+        return html_table(("", ""), [(name, value) for name, value in rows.items() if value])
+
+    def _known_job(self) -> Job:
+        """The job, without an error if no daemon answers."""
+        try:
+            return self.job
+        except GcoreError:
+            return self._job
+
     def _steps(self) -> dict[int, dict[str, float]]:
         """By step; a step that was discarded by a rollback counts no more."""
         steps: dict[int, dict[str, float]] = {}
@@ -237,14 +349,190 @@ class FinishedRun:
     def _lines(self) -> Iterator[dict[str, Any]]:
         file = self.folder / METRICS_FILE
         with (
+            contextlib.suppress(FileNotFoundError),  # before the first step
             explain_os_errors("cannot read the run's numbers", UsageError, where=file, fix="Restore the folder"),
-            file.open("rb") as opened,
         ):
-            yield from (line for line, _ in read_lines(opened, 0) if line is not None)
+            if not self.folder.is_dir() and self._job.has_ended:
+                raise UsageError("the folder of the run does not exist", where=str(self.folder), fix="Restore it")
+            if file.exists():
+                with file.open("rb") as opened:
+                    yield from (line for line, _ in read_lines(opened, 0) if line is not None)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A spec that was checked without its files. `functions`: file names and texts of the rewards, with their names."""
+
+    tree: Mapping[str, Any]
+    functions: tuple[tuple[str, str, bytes], ...]
+
+    def write_functions(self, folder: Path) -> dict[str, Any]:
+        """Write the functions into a folder; the spec that names them there."""
+        references = []
+        for name, file_name, text in self.functions:
+            file = folder / file_name
+            with explain_os_errors("cannot write the function", where=file, fix="Choose another home"):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(file, text, mode=0o600)
+            references.append((name, f"{file}:{name}"))
+        return self._with_rewards(references)
+
+    def check(self, home: Path) -> None:
+        """Check the spec and the files that it names as a daemon does at the submission, in a process. Raises UsageError. Creates nothing."""
+        with tempfile.TemporaryDirectory(prefix="gcore-check-") as scratch:
+            tree = self.write_functions(Path(scratch))
+            file = Path(scratch) / "spec.yaml"
+            file.write_text(json.dumps(tree), encoding="utf-8")
+            try:
+                _command(home, "submit", str(file), "--dry-run")
+            except GcoreError as error:
+                said = str(error).replace(f"{file}: ", "").replace(f"{scratch}/", "")
+                raise UsageError(said) from None
+
+    def _with_rewards(self, references: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        if not references:
+            return dict(self.tree)
+        section = dict(self.tree.get("reward", {}))
+        if len(references) == 1:
+            section["name"] = references[0][1]
+        else:
+            section["parts"] = [{"name": reference} for reference in references]
+        return {**self.tree, "reward": section}
+
+
+def _prepare(spec: Spec, set: Sequence[str], reward: RewardFunction | Sequence[RewardFunction] | None) -> _Prepared:
+    """Check a spec and the functions of a call. Raises SpecError, UsageError."""
+    functions = [] if reward is None else list(reward) if isinstance(reward, Sequence) else [reward]
+    if reward is not None and not functions:
+        raise UsageError("`reward` is an empty list", fix="Pass at least one function, or leave it out")
+    names = [_check_reward(function) for function in functions]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(f"two reward functions are called {twice[0]!r}", fix="Rename one of them")
+    tree = _spec_tree(spec, set)
+    named = [key for key in NAMES_A_REWARD if key in tree.get("reward", {})]
+    if functions and named:
+        what = f"the spec has `reward.{named[0]}`, and the call has the reward function {names[0]!r}"
+        raise UsageError(what, fix="Remove one of them")
+    texts = [function_source(function).encode() for function in functions]
+    files = [f"{name}_{file_digest(text)[:8]}.py" for name, text in zip(names, texts, strict=True)]
+    prepared = _Prepared(tree, tuple(zip(names, files, texts, strict=True)))
+    references = [(name, f"/functions/{file}:{name}") for name, file in zip(names, files, strict=True)]
+    new_spec(prepared._with_rewards(references))
+    return prepared
+
+
+def _spec_tree(spec: Any, set: Sequence[str]) -> dict[str, Any]:
+    """The sections of a spec, with absolute paths. Raises SpecError, UsageError."""
+    if isinstance(spec, Mapping):
+        whole = new_spec(apply_overrides(dict(spec), set), base=Path.cwd())
+    elif isinstance(spec, str) and "\n" in spec:
+        try:
+            tree = read_plain(spec)
+        except YamlNotPlain as error:
+            raise SpecError(f"not valid YAML: {error.problem}", where=f"spec{error.place}", fix="Correct it") from error
+        if not isinstance(tree, dict):
+            raise SpecError("the spec is not a mapping of sections", fix="Write `name: ...`, `model: ...` and so on")
+        whole = new_spec(apply_overrides(tree, set), base=Path.cwd())
+    elif isinstance(spec, str | Path):
+        whole = load_spec(Path(spec).expanduser(), set)
+    else:
+        what = f"a spec is a file, a mapping or YAML text, not an object of type {type(spec).__name__}"
+        raise UsageError(what, fix="Pass one of these")
+    tree = json.loads(dump_explicit(whole))
+    assert isinstance(tree, dict)
+    return tree
+
+
+def _check_reward(function: RewardFunction) -> str:
+    """Check that a function can be called as a reward; its name. Raises UsageError."""
+    check_is_function(function)
+    name = function_name(function)
+    if name in {point.name for point in entry_points(group=REWARDS.group)}:
+        raise UsageError(f"the reward function {name!r} has the name of an installed reward", fix="Rename it")
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise UsageError(f"the reward function {name!r} is asynchronous", fix="Define it with `def`")
+    if inspect.isgeneratorfunction(function):
+        raise UsageError(f"the reward function {name!r} has `yield`, so it returns no number", fix="Use `return`")
+    if is_batch_reward(function):  # its arguments are passed by name
+        return name
+    kinds = inspect.Parameter
+    parameters = list(inspect.signature(function).parameters.values())
+    places = [one for one in parameters if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    open_ended = any(one.kind is kinds.VAR_POSITIONAL for one in parameters)
+    missing = [one for one in parameters if one.kind is kinds.KEYWORD_ONLY and one.default is kinds.empty]
+    missing += [one for one in places[3:] if one.default is kinds.empty]
+    if missing:
+        what = f"the reward function {name!r} needs the argument {missing[0].name!r}, which gcore does not pass"
+        raise UsageError(what, fix="Give it a default after `*`")
+    if not places and not open_ended:
+        raise UsageError(f"the reward function {name!r} takes no response", fix="Write `def score(response, fields)`")
+    for place, passed in zip(places[1:3], ("fields", "spec"), strict=False):
+        if place.default is not kinds.empty and place.name != passed:
+            what = f"the reward function {name!r} would receive the {passed} of the prompt as {place.name!r}"
+            if passed == "spec":
+                what = f"the reward function {name!r} would receive the RewardSpec as {place.name!r}"
+            raise UsageError(what, fix=f"Write `*` before {place.name!r}")
+    return name
+
+
+def _command(home: Path, *words: str) -> None:
+    """Run a command of `gcore` for a home in a process of its own, which an interruption of this one ends in an orderly way.
+
+    Raises UsageError or GcoreError with the sentence of the command.
+    """
+    command = [sys.executable, "-P", "-c", PROGRAM, *words, "--home", str(home)]
+    env = {**os.environ, "NO_COLOR": "1"}
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        _, said = process.communicate()
+    except KeyboardInterrupt:
+        _interrupt(process, home, words[0])
+        raise
+    if process.returncode:
+        lines = [line for line in said.splitlines() if line.strip()]
+        what = (
+            re.sub(r"^gcore: ", "", lines[-1])
+            if lines
+            else f"`gcore {words[0]}` ended with exit code {process.returncode}"
+        )
+        raise (UsageError if process.returncode == UsageError.exit_code else GcoreError)(what)
+
+
+def _interrupt(process: subprocess.Popen[str], home: Path, word: str) -> None:
+    """End a command after an interruption. `down` goes on to its end; the others clean up after themselves."""
+    try:
+        if word != "down":
+            process.send_signal(signal.SIGINT)
+        process.communicate()
+    except KeyboardInterrupt:
+        _print(f"interrupted again. Processes of the cluster in {home} may be left: gcore down --home {home}")
+        raise
+
+
+def _running(home: Path) -> tuple[int, int] | None:
+    """The identity of the store's process of a cluster that is up; None if there is none."""
+    state = LocalClusterState.load(home)
+    return None if state is None else (state.etcd.pid, state.etcd.started)
+
+
+def _home(home: str | Path) -> Path:
+    return Path(home).expanduser().absolute()
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def _line(event: JobEvent) -> str:
-    numbers = ", ".join(
-        f"{name} {event.data[name]:.3f}" for name in ("reward", "accuracy") if isinstance(event.data.get(name), float)
-    )
-    return f"{event.kind}: {event.message}" + (f" ({numbers})" if numbers else "")
+    """A line about an event: its first line and its reward, accuracy and number of failed prompts."""
+    stats = event.data.get("stats")
+    values = {**(stats if isinstance(stats, Mapping) else {}), **event.data}
+    numbers = [f"{name} {values[name]:.3f}" for name in ("reward", "accuracy") if isinstance(values.get(name), float)]
+    if failed := event.data.get("failed"):
+        numbers.append(f"{failed} prompts failed")
+    first = next(iter(event.message.splitlines()), "")
+    return f"{event.kind}: {first}" + (f" ({', '.join(numbers)})" if numbers else "")

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +17,8 @@ import pytest
 from cluster_run import ClusterRun, gcore
 
 import gcore as package
+from controllers.cli.local import home_processes
+from gcore.client.local import PROGRAM
 from gcore.client.models import Job
 from gcore.config.local_cluster import LocalClusterState
 from gcore.errors import NotAllowed, UsageError
@@ -60,13 +68,14 @@ def graded(response: str) -> float:
 def test_a_function_is_run_from_python_on_a_cluster_that_is_started_and_stopped(
     tree: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match="lambda"):
-        package.run(tree, reward=lambda response: 1.0, home=tmp_path / "home", progress=False)
+    with pytest.raises(UsageError, match="'len' is not a function"):
+        package.run(tree, reward=len, home=tmp_path / "home", progress=False)
     assert not (tmp_path / "home").exists()
     run = package.run(tree, reward=graded, home=tmp_path / "home", progress=False)
     assert run.job.state == "SUCCEEDED"
     assert len(run.metrics()) == 2
-    assert all(0.0 <= sample.reward <= 1.0 for group in run.samples() for sample in group.samples)
+    assert all(0.0 <= sample.reward <= 1.0 for sample in run.samples())
+    assert (run.export(tmp_path / "trained") / "model.safetensors").is_file()
     assert not (tmp_path / "home" / "cluster.json").exists()
 
 
@@ -160,8 +169,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[package.LocalC
         yield found
 
 
-def rewards_of(run: Any) -> list[Any]:
-    return [sample for group in run.samples() for sample in group.samples]
+def groups_of(run: Any) -> list[list[Any]]:
+    """The responses of the newest step by prompt."""
+    return [list(group) for _, group in itertools.groupby(run.samples(), key=lambda sample: sample.prompt)]
 
 
 def test_a_flow_a_filter_an_estimator_a_loss_and_several_rewards_run_from_a_file(
@@ -186,11 +196,11 @@ def test_a_flow_a_filter_an_estimator_a_loss_and_several_rewards_run_from_a_file
     }
     run = cluster.run(spec, progress=False)
     assert run.job.spec["train"]["epochs"] == 2
-    for sample in rewards_of(run):
+    for sample in run.samples():
         parts = dict(sample.parts)
         assert parts.keys() >= {"rank", "digits", "length"}
         assert sample.reward == pytest.approx(parts["rank"] + 0.5 * parts["digits"])
-    groups = [[dict(sample.parts)["rank"] for sample in group.samples] for group in run.samples()]
+    groups = [[sample.parts["rank"] for sample in group] for group in groups_of(run)]
     assert all(sorted(ranks) == [0.0, 0.25, 0.5, 0.75] for ranks in groups)
     steps = [one.values for one in cluster.client.metrics(run.job)]
     assert all({"reward_part/rank", "reward_part/digits", "reward_part/length"} <= step.keys() for step in steps)
@@ -202,9 +212,9 @@ def test_an_environment_and_its_tool_run_from_a_file(
     environment = {"file": f"{plugins}:Echo", "tools": {"names": [f"{plugins}:shout"]}, "max_turns": 3}
     spec = {**tree, "name": "turns", "environment": environment, "reward": {"name": "environment"}}
     run = cluster.run(spec, progress=False)
-    samples = rewards_of(run)
+    samples = run.samples()
     assert samples
-    assert all(sample.response.text.startswith("17") for sample in samples)
+    assert all(sample.response.startswith("17") for sample in samples)
 
 
 def test_an_agent_runs_from_a_file(
@@ -232,9 +242,9 @@ def shortest(responses: list[str], spec: Any) -> list[float]:
 
 def test_several_functions_are_added_up_from_python(cluster: package.LocalCluster, tree: dict[str, Any]) -> None:
     run = cluster.run({**tree, "name": "functions"}, reward=[graded, shortest], progress=False)
-    for group in run.samples():
-        assert any(dict(sample.parts)["shortest"] == 1.0 for sample in group.samples)
-        assert all(sample.reward == pytest.approx(sum(dict(sample.parts).values())) for sample in group.samples)
+    for group in groups_of(run):
+        assert any(sample.parts["shortest"] == 1.0 for sample in group)
+        assert all(sample.reward == pytest.approx(sum(sample.parts.values())) for sample in group)
 
 
 def test_a_batch_reward_of_the_wrong_length_fails_the_prompts_and_says_why(
@@ -354,3 +364,47 @@ def test_without_the_key_in_the_home_of_the_cluster_a_file_is_refused(
     assert "only the owner of this local cluster" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert "refused" not in [job.name for job in cluster.client.list()]
+
+
+INTERRUPTED = """
+import json, sys
+import gcore
+def graded(response): return len(response) / 8
+gcore.run(json.loads(sys.argv[1]), reward=graded, home=sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("when", ["while the cluster starts", "while the job runs"])
+def test_an_interrupted_call_leaves_no_process_and_no_half_started_cluster(
+    when: str, tree: dict[str, object], tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    endless = json.dumps({**tree, "flow": {"steps": 10_000, "groups_per_step": 8, "samples_per_prompt": 2}})
+    script = tmp_path / "call.py"
+    script.write_text(INTERRUPTED)
+    command = [sys.executable, "-u", str(script), endless, str(home)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        if when == "while the cluster starts":
+            while process.poll() is None and not home_processes(home):
+                time.sleep(0.02)
+            os.killpg(process.pid, signal.SIGINT)
+            said = process.stdout.read()
+        else:
+            said = ""
+            for line in process.stdout:
+                said += line
+                if line.startswith("step: "):
+                    os.killpg(process.pid, signal.SIGINT)
+                    break
+            said += process.stdout.read()
+            assert "the same call continues the job" in said
+        assert process.wait() != 0, said
+        assert "KeyboardInterrupt" in said
+        assert home_processes(home) == (), said
+        assert not (home / "cluster.json").exists()
+    finally:
+        subprocess.run([sys.executable, "-c", PROGRAM, "down", "--home", str(home)], capture_output=True, check=False)
