@@ -155,8 +155,8 @@ trl-setup:
 notebook-setup: setup
 	@$(BIN)/pip install -qq -c $(CONSTRAINTS) --group notebook
 
-test-notebook: notebook-setup ## The notebook of examples/notebook, run by a Jupyter kernel
-	@$(TEST_ENV) $(BIN)/python -m pytest -m "notebook" tests/integration $(PYTEST_ARGS)
+test-notebook: notebook-setup ## The notebook of examples/notebook, run by a Jupyter kernel; data frames and curves
+	@$(TEST_ENV) $(BIN)/python -m pytest -m "notebook" tests/unit/client tests/integration $(PYTEST_ARGS)
 
 test-trackers: $(TRACKERS_STAMP) ## TensorBoard, W&B, MLflow and SwanLab themselves, off line, in an environment of their own
 	@$(TRACKERS_VENV)/bin/python -m pytest -m "trackers" tests/trackers $(PYTEST_ARGS)

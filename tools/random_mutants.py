@@ -29,7 +29,10 @@ from pathlib import Path
 from tools.problem import ROOT
 
 FOLDERS = ("gcore", "placement", "controllers")
-NOT_HERE = "not serial and not gpu and not sglang and not trackers and not deploy and not chaos and not large and not documents"
+NOT_HERE = (
+    "not serial and not gpu and not sglang and not trackers and not deploy and not notebook and not chaos and not large "
+    "and not documents"
+)
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,

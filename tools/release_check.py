@@ -56,10 +56,8 @@ def release_parts(root: Path, faults: Iterable[str], first_seed: int) -> list[Pa
     """All parts, the quick ones first. `faults`: names in the chaos table; `first_seed`: of the simulation."""
     python = (sys.executable, "-m")
     parts = [Part("test", ("make", "test"))]
-    parts += [
-        Part(name, ("make", name))
-        for name in ("bench-check", "test-docs", "test-deploy", "test-trackers", "test-upgrade")
-    ]
+    quick = ("bench-check", "test-docs", "test-deploy", "test-notebook", "test-trackers", "test-upgrade")
+    parts += [Part(name, ("make", name)) for name in quick]
     fuzz = {"FUZZ_FLAGS": f"-max_total_time={FUZZ_S // 2}"}
     parts += [Part("fuzz", ("make", "fuzz", *(f"{name}={value}" for name, value in fuzz.items())))]
     parts += [Part(name, ("make", name)) for name in ("test-sglang", "test-large", "mutations")]

@@ -198,16 +198,18 @@ def test_metrics_are_rows_without_pandas_and_discarded_steps_are_left_out(
     assert "50.0% at step 2" in under_way._repr_html_()
 
 
+@pytest.mark.notebook
 def test_metrics_are_a_data_frame_with_pandas(under_way: LocalRun) -> None:
-    pandas = pytest.importorskip("pandas")
+    import pandas
+
     write_lines(under_way.folder, *LINES)
     frame = under_way.metrics()
     assert isinstance(frame, pandas.DataFrame)
     assert frame["reward"].to_dict() == {1: 0.25, 2: 0.75}
 
 
+@pytest.mark.notebook
 def test_curves_are_an_image(under_way: LocalRun) -> None:
-    pytest.importorskip("matplotlib")
     write_lines(under_way.folder, *LINES)
     assert under_way.plot()._repr_png_().startswith(b"\x89PNG")
 

@@ -55,7 +55,7 @@ def test_a_subject_is_its_folders_of_unit_and_contract_tests(checkout: Path, sub
 def test_a_subject_runs_no_test_that_another_target_runs(checkout: Path) -> None:
     marks = pytest_call(checkout, "test-ledger").split('"')[1]
     assert marks.split(" and ") == [
-        f"not {mark}" for mark in ("serial", "gpu", "sglang", "trackers", "deploy", "chaos", "large", "documents")
+        f"not {mark}" for mark in ("serial", "gpu", "sglang", "trackers", "deploy", "notebook", "chaos", "large", "documents")
     ]
 
 
@@ -68,7 +68,7 @@ def test_an_unknown_subject_is_an_error_that_lists_the_subjects(checkout: Path, 
 
 
 @pytest.mark.parametrize(
-    "target", ["test-sglang", "test-trackers", "test-deploy", "test-docs", "test-upgrade", "test-gpu"]
+    "target", ["test-sglang", "test-trackers", "test-deploy", "test-docs", "test-notebook", "test-upgrade", "test-gpu"]
 )
 def test_a_target_of_its_own_is_no_subject(checkout: Path, target: str) -> None:
     name = target.removeprefix("test-")
