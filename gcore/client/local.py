@@ -58,8 +58,9 @@ PROGRAM = "from controllers.cli.main import main; main()"
 SHOWN = ("step", "eval", "state", "rollback", "warning", "fault")
 """Kinds of events that a run prints."""
 
+FIRST_STEP_LINES = 10
 MOST_STEP_LINES = 50
-"""A longer run prints only every n-th step."""
+"""A longer run prints its first steps, and then only every n-th one."""
 
 NAMES_A_REWARD = ("name", "judge", "parts", "compose", "options")
 """Keys of the section `reward` that a function replaces."""
@@ -216,9 +217,7 @@ class LocalRun:
         every = max(1, -(-self._job.steps // MOST_STEP_LINES))
         with contextlib.closing(self._cluster.client.events(self._job)) as events:
             for event in events:
-                step = event.data.get("step")
-                is_skipped = event.kind == "step" and isinstance(step, int) and step % every and step != self._job.steps
-                if progress and event.kind in SHOWN and not is_skipped:
+                if progress and event.kind in SHOWN and not (event.kind == "step" and self._is_skipped(event, every)):
                     _print(_line(event))
         if self.job.state != "SUCCEEDED":
             raise JobFailed(
@@ -328,6 +327,10 @@ class LocalRun:
                 f"{one['accuracy']:.1%} at step {one['step']}" for one in self.evaluations() if "accuracy" in one
             )
         return html_table(("", ""), [(name, value) for name, value in rows.items() if value])
+
+    def _is_skipped(self, event: JobEvent, every: int) -> bool:
+        step = event.data.get("step")
+        return isinstance(step, int) and step > FIRST_STEP_LINES and step % every != 0 and step != self._job.steps
 
     def _known_job(self) -> Job:
         """The job, without an error if no daemon answers."""
