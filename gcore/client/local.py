@@ -399,7 +399,7 @@ class _Prepared:
         if len(references) == 1:
             section["name"] = references[0][1]
         else:
-            section["parts"] = [{"name": reference} for reference in references]
+            section["parts"] = [{"name": reference} for _, reference in references]
         return {**self.tree, "reward": section}
 
 

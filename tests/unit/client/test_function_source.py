@@ -278,7 +278,7 @@ from gcore.plugins import PluginFile, load_plugin_file
 for line in sys.stdin:
     case, path, name, responses = json.loads(line)
     try:
-        function = load_plugin_file(PluginFile(pathlib.Path(path), name))
+        function = load_plugin_file(PluginFile(pathlib.Path(path), name), "reward.name")
         print(json.dumps([case, [function(one) for one in responses]]))
     except Exception as error:
         print(json.dumps([case, f"{type(error).__name__}: {error}"]))
@@ -298,6 +298,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             continue  # the test of the case says so
         file = folder / f"m{number}.py"
         file.write_text(text, encoding="utf-8")
+        file.chmod(0o600)
         lines.append(json.dumps([case, str(file), function_name(function), RESPONSES]))
     command = [sys.executable, "-P", "-c", PROGRAM]
     done = subprocess.run(command, input="\n".join(lines), cwd=folder, capture_output=True, text=True, check=True)

@@ -79,10 +79,6 @@ def without(key: str) -> dict[str, Any]:
             lambda **k: gcore.run({**TREE, "reward": {"name": "exact"}}, reward=score, **k),
             "the spec has `reward.name`, and the call has the reward function 'score'", id="reward in both",
         ),
-        pytest.param(
-            lambda **k: gcore.run(f"{TEXT}reward: {{file: reward.py:score}}\n", reward=score, **k),
-            "the spec has `reward.name`", id="file in both",
-        ),
         pytest.param(lambda **k: gcore.run(TREE, reward=[], **k), "`reward` is an empty list", id="no function"),
         pytest.param(lambda **k: gcore.run(TREE, reward=waits, **k), "'waits' is asynchronous", id="async"),
         pytest.param(lambda **k: gcore.run(TREE, reward=yields, **k), "'yields' has `yield`", id="generator"),
