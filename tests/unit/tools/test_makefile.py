@@ -55,7 +55,8 @@ def test_a_subject_is_its_folders_of_unit_and_contract_tests(checkout: Path, sub
 def test_a_subject_runs_no_test_that_another_target_runs(checkout: Path) -> None:
     marks = pytest_call(checkout, "test-ledger").split('"')[1]
     assert marks.split(" and ") == [
-        f"not {mark}" for mark in ("serial", "gpu", "sglang", "trackers", "deploy", "notebook", "chaos", "large", "documents")
+        f"not {mark}"
+        for mark in ("serial", "gpu", "sglang", "trackers", "deploy", "notebook", "chaos", "large", "documents")
     ]
 
 

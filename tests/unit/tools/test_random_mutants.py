@@ -34,7 +34,8 @@ def tree(tmp_path: Path) -> Path:
         "def test_size():\n    assert (size([]), size([], 1), size([3, 1, 2], 1), size([1], 0)) == (2, 1, 3, 0)\n",
         "pyproject.toml": "[tool.pytest.ini_options]\nmarkers = ["
         + ", ".join(
-            f"'{name}'" for name in ["serial", "gpu", "sglang", "trackers", "deploy", "notebook", "chaos", "large", "documents"]
+            f"'{name}'"
+            for name in ["serial", "gpu", "sglang", "trackers", "deploy", "notebook", "chaos", "large", "documents"]
         )
         + "]\n",
     }
