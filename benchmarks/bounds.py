@@ -1,18 +1,18 @@
 """Bounds of the results, and the check of them: `python -m benchmarks check` (`make bench-check`).
 
-A bound is on a ratio, never on an absolute time, so it holds on another machine. `BOUNDS` says which ratios of which result have one and how
-much worse they may become; `bounds.json` has the limits, derived from the committed results by `check --write`. A result that was measured
-again is compared with the limits from before, so a slower engine fails the check until the limits are derived again, on purpose.
+A bound is on a ratio, never on an absolute time, so it holds on another machine. `BOUNDS` lists the bounded ratios of each result and
+their allowed regression; `bounds.json` has the limits, derived from the committed results by `check --write`. A new
+result is compared with the earlier limits, so a slower engine fails the check until the limits are derived again, on purpose.
 
 The check measures some ratios of the engine, the trainer, the control plane and the start again, in alternating pairs and with smaller sizes
-than their benchmarks (`LIVE`); results/check.json has them as they were when the limits were derived, with the load of the machine. Their
-seconds leave out those in which other processes had the cores (`harness.Stopwatch`), so a busy machine makes them less exact, and not longer.
-Two train ranks wait for one another, and so also while another process has a rank's core: of them only processor seconds have a limit here,
-and the clock has one in the trainer's own result. A part that misses a limit is measured once more; the check fails if it misses again.
+than their benchmarks (`LIVE`). results/check.json has their values from the time when the limits were derived, with the load of the machine.
+Their times leave out seconds in which other processes had the cores (`harness.Stopwatch`), so a busy machine makes them less exact, and not
+longer. Two train ranks wait for each other, also while another process has a rank's core. So here only their processor seconds have a limit;
+the trainer's own result has one on the elapsed time. A part that misses a limit is measured once more; the check fails if it misses again.
 
-A limit must be able to fail: with `--slowed` each of these parts runs with a planted slow-down (the engine's steps, the updates and the
-imports take twice as long, a transaction 50 ms and a write more), and the check fails unless every limit is missed. What they
-missed by is in `bounds.json` (`slowed`).
+A limit must be able to fail. With `--slowed` each of these parts runs with a planted slow-down: the engine's steps, the updates and the
+imports take twice as long, a transaction 50 ms and one write more. The check fails unless every limit is missed. The
+margins of these misses are in `bounds.json` (`slowed`).
 """
 
 from __future__ import annotations

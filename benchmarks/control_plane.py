@@ -1,22 +1,22 @@
-"""What the control plane costs: seal and commit beside the step, the store's writes, and jobs submitted by many clients at once.
+"""The cost of the control plane: seal and commit beside the step, the store's writes, and jobs submitted by many clients at once.
 
 **Steps** (`control-plane`): many controllers with emulated engines. The control plane is real (etcd, daemons, gRPC, HTTP,
-supervisors, the audit at the end); what computes is emulated: engines and ranks take the time of a law. So nothing here says how fast
-a model is. All processes share this machine's cores, which on a cluster each node has for itself: latencies here are from above.
+supervisors, the audit at the end); compute is simulated: engines and ranks take the time of a timing model. So no figure says how fast
+a model is. All processes share this machine's cores, while on a cluster each node has its own: these latencies are upper bounds.
 
-Measured from outside: the store is watched and each record timed as it comes, ranks are watched over their own stream, writes
+The measurements are external: the store is watched and each record timed on arrival, ranks are watched over their own stream, writes
 are etcd's own counters, processor time the kernel's. Of a step:
 
 - `seal`: from the offer that completes the quota to the SEALED record; `ready`: from the last group's arrival at its rank to
-  the READY record; `commit`: from the last rank's report that it has applied the step to the new head. The three together are
-  what agreeing adds, and the goal is on their share of the step's time.
-- `exchange` is the rest between SEALED and READY: samples on their way. It is data, not agreement.
-- with `--puts`, guarded puts into the same etcd after each commit, and how many of them agreeing takes: the sum of the three parts'
-  lower quartiles over the steps, through that of the puts, since what else the machine does makes all of them longer, never shorter.
+  the READY record; `commit`: from the last rank's report that it has applied the step to the new head. Their sum is
+  the time of agreement, and the goal is on its share of the step's time.
+- `exchange` is the rest between SEALED and READY: transfer of samples. It is data, not agreement.
+- with `--puts`, guarded puts into the same etcd after each commit, and the time of agreement in units of a put. Both use the
+  lower quartiles over the steps, since other load on the machine makes all of them longer, never shorter.
 
 **Submissions** (`submit`): calls of CreateJob, a tenth of them repeated request ids, against three daemons and an etcd of three
 members; and as many bare guarded puts into the same etcd from as many clients, half of them before and half after the calls. The jobs
-want more slots than there are, so all of them wait and nothing else runs. It fails if a job is missing or doubled, or if
+request more slots than exist, so all of them wait and nothing else runs. It fails if a job is missing or doubled, or if
 CreateJob's 99th percentile is over 20 times a put's.
 """
 

@@ -1,17 +1,17 @@
-"""What whole jobs reach: the demonstration, learning from a judge alone, with and without a tool, and with every built-in flow.
+"""Results of whole jobs: the demonstration, learning from a judge alone, with and without a tool, and with every built-in flow.
 
 **Demo** (`demo`): `gcore run` of the arithmetic example, seconds from the command to its summary, accuracy before and after. A goal in
 seconds is the median of three on a quiet machine.
 
-**Judge** (`judge`): the same with a judge as the only reward: seconds, true accuracy, and what the judge takes for right. The goal: at least
+**Judge** (`judge`): the same with a judge as the only reward: seconds, true accuracy, and accuracy according to the judge. The goal: at least
 85 % of held-out sums right in less than 4 minutes, preparation cached; the median of three on a quiet machine.
 
-**Calculator** (`calculator`): what a tool is worth, over three seeds. Both runs of a seed begin with the same model and are trained in the
-same way, on the same prompts; one of them may ask. What is compared is the held-out accuracy that they end with. Each seed has a
+**Calculator** (`calculator`): the gain from a tool, over three seeds. Both runs of a seed begin with the same model and are trained in the
+same way, on the same prompts; one of them may call the tool. The result compares their final held-out accuracy. Each seed has a
 model of its own, warm-started from that seed.
 
 **Flows** (`flows`): every built-in flow on the arithmetic example, one run of each, so a figure has no spread: it says what a flow
-reaches, not which of two is better. Each run says when, at which commit and under what load it was taken. `--only` runs some again;
+reaches, not which of two is better. Each run has its time, commit and load. `--only` runs some again;
 the others stay as they were measured.
 """
 

@@ -1,21 +1,21 @@
-"""Placement without a cluster: policies in the simulator, lending within a step, and what a decision costs.
+"""Placement without a cluster: policies in the simulator, lending within a step, and the cost of a decision.
 
-**Policies** (`placement`): every scenario of `benchmarks/scenarios`, seeds that nothing was tuned on, five switch costs. `dynamic` was tuned on
-seeds from 1000 on. What came of seeds 0 to 9 was looked at before it was tuned for the last time, so the table begins at seed 10; tables
-that were taken in between showed 10 to 23, too. Of seeds that no earlier table showed the same is summed up by
-`--first 110 --seeds 14 --out benchmarks/results/placement_unseen.json`. A run that was interrupted goes on where it was, as long as neither
-simulator, policies nor scenarios have changed since: .cache/placement has what is done.
+**Policies** (`placement`): every scenario of `benchmarks/scenarios`, seeds that were not used for tuning, five switch costs. `dynamic` was tuned
+on seeds from 1000 on. Results of seeds 0 to 9 were known before its last tuning, so the table begins at seed 10; intermediate
+tables showed 10 to 23, too. The summary of seeds that no earlier table showed comes from
+`--first 110 --seeds 14 --out benchmarks/results/placement_unseen.json`. An interrupted run resumes if the
+simulator, the policies and the scenarios are unchanged: .cache/placement has the finished rows.
 
-**Lending** (`placement-within`): batches of small jobs on three replicas, drawn at random. The best is found by trying all that could be lent
-at the moments at which the rule looks, so there are few of them, and few replicas. The rule knows the true lengths of the batch, as it does
-for the best split for each step. Goes by what a batch takes, without training. On each of the splits that there are; and on the best of
-them, which is another one for each way of lending.
+**Lending** (`placement-within`): random batches of small jobs on three replicas. The best schedule is found by trying all loans
+at the moments at which the rule decides, so there are few moments and few replicas. The rule knows the true lengths of the batch, as it does
+for the best split for each step. The figure is the time of a batch, without training. The rows are each of the splits, and the best split, which
+differs for each way of lending.
 
-**Decisions** (`placement-decisions`): what a decision of `dynamic` takes a controller: all of what is done between two steps, from the
-records to the places on slots. A job of eight responses a slot, judges and the sizes of its models known, on nodes of eight H100: the newest
-step is taken in from its seal and the nodes' slot accounting, the splits that fit are found, the policy proposes one, and it is laid on
-slots. Steps are made up; the records are those that a store would hold. Processor time, which does not depend on what else the machine
-does, and of it what the event loop was held up for, while the rest is done in threads.
+**Decisions** (`placement-decisions`): the time that a decision of `dynamic` takes a controller: all work between two steps, from the
+records to the places on slots. The job has eight responses a slot, judges and known model sizes, on nodes of eight H100. The newest
+step is read from its seal and the nodes' slot accounting, the feasible splits are listed, the policy proposes one, and it is laid on
+slots. Steps are simulated; the records are those of a real store. The figure is processor time, which does not depend on other load, and
+its part on the event loop, while the rest runs in threads.
 """
 
 from __future__ import annotations

@@ -437,7 +437,7 @@ def placement_goals(result: Result) -> str:
     )
     worst = f"{found['regret']['most']:.1f} % of regret in {found['regret_worst']}"
     return (
-        f"What `dynamic` is held to, over {found['runs']} runs of all regimes and costs: {said}. The worst runs: {worst}, and "
+        f"Goals of `dynamic`, over {found['runs']} runs of all regimes and costs: {said}. The worst runs: {worst}, and "
         f"{found['behind_static']['most']:.1f} % behind the best static split in {found['behind_static_worst']}."
     )
 

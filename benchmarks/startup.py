@@ -1,15 +1,15 @@
-"""How long gcore takes to start, and what its processes take while nothing happens.
+"""The time to start gcore, and the resources of its idle processes.
 
-**Start** (`startup`): commands, daemons, workers, and from `gcore run` to the first step. Seconds on the clock, and where it can be
-had, of processor time with children: on a busy machine only that means something. What the imports of each process take is added up by
-package (`python -X importtime`, once each), each from the entry of the program, because the order of imports decides what is loaded.
-`--pairs` of each; of commands and daemons each beside a bare process that imports the same packages of others and nothing of gcore, the
-ratio of both being independent of the machine. `--only ratios` measures just that.
+**Start** (`startup`): commands, daemons, workers, and from `gcore run` to the first step. Seconds of elapsed time, and where
+available of processor time with children: on a busy machine only the latter is meaningful. The import times of each process are summed by
+package (`python -X importtime`, once each), from the entry of the program, because the order of imports decides what is loaded.
+`--pairs` of each. Commands and daemons run beside a bare process that imports the same third-party packages and nothing of gcore; the
+ratio of both is independent of the machine. `--only ratios` measures just that.
 
-**Idle** (`idle`): memory, share of a core, wake-ups a second, in three situations, each watched for half a minute: a cluster that has
-just come up; one whose workers wait while the controllers are stopped (SIGSTOP), so that they get no requests; and the same cluster
-after its job has ended. RSS counts pages that processes share for each of them, PSS divides them. The goal is for daemons: under
-80 MB and 1 % of a core. Engines and ranks hold torch; of them the goal is the core.
+**Idle** (`idle`): memory, share of a core and wake-ups a second in three situations, each for half a minute. The first is a cluster
+that has just started. The second has workers that wait while the controllers are stopped (SIGSTOP), so that they get no requests. The third is
+the same cluster after its job has ended. RSS counts shared pages for each process, PSS divides them. The goal is for daemons: under
+80 MB and 1 % of a core. Engines and ranks have torch in memory; their goal is the core.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""What shorter tails gain (`tails`): over-provision, the longest first, and weights by expected tokens.
+"""The gain of shorter tails (`tails`): over-provisioning, longest first, and routing by expected tokens.
 
-Production's controllers over emulated engines, in simulated time. Response lengths are the field's: half below 440 tokens, one in a hundred
-above 2,400, up to 15 times the median. A pair is the same seed without and with a setting: the same prompts, in each data epoch again, the
-same lengths, engines and messages; so the ratio of a pair is the setting's, and the machine's load has no part in it. The
-first data epoch is not counted: of a prompt that never came nothing can be known. Whether a group is better split over engines is
-measured beside it, each response going to the engine with the fewest outstanding tokens. gcore does not do that (docs/develop/adr/0032). And how
-well lengths are expected: the mean absolute error of `gcore.rollout.length_prediction` beside that of the source's mean, on draws of the
-same law, from so many finished siblings.
+Production's controllers over emulated engines, in simulated time. Response lengths are as in the field: half below 440 tokens, one in a hundred
+above 2,400, up to 15 times the median. A pair is the same seed without and with a setting: the same prompts in each data epoch, the
+same lengths, engines and messages; so the ratio of a pair is the effect of the setting, independent of the machine's load. The
+first data epoch does not count, because nothing is known of new prompts. A further row sends each response of a group to the
+engine with the fewest outstanding tokens, which gcore does not do (docs/develop/adr/0032). Another result is
+the accuracy of length prediction: the mean absolute error of `gcore.rollout.length_prediction` beside that of the source's mean, on samples of
+the same distribution, for several numbers of finished siblings.
 
 The cluster is the simulation of `tests/support/simulated_cluster.py` without faults: daemons, drivers, peers, routing, offers, seals and
-commits are production's, messages take 20 ms. Its ends are replaced: engines are `gcore.engines.emulated.device`s, with rows, a queue,
-prefill and decode by the law; ranks take the law's time; prompts are few, so that each comes again in every data epoch, and a
+commits are production's, messages take 20 ms. Its ends are replaced. Engines are `gcore.engines.emulated.device`s, with rows, a queue,
+prefill and decode by the timing model. Ranks take the model's time. Prompts are few, so that each comes again in every data epoch. A
 response's length depends on its prompt and its seed alone.
 """
 

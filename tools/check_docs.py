@@ -1,9 +1,9 @@
 """Check the documents: commands, specs, links, test names and tables agree with the code and the files.
 
-Checks every document of `documents()`: each `gcore` command exists with its options, each YAML block is a valid part
-of a spec or of a daemon's configuration, each link leads to a file, each named test, systemd unit, module, function and
-Python file exists, each table is whole. Checks the pages that must be complete: the index, the site's navigation, the map
-of the code, the step protocol, failures, algorithms and the daemon's configuration. Checks that the help of each verb has
+The checker reads every document of `documents()`. Each `gcore` command exists with its options. Each YAML block is a valid part
+of a spec or of a daemon's configuration. Each link leads to a file. Each named test, systemd unit, module, function and
+Python file exists. Each table is complete. The checker knows the pages that must be complete: the index, the site's navigation, the map
+of the code, the step protocol, failures, algorithms and the daemon's configuration. The help of each verb has
 an example that can be typed. `check_commands` checks that tests run the commands.
 """
 

@@ -1,7 +1,8 @@
-"""Check the form of the sentences that people read: guides, docstrings and error messages.
+"""Check the form of the texts that people read: guides, docstrings, error messages and names of tests.
 
 The checker is proselint with a selection of its checks and with rules of ours (STYLE of the project: subject, verb, object; one idea a sentence). A text
-is a paragraph, list item or table cell of a page, a docstring, or the message of an error. `ALLOWED` has the number of findings that each
+is a paragraph, list item or table cell of a page, a docstring, or the message of an error. A test's name is a sentence about behaviour: it has a
+subject, and none of the project's private words. `ALLOWED` has the number of findings that each
 area may still have; it may only go down, so `python -m tools.check_prose` prints the present numbers.
 """
 
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.documents import documents
-from tools.problem import ROOT, Problem, relative, sources
+from tools.problem import PRODUCT, ROOT, Problem, relative, sources
 
 PROSELINT = (
     "archaism",
@@ -32,20 +33,24 @@ PROSELINT = (
 )
 """Groups of proselint's own checks."""
 
-NOT_MEANT = ("and etcd",)
-"""What a check of proselint takes for something else: "and etc"."""
+NOT_MEANT = re.compile(r"and etcd|x X|STEPS steps")
+"""Matches of proselint that are no mistakes: "and etc", a repeated word in sizes such as 2 x `n`, and a constant before its noun."""
+
+CHECKED = (*PRODUCT, "benchmarks", "deploy", "examples", "tests", "tools")
+"""Folders of Python files."""
+
+RECORDED = "tests/golden/"
+"""Recorded outputs of earlier versions, which never change."""
 
 LONGEST_SENTENCE = 45
 """Words."""
 
 ALLOWED: dict[str, int] = {
-    "controllers/cli": 2,
-    "docs/develop": 6,
-    "docs/use": 9,
-    "gcore/reward": 2,
-    "gcore/store": 1,
-    "gcore/train": 6,
-    "gcore/worker": 3,
+    "tests/contract": 34,
+    "tests/gpu": 2,
+    "tests/integration": 91,
+    "tests/sim": 4,
+    "tests/unit": 462,
 }
 """Findings that an area may have: the first two parts of the path. Absent: none."""
 
@@ -66,6 +71,15 @@ PATTERNS: dict[str, tuple[str, str]] = {
     ),
 }
 
+RIDDLE = re.compile(
+    r"test_(?:what|whatever|who|whoever|whom|whose|nobody|however|whichever|that|one_that|one_who|one_whose)(?:_|$)"
+)
+"""Names of tests that begin with a relative clause or a negation instead of a subject."""
+
+PRIVATE_IN_NAME = re.compile(
+    r"_(?:nobody|whoever|whatever|told|tells|heard|hears|anew|lies|stands|is_had|goes_on|gone_on)(?:_|$)"
+)
+
 Text = tuple[str, int, str]
 """Path, line, and the text without markup."""
 
@@ -73,9 +87,8 @@ Text = tuple[str, int, str]
 def check(root: Path) -> Iterator[Problem]:
     """Each finding of an area that has more than it may have, and each area that has less: lower its number then."""
     found: dict[str, list[Problem]] = {}
-    for path, line, text in texts(root):
-        for message, part in findings(text):
-            found.setdefault(area_of(path), []).append(Problem(path, line, f"{message}: {part!r}"))
+    for path, line, message in all_findings(root):
+        found.setdefault(area_of(path), []).append(Problem(path, line, message))
     for area in sorted({*found, *ALLOWED}):
         problems, allowed = found.get(area, []), ALLOWED.get(area, 0)
         if len(problems) > allowed:
@@ -85,6 +98,25 @@ def check(root: Path) -> Iterator[Problem]:
             yield Problem(
                 "tools/check_prose.py", 1, f"{area} has {len(problems)} findings: lower its number ({allowed})"
             )
+
+
+def all_findings(root: Path) -> Iterator[tuple[str, int, str]]:
+    """(path, line, message) of each finding in texts and in names of tests."""
+    for path, line, text in texts(root):
+        yield from ((path, line, f"{message}: {part!r}") for message, part in findings(text))
+    for path, _, tree in sources(root, ("tests",)):
+        if not path.startswith(RECORDED):
+            yield from ((path, line, message) for line, message in findings_in_names(tree))
+
+
+def findings_in_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """The names of test functions without a subject, or with a word that the project uses in a sense of its own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if RIDDLE.match(node.name):
+                yield node.lineno, f"a test's name without a subject: say what does what: {node.name!r}"
+            elif node.name.startswith("test_") and PRIVATE_IN_NAME.search(node.name):
+                yield node.lineno, f"a test's name has {PATTERNS['private_word'][1]}: {node.name!r}"
 
 
 def area_of(path: str) -> str:
@@ -101,14 +133,21 @@ def texts(root: Path) -> Iterator[Text]:
             not path.startswith("docs/reference/") and "status.md" not in path
         ):  # mostly generated from texts that are checked
             yield from ((path, line, text) for line, text in texts_of_page(file.read_text(encoding="utf-8")))
-    for path, _, tree in sources(root):
-        yield from ((path, line, text) for line, text in texts_of_module(tree))
+    for path, _, tree in sources(root, CHECKED):
+        if not path.startswith(RECORDED):
+            yield from ((path, line, text) for line, text in texts_of_module(tree))
 
 
 def texts_of_page(page: str) -> Iterator[tuple[int, str]]:
-    """The paragraphs, list items and table cells of a Markdown page."""
+    """The paragraphs, list items and table cells of a Markdown page, without code and texts that are made from results.
+
+    A cell is often a list, whose items have semicolons between them: they come with commas.
+    """
     page = re.sub(
-        r"^```.*?^```$|<!--.*?-->", lambda block: "\n" * block[0].count("\n"), page, flags=re.MULTILINE | re.DOTALL
+        r"^```.*?^```$|<!-- ([\w-]+) -->.*?<!-- /\1 -->|<!--.*?-->",
+        lambda block: "\n" * block[0].count("\n"),
+        page,
+        flags=re.MULTILINE | re.DOTALL,
     )
     paragraph: list[str] = []
     first = 1
@@ -119,7 +158,7 @@ def texts_of_page(page: str) -> Iterator[tuple[int, str]]:
                 yield first, plain(" ".join(paragraph))
             paragraph = []
             if is_cells:
-                yield from ((number, plain(cell)) for cell in re.split(r"(?<!\\)\|", line)[1:-1])
+                yield from ((number, plain(cell).replace(";", ",")) for cell in re.split(r"(?<!\\)\|", line)[1:-1])
                 continue
             if is_heading:
                 continue
@@ -133,7 +172,7 @@ def texts_of_module(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         match node:
             case ast.Expr(value=ast.Constant(value=str() as text)):
-                for paragraph in re.split(r"\n\s*\n", text):
+                for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):
                     if not re.search(r"^ {4,}\S", paragraph, re.MULTILINE):  # an indented example
                         yield node.lineno, plain(" ".join(paragraph.split()))
             case ast.Raise(exc=ast.Call(args=[first, *_], keywords=more)):
@@ -202,13 +241,13 @@ def findings(text: str) -> Iterator[tuple[str, str]]:
         for result in one.check_with_flags(text):
             start, end = result.span
             part = text[max(start, 0) : end].strip()
-            if part not in NOT_MEANT:
+            if not NOT_MEANT.fullmatch(part):
                 yield result.message, part[:80]
 
 
 def main() -> int:
     """Print the number of findings of each area; the exit code."""
-    counts = Counter(area_of(path) for path, _, text in texts(ROOT) for _ in findings(text))
+    counts = Counter(area_of(path) for path, _, _ in all_findings(ROOT))
     for area, count in sorted(counts.items()):
         print(f'    "{area}": {count},')
     print(f"{counts.total()} findings")

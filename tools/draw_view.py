@@ -1,7 +1,7 @@
 """Draw the live view of a recorded run as a picture: `python -m tools.draw_view EVENTS.jsonl --out FILE.svg`.
 
 The code that draws the terminal draws the picture too, from the events that `gcore run` recorded. The job's name is taken
-from the `summary.json` beside the events, if there is one. `--sequence` draws an earlier moment; `--frames 16` draws an animated picture of the whole
+from the `summary.json` beside the events, if there is one. `--sequence` draws an earlier moment. `--frames 16` draws an animated picture of the whole
 run, with further pictures where shards move; a second of it is `--speed` seconds of the run.
 """
 

@@ -2,7 +2,7 @@
 
 `start_cluster` returns when every daemon is ready. If it fails, it raises an error and leaves nothing running. `stop_cluster` stops the
 processes of the home folder and keeps the data, so that the next start continues the same jobs. It stops daemons first, because they would
-restart workers; then workers, which stop their engines and train ranks; then etcd. Each process gets SIGTERM, and SIGKILL after a grace
+restart workers. Then it stops workers, which stop their engines and train ranks, and at last etcd. Each process gets SIGTERM, and SIGKILL after a grace
 period. Meanwhile, the file `stopping` prevents daemons from restarting processes (`controllers.daemon.keeper`). A file lock allows only
 one start or stop at a time per home folder.
 

@@ -1,15 +1,15 @@
 """GSM8K for gcore: `python examples/gsm8k/prepare.py --hub` (or `--from FOLDER`, or `--synthetic`).
 
 The data set's files have the fields `question` and `answer`, and an answer is a worked solution that ends with "#### 42".
-This writes train.jsonl and eval.jsonl with `prompt`, the question, and `answer`, the number alone: the solution is left
-out, because nothing is to learn it by heart. The folder appears whole or not at all.
+This writes train.jsonl and eval.jsonl with `prompt`, the question, and `answer`, the number alone. The solution is left
+out, so that the model cannot memorize it. The folder is written completely or not at all.
 
     --hub          the data set openai/gsm8k from the Hugging Face hub (or another, by its name), through its own client
-    --from FOLDER  its files as they lie here, Parquet or JSON lines: train*.parquet and test*.parquet, say
+    --from FOLDER  local files, Parquet or JSON lines, such as train*.parquet and test*.parquet
     --synthetic    sums in words, in the same form, made here: enough to try everything, not to learn from
     --tiny-model   a small random model beside them, for a machine without a GPU
 
-Needs pyarrow for Parquet, which comes with gcore; huggingface_hub for --hub; torch for --tiny-model.
+It needs pyarrow for Parquet, which comes with gcore, huggingface_hub for --hub, and torch for --tiny-model.
 """
 
 from __future__ import annotations

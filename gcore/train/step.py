@@ -11,9 +11,9 @@ The phases, in order (all ranks finish a phase before the next, because advantag
 6. epochs × mini-batches of updates, each divided by its own global count, for the critic and the policy. In the
    critic's warm-up steps the policy is not updated. In a streamed step phases 2 to 5 and the gradients run part by part
    (`streamed`), and one update follows the last part;
-7. weights for engines; this rank's receipt; the snapshot for a checkpoint if one is due, which is written during the
-   following steps; in-memory replicas of its state on its node and a neighbor's; then the report, the same on every
-   rank.
+7. outputs: weights for engines, this rank's receipt, in-memory replicas of its state on its node and a neighbor's, and
+   the snapshot for a checkpoint if one is due, which is written during the following steps. Then the report, the same
+   on every rank.
 
 An exception leaves the step half applied and the process unusable; the caller ends it. This module does not use gRPC.
 """

@@ -1,12 +1,12 @@
 """The state machine of a worker, run by its supervisor: events in, a new state and instructions out; and the watchdog.
 
-The sequence: register in the store; then start the child (for a train rank the registration also claims its rank in its
-world, and the second claimant never starts a child); wait until it serves; continue until it ends, hangs or is stopped.
+The sequence: register in the store, start the child, wait until it serves, continue until it ends, hangs or is stopped.
+For a train rank the registration also claims its rank in its world, and the second claimant never starts a child.
 
 Ways to end:
 
 - *failed*: the child exited by itself, reported a failure, hung, never served, or lost its rank. Its remaining
-  processes are killed; the reason stays readable in the store for a short time; then the supervisor exits with
+  processes are killed. The reason stays readable in the store for a short time; then the supervisor exits with
   `FAILED`.
 - *stopping*: requested by a signal, orphaned (no controller on its node for the grace period), or without the store for
   very long. The child gets a stop command, drains, and is killed after a grace period, or at once if it does not serve

@@ -322,7 +322,7 @@ async def _asleep_at(cluster: ChaosCluster, point: str) -> Told:
     await cluster.until(f"process that sleeps at {point}", lambda: cluster.ended or cluster.fired(point))
     pid = cluster.fired(point)
     if pid is None:
-        raise NobodyHit(f"the job ended before anybody came to {point}")
+        raise NobodyHit(f"the job ended before a process reached {point}")
     name = next((n for n, d in cluster.daemons.items() if d.process is not None and d.process.pid == pid), None)
     if name is None:
         raise ChaosFailed(f"process {pid} sleeps at {point} and is no daemon of the cluster")
@@ -396,7 +396,7 @@ async def compacted(cluster: ChaosCluster) -> Told:
     assert cluster.network is not None
     name = cluster.pick(cluster.up)
     if not any(f"-{name}-" in worker for worker in await cluster.workers("rank-supervisor")):
-        raise NobodyHit(f"nobody on {name} watches for longer than a lease yet")
+        raise NobodyHit(f"no rank of {name} has watched for longer than a lease yet")
     before = listings_again(cluster.homes[name])
     cluster.network.part([name], cluster.members)
     revisions = []
@@ -473,7 +473,7 @@ async def _until_told(cluster: ChaosCluster, revision: int, words: str) -> list[
     """As `_told_since`, once there is something. Raises NobodyHit if the job ended before."""
     await cluster.until(f"event with {words!r}", lambda: cluster.ended or _told_since(cluster, revision, words))
     if not (topics := _told_since(cluster, revision, words)):
-        raise NobodyHit(f"the job ended before {words!r} was told")
+        raise NobodyHit(f"the job ended before an event with {words!r}")
     return topics
 
 
@@ -583,7 +583,7 @@ async def lost_answers(cluster: ChaosCluster) -> Told:
     await cluster.until("end of the job", lambda: cluster.ended, 120.0)
     kept = [point for point in armed if cluster.fired(point) is None]
     if kept:
-        raise ChaosFailed(f"the job ended, and nobody lost an answer at {', '.join(kept)}")
+        raise ChaosFailed(f"the job ended, and no process lost an answer at {', '.join(kept)}")
     return {"target": f"{len(armed)} answers"}
 
 
@@ -619,7 +619,7 @@ def at_point(what: str) -> Act:
         await cluster.until(f"death at {point}", lambda: cluster.ended or cluster.fired(point) is not None)
         pid = cluster.fired(point)
         if pid is None:
-            raise ChaosFailed(f"nobody came to {point}")
+            raise ChaosFailed(f"no process reached {point}")
         await cluster.until("its end", lambda: identify_process(pid) is None, 10.0)
         return {"target": point}
 

@@ -258,7 +258,7 @@ def planned_processes(spec: JobSpec, controllers: int, slots: str, models: Model
 
 
 def run_length(flow: FlowSpec, prompts: int) -> str:
-    """`20 steps`; `2 data epochs, 24 steps`; `2 data epochs, at most 24 steps, fewer if prompts are filtered`."""
+    """Examples: `20 steps`, `2 data epochs, 24 steps`, `2 data epochs, at most 24 steps, fewer if prompts are filtered`."""
     from placement.slots import count_noun
 
     steps = flow.last_step(prompts)

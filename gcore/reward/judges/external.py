@@ -147,10 +147,10 @@ BUSY_S = 1.0
 CONNECT_S = 10.0
 
 MOST_DENIED = 3
-"""Number of different questions in a row with status 403 after which the key counts as rejected."""
+"""Number of distinct questions in a row with status 403 after which the key counts as rejected."""
 
 MOST_AWAY = 3
-"""Number of different questions in a row without an answer after which the server counts as unavailable."""
+"""Number of distinct questions in a row without an answer after which the server counts as unavailable."""
 
 _LOGIN = re.compile(r"//[^/@\s]+@")
 

@@ -1,6 +1,6 @@
 """Process of a train rank: control line, server, training thread, and shutdown.
 
-One thread does all work with torch, in sequence; another writes checkpoints; the main thread serves. A failure while
+One thread does all work with torch, in sequence. Another writes checkpoints. The main thread serves. A failure while
 loading or training ends the process: it reports the error to its supervisor and to watchers, and exits with 1. If it is
 stopped while idle, it leaves its process group first; during a step it exits at once. A checkpoint that is being
 written at that time is given up, because a stopped job already has its last one or does not need it.

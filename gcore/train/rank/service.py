@@ -3,8 +3,8 @@
 Runs in the event loop and never blocks it: payloads are checked in a thread; training and offloading run in another.
 The state changes only in the loop, between two awaits, so calls cannot interleave within a decision.
 
-Refused requests get FAILED_PRECONDITION; damaged payloads DATA_LOSS; chunks or seals that violate the protocol
-INVALID_ARGUMENT; memory that cannot be offloaded RESOURCE_EXHAUSTED. `gcore.train.rank.main` decides when the process
+Status codes: FAILED_PRECONDITION for refused requests, DATA_LOSS for damaged payloads, INVALID_ARGUMENT for chunks or
+seals that violate the protocol, RESOURCE_EXHAUSTED for memory that cannot be offloaded. `gcore.train.rank.main` decides when the process
 ends.
 """
 

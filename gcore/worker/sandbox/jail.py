@@ -1,9 +1,15 @@
 """Run an untrusted Python program so that it can compute and do nothing else: `jail.py < REQUEST`.
 
-The request is a JSON object: `program`; `tests`, a list of statements run after it; `input`, the program's standard
-input; `memory_mb`, `cpu_s`, `threads`; `readable`, the files and folders that Python itself needs; `paths`, from where
-packages may be imported; `uid`, a user without other processes, or null if the process cannot change its user;
-`parent`, with which it dies; `report`, a descriptor. Descriptor 1 is the program's output. The process writes to
+The request is a JSON object:
+
+- `program`; `input`, its standard input
+- `tests`, a list of statements run after it
+- `memory_mb`, `cpu_s`, `threads`
+- `readable`, the files and folders that Python itself needs; `paths`, from where packages may be imported
+- `uid`, a user without other processes, or null if the process cannot change its user
+- `parent`, with which it dies; `report`, a descriptor
+
+Descriptor 1 is the program's output. The process writes to
 `report` either why the program was not started, or BEGUN followed by the results of the program and its tests. The
 program itself may have written what follows BEGUN. Between reading the request and running the program, the process
 gives up the following permanently and in this order:
@@ -45,7 +51,7 @@ FILE_RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
 READ_FILE, READ_DIR = 1 << 2, 1 << 3
 
 ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026
-"""What seccomp does with a call: allow it, or respond with an error."""
+"""Actions of seccomp for a call: allow it, or respond with an error."""
 
 EQUAL, MASKED_EQUAL = 4, 7
 CLONE_THREAD = 0x00010000

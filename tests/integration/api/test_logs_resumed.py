@@ -61,7 +61,7 @@ class Cluster:
 
     async def serve(self, port: int = 0) -> int:
         async def nothing() -> Any:
-            raise AssertionError("nobody submits")
+            raise AssertionError("no job is submitted in this test")
 
         server = grpc.aio.server()
         service = JobsService(StoreReader(self.store), nothing, lambda uid: None, SystemClock())

@@ -136,7 +136,7 @@ class Api:
         await fill(store, self._run_dir, self._method)
 
         async def nothing() -> Any:
-            raise AssertionError("nobody submits")
+            raise AssertionError("no job is submitted in this test")
 
         async def folder_of(uid: str) -> Path:
             return self._run_dir

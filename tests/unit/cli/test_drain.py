@@ -1,4 +1,4 @@
-"""What `gcore drain` prints until a node is drained."""
+"""The output of `gcore drain` until a node is drained."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def test_slow_sender_is_disconnected_eventually(monkeypatch: pytest.MonkeyPatch)
                 except OSError:
                     break
             else:
-                raise AssertionError("it goes on for ever")
+                raise AssertionError("the connection never closes")
         assert asked(server.address) == 200
     finally:
         server.close()

@@ -202,7 +202,7 @@ def misses(count: int) -> Callable[[ChaosCluster], Any]:
     async def act(cluster: ChaosCluster) -> Told:
         if left:
             left.pop()
-            raise NobodyHit("nobody was there yet")
+            raise NobodyHit("no process was there yet")
         return {"target": "somebody"}
 
     return act
@@ -245,7 +245,7 @@ async def test_there_is_no_fault_where_there_is_no_process(act: Callable[[ChaosC
 async def test_pause_without_a_process_at_the_fault_point_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster: Any = Played(last=3)
     cluster.arm, cluster.fired, cluster.daemons = lambda *_: None, lambda _: None, {}
-    with pytest.raises(NobodyHit, match=r"before anybody came to commit\.before"):
+    with pytest.raises(NobodyHit, match=r"before a process reached commit\.before"):
         await chaos_faults.paused_at_commit(cluster)
 
 
@@ -272,7 +272,7 @@ async def test_every_usual_kind_of_transaction_must_have_lost_an_answer() -> Non
     assert {"offer", "seal", "ready", "commit", "register"} <= kinds <= {str(kind) for kind in TxnKind}
     assert all(cluster.armed[f"{kind}.after"] == "lose 1" for kind in ("join", "assign", "retain"))
     missed: Any = Losing(but="ready.after")
-    with pytest.raises(ChaosFailed, match=r"nobody lost an answer at ready\.after"):
+    with pytest.raises(ChaosFailed, match=r"no process lost an answer at ready\.after"):
         await chaos_faults.lost_answers(missed)
 
 

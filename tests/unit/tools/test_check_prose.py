@@ -35,6 +35,7 @@ def test_a_sentence_of_a_bad_form_is_found(text: str, rule: str) -> None:
         "Three states: open; sealed; ready.",
         "X1 X2 is provided more than once, by X3",
         "etcd, gRPC and etcd members",
+        "a head of 1 x X2 numbers",
     ],
 )
 def test_a_plain_sentence_is_not_found(text: str) -> None:
@@ -54,6 +55,13 @@ two lines with `nobody`.
 ```console
 $ nobody
 ```
+
+<!-- RESULT -->
+nobody
+<!-- /RESULT -->
+
+| one; two; three |
+|---|
 """
 
 
@@ -64,6 +72,7 @@ def test_a_page_is_read_by_paragraphs_items_and_cells_without_headings_and_code(
         (6, "cell one"),
         (6, "cell two"),
         (9, "an item"),
+        (19, "one, two, three"),
     ]
 
 
@@ -85,6 +94,22 @@ def raises(value):
 def test_a_module_is_read_by_docstrings_and_messages() -> None:
     found = [text for _, text in check_prose.texts_of_module(ast.parse(MODULE))]
     assert found == ["First.", "Last.", "Of a thing.", "X0 is no number", "Write one"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("test_what_a_node_holds_is_kept", "without a subject"),
+        ("test_nobody_waits", "without a subject"),
+        ("test_a_node_is_told_of_its_slots", "sense of its own"),
+        ("test_node_keeps_its_files", ""),
+        ("what_a_helper_returns", ""),
+    ],
+)
+def test_riddles_and_private_words_in_names_of_tests_are_found(name: str, words: str) -> None:
+    found = [message for _, message in check_prose.findings_in_names(ast.parse(f"def {name}(): pass"))]
+    assert len(found) == bool(words)
+    assert all(words in message for message in found)
 
 
 def test_an_area_with_more_findings_than_it_may_have_is_a_problem_and_so_is_one_with_fewer(

@@ -69,7 +69,7 @@ class Engine:
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
         if self.is_away:
-            raise httpx.ConnectError("nobody")
+            raise httpx.ConnectError("no server")
         if self.hangs:
             await asyncio.Event().wait()
         body = json.loads(request.content or b"{}")

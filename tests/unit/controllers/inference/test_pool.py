@@ -83,7 +83,7 @@ class AskedEngine:
         path = request.url.path
         self.asked.append(path)
         if self.is_away:
-            raise httpx.ConnectError("nobody")
+            raise httpx.ConnectError("no server")
         if path in ("/pause_generation", "/continue_generation"):
             self.is_paused = path == "/pause_generation"
         if path == "/update_weights_from_disk":
@@ -264,7 +264,7 @@ class GoneEngine(OldEngine):
         self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Any = None
     ) -> tuple[Sample, ...]:
         self.asked += prompts
-        raise EngineUnreachable("nobody is there")
+        raise EngineUnreachable("the engine is gone")
 
 
 class Node:
@@ -314,7 +314,7 @@ async def test_streamed_tokens_outlive_the_other_engines_of_the_node(tmp_path: P
 async def test_streamed_tokens_are_dropped_after_several_fruitless_engines(tmp_path: Path) -> None:
     """It may be the prompt that kills them."""
     node = Node(gone=MOST_FRUITLESS)
-    with pytest.raises(EngineUnreachable, match="nobody is there"):
+    with pytest.raises(EngineUnreachable, match="the engine is gone"):
         await node.clock.run(node.generate(tmp_path))
     assert len(node.asked) == MOST_FRUITLESS
     assert node.kept == 0, "nobody got them"

@@ -292,7 +292,7 @@ async def test_old_records_do_not_leave_the_store_for_a_folder_that_is_not_the_o
     """Below a lost mount, or after a move of the run's folder, the files would be unreachable."""
 
     def append(*_: Any) -> None:
-        raise AssertionError("written where nobody looks")
+        raise AssertionError("written into an unreachable folder")
 
     monkeypatch.setattr(job_effects.archive, "append_entries", append)
     told: list[str] = []
