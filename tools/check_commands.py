@@ -213,7 +213,9 @@ def programs_exist(root: Path) -> Iterator[Problem]:
                     folder = root.joinpath(*module.split("."))
                     if not folder.is_dir() and not folder.with_suffix(".py").exists():
                         yield Problem(typed.page, typed.line, f"there is no module {module}: write one that exists")
-                case ["python" | "python3", file, *_] if file.endswith(".py") and "/" in file and not (root / file).exists():
+                case ["python" | "python3", file, *_] if (
+                    file.endswith(".py") and "/" in file and not (root / file).exists()
+                ):
                     yield Problem(typed.page, typed.line, f"there is no file {file}: write one that exists")
 
 

@@ -313,7 +313,7 @@ def test_the_copy_gives_in_a_new_process_what_the_function_gives(case: str, else
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_copied_is_refused_in_a_sentence(case: str) -> None:
+def test_uncopyable_functions_are_refused_in_a_sentence(case: str) -> None:
     cells, said = REFUSED[case]
     with pytest.raises(UsageError, match=said) as raised:
         function_source(made(case, cells))
