@@ -96,7 +96,7 @@ def test_a_window_is_told_to_the_attention_as_the_model_tells_it() -> None:
     module, attention = made(*COMMON["mistral"])
     step = fast_decode_step(module, attention, 40)
     assert step is not None
-    assert {layer.told["sliding_window"] for layer in step._layers} == {8}
+    assert {layer.attention_options["sliding_window"] for layer in step._layers} == {8}
     attention.windows.clear()
     both(module, attention, step)
     assert attention.windows == {8}

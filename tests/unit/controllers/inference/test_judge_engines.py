@@ -18,7 +18,7 @@ from controllers.inference.judge_engines import JUDGE_RETRY_S, JudgePool
 from controllers.inference.judges import (
     LEAST_UNREADABLE,
     READABLE,
-    TOLD_AT,
+    REPORT_FACTOR,
     JudgeMetricsObserver,
     answers_of_a_step,
     judge_renderer,
@@ -301,12 +301,12 @@ def test_the_names_that_a_judge_gives_are_refused_by_the_keys_that_give_them(spe
 def test_unreadable_answers_are_told_at_the_first_and_then_more_and_more_rarely() -> None:
     told: list[str] = []
     counts = JudgeMetricsObserver(Metrics(), lambda topic, said: told.append(f"{topic}: {said}"))
-    for number in range(TOLD_AT**2):
+    for number in range(REPORT_FACTOR**2):
         counts.unreadable("tutor", f"well {number}", "it has no stars")
     assert told == [
         f"judge-tutor: judge 'tutor' gave an answer that cannot be parsed, such as 'well 0': it has no stars. {READABLE}",
-        f"judge-tutor: judge 'tutor' gave {TOLD_AT} answers that cannot be parsed, such as 'well 9': it has no stars. {READABLE}",
-        f"judge-tutor: judge 'tutor' gave {TOLD_AT**2} answers that cannot be parsed, such as 'well 99': it has no stars. {READABLE}",
+        f"judge-tutor: judge 'tutor' gave {REPORT_FACTOR} answers that cannot be parsed, such as 'well 9': it has no stars. {READABLE}",
+        f"judge-tutor: judge 'tutor' gave {REPORT_FACTOR**2} answers that cannot be parsed, such as 'well 99': it has no stars. {READABLE}",
     ]
 
 
