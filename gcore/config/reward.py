@@ -63,8 +63,8 @@ class RewardPart(Section):
     judge: str | None = Field(None, description=JUDGE_HELP)
     label: Annotated[str, Field(min_length=1, max_length=32, pattern=r"^[A-Za-z0-9_.-]+$")] | None = Field(
         None,
-        description="Name of the part in metrics and samples. Must differ between parts. Default: its name or its judge's; of a file, "
-        "the function's name",
+        description="Name of the part in metrics and samples. Must differ between parts. Default: the name of its reward, function or "
+        "judge",
     )
     answer: str | None = Field(None, description=f"{ANSWER_HELP}. Default: reward.answer")
     options: dict[str, Option] = Field({}, description=OPTIONS_HELP)
