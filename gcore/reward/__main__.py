@@ -6,7 +6,7 @@
                                                                                       null for a response: check FIELDS
     process -> controller   [[VALUE, [[PART, NUMBER]...]] or {"what": ...}...]        per call, in order, several at once
 
-With GROUP true the responses of an item are one call, for a batch reward. Otherwise each of them is a call.
+With GROUP true the responses of an item are one call, for a batch reward. Otherwise each response is a call.
 
 It loads the given rewards and only the modules of gcore that they need: no engine, no torch, no store. It runs one call
 at a time. Results of fast rewards are sent together, so the process writes the index of the current call
@@ -26,11 +26,14 @@ from gcore.system.clock import SystemClock
 from gcore.worker.sandbox.child import Loaded, ProgressCell, encode_line, error_fields, serve
 
 TOGETHER_S = 0.002
-"""Seconds for which results are collected: each line that is sent wakes the controller."""
+"""Seconds for which results are collected before they are sent, because each write wakes the controller."""
 
 
 def parse_batch(batch: Any) -> list[ScoringCall]:
-    """Inverse of `batch_line`, with one response per call unless it is a group."""
+    """Parse a batch from the controller into calls: one response each, or a whole group for a batch reward.
+
+    Inverse of `gcore.reward.pool.batch_line`.
+    """
     calls: list[ScoringCall] = []
     for reward, fields, told, group in batch:
         responses = tuple(None if response is None else Response(*response) for response in told)
@@ -39,7 +42,7 @@ def parse_batch(batch: Any) -> list[ScoringCall]:
 
 
 def answer_line(scored: Sequence[Scored]) -> bytes:
-    """Encode the rewards or errors of a call. The trace of an error that several responses share is written once."""
+    """Encode the results of one call, in order. If several responses share an error, its traceback is sent once."""
     told: list[Any] = []
     for number, one in enumerate(scored):
         if isinstance(one, RewardError):
@@ -50,7 +53,7 @@ def answer_line(scored: Sequence[Scored]) -> bytes:
 
 
 def open_reward(source: str, spec: RewardSpec) -> OpenReward:
-    """Find and start the reward of `source`. Raises PluginFault."""
+    """Find and start the reward of the data source `source`. Raises PluginFault."""
     try:
         return OpenReward.of(spec)
     except (PluginFault, RewardError) as error:
@@ -59,7 +62,7 @@ def open_reward(source: str, spec: RewardSpec) -> OpenReward:
 
 
 def main() -> None:
-    """Run the process."""
+    """Load the rewards, then score the controller's batches until it closes the connection."""
     begun, clock = ProgressCell(int(sys.argv[2])), SystemClock()
 
     def load(setup: dict[str, Any]) -> Loaded:

@@ -77,6 +77,7 @@ class RewardResult:
 
 
 Scored = RewardResult | RewardError
+"""Result for one response: its reward, or why it could not be scored."""
 
 
 class Reward(Protocol):
@@ -112,7 +113,7 @@ def batch_reward(function: F) -> F:
 
 
 def is_batch_reward(function: Callable[..., Any]) -> bool:
-    """Whether the reward takes a group at a time."""
+    """Whether `function` was decorated with `batch_reward` and gets all responses of a group in one call."""
     return getattr(function, "batch", False) is True
 
 
@@ -176,7 +177,10 @@ def find_reward(name: str) -> CheckedReward:
 
 
 def with_all_arguments(reward: Callable[..., Any]) -> Reward:
-    """A reward that takes the response alone, or the response and the fields, as one that takes all three arguments."""
+    """Wrap a reward whose parameters are (response) or (response, fields), so that it accepts (response, fields, spec).
+
+    Other rewards are returned unchanged.
+    """
     try:
         kinds = [one.kind for one in inspect.signature(reward).parameters.values()]
     except (TypeError, ValueError):  # a callable without a signature
@@ -196,7 +200,7 @@ def with_all_arguments(reward: Callable[..., Any]) -> Reward:
 
 
 class CheckedReward:
-    """A reward whose results are checked. `is_batch`: it scores a group in one call."""
+    """Wraps a plug-in reward and checks its results. `is_batch`: whether it scores a group in one call."""
 
     def __init__(self, name: str, reward: Callable[..., Any]) -> None:
         self._name = name
@@ -255,7 +259,7 @@ class CheckedReward:
             return self._raised(error)
 
     def _checked(self, result: Any) -> RewardResult:
-        """Copy the result into gcore's types. Its numbers, names and sequences may be foreign objects."""
+        """Convert a plug-in's result to a RewardResult of plain floats and text. Raises RewardError for an invalid result."""
         if isinstance(result, int | float):  # also True and False
             result = RewardResult(float(result))
         if not isinstance(result, RewardResult):
@@ -396,7 +400,7 @@ def answer_field(fields: Mapping[str, Any], spec: RewardSpec) -> Any:
 
 
 class OpenReward:
-    """The reward of a spec, loaded and started. Create it with `OpenReward.of`."""
+    """The loaded and started reward of a spec section, with all of its parts. Create it with `OpenReward.of`."""
 
     def __init__(self, spec: RewardSpec, parts: tuple[tuple[RewardSpec, CheckedReward], ...]) -> None:
         self._spec = spec
@@ -421,7 +425,7 @@ class OpenReward:
 
     @property
     def is_batch(self) -> bool:
-        """Whether it, or a part of it, scores a group in one call."""
+        """Whether the reward, or one of its parts, scores a group in one call."""
         return any(reward.is_batch for _, reward in self._parts)
 
     def __call__(self, response: str, fields: Mapping[str, Any]) -> RewardResult:
@@ -439,7 +443,7 @@ class OpenReward:
         return [self._composed(results) for results in zip(*by_part, strict=True)]
 
     def check(self, fields: Mapping[str, Any]) -> None:
-        """Check an entry. Raises RewardError if no response to it could be scored."""
+        """Check a prompt's entry with the rewards' own checks. Raises RewardError if no response to it could be scored."""
         for number, (spec, reward) in enumerate(self._parts):
             try:
                 reward.check(fields, spec)
@@ -459,17 +463,17 @@ class OpenReward:
 
 
 def blame_part(part: RewardPart, error: RewardError) -> RewardError:
-    """Add the part's name to an error."""
+    """Return the error of a part of a reward with the part's name in its message."""
     return RewardError(f"part {part.shown_as!r}: {error.what}", fix=error.fix, trace=error.trace)
 
 
 def is_display_only(spec: RewardSpec, part: RewardPart) -> bool:
-    """Whether this is a judge's part that never changes the value."""
+    """Whether `part` is a judge whose weight 0 never changes the reward, so that its number is only displayed."""
     return part.judge is not None and part.weight == 0 and spec.compose != "min"
 
 
 def compose_reward(spec: RewardSpec, results: Sequence[RewardResult | None]) -> RewardResult:
-    """Combine one result per part; None for a display-only part without a result.
+    """Combine the parts' results into the reward. None: a display-only part (`is_display_only`) without a result.
 
     Raises RewardError if the value is not finite in float32.
     """
@@ -494,13 +498,17 @@ def _value(spec: RewardSpec, values: Sequence[float]) -> float:
 
 
 ScoringCall = tuple[int, Mapping[str, Any], tuple[Response | None, ...], bool]
-"""Number of a reward, a prompt's entry, responses (None checks the entry), and whether they are scored as a group."""
+"""One call: index of the reward, the prompt's entry, the responses (None: check the entry), and whether they are scored
+as a group."""
 
 
 def score_responses(
     reward: OpenReward, responses: Sequence[Response | None], fields: Mapping[str, Any], *, group: bool
 ) -> list[Scored]:
-    """A result or an error for each response. For None the entry is checked; the result is 0 if it is valid."""
+    """Score each response, in order: a result or an error. For None the entry is checked; the result is 0 if it is valid.
+
+    `group`: score the responses in one call of the reward.
+    """
     shown = [response for response in responses if response is not None]
     if group and len(shown) == len(responses):
         return reward.score_group(shown, fields)

@@ -35,7 +35,7 @@ OPTIONS = ("timeout_s", "memory_mb", "value", "before", "packages", "most_tests"
 TIMEOUT_S, MEMORY_MB, MOST_TESTS = 5.0, 512, 100
 
 ROOM_S = 1.0
-"""Seconds that scoring takes in addition to the programs."""
+"""Seconds reserved for scoring in addition to the programs' own time (`timeout_s`)."""
 
 LEAST_MEMORY_MB = 64
 
@@ -46,7 +46,7 @@ _FENCE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ProgramChecks:
-    """Tests of a program: statements, or pairs of input and expected output."""
+    """Tests of a program: `statements`, or `pairs` of input and expected output."""
 
     statements: tuple[str, ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
@@ -115,7 +115,7 @@ class CodeReward:
         return self._boxes[settings]
 
     def _passed(self, box: ProgramSandbox, program: str, tests: ProgramChecks, timeout_s: float) -> tuple[int, bool]:
-        """Number of passed tests, and whether the program finished."""
+        """Run the tests; return the number of passed ones, and whether the program finished without an error."""
         if tests.statements:
             done = box.run(program, tests.statements, timeout_s=timeout_s)
             _check(done.refused)
@@ -155,7 +155,7 @@ def program_prefix(fields: Mapping[str, Any], spec: RewardSpec) -> str:
 
 
 def parse_checks(answer: Any, field: str, most: int) -> ProgramChecks:
-    """The first `most` tests in an answer. Raises RewardError if it has none."""
+    """Parse the first `most` tests from the entry's answer field. Raises RewardError if it has none, or an invalid one."""
     found = _tests(_parsed(answer))
     if found is None or found.count == 0:
         shown = json.dumps(answer, ensure_ascii=False)[:100]
@@ -239,6 +239,6 @@ def _settings(spec: RewardSpec) -> _Settings:
 
 
 def _check(refused: str) -> None:
-    """Raise RewardError for a program that was not started."""
+    """Raise RewardError if the sandbox refused to start a program. `refused`: the reason, or empty."""
     if refused:
         raise RewardError(f"the program could not be run ({refused})", fix="See docs/use/rewards.md")

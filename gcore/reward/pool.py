@@ -1,19 +1,19 @@
 """Process pool that scores responses with a job's function rewards, and recovers from hangs and crashes.
 
-A response is a call of its own, except for a batch reward (`gcore.reward.api.batch_reward`): its responses to one prompt are one call,
-in one process, with one timeout.
+Each response is scored in a call of its own. Exception: a batch reward (`gcore.reward.api.batch_reward`) gets all responses to one prompt in
+one call, in one process, with one timeout.
 
 Rewards are foreign code, and rules process arbitrary text, so they do not run in the controller. A few processes
 (`scoring.workers`) take responses from a queue. Fast rewards get batches and slow ones single responses, so that no
 process idles while another has a queue. If a response takes longer than its `reward.timeout_s`, its process is killed
 and replaced. The response then fails (or gets `reward.timeout_value`), and the responses behind it go to another
-process. The first call in a process has a longer timeout, because it may load a library. A process that dies is
+process. A reward's first call in a process has a longer timeout, because it may load a library. A process that dies is
 replaced too. An earlier response may have caused the crash, so the current response is retried once, alone in a fresh
 process, before it fails.
 
-`warm` starts the processes before the first step and reports rewards that cannot be loaded. A batch is written only
-when a process is free; waiting responses stay with their callers. Only responses of a dead process are scored twice, so
-a reward must be pure.
+`warm` starts the processes before the first step and raises an error for rewards that cannot be loaded. The pool sends a
+batch only to a free process; other responses wait in the pool's queue. Responses of a process that died are scored again,
+so a reward must be pure.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gcore.worker.sandbox.process import ProcessEnded, SandboxProcess
 
 
 class FunctionScorer(Protocol):
-    """Scores responses with the rewards that it was created for, in any process.
+    """Scores responses with function rewards (Python code, as opposed to judges).
 
     A response that cannot be scored does not affect the others of its group: each gets a result or an error.
     """
@@ -51,7 +51,7 @@ class FunctionScorer(Protocol):
     async def score(
         self, spec: RewardSpec, fields: Mapping[str, Any], responses: Sequence[Response]
     ) -> tuple[Scored, ...]:
-        """Score each of the responses to one prompt, in order. `fields`: the prompt's entry."""
+        """Score each of the responses to one prompt, in order. `fields`: the prompt's entry (its row of the data)."""
         ...
 
 
@@ -76,16 +76,23 @@ class DirectScorer:
 
 
 def setup_line(sources: Sequence[str], specs: Sequence[RewardSpec], memory_mb: int) -> bytes:
-    """First line to a process. `sources`: for each reward, the source that messages name."""
+    """Encode the first line to a scoring process: the rewards to load, and its memory limit in MiB.
+
+    `sources`: for each of `specs`, the name of its data source, which error messages show.
+    """
     rewards = [[source, spec.model_dump(mode="json")] for source, spec in zip(sources, specs, strict=True)]
     return encode_line({"rewards": rewards, "memory_mb": memory_mb})
 
 
 _ToldResponse = tuple[str, int | None, bool, float | None]
+"""A response as it is sent: text, length in tokens, whether it was truncated, reward of its environment or agent."""
 
 
 def batch_line(calls: Sequence[ScoringCall]) -> bytes:
-    """Encode a batch. An entry shared by consecutive responses is written once."""
+    """Encode calls as one line to a scoring process.
+
+    Consecutive calls with the same reward and prompt entry share one item, so that the entry is sent once.
+    """
     items: list[tuple[int, Mapping[str, Any], list[_ToldResponse | None], bool]] = []
     for reward, fields, responses, group in calls:
         if group or not items or items[-1][3] or items[-1][0] != reward or items[-1][1] is not fields:
@@ -97,7 +104,10 @@ def batch_line(calls: Sequence[ScoringCall]) -> bytes:
 
 
 def parse_answer(value: Any, count: int = 1) -> list[Scored]:
-    """Inverse of `answer_line` for a call with `count` responses. Raises ValueError on other input."""
+    """Parse a scoring process's answer to a call with `count` responses: a result or an error for each.
+
+    Inverse of `gcore.reward.__main__.answer_line`. Raises ValueError for other input.
+    """
     if not isinstance(value, list) or len(value) != count:
         raise ValueError(f"not {count} results: {value!r}")
     return [_parse_scored(one) for one in value]
@@ -118,7 +128,11 @@ BATCH_S = 0.02
 
 @dataclass(eq=False, slots=True)
 class ScoringRequest:
-    """Responses that are scored together."""
+    """One call of `RewardPool.score`.
+
+    `results`: one per response, None until it is scored. `done`: completes with the last result. `reward`: index of the
+    reward. `missing`: number of responses without a result.
+    """
 
     results: list[Scored | None]
     done: asyncio.Future[None]
@@ -128,27 +142,33 @@ class ScoringRequest:
 
 @dataclass(eq=False, slots=True)
 class ScoringItem:
-    """A call: one response, None for a check of the entry, or with `group` all responses of the request."""
+    """One call of a reward: a single response, or with `group` all responses of the request.
+
+    A response of None stands for a check of the prompt's entry (`fields`). `reward`: index of the reward.
+    """
 
     request: ScoringRequest
     place: int
-    """Index of its first response in the request."""
+    """Index of the call's first response in the request."""
     reward: int
     fields: Mapping[str, Any]
     responses: tuple[Response | None, ...]
     group: bool
     tried: bool = False
-    """Whether a process has died with it. It is then retried first, alone in a fresh process."""
+    """Whether a process died during this call. The call is then retried before all others, alone in a fresh process."""
 
 
 @dataclass(eq=False, slots=True)
 class ProcessSlot:
-    """A process and the speed of its calls. `answered`: the rewards that have scored in this process."""
+    """The pool's record of one process. `process`: None while none runs.
+
+    `answered`: indexes of the rewards that have completed a call in this process.
+    """
 
     process: SandboxProcess | None = None
     answered: set[int] = field(default_factory=set)
     seconds: float = BATCH_S
-    """Moving average of seconds per call; initially such that a batch has one call."""
+    """Moving average of seconds per call; the initial value gives batches of one call."""
 
 
 FACTOR = 10.0
@@ -158,19 +178,20 @@ LEAST_S = 0.05
 """Seconds per response below which a reward never counts as slow."""
 
 SETTLED = 8
-"""Number of measurements before the average is used for comparison."""
+"""Number of first measurements that only build the average; later ones are compared with it."""
 
 WEIGHT = 0.05
+"""Weight of a new measurement in the moving average."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyTrend:
-    """Compares a reward's current latency with its usual latency, to report a slowdown before a timeout ends it.
+    """Compares a reward's current latency with its usual latency, to report a slowdown before responses time out.
 
     A measurement is the seconds of a slow response, or seconds per response of a fast batch. `usual` is their moving
     average. `SLOW_IN_A_ROW` measurements of at least `FACTOR` times `usual` and at least `LEAST_S` are a slowdown;
-    `usual` is not updated meanwhile. A measurement below a third of that factor ends it. `newest`: seconds per
-    response. `streak`: consecutive slow measurements. `slow`: whether a slowdown was reported.
+    `usual` is not updated meanwhile. A measurement below a third of `FACTOR` times `usual` ends the slowdown. `newest`:
+    the last measurement. `streak`: number of consecutive slow measurements. `slow`: whether a slowdown is in progress.
     """
 
     usual: float = 0.0
@@ -180,7 +201,7 @@ class LatencyTrend:
     slow: bool = False
 
     def note(self, seconds: float) -> LatencyTrend:
-        """Add a measurement in seconds per response."""
+        """Return the trend after one more measurement, in seconds per response."""
         if self.count < SETTLED:
             average = (self.usual * self.count + seconds) / (self.count + 1)
             return replace(self, usual=average, newest=seconds, count=self.count + 1)
@@ -193,7 +214,7 @@ class LatencyTrend:
         return replace(self, usual=usual, newest=seconds, count=self.count + 1, streak=0, slow=False)
 
     def news(self, before: LatencyTrend, name: str) -> str:
-        """Message about the change since `before`, or empty."""
+        """Return a sentence if the reward `name` became slow or recovered since the trend `before`; otherwise empty."""
         if self.slow and not before.slow:
             times = self.newest / max(self.usual, 1e-9)
             usual = f"{times:.0f} times the usual {self.usual:.2g} s"
@@ -227,11 +248,11 @@ class RewardPool:
         on_pace: Callable[[str], None] = lambda sentence: None,
         group: str = "",
     ) -> None:
-        """`rewards`: all rewards that will be used, by the source that messages name.
+        """`rewards`: all rewards that `score` will be called with, by the data source that error messages name.
 
         `on_fault` is called with each error that has a traceback of the reward's own code, even if the caller gets a
-        substitute value. `on_pace` is called when a reward becomes much slower or recovers. `group`: control group of
-        the processes.
+        substitute value. `on_pace` is called with a sentence when a reward becomes much slower or recovers.
+        `group`: folder of the control group (cgroup) of the processes; empty: that of this process.
         """
         self._specs = tuple(rewards.values())
         self._scoring = scoring
@@ -244,10 +265,10 @@ class RewardPool:
         self._on_pace = on_pace
         self._paces = [LatencyTrend() for _ in self._specs]
         self._first_s: dict[int, float] = {}
-        """Longest successful first call of a reward in any process so far, in seconds."""
+        """By index of the reward: its longest successful first call in any process so far, in seconds."""
         self._scored = 0
         self._batch_rewards: frozenset[int] = frozenset()
-        """Rewards that score a group in one call, as the newest process said."""
+        """Indexes of the batch rewards, as the most recently started process reported them."""
         self._queue: deque[ScoringItem] = deque()
         self._requests: set[ScoringRequest] = set()
         self._news = asyncio.Condition()
@@ -291,7 +312,7 @@ class RewardPool:
     async def score(
         self, spec: RewardSpec, fields: Mapping[str, Any], responses: Sequence[Response | None]
     ) -> tuple[Scored, ...]:
-        """Score each response, in order; for None check the entry instead (result 0 or the error).
+        """Score each response, in order. For None, check the prompt's entry instead: the result is 0, or the error.
 
         Raises SpecError if the rewards can no longer be loaded.
         """
@@ -323,7 +344,7 @@ class RewardPool:
 
     @property
     def scoring(self) -> PoolStatus:
-        """What is pending now."""
+        """Number of waiting responses and of scored ones, and a sentence that says which rewards the responses wait for."""
         waiting = sum(request.missing for request in self._requests)
         names = " and ".join(sorted({f"{self._specs[request.reward].shown_as!r}" for request in self._requests}))
         count = "1 response waits" if waiting == 1 else f"{waiting} responses wait"
@@ -335,12 +356,12 @@ class RewardPool:
         return tuple(slot.process.pid for slot in self._slots if slot.process is not None)
 
     async def _serve(self, slot: ProcessSlot) -> None:
-        """Run one process after the other until cancelled."""
+        """Send batches to the process in `slot`, and replace it when it ends. Runs until cancelled."""
         try:
             while True:
                 batch = await self._take(slot)
                 try:
-                    # It ended while idle, or wrote output that would be read as the next response's result.
+                    # The process ended while idle, or wrote output that would be read as the next response's result.
                     if slot.process is not None and (slot.process.has_ended or slot.process.says_more):
                         await self._end(slot)
                     if slot.process is None:
@@ -381,7 +402,7 @@ class RewardPool:
                 await self._news.wait()
         if self._queue[0].tried:
             alone = [self._queue.popleft()]
-            await self._end(slot)  # this process may have the same problem as the one that died
+            await self._end(slot)  # this process may have the same defect as the one that died
             return alone
         fair = -(-len(self._queue) // len(self._slots))
         room = max(1, min(LARGEST_BATCH, fair, int(BATCH_S / max(slot.seconds, 1e-9))))
@@ -395,7 +416,7 @@ class RewardPool:
         return batch
 
     async def _through(self, slot: ProcessSlot, process: SandboxProcess, batch: list[ScoringItem]) -> None:
-        """Score a batch; the rest of a dead process's batch goes back to the front of the queue."""
+        """Score a batch in `process`. If it dies or times out, its other unfinished calls go back to the queue's front."""
         if not batch:
             return
         began = self._clock.monotonic()
@@ -444,9 +465,10 @@ class RewardPool:
             self._on_pace(news)
 
     async def _lost(self, slot: ProcessSlot, call: ScoringItem, late: float | None, *, first: bool) -> None:
-        """Handle a process that exceeded its timeout `late` on `call`, or died.
+        """End a process that timed out or died during `call`; fail the call, or queue its only retry.
 
-        `first`: it was the process's first call of this reward.
+        `late`: the timeout in seconds; None if the process died. `first`: whether it was the process's first call of
+        this reward.
         """
         how = await self._end(slot)
         if late is not None:
@@ -461,7 +483,7 @@ class RewardPool:
             self._queue.appendleft(call)
 
     async def _back(self, calls: Sequence[ScoringItem]) -> None:
-        """Put responses at the front of the queue, after one that is retried."""
+        """Put calls back at the front of the queue, but behind a call that waits for its retry."""
         first = [self._queue.popleft()] if self._queue and self._queue[0].tried else []
         self._queue.extendleft(reversed(calls))
         self._queue.extendleft(first)
@@ -469,7 +491,7 @@ class RewardPool:
 
     def _settle(self, call: ScoringItem, scored: Sequence[Scored]) -> None:
         told = [one for one in scored if isinstance(one, RewardError) and one.trace]
-        for error in {str(one): one for one in told}.values():  # an error of a group is that of each response
+        for error in {str(one): one for one in told}.values():  # all responses of a group have the same error
             self._on_fault(error)
         request = call.request
         for place, one in enumerate(scored, call.place):
@@ -525,7 +547,7 @@ class RewardTrial:
     """
 
     def __init__(self, rewards: Mapping[str, RewardSpec], scoring: ScoringSpec) -> None:
-        """`rewards`: by the source that messages name. `scoring`: its limits apply, with one process."""
+        """`rewards`: by the data source that error messages name. `scoring`: limits; one process is used in any case."""
         self._pool = RewardPool(rewards, scoring.model_copy(update={"workers": 1}), SystemClock())
         self._runner = asyncio.Runner()
 
@@ -542,14 +564,14 @@ class RewardTrial:
         return self
 
     def score(self, spec: RewardSpec, fields: Mapping[str, Any], response: Response) -> Scored:
-        """Score a group of two such responses; returns the first result, or the first error. Raises SpecError."""
+        """Score a group of `response` and a copy of it; returns the first error, else the first result. Raises SpecError."""
         results = self._runner.run(self._pool.score(spec, fields, (response, response)))
         return next((one for one in results if isinstance(one, RewardError)), results[0])
 
     def first_bad_entry(self, spec: RewardSpec, entries: Iterable[Mapping[str, Any]]) -> tuple[int, RewardError] | None:
-        """Index of the first of `entries` for which no response could be scored, and the error; None if all are valid.
+        """Return the index and the error of the first entry that the reward's own check rejects; None if it accepts all.
 
-        Raises SpecError.
+        No response to such an entry could be scored. Raises SpecError.
         """
         place = 0
         for some in _batched(entries, ENTRIES_AT_ONCE):

@@ -1,16 +1,16 @@
 r"""gcore's rule-based rewards: numeric, exact, regex, length, math, and rewards from an environment or agent.
 
 Rules that compare give 1.0 for the expected answer (the entry's field `reward.answer`), else 0.0, without partial
-credit. Rules for the form of a response (a pattern, a length) need no answer. `environment` and `agent` return the
-reward of the response's environment or agent. An unknown setting in `reward.options` is an error, because a misspelt
+credit. Rules for the form of a response (a pattern, a length) need no expected answer. `environment` and `agent` return the
+reward that the response's environment or agent computed. An unknown key in `reward.options` is an error, because a misspelt
 option would silently have no effect.
 
 Mathematical answers are compared by value: 1/2, 0.5 and \frac{1}{2} are equal, and so are x+1 and 1+x, {1,2} and {2,1}.
 `gcore.reward.mathematics` parses and compares them with the LaTeX parser of math-verify (`gcore[math]`, on SymPy). It
 is imported at first use, which takes about a second.
 
-An expected answer keeps its type from the data. A list means several accepted answers. A type that a rule cannot
-compare, such as an object, is an error in the entry, which `check` finds before a job begins.
+An expected answer keeps its type from the data. A list means several accepted answers. If a rule cannot compare the type,
+for example an object, the entry is invalid; the rule's `check` finds that before a job begins.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ from gcore.reward.api import (
 from gcore.system.process import ProcessorTimeUsed, limit_processor_time
 
 LONGEST_NUMBER = 400
-"""Number of characters searched before the last digit or after a marker, so that a long run of digits does not take
-long.
-"""
+"""Number of characters searched before the last digit or after a marker. It bounds the time for a long run of digits."""
 
 NUMERIC_OPTIONS = ("after", "tolerance")
 
@@ -133,7 +131,7 @@ def number_after(text: str, marker: str) -> Decimal | None:
 
 
 def _distance(one: Decimal, other: Decimal) -> Decimal:
-    """Absolute difference; infinite if a Decimal cannot represent it."""
+    """Absolute difference of two numbers; infinite if a Decimal cannot represent it."""
     try:
         return abs(one - other)
     except ArithmeticError:
@@ -141,7 +139,7 @@ def _distance(one: Decimal, other: Decimal) -> Decimal:
 
 
 def _numeric_options(spec: RewardSpec) -> tuple[str | None, Decimal]:
-    """The marker, or None, and the tolerance."""
+    """Read the options of `numeric`: `after` (None if not set) and `tolerance`. Raises RewardError."""
     refuse_unknown(spec, NUMERIC_OPTIONS)
     after, tolerance = spec.options.get("after"), spec.options.get("tolerance", 0)
     if after is not None and (not isinstance(after, str) or not after.strip()):
@@ -247,12 +245,18 @@ def _compiled(pattern: str, flags: int) -> re.Pattern[str]:
 
 
 def environment(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
-    """Reward that the environment returned at the end; 0 for a truncated response without one. Raises RewardError."""
+    """Reward that the response's environment returned; 0 for a truncated response without one.
+
+    Raises RewardError for any other response without one.
+    """
     return _handed(response, spec, "environment", "Let it return Done(reward)")
 
 
 def agent(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
-    """Reward that the agent returned; 0 for a truncated response without one. Raises RewardError."""
+    """Reward that the response's agent returned; 0 for a truncated response without one.
+
+    Raises RewardError for any other response without one.
+    """
     return _handed(response, spec, "agent", "Let it return a number")
 
 
@@ -297,7 +301,7 @@ class MathReward:
     """
 
     def start(self, spec: RewardSpec) -> None:
-        """Import the library. Raises RewardError if it is not installed, or outside the main thread."""
+        """Import math-verify. Raises RewardError if it is not installed, or outside the main thread (limits need signals)."""
         _mathematics()
         if threading.current_thread() is not threading.main_thread():
             raise RewardError("reward 'math' works only in the main thread", fix="Use RewardPool or RewardTrial")
@@ -350,7 +354,7 @@ def _as_mathematics(answer: str | float) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _expected(answer: str, field: str) -> Any:
-    """Parse an expected answer. Raises RewardError."""
+    """Parse an expected answer; `field` is the entry's field in messages. Raises RewardError."""
     library = _mathematics()
     try:
         with limit_processor_time(EXPECTED_LIMIT_S):

@@ -1,7 +1,7 @@
 """Scores responses with function rewards and judges together.
 
-Function rewards run in their own processes (`gcore.reward.pool`). Judges are requested (`gcore.reward.judges`). All
-parts run concurrently; `gcore.reward.api` combines them. If a judge fails on a response, the fallback reward in
+Function rewards run in their own processes (`gcore.reward.pool`). Judges are models that answer over the network
+(`gcore.reward.judges`). All parts of a reward run concurrently; `gcore.reward.api` combines their values. If a judge fails on a response, the fallback reward in
 `on_error` scores it, if there is one. Otherwise the response is not scored, and the error says whether to sample its
 prompt again.
 """
@@ -35,7 +35,10 @@ class ResponseNotJudged(RewardError):
 
 @dataclass(frozen=True)
 class Scorer:
-    """All rewards of a job on one controller. `rules` must know all `reward_functions`; `judges`: by name."""
+    """Scores responses with all rewards of a job on one controller.
+
+    `rules` scores with function rewards and must know all `reward_functions` of the job. `judges`: by name.
+    """
 
     rules: FunctionScorer
     judges: Mapping[str, Judge]
@@ -57,9 +60,9 @@ class Scorer:
         return tuple(_whole(spec, of_response) for of_response in zip(*by_part, strict=True))
 
     async def judge_early(self, spec: RewardSpec, prompt: Prompt, response: Response) -> None:
-        """Judge one finished response before its group is complete, so that its verdict is cached.
+        """Judge one finished response before its group is complete, so that `score` finds its verdict in the cache.
 
-        Skips judges that compare responses. Ignores errors.
+        Skips judges that compare responses. Ignores errors of judges.
         """
         judges = [judge for name in spec.judges if (judge := self.judges[name]).spec.mode == "pointwise"]
         await gather_or_cancel([return_error(judge.value(prompt, response)) for judge in judges])
@@ -133,7 +136,7 @@ def _shown_as(name: str, result: Scored) -> Scored:
 
 
 def _whole(spec: RewardSpec, results: Sequence[Scored]) -> Scored:
-    """Combine the parts' results for one response."""
+    """Combine the results of a reward's parts for one response; the first error of a part that counts is returned."""
     known: list[RewardResult | None] = []
     for part, result in zip(spec.parts, results, strict=True):
         if isinstance(result, RewardError) and is_display_only(spec, part):

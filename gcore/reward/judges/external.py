@@ -1,16 +1,16 @@
 """Client for an external judge with OpenAI's chat completions API.
 
-One request per answer, each with its own seed, with only the fields that every server supports. A server that does not
-answer, is overloaded (429) or fails (5xx) raises `JudgeAway`, and requests pause for the delay that it asks for. A server
+The client sends one request per answer, each with its own seed. It sends only fields that every server supports. A server that
+does not answer, is overloaded (429) or fails (5xx) raises `JudgeAway`, and requests pause for the delay that the server asks for. A server
 that refuses the question raises `JudgeError` with the server's message. If the server rejects the key (401) or the
 account is empty (402), requests wait (`gcore.reward.judges.rate_limit`), because the error does not concern the
 question. A 403 may concern the question, so it raises `JudgeAway`; several different questions in a row with 403 count
 as a rejected key. If several different questions in a row get no answer, that is an outage, and all requests wait until
-one succeeds. Answers are kept until all answers to their question have arrived: they are paid for, and a retry requests
+one succeeds. If only some answers to a question arrive, the client keeps them, because they are paid for; a retry requests
 only the missing ones.
 
 Proxies and certificates come from the controller's environment (`HTTPS_PROXY`, `NO_PROXY`, `SSL_CERT_FILE`). Redirects
-are not followed, because the key is for one address. The key comes from the controllers' environment or a file, and
+are not followed, because the key must reach only the configured address. The key comes from the controllers' environment or a file, and
 never appears in logs, records or messages; error messages of a server are shown without it. The cost of a request is
 known from its response. Requests that are billed without a response (cancelled or timed out) are not counted.
 """
@@ -48,7 +48,7 @@ MOST_WORDS = 300
 """Maximum length of a server's error message, in characters."""
 
 RequestFate = Literal["answered", "refused", "key", "away"]
-"""Result of a request: answered; refused permanently; key rejected; unavailable, retry later."""
+"""Result of a request: answered; refused permanently; key rejected; or unavailable (`away`), so that a retry may help."""
 
 
 class InvalidCompletion(Exception):
@@ -57,14 +57,14 @@ class InvalidCompletion(Exception):
 
 @dataclass(frozen=True, slots=True)
 class JudgeCompletion:
-    """`counted`: whether the server reported token counts."""
+    """A parsed chat completion. `counted`: whether the server reported token counts; without them they are 0."""
 
     answer: Answer
     counted: bool
 
 
 def completion_request(judge: JudgeSpec, external: ExternalJudge, question: str, seed: int) -> dict[str, Any]:
-    """Request body for one answer."""
+    """JSON body of the request for one answer to `question`, sampled with `seed`."""
     messages = [{"role": "system", "content": judge.system}] if judge.system is not None else []
     body: dict[str, Any] = {
         "model": external.model,
@@ -84,7 +84,10 @@ def _sendable(question: str) -> str:
 
 
 def classify_status(status: int) -> RequestFate:
-    """Classify an HTTP status. 401: wrong key; 402: empty account. 403 may concern a single question."""
+    """Classify an HTTP status. 401 (wrong key) and 402 (empty account) are `key`.
+
+    403 is `away`, because it may concern a single question.
+    """
     if 200 <= status < 300:
         return "answered"
     if status in (401, 402):
@@ -93,7 +96,7 @@ def classify_status(status: int) -> RequestFate:
 
 
 def parse_completion(tree: Any) -> JudgeCompletion:
-    """Parse a response. Raises InvalidCompletion."""
+    """Parse a response's JSON. Raises InvalidCompletion."""
     try:
         choice = tree["choices"][0]
         content = choice["message"].get("content")
@@ -113,14 +116,20 @@ def parse_completion(tree: Any) -> JudgeCompletion:
 
 
 def error_text(tree: Any, text: str) -> str:
-    """A server's error message, in any of the usual formats. `tree`: the body as JSON, if it is; `text`: the raw body."""
+    """Find the error message in a server's response, in any of the usual formats.
+
+    `tree`: the parsed body if it is JSON; `text`: the raw body.
+    """
     said = tree.get("error", tree.get("message", tree.get("detail"))) if isinstance(tree, Mapping) else None
     said = said.get("message", said) if isinstance(said, Mapping) else said
     return " ".join((text if said is None else str(said)).split())[:MOST_WORDS]
 
 
 def retry_after_s(value: str | None, wall: float) -> float | None:
-    """Seconds from the header `Retry-After`, which contains seconds or a date; None if it is absent or invalid."""
+    """Seconds from the header `Retry-After`, which contains seconds or a date; None if it is absent or invalid.
+
+    `wall`: now, in seconds since the epoch.
+    """
     if value is None:
         return None
     try:
@@ -140,11 +149,13 @@ def _count(usage: Any, name: str) -> int | None:
 
 LARGEST_ANSWER_BYTES = 1 << 20
 LONGEST_KEY = 8192
+"""Maximum length of a key file, in bytes."""
 
 BUSY_S = 1.0
-"""Delay after a 429 without `Retry-After`."""
+"""Delay in seconds after a 429 without `Retry-After`."""
 
 CONNECT_S = 10.0
+"""Maximum timeout of a connection attempt, in seconds."""
 
 MOST_DENIED = 3
 """Number of distinct questions in a row with status 403 after which the key counts as rejected."""
@@ -167,7 +178,10 @@ class QuestionForbidden(JudgeAway):
 
 
 def judge_key(judge: JudgeSpec, environ: Mapping[str, str], where: str) -> str | None:
-    """The judge's key, from this process's environment or a file on this node; None if it needs none. Raises DataError."""
+    """Read the judge's API key from `environ` or from a file on this node; None if the judge needs none.
+
+    `where`: key of the judge's section in messages. Raises DataError.
+    """
     if judge.external is None or judge.external.key_reference is None:
         return None
     kind, _, name = judge.external.key_reference.partition(":")
@@ -216,7 +230,7 @@ def new_client(
 
 
 def _key_in(file: Path, judge: str, where: str) -> str:
-    """The key in the file. Raises DataError."""
+    """Read the API key from `file`. Raises DataError, also if all users may access the file."""
     fix = "Write only the key into it, on every node, readable by the controllers' user only"
     try:
         with file.open("rb") as opened:
@@ -268,7 +282,7 @@ class ExternalJudgeClient:
         self._http = new_client(judge, key, transport)
 
     async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
-        """One answer per seed; waits for the rate limiter. Raises JudgeAway, JudgeError."""
+        """Request one answer per seed, each after the rate limiter permits it. Raises JudgeAway, JudgeError."""
         # A copy: a concurrent call with the same question may remove the kept answers.
         have = {seed: self._kept[question, seed] for seed in seeds if (question, seed) in self._kept}
         missing = [seed for seed in dict.fromkeys(seeds) if seed not in have]
@@ -309,7 +323,7 @@ class ExternalJudgeClient:
                 return answer
 
     def _is_outage(self, question: str, error: JudgeAway) -> bool:
-        """Whether an unanswered question is one of many, and waits."""
+        """Count an unanswered question. Return whether there is an outage, in which the question waits instead of failing."""
         if isinstance(self._judge.on_error, Fallback):
             return False  # the fallback reward scores the response
         if self._unanswered.failed(question):
@@ -317,7 +331,7 @@ class ExternalJudgeClient:
         return self._gate.is_away
 
     async def _asked(self, question: str, body: Mapping[str, object]) -> Answer | None:
-        """Send one request. None: the server rejects the key."""
+        """Send one request. Return None if the server rejects the key. Raises JudgeAway, JudgeError."""
         try:
             response, raw = await wait_within(self._posted(body), self._judge.timeout_s, self._clock)
         except (TimeoutError, httpx.TimeoutException) as error:
@@ -343,7 +357,7 @@ class ExternalJudgeClient:
         return self._read(question, response, raw)
 
     async def _posted(self, body: Mapping[str, object]) -> tuple[httpx.Response, bytes]:
-        """The response, and its body. Raises AnswerTooLarge."""
+        """Send a request; return the response and its body. Raises AnswerTooLarge."""
         raw = bytearray()
         async with self._http.stream("POST", self._url, json=body) as response:
             async for chunk in response.aiter_bytes():
@@ -353,7 +367,10 @@ class ExternalJudgeClient:
         return response, bytes(raw)
 
     def _read(self, question: str, response: httpx.Response, raw: bytes) -> Answer | None:
-        """Process a response. None: the server rejects the key. Raises JudgeAway, JudgeError."""
+        """Turn a response into an answer, and tell the rate limiter about it. Return None if the server rejects the key.
+
+        Raises JudgeAway, JudgeError.
+        """
         status, tree, name = response.status_code, _parsed(raw), self._judge.name
         fate = classify_status(status)
         said = self._hidden(error_text(tree, raw.decode(errors="replace")))

@@ -1,12 +1,12 @@
-"""A judge: scores a prompt's responses; averages votes, compares pairs, and caches verdicts.
+"""A judge: a model that scores the responses to a prompt. Averages votes, compares pairs, and caches verdicts.
 
 A pointwise judge scores each response alone, a pairwise one compares pairs within a group. A request that fails because
-the judge is unavailable is retried with backoff, up to `tries` times. The caller that sends it bounds each try; waiting
-for an engine that is still loading is not a failure. A response that cannot be judged gets a `JudgeError` as its
+the judge is unavailable is retried with backoff, up to `tries` times. The client that sends a request enforces its timeout;
+waiting for an engine that is still loading is not a failure. A response that cannot be judged gets a `JudgeError` as its
 result. The same question is not sent again before `forget` is called, because the result would be the same. Other
-modules handle `on_error`, the number of open requests, and which engine answers.
+modules handle `on_error`, the limit on open requests, and the choice of the engine.
 
-*Votes.* The verdict is the mean of the readable answers. An unreadable answer does not count, not even as 0. A
+*Votes.* A question is answered `votes` times, with different seeds. The verdict is the mean of the readable answers. An unreadable answer does not count, not even as 0. A
 truncated answer is read like any other, because a judge may need only a single word.
 
 *Pairs.* Every pair is compared in both orders, because judges have a position bias. The verdict of (first, second) is 1
@@ -16,8 +16,8 @@ the same number of opponents, the group's mean is 0.5. If one order cannot be ju
 a request failed because the judge is unavailable, both responses are unjudged: values must not depend on which engines
 were available.
 
-*Cache.* The same question is not sent twice. Concurrent callers wait for the first one's verdict. If the first is
-cancelled, one of those who wait sends the question. If it fails, each sends it itself. Failures that may be temporary
+*Cache.* The same question is not sent twice. Concurrent callers wait for the first caller's verdict. If the first caller is
+cancelled, one of the waiting callers sends the question. If its request fails, each waiting caller sends the question. Failures that may be temporary
 are not cached. The least recently used question is evicted first.
 """
 
@@ -52,15 +52,15 @@ from gcore.system.concurrency import gather_or_cancel
 from gcore.types import LARGEST_REWARD, Prompt, PromptRef
 
 LONGEST_EXAMPLE = 200
-"""Maximum length of an answer's beginning in messages."""
+"""Number of characters of an answer that messages quote."""
 
 Read = Callable[[str], float]
-"""Parses an answer. Raises Unreadable."""
+"""Returns the verdict in an answer's text. Raises Unreadable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Score of a response. `example`: beginning of the first unreadable answer, or empty."""
+    """Score (`value`) of a response or of a comparison. `example`: beginning of the first unreadable answer, or empty."""
 
     value: float
     votes: int
@@ -72,7 +72,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class UnreadAnswer:
-    """An answer without a verdict. `example`: its beginning."""
+    """An answer without a verdict. `example`: its beginning. `why`: what the parser missed."""
 
     example: str
     why: str
@@ -85,7 +85,7 @@ class UnreadAnswer:
 
 
 def read_answers(answers: Sequence[Answer], read: Read) -> tuple[float | UnreadAnswer, ...]:
-    """Parse each answer. Raises JudgeError if the parser itself fails."""
+    """Parse each answer with `read`: a verdict, or why there is none. Raises JudgeError if the parser itself fails."""
     return tuple(_read(answer, read) for answer in answers)
 
 
@@ -107,7 +107,7 @@ def average_votes(votes: Sequence[float | UnreadAnswer]) -> Judgement:
 
 
 def bounded_mean(values: Sequence[float]) -> float:
-    """Mean of at least one value, clamped to their range despite rounding."""
+    """Mean of at least one value, clamped to the values' range because of rounding errors."""
     return min(max(math.fsum(values) / len(values), min(values)), max(values))
 
 
@@ -121,11 +121,12 @@ def _read(answer: Answer, read: Read) -> float | UnreadAnswer:
 Pair = tuple[int, int]
 
 Verdicts = Mapping[Pair, float]
-"""(first, second) → how much better the first is, from 0 to 1. Orders without a verdict are absent."""
+"""By the positions (first, second) of two responses in that order: how much better the first is, from 0 (worse) to 1
+(better). Orders without a verdict are absent."""
 
 
 def choose_pairs(n: int, opponents: int | None = None) -> tuple[Pair, ...]:
-    """The pairs (i < j) of n responses to compare; deterministic.
+    """Choose the pairs (i, j), i < j, of n responses that the judge compares; deterministic.
 
     All pairs, or each response against `opponents` others: its neighbors in a ring. If n and `opponents` are both odd,
     one response has one opponent more.
@@ -141,12 +142,12 @@ def choose_pairs(n: int, opponents: int | None = None) -> tuple[Pair, ...]:
 
 
 def both_orders(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
-    """Both orders of each pair."""
+    """Return each pair (i, j) as (i, j) and (j, i)."""
     return tuple(order for i, j in pairs for order in ((i, j), (j, i)))
 
 
 def pair_values(n: int, pairs: Sequence[Pair], verdicts: Verdicts) -> tuple[float | None, ...]:
-    """Value of each response; None if none of its pairs has a verdict."""
+    """Score each of n responses from 0 to 1: the mean over its pairs; None if none of its pairs has a verdict."""
     won: list[list[float]] = [[] for _ in range(n)]
     for i, j in pairs:
         result = pair_result((i, j), verdicts)
@@ -157,7 +158,7 @@ def pair_values(n: int, pairs: Sequence[Pair], verdicts: Verdicts) -> tuple[floa
 
 
 def pair_result(pair: Pair, verdicts: Verdicts) -> float | None:
-    """How much better the pair's first is, averaged over both orders; None if neither has a verdict."""
+    """How much better the pair's first response is, from 0 to 1, averaged over both orders; None without a verdict."""
     i, j = pair
     told = [verdicts[i, j]] if (i, j) in verdicts else []
     told += [1.0 - verdicts[j, i]] if (j, i) in verdicts else []
@@ -183,12 +184,12 @@ T = TypeVar("T")
 
 
 def spec_digest(spec: JudgeSpec) -> bytes:
-    """Hash of all settings of a judge."""
+    """Hash of all settings of a judge (16 bytes)."""
     return hashlib.blake2b(spec.model_dump_json().encode(), digest_size=16).digest()
 
 
 def question_key(digest: bytes, question: str) -> bytes:
-    """Cache key of a question to the judge with that digest."""
+    """Cache key of a question to the judge whose `spec_digest` is `digest`."""
     return hashlib.blake2b(digest + question.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
@@ -199,14 +200,16 @@ class _End(Enum):
 
 @dataclass(eq=False, slots=True)
 class _Asking(Generic[T]):
-    """A pending question. `end`: how it ended, valid once `over` is set; a list contains the verdict."""
+    """A question that was sent. `over` is set when its request ends. `end` then is a list of the verdict, or why there is
+    none.
+    """
 
     over: asyncio.Event = field(default_factory=asyncio.Event)
     end: list[T] | _End = _End.FAILED
 
 
 class VerdictCache(Generic[T]):
-    """Cache of at most `most` verdicts. Belongs to one event loop."""
+    """LRU cache of at most `most` verdicts, by question. Belongs to one event loop."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -221,7 +224,10 @@ class VerdictCache(Generic[T]):
         self._kept.pop(key, None)
 
     async def get(self, key: bytes, ask: Callable[[], Awaitable[T]], known: Callable[[], None]) -> T:
-        """Verdict of the question `key`; calls `known` if no request was needed. Raises what `ask` raises."""
+        """Return the verdict of the question `key`: from the cache, from another caller's request, or from `ask`.
+
+        Calls `known` if this caller needed no request of its own. Raises what `ask` raises.
+        """
         while True:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -261,14 +267,14 @@ class VerdictCache(Generic[T]):
 
 
 MOST_IN_VAIN = 4096
-"""Number of prompts for which failures are cached."""
+"""Maximum number of prompts whose failures are cached."""
 
 _EQUAL = Judgement(0.5, 0, 0)
 """Result for two responses with equal text, which are not sent to the judge."""
 
 
 def vote_seed(judge: str, question: str, vote: int) -> int:
-    """Seed of a vote (63 bits), so that the same question always gets the same verdict."""
+    """Sampling seed of vote number `vote` (63 bits): the same question always gets the same verdict."""
     named = json.dumps([judge, question, vote]).encode()
     return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "little") >> 1
 
@@ -285,7 +291,7 @@ class Judge:
         seen: JudgeObserver,
         clock: Clock,
     ) -> None:
-        """`ask`: a `ScoreCall` for a classifier, otherwise a `ChatCall`."""
+        """`ask` sends a question: a `ScoreCall` for a classifier, otherwise a `ChatCall`. `seen`: the metrics."""
         self.spec = spec
         self._question = question
         self._ask = ask
@@ -295,7 +301,7 @@ class Judge:
         self._digest = spec_digest(spec)
         self._remembered: VerdictCache[Judgement | JudgeError] = VerdictCache(spec.remembered)
         self._in_vain: OrderedDict[PromptRef, set[bytes]] = OrderedDict()
-        """Questions that could not be judged, by prompt."""
+        """Cache keys of the questions that could not be judged, by prompt."""
         self._once = self._classified if spec.kind == "classifier" else self._written
         self._open = 0
 
@@ -303,7 +309,7 @@ class Judge:
     def of(
         cls, spec: JudgeSpec, ask: ChatCall | ScoreCall, seen: JudgeObserver, clock: Clock, *, where: str = "judges"
     ) -> Judge:
-        """The judge of a spec section, which messages call `where`. Raises SpecError."""
+        """Create the judge from its section of the spec; `where` is the section's key in messages. Raises SpecError."""
         parser = find_parser(spec.verdict.parser, f"{where}.verdict.parser")
         return cls(spec, Question.compile(spec, where), parser, ask, seen, clock)
 
@@ -319,7 +325,7 @@ class Judge:
         return await self._judged(prompt, self._question.about(prompt, response))
 
     async def values(self, prompt: Prompt, responses: Sequence[str]) -> tuple[Judgement | JudgeError, ...]:
-        """Score each response of a group, or return the error."""
+        """Score each response of a group, in order; a response that cannot be judged gets its error instead."""
         if self.spec.mode == "pairwise":
             return await self._held_together(prompt, responses)
         return tuple(await gather_or_cancel([return_error(self.value(prompt, response)) for response in responses]))
@@ -343,7 +349,10 @@ class Judge:
     def _of_response(
         self, number: int, value: float | None, told: dict[Pair, Judgement | JudgeError]
     ) -> Judgement | JudgeError:
-        """Combine the results of a response's pairs."""
+        """Return the score of response `number`, or its error.
+
+        `value`: its mean over its pairs. `told`: the result of each comparison of the group, by order.
+        """
         outcomes = [outcome for order, outcome in told.items() if number in order]
         errors = [outcome for outcome in outcomes if isinstance(outcome, JudgeError)]
         away = next((error for error in errors if isinstance(error, JudgeAway)), None)
@@ -378,7 +387,7 @@ class Judge:
         raise type(judged)(judged.what, where=judged.where, fix=judged.fix, trace=judged.trace) from judged.__cause__
 
     async def _settled(self, question: str) -> Judgement | JudgeError:
-        """The verdict, or the error why there can be none. Raises JudgeAway."""
+        """Send the question; return its verdict, or an error that a retry would not change. Raises JudgeAway."""
         try:
             return await self._once(question)
         except JudgeAway:
@@ -423,9 +432,9 @@ class Judge:
         return judged
 
     async def _tried(self, once: Callable[[], Coroutine[Any, Any, T]]) -> tuple[float, T]:
-        """Send a question with retries.
+        """Run `once`, which sends a question, with retries.
 
-        Returns the start time of the successful try, and its result. Raises JudgeError.
+        Returns the start of the successful try in monotonic seconds, and its result. Raises JudgeError.
         """
         tries = 0
         self._open += 1  # also between two tries, while it waits for the judge
@@ -448,7 +457,7 @@ class Judge:
 
 
 async def return_error(judged: Awaitable[Judgement]) -> Judgement | JudgeError:
-    """The verdict, or the error instead of raising it."""
+    """Await the verdict; return a JudgeError instead of raising it."""
     try:
         return await judged
     except JudgeError as error:

@@ -6,9 +6,9 @@
             raise Unreadable("it has no stars")
         return float(count)
 
-A parser gets the part of an answer after `verdict.after`, and the section `verdict`. For an answer without a verdict it
-raises `Unreadable` instead of returning 0; the answer then does not count. Bounds and scale are applied here, for every
-parser. A custom parser is foreign code: other exceptions, and results that are not numbers, become `Unjudgeable`.
+A parser gets the part of an answer after the text `verdict.after`, and the section `verdict` of the judge's spec. For an answer without a verdict it
+raises `Unreadable` instead of returning 0; the mean of the votes then leaves the answer out. `CheckedParser` applies the
+bounds and the scale for every parser. A custom parser is foreign code: other exceptions, and results that are not numbers, become `Unjudgeable`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _decode = json.JSONDecoder().raw_decode
 
 
 class Parser(Protocol):
-    """Parses the verdict of an answer."""
+    """Finds the verdict in a judge's answer."""
 
     def __call__(self, answer: str, spec: VerdictSpec) -> float:
-        """The verdict. Raises Unreadable."""
+        """Return the verdict as a number, before bounds and scale. Raises Unreadable if the answer has none."""
         ...
 
 
@@ -58,14 +58,17 @@ def find_parser(name: str, where: str = VERDICTS.where) -> CheckedParser:
 
 
 class CheckedParser:
-    """A parser with checked input and results."""
+    """Wraps a parser: gives it the text after `verdict.after`, checks the number that it returns, and scales it."""
 
     def __init__(self, name: str, parser: Parser) -> None:
         self._name = name
         self._parser = parser
 
     def __call__(self, answer: str, spec: VerdictSpec) -> float:
-        """The verdict, within its bounds, scaled. Raises Unreadable, or Unjudgeable if the parser fails."""
+        """Return the verdict: between `least` and `most`, or scaled to 0..1 with `scale`.
+
+        Raises Unreadable if the answer has no verdict within the bounds, Unjudgeable if the parser itself fails.
+        """
         if spec.after is not None:
             _, found, answer = answer.rpartition(spec.after)
             if not found:
@@ -102,7 +105,9 @@ def scale_number(number: float, spec: VerdictSpec) -> float:
 
 
 def number(answer: str, spec: VerdictSpec) -> float:
-    """The last number. In `8/10` and `8 out of 10` it is the 8 if `most` is 10; otherwise the answer is unreadable."""
+    """Verdict parser `number`: the last number in the answer. In `8/10` and `8 out of 10` it is the 8 if `verdict.most`
+    is 10; with another `most` the answer is unreadable.
+    """
     end = max(map(answer.rfind, "0123456789")) + 1  # after the last digit; 0 if there is none
     begin = max(0, end - LONGEST_NUMBER)
     behind = _OUT_OF.search(answer[begin:end])
@@ -118,7 +123,9 @@ def number(answer: str, spec: VerdictSpec) -> float:
 
 
 def words(answer: str, spec: VerdictSpec) -> float:
-    """Value of the last of `words` in the answer; if two end at the same position, the longer one counts.
+    """Verdict parser `words`: the value of the last word of `verdict.words` in the answer.
+
+    If two of them end at the same position, the longer one counts.
 
     Only whole words match: `correct` is not found in `incorrect`. Case matters.
     """
@@ -129,7 +136,7 @@ def words(answer: str, spec: VerdictSpec) -> float:
 
 
 def json_field(answer: str, spec: VerdictSpec) -> float:
-    """Value of `field` in the last JSON object in the answer: a number, or one of `words`."""
+    """Verdict parser for JSON: `verdict.field` of the last JSON object in the answer, a number or a key of `words`."""
     *_, last = (None, *_objects(answer[-LONGEST_READ:]))
     if last is None:
         raise Unreadable("it contains no JSON object")

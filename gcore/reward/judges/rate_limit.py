@@ -1,4 +1,4 @@
-"""Rate limiter for requests of one controller to an external judge: rate, budget, outages and refused keys.
+"""Rate limiter for requests of one controller to an external judge. Requests also wait for budget, outages and refused keys.
 
 At most `in_flight` requests are pending. They start no faster than this controller's share of `requests_per_s` (a token
 bucket: it fills at that rate up to `burst_size`; when the rate changes, the time since the last update counts at the
@@ -23,7 +23,7 @@ from gcore.config.reward import ExternalJudge
 from gcore.system.clock import Clock
 
 BURST_S = 0.1
-"""A burst is what the rate allows in this many seconds, so that late timers do not lose throughput."""
+"""Seconds of the rate that may be sent in one burst, so that late timers do not lose throughput."""
 
 _WHOLE = 1.0 - 1e-9
 """One token, with tolerance for rounding."""
@@ -36,7 +36,7 @@ def burst_size(rate: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TokenBucket:
-    """`level` tokens at time `at`; filled until then at `rate` in requests per second."""
+    """Token bucket (one token per request) with `level` tokens at time `at`; it fills at `rate` tokens per second."""
 
     rate: float
     level: float
@@ -44,7 +44,7 @@ class TokenBucket:
 
     @classmethod
     def full(cls, rate: float, now: float) -> TokenBucket:
-        """A full bucket."""
+        """Return a full bucket at time `now` in monotonic seconds."""
         return cls(rate, burst_size(rate), now)
 
     def filled(self, rate: float, now: float) -> TokenBucket:
@@ -65,48 +65,51 @@ class TokenBucket:
 
 
 LOOK_AGAIN_S = 1.0
-"""Maximum wait before the conditions are checked again, because shares and costs change."""
+"""Maximum seconds before the reasons to wait are checked again: this controller's share of the rate and the job's cost
+may have changed."""
 
 KEY_AGAIN_S = 60.0
+"""Seconds between the requests that test whether a refused key is accepted again."""
 
 LONGEST_HOLD_S = 60.0
-"""Maximum delay that a server can request."""
+"""Maximum delay in seconds that a server can request."""
 
 FIRST_AWAY_S = 1.0
-"""First retry delay during an outage; it doubles up to `LONGEST_HOLD_S`."""
+"""First retry delay during an outage, in seconds; it doubles up to `LONGEST_HOLD_S`."""
 
 TOLD_AWAY_S = 10.0
-"""Duration of an outage before it is reported; many are shorter."""
+"""Seconds of an outage before it is reported; many are shorter."""
 
 Cause = Literal["pace", "server", "away", "key", "cost"]
-"""Why the next request waits."""
+"""Why the next request waits: the rate, a delay that the server asked for, an outage, a refused key, or the spent budget.
+"""
 
 
 class JudgeRequestObserver(Protocol):
-    """Observes the requests to judges by name. Its methods neither block nor raise."""
+    """Gets a call when a request waits or a server has a problem; `judge` is its name. Methods neither block nor raise."""
 
     def held(self, judge: str, cause: Cause, seconds: float) -> None:
-        """The next request waited for `seconds`."""
+        """The next request waited for `seconds` because of `cause`."""
         ...
 
     def waits(self, judge: str, why: str) -> None:
-        """The next request waits, and why; empty if it does not wait, or only for the rate."""
+        """The next request waits because of the sentence `why`; empty if it does not wait, or only for the rate."""
         ...
 
     def trouble(self, judge: str, topic: str, sentence: str) -> None:
-        """Report a warning to users, once."""
+        """Report to users that a problem began or ended. `topic`: kind of the problem."""
         ...
 
 
 class Budget(Protocol):
-    """Spending of the whole job on judges."""
+    """What the whole job has spent on judges, over all controllers."""
 
     def overdrawn(self, judge: str) -> str:
-        """Why no more may be spent on a judge; empty if it may."""
+        """Return why the job may not spend more on `judge`; empty if it may."""
         ...
 
     def note(self, judge: str, tokens_in: int, tokens_out: int) -> None:
-        """A request was answered and costs these tokens."""
+        """Add the cost of an answered request, from its token counts."""
         ...
 
 
@@ -119,7 +122,10 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Away:
-    """An outage: since when, and until when no request is sent."""
+    """An outage of a server. `why`: the last error. `told`: whether it was reported to users.
+
+    It began at `since`; no request is sent before `until` (monotonic seconds). `delay_s`: the current retry delay.
+    """
 
     why: str
     since: float
@@ -149,7 +155,7 @@ class RateLimiter:
         clock: Clock,
         peers: Callable[[], int] = lambda: 1,
     ) -> None:
-        """`peers`: number of controllers that send requests, including this one."""
+        """`peers` returns the number of controllers that send requests, including this one; they share the rate equally."""
         self._judge = judge
         self._spec = spec
         self._purse = purse
@@ -176,19 +182,19 @@ class RateLimiter:
             yield
 
     def hold(self, seconds: float) -> None:
-        """The server asks for a delay of this many seconds."""
+        """Record that the server asks for a delay; no request is sent for `seconds`."""
         seconds = min(max(seconds, 0.0), LONGEST_HOLD_S)
         self._held_until = max(self._held_until, self._clock.monotonic() + seconds)
 
     def refuse(self, why: str) -> None:
-        """The server refuses the key. `why`: a sentence."""
+        """Record that the server refuses the key; one request is sent per `KEY_AGAIN_S` from now on. `why`: a sentence."""
         if not self._refused:
             self._told.trouble(self._judge, "key", why)
         self._refused = why
         self._held_until = self._clock.monotonic() + KEY_AGAIN_S
 
     def accepted(self) -> None:
-        """The server answered, so it accepts the key."""
+        """Record that the server answered a request and therefore accepts the key."""
         if self._refused:
             self._refused, self._held_until = "", self._clock.monotonic()
             self._told.trouble(self._judge, "key", f"judge {self._judge!r} accepts the key again")
@@ -208,7 +214,7 @@ class RateLimiter:
                 self._told.trouble(self._judge, "away", f"{why}; no request succeeds, and all wait until one does")
 
     def answered(self) -> None:
-        """The server responded, with any result."""
+        """Record that the server responded, with any result; this ends an outage."""
         if self._away is not None and self._away.told:
             self._told.trouble(self._judge, "away", f"judge {self._judge!r} answers again")
         self._away = None
@@ -254,7 +260,7 @@ class RateLimiter:
 
 
 class FailureStreak:
-    """Counts different questions that failed since the last success. Mutable."""
+    """Counts the different questions that failed since the last success. `most`: number that indicates an outage."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -48,10 +48,10 @@ MOST_WORK = 20_000_000
 """Maximum number of characters and items passed to the filters and methods of one rendering."""
 
 ITEM_WORK = 4
-"""Cost of an item in characters."""
+"""Cost of a list item, in characters of `MOST_WORK`."""
 
 LARGEST_BITS = 1024
-"""Maximum size of an integer that a template computes."""
+"""Maximum size in bits of an integer that a template computes."""
 
 SHOWN_NAMES = 8
 _TURNS, _COUNTED, _TOGETHER = "turns left", "counted", "put together"  # a template cannot contain the first as a name
@@ -63,7 +63,7 @@ _QUICK_FILTERS = "abs count d default first float int items last length list rev
 _QUICK = frozenset(_QUICK_FILTERS.split())
 
 _HOLDERS: tuple[type[Any], ...] = (list, tuple, dict, type({}.keys()), type({}.values()), type({}.items()))
-"""Containers, which count with all of their items."""
+"""Container types; their size includes all nested items."""
 
 _LONG_ONES: tuple[type[Any], ...] = (str, *_HOLDERS)
 
@@ -94,7 +94,7 @@ _REFUSED: dict[type[nodes.Node], str] = {
 
 
 class TemplateTooLarge(jinja2.TemplateRuntimeError):
-    """A template produces too much text or takes too many iterations."""
+    """A template produces too much text, too large a list or number, or takes too many iterations."""
 
 
 class RenderBudget:
@@ -105,13 +105,13 @@ class RenderBudget:
         self._work = MOST_WORK
 
     def works(self, work: int) -> None:
-        """Count input of this size. Raises TemplateTooLarge."""
+        """Subtract an input of the size `work` (in characters) from the budget. Raises TemplateTooLarge if it is spent."""
         self._work -= work
         if self._work < 0:
             raise TemplateTooLarge(f"its filters and methods process more than {MOST_WORK} characters")
 
     def each(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield `items` and count an iteration for each. Raises TemplateTooLarge."""
+        """Yield `items` and subtract an iteration for each. Raises TemplateTooLarge if none is left."""
         for item in items:
             if self._left == 0:
                 raise TemplateTooLarge(f"its loops take more than {MOST_TURNS} iterations")
@@ -120,7 +120,7 @@ class RenderBudget:
 
 
 class BoundedSandbox(Sandbox):
-    """Compiles judge templates with bounds. Each rendering needs its own `turns()`."""
+    """Compiles judge templates with bounds. Each rendering needs its own budget from `turns()`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -142,11 +142,11 @@ class BoundedSandbox(Sandbox):
 
     @staticmethod
     def turns() -> dict[str, Any]:
-        """Variables that a rendering needs in addition to its own."""
+        """Return a fresh budget, as the template variable that one rendering needs in addition to its own variables."""
         return {_TURNS: RenderBudget()}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """`fields.items` is the entry's field of that name, if it exists."""
+        """Look up an attribute. Keys of a dict come first: `fields.items` is the entry's field `items`, if it has one."""
         return obj[attribute] if isinstance(obj, dict) and attribute in obj else super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -155,10 +155,10 @@ class BoundedSandbox(Sandbox):
         return super().is_safe_attribute(obj, attr, value) and (not plain or attr in _METHODS)
 
     def wrap_str_format(self, value: Any) -> None:
-        """Treat `format` as an ordinary method, which is not in the list."""
+        """Disable Jinja's special handling of `str.format`, so that `is_safe_attribute` refuses it as an unlisted method."""
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Check the result size of operations that can grow before running them."""
+        """Run a binary operation, after a check of the size that its result would have. Raises TemplateTooLarge."""
         if operator == "%" and isinstance(left, str):
             raise TemplateTooLarge("it formats with %; join text with ~ instead")
         if operator == "+":
@@ -186,11 +186,11 @@ def render_value(value: Any) -> str:
 
 
 class MissingField(jinja2.UndefinedError):
-    """The entry lacks a field."""
+    """The prompt's entry lacks a field that the template uses."""
 
 
 class _Missing(jinja2.StrictUndefined):
-    """A missing value. Its message names the field."""
+    """Jinja's undefined value. Its error message names the missing field and the existing ones."""
 
     __slots__ = ()
 
@@ -362,7 +362,7 @@ def _range(*bounds: int) -> range:
 
 
 def _size(context: Context, value: Any) -> tuple[int, int]:
-    """Number of items and characters of a value, including nested ones. Raises TemplateTooLarge."""
+    """Count the items and characters of a value, including nested ones. Raises TemplateTooLarge."""
     if isinstance(value, str):
         return 0, len(value)
     items, letters, left = 0, 0, [value]
@@ -412,7 +412,7 @@ RESPONSES = {"pointwise": ("response",), "pairwise": ("first", "second")}
 
 
 class Question:
-    """Renders the questions of one judge. Create it with `Question.compile`. Stateless."""
+    """Renders one judge's questions from its template. Create it with `Question.compile`. Stateless."""
 
     def __init__(self, template: jinja2.Template, judge: str) -> None:
         self._template = template
@@ -434,11 +434,11 @@ class Question:
             ) from error
 
     def about(self, prompt: Prompt, response: str) -> str:
-        """Question for a pointwise judge about a response. Raises JudgeError."""
+        """Render the question about one response, for a pointwise judge. Raises JudgeError."""
         return self._rendered(prompt, {"response": str(response)})
 
     def between(self, prompt: Prompt, first: str, second: str) -> str:
-        """Question for a pairwise judge about two responses, in this order. Raises JudgeError."""
+        """Render the question that compares two responses in this order, for a pairwise judge. Raises JudgeError."""
         return self._rendered(prompt, {"first": str(first), "second": str(second)})
 
     def _rendered(self, prompt: Prompt, responses: dict[str, str]) -> str:
@@ -461,7 +461,7 @@ class Question:
 
 
 def _source(spec: JudgeSpec, where: str) -> tuple[str, str]:
-    """The template's text, and its location."""
+    """Read the template; return its text, and its spec key or file for messages. Raises SpecError."""
     if spec.template is not None:
         return spec.template, f"{where}.template"
     path = Path(spec.template_file or "")
@@ -479,7 +479,10 @@ def _source(spec: JudgeSpec, where: str) -> tuple[str, str]:
 
 
 def _check_names(tree: nodes.Template, asked: set[str], responses: tuple[str, ...], where: str) -> None:
-    """Raise SpecError unless the template uses only known names and shows the responses."""
+    """Raise SpecError unless the template uses only known names and outputs the responses.
+
+    `asked`: names that the template uses. `responses`: names of the variables that hold the responses.
+    """
     known = ("prompt", *responses, "fields")
     for name in sorted(asked - set(known)):
         line = next((node.lineno for node in tree.find_all(nodes.Name) if node.name == name), 1)
@@ -495,7 +498,7 @@ def _check_names(tree: nodes.Template, asked: set[str], responses: tuple[str, ..
 
 
 def _shown(node: nodes.Node) -> Iterator[nodes.Node]:
-    """Yield the node and its descendants, except conditions."""
+    """Yield the node and its descendants, except conditions: a name in a condition is not output."""
     yield node
     conditions: tuple[Any, ...] = (node.test,) if isinstance(node, nodes.If | nodes.CondExpr | nodes.For) else ()
     for child in node.iter_child_nodes():

@@ -1,7 +1,7 @@
-"""Judge errors, and the interfaces of a judge: the calls that send questions, and the observer.
+"""Judge errors, and the interfaces that a judge uses: the calls that send questions, and the observer.
 
-An engine of the cluster or an external server answers; the controller's metrics observe. The judge's `on_error` decides
-what happens to a response with an error.
+An engine of the cluster or an external server answers the questions. The observer is the controller's metrics. The spec's
+`on_error` of a judge decides what happens to a response that could not be judged.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from gcore.errors import EngineError, EngineLate, GcoreError, TracedError
 
 
 class JudgeError(TracedError):
-    """A response could not be judged, and a retry will not help.
+    """A response could not be judged. A retry does not help, except after the subclass JudgeAway.
 
-    `trace`: the traceback of a custom parser, or empty. It is shown in the event, not in the reason.
+    `trace`: the traceback of a custom parser, or empty. The job's event shows it; the prompt's failure reason
+    does not.
     """
 
 
@@ -33,13 +34,13 @@ class JudgeLate(JudgeAway):
 
 
 def judge_away(error: EngineError) -> JudgeAway:
-    """Convert the error of an engine that did not answer a question."""
+    """Convert the error of an engine that did not answer a question: a timeout becomes JudgeLate, others JudgeAway."""
     failure = JudgeLate if isinstance(error, EngineLate) else JudgeAway
     return failure(error.what, where=error.where, fix=error.fix)
 
 
 class Unreadable(GcoreError):
-    """An answer has no verdict; `what` says why. Parsers raise it, and the answer does not count."""
+    """An answer has no verdict; `what` says why. Parsers raise it, and the mean of the votes leaves the answer out."""
 
 
 Why = Literal["away", "timeout", "refused"]
@@ -55,7 +56,7 @@ class Answer:
     """Tokens of the question."""
     tokens_out: int
     truncated: bool
-    """Whether it reached its maximum length."""
+    """Whether the answer reached its maximum length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class ClassifierAnswer:
 class ChatCall(Protocol):
     """Sends a question to a generative judge.
 
-    A client of an external judge measures its own timeouts, because it waits for the rate limit.
+    An external judge's client measures `timeout_s` itself, because the wait for the rate limit does not count.
     """
 
     async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
@@ -87,22 +88,22 @@ class ScoreCall(Protocol):
 
 
 class JudgeObserver(Protocol):
-    """Observes requests by judge name. Its methods neither block nor raise."""
+    """Gets a call for each event of a judge; `judge` is its name. Its methods neither block nor raise."""
 
     def asked(self, judge: str, seconds: float, tokens_in: int, tokens_out: int) -> None:
-        """A question was answered after `seconds`. `tokens_out`: of all its answers, 0 for a classifier."""
+        """A question was answered after `seconds`. `tokens_out`: tokens of all its answers; 0 for a classifier."""
         ...
 
     def failed(self, judge: str, why: Why) -> None:
-        """A try failed."""
+        """One attempt to send a question failed."""
         ...
 
     def verdict(self, judge: str, value: float) -> None:
-        """A question was judged. Cached verdicts are not reported again."""
+        """A question was judged with the score `value`. A verdict from the cache is not reported again."""
         ...
 
     def unreadable(self, judge: str, example: str, why: str) -> None:
-        """An answer could not be read, and why. `example`: its beginning."""
+        """An answer contains no verdict; `why` says what is wrong. `example`: beginning of the answer."""
         ...
 
     def remembered(self, judge: str) -> None:
@@ -110,5 +111,5 @@ class JudgeObserver(Protocol):
         ...
 
     def disagreed(self, judge: str, share: float) -> None:
-        """In this share of a group's pairs the two orders contradicted each other."""
+        """In a share of a group's pairs (0 to 1) the judge's verdicts for the two orders contradicted each other."""
         ...

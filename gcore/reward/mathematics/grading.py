@@ -83,9 +83,9 @@ class ExpectedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """`found`: the response has a readable answer.
+    """Result for one response. `found`: the response has a readable answer.
 
-    `correct`: it equals the expected one. `too_large`: a number in it is too large to compute.
+    `correct`: the answer equals the expected one. `too_large`: a number in it is too large to compute.
     """
 
     found: bool
@@ -94,7 +94,10 @@ class Grade:
 
 
 def grade(expected: ExpectedAnswer, response: str, digits: int | None = None) -> Grade:
-    """Grade a response; `digits` as in `equal`. Values that SymPy cannot compare are not equal."""
+    """Find the final answer of a response and compare it with the expected one; `digits` as in `equal`.
+
+    Values that SymPy cannot compare are not equal.
+    """
     for text in final_answers(response):
         if _plain(text) == expected.plain:
             return Grade(True, True)
@@ -259,7 +262,7 @@ class _Comparison:
         return self._sets(gold, given)
 
     def _equated(self, value: Value) -> Value | None:
-        """The value of equated numbers, None if they differ; other values unchanged."""
+        """Return the common value of an equality such as `2+3=5`, None if its sides differ; other values unchanged."""
         if not isinstance(value, Equated):
             return value
         return value.values[-1] if all(self.equal(value.values[0], one) for one in value.values) else None
@@ -272,7 +275,7 @@ class _Comparison:
         return self.equal(Words(option.letter), other) or self.equal(option.value, other)
 
     def _nearly(self, given: Choices) -> bool:
-        """Whether values that the response calls approximately equal are so, within a twentieth."""
+        """Whether the two values that the response calls approximately equal (`\\approx`) agree to one significant digit (difference at most half of the larger)."""
         return _Comparison(1).equal(given.values[0], given.values[-1]) or self.equal(given.values[0], given.values[-1])
 
     def _named(self, gold: Value, given: Value) -> bool:
@@ -315,7 +318,10 @@ class _Comparison:
     def _numbers(
         self, gold: sympy.Expr, given: sympy.Expr, gold_places: int | None = None, given_places: int | None = None
     ) -> bool:
-        """Compare numbers or expressions. `places`: decimal places of a number written as a decimal."""
+        """Whether two numbers or expressions are equal.
+
+        `gold_places`, `given_places`: decimal places if the number was written as a decimal, else None.
+        """
         if gold == given:
             return True
         if gold.free_symbols or given.free_symbols:
@@ -377,7 +383,7 @@ class _Comparison:
         return _proportional_functions(gold.difference, given.difference, positive=signed)
 
     def _sets(self, gold: Value, given: Value) -> bool:
-        """Intervals, inequalities and sets of numbers."""
+        """Whether two intervals, inequalities or sets of numbers describe the same set of real numbers."""
         if not isinstance(gold, RealSet | Relation | Chain) and not isinstance(given, RealSet | Relation | Chain):
             return False
         if (isinstance(gold, Relation) and gold.sign == "=") or (isinstance(given, Relation) and given.sign == "="):
@@ -452,8 +458,9 @@ def _places(number: sympy.Expr) -> int | None:
 
 
 def _stands_for(decimal: sympy.Expr, places: int | None, number: sympy.Expr) -> bool:
-    """Whether `decimal`, with `places` decimal places and enough digits, is `number` rounded, or truncated if it has no
-    finite expansion.
+    """Whether `decimal` is `number` rounded to `places` decimal places, or truncated if `number` has no finite expansion.
+
+    A decimal with fewer than `DIGITS` significant digits is not.
     """
     number_places = _places(number)
     if (
@@ -504,7 +511,10 @@ def _agree(one: sympy.Expr, other: sympy.Expr, digits: int) -> bool:
 
 
 def _value(expression: sympy.Expr, precision: int) -> mpmath.mpf | mpmath.mpc | None:
-    """Numerical value to `precision` digits; None if there is none. Raises TooLarge."""
+    """Compute the numerical value to `precision` decimal digits; None if the expression has no finite value.
+
+    Raises TooLarge.
+    """
     _check_size(expression)
     closed = _closed(expression)
     found = closed.evalf(precision)
@@ -591,8 +601,9 @@ def _proportional_functions(one: sympy.Expr, other: sympy.Expr, *, positive: boo
 def _at_points(
     one: sympy.Expr, other: sympy.Expr, agrees: Callable[[mpmath.mpf, mpmath.mpf, mpmath.mpf], bool]
 ) -> bool | None:
-    """Whether `agrees(value, value, larger size)` holds at each point where both are defined; None if there is no such
-    point.
+    """Whether both expressions agree at every point of `_POINTS` at which both are defined; None if there is no such point.
+
+    `agrees` gets the two values at a point and the larger absolute value.
     """
     names = sorted(one.free_symbols | other.free_symbols, key=lambda symbol: symbol.name)
     if len(names) > len(_POINTS[0]):

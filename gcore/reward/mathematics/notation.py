@@ -200,7 +200,7 @@ _PLAIN_FUNCTION = re.compile(
 
 
 def normalize(text: str) -> str:
-    """`text` in the dialect that the module describes."""
+    """Rewrite `text` in the LaTeX dialect that the module's docstring describes."""
     text = _unicode(text)
     text = _latex(text)
     text = _numbers(text)
@@ -425,7 +425,7 @@ _TABLE: dict[str, tuple[str, Fraction]] = {
 UNIT_WORDS = "|".join(
     sorted((f"{re.escape(name)}s?" for name in _TABLE if name.isalpha() and name != "in"), reverse=True)
 )
-"""A regular expression for units behind a number in prose."""
+"""Regular expression for the unit after a number in prose."""
 
 _SYMBOLS_OF_MONEY = "$€£¥₹"
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -442,7 +442,7 @@ NUMBER_WORDS = dict(
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """`powers`: the exponent of each dimension; `factor`: size in base units."""
+    """A unit of measurement. `powers`: exponent of each dimension, such as length 2; `factor`: its size in base units."""
 
     powers: tuple[tuple[str, int], ...]
     factor: Fraction
@@ -452,7 +452,7 @@ class Unit:
 class Measured:
     """A text split into number and unit.
 
-    `scale`: factor of a word such as "million"; `unit`: None if there is none, or only a counted noun.
+    `scale`: factor of a word such as "million". `unit`: None without a unit, or for a counted noun such as apples.
     """
 
     number: str

@@ -50,7 +50,10 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """Several values. `list`: without brackets; `array`: in square brackets; `vector`: in angle brackets, or a column."""
+    """Several values, such as `(1,2)` or `1:2`. `columns`: of a matrix, whose `items` are row by row.
+
+    `kind`: `list` is without brackets, `array` in square brackets, `vector` in angle brackets or a column.
+    """
 
     kind: Literal["list", "tuple", "array", "set", "vector", "matrix", "ratio"]
     items: tuple[Value, ...]
@@ -74,7 +77,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """A relation of two sides; `difference` is left minus right. `sign`: one of `=`, `<`, `<=`, `!=`."""
+    """An equation or inequality such as `x<2`; `difference` is the left side minus the right side."""
 
     sign: Literal["=", "<", "<=", "!="]
     difference: sympy.Expr
@@ -89,14 +92,14 @@ class Equated:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Inequalities that all hold: `1<x<2`."""
+    """Several inequalities that hold together, such as `1<x<2`."""
 
     relations: tuple[Relation, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Words without case, articles and punctuation."""
+    """An answer in words, in lower case, without articles and punctuation."""
 
     text: str
 
@@ -111,7 +114,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class TimeOfDay:
-    """A time of day, or minutes and seconds. `half`: am, pm or empty."""
+    """A time such as `3:30 pm`; minutes and seconds are read alike. `half`: "a" (am), "p" (pm) or empty."""
 
     hours: int
     minutes: int
@@ -120,7 +123,7 @@ class TimeOfDay:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Several readings. `nearly`: the author calls them approximately equal, as in `\\sqrt{2} \\approx 1.41`."""
+    """Several readings of one text. `nearly`: the author calls them approximately equal, as in `\\sqrt{2} \\approx 1.41`."""
 
     values: tuple[Value, ...]
     nearly: bool = True
@@ -215,7 +218,7 @@ def _read(text: str, depth: int) -> Value:
 
 
 def _choice(text: str, depth: int) -> Value | None:
-    """A letter in parentheses, as in multiple choice."""
+    """Read a multiple-choice letter such as `(B)`, with or without the option's text; None for other texts."""
     match = re.fullmatch(r"“?\s*[(\[]?\s*“?\s*([A-Ha-h])\s*”?\s*[)\]]\s*”?", text)
     if match:
         return Words(match[1].lower())
@@ -239,7 +242,7 @@ def _time(text: str, depth: int) -> Value | None:
 
 
 def _listed(text: str, depth: int) -> Value | None:
-    """Values separated by commas, semicolons, `and`, `or`."""
+    """Read values separated by commas, semicolons, `and`, `or`; None for a single value."""
     if (total := compound(text)) is not None:
         return Scalar(_rational(total[0]), None, total[1])
     if _MIXED.fullmatch(text):
@@ -270,7 +273,7 @@ def _relations(value: Relation | Chain) -> tuple[Relation, ...]:
 
 
 def _items(parts: list[str], depth: int) -> list[Value]:
-    """The values of `parts`; `\\pm 1` gives two."""
+    """Read each part; a part such as `\\pm 1` gives two values."""
     found: list[Value] = []
     for part in parts:
         value = _read(part, depth)
@@ -286,7 +289,7 @@ def _is_sentence(text: str) -> bool:
 
 
 def _related(text: str, depth: int) -> Value | None:
-    """An equation, inequalities, or a membership."""
+    """Read an equation, inequalities, or a membership such as `x \\in S`; None for a text without a relation sign."""
     signs = _top(text, _RELATION)
     if not signs:
         return None
@@ -349,7 +352,7 @@ def _inequalities(sides: list[str], kinds: list[str]) -> Value:
 
 
 def _united(text: str, depth: int) -> Value | None:
-    """Unions, intersections and differences of sets."""
+    """Read a union, intersection or difference of sets; None for other texts. Raises UnreadableAnswer."""
     pattern = re.compile(r"\\(?:cup|cap|setminus)(?![a-zA-Z])|(?<=[)\]}])\s*-\s*(?=\\\{)|(?<=[)\]])\s*U\s*(?=[(\[])")
     signs = list(_top(text, pattern))
     if not signs:
@@ -472,7 +475,7 @@ def _ratio(text: str, depth: int) -> Value | None:
 
 
 def _words(text: str, depth: int) -> Value | None:
-    """Words, in quotation marks or with so many letters in a row that they are not a product of variables."""
+    """Read words: text in quotation marks, or more letters in a row than a product of variables has. None for other texts."""
     if text.lower().strip("“” .") in NUMBER_WORDS:
         return Scalar(sympy.Integer(NUMBER_WORDS[text.lower().strip("“” .")]))
     if take_unit(text).number != text or _BASE_WORDS.fullmatch(text) or _BASED.fullmatch(text):
@@ -608,7 +611,7 @@ def _symbol(name: str) -> sympy.Symbol:
 
 
 def _top(text: str, pattern: re.Pattern[str]) -> list[re.Match[str]]:
-    """Matches outside of brackets."""
+    """Matches of `pattern` in `text` outside of brackets and quotation marks."""
     depth, inside, quoted = 0, [], False
     for letter in text:
         if letter in "([{⟨":
